@@ -1,0 +1,140 @@
+"""One asynchronous operation: completed or failed by the transport, waited for by its caller.
+
+Every transport hands out `Operation` objects. They know their own deadline, so that nobody needs to wait
+on them for a late peer to be noticed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Generic, TypeVar
+
+from lightning_async.errors import CollectiveError, CollectiveTimeout
+
+__all__ = ["Operation", "Where"]
+
+T = TypeVar("T")
+
+_POLL_FIRST_S, _POLL_MAX_S = 0.0002, 0.005
+
+
+class Where:
+    """Names a communicator in messages: the rank, its world, the communicator and the generation."""
+
+    def __init__(self, rank: int, world_size: int, name: str, generation: int) -> None:
+        self.rank, self.world_size, self.name, self.generation = rank, world_size, name, generation
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.world_size}, communicator '{self.name}', generation {self.generation}"
+
+
+class Operation(Generic[T]):
+    """A `Pending` that its transport completes or fails, once, from any thread.
+
+    Args:
+        where: the communicator, for messages.
+        kind: the operation's name.
+        seq: its number within the communicator.
+        timeout: the deadline, counted from now.
+        on_expire: called once, from whichever thread notices, when the deadline passes. The transport breaks
+            the communicator off there.
+        poll: for transports without a completion callback: called by `done`; completes or fails the operation
+            when the transport has ended it.
+    """
+
+    def __init__(
+        self,
+        where: Where,
+        kind: str,
+        seq: int,
+        timeout: timedelta,
+        on_expire: Callable[[CollectiveError], None],
+        poll: Callable[[], None] | None = None,
+    ) -> None:
+        self.where, self.kind, self.seq = where, kind, seq
+        self.timeout = timeout
+        self.started = time.monotonic()
+        self.poll = poll
+        self._on_expire = on_expire
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._value: T | None = None
+        self._error: CollectiveError | None = None
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.kind} #{self.seq}"
+
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.started
+
+    def complete(self, value: T) -> bool:
+        """End well. Returns False where it had ended already."""
+        with self._lock:
+            if self._ended.is_set():
+                return False
+            self._value = value
+            self._ended.set()
+            return True
+
+    def fail(self, error: CollectiveError) -> bool:
+        """End badly. Returns False where it had ended already."""
+        with self._lock:
+            if self._ended.is_set():
+                return False
+            self._error = error
+            self._ended.set()
+            return True
+
+    def ended(self) -> bool:
+        """Like `done`, but neither polls nor looks at the deadline."""
+        return self._ended.is_set()
+
+    def succeeded(self) -> bool:
+        return self._ended.is_set() and self._error is None
+
+    def done(self) -> bool:
+        if not self._ended.is_set() and self.poll is not None:
+            self.poll()
+        if not self._ended.is_set() and self.elapsed_s() >= self.timeout.total_seconds():
+            self._expire(self.timeout)
+        return self._ended.is_set()
+
+    def wait(self, timeout: timedelta) -> bool:
+        # The own deadline may come first; waiting past it would notice a late peer later than promised.
+        until = min(time.monotonic() + max(timeout.total_seconds(), 0.0), self.started + self.timeout.total_seconds())
+        self._sleep_until(until)
+        return self.done()
+
+    def result(self, timeout: timedelta | None = None) -> T:
+        if timeout is None:
+            self.wait(self.timeout)
+        elif not self.wait(timeout):
+            self._expire(timeout)
+        if self._error is not None:
+            # A fresh exception for every caller: raising one object twice would grow its traceback.
+            raise type(self._error)(*self._error.args) from self._error
+        return self._value  # type: ignore[return-value]  # None is a value where T is None
+
+    def _expire(self, limit: timedelta) -> None:
+        error = CollectiveTimeout(
+            f"{self} did not complete within {limit.total_seconds():g} s (waited {self.elapsed_s():.2f} s). A peer is "
+            "late, stopped or gone. Ask the membership who is alive, then abort() and reconfigure()."
+        )
+        if self.fail(error):
+            self._on_expire(error)
+
+    def _sleep_until(self, until: float) -> None:
+        if self.poll is None:
+            self._ended.wait(max(until - time.monotonic(), 0.0))
+            return
+        pause = _POLL_FIRST_S
+        while not self._ended.is_set():
+            self.poll()
+            left = until - time.monotonic()
+            if self._ended.is_set() or left <= 0:
+                return
+            self._ended.wait(min(pause, left))
+            pause = min(pause * 1.5, _POLL_MAX_S)

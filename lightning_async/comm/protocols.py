@@ -1,0 +1,129 @@
+"""The interface to communication: what every transport offers, whatever moves the bytes.
+
+A ``Collectives`` is one communicator: a fixed set of ranks with its own total order of operations. Every
+operation is asynchronous and returns a ``Pending``; nothing blocks without a deadline.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol, TypeVar, runtime_checkable
+
+from torch import Tensor
+
+__all__ = ["Collectives", "ElasticCollectives", "Pending", "Quorum", "ReduceOp"]
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class ReduceOp(enum.Enum):
+    """How `all_reduce` and `reduce_scatter` combine the ranks' elements."""
+
+    SUM = "sum"
+    MIN = "min"
+    MAX = "max"
+
+
+@dataclass(frozen=True)
+class Quorum:
+    """Who takes part in one generation of the groups.
+
+    Args:
+        generation: counts up with every re-forming; names the groups' keys in the store.
+        ranks: the members, in the order of their ranks within the new groups.
+    """
+
+    generation: int
+    ranks: tuple[int, ...]
+
+
+@runtime_checkable
+class Pending(Protocol[T_co]):
+    """An operation under way. Its tensors must not be touched until it is done."""
+
+    def done(self) -> bool:
+        """Whether it has ended, well or badly. Never blocks."""
+        ...
+
+    def wait(self, timeout: timedelta) -> bool:
+        """Block for at most ``timeout`` and return `done`. Neither raises for, nor cancels, the operation."""
+        ...
+
+    def result(self, timeout: timedelta | None = None) -> T_co:
+        """The operation's result, waited for until the deadline (default: the communicator's own timeout).
+
+        Raises:
+            CollectiveTimeout: the deadline passed; the communicator must be re-formed.
+            CollectiveError: the operation failed (a peer died, the group was aborted).
+        """
+        ...
+
+
+class Collectives(Protocol):
+    """One communicator. All ranks call the same operations in the same order, from one thread at a time.
+
+    Operations work in place on contiguous tensors where that makes sense, keep a reference to their tensors
+    until they are done, and count a sequence number for messages. Sizes and dtypes must agree between
+    ranks; callers compare them beforehand, because some transports abort the process if they differ.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def name(self) -> str:
+        """Path of forks, ``"world/payload"``, for messages and for keys in the store."""
+        ...
+
+    def all_reduce(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Pending[Tensor]:
+        """Reduce ``buffer`` over all ranks, in place; every rank gets the same bits."""
+        ...
+
+    def all_gather(self, buffer: Tensor) -> Pending[Tensor]:
+        """Every rank's ``buffer``, stacked along a new first dimension: shape ``[world_size, *buffer.shape]``."""
+        ...
+
+    def reduce_scatter(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Pending[Tensor]:
+        """Row ``rank`` of the reduction of ``buffer``, whose first dimension is ``world_size``."""
+        ...
+
+    def all_to_all(self, buffer: Tensor) -> Pending[Tensor]:
+        """Row ``i`` of ``buffer`` goes to rank ``i``; row ``j`` of the result came from rank ``j``."""
+        ...
+
+    def broadcast(self, buffer: Tensor, src: int = 0) -> Pending[Tensor]:
+        """Overwrite ``buffer`` with rank ``src``'s."""
+        ...
+
+    def exchange(self, buffer: Tensor, peer: int) -> Pending[Tensor]:
+        """Swap with one peer, which calls it with this rank: the peer's buffer, as a new tensor."""
+        ...
+
+    def barrier(self) -> Pending[None]:
+        """Done when every rank has called it."""
+        ...
+
+    def fork(self, name: str, timeout: timedelta | None = None) -> Collectives:
+        """A new communicator over the same ranks with an order of its own. All ranks fork in the same order."""
+        ...
+
+    def close(self) -> None:
+        """Release the communicator and its forks. Never blocks on a peer; idempotent."""
+        ...
+
+
+class ElasticCollectives(Collectives, Protocol):
+    """Collectives whose groups can be broken off and formed anew. Torch can, plain Horovod cannot."""
+
+    def reconfigure(self, quorum: Quorum) -> None:
+        """Abort what is pending here and in all forks, and form the groups of ``quorum.generation``."""
+        ...
+
+    def abort(self) -> None:
+        """Fail everything pending, here and in all forks, at once, on this rank; peers notice by themselves."""
+        ...

@@ -1,0 +1,445 @@
+"""Collectives through torch.distributed: Gloo, NCCL, and MPI where torch was built with it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
+
+from lightning_async.comm import groups
+from lightning_async.comm.pending import Operation, Where
+from lightning_async.comm.protocols import Quorum, ReduceOp
+from lightning_async.comm.reductions import as_bytes, check_buffer, check_rows, reducible, sum_rows
+from lightning_async.errors import CollectiveError, CollectiveTimeout
+
+__all__ = ["TorchCollectives"]
+
+T = TypeVar("T")
+
+_BACKENDS = ("gloo", "nccl", "mpi")
+_OPS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.MIN: dist.ReduceOp.MIN, ReduceOp.MAX: dist.ReduceOp.MAX}
+
+
+class TorchCollectives:
+    """One communicator over a torch process group formed from a store, without the default group.
+
+    The constructor does no I/O: `open`, or else the first operation, forms the group together with all
+    members, within ``form_timeout``. Forks made before are opened with it, forks made later open at once.
+
+    An operation that fails or passes its deadline breaks its communicator off: its sockets are shut down, so
+    that peers waiting in it fail as well, and every later operation raises at once until `reconfigure` of the
+    root. Forks are independent of each other and of the root in this; `abort` takes the forks along.
+
+    Args:
+        store: reachable by all members; keys lie below ``lightning_async/``.
+        rank: this member's rank, also its name in every later `Quorum`.
+        world_size: number of members.
+        backend: "gloo" (CPU tensors), "nccl" (CUDA tensors) or "mpi".
+        name: differs between communicators that share a store.
+        timeout: deadline of each operation.
+        form_timeout: deadline of forming a group.
+        generation: of the first group.
+        device: where NCCL's barrier lives and connects; the current CUDA device by default.
+        max_ctas: how many blocks of the GPU NCCL may take from the training beside it.
+
+    Raises:
+        ValueError: an argument is out of range, or torch was built without the backend.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        *,
+        backend: str = "gloo",
+        name: str = "world",
+        timeout: timedelta = timedelta(minutes=5),
+        form_timeout: timedelta = timedelta(minutes=5),
+        generation: int = 0,
+        device: torch.device | None = None,
+        max_ctas: int = 4,
+    ) -> None:
+        _check_arguments(rank, world_size, backend, timeout, form_timeout)
+        self._store = store
+        self._member = rank
+        self._backend, self._device, self._max_ctas = backend, device, max_ctas
+        self._timeout, self._form_timeout = timeout, form_timeout
+        self._where = Where(rank, world_size, name, generation)
+        self._lock = threading.Lock()
+        self._group: groups.Group | None = None
+        self._failure: CollectiveError | None = None
+        self._pending: dict[int, Operation[Any]] = {}
+        self._exchanged: dict[int, int] = {}
+        self._forks: list[TorchCollectives] = []
+        self._seq = 0
+        self._closed = False
+
+    @property
+    def rank(self) -> int:
+        return self._where.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._where.world_size
+
+    @property
+    def name(self) -> str:
+        return self._where.name
+
+    @property
+    def generation(self) -> int:
+        return self._where.generation
+
+    @property
+    def backend(self) -> str:
+        return self._backend
+
+    @property
+    def timeout(self) -> timedelta:
+        return self._timeout
+
+    def open(self) -> None:
+        """Form the group and its forks' with all members; does nothing where that is done.
+
+        Raises:
+            CollectiveTimeout: members are missing at the deadline; names them.
+            CollectiveError: closed, failed, aborted, or the store is out of reach.
+        """
+        self._open()
+        for fork in self._forks:
+            fork.open()
+
+    def all_reduce(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Operation[Tensor]:
+        """See `Collectives`. Types that Gloo cannot reduce are widened for the way."""
+        check_buffer(buffer)
+        wire, torch_op, narrow = reducible(buffer, op)
+        options = dist.AllreduceOptions()
+        options.reduceOp = _OPS[torch_op]
+
+        def finish() -> Tensor:
+            narrow(wire)
+            return buffer
+
+        def start(pg: Any) -> Any:
+            options.timeout = self._backstop()
+            return pg.allreduce([wire], options)
+
+        return self._submit(f"all_reduce({op.value})", start, finish, (buffer, wire))
+
+    def all_gather(self, buffer: Tensor) -> Operation[Tensor]:
+        check_buffer(buffer)
+        out = buffer.new_empty((self.world_size, *buffer.shape))
+        rows, mine = [as_bytes(row) for row in out], as_bytes(buffer)
+
+        def start(pg: Any) -> Any:
+            options = AllgatherOptions()
+            options.timeout = self._backstop()
+            return pg.allgather([rows], [mine], options)
+
+        return self._submit("all_gather", start, lambda: out, (buffer, out))
+
+    def reduce_scatter(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Operation[Tensor]:
+        """See `Collectives`. Rows are exchanged, then combined in the order of ranks, half types in fp32."""
+        # Gloo's own reduce_scatter has no future to wait on.
+        check_rows(buffer, self.world_size)
+        return self._all_to_all(buffer, f"reduce_scatter({op.value})", lambda rows: sum_rows(rows, op))
+
+    def all_to_all(self, buffer: Tensor) -> Operation[Tensor]:
+        check_rows(buffer, self.world_size)
+        return self._all_to_all(buffer, "all_to_all", lambda rows: rows)
+
+    def broadcast(self, buffer: Tensor, src: int = 0) -> Operation[Tensor]:
+        check_buffer(buffer)
+        self._check_peer(src, "src")
+        data = as_bytes(buffer)
+
+        def start(pg: Any) -> Any:
+            options = dist.BroadcastOptions()
+            options.rootRank, options.rootTensor = src, 0
+            options.timeout = self._backstop()
+            return pg.broadcast([data], options)
+
+        return self._submit(f"broadcast(src={src})", start, lambda: buffer, (buffer,))
+
+    def exchange(self, buffer: Tensor, peer: int) -> Operation[Tensor]:
+        """See `Collectives`. Ranks that exchange with nobody need not call it."""
+        check_buffer(buffer)
+        self._check_peer(peer, "peer")
+        out = torch.empty_like(buffer)
+        mine, theirs = as_bytes(buffer), as_bytes(out)
+        kind = f"exchange(peer={peer})"
+        if peer == self.rank:
+            out.copy_(buffer)
+            return self._submit(kind, None, lambda: out, (buffer, out))
+        tag = self._exchanged[peer] = self._exchanged.get(peer, 0) + 1
+
+        def start(pg: Any) -> Any:
+            if self._backend != "nccl":
+                return (pg.send([mine], peer, tag), pg.recv([theirs], peer, tag))
+            # Outside of a group NCCL would run one after the other, and both sides would send first.
+            pg._group_start()
+            works = (pg.send([mine], peer, tag), pg.recv([theirs], peer, tag))
+            pg._group_end()
+            return works
+
+        return self._submit(kind, start, lambda: out, (buffer, out))
+
+    def barrier(self) -> Operation[None]:
+        token = torch.zeros(1, device=self._token_device())
+
+        def start(pg: Any) -> Any:
+            options = dist.AllreduceOptions()
+            options.timeout = self._backstop()
+            return pg.allreduce([token], options)
+
+        return self._submit("barrier", start, lambda: None, (token,))
+
+    def fork(self, name: str, timeout: timedelta | None = None) -> TorchCollectives:
+        """See `Collectives`. Opens the fork at once where this communicator is open."""
+        self._check_usable()
+        child = TorchCollectives(
+            self._store,
+            self.rank,
+            self.world_size,
+            backend=self._backend,
+            name=f"{self.name}/{name}",
+            timeout=self._timeout if timeout is None else timeout,
+            form_timeout=self._form_timeout,
+            generation=self.generation,
+            device=self._device,
+            max_ctas=self._max_ctas,
+        )
+        child._member = self._member
+        if any(fork.name == child.name for fork in self._forks):
+            raise ValueError(f"{self._where}: there is a fork '{child.name}' already.")
+        self._forks.append(child)
+        if self._group is not None:
+            child.open()
+        return child
+
+    def abort(self) -> None:
+        """See `ElasticCollectives`. Peers that wait for this rank fail too (Gloo), as their sockets close."""
+        self._fail(CollectiveError(f"{self._where}: aborted. reconfigure() before the next operation."))
+        for fork in self._forks:
+            fork.abort()
+
+    def reconfigure(self, quorum: Quorum) -> None:
+        """See `ElasticCollectives`; blocks until the members have formed the new groups.
+
+        Raises:
+            ValueError: this rank is not in the quorum, the generation is not newer, or the backend is MPI.
+            CollectiveTimeout, CollectiveError: as `open`.
+        """
+        if self._backend == "mpi":
+            raise ValueError(
+                "TorchCollectives(backend='mpi') cannot be reconfigured: torch forms MPI groups only once."
+            )
+        if self._member not in quorum.ranks:
+            raise ValueError(f"{self._where}: {quorum} does not contain this rank (member {self._member}).")
+        if quorum.generation <= self.generation:
+            raise ValueError(f"{self._where}: {quorum} is not newer than the present generation.")
+        if self._closed:
+            raise CollectiveError(f"{self._where}: closed.")
+        self.abort()
+        self._renew(quorum)
+        self.open()
+
+    def close(self) -> None:
+        self._closed = True
+        for fork in self._forks:
+            fork.close()
+        if self._pending:
+            self._fail(CollectiveError(f"{self._where}: closed with operations under way."))
+        if self._group is not None:
+            self._group.dispose()
+            self._group = None
+
+    # ------------------------------------------------------------------ the machinery
+
+    def _all_to_all(self, buffer: Tensor, kind: str, finish: Callable[[Tensor], T]) -> Operation[T]:
+        out = torch.empty_like(buffer)
+        mine, theirs = as_bytes(buffer), as_bytes(out)
+
+        def start(pg: Any) -> Any:
+            options = dist.AllToAllOptions()
+            options.timeout = self._backstop()
+            return pg.alltoall_base(theirs, mine, [], [], options)
+
+        return self._submit(kind, start, lambda: finish(out), (buffer, out))
+
+    def _submit(
+        self, kind: str, start: Callable[[Any], Any] | None, finish: Callable[[], T], tensors: tuple[Tensor, ...]
+    ) -> Operation[T]:
+        self._check_usable()
+        group = self._open()
+        self._seq += 1
+        operation: Operation[T] = Operation(self._where, kind, self._seq, self._timeout, self._fail)
+        if start is None:
+            operation.complete(finish())
+            return operation
+        self._pending[self._seq] = operation
+        group.in_flight[self._seq] = tensors
+        try:
+            works = start(group.pg)
+        except Exception as error:
+            self._end(operation, group, finish, error)
+            return operation
+        self._watch(operation, group, works, finish)
+        return operation
+
+    def _watch(self, operation: Operation[T], group: groups.Group, works: Any, finish: Callable[[], T]) -> None:
+        """Have the operation end when the transport has ended the work."""
+        if not group.callbacks:
+            pair = works if isinstance(works, tuple) else (works,)
+            group.in_flight[operation.seq] = (group.in_flight[operation.seq], pair)
+
+            def poll() -> None:
+                if all(work.is_completed() for work in pair):
+                    self._end(operation, group, lambda: _joined(pair, finish), None)
+
+            operation.poll = poll
+        elif isinstance(works, tuple):
+            # Gloo's send and recv have no future, and are not complete before somebody waits.
+            helper = threading.Thread(target=self._wait, args=(operation, group, works, finish), daemon=True)
+            helper.name = f"lightning_async {operation.kind} #{operation.seq}"
+            group.helpers.add(helper)
+            helper.start()
+        else:
+            # The callback runs on a thread of the group; the future holds the exception.
+            def ended(future: Any) -> None:
+                error: Exception | None = None
+                try:
+                    future.value()
+                except RuntimeError as caught:
+                    error = caught
+                self._end(operation, group, finish, error)
+
+            works.get_future().add_done_callback(ended)
+
+    def _wait(self, operation: Operation[T], group: groups.Group, works: Any, finish: Callable[[], T]) -> None:
+        error: RuntimeError | None = None
+        for work in works:
+            try:
+                work.wait(self._backstop())
+            except RuntimeError as caught:
+                # The other half would wait for its timeout otherwise.
+                error = error or caught
+                group.break_off()
+        self._end(operation, group, finish, error)
+        group.helpers.discard(threading.current_thread())
+
+    def _end(
+        self, operation: Operation[T], group: groups.Group, finish: Callable[[], T], error: Exception | None
+    ) -> None:
+        if error is None and not operation.ended():
+            try:
+                value = finish()
+            except Exception as caught:
+                error = caught
+            else:
+                operation.complete(value)
+        if error is not None and not operation.ended():
+            self._fail(_translate(operation, error), operation)
+        self._pending.pop(operation.seq, None)
+        group.in_flight.pop(operation.seq, None)
+
+    def _fail(self, error: CollectiveError, first: Operation[Any] | None = None) -> None:
+        """Break this communicator off: ``first`` fails with the error, everything else pending because of it."""
+        with self._lock:
+            if self._failure is None:
+                self._failure = error
+            group, pending = self._group, list(self._pending.values())
+        if first is not None:
+            first.fail(error)
+        for operation in pending:
+            operation.fail(CollectiveError(f"{operation} was broken off after {operation.elapsed_s():.2f} s: {error}"))
+        if group is not None:
+            group.break_off()
+
+    def _open(self) -> groups.Group:
+        if self._group is None:
+            self._check_usable()
+            try:
+                group = groups.form(
+                    self._store,
+                    self._where,
+                    self._backend,
+                    self._form_timeout,
+                    self._token_device() if self._backend == "nccl" else None,
+                    self._max_ctas,
+                    cancelled=lambda: self._failure is not None or self._closed,
+                )
+            except CollectiveError as error:
+                self._fail(error)
+                raise
+            with self._lock:
+                self._group = group
+        self._check_usable()
+        return self._group
+
+    def _renew(self, quorum: Quorum) -> None:
+        if self._group is not None:
+            self._group.dispose()
+        with self._lock:
+            self._where = Where(quorum.ranks.index(self._member), len(quorum.ranks), self.name, quorum.generation)
+            self._group, self._failure = None, None
+            self._pending, self._exchanged, self._seq = {}, {}, 0
+        for fork in self._forks:
+            fork._renew(quorum)
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise CollectiveError(f"{self._where}: closed.")
+        if self._failure is not None:
+            kind = CollectiveTimeout if isinstance(self._failure, CollectiveTimeout) else CollectiveError
+            raise kind(
+                f"{self._where}: unusable since an earlier failure; reconfigure() first. It was: {self._failure}"
+            )
+
+    def _check_peer(self, rank: int, argument: str) -> None:
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"{self._where}: `{argument}={rank}` must be a rank in [0, {self.world_size}).")
+
+    def _backstop(self) -> timedelta:
+        # Ours comes first, with the better message; this one only ends what could not be broken off.
+        return self._timeout + timedelta(seconds=1)
+
+    def _token_device(self) -> torch.device:
+        if self._backend != "nccl":
+            return torch.device("cpu")
+        return self._device if self._device is not None else torch.device("cuda", torch.cuda.current_device())
+
+
+def _joined(works: tuple[Any, ...], finish: Callable[[], T]) -> T:
+    for work in works:
+        work.wait()  # complete already: orders the current CUDA stream behind it, and raises what went wrong
+    return finish()
+
+
+def _translate(operation: Operation[Any], error: Exception) -> CollectiveError:
+    timed_out = "timed out" in str(error).lower()
+    kind = CollectiveTimeout if timed_out else CollectiveError
+    return kind(
+        f"{operation} failed after {operation.elapsed_s():.2f} s: {error}. Ask the membership who is alive, then "
+        "abort() and reconfigure()."
+    )
+
+
+def _check_arguments(rank: int, world_size: int, backend: str, timeout: timedelta, form_timeout: timedelta) -> None:
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise ValueError(f"`TorchCollectives(rank={rank}, world_size={world_size})`: rank must be in [0, world_size).")
+    if backend not in _BACKENDS:
+        raise ValueError(f"`TorchCollectives(backend={backend!r})` must be one of {_BACKENDS}.")
+    available = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
+    if not available[backend]():
+        raise ValueError(f"`TorchCollectives(backend={backend!r})`: this torch ({torch.__version__}) has no {backend}.")
+    for argument, value in (("timeout", timeout), ("form_timeout", form_timeout)):
+        if value <= timedelta(0):
+            raise ValueError(f"`TorchCollectives({argument}={value})` must be positive.")
