@@ -1,0 +1,117 @@
+"""Measure asynchronous averaging against its peers: ``python -m tests.benchmarks.averaging --out DIR``.
+
+Three scenarios: ``speed`` (a 100 Mbit/s link), ``loopback`` (the same peers where nothing limits the link) and
+``stragglers`` (four replicas of unequal speed).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import shlex
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+
+from tests.benchmarks import report as reports
+from tests.benchmarks.link import Link, loopback, paced, shaped, shaping_problem
+from tests.benchmarks.peers import PEERS
+from tests.benchmarks.report import Report
+from tests.benchmarks.scenarios import QUICK, RELATIVE_STEP_TIMES, Plan, measure_speed, measure_stragglers, say
+
+MODULE = "tests.benchmarks.averaging"
+SPEED_PEERS = ("single", "apart", "ddp", "ddp raw", "periodic", "blocking", "ours", "ours H=16", "ours DiLoCo")
+LOOPBACK_PEERS = ("single", "apart", "ddp", "periodic", "ours", "ours DiLoCo")
+STRAGGLER_PEERS = ("ddp", "ours synchronous", "ours timed")
+QUICK_PEERS = ("single", "ddp", "ours")
+RATE_MBIT = 100.0
+
+
+@contextlib.contextmanager
+def termination_as_exception() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP unwind the stack, so that processes and namespaces go."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the table, the numbers and the picture")
+    scenarios = ("speed", "loopback", "stragglers")
+    parser.add_argument("--scenario", nargs="+", choices=scenarios, default=scenarios, help="default: all")
+    parser.add_argument("--replicas", nargs="+", type=int, default=[2, 4], help="for speed and loopback")
+    parser.add_argument("--repeats", type=int, help="how often each peer runs (default 3)")
+    parser.add_argument("--peers", nargs="+", choices=[peer for peer in PEERS if "probe" not in peer])
+    parser.add_argument("--rate-mbit", type=float, default=RATE_MBIT)
+    parser.add_argument("--slot-ms", type=float, help="padded step time (default: measured, at least 50 or 80 ms)")
+    parser.add_argument("--quick", action="store_true", help="a functional check: one short repeat, few peers")
+    parser.add_argument("--strict", action="store_true", help="exit with status 1 where a target is missed")
+    options = parser.parse_args(arguments)
+    if min(options.replicas) < 2:
+        parser.error(f"argument --replicas: {min(options.replicas)} must be at least 2")
+    return options
+
+
+def make_link(scenario: str, num_replicas: int, rate_mbit: float) -> contextlib.AbstractContextManager[Link]:
+    """The link of a scenario; a paced one where namespaces cannot be had."""
+    if scenario != "speed":
+        return loopback(num_replicas)
+    if problem := shaping_problem():
+        say(f"  no link between namespaces ({problem}): pacing connections instead")
+        return paced(num_replicas, rate_mbit)
+    return shaped(num_replicas, rate_mbit)
+
+
+def measure(options: argparse.Namespace, report: Report) -> None:
+    """Run what was asked for; each section joins ``report`` as it is done."""
+    plan = QUICK if options.quick else Plan()
+    if options.repeats is not None:
+        plan = dataclasses.replace(plan, repeats=options.repeats)
+    if options.slot_ms is not None:
+        plan = dataclasses.replace(plan, slot_s=options.slot_ms / 1e3)
+    defaults = {"speed": SPEED_PEERS, "loopback": LOOPBACK_PEERS, "stragglers": STRAGGLER_PEERS}
+    for scenario in options.scenario:
+        unequal = scenario == "stragglers"
+        peers = options.peers or (QUICK_PEERS if options.quick and not unequal else defaults[scenario])
+        for num_replicas in [len(RELATIVE_STEP_TIMES)] if unequal else options.replicas:
+            say(f"{scenario}, {num_replicas} replicas")
+            with make_link(scenario, num_replicas, options.rate_mbit) as link:
+                if unequal:
+                    section = measure_stragglers(link, peers, plan)
+                else:
+                    section = measure_speed(link, num_replicas, peers, plan)
+            report.sections.append(section)
+            print(reports.section_markdown(section), flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    command = shlex.join(["python", "-m", MODULE, *(sys.argv[1:] if arguments is None else arguments)])
+    report = Report(command=command, machine=reports.machine())
+    print(f"{report.machine}\nload average {reports.load_average()}\nrepeat with `{command}`\n", flush=True)
+    with termination_as_exception():
+        try:
+            measure(options, report)
+        finally:
+            if report.sections:
+                for path in reports.write(report, options.out):
+                    print(f"wrote {path}", flush=True)
+    failed = any(row.error is not None for section in report.sections for row in section.rows)
+    missed = any(not target.held for section in report.sections for target in section.targets)
+    return int(failed or (options.strict and missed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

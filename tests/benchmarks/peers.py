@@ -1,0 +1,335 @@
+"""The ways of training that the benchmark compares, each as a function that one rank runs.
+
+All but ``ddp raw`` and the probes train through Lightning's Trainer, with the same module, data and callbacks: what
+differs is the strategy.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager  # noqa: TID251 (a peer)
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.benchmarks.link import pace_sockets, sent_bytes
+from tests.benchmarks.model import BATCH, CharModule, Slot, loader
+
+__all__ = ["PEERS", "Job", "Peer", "RankResult", "run", "samples_in"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What one rank has to do, as the benchmark hands it to `worker`.
+
+    Args:
+        peer: a name in `PEERS`.
+        rank: this replica.
+        num_replicas: replicas in all.
+        interface: the network interface whose counter tells the bytes sent.
+        step_s: padded length of forward and backward; 0.0 for no padding.
+        backward_s: what the backward needs of it.
+        warmup: steps before the measurement starts.
+        steps: steps measured (or all-reduces, for the probe).
+        seconds: where given, training ends by this time instead of a number of steps.
+        round_s: period of time-triggered rounds.
+        sync_every: replaces the peer's own number of steps per round.
+        pace_mbit: where given, the rank holds its connections to this rate.
+    """
+
+    peer: str
+    rank: int
+    num_replicas: int
+    interface: str
+    step_s: float
+    backward_s: float
+    warmup: int
+    steps: int
+    seconds: float | None = None
+    round_s: float = 2.0
+    sync_every: int | None = None
+    pace_mbit: float | None = None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+@dataclass(kw_only=True)
+class RankResult:
+    """What one rank measured.
+
+    Args:
+        ends: the moment at which each training step ended (a clock that all processes of a machine share).
+        sent: pairs of a number of steps done and the bytes that this rank's interface had sent by then.
+        losses: training loss of each step.
+        compute_s: seconds of forward and of backward of each step (probe ``compute`` only).
+        round_s: seconds of each blocking all-reduce of the model (probe ``round`` only).
+        claims: what the strategy says of itself.
+    """
+
+    ends: list[float] = field(default_factory=list)
+    sent: list[tuple[int, int]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    compute_s: list[tuple[float, float]] = field(default_factory=list)
+    round_s: list[float] = field(default_factory=list)
+    claims: dict[str, float] = field(default_factory=dict)
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def load(cls, path: Path) -> RankResult:
+        return cls(**json.loads(path.read_text()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """One way of training.
+
+    Args:
+        about: a few words for the report.
+        run: does a `Job`.
+        sync_every: steps from one communication to the next; 0 for none.
+        alone: whether it is a single process, whatever the number of replicas.
+        ours: whether it is the package under test.
+    """
+
+    about: str
+    run: Callable[[Job], RankResult]
+    sync_every: int = 0
+    alone: bool = False
+    ours: bool = False
+
+
+class Meter(pl.Callback):
+    """Notes when each step ends, and the interface's counter at both ends of the measured part."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.result = RankResult()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        note_step(self.job, self.result)
+
+
+def note_step(job: Job, result: RankResult) -> None:
+    """One more step has ended."""
+    result.ends.append(time.monotonic())
+    num_steps = len(result.ends)
+    if num_steps in (job.warmup, job.warmup + job.steps):
+        result.sent.append((num_steps, sent_bytes(job.interface)))
+
+
+class PeriodicAveraging(pl.Callback):
+    """PyTorch's own post-local SGD: a blocking average of the parameters after every so many steps."""
+
+    def __init__(self, sync_every: int) -> None:
+        self.averager = PeriodicModelAverager(period=sync_every, warmup_steps=0)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.averager.average_parameters(pl_module.parameters())
+
+
+def _fit(job: Job, strategy: Strategy, *callbacks: pl.Callback, num_nodes: int = 1) -> RankResult:
+    """Train with Lightning's Trainer."""
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    torch.manual_seed(0)
+    meter = Meter(job)
+    module = CharModule(Slot(job.step_s, job.backward_s))
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        num_nodes=num_nodes,
+        strategy=strategy,
+        # The meter comes last, so that what the other callbacks do is in the step.
+        callbacks=[*callbacks, meter],
+        max_steps=-1 if job.seconds is not None else job.warmup + job.steps,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, loader(job.rank, job.seconds))
+    meter.result.losses = module.losses
+    return meter.result
+
+
+def single(job: Job) -> RankResult:
+    """No process group at all."""
+    for name in ("TORCHELASTIC_RUN_ID", "WORLD_SIZE", "RANK", "GROUP_RANK"):
+        os.environ.pop(name, None)
+    return _fit(job, SingleDeviceStrategy(torch.device("cpu")))
+
+
+def ddp(job: Job) -> RankResult:
+    """Lightning's DDPStrategy over Gloo."""
+    return _fit(job, DDPStrategy(process_group_backend="gloo"), num_nodes=job.num_replicas)
+
+
+def ddp_raw(job: Job) -> RankResult:
+    """`DistributedDataParallel` in a loop of its own, without Lightning."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    module = CharModule(Slot(job.step_s, job.backward_s))
+    replica = DistributedDataParallel(module)
+    optimizer = torch.optim.AdamW(replica.parameters(), lr=1e-3, fused=True)
+    batches = iter(loader(job.rank))
+    result = RankResult()
+    while len(result.ends) < job.warmup + job.steps:
+        inputs, targets = next(batches)
+        module.slot.begin()
+        loss = cross_entropy(replica(inputs).flatten(0, 1), targets.flatten())
+        result.losses.append(loss.item())
+        module.slot.before_backward()
+        loss.backward()
+        module.slot.finish()
+        optimizer.step()
+        optimizer.zero_grad()
+        note_step(job, result)
+    _leave()
+    return result
+
+
+def periodic(job: Job) -> RankResult:
+    """`PeriodicModelAverager`, from a callback (Lightning's own use of it needs a GPU)."""
+    dist.init_process_group("gloo")
+    averaging = PeriodicAveraging(job.sync_every or 32)
+    result = _fit(job, SingleDeviceStrategy(torch.device("cpu")), averaging)
+    _leave()
+    return result
+
+
+def ours(job: Job, rule: str, schedule: Any, *, overlap: bool) -> RankResult:
+    """The strategy under test, through its public interface."""
+    import lightning_async
+
+    made = {"DeltaMean": lightning_async.DeltaMean, "DiLoCo": lightning_async.DiLoCo}[rule]()
+    strategy = lightning_async.AsyncAveragingStrategy(rule=made, schedule=schedule, overlap=overlap)
+    result = _fit(job, strategy, num_nodes=job.num_replicas)
+    result.claims = _claims(strategy)
+    return result
+
+
+def _claims(strategy: Any) -> dict[str, float]:
+    """The numbers of the strategy's own summary."""
+    summary = strategy.summary
+    if summary is None:
+        return {}
+    if hasattr(summary, "_asdict"):
+        summary = summary._asdict()
+    elif not isinstance(summary, dict):
+        summary = vars(summary)
+    return {name: float(value) for name, value in summary.items() if isinstance(value, (int, float))}
+
+
+def _every(rule: str, num_steps: int, *, overlap: bool = True) -> Callable[[Job], RankResult]:
+    def run_every(job: Job) -> RankResult:
+        from lightning_async import EveryNSteps
+
+        return ours(job, rule, EveryNSteps(job.sync_every or num_steps), overlap=overlap)
+
+    return run_every
+
+
+def _timed(job: Job) -> RankResult:
+    from lightning_async import EverySeconds
+
+    return ours(job, "DeltaMean", EverySeconds(job.round_s), overlap=True)
+
+
+def _synchronous(job: Job) -> RankResult:
+    from lightning_async import Synchronous
+
+    return ours(job, "DeltaMean", Synchronous(), overlap=True)
+
+
+def probe_compute(job: Job) -> RankResult:
+    """Unpadded compute with all replicas on the machine at once: what the slot must hold."""
+    module = CharModule(Slot())
+    optimizer = module.configure_optimizers()
+    batches = iter(loader(job.rank))
+    result = RankResult()
+    while len(result.ends) < job.warmup + job.steps:
+        inputs, targets = next(batches)
+        start = time.monotonic()
+        loss = cross_entropy(module(inputs).flatten(0, 1), targets.flatten())
+        middle = time.monotonic()
+        loss.backward()
+        end = time.monotonic()
+        optimizer.step()
+        optimizer.zero_grad()
+        result.compute_s.append((middle - start, end - middle))
+        result.ends.append(time.monotonic())
+    return result
+
+
+def probe_round(job: Job) -> RankResult:
+    """Blocking all-reduces of a buffer as large as the model: what a round costs where nothing hides it."""
+    dist.init_process_group("gloo")
+    size = sum(param.numel() for param in CharModule(Slot()).parameters())
+    buffer = torch.zeros(size)
+    result = RankResult()
+    for _ in range(job.warmup + job.steps):
+        dist.barrier()
+        start = time.monotonic()
+        dist.all_reduce(buffer)
+        result.round_s.append(time.monotonic() - start)
+        note_step(job, result)
+    _leave()
+    return result
+
+
+def _leave() -> None:
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+PEERS: dict[str, Peer] = {
+    "single": Peer(about="one process, no communication: the limit", run=single, alone=True),
+    "apart": Peer(about="all replicas at once, no communication", run=single),
+    "ddp": Peer(about="Lightning's DDPStrategy, Gloo", run=ddp, sync_every=1),
+    "ddp raw": Peer(about="DistributedDataParallel without Lightning", run=ddp_raw, sync_every=1),
+    "periodic": Peer(about="PyTorch's PeriodicModelAverager, H=32", run=periodic, sync_every=32),
+    "blocking": Peer(
+        about="ours, DeltaMean, overlap=False, H=32",
+        run=_every("DeltaMean", 32, overlap=False),
+        sync_every=32,
+        ours=True,
+    ),
+    "ours": Peer(about="ours, DeltaMean, H=32", run=_every("DeltaMean", 32), sync_every=32, ours=True),
+    "ours H=16": Peer(about="ours, DeltaMean, H=16", run=_every("DeltaMean", 16), sync_every=16, ours=True),
+    "ours DiLoCo": Peer(about="ours, DiLoCo, H=32", run=_every("DiLoCo", 32), sync_every=32, ours=True),
+    "ours timed": Peer(about="ours, DeltaMean, EverySeconds", run=_timed, ours=True),
+    "ours synchronous": Peer(about="ours, Synchronous", run=_synchronous, sync_every=1, ours=True),
+    "probe compute": Peer(about="unpadded compute, all replicas at once", run=probe_compute),
+    "probe round": Peer(about="blocking all-reduce of the model", run=probe_round),
+}
+
+
+def run(job: Job) -> RankResult:
+    """Do the job, with one thread."""
+    torch.set_num_threads(1)
+    if job.pace_mbit is not None:
+        pace_sockets(job.pace_mbit)
+    return PEERS[job.peer].run(job)
+
+
+def samples_in(ends: list[float], start: float, stop: float) -> int:
+    """Samples of the steps that ended in the window."""
+    return BATCH * sum(start < end <= stop for end in ends)

@@ -1,0 +1,116 @@
+"""Starts the ranks of a peer in their places and brings back what they measured; leaves no process behind."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from tests.benchmarks.link import Link, free_port
+from tests.benchmarks.peers import PEERS, Job, RankResult
+
+__all__ = ["RankFailed", "run_ranks"]
+
+ROOT = Path(__file__).resolve().parents[2]
+_ports = itertools.count(29500)
+
+
+class RankFailed(RuntimeError):
+    """A rank of a peer failed, or did not end in time; the message holds the end of its output."""
+
+
+def _environment(link: Link, job: Job, port: int) -> dict[str, str]:
+    """What torchrun would set for this rank, each rank being a node of its own."""
+    place = link.places[job.rank]
+    rank, size = str(job.rank), str(job.num_replicas)
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "GLOO_SOCKET_IFNAME": place.interface,
+        "TP_SOCKET_IFNAME": place.interface,
+        "MASTER_ADDR": link.places[0].address,
+        "MASTER_PORT": str(port),
+        "RANK": rank,
+        "GROUP_RANK": rank,
+        "NODE_RANK": rank,
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": "1",
+        "TORCHELASTIC_RUN_ID": "benchmark",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }
+
+
+def run_ranks(link: Link, job: Job, *, timeout_s: float, step_s: Sequence[float] | None = None) -> list[RankResult]:
+    """Run ``job`` on all ranks of its peer.
+
+    Args:
+        link: where the ranks run.
+        job: what they do; its rank is replaced.
+        timeout_s: all ranks are killed when they take longer.
+        step_s: padded step time of each rank, where they differ.
+
+    Raises:
+        RankFailed: a rank failed or took too long. No rank is left running.
+    """
+    num_ranks = 1 if PEERS[job.peer].alone else job.num_replicas
+    port = next(_ports) if link.private else free_port()
+    deadline = time.monotonic() + timeout_s
+    with tempfile.TemporaryDirectory(prefix="labench-") as folder:
+        children: list[subprocess.Popen[bytes]] = []
+        logs = [Path(folder, f"rank{rank}.log") for rank in range(num_ranks)]
+        results = [Path(folder, f"rank{rank}.json") for rank in range(num_ranks)]
+        try:
+            for rank in range(num_ranks):
+                mine = replace(job, rank=rank, step_s=job.step_s if step_s is None else step_s[rank])
+                arguments = [mine.to_json(), str(results[rank]), str(os.getpid())]
+                with logs[rank].open("wb") as log:
+                    children.append(
+                        subprocess.Popen(
+                            [*link.places[rank].prefix, sys.executable, "-m", "tests.benchmarks.worker", *arguments],
+                            cwd=ROOT,
+                            env=_environment(link, mine, port),
+                            stdin=subprocess.DEVNULL,
+                            stdout=log,
+                            stderr=subprocess.STDOUT,
+                            # Ctrl-C reaches the benchmark only, which then ends its ranks.
+                            start_new_session=True,
+                        )
+                    )
+            _wait(job.peer, children, logs, deadline, timeout_s)
+            return [RankResult.load(result) for result in results]
+        finally:
+            for child in children:
+                if child.poll() is None:
+                    child.kill()
+                child.wait()
+
+
+def _wait(
+    peer: str, children: list[subprocess.Popen[bytes]], logs: list[Path], deadline: float, timeout_s: float
+) -> None:
+    """Until all have ended well, one has failed, or time is up."""
+    while True:
+        codes = [child.poll() for child in children]
+        failed = [rank for rank, code in enumerate(codes) if code]
+        if failed:
+            reason = f"rank {failed[0]} of `{peer}` ended with status {codes[failed[0]]}"
+            raise RankFailed(f"{reason}:\n{_tail(logs[failed[0]])}")
+        if all(code == 0 for code in codes):
+            return
+        if time.monotonic() > deadline:
+            slow = codes.index(None)
+            raise RankFailed(f"rank {slow} of `{peer}` took longer than {timeout_s:.0f} s:\n{_tail(logs[slow])}")
+        time.sleep(0.02)
+
+
+def _tail(log: Path, num_lines: int = 30) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:])

@@ -1,0 +1,121 @@
+"""The benchmark runs, writes what it promises, and leaves nothing behind. Its timings are not judged here."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.benchmarks import link, report
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMAND = [sys.executable, "-m", "tests.benchmarks.averaging"]
+
+
+def namespaces(pid: int) -> list[str]:
+    """Network namespaces that the process ``pid`` has made."""
+    if link.shaping_problem() is not None:
+        return []
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True, timeout=30)
+    return [line.split()[0] for line in listed.stdout.splitlines() if line.startswith(f"{link.PREFIX}-{pid}-")]
+
+
+def workers_of(pid: int) -> list[int]:
+    """Ranks that the benchmark ``pid`` has started."""
+    with contextlib.suppress(OSError):
+        started = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return [int(child) for child in started if b"benchmarks.worker" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return []
+
+
+@pytest.mark.timeout(300)
+def test_quick_run_writes_table_numbers_and_picture(tmp_path: Path) -> None:
+    options = ["--quick", "--scenario", "loopback", "--replicas", "2", "--out", str(tmp_path)]
+    done = subprocess.run([*COMMAND, *options], cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "load average" in done.stdout
+    assert f"repeat with `python -m tests.benchmarks.averaging {' '.join(options)}`" in done.stdout
+
+    table = (tmp_path / "averaging.md").read_text()
+    assert "| peer | ms/step |" in table
+    assert "DDP's step time over its own" in table
+    assert (tmp_path / "averaging.png").read_bytes().startswith(b"\x89PNG")
+    (section,) = json.loads((tmp_path / "averaging.json").read_text())["sections"]
+    assert [row["peer"] for row in section["rows"]] == ["single", "ddp", "ours"]
+    for row in section["rows"]:
+        for name in ("ms_per_step", "to_single", "ddp_to_it", "samples_per_s"):
+            assert math.isfinite(row[name]), (row["peer"], name)
+            assert row[name] > 0.0, (row["peer"], name)
+
+
+@pytest.mark.timeout(60)
+def test_shaped_link_holds_its_rate_and_goes() -> None:
+    if problem := link.shaping_problem():
+        pytest.skip(f"no shaped link here: {problem}")
+
+    def fail_on_the_link() -> None:
+        with link.shaped(2, 100.0) as made:
+            assert 50.0 < made.measured_mbit(2_000_000) < 105.0
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_on_the_link()
+    assert namespaces(os.getpid()) == []
+
+
+@pytest.mark.timeout(60)
+def test_paced_link_holds_its_rate() -> None:
+    with link.paced(2, 100.0) as made:
+        assert 50.0 < made.measured_mbit(4_000_000) < 130.0
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["interrupt", "terminate"])
+def test_nothing_is_left_after_a_signal(tmp_path: Path, number: signal.Signals) -> None:
+    options = ["--quick", "--scenario", "loopback", "--replicas", "2", "--peers", "single", "--out", str(tmp_path)]
+    process = subprocess.Popen([*COMMAND, *options], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        workers: list[int] = []
+        while not workers and process.poll() is None:
+            time.sleep(0.02)
+            workers = workers_of(process.pid)
+        process.send_signal(number)
+        process.wait(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode != 0
+    assert workers
+    assert [pid for pid in workers if Path(f"/proc/{pid}").exists()] == []
+    assert namespaces(process.pid) == []
+
+
+def test_a_target_without_a_number_is_missed() -> None:
+    assert not report.Target(about="", value=None, limit=1.0).held
+    assert not report.Target(about="", value=math.nan, limit=1.0, at_most=True).held
+    assert report.Target(about="", value=1.0, limit=1.03, at_most=True).held
+
+
+def test_stale_namespaces_are_removed() -> None:
+    if problem := link.shaping_problem():
+        pytest.skip(f"no namespaces here: {problem}")
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    mine, stale = f"{link.PREFIX}-{os.getpid()}-test", f"{link.PREFIX}-{gone.pid}-test"
+    try:
+        for name in (mine, stale):
+            subprocess.run(["ip", "netns", "add", name], check=True, timeout=30)
+        assert stale in link.remove_stale()
+        assert namespaces(os.getpid()) == [mine]
+        assert namespaces(gone.pid) == []
+    finally:
+        for name in (mine, stale):
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=30)
