@@ -1,0 +1,107 @@
+"""What the training thread and the engine's thread of one rank share, under one lock."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from lightning_async.engine.round import Gate, Kind
+
+__all__ = ["Arrived", "Mailbox", "Message", "Votes", "Work"]
+
+
+@dataclass
+class Work:
+    """Work of one replica: counted when a step is done, counted off when a round that holds it commits."""
+
+    samples: float = 0.0
+    steps: float = 0.0
+
+    def __sub__(self, other: Work) -> Work:
+        return Work(self.samples - other.samples, self.steps - other.steps)
+
+    def copy(self) -> Work:
+        """This amount, to keep."""
+        return Work(self.samples, self.steps)
+
+
+@dataclass
+class Message:
+    """A message that is packed in the replica's `sent` bucket and waits for a round."""
+
+    kind: Kind
+    work: Work
+    step: int
+    """The replica's step count at the snapshot."""
+    lr: float = 0.0
+    scalars: tuple[float, ...] = ()
+    healthy: bool = True
+    """False if the snapshot is not finite: then it takes part with weight zero."""
+    used: Tensor | None = None
+    """Of gradients: which parameters have one."""
+
+
+@dataclass
+class Arrived:
+    """A committed round whose result the training thread has yet to take."""
+
+    kind: Kind
+    id: int
+    message: Message | None
+    """This rank's message; None if it was absent."""
+    target: Tensor
+    base: Tensor | None
+    """What the target is a displacement from; None where it must be copied."""
+    share: float
+    num_present: int
+    has_source: bool
+    """Whether rank 0 took part: broadcast buffers come from it."""
+    header_s: float
+    exchange_s: float
+    spread: float
+    used: Tensor | None = None
+    counters: tuple[Tensor, ...] = ()
+    """Of a consensus: the new integer buffers."""
+
+
+@dataclass
+class Votes:
+    """What this rank asks of all, or all have agreed on."""
+
+    stop: bool = False
+    end: bool = False
+    validate: bool = False
+
+
+@dataclass
+class Mailbox:
+    """The shared state of one rank; every field is read and written under `changed`.
+
+    The training thread puts a message and takes what arrived; the engine's thread takes the message and puts
+    what arrived. While `claimed`, the buckets belong to the engine's thread.
+    """
+
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    message: Message | None = None
+    arrived: Arrived | None = None
+    claimed: bool = False
+    merging: bool = False
+    """The training thread reads the buckets of `arrived`."""
+    work: Work = field(default_factory=Work)
+    agreed: int = -1
+    """Id of the consensus that the parameters still equal to the bit; -1 after a step."""
+    gate: Gate = Gate.NONE
+    index: int = 0
+    opened: bool = False
+    asked: Votes = field(default_factory=Votes)
+    agreed_votes: Votes = field(default_factory=Votes)
+    synchronous: bool = False
+    """The replica takes synchronous steps: nobody goes on without it, and it is not excused for being slow."""
+    last_seen: float = 0.0
+    """When the training thread was last heard of."""
+    closing: bool = False
+    error: BaseException | None = None
+    failed_rounds: int = 0
+    last_commit: float = 0.0

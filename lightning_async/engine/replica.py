@@ -1,0 +1,195 @@
+"""One replica's tensors and the two flat buckets in which they travel.
+
+The training thread packs and merges (it is the only writer of the parameters); the engine's thread touches
+the buckets only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from lightning_async import ops
+from lightning_async.flat import FlatLayout
+
+__all__ = ["BufferPolicy", "OptimizerPolicy", "Replica"]
+
+BufferPolicy = Literal["average", "keep", "broadcast", "recompute"]
+OptimizerPolicy = Literal["keep", "average", "reset"]
+
+
+@dataclass
+class _Section:
+    """A run of tensors in the bucket that is treated alike."""
+
+    layout: FlatLayout
+    tensors: list[Tensor]
+    start: int
+
+    def of(self, bucket: Tensor) -> Tensor:
+        return bucket[self.start : self.start + self.layout.numel]
+
+
+class Replica:
+    """The parameters, and what travels with them, of one replica.
+
+    The bucket holds, one after the other: the parameters, to which the rule applies; the floating-point
+    buffers (unless they are kept); the optimizers' state (where it is averaged). The last two always take
+    the plain work-weighted mean (``"broadcast"``: rank 0's values) and are overwritten by it, because sums of
+    squares and variances must not be moved by a difference. Integer buffers follow by their maximum at
+    every consensus. Memory: two fp32 copies of all that, and an fp32 remainder per bf16 or fp16 parameter.
+
+    Args:
+        module: the module whose parameters and buffers these are; shared ones count once, frozen ones too do
+            not travel after the start.
+        buffers: what happens to floating-point buffers.
+        device: where the buckets live: the parameters' device for NCCL, else the CPU (pinned under CUDA).
+
+    Raises:
+        ValueError: an unknown policy, or parameters that are not materialised yet (lazy modules).
+    """
+
+    def __init__(
+        self, module: nn.Module, buffers: BufferPolicy = "average", device: torch.device | str = "cpu"
+    ) -> None:
+        if buffers not in get_args(BufferPolicy):
+            raise ValueError(f"`buffers={buffers!r}` must be one of {get_args(BufferPolicy)}.")
+        lazy = [name for name, p in module.named_parameters() if isinstance(p, nn.UninitializedParameter)]
+        if lazy:
+            raise ValueError(
+                f"Parameters {lazy} are lazy: they have no shape yet, so replicas cannot be compared or averaged. "
+                "Run one batch through the module in `configure_model` or `setup` to materialise them."
+            )
+        self.policy: BufferPolicy = buffers
+        self.device = torch.device(device)
+        self._named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+        floats = [(n, b) for n, b in module.named_buffers() if b.is_floating_point()]
+        self.counters = [b for _, b in module.named_buffers() if not b.is_floating_point()]
+        self._all = [*module.named_parameters(), *module.named_buffers()]
+        self._float_buffers = floats if buffers != "keep" else []
+        self.remainders = [
+            torch.zeros_like(p, dtype=torch.float32) if p.dtype in (torch.bfloat16, torch.float16) else None
+            for _, p in self._named
+        ]
+        self._sections: list[_Section] = []
+        self.build(())
+
+    def build(self, optimizer_state: Sequence[Tensor]) -> None:
+        """Lay out the buckets anew, with these tensors of the optimizers' state behind the rest."""
+        names, tensors = zip(*self._named, strict=True) if self._named else ((), ())
+        self._sections = [_Section(FlatLayout(tensors, names), list(tensors), 0)]
+        for extra in ([b for _, b in self._float_buffers], list(optimizer_state)):
+            end = self._sections[-1].start + self._sections[-1].layout.numel
+            self._sections.append(_Section(FlatLayout(extra), extra, end))
+        numel = self._sections[-1].start + self._sections[-1].layout.numel
+        whole = FlatLayout([torch.empty(numel, device="meta")])
+        pin = self.device.type == "cpu" and any(p.is_cuda for p in self.parameters)
+        self.sent = whole.empty(self.device, pin_memory=pin)
+        self.received = whole.empty(self.device, pin_memory=pin)
+
+    @property
+    def layout(self) -> FlatLayout:
+        """Layout of the parameters that travel."""
+        return self._sections[0].layout
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters that travel: those that require gradients, each once."""
+        return self._sections[0].tensors
+
+    @property
+    def numel(self) -> int:
+        """Elements of a message."""
+        return self.sent.numel()
+
+    def fingerprint(self) -> int:
+        """Equal on all ranks whose messages have the same layout."""
+        described = [line for section in self._sections for line in section.layout.describe()]
+        return FlatLayout([torch.empty(0)] * len(described), described).fingerprint()
+
+    def describe(self) -> list[str]:
+        """One line per parameter and buffer, frozen ones included; equal on replicas of one model."""
+        kind = {id(p): "trained" for p in self.parameters}
+        layout = FlatLayout([t for _, t in self._all], [n for n, _ in self._all])
+        return [
+            f"{line}, {kind.get(id(t), 'not trained')}"
+            for line, (_, t) in zip(layout.describe(), self._all, strict=True)
+        ]
+
+    def of_rule(self, bucket: Tensor) -> Tensor:
+        """The part of a bucket that belongs to the rule: the parameters."""
+        return self._sections[0].of(bucket)
+
+    def pack_(self, bucket: Tensor) -> None:
+        """Parameters, buffers and optimizer state into ``bucket``, as fp32."""
+        for i, section in enumerate(self._sections):
+            ops.pack_(section.of(bucket), section.layout, section.tensors, self.remainders if i == 0 else None)
+
+    def scale_(self, out: Tensor, source: Tensor, weight: float, is_source: bool) -> None:
+        """This rank's part of the sum, ``out = weight * source``; broadcast buffers come from rank 0 alone."""
+        self.scaled_(out, source, weight)
+        if self.policy == "broadcast":
+            buffers = self._sections[1]
+            self.scaled_(buffers.of(out), buffers.of(source), float(is_source))
+
+    @staticmethod
+    def scaled_(out: Tensor, source: Tensor, weight: float) -> None:
+        """``out = weight * source``; weight zero gives zeros, whatever ``source`` holds (NaN too)."""
+        if weight == 0.0:
+            out.zero_()
+        else:
+            ops.scale_(out, source, weight)
+
+    def merge_(self, target: Tensor, base: Tensor | None, with_state: bool, buffers_too: bool = True) -> None:
+        """Move the parameters by ``target - base`` (``base`` is used up), or copy ``target`` if ``base`` is None.
+
+        Args:
+            with_state: also overwrite buffers and optimizer state.
+            buffers_too: False where no rank's buffers are in ``target`` (rank 0 broadcasts them and was absent).
+        """
+        for i, section in enumerate(self._sections):
+            if i == 0:
+                part = section.of(base) if base is not None else None
+                ops.apply_(section.tensors, section.layout, section.of(target), part, self.remainders)
+            elif with_state and section.tensors and (i != 1 or buffers_too):
+                ops.apply_(section.tensors, section.layout, section.of(target), None)
+
+    @torch.no_grad()
+    def pack_gradients_(self, bucket: Tensor) -> None:
+        """Gradients into ``bucket``; a parameter without one counts as zero."""
+        part = self.of_rule(bucket)
+        for view, p in zip(self.layout.views(part), self.parameters, strict=True):
+            if p.grad is None:
+                view.zero_()
+            else:
+                view.copy_(p.grad)
+
+    @torch.no_grad()
+    def used(self) -> Tensor:
+        """1.0 for every parameter that has a gradient."""
+        return torch.tensor([float(p.grad is not None) for p in self.parameters])
+
+    @torch.no_grad()
+    def unpack_gradients_(self, bucket: Tensor, used: Tensor) -> None:
+        """Gradients from ``bucket``; those that no replica used stay None."""
+        part = self.of_rule(bucket)
+        for view, p, any_used in zip(self.layout.views(part), self.parameters, used.tolist(), strict=True):
+            if p.grad is not None:
+                p.grad.copy_(view)
+            elif any_used:
+                p.grad = view.to(device=p.device, dtype=p.dtype, copy=True)
+
+    @torch.no_grad()
+    def set_counters(self, counters: Sequence[Tensor]) -> None:
+        """Overwrite the integer buffers."""
+        for mine, new in zip(self.counters, counters, strict=True):
+            mine.copy_(new)
+
+    def tensors(self) -> list[Tensor]:
+        """Every parameter and buffer, frozen ones included: what is made equal at the start."""
+        return [t for _, t in self._all]
+

@@ -1,0 +1,49 @@
+"""What can go wrong at run time, as one tree of exceptions.
+
+Wrong arguments are ``ValueError`` or ``TypeError`` at construction; everything here happens later and
+names the rank, the round, the peer, the time that passed, and what to do next.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AsyncTrainingError",
+    "CollectiveError",
+    "CollectiveTimeout",
+    "GateMismatch",
+    "GenerationChanged",
+    "LayoutMismatch",
+    "PeerLost",
+]
+
+
+class AsyncTrainingError(RuntimeError):
+    """Base of every run-time failure of this package."""
+
+
+class CollectiveError(AsyncTrainingError):
+    """A collective operation failed; its group must be re-formed before the next one."""
+
+
+class CollectiveTimeout(CollectiveError):
+    """A collective operation did not complete before its deadline."""
+
+
+class GenerationChanged(CollectiveError):
+    """A peer has left this generation of the groups and waits in the next one."""
+
+
+class PeerLost(AsyncTrainingError):
+    """A peer has stopped sending heartbeats, or said that it failed."""
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
+class LayoutMismatch(AsyncTrainingError):
+    """The replicas' parameters differ in number, order, shape or dtype."""
+
+
+class GateMismatch(AsyncTrainingError):
+    """Ranks came to a rendezvous for different things, and none of them can give way."""

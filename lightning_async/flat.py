@@ -1,0 +1,80 @@
+"""Where each tensor of a list lies in one flat fp32 bucket; the only code that knows it. No arithmetic."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["FlatLayout"]
+
+
+class FlatLayout:
+    """The places of a list of tensors in one flat bucket: one after the other, in order, without gaps.
+
+    A tensor belongs to one place however many parts the bucket is cut into for transport; `parts` ignores
+    the tensors' bounds, so a tensor may be larger than a part.
+
+    Args:
+        tensors: the tensors to place; only their shapes and dtypes are kept.
+        names: one name per tensor, for messages. Default: ``"0"``, ``"1"``, ...
+
+    Raises:
+        ValueError: ``names`` and ``tensors`` differ in length.
+
+    >>> layout = FlatLayout([torch.zeros(2, 3), torch.zeros(())], ["weight", "bias"])
+    >>> layout.numel
+    7
+    >>> [tuple(view.shape) for view in layout.views(layout.empty())]
+    [(2, 3), ()]
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], names: Sequence[str] | None = None) -> None:
+        self.names = tuple(names) if names is not None else tuple(str(i) for i in range(len(tensors)))
+        if len(self.names) != len(tensors):
+            raise ValueError(f"`FlatLayout(names=...)` has {len(self.names)} entries for {len(tensors)} tensors.")
+        self.shapes = tuple(t.shape for t in tensors)
+        self.dtypes = tuple(t.dtype for t in tensors)
+        self.sizes = tuple(math.prod(shape) for shape in self.shapes)
+        self.numel = sum(self.sizes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def empty(self, device: torch.device | str = "cpu", pin_memory: bool = False) -> Tensor:
+        """A new zeroed fp32 bucket for this layout."""
+        return torch.zeros(self.numel, dtype=torch.float32, device=device, pin_memory=pin_memory)
+
+    def views(self, bucket: Tensor) -> list[Tensor]:
+        """One view into ``bucket`` per tensor, in its shape."""
+        return [part.view(shape) for part, shape in zip(bucket.split(self.sizes), self.shapes, strict=True)]
+
+    @staticmethod
+    def parts(bucket: Tensor, part_bytes: int) -> list[Tensor]:
+        """``bucket`` cut into consecutive pieces of at most ``part_bytes`` bytes."""
+        return list(bucket.split(max(1, part_bytes // bucket.element_size()))) if bucket.numel() else []
+
+    def describe(self) -> list[str]:
+        """One line per tensor: name, shape and dtype. Equal lists mean equal layouts."""
+        return [
+            f"{name}: shape {tuple(shape)}, {dtype}"
+            for name, shape, dtype in zip(self.names, self.shapes, self.dtypes, strict=True)
+        ]
+
+    def fingerprint(self) -> int:
+        """A hash of `describe` that fits a float64 exactly (52 bits), equal on every machine."""
+        digest = hashlib.sha256("\n".join(self.describe()).encode()).digest()
+        return int.from_bytes(digest[:8], "big") >> 12
+
+    @staticmethod
+    def first_difference(mine: Sequence[str], theirs: Sequence[str]) -> str | None:
+        """The first entry in which two `describe` lists differ, as ``"mine | theirs"``; None if they are equal."""
+        for i in range(max(len(mine), len(theirs))):
+            left = mine[i] if i < len(mine) else "nothing"
+            right = theirs[i] if i < len(theirs) else "nothing"
+            if left != right:
+                return f"tensor {i}: {left} | {right}"
+        return None

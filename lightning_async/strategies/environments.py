@@ -1,0 +1,92 @@
+"""Cluster environments that Lightning does not know: ranks that ``mpirun`` started."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from typing import Any
+
+from lightning_async.namespace import fabric
+
+__all__ = ["MPIRunEnvironment"]
+
+ClusterEnvironment: Any = fabric("plugins.environments").ClusterEnvironment
+
+_VARIABLES = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_NODE_RANK"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "PMI_NODE_RANK"),
+)
+
+
+class MPIRunEnvironment(ClusterEnvironment):
+    """Ranks started by ``mpirun`` (Open MPI, MPICH, Intel MPI), read from its variables; needs no mpi4py.
+
+    The address of rank 0 is ``MASTER_ADDR``, or this host where all ranks run on one. The port is
+    ``MASTER_PORT``, or derived from the job's id, so that jobs on one host do not meet.
+
+    Raises:
+        RuntimeError: ranks on several hosts without ``MASTER_ADDR``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        names = next((names for names in _VARIABLES if names[0] in os.environ), None)
+        if names is None:
+            raise RuntimeError("`MPIRunEnvironment()` found none of mpirun's variables (OMPI_COMM_WORLD_RANK, PMI_RANK).")
+        self._rank, self._size = int(os.environ[names[0]]), int(os.environ[names[1]])
+        self._local_rank = int(os.environ.get(names[2], self._rank))
+        self._local_size = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", os.environ.get("MPI_LOCALNRANKS", self._size)))
+
+    @staticmethod
+    def detect() -> bool:
+        """Whether mpirun started this process and nothing else (torchrun, srun) says so too."""
+        return any(n[0] in os.environ for n in _VARIABLES) and "RANK" not in os.environ and "SLURM_PROCID" not in os.environ
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        if "MASTER_ADDR" in os.environ:
+            return os.environ["MASTER_ADDR"]
+        if self._local_size != self._size:
+            raise RuntimeError(
+                f"mpirun started {self._size} ranks on several hosts ({self._local_size} here): export MASTER_ADDR, the "
+                "address of rank 0's host (`mpirun -x MASTER_ADDR=...`)."
+            )
+        return "127.0.0.1"
+
+    @property
+    def main_port(self) -> int:
+        if "MASTER_PORT" in os.environ:
+            return int(os.environ["MASTER_PORT"])
+        job = os.environ.get("PMIX_NAMESPACE") or os.environ.get("OMPI_MCA_ess_base_jobid") or os.environ.get("PMI_JOBID", "")
+        return 20000 + int.from_bytes(hashlib.sha256(job.encode()).digest()[:2], "big") % 10000
+
+    def world_size(self) -> int:
+        return self._size
+
+    def set_world_size(self, size: int) -> None:
+        """Nothing: mpirun has decided."""
+
+    def global_rank(self) -> int:
+        return self._rank
+
+    def set_global_rank(self, rank: int) -> None:
+        """Nothing: mpirun has decided."""
+
+    def local_rank(self) -> int:
+        return self._local_rank
+
+    def node_rank(self) -> int:
+        return self._rank // max(1, self._local_size)
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Compare the Trainer's numbers with mpirun's."""
+        if num_devices * num_nodes != self._size:
+            raise ValueError(
+                f"`Trainer(devices={num_devices}, num_nodes={num_nodes})` asks for {num_devices * num_nodes} processes, "
+                f"mpirun started {self._size}: set `devices` to {self._local_size} and `num_nodes` to "
+                f"{self._size // max(1, self._local_size)}."
+            )

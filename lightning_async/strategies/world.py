@@ -1,0 +1,138 @@
+"""Lightning's collectives over all ranks: real where all ranks stand, local while they drift apart."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_async.comm.protocols import Collectives, Pending, ReduceOp
+
+__all__ = ["World"]
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class World:
+    """Reduce, gather and broadcast for a strategy.
+
+    While ``drifting``, replicas run at their own pace and any wait for all of them would be a lockstep, or a
+    deadlock where they take unequal numbers of steps. Then every operation answers with this rank's own value
+    and says so once.
+
+    Args:
+        collectives: a communicator for CPU tensors.
+        check: raises if a peer was lost; called while waiting.
+    """
+
+    def __init__(self, collectives: Collectives, check: Callable[[], None]) -> None:
+        self.rank, self.world_size = collectives.rank, collectives.world_size
+        self.drifting = False
+        self._collectives = collectives
+        self._check = check
+        self._warned: set[str] = set()
+
+    def barrier(self, name: str = "") -> None:
+        """Wait for all ranks; nothing while drifting."""
+        if self._is_local(f"barrier({name!r})", "does not wait for the other replicas"):
+            return
+        self._wait(self._collectives.barrier())
+
+    def reduce(self, tensor: Tensor, op: Any = "mean") -> Tensor:
+        """The reduction of ``tensor`` over all ranks: "mean" ("avg"), "sum", "min", "max" or "product"."""
+        kind = "mean" if op is None else str(op).rpartition(".")[2].lower()
+        if kind not in ("mean", "avg", "sum", "min", "max", "product"):
+            raise ValueError(f"`reduce_op={op!r}` must be one of 'mean', 'avg', 'sum', 'min', 'max', 'product'.")
+        if self._is_local(f"reduce({kind})", "returns this replica's own value (log with `on_epoch=True` instead)"):
+            return tensor
+        buffer = _to_cpu(tensor)
+        if kind == "product":
+            return self._wait(self._collectives.all_gather(buffer)).prod(dim=0).to(tensor.device)
+        if kind in ("mean", "avg") and not buffer.is_floating_point():
+            buffer = buffer.to(torch.float64)
+        op_ = {"min": ReduceOp.MIN, "max": ReduceOp.MAX}.get(kind, ReduceOp.SUM)
+        out = self._wait(self._collectives.all_reduce(buffer, op_))
+        if kind in ("mean", "avg"):
+            out = out / self.world_size
+            out = out if tensor.is_floating_point() else out.to(torch.get_default_dtype())
+        return out.to(tensor.device)
+
+    def all_gather(self, tensor: Tensor, sync_grads: bool = False) -> Tensor:
+        """Every rank's tensor (equal shapes), stacked along a new first dimension."""
+        if self.drifting and self.world_size > 1:
+            raise RuntimeError(
+                f"Rank {self.rank}: all_gather between two rendezvous would wait for replicas that run at their own "
+                "pace. Gather in validation or at the end of an epoch, or train with `schedule=Synchronous()`."
+            )
+        if sync_grads and tensor.requires_grad:
+            return _GatherWithGrad.apply(tensor, self)
+        return self._wait(self._collectives.all_gather(_to_cpu(tensor))).to(tensor.device)
+
+    def gather_uneven(self, tensor: Tensor) -> list[Tensor]:
+        """Every rank's tensor; shapes may differ in size, not in number of dimensions."""
+        if self.world_size == 1 or self.drifting:
+            return [tensor]
+        shape = torch.tensor([*tensor.shape], dtype=torch.int64)
+        shapes = self._wait(self._collectives.all_gather(shape)).tolist() if tensor.ndim else [[]] * self.world_size
+        largest = [max(sizes) for sizes in zip(*shapes, strict=True)]
+        padded = torch.zeros(largest, dtype=tensor.dtype)
+        padded[tuple(slice(n) for n in tensor.shape)] = tensor.detach().cpu()
+        rows = self._wait(self._collectives.all_gather(padded)).to(tensor.device)
+        return [row[tuple(slice(n) for n in sizes)] for row, sizes in zip(rows, shapes, strict=True)]
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Rank ``src``'s object (picklable)."""
+        if self._is_local("broadcast", "returns this replica's own object"):
+            return obj
+        return self.gather_objects(obj if self.rank == src else None)[src]
+
+    def gather_objects(self, obj: T) -> list[T]:
+        """Every rank's object (picklable)."""
+        data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+        return [pickle.loads(bytes(row.tolist())) for row in self.gather_uneven(data)]
+
+    def make_equal_(self, tensors: list[Tensor], src: int = 0) -> None:
+        """Overwrite ``tensors`` with rank ``src``'s."""
+        for tensor in tensors:
+            with torch.no_grad():
+                tensor.copy_(self._wait(self._collectives.broadcast(_to_cpu(tensor), src)))
+
+    def _is_local(self, what: str, instead: str) -> bool:
+        if self.world_size == 1:
+            return True
+        if self.drifting and what not in self._warned:
+            self._warned.add(what)
+            log.warning(
+                "Rank %d: %s was called between two rendezvous, where replicas run at their own pace: it %s.",
+                self.rank, what, instead,
+            )  # fmt: skip
+        return self.drifting
+
+    def _wait(self, pending: Pending[T]) -> T:
+        while not pending.wait(timedelta(seconds=0.2)):
+            self._check()
+        return pending.result(timedelta(0))
+
+
+class _GatherWithGrad(torch.autograd.Function):
+    """`World.all_gather` whose gradient is the sum of all ranks' gradients of this rank's row."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, world: World) -> Tensor:
+        ctx.world = world
+        return world.all_gather(tensor.detach())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ctx.world.reduce(grad.contiguous(), "sum")[ctx.world.rank], None
+
+
+def _to_cpu(tensor: Tensor) -> Tensor:
+    """A contiguous CPU copy to send."""
+    return tensor.detach().to("cpu", copy=True).contiguous()

@@ -1,0 +1,96 @@
+"""In-process ranks that train a tiny model: the engine without Lightning, without processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_async.comm.inprocess import InProcessWorld
+from lightning_async.comm.rendezvous import Membership
+from lightning_async.engine.averager import Arrival, AveragerConfig, BackgroundAverager
+from lightning_async.engine.replica import Replica
+from lightning_async.engine.round import Gate
+from lightning_async.engine.rounds import Deadlines
+from lightning_async.rules import DeltaMean, EveryNSteps
+from lightning_async.rules.protocols import Action, AveragingRule, Schedule
+
+QUICK = Deadlines(payload=timedelta(seconds=2), grace=timedelta(seconds=5), reform=timedelta(seconds=20))
+
+
+@dataclass
+class Rank:
+    """One replica: SGD on ``0.5 * |x - goal|^2`` with a goal of its own."""
+
+    averager: BackgroundAverager
+    module: nn.Module
+    goal: float
+    lr: float = 0.1
+
+    @property
+    def x(self) -> Tensor:
+        return self.module.weight.data  # pyright: ignore
+
+    def train(self, steps: int, samples: float = 1.0, each: Callable[[int], None] | None = None) -> None:
+        """Take local steps under the schedule."""
+        weight = self.module.weight
+        for i in range(steps):
+            action = self.averager.plan()
+            weight.grad = (weight - self.goal).detach()
+            if action is Action.GRADIENTS:
+                self.averager.reduce_gradients_(samples)
+            with torch.no_grad():
+                weight -= self.lr * weight.grad
+            self.averager.tick(action, samples)
+            if each is not None:
+                each(i)
+
+    def meet(self, gate: Gate = Gate.TRAIN_END, index: int = 0) -> Arrival:
+        return self.averager.rendezvous(gate, index)
+
+
+@contextmanager
+def rank_of(collectives: Any, store: Any, goal: float, **kwargs: Any) -> Iterator[Rank]:
+    """A replica, from start to a clean end."""
+    rule: AveragingRule = kwargs.pop("rule", None) or DeltaMean()
+    schedule: Schedule = kwargs.pop("schedule", None) or EveryNSteps(4)
+    config = AveragerConfig(**{"deadlines": QUICK, **kwargs.pop("config", {})})
+    numel = kwargs.pop("numel", 8)
+    dead_after = kwargs.pop("dead_after", timedelta(seconds=20))
+    buffers = kwargs.pop("buffers", "average")
+    lr = kwargs.pop("lr", 0.1)
+    module = kwargs.pop("module", None)
+    assert not kwargs
+    if module is None:
+        module = nn.Linear(numel, 1, bias=False)
+        with torch.no_grad():
+            module.weight.fill_(1.0)
+    membership = Membership(
+        store, collectives.rank, collectives.world_size, interval=timedelta(seconds=0.05), dead_after=dead_after
+    )
+    membership.start()
+    averager = BackgroundAverager(collectives, membership, Replica(module, buffers), rule, schedule, config)
+    membership.on_change = averager.wake
+    try:
+        averager.start()
+        yield Rank(averager, module, goal, lr)
+    finally:
+        averager.close()
+        membership.close()
+
+
+def run(world_size: int, body: Callable[[Rank], Any], timeout: float = 30.0, goals: Any = None, **kwargs: Any) -> list[Any]:
+    """Run ``body`` on every rank; its results by rank."""
+    world = InProcessWorld(world_size)
+
+    def on_rank(collectives: Any) -> Any:
+        goal = goals[collectives.rank] if goals is not None else float(collectives.rank)
+        with rank_of(collectives, world.store, goal, **kwargs) as rank:
+            return body(rank)
+
+    return world.run(on_rank, timedelta(seconds=timeout))

@@ -1,0 +1,82 @@
+"""The engine on in-process ranks."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_async.engine.averager import Arrival
+from lightning_async.engine.round import Gate
+from lightning_async.rules import DeltaMean, DiLoCo, EveryNSteps, Mean, Synchronous, Warmup
+from tests.engine.ranks import run
+
+
+def test_blocking_period_one_is_synchronous_sgd() -> None:
+    def body(rank):
+        rank.train(10)
+        return rank.x.clone()
+
+    for rule in (Mean(), DeltaMean()):
+        left, right = run(2, body, rule=rule, schedule=EveryNSteps(1), config={"overlap": False})
+        x = torch.ones(1, 8, dtype=torch.float64)
+        for _ in range(10):
+            x = x - 0.1 * (x - 0.5)
+        assert torch.equal(left, right)
+        torch.testing.assert_close(left.double(), x, atol=1e-6, rtol=0)
+
+
+def test_a_gate_makes_one_model_and_twice_changes_no_bit() -> None:
+    def body(rank):
+        rank.train(7, samples=1.0 + 2.0 * rank.averager.summary.rank)
+        assert rank.meet(Gate.VALIDATE) is Arrival.OPEN
+        first = rank.x.clone()
+        assert rank.meet(Gate.VALIDATE) is Arrival.OPEN
+        return first, rank.x.clone()
+
+    (a, a2), (b, b2) = run(2, body, schedule=EveryNSteps(1000))
+    assert torch.equal(a, b)
+    assert torch.equal(a, a2) and torch.equal(b, b2)
+    x = [1.0, 1.0]
+    for _ in range(7):
+        x = [x[0] - 0.1 * x[0], x[1] - 0.1 * (x[1] - 1.0)]
+    torch.testing.assert_close(a, torch.full((1, 8), 0.25 * x[0] + 0.75 * x[1]))
+
+
+def test_gradients_are_weighted_by_samples() -> None:
+    def body(rank):
+        rank.train(5, samples=1.0 + 2.0 * rank.averager.summary.rank)
+        rank.meet()
+        return rank.x.clone()
+
+    left, right = run(2, body, schedule=Synchronous())
+    x = 1.0
+    for _ in range(5):
+        x -= 0.1 * (0.25 * x + 0.75 * (x - 1.0))
+    assert torch.equal(left, right)
+    torch.testing.assert_close(left, torch.full((1, 8), x))
+
+
+def test_unequal_numbers_of_steps_neither_hang_nor_lose_work() -> None:
+    def body(rank):
+        steps = 10 if rank.averager.summary.rank == 0 else 45
+        rank.train(steps)
+        assert rank.meet() is Arrival.OPEN
+        return rank.x.clone(), rank.averager.summary
+
+    for rule in (DeltaMean(), DiLoCo()):
+        (a, left), (b, right) = run(2, body, rule=rule, schedule=EveryNSteps(4))
+        assert torch.equal(a, b)
+        assert (left.steps, right.steps) == (10, 45)
+        assert left.rounds == right.rounds
+
+
+def test_warm_up_ends_in_rounds() -> None:
+    def body(rank):
+        rank.train(20)
+        rank.meet()
+        return rank.x.clone(), rank.averager.summary
+
+    for rule in (DeltaMean(), DiLoCo()):
+        (a, left), (b, _) = run(2, body, rule=rule, schedule=Warmup(EveryNSteps(3), steps=8))
+        assert torch.equal(a, b)
+        assert left.synchronous_steps == 8
+        assert left.rounds >= 1
