@@ -24,7 +24,7 @@ def check_buffer(buffer: Tensor) -> None:
     """Raise ValueError unless the transport can work on the tensor's memory in place."""
     if not buffer.is_contiguous():
         raise ValueError(f"collectives work in place on contiguous tensors; got strides {buffer.stride()}.")
-    if buffer.requires_grad and not buffer.is_leaf or buffer.is_sparse:
+    if (buffer.requires_grad and not buffer.is_leaf) or buffer.is_sparse:
         raise ValueError("collectives take dense tensors outside of the autograd graph; detach() it.")
 
 

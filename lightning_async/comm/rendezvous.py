@@ -1,0 +1,400 @@
+"""Who is alive, and which generation of the groups they are in: heartbeats through a store.
+
+Liveness is independent of the collectives: a rank may wait in an operation for as long as it likes, its
+heartbeat thread goes on. One record per rank; every beat writes the own and reads all, in two requests.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from lightning_async.comm.protocols import Quorum
+from lightning_async.errors import CollectiveTimeout, GenerationChanged, PeerLost
+
+__all__ = ["Membership"]
+
+_log = logging.getLogger(__name__)
+
+_PREFIX = "lightning_async/membership"
+_REQUEST_TIMEOUT = timedelta(seconds=2)
+_REFUSALS = 10  # in a row, for at least a quarter of `dead_after`: the store is gone, not slow
+_GIVE_UP = 3  # in a row: saying goodbye is not worth waiting for
+_ABSENT, _UP, _LEFT, _FAILED = "absent", "up", "left", "failed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Record:
+    """What one rank publishes. ``wanted`` is the generation it waits to enter, or is in."""
+
+    life: str = ""  # differs between processes that use the same rank one after the other
+    beat: int = 0
+    wanted: int = 0
+    bell: int = 0
+    state: str = _ABSENT
+    text: str = ""
+
+
+@dataclass
+class _Peer:
+    """What this rank knows of another one. ``silent_s`` counts only time in which the store was read."""
+
+    record: _Record
+    confirmed: bool = False  # has been seen to change, or to appear, since this rank started
+    read: bool = False
+    restarted: bool = False  # a new life under the old number: its groups are gone, it waits to be taken in
+    silent_s: float = 0.0
+    lost: bool = False
+
+
+class Membership:
+    """This rank's heartbeat, and its view of the others'.
+
+    A peer is lost when its record has not changed for ``dead_after`` by this rank's clock, in at least four
+    readings of the store: time in which this rank itself was stopped, or the store was slow, does not count
+    against the peers. A peer that closed in order is never lost; one that said it failed is lost at once.
+
+    A store serves one membership in its life; for another, in the same program, give it a `PrefixStore`.
+
+    Args:
+        store: reachable by all ranks. Threads need a client each, so the heartbeat clones it.
+        rank, world_size: of this rank; ranks keep their numbers for life, whatever the groups call them.
+        interval: between two beats.
+        dead_after: the silence after which a peer, or the store, is lost. At least four intervals.
+        start_timeout: the silence allowed to a peer that has not been seen yet.
+        on_change: called on the heartbeat thread after a peer's bell, generation or liveness changed.
+        clock: monotonic seconds; for tests.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        *,
+        interval: timedelta = timedelta(seconds=0.2),
+        dead_after: timedelta = timedelta(seconds=20),
+        start_timeout: timedelta = timedelta(minutes=5),
+        on_change: Callable[[], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"`Membership(rank={rank}, world_size={world_size})`: rank must be in [0, world_size).")
+        if interval <= timedelta(0) or dead_after < 4 * interval:
+            raise ValueError(f"`Membership(dead_after={dead_after})` must be at least four intervals of {interval}.")
+        self._store = store
+        self._rank, self._world_size = rank, world_size
+        self._interval_s, self._dead_s = interval.total_seconds(), dead_after.total_seconds()
+        self._start_s = start_timeout.total_seconds()
+        self._on_change, self._clock = on_change, clock
+        self._lock = threading.Lock()
+        self._beaten = threading.Condition(self._lock)
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._stop = False
+        self._mine = _Record(life=os.urandom(8).hex(), state=_UP)
+        self._published = self._mine
+        self._peers = {other: _Peer(_Record()) for other in range(world_size) if other != rank}
+        self._members = frozenset(range(world_size))
+        self._generation = 0
+        self._decided: Quorum | None = None
+        self._read_at = self._contact_at = clock()
+        self._refusals = 0
+        self._store_error = ""
+
+    @property
+    def generation(self) -> int:
+        """The generation this rank is in: 0, then what `next_generation` returned last."""
+        return self._generation
+
+    @property
+    def bell(self) -> int:
+        """The highest round that any rank has rung for."""
+        with self._lock:
+            return max([self._mine.bell, *(peer.record.bell for peer in self._peers.values())])
+
+    def start(self) -> None:
+        """Publish the first record and start the heartbeat thread; does nothing where it runs.
+
+        Raises:
+            RuntimeError: the store is out of reach.
+        """
+        if self._thread is not None:
+            return
+        self._connect()
+        for other in range(self._world_size):
+            # Reading many keys in one request blocks for missing ones. This sets only those that are missing.
+            self._store.compare_set(_key(other), "", _dump(_Record()))
+        self._exchange()
+        self._thread = threading.Thread(target=self._run, name="lightning_async heartbeat", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Say goodbye and end the thread; idempotent. A store out of reach delays it by a few seconds at most."""
+        self._publish_end(_LEFT, "")
+        self._stop = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def fail(self, text: str) -> None:
+        """Tell the peers that this rank ends in an error; blocks until that is written, a few seconds at most."""
+        self._publish_end(_FAILED, text[:2000])
+
+    def ring(self, bell: int) -> None:
+        """Say that this rank wants round ``bell`` now. Published at once, by the heartbeat thread."""
+        with self._lock:
+            if bell <= self._mine.bell:
+                return
+            self._mine = replace(self._mine, bell=bell)
+        self._wake.set()
+
+    def lost(self) -> tuple[int, ...]:
+        """The members of this generation that are lost, by this rank's view. No I/O."""
+        with self._lock:
+            return tuple(rank for rank, peer in self._peers.items() if peer.lost and rank in self._members)
+
+    def check(self) -> None:
+        """Raise if the present generation cannot go on. No I/O.
+
+        Raises:
+            PeerLost: names members that are silent or failed, or the store's host.
+            GenerationChanged: a peer waits in a newer generation; enter `next_generation`.
+        """
+        with self._lock:
+            self._check_store()
+            self._check_peers(frozenset(), restarts=True)
+            newer = [rank for rank, peer in self._peers.items() if _up(peer) and peer.record.wanted > self._generation]
+            if newer:
+                raise GenerationChanged(
+                    f"rank {self._rank}: rank(s) {newer} left generation {self._generation} of the groups and wait in "
+                    f"generation {max(self._peers[rank].record.wanted for rank in newer)}; join them by "
+                    "next_generation()."
+                )
+
+    def next_generation(self, timeout: timedelta) -> Quorum:
+        """Enter the next generation together with every rank that lives; all members get the same quorum.
+
+        Ranks lost before the call are left out. One that is lost during the call raises; call again to go on
+        without it. A rank that comes back, under its old number, is taken in.
+
+        Raises:
+            PeerLost: names the ranks lost since the call began, or the store's host.
+            CollectiveTimeout: names the ranks that live but did not come.
+        """
+        deadline = self._clock() + timeout.total_seconds()
+        with self._beaten:
+            known = frozenset(rank for rank, peer in self._peers.items() if peer.lost)
+            self._want(self._generation + 1)
+            while True:
+                quorum = self._decided
+                if quorum is not None and quorum.generation == self._mine.wanted:
+                    if self._rank in quorum.ranks:
+                        self._enter(quorum)
+                        return quorum
+                    # Decided without this rank, when it was taken for dead: ask for another one.
+                    self._want(quorum.generation + 1)
+                self._check_store()
+                self._check_peers(known)
+                if self._clock() >= deadline:
+                    raise CollectiveTimeout(
+                        f"rank {self._rank}: generation {self._mine.wanted} did not come about within "
+                        f"{timeout.total_seconds():g} s: rank(s) {self._awaited()} live but have not left their "
+                        "generation. Are they in a long computation that never calls check()?"
+                    )
+                self._beaten.wait(self._interval_s)
+
+    def beat(self) -> None:
+        """One heartbeat: publish, read, judge. The thread calls it; tests may do so in its place."""
+        before = self._view()
+        try:
+            self._exchange()
+        except RuntimeError as error:
+            self._refused(error)
+        with self._beaten:
+            self._beaten.notify_all()
+        if self._on_change is not None and self._view() != before:
+            try:
+                self._on_change()
+            except Exception:
+                _log.exception("on_change of the membership failed; the heartbeat goes on.")
+
+    # ------------------------------------------------------------------ the heartbeat thread
+
+    def _run(self) -> None:
+        while not self._stop:
+            self._wake.wait(self._interval_s)
+            self._wake.clear()
+            self.beat()
+
+    def _exchange(self) -> None:
+        """Write the own record, read all, and take part in the decision on a generation.
+
+        Raises:
+            RuntimeError: the store is out of reach.
+        """
+        with self._lock:
+            self._mine = mine = replace(self._mine, beat=self._mine.beat + 1)
+        self._store.set(_key(self._rank), _dump(mine))
+        keys = [_key(rank) for rank in self._peers]
+        values = self._store.multi_get(keys) if keys and self._store.has_extended_api() else map(self._store.get, keys)
+        records = dict(zip(self._peers, map(_load, values), strict=True))
+        with self._lock:
+            self._published = mine
+            now = self._clock()
+            passed = min(now - self._read_at, self._dead_s / 4)
+            self._read_at = self._contact_at = now
+            self._refusals = 0
+            for rank, record in records.items():
+                self._judge(self._peers[rank], record, passed)
+            wanted = self._mine.wanted
+            deciding = wanted > self._generation and (self._decided is None or self._decided.generation < wanted)
+            proposal = None if self._awaited() else [self._rank, *(r for r, peer in self._peers.items() if _up(peer))]
+        if deciding:
+            self._decide(wanted, None if proposal is None else sorted(proposal))
+
+    def _judge(self, peer: _Peer, record: _Record, passed: float) -> None:
+        changed = record != peer.record
+        if changed:
+            # What the first reading finds may be of a life that ended before this one began.
+            peer.restarted = peer.restarted or (peer.confirmed and record.life != peer.record.life)
+            peer.confirmed = peer.confirmed or peer.read
+            peer.record = record
+            peer.silent_s, peer.lost = 0.0, False
+        else:
+            peer.silent_s += passed
+        limit = self._dead_s if peer.confirmed else self._start_s
+        peer.read = True
+        failed = record.state == _FAILED and peer.confirmed
+        gone = record.state == _UP or not peer.confirmed
+        peer.lost = failed or (gone and peer.silent_s >= limit)
+
+    def _decide(self, wanted: int, proposal: list[int] | None) -> None:
+        """The first proposal stands for all; whoever comes later takes it."""
+        key = f"{_PREFIX}/quorum/{wanted}"
+        if proposal is not None:
+            value = self._store.compare_set(key, "", json.dumps(proposal))
+        elif self._store.check([key]):
+            value = self._store.get(key)
+        else:
+            return
+        with self._lock:
+            self._decided = Quorum(wanted, tuple(json.loads(value)))
+
+    def _refused(self, error: RuntimeError) -> None:
+        with self._lock:
+            self._refusals += 1
+            self._store_error = str(error).split("\n", 1)[0][:200]
+        try:
+            # A late answer to a request given up would be taken for the next one's.
+            self._connect()
+        except RuntimeError:
+            pass
+
+    def _connect(self) -> None:
+        # A clone takes over the timeout: later ones, made of this one, do not try to connect for minutes.
+        store = self._store.clone()
+        store.set_timeout(_REQUEST_TIMEOUT)
+        self._store = store
+
+    # ------------------------------------------------------------------ under the lock
+
+    def _awaited(self) -> list[int]:
+        """The ranks without which the wanted generation cannot be decided."""
+        return [
+            rank
+            for rank, peer in self._peers.items()
+            if not peer.lost
+            and (
+                (_up(peer) and peer.record.wanted != self._mine.wanted)
+                or (not peer.confirmed and rank in self._members)
+            )
+        ]
+
+    def _enter(self, quorum: Quorum) -> None:
+        self._generation, self._members = quorum.generation, frozenset(quorum.ranks)
+        for peer in self._peers.values():
+            peer.restarted = False
+
+    def _want(self, generation: int) -> None:
+        newest = max([peer.record.wanted for peer in self._peers.values() if _up(peer)], default=0)
+        self._mine = replace(self._mine, wanted=max(generation, newest, self._mine.wanted))
+        self._wake.set()
+
+    def _view(self) -> object:
+        with self._lock:
+            return [
+                (peer.record.bell, peer.record.wanted, peer.record.state, peer.record.life, peer.lost)
+                for peer in self._peers.values()
+            ], self._decided
+
+    def _check_store(self) -> None:
+        silent_s = self._clock() - self._contact_at
+        if self._refusals == 0 or silent_s < self._dead_s / 4:
+            return
+        if silent_s >= self._dead_s or self._refusals >= _REFUSALS:
+            raise PeerLost(
+                f"rank {self._rank}: the store has not answered for {silent_s:.1f} s ({self._refusals} attempts, last "
+                f"error: {self._store_error}). Its host, rank 0 or the launcher, is gone; without it no group can be "
+                "formed. Start again from the last checkpoint.",
+                () if self._rank == 0 else (0,),
+            )
+
+    def _check_peers(self, known: frozenset[int], restarts: bool = False) -> None:
+        gone = {rank: peer for rank, peer in self._peers.items() if peer.lost or (restarts and peer.restarted)}
+        lost = {rank: peer for rank, peer in gone.items() if rank in self._members - known}
+        if not lost:
+            return
+        each = []
+        for rank, peer in lost.items():
+            if peer.record.state == _FAILED:
+                each.append(f"rank {rank} failed: {peer.record.text}")
+            elif not peer.lost:
+                each.append(f"rank {rank} was restarted")
+            elif not peer.confirmed:
+                each.append(f"rank {rank} has not come within {self._start_s:g} s")
+            else:
+                each.append(f"rank {rank} was last seen {peer.silent_s:.1f} s ago")
+        raise PeerLost(
+            f"rank {self._rank}, generation {self._generation}: {'; '.join(each)}. See the log of rank(s) "
+            f"{sorted(lost)}. next_generation() goes on without; else start again from the last checkpoint.",
+            tuple(sorted(lost)),
+        )
+
+    def _publish_end(self, state: str, text: str) -> None:
+        with self._beaten:
+            if self._mine.state == _UP:
+                self._mine = replace(self._mine, state=state, text=text)
+            if self._thread is None or not self._thread.is_alive():
+                return
+            self._wake.set()
+            until = time.monotonic() + 2 * _REQUEST_TIMEOUT.total_seconds()
+            while self._published.state == _UP and self._refusals < _GIVE_UP and time.monotonic() < until:
+                self._beaten.wait(self._interval_s)
+
+
+def _up(peer: _Peer) -> bool:
+    return peer.record.state == _UP and peer.confirmed and not peer.lost
+
+
+def _key(rank: int) -> str:
+    return f"{_PREFIX}/{rank}"
+
+
+def _dump(record: _Record) -> str:
+    return json.dumps(vars(record))
+
+
+def _load(value: bytes) -> _Record:
+    return _Record(**json.loads(value))
