@@ -1,0 +1,263 @@
+"""Every operation in plain torch: this is the specification that faster kernels must meet.
+
+All functions run without autograd, and write through torch's in-place operations only, so that the version
+counters move and a backward pass over overwritten values fails instead of returning wrong gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_async.flat import FlatLayout
+
+__all__ = ["all_finite", "apply_", "outer_nesterov_", "pack_", "scale_", "sq_distance", "sq_norm"]
+
+_CHUNK = 1 << 20
+"""Elements per step of the reductions: bounds their float64 temporaries to 16 MiB."""
+
+Remainders = Sequence[Tensor | None]
+
+
+@torch.no_grad()
+def pack_(bucket: Tensor, layout: FlatLayout, tensors: Sequence[Tensor], remainders: Remainders | None = None) -> None:
+    r"""Write every tensor into its place of the bucket, in fp32.
+
+    .. math:: b_k \leftarrow \mathrm{fp32}(x_k) + r_k
+
+    Args:
+        bucket: flat fp32, ``layout.numel`` elements; overwritten.
+        layout: where each tensor lies.
+        tensors: any floating dtypes, in the layout's order.
+        remainders: per tensor, what its dtype could not hold (fp32, see `apply_`), or None. Default: none at all.
+
+    Raises:
+        TypeError: a tensor, a remainder or the bucket has a dtype that does not fit its role.
+        ValueError: numbers or shapes differ from the layout.
+
+    >>> layout = FlatLayout([torch.zeros(2), torch.zeros(())])
+    >>> bucket = layout.empty()
+    >>> pack_(bucket, layout, [torch.tensor([1.0, 2.0], dtype=torch.bfloat16), torch.tensor(3.0)])
+    >>> bucket
+    tensor([1., 2., 3.])
+    """
+    rests = _check_lists("pack_", layout, tensors, remainders)
+    _check_bucket("pack_(bucket=...)", bucket, layout)
+    if not len(layout):
+        return
+    places = layout.views(bucket)
+    torch._foreach_copy_(places, list(tensors))  # pyright: ignore[reportPrivateImportUsage]
+    for place, rest in zip(places, rests, strict=True):
+        if rest is not None:
+            place.add_(rest.to(place.device))
+
+
+@torch.no_grad()
+def apply_(
+    tensors: Sequence[Tensor],
+    layout: FlatLayout,
+    target: Tensor,
+    base: Tensor | None,
+    remainders: Remainders | None = None,
+) -> None:
+    r"""Move every tensor by the displacement from ``base`` to ``target``; without a base, copy the target.
+
+    .. math::
+        d &= t - b, & v_k &= (\mathrm{fp32}(x_k) + r_k) + d_k \quad\text{or}\quad v_k = t_k \\
+        x_k &\leftarrow \mathrm{cast}(v_k), & r_k &\leftarrow v_k - \mathrm{fp32}(x_k)
+
+    A float64 tensor without a base takes the target's fp32 value; with a base it keeps its own digits. A value
+    beyond float16's range becomes infinite, as it would in any optimizer.
+
+    Args:
+        tensors: any floating dtypes, in the layout's order; updated in place.
+        layout: where each tensor lies.
+        target: flat fp32; stays intact.
+        base: flat fp32; consumed: it holds the displacement afterwards. None: copy.
+        remainders: per tensor an fp32 tensor of its shape (bf16 and fp16 tensors only), updated in place, or None.
+            Without one, a displacement below half a unit in the last place is lost. Default: none at all.
+
+    Raises:
+        TypeError: a tensor, a remainder or a bucket has a dtype that does not fit its role.
+        ValueError: numbers or shapes differ from the layout, a tensor appears twice, or ``base`` is ``target``.
+
+    >>> x = torch.tensor([1.0, 2.0, 3.0])
+    >>> apply_([x], FlatLayout([x]), torch.tensor([0.5, 0.5, 0.5]), torch.tensor([0.0, 1.0, 0.5]))
+    >>> x
+    tensor([1.5000, 1.5000, 3.0000])
+    """
+    rests = _check_lists("apply_", layout, tensors, remainders)
+    _check_bucket("apply_(target=...)", target, layout)
+    pointers = [x.data_ptr() for x in tensors if x.numel()]
+    if len(set(pointers)) != len(pointers):
+        raise ValueError("`apply_(tensors=...)` names the same memory twice; pass tied tensors once.")
+    if base is not None:
+        _check_bucket("apply_(base=...)", base, layout)
+        if base.numel() and base.data_ptr() == target.data_ptr():
+            raise ValueError("`apply_(base=...)` is consumed and must not be `target`.")
+        torch.sub(target, base, out=base)
+    if not len(layout):
+        return
+    values = layout.views(target if base is None else base)
+    plain = [k for k, rest in enumerate(rests) if rest is None]
+    if plain:
+        _move_([tensors[k] for k in plain], [values[k] for k in plain], add=base is not None)
+    for x, value, rest in zip(tensors, values, rests, strict=True):
+        if rest is not None:  # no temporary: the new value is built in the remainder's own memory
+            if base is None:
+                rest.copy_(value)
+            else:
+                rest.add_(x).add_(value.to(rest.device))
+            x.copy_(rest)
+            rest.sub_(x)
+
+
+def _move_(tensors: list[Tensor], values: list[Tensor], add: bool) -> None:
+    """``x <- value``, or ``x <- x + value`` computed in the wider of the two dtypes and rounded once."""
+    if not add:
+        torch._foreach_copy_(tensors, values)  # pyright: ignore[reportPrivateImportUsage]
+    elif all(x.dtype == v.dtype and x.device == v.device for x, v in zip(tensors, values, strict=True)):
+        torch._foreach_add_(tensors, values)  # pyright: ignore[reportPrivateImportUsage]
+    else:
+        for x, value in zip(tensors, values, strict=True):
+            x.add_(value.to(x.device))
+
+
+@torch.no_grad()
+def scale_(out: Tensor, source: Tensor, weight: float) -> None:
+    r"""Write the weighted source, :math:`o \leftarrow \mathrm{fp32}(w) \cdot s`; ``out`` may be ``source``.
+
+    Raises:
+        TypeError: a tensor is not fp32.
+        ValueError: the shapes differ.
+
+    >>> out = torch.zeros(2)
+    >>> scale_(out, torch.tensor([1.0, 2.0]), 0.5)
+    >>> out
+    tensor([0.5000, 1.0000])
+    """
+    _check_flat("scale_", out, source)
+    torch.mul(source, weight, out=out)
+
+
+@torch.no_grad()
+def sq_distance(a: Tensor, b: Tensor) -> float:
+    r"""The squared Euclidean distance :math:`\sum_j (a_j - b_j)^2`, accumulated in float64.
+
+    Raises:
+        ValueError: the shapes differ.
+
+    >>> sq_distance(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 0.0]))
+    4.0
+    """
+    if a.shape != b.shape:
+        raise ValueError(f"`sq_distance` needs equal shapes, got {tuple(a.shape)} and {tuple(b.shape)}.")
+    total = torch.zeros((), dtype=torch.float64, device=a.device)
+    for x, y in zip(a.flatten().split(_CHUNK), b.flatten().split(_CHUNK), strict=True):
+        difference = x.to(torch.float64).sub_(y) if x.dtype != torch.float64 else x - y
+        total += torch.dot(difference, difference)
+    return total.item()
+
+
+@torch.no_grad()
+def sq_norm(a: Tensor) -> float:
+    r"""The squared Euclidean norm :math:`\sum_j a_j^2`, accumulated in float64.
+
+    >>> sq_norm(torch.tensor([3.0, 4.0]))
+    25.0
+    """
+    total = torch.zeros((), dtype=torch.float64, device=a.device)
+    for x in a.flatten().split(_CHUNK):
+        wide = x.to(torch.float64)
+        total += torch.dot(wide, wide)
+    return total.item()
+
+
+@torch.no_grad()
+def all_finite(a: Tensor) -> bool:
+    r"""Whether no element is infinite or NaN, in one pass without a temporary: both extremes are finite.
+
+    >>> all_finite(torch.tensor([1.0, float("nan")]))
+    False
+    """
+    if not a.numel():
+        return True
+    low, high = a.aminmax()  # both are NaN if any element is
+    return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+@torch.no_grad()
+def outer_nesterov_(
+    anchor: Tensor, momentum: Tensor, pseudo_gradient: Tensor, lr: float, mu: float, nesterov: bool
+) -> None:
+    r"""One step of SGD with (Nesterov) momentum, bit for bit that of `torch.optim.SGD` on the same flat tensor.
+
+    .. math::
+        m &\leftarrow \mu m + g \\
+        a &\leftarrow a - \eta\, (g + \mu m) \text{ with nesterov, else } a - \eta\, m
+
+    Args:
+        anchor: flat fp32 :math:`a`; updated in place.
+        momentum: flat fp32 :math:`m`, zeros at first; updated in place.
+        pseudo_gradient: flat fp32 :math:`g`; consumed.
+        lr: :math:`\eta`.
+        mu: :math:`\mu`.
+        nesterov: look ahead along the new momentum.
+
+    Raises:
+        TypeError: a tensor is not fp32.
+        ValueError: the shapes differ.
+
+    >>> anchor, momentum = torch.tensor([1.0]), torch.tensor([0.0])
+    >>> outer_nesterov_(anchor, momentum, torch.tensor([0.5]), lr=0.5, mu=0.5, nesterov=True)
+    >>> anchor, momentum
+    (tensor([0.6250]), tensor([0.5000]))
+    """
+    _check_flat("outer_nesterov_", anchor, momentum, pseudo_gradient)
+    momentum.mul_(mu).add_(pseudo_gradient)
+    anchor.add_(pseudo_gradient.add_(momentum, alpha=mu) if nesterov else momentum, alpha=-lr)
+
+
+def _check_lists(
+    op: str, layout: FlatLayout, tensors: Sequence[Tensor], remainders: Remainders | None
+) -> Sequence[Tensor | None]:
+    if len(tensors) != len(layout):
+        raise ValueError(f"`{op}(tensors=...)` has {len(tensors)} entries, the layout {len(layout)}.")
+    for name, shape, x in zip(layout.names, layout.shapes, tensors, strict=True):
+        if x.shape != shape:
+            raise ValueError(f"`{op}(tensors=...)`: {name} has shape {tuple(x.shape)}, the layout {tuple(shape)}.")
+        if not x.is_floating_point():
+            raise TypeError(f"`{op}(tensors=...)`: {name} is {x.dtype}; only real floating tensors can be averaged.")
+    if remainders is None:
+        return [None] * len(layout)
+    if len(remainders) != len(layout):
+        raise ValueError(f"`{op}(remainders=...)` has {len(remainders)} entries, the layout {len(layout)}.")
+    for name, x, rest in zip(layout.names, tensors, remainders, strict=True):
+        if rest is None:
+            continue
+        if rest.dtype != torch.float32 or x.dtype not in (torch.bfloat16, torch.float16):
+            raise TypeError(
+                f"`{op}(remainders=...)`: {name} is {x.dtype} with a remainder of {rest.dtype}; "
+                "a remainder is float32 and belongs to a bfloat16 or float16 tensor."
+            )
+        if rest.shape != x.shape or rest.device != x.device:
+            raise ValueError(f"`{op}(remainders=...)`: {name}'s remainder differs from it in shape or device.")
+    return remainders
+
+
+def _check_bucket(argument: str, bucket: Tensor, layout: FlatLayout) -> None:
+    if bucket.dtype != torch.float32:
+        raise TypeError(f"`{argument}` must be float32, got {bucket.dtype}.")
+    if bucket.shape != (layout.numel,) or not bucket.is_contiguous():
+        raise ValueError(
+            f"`{argument}` must be flat, contiguous and hold {layout.numel} elements, got shape {tuple(bucket.shape)}."
+        )
+
+
+def _check_flat(op: str, *tensors: Tensor) -> None:
+    if any(t.dtype != torch.float32 for t in tensors):
+        raise TypeError(f"`{op}` needs float32 tensors, got {', '.join(str(t.dtype) for t in tensors)}.")
+    if any(t.shape != tensors[0].shape for t in tensors):
+        raise ValueError(f"`{op}` needs equal shapes, got {', '.join(str(tuple(t.shape)) for t in tensors)}.")

@@ -1,0 +1,135 @@
+"""The interfaces of the algorithms: what a rule and a schedule must answer. No I/O, no threads, no clocks."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+
+from torch import Tensor
+
+from lightning_async.flat import FlatLayout
+
+__all__ = ["Action", "AllMean", "AveragingRule", "Clock", "Exchange", "Round", "Schedule"]
+
+S = TypeVar("S")
+
+
+@dataclass(frozen=True)
+class AllMean:
+    """Every replica receives the work-weighted mean of all replicas' messages."""
+
+
+Exchange = AllMean
+"""How messages travel. Later kinds (pairs of a graph, hierarchies) join this union."""
+
+
+class Round(NamedTuple):
+    """What every replica knows about one averaging round before its payload moves.
+
+    Args:
+        id: number of this round; committed rounds count up by one on all replicas.
+        rank: this replica.
+        work: every replica's work since its last round (samples, or steps); zero for one that is absent.
+        steps: every replica's optimizer steps since its last round.
+        scalars: what every replica's `AveragingRule.message_` returned.
+        lr: this replica's inner learning rate.
+        fragment: which part of the parameters this round carries.
+    """
+
+    id: int
+    rank: int
+    work: tuple[float, ...]
+    steps: tuple[float, ...] = ()
+    scalars: tuple[tuple[float, ...], ...] = ()
+    lr: float = 0.0
+    fragment: int = 0
+
+
+@runtime_checkable
+class AveragingRule(Protocol[S]):
+    r"""How replicas become one model again: a value without state of its own.
+
+    One round, seen from one replica. The engine packs the parameters into a flat fp32 bucket, the *snapshot*
+    :math:`s`. `message_` turns it into the message :math:`u`. All replicas exchange messages, and
+    :math:`\bar u = \sum_i w_i u_i` arrives, :math:`w_i` being replica :math:`i`'s share of the work. `merge_`
+    turns :math:`\bar u` into the *target* :math:`t`, where this replica would stand had it done nothing
+    meanwhile, and :math:`u` back into the snapshot. The engine then moves the parameters by displacement,
+    :math:`x \leftarrow x + (t - s)`, so that progress made since the snapshot is kept; where there was none it
+    copies :math:`t`. A replica that is absent (weight zero) moves from the last target to the new one.
+
+    The state is a ``NamedTuple`` of flat fp32 tensors, equal on all replicas between rounds.
+    """
+
+    exchange: Exchange
+    num_scalars: int
+    """How many scalars `message_` returns, to ride in the round's header."""
+    overlappable: bool
+    """Whether `merge_` may happen while local steps go on. False for rules that overwrite."""
+
+    def init(self, params: Tensor, layout: FlatLayout) -> S:
+        """The state at a point where all replicas hold ``params`` (flat fp32; ``layout`` knows the shapes)."""
+        ...
+
+    def message_(self, out: Tensor, state: S) -> tuple[float, ...]:
+        """Turn the snapshot in ``out`` into this replica's message, in place; return scalars for the header."""
+        ...
+
+    def merge_(self, sent: Tensor | None, received: Tensor, state: S, round: Round) -> S:
+        """Turn ``received`` (the mean message) into the target and ``sent`` back into the snapshot, in place.
+
+        ``sent`` is None on a replica that was absent. Returns the state after the round.
+        """
+        ...
+
+    def agree(self, mean: Tensor, state: S) -> Tensor:
+        """The model a rendezvous shows, given the work-weighted ``mean`` of the parameters. Default: the mean."""
+        ...
+
+    def state_dict(self, state: S) -> dict[str, Any]:
+        """The state as a plain dict of tensors and numbers, for a checkpoint."""
+        ...
+
+    def load_state_dict(self, state: S, saved: dict[str, Any]) -> S:
+        """``state`` with the content of ``saved``."""
+        ...
+
+
+class Action(enum.Enum):
+    """What a replica does with the optimizer step that it is about to take."""
+
+    LOCAL = "local"
+    """Step alone."""
+    GRADIENTS = "gradients"
+    """Step with gradients averaged over all replicas (synchronous training)."""
+    ROUND = "round"
+    """Step alone, then start an averaging round."""
+
+
+class Clock(NamedTuple):
+    """One replica's own facts, before it takes its next optimizer step.
+
+    Args:
+        step: optimizer steps that this replica has completed.
+        epoch: epochs that it has completed.
+        steps_since_round: completed steps that no round's snapshot holds yet.
+        seconds_since_round: seconds since the last round was committed (or since training began).
+        step_s: measured seconds per local step, 0.0 while unknown.
+        round_s: measured seconds of one round's exchange, 0.0 while unknown.
+    """
+
+    step: int
+    epoch: int
+    steps_since_round: int
+    seconds_since_round: float
+    step_s: float = 0.0
+    round_s: float = 0.0
+
+
+@runtime_checkable
+class Schedule(Protocol):
+    """When replicas talk: a pure function of one replica's clock."""
+
+    def next(self, clock: Clock) -> Action:
+        """What to do with the step that comes after ``clock``."""
+        ...

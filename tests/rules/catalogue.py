@@ -1,0 +1,69 @@
+"""Every public rule and schedule with example constructions: one row buys every law and the documentation check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_async.rules import (
+    AveragingRule,
+    DeltaMean,
+    DiLoCo,
+    EveryNSteps,
+    EverySeconds,
+    Mean,
+    Schedule,
+    Synchronous,
+    Warmup,
+)
+
+
+class RuleRow(NamedTuple):
+    """A rule and which laws hold for it.
+
+    Args:
+        name: unique, for test ids.
+        make: builds the rule.
+        is_mean: one round from a common start, nothing in flight, leaves every replica at the weighted mean.
+    """
+
+    name: str
+    make: Callable[[], AveragingRule[Any]]
+    is_mean: bool = False
+
+
+class ScheduleRow(NamedTuple):
+    """A schedule; ``name`` is unique, for test ids."""
+
+    name: str
+    make: Callable[[], Schedule]
+
+
+def momentum_sgd(tensors: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(tensors, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def adam(tensors: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(tensors, lr=0.01)
+
+
+RULES = (
+    RuleRow("Mean", Mean, is_mean=True),
+    RuleRow("DeltaMean", DeltaMean, is_mean=True),
+    RuleRow("DiLoCo", DiLoCo),
+    RuleRow("DiLoCo-plain", lambda: DiLoCo(outer_lr=1.0, outer_momentum=0.0), is_mean=True),
+    RuleRow("DiLoCo-heavy-ball", lambda: DiLoCo(outer_lr=0.5, outer_momentum=0.5, nesterov=False)),
+    RuleRow("DiLoCo-torch-sgd", lambda: DiLoCo(outer_optimizer=momentum_sgd)),
+    RuleRow("DiLoCo-torch-adam", lambda: DiLoCo(outer_optimizer=adam)),
+)
+
+SCHEDULES = (
+    ScheduleRow("EveryNSteps", lambda: EveryNSteps(4)),
+    ScheduleRow("EverySeconds", lambda: EverySeconds(0.5)),
+    ScheduleRow("Synchronous", Synchronous),
+    ScheduleRow("Warmup-steps", lambda: Warmup(EveryNSteps(4), steps=10)),
+    ScheduleRow("Warmup-epochs", lambda: Warmup(EverySeconds(1), epochs=2, warmup_sync_every=2)),
+)

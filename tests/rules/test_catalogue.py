@@ -1,0 +1,103 @@
+"""The catalogue is complete, every row meets its interface, and every entry documents itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import doctest
+import inspect
+import json
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_async import rules
+from lightning_async.rules import AveragingRule, Schedule
+from tests.rules.catalogue import RULES, SCHEDULES
+
+PUBLIC = [
+    cls
+    for cls in (getattr(rules, name) for name in rules.__all__)
+    if inspect.isclass(cls) and dataclasses.is_dataclass(cls) and (hasattr(cls, "merge_") or hasattr(cls, "next"))
+]
+ROWS = [*RULES, *SCHEDULES]
+
+
+def test_every_public_rule_and_schedule_has_a_row() -> None:
+    assert set(PUBLIC) == {type(row.make()) for row in ROWS}
+    assert len({row.name for row in ROWS}) == len(ROWS)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_row_is_an_immutable_value_of_its_interface(row) -> None:
+    value: Any = row.make()
+    assert isinstance(value, AveragingRule if row in RULES else Schedule)
+    assert value == row.make()
+    assert hash(value) == hash(row.make())
+    for field in dataclasses.fields(value):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(value, field.name, None)
+
+
+@pytest.mark.parametrize("cls", PUBLIC, ids=lambda cls: cls.__name__)
+def test_docstring_has_equation_arguments_source_and_a_passing_doctest(cls) -> None:
+    text = inspect.cleandoc(cls.__doc__)
+    assert text.splitlines()[0].endswith(".")
+    assert ".. math::" in text
+    source = text[text.index("Source:") :]
+    assert "https://" in source
+    arguments = text[text.index("Args:") :] if dataclasses.fields(cls) else ""
+    for field in dataclasses.fields(cls):
+        assert f"\n    {field.name}: " in arguments, f"`Args:` of {cls.__name__} lacks {field.name}"
+    if dataclasses.fields(cls):
+        assert "\nRaises:" in text
+    module = sys.modules[cls.__module__]
+    (example,) = doctest.DocTestFinder(recurse=False).find(cls, cls.__name__, module=module)
+    assert example.examples
+    result = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(example)
+    assert result.failed == 0
+
+
+@pytest.mark.parametrize(
+    ("interface", "config"),
+    [
+        (AveragingRule, {"class_path": "lightning_async.rules.Mean"}),
+        (AveragingRule, {"class_path": "lightning_async.rules.DeltaMean"}),
+        (AveragingRule, {"class_path": "lightning_async.rules.DiLoCo", "init_args": {"outer_lr": 0.5}}),
+        (Schedule, {"class_path": "lightning_async.rules.EverySeconds", "init_args": {"seconds": 2}}),
+        (
+            Schedule,
+            {
+                "class_path": "lightning_async.rules.Warmup",
+                "init_args": {
+                    "steps": 3,
+                    "schedule": {"class_path": "lightning_async.rules.EveryNSteps", "init_args": {"n": 2}},
+                },
+            },
+        ),
+    ],
+    ids=lambda value: value["class_path"].rsplit(".")[-1] if isinstance(value, dict) else "",
+)
+def test_can_be_built_from_a_config_file(interface, config) -> None:
+    value = _parse(interface, config)
+    assert type(value).__name__ == config["class_path"].rsplit(".")[-1]
+    for name, given in config.get("init_args", {}).items():
+        assert getattr(value, name) == (rules.EveryNSteps(2) if name == "schedule" else given)
+
+
+def test_outer_optimizer_can_be_built_from_a_config_file() -> None:
+    sgd = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.25}}
+    rule = _parse(AveragingRule, {"class_path": "lightning_async.rules.DiLoCo", "init_args": {"outer_optimizer": sgd}})
+    optimizer = rule.outer_optimizer([torch.zeros(2, requires_grad=True)])
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+def _parse(interface, config):
+    jsonargparse = pytest.importorskip("jsonargparse")
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--value", type=interface)
+    parsed = parser.parse_object({"value": json.loads(json.dumps(config))})
+    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes  # the name before 4.49
+    return instantiate(parsed).value
