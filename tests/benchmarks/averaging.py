@@ -19,6 +19,7 @@ from types import FrameType
 from tests.benchmarks import report as reports
 from tests.benchmarks.link import Link, loopback, paced, shaped, shaping_problem
 from tests.benchmarks.peers import PEERS
+from tests.benchmarks.ranks import RankFailed
 from tests.benchmarks.report import Report
 from tests.benchmarks.scenarios import QUICK, RELATIVE_STEP_TIMES, Plan, measure_speed, measure_stragglers, say
 
@@ -104,6 +105,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with termination_as_exception():
         try:
             measure(options, report)
+        except RankFailed as error:
+            say(f"  {error}")
+            return 1
         finally:
             if report.sections:
                 for path in reports.write(report, options.out):

@@ -38,10 +38,10 @@ class Job:
         rank: this replica.
         num_replicas: replicas in all.
         interface: the network interface whose counter tells the bytes sent.
-        step_s: padded length of forward and backward; 0.0 for no padding.
-        backward_s: what the backward needs of it.
         warmup: steps before the measurement starts.
         steps: steps measured (or all-reduces, for the probe).
+        step_s: padded length of forward and backward; 0.0 for no padding.
+        backward_s: what the backward needs of it.
         seconds: where given, training ends by this time instead of a number of steps.
         round_s: period of time-triggered rounds.
         sync_every: replaces the peer's own number of steps per round.
@@ -52,10 +52,10 @@ class Job:
     rank: int
     num_replicas: int
     interface: str
-    step_s: float
-    backward_s: float
     warmup: int
     steps: int
+    step_s: float = 0.0
+    backward_s: float = 0.0
     seconds: float | None = None
     round_s: float = 2.0
     sync_every: int | None = None

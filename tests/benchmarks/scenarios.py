@@ -10,7 +10,7 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tests.benchmarks.link import Link
 from tests.benchmarks.model import BATCH
@@ -109,7 +109,8 @@ def ratio(top: Sequence[float], bottom: Sequence[float]) -> float | None:
     return paired(top, bottom, lambda a, b: a / b)
 
 
-def _job(peer: str, link: Link, num_replicas: int, *, warmup: int, steps: int, **more: float | None) -> Job:
+def job_on(link: Link, peer: str, num_replicas: int, *, warmup: int, steps: int) -> Job:
+    """A job for all replicas, not padded."""
     return Job(
         peer=peer,
         rank=0,
@@ -118,7 +119,6 @@ def _job(peer: str, link: Link, num_replicas: int, *, warmup: int, steps: int, *
         warmup=warmup,
         steps=steps,
         pace_mbit=link.rate_mbit if link.paced else None,
-        **more,  # pyright: ignore[reportArgumentType]
     )
 
 
@@ -128,7 +128,7 @@ def _percentile(values: Sequence[float], share: float) -> float:
 
 def choose_slot(link: Link, num_replicas: int, slot_s: float | None) -> tuple[float, float]:
     """Padded step time and the backward's part of it, such that the real compute of all replicas fits."""
-    job = _job("probe compute", link, num_replicas, warmup=10, steps=40)
+    job = job_on(link, "probe compute", num_replicas, warmup=10, steps=40)
     compute = [times for rank in run_ranks(link, job, timeout_s=START_S) for times in rank.compute_s[job.warmup :]]
     if slot_s is None:
         needed_s = 1.1 * _percentile([sum(times) for times in compute], 0.9)
@@ -138,7 +138,7 @@ def choose_slot(link: Link, num_replicas: int, slot_s: float | None) -> tuple[fl
 
 def round_time(link: Link, num_replicas: int, num_rounds: int) -> float:
     """Seconds of a blocking all-reduce of the model, between barriers: median over rounds, slowest rank."""
-    job = _job("probe round", link, num_replicas, warmup=2, steps=num_rounds)
+    job = job_on(link, "probe round", num_replicas, warmup=2, steps=num_rounds)
     ranks = [rank.round_s[job.warmup :] for rank in run_ranks(link, job, timeout_s=START_S)]
     return statistics.median(max(times) for times in zip(*ranks, strict=True))
 
@@ -175,7 +175,8 @@ def measure_speed(link: Link, num_replicas: int, peers: Sequence[str], plan: Pla
     for peer in peers:
         short = PEERS[peer].sync_every == 1
         warmup, steps = (plan.short_warmup, plan.short_steps) if short else (plan.warmup, plan.steps)
-        jobs.append(_job(peer, link, num_replicas, warmup=warmup, steps=steps, step_s=slot_s, backward_s=backward_s))
+        job = job_on(link, peer, num_replicas, warmup=warmup, steps=steps)
+        jobs.append(replace(job, step_s=slot_s, backward_s=backward_s))
 
     def run(job: Job) -> list[RankResult]:
         step_s = slot_s + 0.02 + (round_s if PEERS[job.peer].sync_every else 0.0)
@@ -252,18 +253,11 @@ def measure_stragglers(link: Link, peers: Sequence[str], plan: Plan) -> Section:
     for note in notes:
         say(f"  {note}")
     steps = max(6, int(plan.straggler_s / max(slots)))
-    jobs = [
-        _job(
-            peer,
-            link,
-            num_replicas,
-            warmup=3,
-            steps=steps,
-            backward_s=backward_s,
-            seconds=plan.straggler_s if PEERS[peer].sync_every == 0 else None,
-        )
-        for peer in peers
-    ]
+    jobs = []
+    for peer in peers:
+        seconds = plan.straggler_s if PEERS[peer].sync_every != 1 else None
+        job = job_on(link, peer, num_replicas, warmup=3, steps=steps)
+        jobs.append(replace(job, backward_s=backward_s, seconds=seconds))
     timeout_s = START_S + 2 * plan.straggler_s
     outcomes, load = interleave(
         jobs,
