@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_async.comm.pending import Where
+from lightning_async.comm.stores import PrefixStore, Store, own_client, read_all
 from lightning_async.errors import CollectiveError, CollectiveTimeout
 
 __all__ = ["Group", "form"]
@@ -49,7 +50,7 @@ class Group:
     """
 
     def __init__(self, pg: Any, sockets: dict[int, int], callbacks: bool) -> None:
-        self.pg = pg
+        self.pg: Any = pg
         self.callbacks = callbacks
         self.in_flight: dict[int, object] = {}  # what the transport may still read or write, by sequence number
         self.helpers: set[threading.Thread] = set()
@@ -64,7 +65,7 @@ class Group:
         self._broken = True
         for fd, inode in self._sockets.items():
             _shutdown(fd, inode)
-        if not self.callbacks and hasattr(self.pg, "abort"):
+        if not self.callbacks and hasattr(self.pg, "abort"):  # NCCL; MPI cannot
             self.pg.abort()
 
     def dispose(self) -> None:
@@ -88,7 +89,7 @@ class Group:
 
 
 def form(
-    store: dist.Store,
+    store: Store,
     where: Where,
     backend: str,
     timeout: timedelta,
@@ -106,15 +107,14 @@ def form(
         return Group(dist.new_group(backend="mpi"), {}, callbacks=False)
     deadline = time.monotonic() + timeout.total_seconds()
     try:
-        # An own connection: a client that blocks in one thread would block the other threads' requests.
-        store = store.clone()
+        store = own_client(store, timeout)
         base = f"{_PREFIX}/{where.generation}/{where.name}"
         # The same name may be formed again later in the same program; old addresses must not be read then.
         attempt = store.add(f"{base}/attempt/{where.rank}", 1)
         base = f"{base}/{attempt}"
         if backend == "nccl":
             _meet(store, base, where, [], deadline, cancelled)
-            return Group(_nccl(dist.PrefixStore(base, store), where, timeout, device, max_ctas), {}, callbacks=False)
+            return Group(_nccl(PrefixStore(base, store), where, timeout, device, max_ctas), {}, callbacks=False)
         return _gloo(store, base, where, deadline, cancelled)
     except CollectiveError:
         raise
@@ -125,7 +125,7 @@ def form(
         ) from error
 
 
-def _nccl(store: dist.Store, where: Where, timeout: timedelta, device: torch.device | None, max_ctas: int) -> Any:
+def _nccl(store: Store, where: Where, timeout: timedelta, device: torch.device | None, max_ctas: int) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     options.config.max_ctas = max_ctas
@@ -135,8 +135,9 @@ def _nccl(store: dist.Store, where: Where, timeout: timedelta, device: torch.dev
     return group
 
 
-def _gloo(store: dist.Store, base: str, where: Where, deadline: float, cancelled: Callable[[], bool]) -> Group:
-    options = dist.ProcessGroupGloo._Options()
+def _gloo(store: Store, base: str, where: Where, deadline: float, cancelled: Callable[[], bool]) -> Group:
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
     before = _sockets()
     options._devices = _devices()
     ports = [port for fd, inode in _new(before) if (port := _listening_port(fd)) is not None]
@@ -144,10 +145,9 @@ def _gloo(store: dist.Store, base: str, where: Where, deadline: float, cancelled
     everyones = _meet(store, base, where, ports, deadline, cancelled)
     left = timedelta(seconds=max(deadline - time.monotonic(), 1.0))
     options._timeout = left
-    store.set_timeout(left)
     with _forming:
         before = _sockets()
-        pg = dist.ProcessGroupGloo(dist.PrefixStore(base, store), where.rank, where.world_size, options)
+        pg = dist.ProcessGroupGloo(PrefixStore(base, store), where.rank, where.world_size, options)
         # Other threads open sockets too. Ours have one of our listening ports at this end, or a peer's at the other.
         own, peers = set(ports), {port for theirs in everyones for port in theirs}
         sockets = {fd: inode for fd, inode in _new(before) if _connects(fd, own, peers)}
@@ -164,7 +164,7 @@ def _devices() -> list[Any]:
 
 
 def _meet(
-    store: dist.Store, base: str, where: Where, ports: list[int], deadline: float, cancelled: Callable[[], bool]
+    store: Store, base: str, where: Where, ports: list[int], deadline: float, cancelled: Callable[[], bool]
 ) -> list[list[int]]:
     """Wait until every member has announced itself; returns what they announced."""
     keys = [f"{base}/ready/{rank}" for rank in range(where.world_size)]
@@ -181,7 +181,7 @@ def _meet(
             )
         time.sleep(pause)
         pause = min(pause * 1.5, 0.02)
-    return [json.loads(store.get(key)) for key in keys]
+    return [json.loads(value) for value in read_all(store, keys)]
 
 
 def _sockets() -> dict[int, int]:

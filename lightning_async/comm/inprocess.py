@@ -13,12 +13,12 @@ from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_async.comm.pending import Operation, Where
 from lightning_async.comm.protocols import Quorum, ReduceOp
 from lightning_async.comm.reductions import check_buffer, check_rows, sum_rows
+from lightning_async.comm.stores import HashStore
 from lightning_async.errors import CollectiveError, CollectiveTimeout
 
 __all__ = ["InProcessCollectives", "InProcessWorld"]
@@ -113,7 +113,7 @@ class InProcessWorld:
             raise ValueError(f"`InProcessWorld(world_size={world_size})` must be at least 1.")
         self.world_size = world_size
         self.timeout = timeout
-        self.store = dist.HashStore()
+        self.store = HashStore()
         self._lock = threading.Lock()
         self._boards: dict[tuple[int, str], _Board] = {}
         self._ranks = [InProcessCollectives(self, rank, world_size, "world", timeout) for rank in range(world_size)]

@@ -15,9 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
-import torch.distributed as dist
-
 from lightning_async.comm.protocols import Quorum
+from lightning_async.comm.stores import Store, own_client, reachable, read_all
 from lightning_async.errors import CollectiveTimeout, GenerationChanged, PeerLost
 
 __all__ = ["Membership"]
@@ -79,7 +78,7 @@ class Membership:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: Store,
         rank: int,
         world_size: int,
         *,
@@ -109,7 +108,9 @@ class Membership:
         self._members = frozenset(range(world_size))
         self._generation = 0
         self._decided: Quorum | None = None
-        self._read_at = self._contact_at = clock()
+        self._read_at = self._contact_at = self._checked_at = clock()
+        self._unanswered_s = 0.0
+        self._broken = False
         self._refusals = 0
         self._store_error = ""
 
@@ -146,7 +147,10 @@ class Membership:
         self._stop = True
         self._wake.set()
         if self._thread is not None:
-            self._thread.join()
+            # A request to a stopped host of the store hangs in torch; the thread is a daemon, and ends with it.
+            self._thread.join(_REQUEST_TIMEOUT.total_seconds())
+            if self._thread.is_alive():
+                _log.warning("rank %s: the store does not answer; its heartbeat thread is left behind.", self._rank)
 
     def fail(self, text: str) -> None:
         """Tell the peers that this rank ends in an error; blocks until that is written, a few seconds at most."""
@@ -220,7 +224,7 @@ class Membership:
         before = self._view()
         try:
             self._exchange()
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             self._refused(error)
         with self._beaten:
             self._beaten.notify_all()
@@ -242,20 +246,25 @@ class Membership:
         """Write the own record, read all, and take part in the decision on a generation.
 
         Raises:
-            RuntimeError: the store is out of reach.
+            RuntimeError, OSError: the store is out of reach.
         """
+        if self._broken:
+            if not reachable(self._store, _REQUEST_TIMEOUT):
+                raise ConnectionError("connection refused")
+            self._connect()
+            self._broken = False
         with self._lock:
             self._mine = mine = replace(self._mine, beat=self._mine.beat + 1)
         self._store.set(_key(self._rank), _dump(mine))
         keys = [_key(rank) for rank in self._peers]
-        values = self._store.multi_get(keys) if keys and self._store.has_extended_api() else map(self._store.get, keys)
+        values = read_all(self._store, keys)
         records = dict(zip(self._peers, map(_load, values), strict=True))
         with self._lock:
             self._published = mine
             now = self._clock()
             passed = min(now - self._read_at, self._dead_s / 4)
             self._read_at = self._contact_at = now
-            self._refusals = 0
+            self._refusals, self._unanswered_s = 0, 0.0
             for rank, record in records.items():
                 self._judge(self._peers[rank], record, passed)
             wanted = self._mine.wanted
@@ -292,21 +301,16 @@ class Membership:
         with self._lock:
             self._decided = Quorum(wanted, tuple(json.loads(value)))
 
-    def _refused(self, error: RuntimeError) -> None:
+    def _refused(self, error: Exception) -> None:
         with self._lock:
+            # Not to be used again: a late answer to a request given up would be taken for the next one's.
+            self._broken = True
             self._refusals += 1
             self._store_error = str(error).split("\n", 1)[0][:200]
-        try:
-            # A late answer to a request given up would be taken for the next one's.
-            self._connect()
-        except RuntimeError:
-            pass
 
     def _connect(self) -> None:
         # A clone takes over the timeout: later ones, made of this one, do not try to connect for minutes.
-        store = self._store.clone()
-        store.set_timeout(_REQUEST_TIMEOUT)
-        self._store = store
+        self._store = own_client(self._store, _REQUEST_TIMEOUT)
 
     # ------------------------------------------------------------------ under the lock
 
@@ -340,10 +344,14 @@ class Membership:
             ], self._decided
 
     def _check_store(self) -> None:
-        silent_s = self._clock() - self._contact_at
-        if self._refusals == 0 or silent_s < self._dead_s / 4:
-            return
-        if silent_s >= self._dead_s or self._refusals >= _REFUSALS:
+        # The thread may hang in a request (the store's host is stopped), so the silence is measured here; capped,
+        # because this process may have been the one that was stopped.
+        now = self._clock()
+        self._unanswered_s += min(now - self._checked_at, self._dead_s / 4)
+        self._checked_at = now
+        silent_s = now - self._contact_at
+        refused = self._refusals >= _REFUSALS and silent_s >= self._dead_s / 4
+        if self._thread is not None and (refused or self._unanswered_s >= self._dead_s):
             raise PeerLost(
                 f"rank {self._rank}: the store has not answered for {silent_s:.1f} s ({self._refusals} attempts, last "
                 f"error: {self._store_error}). Its host, rank 0 or the launcher, is gone; without it no group can be "
@@ -379,7 +387,7 @@ class Membership:
             if self._thread is None or not self._thread.is_alive():
                 return
             self._wake.set()
-            until = time.monotonic() + 2 * _REQUEST_TIMEOUT.total_seconds()
+            until = time.monotonic() + _REQUEST_TIMEOUT.total_seconds()
             while self._published.state == _UP and self._refusals < _GIVE_UP and time.monotonic() < until:
                 self._beaten.wait(self._interval_s)
 

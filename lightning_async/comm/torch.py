@@ -16,6 +16,7 @@ from lightning_async.comm import groups
 from lightning_async.comm.pending import Operation, Where
 from lightning_async.comm.protocols import Quorum, ReduceOp
 from lightning_async.comm.reductions import as_bytes, check_buffer, check_rows, reducible, sum_rows
+from lightning_async.comm.stores import Store
 from lightning_async.errors import CollectiveError, CollectiveTimeout
 
 __all__ = ["TorchCollectives"]
@@ -54,7 +55,7 @@ class TorchCollectives:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: Store,
         rank: int,
         world_size: int,
         *,
@@ -120,7 +121,7 @@ class TorchCollectives:
         """See `Collectives`. Types that Gloo cannot reduce are widened for the way."""
         check_buffer(buffer)
         wire, torch_op, narrow = reducible(buffer, op)
-        options = dist.AllreduceOptions()
+        options: Any = dist.AllreduceOptions()
         options.reduceOp = _OPS[torch_op]
 
         def finish() -> Tensor:
