@@ -22,7 +22,9 @@ def _choose() -> str:
     for candidate in candidates:
         if importlib.util.find_spec(candidate.partition(".")[0]) is not None:
             return candidate
-    raise ModuleNotFoundError("lightning_async needs PyTorch Lightning: `pip install lightning` (or pytorch-lightning).")
+    raise ModuleNotFoundError(
+        "lightning_async needs PyTorch Lightning: `pip install lightning` (or pytorch-lightning)."
+    )
 
 
 name = _choose()

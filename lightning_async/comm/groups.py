@@ -12,8 +12,6 @@ import atexit
 import json
 import logging
 import os
-import socket
-import stat
 import threading
 import time
 from collections.abc import Callable
@@ -23,7 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_async.comm.pending import Where
+from lightning_async.comm.pending import Operation, Where
+from lightning_async.comm.sockets import connects, listening_port, opened_since, shut_down, snapshot
 from lightning_async.comm.stores import PrefixStore, Store, own_client, read_all
 from lightning_async.errors import CollectiveError, CollectiveTimeout
 
@@ -58,13 +57,40 @@ class Group:
         self._broken = False
         _open.add(self)
 
+    def watch(
+        self, operation: Operation[Any], works: Any, ended: Callable[[Exception | None], None], backstop: timedelta
+    ) -> None:
+        """Have ``ended`` called, with the error or None, when the transport has ended the work."""
+        pair: tuple[Any, ...] = works if isinstance(works, tuple) else (works,)
+        if not self.callbacks:
+            self.in_flight[operation.seq] = (self.in_flight[operation.seq], pair)
+            operation.poll = lambda: _poll(pair, ended)
+        elif isinstance(works, tuple):
+            # Gloo's send and recv have no future, and are not complete before somebody waits.
+            helper = threading.Thread(target=self._wait, args=(pair, ended, backstop), daemon=True)
+            helper.name = f"lightning_async {operation.kind} #{operation.seq}"
+            self.helpers.add(helper)
+            helper.start()
+        else:
+            # Called on a thread of the group.
+            works.get_future().add_done_callback(lambda future: ended(_error(future.value)))
+
+    def _wait(self, works: tuple[Any, ...], ended: Callable[[Exception | None], None], backstop: timedelta) -> None:
+        first: Exception | None = None
+        for work in works:
+            if (error := _error(lambda work=work: work.wait(backstop))) is not None:
+                first = first or error
+                self.break_off()  # the other half would wait for its timeout otherwise
+        ended(first)
+        self.helpers.discard(threading.current_thread())
+
     def break_off(self) -> None:
         """Make everything pending fail soon, here and at the peers. Never blocks; any thread may call it."""
         if self._broken:
             return
         self._broken = True
         for fd, inode in self._sockets.items():
-            _shutdown(fd, inode)
+            shut_down(fd, inode)
         if not self.callbacks and hasattr(self.pg, "abort"):  # NCCL; MPI cannot
             self.pg.abort()
 
@@ -86,6 +112,22 @@ class Group:
                 return
         self.pg = None
         self.in_flight.clear()
+
+
+def _error(do: Callable[[], object]) -> Exception | None:
+    try:
+        do()
+    except RuntimeError as error:
+        return error
+    return None
+
+
+def _poll(works: tuple[Any, ...], ended: Callable[[Exception | None], None]) -> None:
+    if all(work.is_completed() for work in works):
+        # Complete already, so this does not block: it orders the current CUDA stream behind the work, and raises
+        # what went wrong.
+        errors = [_error(work.wait) for work in works]
+        ended(next((error for error in errors if error is not None), None))
 
 
 def form(
@@ -138,19 +180,19 @@ def _nccl(store: Store, where: Where, timeout: timedelta, device: torch.device |
 def _gloo(store: Store, base: str, where: Where, deadline: float, cancelled: Callable[[], bool]) -> Group:
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
-    before = _sockets()
+    before = snapshot()
     options._devices = _devices()
-    ports = [port for fd, inode in _new(before) if (port := _listening_port(fd)) is not None]
+    ports = [port for fd, inode in opened_since(before) if (port := listening_port(fd)) is not None]
     options._threads = len(options._devices)
     everyones = _meet(store, base, where, ports, deadline, cancelled)
     left = timedelta(seconds=max(deadline - time.monotonic(), 1.0))
     options._timeout = left
     with _forming:
-        before = _sockets()
+        before = snapshot()
         pg = dist.ProcessGroupGloo(PrefixStore(base, store), where.rank, where.world_size, options)
         # Other threads open sockets too. Ours have one of our listening ports at this end, or a peer's at the other.
         own, peers = set(ports), {port for theirs in everyones for port in theirs}
-        sockets = {fd: inode for fd, inode in _new(before) if _connects(fd, own, peers)}
+        sockets = {fd: inode for fd, inode in opened_since(before) if connects(fd, own, peers)}
     return Group(pg, sockets, callbacks=True)
 
 
@@ -182,63 +224,6 @@ def _meet(
         time.sleep(pause)
         pause = min(pause * 1.5, 0.02)
     return [json.loads(value) for value in read_all(store, keys)]
-
-
-def _sockets() -> dict[int, int]:
-    """The process's open sockets: descriptor to inode."""
-    found = {}
-    for name in os.listdir("/dev/fd") if os.path.isdir("/dev/fd") else []:
-        try:
-            status = os.fstat(int(name))
-        except (OSError, ValueError):  # closed meanwhile
-            continue
-        if stat.S_ISSOCK(status.st_mode):
-            found[int(name)] = status.st_ino
-    return found
-
-
-def _new(before: dict[int, int]) -> list[tuple[int, int]]:
-    return [(fd, inode) for fd, inode in _sockets().items() if before.get(fd) != inode]
-
-
-def _borrow(fd: int) -> socket.socket | None:
-    try:
-        return socket.socket(fileno=os.dup(fd))
-    except OSError:
-        return None
-
-
-def _listening_port(fd: int) -> int | None:
-    if (sock := _borrow(fd)) is None:
-        return None
-    with sock:
-        try:
-            listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            return sock.getsockname()[1] if listens and sock.family != socket.AF_UNIX else None
-        except OSError:
-            return None
-
-
-def _connects(fd: int, own: set[int], peers: set[int]) -> bool:
-    if (sock := _borrow(fd)) is None:
-        return False
-    with sock:
-        try:
-            return sock.family != socket.AF_UNIX and (sock.getsockname()[1] in own or sock.getpeername()[1] in peers)
-        except OSError:  # a listening socket has no peer
-            return False
-
-
-def _shutdown(fd: int, inode: int) -> None:
-    if (sock := _borrow(fd)) is None:
-        return
-    with sock:
-        try:
-            # The descriptor may have been closed and given to something else.
-            if os.fstat(sock.fileno()).st_ino == inode:
-                sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
 
 
 @atexit.register

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_async.comm.communicator import Communicator
 from lightning_async.comm.pending import Operation, Where
-from lightning_async.comm.protocols import Quorum, ReduceOp
+from lightning_async.comm.protocols import ReduceOp
 from lightning_async.comm.reductions import check_buffer, check_rows, sum_rows
 from lightning_async.comm.stores import HashStore
 from lightning_async.errors import CollectiveError, CollectiveTimeout
@@ -116,7 +117,9 @@ class InProcessWorld:
         self.store = HashStore()
         self._lock = threading.Lock()
         self._boards: dict[tuple[int, str], _Board] = {}
-        self._ranks = [InProcessCollectives(self, rank, world_size, "world", timeout) for rank in range(world_size)]
+        self._ranks = [
+            InProcessCollectives(self, Where(rank, world_size, "world", 0), timeout) for rank in range(world_size)
+        ]
 
     def collectives(self, rank: int) -> InProcessCollectives:
         """Rank ``rank``'s communicator: always the same object."""
@@ -160,43 +163,18 @@ class InProcessWorld:
             raise CollectiveTimeout(f"{', '.join(stuck)} still running after {timeout.total_seconds():g} s.")
         return [results[rank] for rank in range(self.world_size)]
 
-    def board(self, generation: int, name: str, world_size: int) -> _Board:
+    def board(self, where: Where) -> _Board:
         with self._lock:
-            return self._boards.setdefault((generation, name), _Board(world_size))
+            return self._boards.setdefault((where.generation, where.name), _Board(where.world_size))
 
 
-class InProcessCollectives:
+class InProcessCollectives(Communicator["InProcessCollectives"]):
     """One rank's communicator in an `InProcessWorld`; see there. Implements `ElasticCollectives`."""
 
-    def __init__(self, world: InProcessWorld, rank: int, world_size: int, name: str, timeout: timedelta) -> None:
-        self._world, self._timeout, self._member = world, timeout, rank
-        self._where = Where(rank, world_size, name, 0)
-        self._board = world.board(0, name, world_size)
-        self._failure: CollectiveError | None = None
-        self._forks: list[InProcessCollectives] = []
-        self._exchanged: dict[int, int] = {}
-        self._seq = 0
-        self._closed = False
-
-    @property
-    def rank(self) -> int:
-        return self._where.rank
-
-    @property
-    def world_size(self) -> int:
-        return self._where.world_size
-
-    @property
-    def name(self) -> str:
-        return self._where.name
-
-    @property
-    def generation(self) -> int:
-        return self._where.generation
-
-    @property
-    def timeout(self) -> timedelta:
-        return self._timeout
+    def __init__(self, world: InProcessWorld, where: Where, timeout: timedelta) -> None:
+        super().__init__(where, timeout)
+        self._world = world
+        self._board = world.board(where)
 
     def all_reduce(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Operation[Tensor]:
         """See `Collectives`. In the order of ranks, half types in fp32 and rounded once."""
@@ -239,48 +217,6 @@ class InProcessCollectives:
     def barrier(self) -> Operation[None]:
         return self._submit("barrier", None, lambda all_: None)
 
-    def fork(self, name: str, timeout: timedelta | None = None) -> InProcessCollectives:
-        self._check_usable()
-        child = InProcessCollectives(
-            self._world,
-            self.rank,
-            self.world_size,
-            f"{self.name}/{name}",
-            self._timeout if timeout is None else timeout,
-        )
-        if any(fork.name == child.name for fork in self._forks):
-            raise ValueError(f"{self._where}: there is a fork '{child.name}' already.")
-        child._member = self._member
-        child._enter(Where(self.rank, self.world_size, child.name, self.generation))
-        self._forks.append(child)
-        return child
-
-    def abort(self) -> None:
-        self._fail(CollectiveError(f"{self._where}: aborted. reconfigure() before the next operation."))
-        for fork in self._forks:
-            fork.abort()
-
-    def reconfigure(self, quorum: Quorum) -> None:
-        """See `ElasticCollectives`; blocks until all members are there.
-
-        Raises:
-            ValueError: this rank is not in the quorum, or the generation is not newer.
-            CollectiveTimeout: members are missing at the deadline; names them.
-        """
-        if self._member not in quorum.ranks:
-            raise ValueError(f"{self._where}: {quorum} does not contain this rank (member {self._member}).")
-        if quorum.generation <= self.generation:
-            raise ValueError(f"{self._where}: {quorum} is not newer than the present generation.")
-        if self._closed:
-            raise CollectiveError(f"{self._where}: closed.")
-        self.abort()
-        self._renew(quorum)
-        try:
-            self._board.join(self._where, self._timeout)
-        except CollectiveError as error:
-            self._fail(error)
-            raise
-
     def close(self) -> None:
         if self._closed:
             return
@@ -317,31 +253,24 @@ class InProcessCollectives:
             self._failure = error
         self._board.break_off(f"rank {self.rank} gave up: {error}")
 
-    def _renew(self, quorum: Quorum) -> None:
-        where = Where(quorum.ranks.index(self._member), len(quorum.ranks), self.name, quorum.generation)
-        self._enter(where)
-        for fork in self._forks:
-            fork._renew(quorum)
+    def _open(self) -> None:
+        self._check_usable()
+        try:
+            self._board.join(self._where, self._timeout)
+        except CollectiveError as error:
+            self._fail(error)
+            raise
+
+    def _child(self, where: Where, timeout: timedelta) -> InProcessCollectives:
+        return InProcessCollectives(self._world, where, timeout)
 
     def _enter(self, where: Where) -> None:
-        self._where = where
-        self._board = self._world.board(where.generation, where.name, where.world_size)
-        self._failure, self._exchanged, self._seq = None, {}, 0
+        self._where, self._board = where, self._world.board(where)
 
     def _check_usable(self) -> None:
-        if self._closed:
-            raise CollectiveError(f"{self._where}: closed.")
-        if self._failure is not None:
-            kind = CollectiveTimeout if isinstance(self._failure, CollectiveTimeout) else CollectiveError
-            raise kind(
-                f"{self._where}: unusable since an earlier failure; reconfigure() first. It was: {self._failure}"
-            )
+        super()._check_usable()
         if self._board.reason is not None:
             raise CollectiveError(f"{self._where}: unusable, reconfigure() first: {self._board.reason}")
-
-    def _check_peer(self, rank: int, argument: str) -> None:
-        if not 0 <= rank < self.world_size:
-            raise ValueError(f"{self._where}: `{argument}={rank}` must be a rank in [0, {self.world_size}).")
 
 
 def _write(buffer: Tensor, value: Tensor) -> Tensor:

@@ -12,10 +12,11 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 
 from lightning_async.comm.protocols import Quorum
+from lightning_async.comm.roster import FAILED, LEFT, UP, Peer, Record, dump, load
 from lightning_async.comm.stores import Store, own_client, reachable, read_all
 from lightning_async.errors import CollectiveTimeout, GenerationChanged, PeerLost
 
@@ -26,32 +27,7 @@ _log = logging.getLogger(__name__)
 _PREFIX = "lightning_async/membership"
 _REQUEST_TIMEOUT = timedelta(seconds=2)
 _REFUSALS = 10  # in a row, for at least a quarter of `dead_after`: the store is gone, not slow
-_GIVE_UP = 3  # in a row: saying goodbye is not worth waiting for
-_ABSENT, _UP, _LEFT, _FAILED = "absent", "up", "left", "failed"
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Record:
-    """What one rank publishes. ``wanted`` is the generation it waits to enter, or is in."""
-
-    life: str = ""  # differs between processes that use the same rank one after the other
-    beat: int = 0
-    wanted: int = 0
-    bell: int = 0
-    state: str = _ABSENT
-    text: str = ""
-
-
-@dataclass
-class _Peer:
-    """What this rank knows of another one. ``silent_s`` counts only time in which the store was read."""
-
-    record: _Record
-    confirmed: bool = False  # has been seen to change, or to appear, since this rank started
-    read: bool = False
-    restarted: bool = False  # a new life under the old number: its groups are gone, it waits to be taken in
-    silent_s: float = 0.0
-    lost: bool = False
+_GIVEUP = 3  # in a row: saying goodbye is not worth waiting for
 
 
 class Membership:
@@ -96,15 +72,15 @@ class Membership:
         self._rank, self._world_size = rank, world_size
         self._interval_s, self._dead_s = interval.total_seconds(), dead_after.total_seconds()
         self._start_s = start_timeout.total_seconds()
-        self._on_change, self._clock = on_change, clock
+        self.on_change, self._clock = on_change, clock
         self._lock = threading.Lock()
         self._beaten = threading.Condition(self._lock)
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._stop = False
-        self._mine = _Record(life=os.urandom(8).hex(), state=_UP)
+        self._mine = Record(life=os.urandom(8).hex(), state=UP)
         self._published = self._mine
-        self._peers = {other: _Peer(_Record()) for other in range(world_size) if other != rank}
+        self._peers = {other: Peer(Record()) for other in range(world_size) if other != rank}
         self._members = frozenset(range(world_size))
         self._generation = 0
         self._decided: Quorum | None = None
@@ -136,14 +112,14 @@ class Membership:
         self._connect()
         for other in range(self._world_size):
             # Reading many keys in one request blocks for missing ones. This sets only those that are missing.
-            self._store.compare_set(_key(other), "", _dump(_Record()))
+            self._store.compare_set(_key(other), "", dump(Record()))
         self._exchange()
         self._thread = threading.Thread(target=self._run, name="lightning_async heartbeat", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Say goodbye and end the thread; idempotent. A store out of reach delays it by a few seconds at most."""
-        self._publish_end(_LEFT, "")
+        self._publish_end(LEFT, "")
         self._stop = True
         self._wake.set()
         if self._thread is not None:
@@ -154,7 +130,7 @@ class Membership:
 
     def fail(self, text: str) -> None:
         """Tell the peers that this rank ends in an error; blocks until that is written, a few seconds at most."""
-        self._publish_end(_FAILED, text[:2000])
+        self._publish_end(FAILED, text[:2000])
 
     def ring(self, bell: int) -> None:
         """Say that this rank wants round ``bell`` now. Published at once, by the heartbeat thread."""
@@ -179,7 +155,7 @@ class Membership:
         with self._lock:
             self._check_store()
             self._check_peers(frozenset(), restarts=True)
-            newer = [rank for rank, peer in self._peers.items() if _up(peer) and peer.record.wanted > self._generation]
+            newer = [rank for rank, peer in self._peers.items() if peer.up and peer.record.wanted > self._generation]
             if newer:
                 raise GenerationChanged(
                     f"rank {self._rank}: rank(s) {newer} left generation {self._generation} of the groups and wait in "
@@ -228,9 +204,9 @@ class Membership:
             self._refused(error)
         with self._beaten:
             self._beaten.notify_all()
-        if self._on_change is not None and self._view() != before:
+        if self.on_change is not None and self._view() != before:
             try:
-                self._on_change()
+                self.on_change()
             except Exception:
                 _log.exception("on_change of the membership failed; the heartbeat goes on.")
 
@@ -255,10 +231,10 @@ class Membership:
             self._broken = False
         with self._lock:
             self._mine = mine = replace(self._mine, beat=self._mine.beat + 1)
-        self._store.set(_key(self._rank), _dump(mine))
+        self._store.set(_key(self._rank), dump(mine))
         keys = [_key(rank) for rank in self._peers]
         values = read_all(self._store, keys)
-        records = dict(zip(self._peers, map(_load, values), strict=True))
+        records = dict(zip(self._peers, map(load, values), strict=True))
         with self._lock:
             self._published = mine
             now = self._clock()
@@ -266,28 +242,12 @@ class Membership:
             self._read_at = self._contact_at = now
             self._refusals, self._unanswered_s = 0, 0.0
             for rank, record in records.items():
-                self._judge(self._peers[rank], record, passed)
+                self._peers[rank].judge(record, passed, self._dead_s, self._start_s)
             wanted = self._mine.wanted
             deciding = wanted > self._generation and (self._decided is None or self._decided.generation < wanted)
-            proposal = None if self._awaited() else [self._rank, *(r for r, peer in self._peers.items() if _up(peer))]
+            proposal = None if self._awaited() else [self._rank, *(r for r, peer in self._peers.items() if peer.up)]
         if deciding:
             self._decide(wanted, None if proposal is None else sorted(proposal))
-
-    def _judge(self, peer: _Peer, record: _Record, passed: float) -> None:
-        changed = record != peer.record
-        if changed:
-            # What the first reading finds may be of a life that ended before this one began.
-            peer.restarted = peer.restarted or (peer.confirmed and record.life != peer.record.life)
-            peer.confirmed = peer.confirmed or peer.read
-            peer.record = record
-            peer.silent_s, peer.lost = 0.0, False
-        else:
-            peer.silent_s += passed
-        limit = self._dead_s if peer.confirmed else self._start_s
-        peer.read = True
-        failed = record.state == _FAILED and peer.confirmed
-        gone = record.state == _UP or not peer.confirmed
-        peer.lost = failed or (gone and peer.silent_s >= limit)
 
     def _decide(self, wanted: int, proposal: list[int] | None) -> None:
         """The first proposal stands for all; whoever comes later takes it."""
@@ -321,8 +281,7 @@ class Membership:
             for rank, peer in self._peers.items()
             if not peer.lost
             and (
-                (_up(peer) and peer.record.wanted != self._mine.wanted)
-                or (not peer.confirmed and rank in self._members)
+                (peer.up and peer.record.wanted != self._mine.wanted) or (not peer.confirmed and rank in self._members)
             )
         ]
 
@@ -332,7 +291,7 @@ class Membership:
             peer.restarted = False
 
     def _want(self, generation: int) -> None:
-        newest = max([peer.record.wanted for peer in self._peers.values() if _up(peer)], default=0)
+        newest = max([peer.record.wanted for peer in self._peers.values() if peer.up], default=0)
         self._mine = replace(self._mine, wanted=max(generation, newest, self._mine.wanted))
         self._wake.set()
 
@@ -364,45 +323,23 @@ class Membership:
         lost = {rank: peer for rank, peer in gone.items() if rank in self._members - known}
         if not lost:
             return
-        each = []
-        for rank, peer in lost.items():
-            if peer.record.state == _FAILED:
-                each.append(f"rank {rank} failed: {peer.record.text}")
-            elif not peer.lost:
-                each.append(f"rank {rank} was restarted")
-            elif not peer.confirmed:
-                each.append(f"rank {rank} has not come within {self._start_s:g} s")
-            else:
-                each.append(f"rank {rank} was last seen {peer.silent_s:.1f} s ago")
         raise PeerLost(
-            f"rank {self._rank}, generation {self._generation}: {'; '.join(each)}. See the log of rank(s) "
+            f"rank {self._rank}, generation {self._generation}: {'; '.join(peer.describe(rank) for rank, peer in lost.items())}. See the log of rank(s) "
             f"{sorted(lost)}. next_generation() goes on without; else start again from the last checkpoint.",
             tuple(sorted(lost)),
         )
 
     def _publish_end(self, state: str, text: str) -> None:
         with self._beaten:
-            if self._mine.state == _UP:
+            if self._mine.state == UP:
                 self._mine = replace(self._mine, state=state, text=text)
             if self._thread is None or not self._thread.is_alive():
                 return
             self._wake.set()
             until = time.monotonic() + _REQUEST_TIMEOUT.total_seconds()
-            while self._published.state == _UP and self._refusals < _GIVE_UP and time.monotonic() < until:
+            while self._published.state == UP and self._refusals < _GIVEUP and time.monotonic() < until:
                 self._beaten.wait(self._interval_s)
-
-
-def _up(peer: _Peer) -> bool:
-    return peer.record.state == _UP and peer.confirmed and not peer.lost
 
 
 def _key(rank: int) -> str:
     return f"{_PREFIX}/{rank}"
-
-
-def _dump(record: _Record) -> str:
-    return json.dumps(vars(record))
-
-
-def _load(value: bytes) -> _Record:
-    return _Record(**json.loads(value))

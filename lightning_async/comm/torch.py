@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
 from lightning_async.comm import groups
+from lightning_async.comm.communicator import Communicator
 from lightning_async.comm.pending import Operation, Where
 from lightning_async.comm.protocols import Quorum, ReduceOp
 from lightning_async.comm.reductions import as_bytes, check_buffer, check_rows, reducible, sum_rows
@@ -27,15 +28,14 @@ _BACKENDS = ("gloo", "nccl", "mpi")
 _OPS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.MIN: dist.ReduceOp.MIN, ReduceOp.MAX: dist.ReduceOp.MAX}
 
 
-class TorchCollectives:
+class TorchCollectives(Communicator["TorchCollectives"]):
     """One communicator over a torch process group formed from a store, without the default group.
 
     The constructor does no I/O: `open`, or else the first operation, forms the group together with all
     members, within ``form_timeout``. Forks made before are opened with it, forks made later open at once.
 
     An operation that fails or passes its deadline breaks its communicator off: its sockets are shut down, so
-    that peers waiting in it fail as well, and every later operation raises at once until `reconfigure` of the
-    root. Forks are independent of each other and of the root in this; `abort` takes the forks along.
+    that peers waiting in it fail as well, and every later operation raises at once; see `Communicator`.
 
     Args:
         store: reachable by all members; keys lie below ``lightning_async/``.
@@ -68,54 +68,17 @@ class TorchCollectives:
         max_ctas: int = 4,
     ) -> None:
         _check_arguments(rank, world_size, backend, timeout, form_timeout)
+        super().__init__(Where(rank, world_size, name, generation), timeout)
         self._store = store
-        self._member = rank
         self._backend, self._device, self._max_ctas = backend, device, max_ctas
-        self._timeout, self._form_timeout = timeout, form_timeout
-        self._where = Where(rank, world_size, name, generation)
+        self._form_timeout = form_timeout
         self._lock = threading.Lock()
         self._group: groups.Group | None = None
-        self._failure: CollectiveError | None = None
         self._pending: dict[int, Operation[Any]] = {}
-        self._exchanged: dict[int, int] = {}
-        self._forks: list[TorchCollectives] = []
-        self._seq = 0
-        self._closed = False
-
-    @property
-    def rank(self) -> int:
-        return self._where.rank
-
-    @property
-    def world_size(self) -> int:
-        return self._where.world_size
-
-    @property
-    def name(self) -> str:
-        return self._where.name
-
-    @property
-    def generation(self) -> int:
-        return self._where.generation
 
     @property
     def backend(self) -> str:
         return self._backend
-
-    @property
-    def timeout(self) -> timedelta:
-        return self._timeout
-
-    def open(self) -> None:
-        """Form the group and its forks' with all members; does nothing where that is done.
-
-        Raises:
-            CollectiveTimeout: members are missing at the deadline; names them.
-            CollectiveError: closed, failed, aborted, or the store is out of reach.
-        """
-        self._open()
-        for fork in self._forks:
-            fork.open()
 
     def all_reduce(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Operation[Tensor]:
         """See `Collectives`. Types that Gloo cannot reduce are widened for the way."""
@@ -202,55 +165,19 @@ class TorchCollectives:
 
         return self._submit("barrier", start, lambda: None, (token,))
 
-    def fork(self, name: str, timeout: timedelta | None = None) -> TorchCollectives:
-        """See `Collectives`. Opens the fork at once where this communicator is open."""
-        self._check_usable()
-        child = TorchCollectives(
-            self._store,
-            self.rank,
-            self.world_size,
-            backend=self._backend,
-            name=f"{self.name}/{name}",
-            timeout=self._timeout if timeout is None else timeout,
-            form_timeout=self._form_timeout,
-            generation=self.generation,
-            device=self._device,
-            max_ctas=self._max_ctas,
-        )
-        child._member = self._member
-        if any(fork.name == child.name for fork in self._forks):
-            raise ValueError(f"{self._where}: there is a fork '{child.name}' already.")
-        self._forks.append(child)
-        if self._group is not None:
-            child.open()
-        return child
-
-    def abort(self) -> None:
-        """See `ElasticCollectives`. Peers that wait for this rank fail too (Gloo), as their sockets close."""
-        self._fail(CollectiveError(f"{self._where}: aborted. reconfigure() before the next operation."))
-        for fork in self._forks:
-            fork.abort()
-
     def reconfigure(self, quorum: Quorum) -> None:
-        """See `ElasticCollectives`; blocks until the members have formed the new groups.
-
-        Raises:
-            ValueError: this rank is not in the quorum, the generation is not newer, or the backend is MPI.
-            CollectiveTimeout, CollectiveError: as `open`.
-        """
         if self._backend == "mpi":
             raise ValueError(
                 "TorchCollectives(backend='mpi') cannot be reconfigured: torch forms MPI groups only once."
             )
-        if self._member not in quorum.ranks:
-            raise ValueError(f"{self._where}: {quorum} does not contain this rank (member {self._member}).")
-        if quorum.generation <= self.generation:
-            raise ValueError(f"{self._where}: {quorum} is not newer than the present generation.")
-        if self._closed:
-            raise CollectiveError(f"{self._where}: closed.")
-        self.abort()
-        self._renew(quorum)
-        self.open()
+        super().reconfigure(quorum)
+
+    def fork(self, name: str, timeout: timedelta | None = None) -> TorchCollectives:
+        """See `Collectives`. Opens the fork at once where this communicator is open."""
+        child = super().fork(name, timeout)
+        if self._group is not None:
+            child.open()
+        return child
 
     def close(self) -> None:
         self._closed = True
@@ -292,49 +219,8 @@ class TorchCollectives:
         except Exception as error:
             self._end(operation, group, finish, error)
             return operation
-        self._watch(operation, group, works, finish)
+        group.watch(operation, works, lambda error: self._end(operation, group, finish, error), self._backstop())
         return operation
-
-    def _watch(self, operation: Operation[T], group: groups.Group, works: Any, finish: Callable[[], T]) -> None:
-        """Have the operation end when the transport has ended the work."""
-        if not group.callbacks:
-            pair = works if isinstance(works, tuple) else (works,)
-            group.in_flight[operation.seq] = (group.in_flight[operation.seq], pair)
-
-            def poll() -> None:
-                if all(work.is_completed() for work in pair):
-                    self._end(operation, group, lambda: _joined(pair, finish), None)
-
-            operation.poll = poll
-        elif isinstance(works, tuple):
-            # Gloo's send and recv have no future, and are not complete before somebody waits.
-            helper = threading.Thread(target=self._wait, args=(operation, group, works, finish), daemon=True)
-            helper.name = f"lightning_async {operation.kind} #{operation.seq}"
-            group.helpers.add(helper)
-            helper.start()
-        else:
-            # The callback runs on a thread of the group; the future holds the exception.
-            def ended(future: Any) -> None:
-                error: Exception | None = None
-                try:
-                    future.value()
-                except RuntimeError as caught:
-                    error = caught
-                self._end(operation, group, finish, error)
-
-            works.get_future().add_done_callback(ended)
-
-    def _wait(self, operation: Operation[T], group: groups.Group, works: Any, finish: Callable[[], T]) -> None:
-        error: RuntimeError | None = None
-        for work in works:
-            try:
-                work.wait(self._backstop())
-            except RuntimeError as caught:
-                # The other half would wait for its timeout otherwise.
-                error = error or caught
-                group.break_off()
-        self._end(operation, group, finish, error)
-        group.helpers.discard(threading.current_thread())
 
     def _end(
         self, operation: Operation[T], group: groups.Group, finish: Callable[[], T], error: Exception | None
@@ -385,28 +271,25 @@ class TorchCollectives:
         self._check_usable()
         return self._group
 
-    def _renew(self, quorum: Quorum) -> None:
+    def _child(self, where: Where, timeout: timedelta) -> TorchCollectives:
+        return TorchCollectives(
+            self._store,
+            where.rank,
+            where.world_size,
+            backend=self._backend,
+            name=where.name,
+            timeout=timeout,
+            form_timeout=self._form_timeout,
+            generation=where.generation,
+            device=self._device,
+            max_ctas=self._max_ctas,
+        )
+
+    def _enter(self, where: Where) -> None:
         if self._group is not None:
             self._group.dispose()
         with self._lock:
-            self._where = Where(quorum.ranks.index(self._member), len(quorum.ranks), self.name, quorum.generation)
-            self._group, self._failure = None, None
-            self._pending, self._exchanged, self._seq = {}, {}, 0
-        for fork in self._forks:
-            fork._renew(quorum)
-
-    def _check_usable(self) -> None:
-        if self._closed:
-            raise CollectiveError(f"{self._where}: closed.")
-        if self._failure is not None:
-            kind = CollectiveTimeout if isinstance(self._failure, CollectiveTimeout) else CollectiveError
-            raise kind(
-                f"{self._where}: unusable since an earlier failure; reconfigure() first. It was: {self._failure}"
-            )
-
-    def _check_peer(self, rank: int, argument: str) -> None:
-        if not 0 <= rank < self.world_size:
-            raise ValueError(f"{self._where}: `{argument}={rank}` must be a rank in [0, {self.world_size}).")
+            self._where, self._group, self._pending = where, None, {}
 
     def _backstop(self) -> timedelta:
         # Ours comes first, with the better message; this one only ends what could not be broken off.
@@ -416,12 +299,6 @@ class TorchCollectives:
         if self._backend != "nccl":
             return torch.device("cpu")
         return self._device if self._device is not None else torch.device("cuda", torch.cuda.current_device())
-
-
-def _joined(works: tuple[Any, ...], finish: Callable[[], T]) -> T:
-    for work in works:
-        work.wait()  # complete already: orders the current CUDA stream behind it, and raises what went wrong
-    return finish()
 
 
 def _translate(operation: Operation[Any], error: Exception) -> CollectiveError:

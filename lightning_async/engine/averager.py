@@ -79,7 +79,8 @@ class BackgroundAverager(Generic[S]):
     on. A thread of the engine's serves the rounds meanwhile. All ranks must start with equal parameters.
 
     Args:
-        collectives: a communicator for this engine alone; not opened before `start`.
+        collectives: a communicator for CPU tensors, off which the engine forks its own.
+        payload: a communicator for the device of the replica's buckets. Default: ``collectives``.
         membership: started and closed by its owner.
         replica: the tensors.
         rule: how replicas become one model.
@@ -100,6 +101,7 @@ class BackgroundAverager(Generic[S]):
         schedule: Schedule,
         config: AveragerConfig | None = None,
         *,
+        payload: ElasticCollectives | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config or AveragerConfig()
@@ -109,18 +111,22 @@ class BackgroundAverager(Generic[S]):
                 "pass `overlap=False`, or `rule=DeltaMean()`."
             )
         self.replica, self.rule, self.schedule = replica, rule, schedule
+        self.stop_requested = False
+        """Set by a signal handler, which may touch nothing else: a vote for stopping follows."""
+        self.moved_at_gate = False
+        """Whether the last rendezvous changed the model."""
         self.summary = RunSummary(rank=collectives.rank, world_size=collectives.world_size)
         self.step = 0
         self.epoch = 0
         self._now = now
         self._box = Mailbox()
         self._at_target = True
-        self._initialised = False
         self._step_s = self._round_s = 0.0
-        self._last_tick = self._merge_s = self._blocked_s = 0.0
+        self._started_at = self._last_tick = self._merge_s = self._blocked_s = 0.0
         replica.pack_(replica.received)
         self._server = RoundServer(
             collectives,
+            payload or collectives,
             membership,
             replica,
             rule,
@@ -188,20 +194,24 @@ class BackgroundAverager(Generic[S]):
         self._box.work = Work()
         self._at_target = True
 
-    def reduce_gradients_(self, samples: float) -> None:
-        """Replace the gradients by their sample-weighted mean over all replicas; stands still until it is there.
+    def reduce_gradients_(self, samples: float, scale: float = 1.0) -> None:
+        r"""Replace the gradients by their sample-weighted mean over all replicas; stands still until it is there.
 
-        .. math:: g \\leftarrow \\sum_i n_i g_i / \\sum_i n_i
+        .. math:: g \leftarrow s \sum_i \frac{n_i}{\sum_j n_j} \frac{g_i}{s_i}
+
+        Args:
+            samples: samples behind the gradients of this replica.
+            scale: this replica's loss scale (mixed precision); replicas may have different ones.
         """
         box, replica = self._box, self.replica
         self._wait(lambda: box.arrived is None and box.message is None and not box.claimed)
-        replica.pack_gradients_(replica.sent)
+        replica.pack_gradients_(replica.sent, 1.0 / scale)
         message = Message(Kind.GRADIENTS, Work(samples, 1.0), self.step, used=replica.used())
         self._post(message)
-        self._wait(lambda: box.arrived is not None)
+        self._wait(lambda: box.message is None)
         arrived = box.arrived
-        assert arrived is not None and arrived.kind is Kind.GRADIENTS and arrived.used is not None
-        replica.unpack_gradients_(arrived.target, arrived.used)
+        if arrived is not None and arrived.used is not None:  # None: no replica had samples
+            replica.unpack_gradients_(arrived.target, arrived.used, scale)
         with box.changed:
             box.arrived = None
         self.summary.synchronous_steps += 1
@@ -225,6 +235,7 @@ class BackgroundAverager(Generic[S]):
             self._see()
             if stepped:
                 self.step += 1
+                box.steps = float(self.step)
                 self._at_target = False
                 box.agreed = -1
                 self.summary.samples += samples
@@ -328,7 +339,7 @@ class BackgroundAverager(Generic[S]):
         no bit: where no rank has moved since the last one, nothing is exchanged.
         """
         box, started = self._box, self._now()
-        blocked_from = started
+        consensuses = self.summary.consensuses
         with box.changed:
             box.gate, box.index, box.opened = gate, index, False
             in_flight = box.message is not None and box.message.kind is Kind.ROUND
@@ -337,7 +348,7 @@ class BackgroundAverager(Generic[S]):
         try:
             while True:
                 if in_flight:
-                    self._blocked_s = self._now() - blocked_from
+                    self._blocked_s = self._now() - started
                 if self._take() is not None:
                     in_flight = False
                 if gate in (Gate.EPOCH_END, Gate.TRAIN_END) and not box.synchronous:
@@ -357,10 +368,11 @@ class BackgroundAverager(Generic[S]):
             with box.changed:
                 box.gate = Gate.NONE
                 box.last_seen = self._now()
+            self.moved_at_gate = self.summary.consensuses > consensuses
             self.summary.idle_s += self._now() - started
 
     def resume(self) -> None:
-        """The training thread starts a batch."""
+        """The training thread starts a batch: it is alive."""
         with self._box.changed:
             self._see()
 
@@ -374,6 +386,15 @@ class BackgroundAverager(Generic[S]):
         if news:
             self._server.ring()
             self._server.wake()
+
+    def global_step(self) -> int:
+        """Optimizer steps per replica so far: the mean over all replicas at the last header."""
+        return int(self._box.mean_steps)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since `start`."""
+        return self._now() - self._started_at
 
     @property
     def stop_agreed(self) -> bool:
@@ -394,9 +415,14 @@ class BackgroundAverager(Generic[S]):
 
     def _see(self) -> None:
         """Under the lock: the training thread shows itself, and learns of a failure."""
-        self._box.last_seen = self._now()
-        if self._box.error is not None:
+        box = self._box
+        box.last_seen = self._now()
+        if box.error is not None:
             raise self._failure()
+        if self.stop_requested and not box.asked.stop:
+            box.asked.stop = True
+            self._server.ring()
+            box.changed.notify_all()
 
     def _failure(self) -> BaseException:
         error = self._box.error
@@ -446,8 +472,8 @@ class BackgroundAverager(Generic[S]):
         self._server.next_round = int(saved["round"])
         self._server.rule_state = self.rule.load_state_dict(self._server.rule_state, saved["rule_state"])
         self.step, self.epoch = int(saved["step"]), int(saved["epoch"])
+        self._box.steps = self._box.mean_steps = float(self.step)
         self._box.synchronous = bool(saved["synchronous"])
         for name, value in saved["summary"].items():
             if name not in ("rank", "world_size"):
                 setattr(self.summary, name, value)
-

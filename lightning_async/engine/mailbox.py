@@ -97,6 +97,10 @@ class Mailbox:
     opened: bool = False
     asked: Votes = field(default_factory=Votes)
     agreed_votes: Votes = field(default_factory=Votes)
+    steps: float = 0.0
+    """Optimizer steps this replica has taken."""
+    mean_steps: float = 0.0
+    """The same, on average over all replicas, at the last header."""
     synchronous: bool = False
     """The replica takes synchronous steps: nobody goes on without it, and it is not excused for being slow."""
     last_seen: float = 0.0

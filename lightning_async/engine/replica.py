@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_async import ops
 from lightning_async.flat import FlatLayout
 
-__all__ = ["BufferPolicy", "OptimizerPolicy", "Replica"]
+__all__ = ["BufferPolicy", "OptimizerPolicy", "Replica", "check_materialised", "describe"]
 
 BufferPolicy = Literal["average", "keep", "broadcast", "recompute"]
 OptimizerPolicy = Literal["keep", "average", "reset"]
@@ -44,8 +44,8 @@ class Replica:
     every consensus. Memory: two fp32 copies of all that, and an fp32 remainder per bf16 or fp16 parameter.
 
     Args:
-        module: the module whose parameters and buffers these are; shared ones count once, frozen ones too do
-            not travel after the start.
+        module: the module whose parameters and buffers these are; shared ones count once, frozen ones do not
+            travel.
         buffers: what happens to floating-point buffers.
         device: where the buckets live: the parameters' device for NCCL, else the CPU (pinned under CUDA).
 
@@ -58,18 +58,12 @@ class Replica:
     ) -> None:
         if buffers not in get_args(BufferPolicy):
             raise ValueError(f"`buffers={buffers!r}` must be one of {get_args(BufferPolicy)}.")
-        lazy = [name for name, p in module.named_parameters() if isinstance(p, nn.UninitializedParameter)]
-        if lazy:
-            raise ValueError(
-                f"Parameters {lazy} are lazy: they have no shape yet, so replicas cannot be compared or averaged. "
-                "Run one batch through the module in `configure_model` or `setup` to materialise them."
-            )
+        check_materialised(module)
         self.policy: BufferPolicy = buffers
         self.device = torch.device(device)
         self._named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         floats = [(n, b) for n, b in module.named_buffers() if b.is_floating_point()]
         self.counters = [b for _, b in module.named_buffers() if not b.is_floating_point()]
-        self._all = [*module.named_parameters(), *module.named_buffers()]
         self._float_buffers = floats if buffers != "keep" else []
         self.remainders = [
             torch.zeros_like(p, dtype=torch.float32) if p.dtype in (torch.bfloat16, torch.float16) else None
@@ -111,15 +105,6 @@ class Replica:
         described = [line for section in self._sections for line in section.layout.describe()]
         return FlatLayout([torch.empty(0)] * len(described), described).fingerprint()
 
-    def describe(self) -> list[str]:
-        """One line per parameter and buffer, frozen ones included; equal on replicas of one model."""
-        kind = {id(p): "trained" for p in self.parameters}
-        layout = FlatLayout([t for _, t in self._all], [n for n, _ in self._all])
-        return [
-            f"{line}, {kind.get(id(t), 'not trained')}"
-            for line, (_, t) in zip(layout.describe(), self._all, strict=True)
-        ]
-
     def of_rule(self, bucket: Tensor) -> Tensor:
         """The part of a bucket that belongs to the rule: the parameters."""
         return self._sections[0].of(bucket)
@@ -159,14 +144,16 @@ class Replica:
                 ops.apply_(section.tensors, section.layout, section.of(target), None)
 
     @torch.no_grad()
-    def pack_gradients_(self, bucket: Tensor) -> None:
-        """Gradients into ``bucket``; a parameter without one counts as zero."""
+    def pack_gradients_(self, bucket: Tensor, scale: float = 1.0) -> None:
+        """Gradients times ``scale`` into ``bucket``; a parameter without one counts as zero."""
         part = self.of_rule(bucket)
         for view, p in zip(self.layout.views(part), self.parameters, strict=True):
             if p.grad is None:
                 view.zero_()
             else:
                 view.copy_(p.grad)
+        if scale != 1.0:
+            part.mul_(scale)
 
     @torch.no_grad()
     def used(self) -> Tensor:
@@ -174,9 +161,11 @@ class Replica:
         return torch.tensor([float(p.grad is not None) for p in self.parameters])
 
     @torch.no_grad()
-    def unpack_gradients_(self, bucket: Tensor, used: Tensor) -> None:
-        """Gradients from ``bucket``; those that no replica used stay None."""
+    def unpack_gradients_(self, bucket: Tensor, used: Tensor, scale: float = 1.0) -> None:
+        """Gradients from ``bucket`` times ``scale``; those that no replica used stay None."""
         part = self.of_rule(bucket)
+        if scale != 1.0:
+            part.mul_(scale)
         for view, p, any_used in zip(self.layout.views(part), self.parameters, used.tolist(), strict=True):
             if p.grad is not None:
                 p.grad.copy_(view)
@@ -189,7 +178,26 @@ class Replica:
         for mine, new in zip(self.counters, counters, strict=True):
             mine.copy_(new)
 
-    def tensors(self) -> list[Tensor]:
-        """Every parameter and buffer, frozen ones included: what is made equal at the start."""
-        return [t for _, t in self._all]
 
+def check_materialised(module: nn.Module) -> None:
+    """Refuse lazy parameters and buffers: without a shape they can be neither compared nor averaged."""
+    lazy = [
+        name
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer))
+    ]
+    if lazy:
+        raise ValueError(
+            f"{lazy} are lazy: they have no shape yet, so replicas cannot be compared or averaged. Run one batch "
+            "through the module in `configure_model` or `setup` to materialise them."
+        )
+
+
+def describe(module: nn.Module) -> list[str]:
+    """One line per parameter and buffer, frozen ones included; equal on replicas of one model."""
+    check_materialised(module)
+    named = [*module.named_parameters(), *module.named_buffers()]
+    lines = FlatLayout([t for _, t in named], [n for n, _ in named]).describe()
+    return [
+        f"{line}, {'trained' if t.requires_grad else 'not trained'}" for line, (_, t) in zip(lines, named, strict=True)
+    ]

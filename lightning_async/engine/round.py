@@ -84,6 +84,7 @@ class Header(NamedTuple):
         index: which of the gates of that kind (the epoch).
         stop: it was told to stop.
         end: it wants training to end as it does after the last epoch (a time limit, `trainer.should_stop`).
+        clock: optimizer steps that it has taken in all.
         mask: of gradients, a hash of which parameters have one.
         agreed: round id of the consensus it holds unchanged; -1 if it has moved since.
         scalars: the rule's.
@@ -101,6 +102,7 @@ class Header(NamedTuple):
     index: int = 0
     stop: bool = False
     end: bool = False
+    clock: float = 0.0
     mask: int = 0
     agreed: int = -1
     scalars: tuple[float, ...] = ()
@@ -127,6 +129,7 @@ class Header(NamedTuple):
             index=int(names["index"]),
             stop=bool(names["stop"]),
             end=bool(names["end"]),
+            clock=names["clock"],
             mask=int(names["mask"]),
             agreed=int(names["agreed"]),
             scalars=tuple(row[fixed:]),

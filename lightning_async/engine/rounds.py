@@ -39,6 +39,7 @@ class Deadlines:
         payload: for each part of a payload. Default 60 s; the header before it has no deadline, because a late
             rank is no failure.
         grace: after this long without a step, a rank's engine answers rounds without it. Default 10 s.
+        dead_after: a rank that sent no heartbeat for so long is lost. Default 30 s.
         reform: for all ranks to meet again after a failure. Default 300 s.
         attempts: failed rounds in a row before training ends with an error. Default 10.
 
@@ -48,11 +49,12 @@ class Deadlines:
 
     payload: timedelta = timedelta(seconds=60)
     grace: timedelta = timedelta(seconds=10)
+    dead_after: timedelta = timedelta(seconds=30)
     reform: timedelta = timedelta(seconds=300)
     attempts: int = 10
 
     def __post_init__(self) -> None:
-        for name in ("payload", "grace", "reform"):
+        for name in ("payload", "grace", "dead_after", "reform"):
             value = getattr(self, name)
             if not isinstance(value, timedelta):
                 raise TypeError(f"`Deadlines({name}={value!r})` must be a datetime.timedelta.")
@@ -87,7 +89,8 @@ class RoundServer:
     *prepared*; in the next generation's first header a higher round id tells it that others committed.
 
     Args:
-        collectives: the root communicator; this forks ``header`` and ``payload`` off it.
+        collectives: the root communicator, for CPU tensors; this forks ``header`` off it.
+        payload: what ``payload`` is forked off: ``collectives``, or one for the device that the buckets are on.
         membership: liveness, generations, and the bell that calls for a header at once.
         replica: the tensors and buckets.
         rule: what a mean message means.
@@ -101,6 +104,7 @@ class RoundServer:
     def __init__(
         self,
         collectives: ElasticCollectives,
+        payload: ElasticCollectives,
         membership: Membership,
         replica: Replica,
         rule: AveragingRule,
@@ -114,9 +118,9 @@ class RoundServer:
         self.rank, self.world_size = collectives.rank, collectives.world_size
         self.next_round = 1
         self.stage = Stage.IDLE
-        self._root = collectives
+        self._roots = [collectives] if payload is collectives else [collectives, payload]
         self._header = collectives.fork("header", timedelta(days=7))
-        self._payload = collectives.fork("payload", deadlines.payload)
+        self._payload = payload.fork("payload", deadlines.payload)
         self._membership = membership
         self._replica = replica
         self._rule = rule
@@ -218,6 +222,7 @@ class RoundServer:
         decision = decide(headers)
         waited_s = self._now() - started
         with box.changed:
+            box.mean_steps = sum(h.clock for h in headers) / len(headers)
             self._note(decision)
         if decision.catch_up is not None:
             self._catch_up(decision.catch_up)
@@ -260,6 +265,7 @@ class RoundServer:
             index=box.index,
             stop=box.asked.stop,
             end=box.asked.end,
+            clock=box.steps,
             agreed=box.agreed,
             scalars=(0.0,) * self._rule.num_scalars,
         )
@@ -494,7 +500,8 @@ class RoundServer:
             )  # fmt: skip
             try:
                 quorum = self._membership.next_generation(self._deadlines.reform)
-                self._root.reconfigure(quorum)
+                for root in self._roots:
+                    root.reconfigure(quorum)
             except PeerLost:
                 raise
             except CollectiveError as again:

@@ -32,15 +32,23 @@ class MPIRunEnvironment(ClusterEnvironment):
         super().__init__()
         names = next((names for names in _VARIABLES if names[0] in os.environ), None)
         if names is None:
-            raise RuntimeError("`MPIRunEnvironment()` found none of mpirun's variables (OMPI_COMM_WORLD_RANK, PMI_RANK).")
+            raise RuntimeError(
+                "`MPIRunEnvironment()` found none of mpirun's variables (OMPI_COMM_WORLD_RANK, PMI_RANK)."
+            )
         self._rank, self._size = int(os.environ[names[0]]), int(os.environ[names[1]])
         self._local_rank = int(os.environ.get(names[2], self._rank))
-        self._local_size = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", os.environ.get("MPI_LOCALNRANKS", self._size)))
+        self._local_size = int(
+            os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", os.environ.get("MPI_LOCALNRANKS", self._size))
+        )
 
     @staticmethod
     def detect() -> bool:
         """Whether mpirun started this process and nothing else (torchrun, srun) says so too."""
-        return any(n[0] in os.environ for n in _VARIABLES) and "RANK" not in os.environ and "SLURM_PROCID" not in os.environ
+        return (
+            any(n[0] in os.environ for n in _VARIABLES)
+            and "RANK" not in os.environ
+            and "SLURM_PROCID" not in os.environ
+        )
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -61,7 +69,11 @@ class MPIRunEnvironment(ClusterEnvironment):
     def main_port(self) -> int:
         if "MASTER_PORT" in os.environ:
             return int(os.environ["MASTER_PORT"])
-        job = os.environ.get("PMIX_NAMESPACE") or os.environ.get("OMPI_MCA_ess_base_jobid") or os.environ.get("PMI_JOBID", "")
+        job = (
+            os.environ.get("PMIX_NAMESPACE")
+            or os.environ.get("OMPI_MCA_ess_base_jobid")
+            or os.environ.get("PMI_JOBID", "")
+        )
         return 20000 + int.from_bytes(hashlib.sha256(job.encode()).digest()[:2], "big") % 10000
 
     def world_size(self) -> int:

@@ -84,7 +84,9 @@ def rank_of(collectives: Any, store: Any, goal: float, **kwargs: Any) -> Iterato
         membership.close()
 
 
-def run(world_size: int, body: Callable[[Rank], Any], timeout: float = 30.0, goals: Any = None, **kwargs: Any) -> list[Any]:
+def run(
+    world_size: int, body: Callable[[Rank], Any], timeout: float = 30.0, goals: Any = None, **kwargs: Any
+) -> list[Any]:
     """Run ``body`` on every rank; its results by rank."""
     world = InProcessWorld(world_size)
 

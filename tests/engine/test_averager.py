@@ -76,7 +76,7 @@ def test_warm_up_ends_in_rounds() -> None:
         return rank.x.clone(), rank.averager.summary
 
     for rule in (DeltaMean(), DiLoCo()):
-        (a, left), (b, _) = run(2, body, rule=rule, schedule=Warmup(EveryNSteps(3), steps=8))
+        (a, left), (b, _) = run(2, body, rule=rule, schedule=Warmup(EveryNSteps(3), steps=8), config={"overlap": False})
         assert torch.equal(a, b)
         assert left.synchronous_steps == 8
-        assert left.rounds >= 1
+        assert left.rounds == 4

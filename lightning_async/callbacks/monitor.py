@@ -1,0 +1,34 @@
+"""What averaging does, as Lightning metrics: in every logger and in the progress bar."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_async.namespace import pytorch
+
+if TYPE_CHECKING:
+    from lightning.pytorch.callbacks import Callback
+else:
+    Callback = pytorch("callbacks").Callback
+
+__all__ = ["AveragingMonitor"]
+
+
+class AveragingMonitor(Callback):
+    """Logs the strategy's running totals with every training batch that Lightning logs.
+
+    The strategy adds one by itself. Names: ``averaging/rounds``, ``/staleness_steps`` (local steps between snapshot
+    and merge, on average), ``/bytes`` (sent by this replica), ``/hidden_share`` (of communication), ``/spread`` (root
+    of the work-weighted mean squared distance from the mean, at the last round), ``/samples``, ``/round_s``,
+    ``/idle_s`` (waiting at gates), ``/failed_rounds``. They are rank 0's; the summary at the end of training names
+    all replicas' samples.
+    """
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        summary = getattr(trainer.strategy, "summary", None)
+        if summary is None or summary.world_size == 1:
+            return
+        metrics = summary.metrics()
+        pl_module.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1)
+        shown = {"rounds": metrics["averaging/rounds"], "hidden": summary.hidden_share}
+        pl_module.log_dict(shown, on_step=True, on_epoch=False, prog_bar=True, logger=False, batch_size=1)

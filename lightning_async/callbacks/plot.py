@@ -1,0 +1,142 @@
+"""A picture of a run, drawn from the numbers that Lightning's `CSVLogger` wrote."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["plot_run", "read_metrics"]
+
+Series = tuple[list[int], list[float]]
+
+PREFIX = "averaging/"
+PANELS = {
+    "rounds": "rounds committed",
+    "hidden_share": "share of communication hidden",
+    "staleness_steps": "steps a round was in flight",
+    "round_s": "seconds per round",
+    "idle_s": "seconds idle",
+    "spread": "spread between replicas",
+    "bytes": "bytes sent",
+    "samples": "samples",
+}
+"""Titles of this package's own metrics, in the order of their panels."""
+
+MAX_OWN_PANELS = 4
+
+
+def read_metrics(metrics_csv: Path) -> dict[str, Series]:
+    """Every metric of a `CSVLogger` file as steps and values.
+
+    A row of that file holds only the metrics that were logged together; its other fields are empty. Values that are
+    no finite numbers are left out.
+
+    Args:
+        metrics_csv: the ``metrics.csv`` in the logger's ``log_dir``.
+
+    Returns:
+        Steps and values by the metric's name, in the order of the file's columns.
+
+    Raises:
+        FileNotFoundError: there is no such file, as when the run ended before anything was logged.
+        ValueError: the file has no column ``step``, so that no `CSVLogger` wrote it.
+    """
+    with Path(metrics_csv).open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        names = [name for name in reader.fieldnames or () if name]
+        if "step" not in names:
+            raise ValueError(
+                f"`metrics_csv` must be a file of Lightning's CSVLogger, with a column 'step': {metrics_csv}"
+            )
+        series: dict[str, Series] = {name: ([], []) for name in names if name not in ("step", "epoch")}
+        for row in reader:
+            step = _number(row["step"])
+            if step is None:
+                continue
+            for name, (steps, values) in series.items():
+                value = _number(row[name])
+                if value is not None:
+                    steps.append(int(step))
+                    values.append(value)
+    return {name: (steps, values) for name, (steps, values) in series.items() if steps}
+
+
+def plot_run(metrics_csv: Path, out: Path) -> Path:
+    """Draw a run: the user's metrics (loss, accuracy, ...), then rounds, hidden share and spread over the steps.
+
+    Metrics whose names end alike share a panel: ``train/loss`` and ``val/loss``. Panels without numbers are left out.
+
+    Args:
+        metrics_csv: the ``metrics.csv`` that Lightning's `CSVLogger` wrote.
+        out: where the picture goes; its suffix (.png, .svg, .pdf) chooses the format. Folders are made.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: the file holds no metric.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("`plot_run` draws with matplotlib: pip install 'lightning-async[plot]'") from error
+
+    panels = _panels(read_metrics(metrics_csv))
+    if not panels:
+        raise ValueError(f"`metrics_csv` holds no metric yet: {metrics_csv}")
+    columns = min(3, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    # A figure of its own, without pyplot: no global state, and no display is looked for.
+    figure = Figure(figsize=(4.6 * columns, 3.0 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    for index, (title, lines) in enumerate(panels.items()):
+        _draw(figure.add_subplot(rows, columns, index + 1), title, lines)
+    out = Path(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=110)
+    return out
+
+
+def _panels(series: Mapping[str, Series]) -> dict[str, dict[str, Series]]:
+    """The lines of every panel by its title: the user's metrics first, then this package's."""
+    own: dict[str, dict[str, Series]] = {}
+    for name, line in series.items():
+        if not name.startswith(PREFIX):
+            own.setdefault(name.rsplit("/", 1)[-1].removesuffix("_step").removesuffix("_epoch"), {})[name] = line
+    panels = dict(list(own.items())[:MAX_OWN_PANELS])
+    for key, title in PANELS.items():
+        # One metric, or one for each replica: `averaging/samples` or `averaging/samples/0`, `averaging/samples/1`.
+        found = {name: line for name, line in series.items() if (name + "/").startswith(f"{PREFIX}{key}/")}
+        if found:
+            panels[title] = found
+    return panels
+
+
+def _draw(axes: Any, title: str, lines: Mapping[str, Series]) -> None:
+    for name, (steps, values) in lines.items():
+        short = name.removeprefix(PREFIX)
+        few = len(steps) <= 12
+        axes.plot(steps, values, label=short, linewidth=1.4, marker="o" if few else None, markersize=4, alpha=0.9)
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.set_xlabel("step", fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.grid(alpha=0.25)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    if title == PANELS["hidden_share"]:
+        axes.set_ylim(-0.02, 1.05)
+    if len(lines) > 1:
+        axes.legend(fontsize=8, frameon=False)
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        value = float(text or "nan")
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None

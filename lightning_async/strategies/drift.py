@@ -1,0 +1,225 @@
+"""What must change in Lightning's loops so that replicas may run at their own pace.
+
+Lightning 2.6 broadcasts a SIGTERM flag before every batch, which is a hidden lockstep; and it assumes that every rank
+comes to validation and to the end of an epoch after the same number of batches. Each patch here replaces one method of
+one object of one Trainer, and is taken back at tear-down.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lightning_async.engine.round import Gate
+from lightning_async.namespace import pytorch
+
+if TYPE_CHECKING:
+    from lightning_async.strategies.averaging import AsyncAveragingStrategy
+
+__all__ = ["DriftPatches"]
+
+log = logging.getLogger(__name__)
+
+
+class DriftPatches:
+    """The patches on one Trainer.
+
+    Args:
+        strategy: opens the gates and hears the votes.
+        trainer: its loops, its signal connector, and some of its callbacks are patched.
+    """
+
+    def __init__(self, strategy: AsyncAveragingStrategy, trainer: Any) -> None:
+        self.gates_epochs = True
+        """Whether all ranks meet at the end of each epoch."""
+        self._strategy, self._trainer = strategy, trainer
+        self._undo: list[Callable[[], None]] = []
+
+    def install(self) -> None:
+        """Patch."""
+        trainer, fit = self._trainer, self._trainer.fit_loop
+        epoch, signals = fit.epoch_loop, trainer._signal_connector
+        if hasattr(epoch, "_broadcast_sigterm_tensor"):
+            self._replace(epoch, "_broadcast_sigterm_tensor", lambda original: lambda: None)
+        self._replace(signals, "_sigterm_notifier_fn", self._on_sigterm)
+        self._replace(epoch, "_should_check_val_fx", self._should_validate)
+        self._replace(epoch, "on_advance_end", self._after_batch)
+        self._replace(epoch, "_update_learning_rates", self._update_learning_rates)
+        self._replace(epoch.val_loop, "run", self._validate)
+        self._replace(fit, "setup_data", self._setup_data)
+        self._replace(fit, "on_advance_end", self._end_epoch)
+        self._replace(fit, "on_run_end", self._end_training)
+        for timer in self._callbacks("Timer"):
+            self._replace(timer, "_check_time_remaining", self._time_remaining(timer))
+        module = trainer.lightning_module
+        self._set(module, "allow_zero_length_dataloader_with_multiple_devices", True)
+        self._patch_metrics(module)
+
+    def remove(self) -> None:
+        """Take every patch back."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _set(self, owner: Any, name: str, value: Any) -> None:
+        had, old = name in vars(owner), getattr(owner, name)
+        setattr(owner, name, value)
+        self._undo.append(lambda: setattr(owner, name, old) if had else delattr(owner, name))
+
+    def _replace(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+        self._set(owner, name, wrap(getattr(owner, name)))
+
+    def _callbacks(self, kind: str) -> list[Any]:
+        wanted = getattr(pytorch("callbacks"), kind)
+        return [callback for callback in self._trainer.callbacks if isinstance(callback, wanted)]
+
+    # ---- stopping ----
+
+    def _on_sigterm(self, original: Any) -> Any:
+        def notify(signum: int, frame: Any) -> None:
+            averager = self._strategy.averager
+            if averager is None:
+                self._trainer._signal_connector.received_sigterm = True
+            else:
+                averager.stop_requested = True
+
+        return notify
+
+    def _after_batch(self, original: Any) -> Any:
+        def on_advance_end(data_fetcher: Any) -> None:
+            original(data_fetcher)
+            self._strategy.check_votes()
+
+        return on_advance_end
+
+    def _time_remaining(self, timer: Any) -> Callable[[Any], Any]:
+        """A time limit is checked on this rank's clock; when it is up, all ranks end."""
+
+        def wrap(original: Any) -> Any:
+            def check(trainer: Any) -> None:
+                averager = self._strategy.averager
+                if averager is None:
+                    original(trainer)
+                elif timer.time_elapsed() >= timer._duration:
+                    averager.vote(end=True)
+
+            return check
+
+        return wrap
+
+    # ---- gates ----
+
+    def _should_validate(self, original: Any) -> Any:
+        def should_check_val_fx(data_fetcher: Any) -> bool:
+            averager = self._strategy.averager
+            asked = averager is not None and averager.validation_asked and self._trainer.enable_validation
+            return asked or original(data_fetcher)
+
+        return should_check_val_fx
+
+    def _validate(self, original: Any) -> Any:
+        def run() -> Any:
+            self._strategy.rendezvous(Gate.VALIDATE)
+            return original()
+
+        return run
+
+    def join_validation(self) -> None:
+        """Validate because another rank asks for it, while this one waits at the end of its epoch or of its training.
+
+        As in Lightning's `_TrainingEpochLoop.on_advance_end`.
+        """
+        trainer = self._trainer
+        was_training = trainer.training
+        first_loop_iter = trainer._logger_connector._first_loop_iter
+        trainer.validating = True
+        trainer.fit_loop.epoch_loop.val_loop.run()
+        trainer.training = was_training
+        trainer._logger_connector._first_loop_iter = first_loop_iter
+
+    def _end_epoch(self, original: Any) -> Any:
+        def on_advance_end() -> None:
+            averager = self._strategy.averager
+            if self.gates_epochs:
+                self._strategy.rendezvous(Gate.EPOCH_END, self._trainer.current_epoch)
+            original()
+            if averager is not None:
+                averager.epoch += 1
+
+        return on_advance_end
+
+    def _end_training(self, original: Any) -> Any:
+        def on_run_end() -> None:
+            self._strategy.rendezvous(Gate.TRAIN_END)
+            self._strategy.summarise()
+            original()
+
+        return on_run_end
+
+    def forget_saved(self) -> None:
+        """The model has changed at a gate: no checkpoint holds it, whatever this rank's step count says.
+
+        `ModelCheckpoint` skips a save at a step count that it has saved before. A rank that waits at a gate keeps its
+        count, others do not, and then some would save, with collectives, and some would not.
+        """
+        for callback in self._callbacks("ModelCheckpoint"):
+            callback._last_global_step_saved = -1
+
+    # ---- the rest ----
+
+    def _update_learning_rates(self, original: Any) -> Any:
+        """With ``lr_clock="global"``, schedulers that step per batch follow the mean over all replicas."""
+        taken = 0
+
+        def update(interval: str, update_plateau_schedulers: bool) -> None:
+            nonlocal taken
+            strategy = self._strategy
+            if strategy.lr_clock == "local" or interval != "step" or strategy.averager is None:
+                original(interval=interval, update_plateau_schedulers=update_plateau_schedulers)
+                return
+            due = strategy.averager.global_step()
+            if update_plateau_schedulers:
+                original(interval=interval, update_plateau_schedulers=True)
+                return
+            while taken < due:
+                original(interval=interval, update_plateau_schedulers=False)
+                taken += 1
+
+        return update
+
+    def _setup_data(self, original: Any) -> Any:
+        """An empty shard trains for no batch, but goes through every epoch: its callbacks take part in gates."""
+
+        def setup_data() -> None:
+            original()
+            fit, trainer, world = self._trainer.fit_loop, self._trainer, self._strategy.world
+            loader = fit._combined_loader
+            if loader is None or loader is self._seen_loader or world is None:
+                return
+            self._seen_loader = loader
+            lengths = world.gather_objects(fit.max_batches)
+            if fit.max_batches == 0 and any(lengths):
+                fit.max_batches = float("inf")
+                trainer.val_check_batch = float("inf")
+                fit._last_train_dl_reload_epoch = trainer.current_epoch
+
+        return setup_data
+
+    _seen_loader: Any = None
+
+    def _patch_metrics(self, module: Any) -> None:
+        """Torchmetrics' own collectives go through the strategy, and wait for nobody while replicas drift."""
+        from torchmetrics import Metric
+
+        def available() -> bool:
+            world = self._strategy.world
+            return world is not None and not world.drifting
+
+        def gather(tensor: Any, group: Any = None) -> Any:
+            world = self._strategy.world
+            return world.gather_uneven(tensor) if world is not None else [tensor]
+
+        for child in module.modules():
+            if isinstance(child, Metric):
+                self._set(child, "dist_sync_fn", gather)
+                self._set(child, "distributed_available_fn", available)
