@@ -1,0 +1,71 @@
+# Everything a newcomer or a CI needs; each target works alone on a fresh clone and sets up `.venv` by itself.
+#
+#   make demo                  train a real model with two asynchronous replicas; numbers and a picture at the end
+#   make test                  all tests
+#   make lint | types | bench | clean
+#
+# Variables: PYTHON (which Python makes the environment), PIP_ARGS (more options for pip), TORCH (which torch: a
+# requirement for pip; it stays installed until another is asked for), DEMO_ARGS, TEST_ARGS, BENCH_ARGS.
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_ARGS ?=
+BENCH_ARGS ?= --out runs/bench
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install $(PIP_ARGS)
+
+# On Linux a plain "torch" is the CUDA build, with gigabytes of libraries: it comes only when it is asked for.
+ASKED := $(if $(TORCH),ask)
+ifeq ($(shell uname -sm),Linux x86_64)
+TORCH ?= torch==2.13.0+cpu
+else
+TORCH ?= torch==2.13.0
+endif
+
+.PHONY: help venv demo test lint types bench format clean ask
+help:
+	@sed -n 's/^#   //p' Makefile
+
+venv: $(VENV)/.ready-test
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.torch: $(ASKED) | $(BIN)/python
+	@if [ -n "$(ASKED)" ] || ! $(BIN)/python -c 'import importlib.metadata as m; m.version("torch")' 2>/dev/null; then \
+	  echo "pip install $(TORCH)"; \
+	  $(PIP) --quiet "$(TORCH)" || { echo; \
+	    echo "pip found no $(TORCH). Say where the CPU build is, or ask for another build:"; \
+	    echo "  make $(firstword $(MAKECMDGOALS) test) PIP_ARGS='--extra-index-url <the CPU index that pytorch.org shows>'"; \
+	    echo "  make $(firstword $(MAKECMDGOALS) test) TORCH=torch==2.13.0     (on Linux: with CUDA, several gigabytes)"; \
+	    exit 1; } ; \
+	fi
+	@$(BIN)/python -m pip --disable-pip-version-check freeze | grep '^torch==' > $@ || true
+
+# The constraint keeps this torch whatever another package would like.
+$(VENV)/.ready-%: pyproject.toml $(VENV)/.torch
+	$(PIP) --quiet --constraint $(VENV)/.torch --editable ".[$*]"
+	@touch $@
+
+demo: $(VENV)/.ready-demo
+	$(BIN)/python examples/char_lm.py $(DEMO_ARGS)
+
+test: $(VENV)/.ready-test
+	$(BIN)/python -m pytest $(TEST_ARGS)
+
+lint: $(VENV)/.ready-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.ready-test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(VENV)/.ready-test
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
+
+bench: $(VENV)/.ready-test
+	$(BIN)/python -m tests.benchmarks.averaging $(BENCH_ARGS)
+
+clean:
+	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

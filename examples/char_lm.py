@@ -1,0 +1,242 @@
+"""Train a character-level transformer on the text that CPython ships, on several replicas.
+
+Everything here is plain Lightning; the strategy is the one line that makes training asynchronous::
+
+    python examples/char_lm.py --strategy async_averaging --devices 2
+
+The model and the data are importable without side effects (tests and benchmarks use them).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl  # or: import pytorch_lightning as pl
+import torch
+from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics.classification import MulticlassAccuracy
+
+MODULES = (
+    "argparse", "ast", "inspect", "ipaddress", "statistics", "subprocess", "tarfile", "threading", "typing",
+)  # fmt: skip
+"""Standard modules whose source joins the text of the language reference."""
+
+
+def read_text() -> str:
+    """The texts behind `help("...")`, then source of the standard library: about 1.1 MB of English and Python."""
+    from pydoc_data.topics import topics
+
+    pieces = [topics[name] for name in sorted(topics)]
+    for name in MODULES:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.origin is not None and spec.origin.endswith(".py"):
+            pieces.append(Path(spec.origin).read_text(encoding="utf-8"))
+    return "\n\n".join(pieces)
+
+
+class Windows(Dataset[tuple[Tensor, Tensor]]):
+    """Windows of ``context`` characters, every ``stride`` characters, each with the characters that follow."""
+
+    def __init__(self, tokens: Tensor, context: int, stride: int) -> None:
+        self.tokens, self.context, self.stride = tokens, context, stride
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - self.context - 1) // self.stride + 1
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        start = index * self.stride
+        window = self.tokens[start : start + self.context + 1].long()
+        return window[:-1], window[1:]
+
+
+class CharData(pl.LightningDataModule):
+    """Every tenth block of the text is held out; Lightning's sampler gives each replica a shard of its own."""
+
+    BLOCK = 8192
+
+    def __init__(self, context: int = 128, batch_size: int = 4, val_windows: int = 256) -> None:
+        super().__init__()
+        text = read_text()
+        self.alphabet = "".join(sorted(set(text)))
+        self.context, self.batch_size, self.val_windows = context, batch_size, val_windows
+        code = {char: index for index, char in enumerate(self.alphabet)}
+        blocks = torch.tensor([code[char] for char in text], dtype=torch.int16).split(self.BLOCK)
+        self.train_tokens = torch.cat([block for i, block in enumerate(blocks) if i % 10])
+        self.val_tokens = torch.cat(blocks[::10])
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
+        windows = Windows(self.train_tokens, self.context, stride=self.context // 2)
+        return DataLoader(windows, batch_size=self.batch_size, shuffle=True, drop_last=True)
+
+    def val_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
+        stride = max(self.context, (len(self.val_tokens) - self.context - 1) // self.val_windows)
+        return DataLoader(Windows(self.val_tokens, self.context, stride), batch_size=32)
+
+
+class Block(nn.Module):
+    """Attention over the past, then a two-layer perceptron, each on a normalised residual stream."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        down = nn.Linear(4 * width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), down)
+        nn.init.zeros_(self.out.weight)  # each block starts as the identity
+        nn.init.zeros_(down.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.mlp(self.norm2(x))
+
+
+class CharLM(pl.LightningModule):
+    """A decoder-only transformer over characters, with learned positions and tied embeddings.
+
+    Args:
+        vocab_size: number of characters in the alphabet.
+        context: the longest window it can read.
+        width, depth, heads: its size; the defaults make about 1.2 million parameters.
+        lr: peak learning rate; it warms up and decays over ``total_steps``.
+        total_steps: the replica's own number of optimizer steps.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        context: int = 128,
+        width: int = 160,
+        depth: int = 4,
+        heads: int = 5,
+        lr: float = 2e-3,
+        total_steps: int = 800,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.lr, self.total_steps = lr, total_steps
+        self.embedding = nn.Embedding(vocab_size, width)
+        self.position = nn.Parameter(torch.zeros(context, width))
+        # What the last few characters add to each one. Attention would find them too, but only after a long plateau.
+        self.recent = nn.Parameter(torch.zeros(3, width))
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        nn.init.normal_(self.position, std=0.02)
+        nn.init.normal_(self.recent, std=0.5)
+        self.train_accuracy = MulticlassAccuracy(vocab_size, average="micro", validate_args=False)
+        self.val_accuracy = MulticlassAccuracy(vocab_size, average="micro", validate_args=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of the next character at every position."""
+        embedded = self.embedding(tokens)
+        x = embedded + self.position[: tokens.shape[1]]
+        for distance, weight in enumerate(self.recent, start=1):
+            x = x + weight * F.pad(embedded[:, :-distance], (0, 0, distance, 0))
+        return F.linear(self.norm(self.blocks(x)), self.embedding.weight)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        logits, targets = self(batch[0]).flatten(0, 1), batch[1].flatten()
+        loss = F.cross_entropy(logits, targets)
+        self.train_accuracy(logits.detach(), targets)
+        self.log("train/loss", loss, prog_bar=True)
+        self.log("train/accuracy", self.train_accuracy, on_step=True, on_epoch=False)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        logits, targets = self(batch[0]).flatten(0, 1), batch[1].flatten()
+        self.val_accuracy(logits, targets)
+        self.log("val/loss", F.cross_entropy(logits, targets), sync_dist=True)
+        self.log("val/accuracy", self.val_accuracy, prog_bar=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, betas=(0.9, 0.95), weight_decay=0.05)
+        warmup = max(1, self.total_steps // 10)
+
+        def share(step: int) -> float:  # of the peak: up in a line, down to a twentieth in half a cosine
+            done = min(1.0, step / self.total_steps)
+            return min((step + 1) / warmup, 0.05 + 0.475 * (1 + math.cos(math.pi * done)))
+
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def make_strategy(name: str, rule: str, sync_every: int) -> Any:
+    """`name` as Lightning takes it; for "async_averaging" the strategy with this rule and period."""
+    if name != "async_averaging":
+        return name
+    from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, EveryNSteps, Mean
+
+    rules = {"mean": Mean, "delta_mean": DeltaMean, "diloco": DiLoCo}
+    # Mean overwrites the parameters, so its rounds block.
+    return AsyncAveragingStrategy(rule=rules[rule](), schedule=EveryNSteps(sync_every), overlap=rule != "mean")
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--strategy", default="async_averaging", help='or "ddp", or any other strategy of Lightning')
+    parser.add_argument("--devices", type=int, default=2, help="number of replicas")
+    parser.add_argument("--rule", choices=["mean", "delta_mean", "diloco"], default="delta_mean")
+    parser.add_argument("--sync-every", type=int, default=32, metavar="STEPS", help="a replica's steps per round")
+    parser.add_argument("--max-steps", type=int, default=800, metavar="STEPS", help="a replica's steps in all")
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="FOLDER", help="metrics and picture")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parse(argv)
+    torch.set_num_threads(1)  # one core per replica
+    pl.seed_everything(1, verbose=False)
+
+    data = CharData()
+    model = CharLM(len(data.alphabet), data.context, total_steps=options.max_steps)
+    logger = CSVLogger(options.out, name="")
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=options.devices,
+        strategy=make_strategy(options.strategy, options.rule, options.sync_every),
+        max_steps=options.max_steps,
+        val_check_interval=max(1, options.max_steps // 5),
+        check_val_every_n_epoch=None,
+        log_every_n_steps=5,
+        logger=logger,
+        callbacks=[TQDMProgressBar(refresh_rate=10 if sys.stdout.isatty() else 100)],
+        enable_checkpointing=False,
+        enable_model_summary=False,
+    )
+    size = sum(p.numel() for p in model.parameters())
+    if trainer.is_global_zero:
+        text = (len(data.train_tokens) + len(data.val_tokens)) / 1e6
+        print(f"{size / 1e6:.2f} M parameters, {text:.2f} M characters, {options.devices} replicas, {options.strategy}")
+    start = time.perf_counter()
+    trainer.fit(model, data)
+
+    if trainer.is_global_zero:
+        from lightning_async.callbacks.plot import plot_run
+
+        picture = plot_run(Path(logger.log_dir) / "metrics.csv", options.out / "run.png")
+        loss, accuracy = (float(trainer.callback_metrics[name]) for name in ("val/loss", "val/accuracy"))
+        print(f"Next character right: {accuracy:.1%} (validation loss {loss:.3f}), {time.perf_counter() - start:.0f} s")
+        print(f"Metrics: {logger.log_dir}/metrics.csv\nPicture: {picture}")
+
+
+if __name__ == "__main__":
+    main()

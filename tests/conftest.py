@@ -1,0 +1,151 @@
+"""Every test leaves the process as it found it, or fails.
+
+Threads, child processes, environment variables, the working directory and its files, and the default process group
+are looked at before and after each test. What is left behind is put right where that is possible, so that one
+careless test does not fail those after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+T = TypeVar("T")
+
+GRACE_S = 5.0
+"""How long threads and processes that are already ending may take to do so."""
+
+HARMLESS_THREADS = (
+    "pytest_timeout",  # the plugin's timer
+    "pytest-watcher",
+    "tqdm_monitor",
+    "QueueFeederThread",  # ends with its queue, at garbage collection
+    "InductorSubproc",  # torch.compile keeps its pool of compilers
+    "SubprocPool",
+)
+HARMLESS_THREAD_CLASSES = ("TMonitor", "_DummyThread", "TimerThread")  # tqdm's monitor, threads that C started
+HARMLESS_COMMANDS = (
+    "multiprocessing.resource_tracker",
+    "multiprocessing.forkserver",
+    "torch/_inductor/compile_worker",
+)
+HARMLESS_VARIABLES = {
+    "PYTEST_CURRENT_TEST",
+    "PL_GLOBAL_SEED",  # Lightning's `seed_everything` hands the seed to the processes it starts
+    "PL_SEED_WORKERS",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "KMP_INIT_AT_FORK",
+    "KMP_DUPLICATE_LIB_OK",
+    "CUDA_MODULE_LOADING",
+    "COLUMNS",
+    "LINES",
+}
+
+
+def leaked_threads(before: set[threading.Thread]) -> list[str]:
+    """Names of living threads that were not there before, without those known to be harmless."""
+    return sorted(
+        thread.name
+        for thread in threading.enumerate()
+        if thread not in before
+        and not thread.name.startswith(HARMLESS_THREADS)
+        and type(thread).__name__ not in HARMLESS_THREAD_CLASSES
+    )
+
+
+def children() -> dict[int, str]:
+    """Living child processes with their command lines."""
+    tasks = Path("/proc/self/task")
+    if not (tasks / str(threading.get_native_id()) / "children").exists():  # not Linux
+        return {child.pid: child.name for child in multiprocessing.active_children() if child.pid is not None}
+    found = {}
+    for task in tasks.iterdir():
+        with contextlib.suppress(OSError):
+            for pid in (task / "children").read_text().split():
+                with contextlib.suppress(OSError):
+                    if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
+                        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+                        found[int(pid)] = command.decode(errors="replace")
+    return found
+
+
+def leaked_processes(before: dict[int, str]) -> dict[int, str]:
+    return {
+        pid: command
+        for pid, command in children().items()
+        if pid not in before and not any(part in command for part in HARMLESS_COMMANDS)
+    }
+
+
+def restore_variables(before: dict[str, str]) -> list[str]:
+    """Put the environment right, harmless changes too; the names of the others."""
+    names = sorted(name for name in before.keys() | os.environ.keys() if before.get(name) != os.environ.get(name))
+    for name in names:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+    return [name for name in names if name not in HARMLESS_VARIABLES]
+
+
+def files_in(folder: Path) -> set[str]:
+    return {name for name in os.listdir(folder) if not name.startswith(".") and name != "__pycache__"}
+
+
+def _wait_until_empty(look: Callable[..., T], *args: object) -> T:
+    """What ``look`` finds once that is nothing, or once the grace is over."""
+    deadline = time.monotonic() + GRACE_S
+    while (found := look(*args)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return found
+
+
+def leaks_since(
+    threads: set[threading.Thread],
+    processes: dict[int, str],
+    environment: dict[str, str],
+    cwd: Path,
+    files: set[str],
+) -> list[str]:
+    """One line for each thing left behind; puts right what it can."""
+    leaks = []
+    if names := restore_variables(environment):
+        leaks.append(f"changed environment variables: {', '.join(names)}")
+
+    if Path.cwd() != cwd:
+        leaks.append(f"changed the working directory to {Path.cwd()}")
+        os.chdir(cwd)
+    if stray := sorted(files_in(cwd) - files):
+        leaks.append(f"left files in the working directory: {', '.join(stray)}")
+
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        leaks.append("left the default process group initialised")
+        distributed.destroy_process_group()
+
+    if names := _wait_until_empty(leaked_threads, threads):
+        leaks.append(f"left threads running: {names}")
+    if found := _wait_until_empty(leaked_processes, processes):
+        leaks.append(f"left processes running: {found}")
+        for child in multiprocessing.active_children():
+            child.kill()
+    return leaks
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind() -> Iterator[None]:
+    before = (set(threading.enumerate()), children(), dict(os.environ), Path.cwd(), files_in(Path.cwd()))
+    yield
+    if leaks := leaks_since(*before):
+        pytest.fail("the test left something behind:\n  " + "\n  ".join(leaks), pytrace=False)

@@ -1,0 +1,156 @@
+"""What the documentation shows is true: its commands run somewhere, its Python runs here, its links lead somewhere.
+
+Conventions, for README.md and docs/*.md:
+
+- A block of commands is fenced as ``console``; a line ``$ command`` is a command, other lines are its output. Each
+  command stands in `COMMANDS` with the test, or the line of .ci/run, that runs it.
+- A block fenced as ``python`` is complete and is executed, in a fresh process and an empty folder. A fragment that
+  cannot stand alone is fenced as ``py`` and is only compiled.
+- Other fences (``text``, ``yaml``, ``toml``) are not commands; a fence without a word is refused.
+
+Doctests of the package run with the other tests (`--doctest-modules` in pyproject.toml).
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.support import ROOT, rank_environment
+
+COMMANDS = {
+    "make test": ".ci/run",
+    "make lint": ".ci/run",
+    "make types": ".ci/run",
+    "make demo": "tests/examples/test_char_lm.py::test_a_short_run_ends_with_numbers_and_a_picture",
+    "make bench": "tests/benchmarks/test_benchmarks.py",
+    "python examples/char_lm.py --strategy async_averaging --devices 2": (
+        "tests/examples/test_char_lm.py::test_a_short_run_ends_with_numbers_and_a_picture"
+    ),
+}
+"""Every command of the documentation, and what runs it."""
+
+KNOWN_FENCES = {"console", "python", "py", "text", "yaml", "toml"}
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+class Fence(NamedTuple):
+    page: str
+    line: int
+    kind: str
+    body: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def fences(text: str, page: str = "page") -> list[Fence]:
+    found: list[Fence] = []
+    open_: Fence | None = None
+    body: list[str] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.startswith("```"):
+            body.append(line)
+        elif open_ is None:
+            open_, body = Fence(page, number, line[3:].strip(), ""), []
+        else:
+            found.append(open_._replace(body="\n".join(body)))
+            open_ = None
+    if open_ is not None:
+        raise ValueError(f"{open_}: this fence has no end")
+    return found
+
+
+def commands(fence: Fence) -> list[str]:
+    return [line[2:].strip() for line in fence.body.splitlines() if line.startswith("$ ")]
+
+
+def problems(fence: Fence) -> list[str]:
+    if fence.kind not in KNOWN_FENCES:
+        return [f"{fence}: a fence must be one of {sorted(KNOWN_FENCES)}, not {fence.kind!r}"]
+    if fence.kind == "console":
+        if not commands(fence):
+            return [f"{fence}: a console block shows at least one command, as `$ command`"]
+        return [f"{fence}: nothing runs `{c}`: add it to COMMANDS" for c in commands(fence) if c not in COMMANDS]
+    if fence.kind in ("python", "py"):
+        try:
+            ast.parse(fence.body)
+        except SyntaxError as error:
+            return [f"{fence}: {error}"]
+    return []
+
+
+def dead_links(text: str, folder: Path) -> list[str]:
+    targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text)
+    return [target for target in targets if "://" not in target and not (folder / target).exists()]
+
+
+ALL = [fence for page in PAGES for fence in fences(page.read_text(encoding="utf-8"), str(page.relative_to(ROOT)))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_block_is_of_a_known_kind_and_every_command_is_run_by_something(page: Path):
+    here = [fence for fence in ALL if fence.page == str(page.relative_to(ROOT))]
+    assert not [problem for fence in here for problem in problems(fence)]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_is_said_to_run_a_command_exists(command: str):
+    runner, _, name = COMMANDS[command].partition("::")
+    source = (ROOT / runner).read_text(encoding="utf-8")
+    if runner == ".ci/run":
+        assert re.search(rf"^{re.escape(command)}$", source, flags=re.MULTILINE)
+    if name:
+        assert re.search(rf"^def {name}\(", source, flags=re.MULTILINE)
+    if command.startswith("make "):
+        target = command.split()[1]
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("fence", [fence for fence in ALL if fence.kind == "python"], ids=str)
+def test_python_runs_as_it_stands(fence: Fence, tmp_path: Path):
+    environment = rank_environment(0, 1, 0, None)
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        del environment[name]  # a user's shell has none of them
+    run = subprocess.run(
+        [sys.executable, "-c", fence.body],
+        cwd=tmp_path,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert run.returncode == 0, f"{fence}\n{run.stdout}{run.stderr}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files(page: Path):
+    assert not dead_links(page.read_text(encoding="utf-8"), page.parent)
+
+
+@pytest.mark.parametrize(
+    ("page", "message"),
+    [
+        ("```\nmake\n```", "a fence must be one of"),
+        ("```console\nmake demo\n```", "at least one command"),
+        ("```console\n$ rm -rf runs\n```", "nothing runs `rm -rf runs`"),
+        ("```python\nprint(\n```", "never closed"),
+    ],
+)
+def test_the_checks_can_fail(page: str, message: str):
+    (fence,) = fences(page)
+    assert message in "\n".join(problems(fence))
+
+
+def test_an_open_fence_and_a_dead_link_are_found(tmp_path: Path):
+    with pytest.raises(ValueError, match="page:1: this fence has no end"):
+        fences("```python\n")
+    (tmp_path / "there.md").touch()
+    assert dead_links("[a](there.md#x) [b](https://example.org) [c](absent.md)", tmp_path) == ["absent.md"]

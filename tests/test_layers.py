@@ -1,0 +1,228 @@
+"""The layer contract (docs/architecture.md), held by reading the source of every module.
+
+Each rule is a function from a module's place and syntax tree to the lines that break it, and each is shown to fail.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import ROOT
+
+PACKAGE = "lightning_async"
+MAX_LINES = 330
+
+ALLOWED = {
+    "errors": set(),
+    "flat": {"errors"},
+    "ops": {"flat", "errors"},
+    "rules": {"ops", "flat", "errors"},
+    "comm": {"ops", "flat", "errors"},
+    "engine": {"rules", "comm", "ops", "flat", "errors"},
+    "namespace": {"errors"},  # the shim that picks `pytorch_lightning` or `lightning.pytorch`
+    "callbacks": {"namespace", "engine", "rules", "comm", "ops", "flat", "errors"},
+    "strategies": {"namespace", "callbacks", "engine", "rules", "comm", "ops", "flat", "errors"},
+    "launch": {"namespace", "callbacks", "engine", "rules", "comm", "ops", "flat", "errors"},
+}
+"""Which parts of the package a part may import, besides itself. `lightning_async/__init__.py` may import them all."""
+
+LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
+COLLECTIVES = {
+    "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_gather_single",
+    "all_reduce", "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv",
+    "broadcast", "broadcast_object_list", "gather", "gather_object", "irecv", "isend", "monitored_barrier", "recv",
+    "recv_object_list", "reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "scatter",
+    "scatter_object_list", "send", "send_object_list", "P2POp",
+}  # fmt: skip
+IMPURE = {"threading", "time", "os"}
+
+Breach = tuple[int, str]
+Check = Callable[[tuple[str, ...], ast.Module], Iterator[Breach]]
+
+
+def imports(place: tuple[str, ...], tree: ast.Module) -> Iterator[tuple[int, str, str]]:
+    """Line, full dotted name and local name of everything that a module imports, wherever in the module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name, alias.asname or alias.name.partition(".")[0]
+        elif isinstance(node, ast.ImportFrom):
+            # place[:-1] is the package of a module and of an `__init__` alike
+            above = [PACKAGE, *place[:-1]][: len(place) - node.level + 1] if node.level else []
+            base = ".".join([*above, *filter(None, [node.module])])
+            for alias in node.names:
+                yield node.lineno, f"{base}.{alias.name}", alias.asname or alias.name
+
+
+def imports_go_down(place: tuple[str, ...], tree: ast.Module) -> Iterator[Breach]:
+    here = place[0]
+    if here == "__init__":
+        return
+    for line, name, _ in imports(place, tree):
+        top, _, rest = name.partition(".")
+        if top == PACKAGE:
+            part = rest.partition(".")[0]
+            if part not in ALLOWED:
+                yield line, f"{here} imports `{name}`: import the module that defines it, not the package"
+            elif part != here and part not in ALLOWED.get(here, set()):
+                yield line, f"{here} imports {part}"
+
+
+def lightning_stays_on_top(place: tuple[str, ...], tree: ast.Module) -> Iterator[Breach]:
+    if place[0] not in ("strategies", "callbacks", "namespace"):
+        for line, name, _ in imports(place, tree):
+            if name.partition(".")[0] in LIGHTNING:
+                yield line, f"{place[0]} imports {name}"
+
+
+def collectives_stay_in_comm(place: tuple[str, ...], tree: ast.Module) -> Iterator[Breach]:
+    if place[0] == "comm":
+        return
+    meaning = {}
+    for line, name, local in imports(place, tree):
+        meaning[local] = name if not name.startswith(f"{local}.") else local
+        parts = name.split(".")
+        if parts[0] == "horovod":
+            yield line, f"{place[0]} imports {name}"
+        if parts[:2] == ["torch", "distributed"] and parts[-1] in {*COLLECTIVES, "*"}:
+            yield line, f"{place[0]} imports {name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in COLLECTIVES:
+            base = ast.unparse(node.value)
+            head, _, rest = base.partition(".")
+            full = ".".join(filter(None, [meaning.get(head, head), rest]))
+            if full.startswith("torch.distributed"):
+                yield node.lineno, f"{place[0]} uses {full}.{node.attr}"
+
+
+def algorithms_have_no_clock_or_thread(place: tuple[str, ...], tree: ast.Module) -> Iterator[Breach]:
+    if place[0] in ("rules", "ops"):
+        for line, name, _ in imports(place, tree):
+            if name.partition(".")[0] in IMPURE:
+                yield line, f"{place[0]} imports {name}"
+
+
+def nothing_writes_through_data(place: tuple[str, ...], tree: ast.Module) -> Iterator[Breach]:
+    """A write through ``.data`` is hidden from autograd: gradients turn out wrong without an error."""
+    for target in written(tree):
+        if any(isinstance(part, ast.Attribute) and part.attr == "data" for part in ast.walk(target)):
+            yield target.lineno, f"writes through `{ast.unparse(target)}`"
+
+
+def written(tree: ast.Module) -> Iterator[ast.expr]:
+    """What a module assigns to, and what its in-place calls work on."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            yield from node.targets
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+            yield node.target
+        elif isinstance(node, ast.Call):
+            yield from (keyword.value for keyword in node.keywords if keyword.arg == "out")
+            method = node.func
+            if isinstance(method, ast.Attribute) and method.attr.endswith("_") and not method.attr.endswith("__"):
+                yield method.value
+                if method.attr.startswith("_foreach_"):
+                    yield from node.args[:1]
+
+
+CHECKS: tuple[Check, ...] = (
+    imports_go_down,
+    lightning_stays_on_top,
+    collectives_stay_in_comm,
+    algorithms_have_no_clock_or_thread,
+    nothing_writes_through_data,
+)
+
+
+def modules() -> dict[str, Path]:
+    folder = ROOT / PACKAGE
+    return {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*.py"))}
+
+
+def place_of(name: str) -> tuple[str, ...]:
+    return tuple(name.removesuffix(".py").split("/"))
+
+
+@pytest.mark.parametrize("name", modules())
+def test_module_keeps_the_contract(name: str):
+    path, place = modules()[name], place_of(name)
+    assert place[0] in ALLOWED or place[0] == "__init__", f"{name} is in no layer: give it one in ALLOWED"
+    source = path.read_text(encoding="utf-8")
+    tree = ast.parse(source)
+    breaches = [f"{path}:{line}: {what}" for check in CHECKS for line, what in check(place, tree)]
+    assert not breaches, "\n".join(breaches)
+    lines = len(source.splitlines())
+    assert lines <= MAX_LINES, f"{path} has {lines} lines; at most {MAX_LINES}: split it"
+
+
+def test_the_layers_have_no_cycle_and_rules_and_comm_are_strangers():
+    done: set[str] = set()
+    waiting = dict(ALLOWED)
+    while waiting:
+        ready = [part for part, below in waiting.items() if below <= done]
+        assert ready, f"a cycle among {sorted(waiting)}"
+        for part in ready:
+            done.add(part)
+            del waiting[part]
+    assert "comm" not in ALLOWED["rules"]
+    assert "rules" not in ALLOWED["comm"]
+
+
+BAD = [
+    (imports_go_down, "rules/a.py", "from lightning_async.comm import protocols"),
+    (imports_go_down, "comm/a.py", "import lightning_async.rules.averaging"),
+    (imports_go_down, "ops/a.py", "def f():\n    from ..engine import round"),
+    (imports_go_down, "engine/deep/a.py", "from ...strategies.averaging import AsyncAveragingStrategy"),
+    (imports_go_down, "engine/__init__.py", "from ..strategies import averaging"),
+    (imports_go_down, "flat.py", "from .ops import fused"),
+    (imports_go_down, "callbacks/a.py", "from lightning_async.strategies import averaging"),
+    (imports_go_down, "engine/a.py", "from lightning_async import Mean"),
+    (lightning_stays_on_top, "engine/a.py", "import lightning.pytorch as pl"),
+    (lightning_stays_on_top, "comm/a.py", "from pytorch_lightning import Trainer"),
+    (collectives_stay_in_comm, "engine/a.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
+    (collectives_stay_in_comm, "strategies/a.py", "import torch\ntorch.distributed.barrier()"),
+    (collectives_stay_in_comm, "strategies/a.py", "import torch.distributed\ntorch.distributed.barrier()"),
+    (collectives_stay_in_comm, "engine/a.py", "from torch.distributed import broadcast"),
+    (collectives_stay_in_comm, "engine/a.py", "from torch import distributed as d\nd.broadcast(x, 0)"),
+    (collectives_stay_in_comm, "strategies/a.py", "def f():\n    import horovod.torch as hvd"),
+    (algorithms_have_no_clock_or_thread, "rules/a.py", "import time"),
+    (algorithms_have_no_clock_or_thread, "rules/a.py", "from threading import Lock"),
+    (algorithms_have_no_clock_or_thread, "ops/a.py", "import os.path"),
+    (nothing_writes_through_data, "ops/a.py", "p.data = x"),
+    (nothing_writes_through_data, "ops/a.py", "p.data += x"),
+    (nothing_writes_through_data, "ops/a.py", "p.data[0] = x"),
+    (nothing_writes_through_data, "engine/a.py", "p.data.copy_(x)"),
+    (nothing_writes_through_data, "engine/a.py", "p.data.view(-1).add_(x)"),
+    (nothing_writes_through_data, "engine/a.py", "torch.add(a, b, out=p.data)"),
+    (nothing_writes_through_data, "engine/a.py", "torch._foreach_add_([p.data for p in params], xs)"),
+]
+
+
+@pytest.mark.parametrize(("check", "name", "source"), BAD)
+def test_every_check_can_fail(check: Check, name: str, source: str):
+    assert list(check(place_of(name), ast.parse(source)))
+
+
+GOOD = [
+    (
+        "engine/a.py",
+        "from lightning_async.rules.protocols import Round\nfrom . import gate\nfrom ..comm import protocols",
+    ),
+    ("engine/a.py", "import torch.distributed.checkpoint as dcp\ndcp.save(x)"),
+    ("engine/a.py", "self.world.all_reduce(x)\nself.world.broadcast(x)"),
+    ("comm/torch.py", "import torch.distributed as dist\ndist.all_reduce(x)\nimport time, threading, os"),
+    ("strategies/a.py", "import lightning.pytorch\nimport torch.distributed as dist\ndist.is_initialized()"),
+    ("rules/a.py", "from datetime import timedelta"),
+    ("ops/a.py", "p.detach().copy_(x)\ny = p.data_ptr()\nz = p.data.norm()"),
+    ("__init__.py", "from lightning_async.strategies.averaging import AsyncAveragingStrategy"),
+]
+
+
+@pytest.mark.parametrize(("name", "source"), GOOD)
+def test_no_check_fails_without_reason(name: str, source: str):
+    place, tree = place_of(name), ast.parse(source)
+    assert [what for check in CHECKS for _, what in check(place, tree)] == []
