@@ -16,7 +16,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 from lightning_async.comm.protocols import Quorum
-from lightning_async.comm.roster import FAILED, LEFT, UP, Peer, Record, dump, load
+from lightning_async.comm.roster import FAILED, LEFT, UP, Peer, Record, describe, dump, load
 from lightning_async.comm.stores import Store, own_client, reachable, read_all
 from lightning_async.errors import CollectiveTimeout, GenerationChanged, PeerLost
 
@@ -321,13 +321,8 @@ class Membership:
     def _check_peers(self, known: frozenset[int], restarts: bool = False) -> None:
         gone = {rank: peer for rank, peer in self._peers.items() if peer.lost or (restarts and peer.restarted)}
         lost = {rank: peer for rank, peer in gone.items() if rank in self._members - known}
-        if not lost:
-            return
-        raise PeerLost(
-            f"rank {self._rank}, generation {self._generation}: {'; '.join(peer.describe(rank) for rank, peer in lost.items())}. See the log of rank(s) "
-            f"{sorted(lost)}. next_generation() goes on without; else start again from the last checkpoint.",
-            tuple(sorted(lost)),
-        )
+        if lost:
+            raise PeerLost(f"rank {self._rank}, generation {self._generation}: {describe(lost)}", tuple(sorted(lost)))
 
     def _publish_end(self, state: str, text: str) -> None:
         with self._beaten:

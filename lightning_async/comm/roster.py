@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-__all__ = ["ABSENT", "FAILED", "LEFT", "UP", "Peer", "Record", "dump", "load"]
+__all__ = ["ABSENT", "FAILED", "LEFT", "UP", "Peer", "Record", "describe", "dump", "load"]
 
 ABSENT, UP, LEFT, FAILED = "absent", "up", "left", "failed"
 
@@ -63,6 +63,15 @@ class Peer:
         if not self.confirmed:
             return f"rank {rank} has not come within {self.limit_s:g} s"
         return f"rank {rank} was last seen {self.silent_s:.1f} s ago"
+
+
+def describe(lost: dict[int, Peer]) -> str:
+    """Why the peers are lost, and what to do about it."""
+    reasons = "; ".join(peer.describe(rank) for rank, peer in lost.items())
+    return (
+        f"{reasons}. See the log of rank(s) {sorted(lost)}. next_generation() goes on without; else start again from "
+        "the last checkpoint."
+    )
 
 
 def dump(record: Record) -> str:
