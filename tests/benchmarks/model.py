@@ -55,20 +55,21 @@ def loader(seed: int, seconds: float | None = None) -> DataLoader[tuple[Tensor, 
 
 
 class Slot:
-    """Pads forward plus backward to ``step_s`` by sleeping, as if an accelerator computed at a fixed speed.
+    """Pads a step's compute to ``step_s`` by sleeping, as if an accelerator computed at a fixed speed.
 
-    Most of the pad lies before the backward, ``backward_s`` before the slot's end, so that a peer that communicates
-    during the backward (DDP) cannot hide its communication in the pad. The slot ends before the optimizer step:
-    whatever a strategy adds to the training thread (packing, merging, waiting) shows in the step time.
+    The slot holds forward, backward and the optimizer's own step; it ends before anything that a strategy does after
+    the optimizer, so that packing, merging and waiting on the training thread show in the step time. The pad lies
+    before the backward, ``tail_s`` before the slot's end, so that a peer that communicates during the backward (DDP)
+    cannot hide its communication in the pad; only what the tail leaves over is slept off at the end.
 
     Args:
         step_s: length of the slot, in seconds; 0.0 for no padding.
-        backward_s: what the backward needs of it.
+        tail_s: what backward and optimizer need of it.
     """
 
-    def __init__(self, step_s: float = 0.0, backward_s: float = 0.0) -> None:
+    def __init__(self, step_s: float = 0.0, tail_s: float = 0.0) -> None:
         self.step_s = step_s
-        self.backward_s = backward_s
+        self.tail_s = tail_s
         self._begin = 0.0
 
     def begin(self) -> None:
@@ -77,10 +78,10 @@ class Slot:
 
     def before_backward(self) -> None:
         """Sleep until the backward should start."""
-        self._sleep_until(self._begin + self.step_s - self.backward_s)
+        self._sleep_until(self._begin + self.step_s - self.tail_s)
 
     def finish(self) -> None:
-        """The backward is done: sleep until the slot's end."""
+        """The optimizer has stepped: sleep until the slot's end."""
         self._sleep_until(self._begin + self.step_s)
 
     @staticmethod
@@ -105,8 +106,8 @@ class CharModule(CharLM):
         self.slot.before_backward()
         return loss
 
-    def on_after_backward(self) -> None:
-        self.slot.finish()
-
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
+        # Inside the optimizer's `step`: before the strategy goes on.
+        optimizer.register_step_post_hook(lambda *_: self.slot.finish())
+        return optimizer

@@ -40,8 +40,8 @@ class Job:
         interface: the network interface whose counter tells the bytes sent.
         warmup: steps before the measurement starts.
         steps: steps measured (or all-reduces, for the probe).
-        step_s: padded length of forward and backward; 0.0 for no padding.
-        backward_s: what the backward needs of it.
+        step_s: padded length of a step's compute; 0.0 for no padding.
+        tail_s: what backward and optimizer need of it.
         seconds: where given, training ends by this time instead of a number of steps.
         round_s: period of time-triggered rounds.
         sync_every: replaces the peer's own number of steps per round.
@@ -55,7 +55,7 @@ class Job:
     warmup: int
     steps: int
     step_s: float = 0.0
-    backward_s: float = 0.0
+    tail_s: float = 0.0
     seconds: float | None = None
     round_s: float = 2.0
     sync_every: int | None = None
@@ -73,7 +73,7 @@ class RankResult:
         ends: the moment at which each training step ended (a clock that all processes of a machine share).
         sent: pairs of a number of steps done and the bytes that this rank's interface had sent by then.
         losses: training loss of each step.
-        compute_s: seconds of forward and of backward of each step (probe ``compute`` only).
+        compute_s: seconds of forward, and of backward and optimizer, of each step (probe ``compute`` only).
         round_s: seconds of each blocking all-reduce of the model (probe ``round`` only).
         claims: what the strategy says of itself.
     """
@@ -150,7 +150,7 @@ def _fit(job: Job, strategy: Strategy, *callbacks: pl.Callback, num_nodes: int =
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     torch.manual_seed(0)
     meter = Meter(job)
-    module = CharModule(Slot(job.step_s, job.backward_s))
+    module = CharModule(Slot(job.step_s, job.tail_s))
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,
@@ -186,9 +186,9 @@ def ddp_raw(job: Job) -> RankResult:
     """`DistributedDataParallel` in a loop of its own, without Lightning."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    module = CharModule(Slot(job.step_s, job.backward_s))
+    module = CharModule(Slot(job.step_s, job.tail_s))
     replica = DistributedDataParallel(module)
-    optimizer = torch.optim.AdamW(replica.parameters(), lr=1e-3, fused=True)
+    optimizer = module.configure_optimizers()
     batches = iter(loader(job.rank))
     result = RankResult()
     while len(result.ends) < job.warmup + job.steps:
@@ -198,7 +198,6 @@ def ddp_raw(job: Job) -> RankResult:
         result.losses.append(loss.item())
         module.slot.before_backward()
         loss.backward()
-        module.slot.finish()
         optimizer.step()
         optimizer.zero_grad()
         note_step(job, result)
@@ -227,15 +226,13 @@ def ours(job: Job, rule: str, schedule: Any, *, overlap: bool) -> RankResult:
 
 
 def _claims(strategy: Any) -> dict[str, float]:
-    """The numbers of the strategy's own summary."""
+    """The numbers of the strategy's own summary, and the share it says it hid."""
     summary = strategy.summary
     if summary is None:
         return {}
-    if hasattr(summary, "_asdict"):
-        summary = summary._asdict()
-    elif not isinstance(summary, dict):
-        summary = vars(summary)
-    return {name: float(value) for name, value in summary.items() if isinstance(value, (int, float))}
+    numbers = summary.state_dict() if hasattr(summary, "state_dict") else vars(summary)
+    claims = {name: float(value) for name, value in numbers.items() if isinstance(value, (int, float))}
+    return {**claims, "hidden_share": float(summary.hidden_share)}
 
 
 def _every(rule: str, num_steps: int, *, overlap: bool = True) -> Callable[[Job], RankResult]:
@@ -271,11 +268,11 @@ def probe_compute(job: Job) -> RankResult:
         loss = cross_entropy(module(inputs).flatten(0, 1), targets.flatten())
         middle = time.monotonic()
         loss.backward()
-        end = time.monotonic()
         optimizer.step()
+        end = time.monotonic()
         optimizer.zero_grad()
         result.compute_s.append((middle - start, end - middle))
-        result.ends.append(time.monotonic())
+        result.ends.append(end)
     return result
 
 

@@ -127,13 +127,13 @@ def _percentile(values: Sequence[float], share: float) -> float:
 
 
 def choose_slot(link: Link, num_replicas: int, slot_s: float | None) -> tuple[float, float]:
-    """Padded step time and the backward's part of it, such that the real compute of all replicas fits."""
+    """Padded step time and its part for backward and optimizer, such that the real compute of all replicas fits."""
     job = job_on(link, "probe compute", num_replicas, warmup=10, steps=40)
     compute = [times for rank in run_ranks(link, job, timeout_s=START_S) for times in rank.compute_s[job.warmup :]]
     if slot_s is None:
         needed_s = 1.1 * _percentile([sum(times) for times in compute], 0.9)
         slot_s = max(0.02 + 0.015 * num_replicas, math.ceil(200 * needed_s) / 200)
-    return slot_s, min(1.1 * _percentile([backward for _, backward in compute], 0.9), slot_s / 2)
+    return slot_s, min(1.1 * _percentile([tail for _, tail in compute], 0.9), slot_s / 2)
 
 
 def round_time(link: Link, num_replicas: int, num_rounds: int) -> float:
@@ -160,13 +160,14 @@ def mb_per_step(job: Job, link: Link, ranks: Sequence[RankResult]) -> float | No
 def measure_speed(link: Link, num_replicas: int, peers: Sequence[str], plan: Plan) -> Section:
     """Step times of all peers on one link."""
     raw_mbit = link.measured_mbit()
-    slot_s, backward_s = choose_slot(link, num_replicas, plan.slot_s)
+    slot_s, tail_s = choose_slot(link, num_replicas, plan.slot_s)
     round_s = round_time(link, num_replicas, num_rounds=5 if plan.repeats > 1 else 3)
     notes = [
         f"link: {link.kind}; raw TCP throughput measured: {raw_mbit:.1f} Mbit/s",
-        f"padded step (forward and backward): {slot_s * 1e3:.0f} ms, {backward_s * 1e3:.0f} ms of it for the backward",
+        f"compute padded to {slot_s * 1e3:.0f} ms, {tail_s * 1e3:.0f} ms of it for backward and optimizer",
         f"t_comm, a blocking all-reduce of the model: {round_s * 1e3:.0f} ms, measured before the repeats",
-        "hidden: 1 - (step - step of `apart`) * H / t_comm; claimed: what the strategy says of itself",
+        "hidden: 1 - (step - step without communication) * H / t_comm, without communication being `apart`, "
+        "or `single` where that is left out; claimed: what the strategy says of itself",
         f"repeats: {plan.repeats}, peers interleaved; {BATCH} samples per step and replica",
     ]
     for note in notes:
@@ -176,7 +177,7 @@ def measure_speed(link: Link, num_replicas: int, peers: Sequence[str], plan: Pla
         short = PEERS[peer].sync_every == 1
         warmup, steps = (plan.short_warmup, plan.short_steps) if short else (plan.warmup, plan.steps)
         job = job_on(link, peer, num_replicas, warmup=warmup, steps=steps)
-        jobs.append(replace(job, step_s=slot_s, backward_s=backward_s))
+        jobs.append(replace(job, step_s=slot_s, tail_s=tail_s))
 
     def run(job: Job) -> list[RankResult]:
         step_s = slot_s + 0.02 + (round_s if PEERS[job.peer].sync_every else 0.0)
@@ -203,9 +204,10 @@ def _speed_row(done: Outcome, seconds: dict[str, list[float]], link: Link, round
     row.ddp_to_it = ratio(seconds.get("ddp", []), own)
     traffic = [mb for ranks in done.repeats if (mb := mb_per_step(done.job, link, ranks)) is not None]
     row.mb_per_step = statistics.median(traffic) if traffic else None
-    # Without a single machine's cores to share, the replicas apart would take as long as one alone.
+    # `apart` and not `single`: that the replicas of one machine share its cores is not communication.
     silent = seconds.get("apart") or seconds.get("single", [])
-    if peer.sync_every:
+    # Where nothing limits the link there is next to nothing to hide.
+    if peer.sync_every and link.rate_mbit is not None:
         row.hidden = paired(own, silent, lambda a, b: 1.0 - (a - b) * peer.sync_every / round_s)
     row.claimed_hidden = row.claims.get("hidden_share")
     replicas = 1 if peer.alone else done.job.num_replicas
@@ -241,12 +243,12 @@ def measure_stragglers(link: Link, peers: Sequence[str], plan: Plan) -> Section:
     """Samples per second of four replicas of unequal speed."""
     num_replicas, slowest = len(RELATIVE_STEP_TIMES), max(RELATIVE_STEP_TIMES)
     slots = [plan.straggler_slot_s * relative for relative in RELATIVE_STEP_TIMES]
-    _, backward_s = choose_slot(link, num_replicas, min(slots))
+    _, tail_s = choose_slot(link, num_replicas, min(slots))
     ceiling = statistics.mean(slowest / relative for relative in RELATIVE_STEP_TIMES)
     ideal = num_replicas * BATCH / max(slots)
     notes = [
         f"link: {link.kind}",
-        f"padded steps: {', '.join(f'{slot * 1e3:.0f}' for slot in slots)} ms",
+        f"compute padded to {', '.join(f'{slot * 1e3:.0f}' for slot in slots)} ms",
         f"ceiling: {ceiling:.2f} times synchronous training, which gets at most {ideal:.1f} samples/s",
         f"repeats: {plan.repeats}, peers interleaved, {plan.straggler_s:.0f} s each",
     ]
@@ -257,7 +259,7 @@ def measure_stragglers(link: Link, peers: Sequence[str], plan: Plan) -> Section:
     for peer in peers:
         seconds = plan.straggler_s if PEERS[peer].sync_every != 1 else None
         job = job_on(link, peer, num_replicas, warmup=3, steps=steps)
-        jobs.append(replace(job, backward_s=backward_s, seconds=seconds))
+        jobs.append(replace(job, tail_s=tail_s, seconds=seconds))
     timeout_s = START_S + 2 * plan.straggler_s
     outcomes, load = interleave(
         jobs,
