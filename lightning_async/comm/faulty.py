@@ -100,8 +100,12 @@ class FaultyCollectives:
         self.inner.abort()
 
     def reconfigure(self, quorum: Quorum) -> None:
-        self.abort()
-        self.inner.reconfigure(quorum)
+        try:
+            self.inner.reconfigure(quorum)
+        except CollectiveError:
+            self._end_held("aborted")
+            raise
+        self._end_held("aborted")
         self._renew()
 
     def close(self) -> None:

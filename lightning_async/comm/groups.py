@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 _PREFIX = "lightning_async"
 _DISPOSE_S = 2.0
-_forming = threading.Lock()
+_device = threading.Lock()
 # Strong references: the destructor of a group joins the group's threads, so it must never run on one of them
 # (a callback holding the last reference), nor during the interpreter's shutdown.
 _open: set[Group] = set()
@@ -155,7 +155,7 @@ def form(
         attempt = store.add(f"{base}/attempt/{where.rank}", 1)
         base = f"{base}/{attempt}"
         if backend == "nccl":
-            _meet(store, base, where, [], deadline, cancelled)
+            _meet(store, f"{base}/ready", where, [], deadline, cancelled)
             return Group(_nccl(PrefixStore(base, store), where, timeout, device, max_ctas), {}, callbacks=False)
         return _gloo(store, base, where, deadline, cancelled)
     except CollectiveError:
@@ -180,20 +180,34 @@ def _nccl(store: Store, where: Where, timeout: timedelta, device: torch.device |
 def _gloo(store: Store, base: str, where: Where, deadline: float, cancelled: Callable[[], bool]) -> Group:
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
-    before = snapshot()
-    options._devices = _devices()
-    ports = [port for fd, inode in opened_since(before) if (port := listening_port(fd)) is not None]
-    options._threads = len(options._devices)
-    everyones = _meet(store, base, where, ports, deadline, cancelled)
-    left = timedelta(seconds=max(deadline - time.monotonic(), 1.0))
-    options._timeout = left
-    with _forming:
+    with _device:  # or another thread's listening socket would be taken for ours
         before = snapshot()
+        options._devices = _devices()
+        ports = [port for fd, inode in opened_since(before) if (port := listening_port(fd)) is not None]
+    options._threads = len(options._devices)
+    everyones = _meet(store, f"{base}/ready", where, ports, deadline, cancelled)
+    options._timeout = timedelta(seconds=max(deadline - time.monotonic(), 1.0))
+    before = snapshot()
+    try:
         pg = dist.ProcessGroupGloo(PrefixStore(base, store), where.rank, where.world_size, options)
-        # Other threads open sockets too. Ours have one of our listening ports at this end, or a peer's at the other.
-        own, peers = set(ports), {port for theirs in everyones for port in theirs}
-        sockets = {fd: inode for fd, inode in opened_since(before) if connects(fd, own, peers)}
-    return Group(pg, sockets, callbacks=True)
+    except RuntimeError:
+        store.set(f"{base}/formed/{where.rank}", json.dumps(None))
+        raise
+    # Other threads open sockets too. Ours have one of our listening ports at this end, or a peer's at the other.
+    own, peers = set(ports), {port for theirs in everyones for port in theirs or []}
+    group = Group(pg, {fd: inode for fd, inode in opened_since(before) if connects(fd, own, peers)}, callbacks=True)
+    try:
+        # Torch returns when this rank has connected. One that closed now would fail a peer that still connects.
+        everyones = _meet(store, f"{base}/formed", where, ports, deadline, cancelled)
+        if failed := [rank for rank, ports in enumerate(everyones) if ports is None]:
+            raise CollectiveError(
+                f"{where}: rank(s) {failed} failed to connect. Ask the membership, then reconfigure()."
+            )
+    except BaseException:
+        group.break_off()
+        group.dispose()
+        raise
+    return group
 
 
 def _devices() -> list[Any]:
@@ -207,9 +221,9 @@ def _devices() -> list[Any]:
 
 def _meet(
     store: Store, base: str, where: Where, ports: list[int], deadline: float, cancelled: Callable[[], bool]
-) -> list[list[int]]:
+) -> list[list[int] | None]:
     """Wait until every member has announced itself; returns what they announced."""
-    keys = [f"{base}/ready/{rank}" for rank in range(where.world_size)]
+    keys = [f"{base}/{rank}" for rank in range(where.world_size)]
     store.set(keys[where.rank], json.dumps(ports))
     started, pause = time.monotonic(), 0.001
     while not store.check(keys):

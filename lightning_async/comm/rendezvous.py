@@ -17,7 +17,7 @@ from datetime import timedelta
 
 from lightning_async.comm.protocols import Quorum
 from lightning_async.comm.roster import FAILED, LEFT, UP, Peer, Record, describe, dump, load
-from lightning_async.comm.stores import Store, own_client, reachable, read_all
+from lightning_async.comm.stores import Contact, Store, own_client, reachable, read_all
 from lightning_async.errors import CollectiveTimeout, GenerationChanged, PeerLost
 
 __all__ = ["Membership"]
@@ -26,7 +26,6 @@ _log = logging.getLogger(__name__)
 
 _PREFIX = "lightning_async/membership"
 _REQUEST_TIMEOUT = timedelta(seconds=2)
-_REFUSALS = 10  # in a row, for at least a quarter of `dead_after`: the store is gone, not slow
 _GIVEUP = 3  # in a row: saying goodbye is not worth waiting for
 
 
@@ -84,11 +83,9 @@ class Membership:
         self._members = frozenset(range(world_size))
         self._generation = 0
         self._decided: Quorum | None = None
-        self._read_at = self._contact_at = self._checked_at = clock()
-        self._unanswered_s = 0.0
+        self._read_at = clock()
+        self._contact = Contact(self._read_at, self._dead_s)
         self._broken = False
-        self._refusals = 0
-        self._store_error = ""
 
     @property
     def generation(self) -> int:
@@ -185,6 +182,7 @@ class Membership:
                         return quorum
                     # Decided without this rank, when it was taken for dead: ask for another one.
                     self._want(quorum.generation + 1)
+                self._want(self._mine.wanted)
                 self._check_store()
                 self._check_peers(known)
                 if self._clock() >= deadline:
@@ -239,8 +237,8 @@ class Membership:
             self._published = mine
             now = self._clock()
             passed = min(now - self._read_at, self._dead_s / 4)
-            self._read_at = self._contact_at = now
-            self._refusals, self._unanswered_s = 0, 0.0
+            self._read_at = now
+            self._contact.answered(now)
             for rank, record in records.items():
                 self._peers[rank].judge(record, passed, self._dead_s, self._start_s)
             wanted = self._mine.wanted
@@ -265,8 +263,7 @@ class Membership:
         with self._lock:
             # Not to be used again: a late answer to a request given up would be taken for the next one's.
             self._broken = True
-            self._refusals += 1
-            self._store_error = str(error).split("\n", 1)[0][:200]
+            self._contact.refused(error)
 
     def _connect(self) -> None:
         # A clone takes over the timeout: later ones, made of this one, do not try to connect for minutes.
@@ -292,8 +289,10 @@ class Membership:
 
     def _want(self, generation: int) -> None:
         newest = max([peer.record.wanted for peer in self._peers.values() if peer.up], default=0)
-        self._mine = replace(self._mine, wanted=max(generation, newest, self._mine.wanted))
-        self._wake.set()
+        wanted = max(generation, newest, self._mine.wanted)
+        if wanted > self._mine.wanted:
+            self._mine = replace(self._mine, wanted=wanted)
+            self._wake.set()
 
     def _view(self) -> object:
         with self._lock:
@@ -303,20 +302,8 @@ class Membership:
             ], self._decided
 
     def _check_store(self) -> None:
-        # The thread may hang in a request (the store's host is stopped), so the silence is measured here; capped,
-        # because this process may have been the one that was stopped.
-        now = self._clock()
-        self._unanswered_s += min(now - self._checked_at, self._dead_s / 4)
-        self._checked_at = now
-        silent_s = now - self._contact_at
-        refused = self._refusals >= _REFUSALS and silent_s >= self._dead_s / 4
-        if self._thread is not None and (refused or self._unanswered_s >= self._dead_s):
-            raise PeerLost(
-                f"rank {self._rank}: the store has not answered for {silent_s:.1f} s ({self._refusals} attempts, last "
-                f"error: {self._store_error}). Its host, rank 0 or the launcher, is gone; without it no group can be "
-                "formed. Start again from the last checkpoint.",
-                () if self._rank == 0 else (0,),
-            )
+        if self._thread is not None and (silence := self._contact.lost(self._clock())) is not None:
+            raise PeerLost(f"rank {self._rank}: {silence}", () if self._rank == 0 else (0,))
 
     def _check_peers(self, known: frozenset[int], restarts: bool = False) -> None:
         gone = {rank: peer for rank, peer in self._peers.items() if peer.lost or (restarts and peer.restarted)}
@@ -332,7 +319,7 @@ class Membership:
                 return
             self._wake.set()
             until = time.monotonic() + _REQUEST_TIMEOUT.total_seconds()
-            while self._published.state == UP and self._refusals < _GIVEUP and time.monotonic() < until:
+            while self._published.state == UP and self._contact.refusals < _GIVEUP and time.monotonic() < until:
                 self._beaten.wait(self._interval_s)
 
 

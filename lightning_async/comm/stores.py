@@ -9,7 +9,48 @@ from typing import Any
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-__all__ = ["HashStore", "PrefixStore", "Store", "own_client", "reachable", "read_all"]
+_REFUSALS = 10
+
+__all__ = ["Contact", "HashStore", "PrefixStore", "Store", "own_client", "reachable", "read_all"]
+
+
+class Contact:
+    """Whether the store still answers this rank.
+
+    Args:
+        now: monotonic seconds.
+        dead_s: the silence after which the store is lost; a quarter of it, where it refuses persistently.
+    """
+
+    def __init__(self, now: float, dead_s: float) -> None:
+        self.refusals = 0
+        self._dead_s = dead_s
+        self._answered_at = self._asked_at = now
+        self._silent_s = 0.0
+        self._error = "none"
+
+    def answered(self, now: float) -> None:
+        self._answered_at = now
+        self.refusals, self._silent_s = 0, 0.0
+
+    def refused(self, error: Exception) -> None:
+        self.refusals += 1
+        self._error = str(error).split("\n", 1)[0][:200]
+
+    def lost(self, now: float) -> str | None:
+        """Why the store is lost; None where it is not. To be asked now and then."""
+        # A request may hang (the host is stopped), so the silence is measured by the one who asks; in portions,
+        # because this process may have been the one that was stopped.
+        self._silent_s += min(now - self._asked_at, self._dead_s / 4)
+        self._asked_at = now
+        refuses = self.refusals >= _REFUSALS and now - self._answered_at >= self._dead_s / 4
+        if not refuses and self._silent_s < self._dead_s:
+            return None
+        return (
+            f"the store has not answered for {now - self._answered_at:.1f} s ({self.refusals} attempts, last error: "
+            f"{self._error}). Its host, rank 0 or the launcher, is gone; without it no group can be formed. Start "
+            "again from the last checkpoint."
+        )
 
 
 def own_client(store: Store, timeout: timedelta) -> Store:

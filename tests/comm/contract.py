@@ -1,0 +1,301 @@
+"""What every `ElasticCollectives` promises, as checks that all ranks of a world run together.
+
+A check gets this rank's `Stage` and raises where a promise is broken. Each check has a fork of its own, so that the
+failures it causes harm no other.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_async.comm.protocols import Quorum, ReduceOp
+from lightning_async.errors import CollectiveError, CollectiveTimeout
+
+DTYPES = (
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool,
+)  # fmt: skip
+SHORT = timedelta(seconds=0.4)
+
+
+@dataclass
+class Stage:
+    """One rank's part in a check. ``meet`` is a barrier that no failure of the collectives can harm."""
+
+    comm: Any
+    meet: Callable[[str], None]
+    timings: dict[str, float] = field(default_factory=dict)
+
+
+Check = Callable[[Stage], None]
+CHECKS: dict[str, Check] = {}
+
+
+def check(fn: Check) -> Check:
+    CHECKS[fn.__name__] = fn
+    return fn
+
+
+def input_of(rank: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Small integers, exact in every type, different on every rank."""
+    values = torch.arange(torch.Size(shape).numel()).view(shape) % 5 + rank
+    return values % 2 == 0 if dtype is torch.bool else values.to(dtype)
+
+
+def reduced(world_size: int, dtype: torch.dtype, op: ReduceOp, *shape: int) -> torch.Tensor:
+    every = torch.stack([input_of(rank, dtype, *shape) for rank in range(world_size)])
+    if dtype is torch.bool:
+        return every.all(0) if op is ReduceOp.MIN else every.any(0)
+    wide = every.double() if dtype.is_floating_point else every.long()
+    return {ReduceOp.SUM: wide.sum(0), ReduceOp.MIN: wide.amin(0), ReduceOp.MAX: wide.amax(0)}[op].to(dtype)
+
+
+def equal(a: torch.Tensor, b: torch.Tensor) -> None:
+    assert a.dtype == b.dtype and a.shape == b.shape, f"{a.dtype} {a.shape} is not {b.dtype} {b.shape}"
+    assert torch.equal(a, b), f"{a} is not {b}"
+
+
+@check
+def all_reduce_values(stage: Stage) -> None:
+    comm = stage.comm
+    for dtype in DTYPES:
+        for op in ReduceOp:
+            buffer = input_of(comm.rank, dtype, 3, 7)
+            result = comm.all_reduce(buffer, op).result()
+            assert result is buffer
+            equal(buffer, reduced(comm.world_size, dtype, op, 3, 7))
+            if dtype is torch.bool:  # not a 2 in disguise
+                assert int(buffer.view(torch.uint8).max()) <= 1
+
+
+@check
+def all_reduce_same_bits(stage: Stage) -> None:
+    comm = stage.comm
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        generator = torch.Generator().manual_seed(comm.rank)
+        buffer = torch.randn(10_001, generator=generator).to(dtype)
+        generators = [torch.Generator().manual_seed(rank) for rank in range(comm.world_size)]
+        expected = torch.stack([torch.randn(10_001, generator=each).to(dtype).double() for each in generators]).sum(0)
+        comm.all_reduce(buffer).result()
+        # One rounding for each addition, at most.
+        bound = comm.world_size * torch.finfo(dtype).eps * (expected.abs() + 4)
+        assert bool(((buffer.double() - expected).abs() <= bound).all()), dtype
+        everyones = comm.all_gather(buffer).result()
+        for row in everyones:
+            equal(row.view(torch.uint8), buffer.view(torch.uint8))
+
+
+@check
+def all_gather_values(stage: Stage) -> None:
+    comm = stage.comm
+    for dtype in DTYPES:
+        result = comm.all_gather(input_of(comm.rank, dtype, 2, 3)).result()
+        equal(result, torch.stack([input_of(rank, dtype, 2, 3) for rank in range(comm.world_size)]))
+    equal(comm.all_gather(torch.tensor(comm.rank)).result(), torch.arange(comm.world_size))
+    assert comm.all_gather(torch.empty(0)).result().shape == (comm.world_size, 0)
+
+
+@check
+def reduce_scatter_values(stage: Stage) -> None:
+    comm = stage.comm
+    for dtype in DTYPES:
+        for op in ReduceOp:
+            result = comm.reduce_scatter(input_of(comm.rank, dtype, comm.world_size, 3), op).result()
+            equal(result, reduced(comm.world_size, dtype, op, comm.world_size, 3)[comm.rank])
+
+
+@check
+def all_to_all_values(stage: Stage) -> None:
+    comm = stage.comm
+    for dtype in DTYPES:
+        result = comm.all_to_all(input_of(comm.rank, dtype, comm.world_size, 3)).result()
+        rows = [input_of(rank, dtype, comm.world_size, 3)[comm.rank] for rank in range(comm.world_size)]
+        equal(result, torch.stack(rows))
+
+
+@check
+def broadcast_values(stage: Stage) -> None:
+    comm = stage.comm
+    for dtype in DTYPES:
+        for src in range(comm.world_size):
+            buffer = input_of(comm.rank, dtype, 5)
+            assert comm.broadcast(buffer, src).result() is buffer
+            equal(buffer, input_of(src, dtype, 5))
+
+
+@check
+def exchange_values(stage: Stage) -> None:
+    comm = stage.comm
+    peer = comm.rank ^ 1
+    for dtype in DTYPES:
+        mine = input_of(comm.rank, dtype, 4)
+        if peer < comm.world_size:  # with an odd world, the last rank exchanges with nobody
+            equal(comm.exchange(mine, peer).result(), input_of(peer, dtype, 4))
+        equal(mine, input_of(comm.rank, dtype, 4))
+    equal(comm.exchange(torch.tensor([comm.rank]), comm.rank).result(), torch.tensor([comm.rank]))
+    equal(comm.all_gather(torch.tensor([comm.rank])).result().view(-1), torch.arange(comm.world_size))
+
+
+@check
+def wrong_arguments_raise(stage: Stage) -> None:
+    comm = stage.comm
+    with pytest.raises(ValueError, match="contiguous"):
+        comm.all_reduce(torch.zeros(4, 4).t())
+    with pytest.raises(ValueError, match="world_size"):
+        comm.all_to_all(torch.zeros(comm.world_size + 1, 2))
+    with pytest.raises(ValueError, match="src=99"):
+        comm.broadcast(torch.zeros(1), 99)
+    with pytest.raises(ValueError, match="peer=-1"):
+        comm.exchange(torch.zeros(1), -1)
+    with pytest.raises(ValueError, match="not contain"):
+        comm.reconfigure(Quorum(comm.generation + 1, (97, 98)))
+    with pytest.raises(ValueError, match="not newer"):
+        comm.reconfigure(Quorum(comm.generation, tuple(range(comm.world_size))))
+    comm.barrier().result()  # nothing of this harms the communicator
+
+
+@check
+def operations_keep_their_order(stage: Stage) -> None:
+    comm = stage.comm
+    pending = [comm.all_gather(torch.tensor([10 * i + comm.rank])) for i in range(20)]
+    for i, operation in reversed(list(enumerate(pending))):
+        equal(operation.result().view(-1), 10 * i + torch.arange(comm.world_size))
+    assert all(operation.done() for operation in pending)
+
+
+@check
+def forks_are_independent(stage: Stage) -> None:
+    waiting, other = stage.comm.fork("waiting"), stage.comm.fork("other", timedelta(seconds=9))
+    assert waiting.name == f"{stage.comm.name}/waiting" and other.timeout == timedelta(seconds=9)
+    waits = None
+    if stage.comm.rank == 0:
+        waits = waiting.barrier()
+        assert not waits.wait(timedelta(seconds=0.05))
+    equal(other.all_reduce(torch.ones(2)).result(), torch.full((2,), float(stage.comm.world_size)))
+    assert waits is None or not waits.done()
+    stage.meet("the other fork went on")
+    if waits is None:
+        waits = waiting.barrier()
+    assert waits.result() is None
+    with pytest.raises(ValueError, match="already"):
+        stage.comm.fork("other")
+
+
+@check
+def a_late_peer_is_a_timeout(stage: Stage) -> None:
+    comm, sibling = stage.comm.fork("late", SHORT), stage.comm.fork("sibling")
+    if comm.rank == 0:
+        started = time.monotonic()
+        first, second = comm.all_reduce(torch.ones(4)), comm.barrier()
+        with pytest.raises(CollectiveTimeout) as caught:
+            first.result()
+        waited = time.monotonic() - started
+        assert SHORT.total_seconds() <= waited < SHORT.total_seconds() + 0.5, waited
+        for part in (f"rank 0 of {comm.world_size}", "late'", f"generation {comm.generation}", "all_reduce", "#1"):
+            assert part in str(caught.value)
+        with pytest.raises(CollectiveError):
+            second.result()
+        started = time.monotonic()
+        with pytest.raises(CollectiveError, match="earlier failure"):  # it sticks
+            comm.barrier()
+        assert time.monotonic() - started < 0.1
+    stage.meet("timed out")
+    if comm.rank != 0:  # nobody will ever come
+        started = time.monotonic()
+        with pytest.raises(CollectiveError):
+            comm.all_reduce(torch.ones(4)).result()
+        assert time.monotonic() - started < SHORT.total_seconds()
+    sibling.barrier().result()  # another fork goes on
+
+
+@check
+def result_may_have_a_shorter_deadline(stage: Stage) -> None:
+    comm = stage.comm.fork("short")
+    if comm.rank == 0:
+        pending = comm.barrier()
+        assert not pending.wait(timedelta(seconds=0.05))  # waiting is no failure
+        with pytest.raises(CollectiveTimeout, match=r"0\.1 s"):
+            pending.result(timedelta(seconds=0.1))
+        assert pending.done()
+        with pytest.raises(CollectiveTimeout):  # each time again
+            pending.result()
+    stage.meet("gave up")
+
+
+@check
+def abort_wakes_and_reconfigure_renews(stage: Stage) -> None:
+    comm, member = stage.comm, stage.comm.rank
+    fork = comm.fork("payload")
+    fork.barrier().result()
+    if comm.rank == 0:
+        pending = [comm.all_reduce(torch.ones(1000)), fork.exchange(torch.ones(3), 1)]
+        waker = threading.Timer(0.1, comm.abort)
+        started = time.monotonic()
+        waker.start()
+        for operation in pending:
+            with pytest.raises(CollectiveError, match="abort"):
+                operation.result(timedelta(seconds=5))
+        stage.timings["abort_s"] = time.monotonic() - started - 0.1
+        waker.join()
+        assert stage.timings["abort_s"] < 1.0
+        with pytest.raises(CollectiveError):
+            fork.barrier().result()
+    stage.meet("aborted")
+    generation = comm.generation + 3
+    order = tuple(reversed(range(comm.world_size)))
+    started = time.monotonic()
+    comm.reconfigure(Quorum(generation, order))
+    stage.timings["reconfigure_s"] = time.monotonic() - started
+    assert comm.generation == fork.generation == generation
+    assert comm.rank == fork.rank == order.index(member)
+    for each in (comm, fork):
+        equal(each.all_gather(torch.tensor([each.rank])).result().view(-1), torch.arange(comm.world_size))
+    comm.reconfigure(Quorum(generation + 1, tuple(range(comm.world_size))))
+    fork.barrier().result()
+    assert comm.rank == member
+
+
+@check
+def a_smaller_quorum_goes_on(stage: Stage) -> None:
+    comm = stage.comm
+    if comm.world_size < 2:
+        return
+    last, generation = comm.world_size - 1, comm.generation
+    if comm.rank == last:
+        comm.abort()
+    else:
+        comm.reconfigure(Quorum(generation + 1, tuple(range(last))))
+        assert comm.world_size == last
+        equal(comm.all_reduce(torch.ones(2)).result(), torch.full((2,), float(last)))
+    stage.meet("went on")
+    comm.reconfigure(Quorum(generation + 2, tuple(range(last + 1))))  # and it comes back
+    equal(comm.all_reduce(torch.ones(2)).result(), torch.full((2,), last + 1.0))
+
+
+@check
+def close_is_idempotent_and_blocks_on_nobody(stage: Stage) -> None:
+    comm = stage.comm.fork("closing")
+    comm.barrier().result()
+    before = {thread for thread in threading.enumerate() if thread.name.startswith("lightning_async")}
+    pending = [comm.all_reduce(torch.ones(1000)), comm.exchange(torch.ones(2), 1)] if comm.rank == 0 else []
+    stage.meet("under way")
+    started = time.monotonic()
+    comm.close()
+    comm.close()
+    stage.timings["close_s"] = time.monotonic() - started
+    assert stage.timings["close_s"] < 1.0
+    for operation in pending:
+        with pytest.raises(CollectiveError):
+            operation.result()
+    with pytest.raises(CollectiveError, match="closed"):
+        comm.barrier()
+    after = {thread for thread in threading.enumerate() if thread.name.startswith("lightning_async")}
+    assert after <= before, after - before

@@ -1,0 +1,162 @@
+"""What the processes of these tests run; see `tests.support`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from lightning_async.comm.protocols import Quorum
+from lightning_async.comm.rendezvous import Membership
+from lightning_async.comm.stores import PrefixStore
+from lightning_async.comm.torch import TorchCollectives
+from lightning_async.errors import CollectiveError, PeerLost
+from tests.comm.contract import CHECKS, Stage
+
+RANK, WORLD_SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+TIMEOUT = timedelta(seconds=20)
+
+
+def open_store() -> Any:
+    port = int(os.environ["MASTER_PORT"])
+    return torch.distributed.TCPStore("127.0.0.1", port, None, RANK == 0, TIMEOUT, wait_for_workers=False)
+
+
+def meet(store: Any, name: str) -> None:
+    """A barrier over the store."""
+    store.add(f"meet/{name}", 1)
+    deadline = time.monotonic() + TIMEOUT.total_seconds()
+    while store.add(f"meet/{name}", 0) < WORLD_SIZE:
+        if time.monotonic() > deadline:
+            raise TimeoutError(name)
+        time.sleep(0.002)
+
+
+def contract() -> dict[str, Any]:
+    """Every check of the contract, over Gloo: what failed, with the traceback."""
+    store = open_store()
+    failures, timings = {}, {}
+    for name, check in CHECKS.items():
+        comm = TorchCollectives(PrefixStore(name, store), RANK, WORLD_SIZE, timeout=TIMEOUT, form_timeout=TIMEOUT)
+        stage = Stage(comm, lambda where, name=name: meet(store, f"{name}/{where}"), timings)
+        comm.open()  # forks then open at once, so that a check finds them formed
+        started = time.monotonic()
+        try:
+            check(stage)
+        except BaseException:
+            failures[name] = traceback.format_exc()
+        comm.close()
+        timings[name] = time.monotonic() - started
+        meet(store, f"{name}/end")
+    threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    meet(store, "end")
+    return {"failures": failures, "timings": timings, "threads": threads, "native": native_threads()}
+
+
+def native_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+@contextlib.contextmanager
+def world(dead_after: float) -> Iterator[tuple[TorchCollectives, Membership]]:
+    store = open_store()
+    comm = TorchCollectives(store, RANK, WORLD_SIZE, timeout=TIMEOUT, form_timeout=TIMEOUT)
+    membership = Membership(
+        store, RANK, WORLD_SIZE, interval=timedelta(seconds=0.1), dead_after=timedelta(seconds=dead_after)
+    )
+    membership.start()
+    try:
+        comm.open()
+        yield comm, membership
+    finally:
+        membership.close()
+        comm.close()
+
+
+def lose_a_rank(dead_after: float) -> dict[str, Any]:
+    """All-reduce until a peer is killed; then say what was noticed and when, and go on without it."""
+    with world(dead_after) as (comm, membership):
+        buffer = torch.ones(200_000)
+        print("training", flush=True)
+        try:
+            while True:
+                comm.all_reduce(buffer).result()
+                last = time.time()
+        except CollectiveError as error:
+            noticed, message = time.time(), str(error)
+        last = locals().get("last", noticed)
+        lost: PeerLost | None = None
+        while lost is None:
+            try:
+                membership.check()
+            except PeerLost as caught:
+                lost = caught
+            time.sleep(0.01)
+        named = time.time()
+        quorum = membership.next_generation(TIMEOUT)
+        started = time.monotonic()
+        comm.reconfigure(quorum)
+        reformed_s = time.monotonic() - started
+        total = comm.all_reduce(torch.ones(1)).result().item()
+        comm.barrier().result()
+        return {
+            "collective_s": noticed - last, "noticed": noticed, "named": named, "message": message,
+            "lost": lost.ranks, "text": str(lost), "quorum": quorum.ranks, "total": total, "reformed_s": reformed_s,
+        }  # fmt: skip
+
+
+def lose_the_store(dead_after: float) -> dict[str, Any]:
+    """Rank 0, the store's host, is killed; the others' membership must say so."""
+    with world(dead_after) as (_, membership):
+        print("training", flush=True)
+        while True:
+            try:
+                membership.check()
+            except PeerLost as error:
+                return {"ranks": error.ranks, "text": str(error), "at": time.time()}
+            time.sleep(0.01)
+
+
+def survive_a_stop(dead_after: float, stopped: int) -> dict[str, Any]:
+    """A rank is stopped for a while; the others wait for it in an all-reduce and check all the time."""
+    with world(dead_after) as (comm, membership):
+        if stopped != RANK:
+            pending = comm.all_reduce(torch.ones(4))
+            print("waiting", flush=True)
+        else:
+            print("ready", flush=True)
+            time.sleep(0.5)  # it is stopped in here
+            pending = comm.all_reduce(torch.ones(4))
+        started = time.monotonic()
+        while not pending.wait(timedelta(seconds=0.02)):
+            membership.check()
+        membership.check()
+        total = pending.result()[0].item()
+        comm.barrier().result()
+        membership.check()
+        return {"waited_s": time.monotonic() - started, "total": total}
+
+
+def exit_in_order(times: int) -> int:
+    """Groups used, closed at once by everybody, or not closed at all; the process must end with status 0."""
+    store = open_store()
+    for i in range(times):
+        comm = TorchCollectives(store, RANK, WORLD_SIZE, timeout=TIMEOUT, form_timeout=TIMEOUT)
+        fork = comm.fork("payload")
+        comm.barrier().result()
+        fork.all_reduce(torch.ones(10_000)).result()
+        if i < times - 1:
+            comm.close()
+        else:
+            comm.reconfigure(Quorum(1, tuple(range(WORLD_SIZE))))
+            fork.barrier().result()
+    meet(store, "end")
+    time.sleep(0.2 * (RANK == 0))  # the host of the store goes last
+    return times
