@@ -1,7 +1,7 @@
 """Asynchronous, fault-tolerant distributed training for PyTorch Lightning."""
 
 from lightning_async.callbacks.monitor import AveragingMonitor
-from lightning_async.engine.rounds import Deadlines
+from lightning_async.engine.config import Deadlines
 from lightning_async.errors import AsyncTrainingError, CollectiveError, CollectiveTimeout, PeerLost
 from lightning_async.rules import DeltaMean, DiLoCo, EveryNSteps, EverySeconds, Mean, Synchronous, Warmup
 from lightning_async.strategies.averaging import AsyncAveragingStrategy

@@ -2,76 +2,30 @@
 
 from __future__ import annotations
 
-import enum
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Generic, Literal, TypeVar, get_args
+from typing import Any, Generic, TypeVar
 
 from lightning_async.comm.protocols import ElasticCollectives
 from lightning_async.comm.rendezvous import Membership
+from lightning_async.engine.config import AveragerConfig
+from lightning_async.engine.gate import Arrival, Gates
 from lightning_async.engine.mailbox import Arrived, Mailbox, Message, Work
 from lightning_async.engine.replica import Replica
-from lightning_async.engine.round import Gate, Kind
-from lightning_async.engine.rounds import Deadlines, RoundServer
+from lightning_async.engine.round import Kind
+from lightning_async.engine.rounds import RoundServer
 from lightning_async.engine.telemetry import RoundReport, RunSummary
-from lightning_async.errors import AsyncTrainingError
 from lightning_async.rules.protocols import Action, AveragingRule, Clock, Schedule
 
-__all__ = ["Arrival", "AveragerConfig", "BackgroundAverager", "Weighting"]
+__all__ = ["Arrival", "BackgroundAverager"]
 
 log = logging.getLogger(__name__)
 S = TypeVar("S")
 
-Weighting = Literal["samples", "steps", "equal"]
 
-
-class Arrival(enum.Enum):
-    """How a rendezvous ended."""
-
-    OPEN = "open"
-    """Every rank is here and holds the same model."""
-    VALIDATE = "validate"
-    """A rank asks for a validation: go to `Gate.VALIDATE`, then come back."""
-    STOP = "stop"
-    """A rank was told to stop: go to `Gate.STOP`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AveragerConfig:
-    """How one replica averages, apart from its rule and its schedule.
-
-    Args:
-        overlap: rounds run while training goes on; False: training stands still for each.
-        weighting: a message's weight: the samples or the steps behind it, or 1 for each.
-        part_bytes: payloads move in parts of at most this size. Default 16 MiB.
-        deadlines: how long to wait for what.
-
-    Raises:
-        ValueError: an unknown weighting, or a part smaller than one element.
-    """
-
-    overlap: bool = True
-    weighting: Weighting = "samples"
-    part_bytes: int = 16 << 20
-    deadlines: Deadlines = field(default_factory=Deadlines)
-
-    def __post_init__(self) -> None:
-        if self.weighting not in get_args(Weighting):
-            raise ValueError(f"`AveragerConfig(weighting={self.weighting!r})` must be one of {get_args(Weighting)}.")
-        if self.part_bytes < 4:
-            raise ValueError(f"`AveragerConfig(part_bytes={self.part_bytes})` must be at least 4.")
-
-    def weigh(self, work: Work) -> float:
-        """The weight of an amount of work."""
-        if self.weighting == "equal":
-            return float(work.steps > 0 or work.samples > 0)
-        return work.steps if self.weighting == "steps" else work.samples
-
-
-class BackgroundAverager(Generic[S]):
+class BackgroundAverager(Gates, Generic[S]):
     """Averages one replica with its peers while it trains.
 
     The training thread calls `plan` before and `tick` after every optimizer step (or once per batch, where
@@ -111,10 +65,6 @@ class BackgroundAverager(Generic[S]):
                 "pass `overlap=False`, or `rule=DeltaMean()`."
             )
         self.replica, self.rule, self.schedule = replica, rule, schedule
-        self.stop_requested = False
-        """Set by a signal handler, which may touch nothing else: a vote for stopping follows."""
-        self.moved_at_gate = False
-        """Whether the last rendezvous changed the model."""
         self.summary = RunSummary(rank=collectives.rank, world_size=collectives.world_size)
         self.step = 0
         self.epoch = 0
@@ -131,9 +81,7 @@ class BackgroundAverager(Generic[S]):
             replica,
             rule,
             self._box,
-            deadlines=self.config.deadlines,
-            part_bytes=self.config.part_bytes,
-            weigh=self.config.weigh,
+            self.config,
             now=now,
         )
 
@@ -142,7 +90,7 @@ class BackgroundAverager(Generic[S]):
     def start(self) -> None:
         """Begin: every replica's parameters are equal now."""
         self._started_at = self._last_tick = self._box.last_seen = self._box.last_commit = self._now()
-        self._box.agreed = self._server.next_round - 1
+        self._box.agreed = self._server.commits.next_round - 1
         self._server.start()
 
     def close(self, timeout: timedelta = timedelta(seconds=10)) -> None:
@@ -190,7 +138,7 @@ class BackgroundAverager(Generic[S]):
         """Replicas part from here: this is the model that the rule's state starts from."""
         self._wait(lambda: not self._box.claimed)
         self.replica.pack_(self.replica.received)
-        self._server.init_rule()
+        self._server.commits.init_rule()
         self._box.work = Work()
         self._at_target = True
 
@@ -330,63 +278,6 @@ class BackgroundAverager(Generic[S]):
         self.summary.failed_rounds = self._box.failed_rounds
         return report
 
-    # ---- gates ----
-
-    def rendezvous(self, gate: Gate, index: int = 0) -> Arrival:
-        """Wait, serving rounds, until every rank stands at this gate and holds the same model.
-
-        The model is the work-weighted mean of all replicas (or what the rule says of it). Two in a row change
-        no bit: where no rank has moved since the last one, nothing is exchanged.
-        """
-        box, started = self._box, self._now()
-        consensuses = self.summary.consensuses
-        with box.changed:
-            box.gate, box.index, box.opened = gate, index, False
-            in_flight = box.message is not None and box.message.kind is Kind.ROUND
-            box.changed.notify_all()
-        self._server.ring()
-        try:
-            while True:
-                if in_flight:
-                    self._blocked_s = self._now() - started
-                if self._take() is not None:
-                    in_flight = False
-                if gate in (Gate.EPOCH_END, Gate.TRAIN_END) and not box.synchronous:
-                    self._pack()  # what is left over counts, even if no rendezvous comes for long
-                with box.changed:
-                    self._see()
-                    if box.arrived is not None:
-                        continue
-                    if box.opened:
-                        return Arrival.OPEN
-                    if box.agreed_votes.stop and gate is not Gate.STOP:
-                        return Arrival.STOP
-                    if box.agreed_votes.validate and gate is not Gate.VALIDATE:
-                        return Arrival.VALIDATE
-                    box.changed.wait(1.0)
-        finally:
-            with box.changed:
-                box.gate = Gate.NONE
-                box.last_seen = self._now()
-            self.moved_at_gate = self.summary.consensuses > consensuses
-            self.summary.idle_s += self._now() - started
-
-    def resume(self) -> None:
-        """The training thread starts a batch: it is alive."""
-        with self._box.changed:
-            self._see()
-
-    def vote(self, *, stop: bool = False, end: bool = False) -> None:
-        """Ask every rank to leave training (``stop``), or to end it as after its last epoch (``end``)."""
-        box = self._box
-        with box.changed:
-            news = (stop and not box.asked.stop) or (end and not box.asked.end)
-            box.asked.stop |= stop
-            box.asked.end |= end
-        if news:
-            self._server.ring()
-            self._server.wake()
-
     def global_step(self) -> int:
         """Optimizer steps per replica so far: the mean over all replicas at the last header."""
         return int(self._box.mean_steps)
@@ -396,62 +287,14 @@ class BackgroundAverager(Generic[S]):
         """Seconds since `start`."""
         return self._now() - self._started_at
 
-    @property
-    def stop_agreed(self) -> bool:
-        """All ranks know that training stops at the next batch boundary."""
-        return self._box.agreed_votes.stop
-
-    @property
-    def end_agreed(self) -> bool:
-        """All ranks know that training ends as after its last epoch."""
-        return self._box.agreed_votes.end
-
-    @property
-    def validation_asked(self) -> bool:
-        """A rank waits for all others to validate."""
-        return self._box.agreed_votes.validate
-
-    # ---- waiting ----
-
-    def _see(self) -> None:
-        """Under the lock: the training thread shows itself, and learns of a failure."""
-        box = self._box
-        box.last_seen = self._now()
-        if box.error is not None:
-            raise self._failure()
-        if self.stop_requested and not box.asked.stop:
-            box.asked.stop = True
-            self._server.ring()
-            box.changed.notify_all()
-
-    def _failure(self) -> BaseException:
-        error = self._box.error
-        assert error is not None
-        if isinstance(error, AsyncTrainingError):
-            return error
-        failure = AsyncTrainingError(
-            f"Rank {self.summary.rank}: the averaging thread failed in round {self._server.next_round} at step "
-            f"{self.step}: {type(error).__name__}: {error}"
-        )
-        failure.__cause__ = error
-        return failure
-
-    def _wait(self, condition: Callable[[], bool]) -> None:
-        """Stand still until the engine's thread has made ``condition`` true; its failures end the wait."""
-        box = self._box
-        with box.changed:
-            while not condition():
-                self._see()
-                box.changed.wait(0.5)
-
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
         """Rule state and clocks; to be taken at a rendezvous."""
         return {
-            "round": self._server.next_round,
+            "round": self._server.commits.next_round,
             "rule": type(self.rule).__qualname__,
-            "rule_state": self.rule.state_dict(self._server.rule_state),
+            "rule_state": self.rule.state_dict(self._server.commits.rule_state),
             "step": self.step,
             "epoch": self.epoch,
             "synchronous": self._box.synchronous,
@@ -469,8 +312,9 @@ class BackgroundAverager(Generic[S]):
             raise ValueError(
                 f"`rule={self.rule!r}` cannot go on from a checkpoint that `{saved['rule']}` wrote: pass that rule."
             )
-        self._server.next_round = int(saved["round"])
-        self._server.rule_state = self.rule.load_state_dict(self._server.rule_state, saved["rule_state"])
+        commits = self._server.commits
+        commits.next_round = int(saved["round"])
+        commits.rule_state = self.rule.load_state_dict(commits.rule_state, saved["rule_state"])
         self.step, self.epoch = int(saved["step"]), int(saved["epoch"])
         self._box.steps = self._box.mean_steps = float(self.step)
         self._box.synchronous = bool(saved["synchronous"])

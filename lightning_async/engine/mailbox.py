@@ -37,6 +37,8 @@ class Message:
     """The replica's step count at the snapshot."""
     lr: float = 0.0
     scalars: tuple[float, ...] = ()
+    announced: bool = False
+    """Whether a header has carried it: from then on the bucket holds the rule's message, not the snapshot."""
     healthy: bool = True
     """False if the snapshot is not finite: then it takes part with weight zero."""
     used: Tensor | None = None
@@ -93,7 +95,7 @@ class Mailbox:
     agreed: int = -1
     """Id of the consensus that the parameters still equal to the bit; -1 after a step."""
     gate: Gate = Gate.NONE
-    index: int = 0
+    gate_index: int = 0
     opened: bool = False
     asked: Votes = field(default_factory=Votes)
     agreed_votes: Votes = field(default_factory=Votes)

@@ -84,6 +84,9 @@ class Replica:
         pin = self.device.type == "cpu" and any(p.is_cuda for p in self.parameters)
         self.sent = whole.empty(self.device, pin_memory=pin)
         self.received = whole.empty(self.device, pin_memory=pin)
+        described = [line for section in self._sections for line in section.layout.describe()]
+        self.fingerprint = FlatLayout([torch.empty(0)] * len(described), described).fingerprint()
+        """Equal on all ranks whose messages have the same layout."""
 
     @property
     def layout(self) -> FlatLayout:
@@ -99,11 +102,6 @@ class Replica:
     def numel(self) -> int:
         """Elements of a message."""
         return self.sent.numel()
-
-    def fingerprint(self) -> int:
-        """Equal on all ranks whose messages have the same layout."""
-        described = [line for section in self._sections for line in section.layout.describe()]
-        return FlatLayout([torch.empty(0)] * len(described), described).fingerprint()
 
     def of_rule(self, bucket: Tensor) -> Tensor:
         """The part of a bucket that belongs to the rule: the parameters."""

@@ -81,10 +81,11 @@ class Header(NamedTuple):
         unreported: all its work that no committed round holds; its weight in a consensus.
         excused: nobody need wait for its message: it stands at a gate, is done, or has been silent for long.
         gate: where its training thread stands.
-        index: which of the gates of that kind (the epoch).
+        gate_index: which of the gates of that kind (the epoch).
         stop: it was told to stop.
         end: it wants training to end as it does after the last epoch (a time limit, `trainer.should_stop`).
         clock: optimizer steps that it has taken in all.
+        lr: its inner learning rate.
         mask: of gradients, a hash of which parameters have one.
         agreed: round id of the consensus it holds unchanged; -1 if it has moved since.
         scalars: the rule's.
@@ -99,10 +100,11 @@ class Header(NamedTuple):
     unreported: float = 0.0
     excused: bool = False
     gate: Gate = Gate.NONE
-    index: int = 0
+    gate_index: int = 0
     stop: bool = False
     end: bool = False
     clock: float = 0.0
+    lr: float = 0.0
     mask: int = 0
     agreed: int = -1
     scalars: tuple[float, ...] = ()
@@ -126,10 +128,11 @@ class Header(NamedTuple):
             unreported=names["unreported"],
             excused=bool(names["excused"]),
             gate=Gate(int(names["gate"])),
-            index=int(names["index"]),
+            gate_index=int(names["gate_index"]),
             stop=bool(names["stop"]),
             end=bool(names["end"]),
             clock=names["clock"],
+            lr=names["lr"],
             mask=int(names["mask"]),
             agreed=int(names["agreed"]),
             scalars=tuple(row[fixed:]),
@@ -210,11 +213,11 @@ def decide(headers: Sequence[Header]) -> Decision:
 
 def _at_gates(headers: Sequence[Header], votes: Decision) -> Decision:
     """Every rank stands at a gate: make one model if there is more than one, else open."""
-    places = {(h.gate, h.index if h.gate is Gate.EPOCH_END else 0) for h in headers}
+    places = {(h.gate, h.gate_index if h.gate is Gate.EPOCH_END else 0) for h in headers}
     if len(places) > 1:
         if votes.validate or votes.stop:
             return votes  # the others join that one and come back
-        where = ", ".join(f"rank {rank} at {h.gate.name} {h.index}" for rank, h in enumerate(headers))
+        where = ", ".join(f"rank {rank} at {h.gate.name} {h.gate_index}" for rank, h in enumerate(headers))
         raise GateMismatch(
             f"Ranks came to a rendezvous for different things: {where}. Epoch-end work (checkpoints, metrics, early "
             "stopping) needs the same number of epochs on every rank: limit training by `max_epochs` rather than by "

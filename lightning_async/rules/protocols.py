@@ -33,7 +33,8 @@ class Round(NamedTuple):
         work: every replica's work since its last round (samples, or steps); zero for one that is absent.
         steps: every replica's optimizer steps since its last round.
         scalars: what every replica's `AveragingRule.message_` returned.
-        lr: this replica's inner learning rate.
+        lr: every replica's inner learning rate; 0 where it is absent. Replicas may differ, so a rule that needs one
+            must derive a common value.
         fragment: which part of the parameters this round carries.
     """
 
@@ -42,7 +43,7 @@ class Round(NamedTuple):
     work: tuple[float, ...]
     steps: tuple[float, ...] = ()
     scalars: tuple[tuple[float, ...], ...] = ()
-    lr: float = 0.0
+    lr: tuple[float, ...] = ()
     fragment: int = 0
 
 

@@ -2,53 +2,43 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_async.callbacks.monitor import AveragingMonitor
-from lightning_async.engine.averager import Arrival, AveragerConfig, BackgroundAverager, Weighting
-from lightning_async.engine.replica import BufferPolicy, OptimizerPolicy, Replica, describe
-from lightning_async.engine.round import Gate
-from lightning_async.engine.rounds import Deadlines
+from lightning_async.engine.averager import BackgroundAverager
+from lightning_async.engine.config import AveragerConfig, Deadlines, Weighting
+from lightning_async.engine.replica import BufferPolicy, OptimizerPolicy, Replica
 from lightning_async.engine.telemetry import RoundReport, RunSummary
-from lightning_async.errors import LayoutMismatch
-from lightning_async.flat import FlatLayout
 from lightning_async.namespace import fabric, pytorch
 from lightning_async.namespace import name as namespace
 from lightning_async.rules import DeltaMean, EveryNSteps
 from lightning_async.rules.protocols import Action, AveragingRule, Schedule
 from lightning_async.strategies import checks
-from lightning_async.strategies.connection import Connection, join_default_group
+from lightning_async.strategies.batch import batch_size
 from lightning_async.strategies.drift import DriftPatches
-from lightning_async.strategies.environments import MPIRunEnvironment
 from lightning_async.strategies.optimizer_state import materialise, reset, state_tensors
 from lightning_async.strategies.recompute import RECENT_BATCHES, recompute_batch_norm
-from lightning_async.strategies.world import World
+from lightning_async.strategies.replicated import (
+    ReplicatedStrategy,
+    StartMethod,
+    allow_compiled_modules,
+    rank_zero_info,
+)
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from lightning.pytorch.strategies import ParallelStrategy
-else:
-    ParallelStrategy = pytorch("strategies.parallel").ParallelStrategy
 
 __all__ = ["AsyncAveragingStrategy"]
 
-log = logging.getLogger(__name__)
-
-T = TypeVar("T")
-StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 LrClock = Literal["local", "global"]
 
 
-class AsyncAveragingStrategy(ParallelStrategy):
+class AsyncAveragingStrategy(ReplicatedStrategy):
     r"""Replicas take local steps and become one model by averaging in the background.
 
     Each replica :math:`i` trains alone. When the schedule says so it sends a snapshot :math:`s_i`; while it goes on
@@ -83,7 +73,8 @@ class AsyncAveragingStrategy(ParallelStrategy):
     """
 
     strategy_name = "async_averaging"
-    is_distributed = True
+    checkpoint_key = "lightning_async"
+    """Under which a checkpoint holds the rule's state and the clocks."""
 
     def __init__(
         self,
@@ -100,128 +91,55 @@ class AsyncAveragingStrategy(ParallelStrategy):
         process_group_backend: str | None = None,
         start_method: StartMethod = "popen",
     ) -> None:
-        super().__init__()
+        deadlines = deadlines or Deadlines()
+        super().__init__(
+            dead_after=deadlines.dead_after, process_group_backend=process_group_backend, start_method=start_method
+        )
         self.rule = DeltaMean() if rule is None else rule
         self.schedule = EveryNSteps(32) if schedule is None else schedule
-        self.deadlines = deadlines or Deadlines()
         checks.check_arguments(self.rule, self.schedule, overlap)
         for argument, value, allowed in (
             ("buffers", buffers, get_args(BufferPolicy)),
             ("optimizer_state", optimizer_state, get_args(OptimizerPolicy)),
             ("lr_clock", lr_clock, get_args(LrClock)),
-            ("process_group_backend", process_group_backend, (None, "gloo", "nccl", "mpi")),
-            ("start_method", start_method, get_args(StartMethod)),
         ):
             if value not in allowed:
                 raise ValueError(f"`AsyncAveragingStrategy({argument}={value!r})` must be one of {allowed}.")
         if not part_mb > 0:
             raise ValueError(f"`AsyncAveragingStrategy(part_mb={part_mb!r})` must be > 0.")
         self.config = AveragerConfig(
-            overlap=overlap, weighting=weighting, part_bytes=max(4, int(part_mb * 2**20)), deadlines=self.deadlines
+            overlap=overlap, weighting=weighting, part_bytes=max(4, int(part_mb * 2**20)), deadlines=deadlines
         )
         self.buffers: BufferPolicy = buffers
         self.optimizer_state_policy: OptimizerPolicy = optimizer_state
         self.lr_clock: LrClock = lr_clock
         self.averager: BackgroundAverager | None = None
         self.summary = RunSummary()
-        self._backend = process_group_backend
-        self._start_method: StartMethod = start_method
-        self._num_nodes = 1
-        self._connection: Connection | None = None
-        self._runs = 0
         self._trainer: Any = None
         self._patches: DriftPatches | None = None
         self._saved_state: dict[str, Any] | None = None
-        self._failed = False
+        self.failed = False
         self._samples = 0.0
         self._batch_action: Action | None = None
         self._steps_seen = self._steps_counted = 0
         self._hooks: list[Any] = []
         self._recent: deque[Any] = deque(maxlen=RECENT_BATCHES)
 
-    # ---- ranks and processes ----
-
-    @property
-    def cluster_environment(self) -> Any:
-        """Who this rank is. Lightning's own choice, except under a launcher that it does not know."""
-        return self._environment
-
-    @cluster_environment.setter
-    def cluster_environment(self, environment: Any) -> None:
-        own = fabric("plugins.environments").LightningEnvironment
-        if type(environment) is own and MPIRunEnvironment.detect():
-            environment = MPIRunEnvironment()
-        self._environment = environment
-
-    @property
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_nodes(self) -> int:
-        """Hosts that take part; set by the Trainer."""
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
-    def num_processes(self) -> int:
-        """Ranks on this host."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
-
-    def set_world_ranks(self) -> None:
-        """Tell the environment its ranks, and Lightning's printing whether it is rank 0."""
-        environment = self.cluster_environment
-        if environment is not None:
-            environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            environment.set_world_size(self.num_nodes * self.num_processes)
-        for module in (fabric("utilities.rank_zero"), pytorch("utilities.rank_zero")):
-            module.rank_zero_only.rank = self.global_rank
-
-    def _configure_launcher(self) -> None:
-        if self._start_method == "popen":
-            launcher = pytorch("strategies.launchers.subprocess_script")._SubprocessScriptLauncher
-            self._launcher = launcher(self.cluster_environment, self.num_processes, self.num_nodes)
-        else:
-            launcher = pytorch("strategies.launchers.multiprocessing")._MultiProcessingLauncher
-            self._launcher = launcher(self, start_method=self._start_method)
+    # ---- set-up and tear-down ----
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        self.set_world_ranks()
-        backend = self._backend or ("nccl" if self.root_device.type == "cuda" else "gloo")
-        if self.world_size == 1:
-            return
-        join_default_group(self.cluster_environment, backend, timedelta(minutes=30))
-        self._runs += 1
-        device = self.root_device if backend == "nccl" else torch.device("cpu")
-        self._bucket_device = device
-        self._failed = False
-        self._connection = Connection(
-            self.cluster_environment, backend, device, f"lightning_async/{self._runs}", self.deadlines.dead_after
-        )
-
-    # ---- set-up and tear-down ----
+        self.failed = False
 
     def setup(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
         fitting = trainer.state.fn == "fit"
-        assert self.accelerator is not None
-        assert self.model is not None
-        self.accelerator.setup(trainer)
+        cast(Any, self.accelerator).setup(trainer)
         if self.world_size > 1 and fitting:
             checks.check_setup(trainer, self._layer_sync)
-        self.model = self.precision_plugin.convert_module(self.model)
+        self.model = self.precision_plugin.convert_module(self.module)
         self.model_to_device()
-        if self.world_size > 1:
-            self._make_equal()
+        self.make_equal()
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -230,32 +148,15 @@ class AsyncAveragingStrategy(ParallelStrategy):
             self._patches = DriftPatches(self, trainer)
             if self.world_size > 1:
                 self._patches.install()
-            if not any(isinstance(c, AveragingMonitor) for c in trainer.callbacks):
-                trainer.callbacks.insert(0, AveragingMonitor())
-
-    def _make_equal(self) -> None:
-        """Compare the replicas' models and start them all from rank 0's."""
-        assert self._connection is not None
-        world = self._connection.world
-        mine = describe(self.lightning_module)
-        for rank, theirs in enumerate(world.gather_objects(mine)):
-            difference = FlatLayout.first_difference(mine, theirs)
-            if difference is not None:
-                raise LayoutMismatch(
-                    f"Rank {self.global_rank} and rank {rank} hold different models; the first difference is {difference} "
-                    f"(rank {self.global_rank} | rank {rank}). Build the same model on every rank."
-                )
-        world.make_equal_([*self.lightning_module.parameters(), *self.lightning_module.buffers()])
-
-    def model_to_device(self) -> None:
-        assert self.model is not None
-        self.model.to(self.root_device)
+            callbacks: list[Any] = self._trainer.callbacks
+            if not any(isinstance(callback, AveragingMonitor) for callback in callbacks):
+                callbacks.insert(0, AveragingMonitor())
 
     def on_train_start(self) -> None:
         """All ranks hold the same model: replicas part from here."""
         self.summary = RunSummary(rank=self.global_rank, world_size=self.world_size)
         if self.world_size == 1:
-            _rank_zero_info(
+            rank_zero_info(
                 "AsyncAveragingStrategy: there is one replica only, so there is nothing to average; it trains as with "
                 "a single device. Pass `Trainer(devices=2)` or more."
             )
@@ -263,9 +164,7 @@ class AsyncAveragingStrategy(ParallelStrategy):
         assert self._connection is not None
         assert self._patches is not None
         self._patches.gates_epochs = checks.check_fit(self._trainer, self._connection.world)
-        module = self.lightning_module
-        assert module is not None
-        replica = Replica(module, self.buffers, self._bucket_device)
+        replica = Replica(self.module, self.buffers, self.bucket_device)
         if self.optimizer_state_policy == "average":
             materialise(self.optimizers)
             replica.build(state_tensors(self.optimizers))
@@ -287,10 +186,10 @@ class AsyncAveragingStrategy(ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Tell the peers, so that they end with this rank's error instead of waiting for it."""
         leaves = isinstance(exception, (SystemExit, KeyboardInterrupt)) or exception.__class__.__name__ == "_TunerExit"
-        self._failed = not (leaves and self.averager is not None and self.averager.stop_agreed)
+        self.failed = not (leaves and self.averager is not None and self.averager.stop_agreed)
         if self._connection is not None:
             self._connection.world.drifting = True
-            if self._failed:
+            if self.failed:
                 self._connection.membership.fail(f"{type(exception).__name__}: {exception}")
 
     def teardown(self) -> None:
@@ -303,9 +202,7 @@ class AsyncAveragingStrategy(ParallelStrategy):
         if self._patches is not None:
             self._patches.remove()
             self._patches = None
-        if self._connection is not None:
-            self._connection.close(in_order=not self._failed)
-            self._connection = None
+        self.disconnect(in_order=not self.failed)
         self._trainer = None
         super().teardown()
 
@@ -314,18 +211,18 @@ class AsyncAveragingStrategy(ParallelStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.averager is None:
             return
-        self._finish_batch()
+        self.finish_batch()
         assert self._connection is not None
         self._connection.world.drifting = True
         self.averager.resume()
-        self._samples += _batch_size(batch)
+        self._samples += batch_size(batch)
         if self.buffers == "recompute":
             self._recent.append(batch)
-        if not self.lightning_module.automatic_optimization:
+        if not self.module.automatic_optimization:
             self._batch_action = self.averager.plan()
             self._steps_counted = self._steps_seen
 
-    def _finish_batch(self) -> None:
+    def finish_batch(self) -> None:
         """Manual optimization: a batch is one step, and merges happen between batches.
 
         Between the steps of two losses a merge would break their graphs.
@@ -342,7 +239,7 @@ class AsyncAveragingStrategy(ParallelStrategy):
         **kwargs: Any,
     ) -> Any:
         averager = self.averager
-        if averager is None or not self.lightning_module.automatic_optimization:
+        if averager is None or not self.module.automatic_optimization:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         action = averager.plan()
         before = self._steps_seen
@@ -387,50 +284,10 @@ class AsyncAveragingStrategy(ParallelStrategy):
 
     # ---- gates ----
 
-    def rendezvous(self, gate: Gate, index: int = 0) -> None:
-        """Wait until every rank is at this gate with the same model; join what others ask for meanwhile."""
-        averager = self.averager
-        if averager is None or self._failed:
-            return
-        self._finish_batch()
-        while (arrival := averager.rendezvous(gate, index)) is not Arrival.OPEN:
-            if arrival is Arrival.STOP:
-                self.stop()
-            cast(DriftPatches, self._patches).join_validation()
-        assert self._connection is not None
-        assert self._patches is not None
-        self._connection.world.drifting = False
-        if averager.end_agreed:
-            self._trainer.should_stop = True
-        if averager.moved_at_gate:
-            self._patches.forget_saved()
-            if self.buffers == "recompute":
-                self._recompute_buffers()
-
-    def stop(self) -> None:
-        """A rank was told to stop: all leave from here, with one model."""
-        assert self.averager is not None
-        self.averager.rendezvous(Gate.STOP)
-        self._trainer._signal_connector.received_sigterm = True
-        raise pytorch("utilities.exceptions").SIGTERMException
-
-    def check_votes(self) -> None:
-        """After every batch: whether the ranks have agreed to stop, or to end early."""
-        averager = self.averager
-        if averager is None:
-            return
-        averager.resume()
-        if averager.stop_agreed:
-            self._finish_batch()
-            self.stop()
-        if self._trainer.should_stop and not averager.end_agreed:
-            averager.vote(end=True)
-        elif averager.end_agreed:
-            self._trainer.should_stop = True
-
-    def _recompute_buffers(self) -> None:
-        assert self._connection is not None
-        recompute_batch_norm(self.lightning_module, list(self._recent), self._connection.world)
+    def on_model_changed(self) -> None:
+        """A gate has given all replicas another model."""
+        if self.buffers == "recompute" and self.world is not None:
+            recompute_batch_norm(self.module, list(self._recent), self.world)
 
     def summarise(self) -> None:
         """All replicas are at the last gate: one summary of the run, on rank 0."""
@@ -438,98 +295,23 @@ class AsyncAveragingStrategy(ParallelStrategy):
             return
         self.summary.elapsed_s = self.averager.elapsed_s
         self.summary.samples_by_rank = self.world.gather_objects(self.summary.samples)
-        _rank_zero_info(f"Asynchronous averaging, as rank 0 saw it:\n{self.summary}")
-
-    # ---- Lightning's collectives ----
-
-    @property
-    def world(self) -> World | None:
-        """Collectives over all ranks; None in a world of one."""
-        return self._connection.world if self._connection is not None else None
-
-    def barrier(self, name: str | None = None) -> None:
-        if self.world is not None:
-            self.world.barrier(name or "")
-
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        return self.world.broadcast(obj, src) if self.world is not None else obj
-
-    def reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: Any = "mean") -> Tensor | Any:
-        if self.world is None or not isinstance(tensor, Tensor):
-            return tensor
-        return self.world.reduce(tensor, reduce_op)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        if self.world is None:
-            return decision
-        flag = torch.tensor(float(decision))
-        return bool(self.world.reduce(flag, "min" if all else "max"))
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        return self.world.all_gather(tensor, sync_grads) if self.world is not None else tensor.unsqueeze(0)
+        rank_zero_info(f"Asynchronous averaging, as rank 0 saw it:\n{self.summary}")
 
     # ---- checkpoints ----
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self.averager is not None:
-            checkpoint[_CHECKPOINT_KEY] = self.averager.state_dict()
+            checkpoint[self.checkpoint_key] = self.averager.state_dict()
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        self._saved_state = checkpoint.get(_CHECKPOINT_KEY)
+        self._saved_state = checkpoint.get(self.checkpoint_key)
         return checkpoint
-
-    # ---- registration ----
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """``"async_averaging"``, and the same with the start methods for notebooks."""
-        for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
-            strategy_registry.register(
-                cls.strategy_name + suffix,
-                cls,
-                description=f"Asynchronous model averaging; other ranks are started by '{start_method}'.",
-                override=True,
-                start_method=start_method,
-            )
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} for `{namespace}`: rule={self.rule!r}, schedule={self.schedule!r}>"
 
 
-def _batch_size(batch: Any) -> float:
-    """Samples in a batch, as Lightning counts them for its logs; 1 where it cannot tell."""
-    with suppress(Exception):
-        return float(pytorch("utilities.data").extract_batch_size(batch))
-    if not _warned_batch_size:
-        _warned_batch_size.append(True)
-        log.warning(
-            "The number of samples in a batch of type %s cannot be told; every batch counts as one sample.",
-            type(batch).__name__,
-        )
-    return 1.0
-
-
-_warned_batch_size: list[bool] = []
-_CHECKPOINT_KEY = "lightning_async"
-
-
-def _rank_zero_info(text: str) -> None:
-    pytorch("utilities.rank_zero").rank_zero_info(text)
-
-
-def _allow_compiled_modules() -> None:
-    """Lightning lets only strategies on a list of its own train a module that `torch.compile` returned."""
-    trainer_module = pytorch("trainer.trainer")
-    verify = trainer_module._verify_strategy_supports_compile
-
-    def verify_others(model: Any, strategy: Any) -> None:
-        if not isinstance(strategy, AsyncAveragingStrategy):
-            verify(model, strategy)
-
-    trainer_module._verify_strategy_supports_compile = verify_others
-
-
 AsyncAveragingStrategy.register_strategies(pytorch("strategies").StrategyRegistry)
-_allow_compiled_modules()
+allow_compiled_modules(AsyncAveragingStrategy)

@@ -76,11 +76,14 @@ def check_fit(trainer: Any, world: World) -> bool:
         return True
     batches = world.gather_objects(trainer.num_training_batches)
     users = _epoch_end_users(trainer)
-    numbers = f"With `max_steps={trainer.max_steps}` the ranks have {epochs} epochs, because their loaders hold {batches} batches"
+    numbers = (
+        f"With `max_steps={trainer.max_steps}` the ranks have {epochs} epochs, because their loaders hold {batches} "
+        "batches"
+    )
     if users:
         raise ValueError(
-            f"{numbers}, and these work on all ranks together at the end of an epoch: {', '.join(users)}. Limit training "
-            "by `max_epochs`, give every rank the same number of batches, or let them run after validations "
+            f"{numbers}, and these work on all ranks together at the end of an epoch: {', '.join(users)}. Limit "
+            "training by `max_epochs`, give every rank the same number of batches, or let them run after validations "
             "(`val_check_interval` as a number of batches with `check_val_every_n_epoch=None`)."
         )
     log.warning("%s; they meet at validations and at the end of training only.", numbers)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from lightning_async.comm.rendezvous import Membership
 from lightning_async.comm.torch import TorchCollectives
@@ -34,11 +35,13 @@ def _leave_default_group() -> None:
         dist.destroy_process_group()
 
 
-def _store(environment: Any, rank: int, timeout: timedelta) -> dist.Store:
+def _store(environment: Any, rank: int, timeout: timedelta) -> Any:
     """The default group's store; MPI's group has none, there rank 0 opens one."""
     if dist.get_backend() == "mpi":
-        return dist.TCPStore(environment.main_address, environment.main_port, is_master=rank == 0, timeout=timeout)
-    return dist.distributed_c10d._get_default_store()
+        return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+            environment.main_address, environment.main_port, is_master=rank == 0, timeout=timeout
+        )
+    return distributed_c10d._get_default_store()
 
 
 class Connection:
@@ -63,7 +66,7 @@ class Connection:
         timeout: timedelta = timedelta(minutes=5),
     ) -> None:
         self.rank, self.world_size = environment.global_rank(), environment.world_size()
-        store = dist.PrefixStore(name, _store(environment, self.rank, timeout))
+        store = distributed_c10d.PrefixStore(name, _store(environment, self.rank, timeout))
         small = "mpi" if backend == "mpi" else "gloo"
         self.root = TorchCollectives(
             store, self.rank, self.world_size, backend=small, name="world", timeout=timedelta(days=7)

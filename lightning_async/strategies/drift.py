@@ -1,4 +1,4 @@
-"""What must change in Lightning's loops so that replicas may run at their own pace.
+"""What must change in Lightning's loops so that replicas may run at their own pace, and where they meet.
 
 Lightning 2.6 broadcasts a SIGTERM flag before every batch, which is a hidden lockstep; and it assumes that every rank
 comes to validation and to the end of an epoch after the same number of batches. Each patch here replaces one method of
@@ -11,6 +11,8 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from lightning_async.engine.averager import BackgroundAverager
+from lightning_async.engine.gate import Arrival
 from lightning_async.engine.round import Gate
 from lightning_async.namespace import pytorch
 
@@ -73,6 +75,31 @@ class DriftPatches:
         wanted = getattr(pytorch("callbacks"), kind)
         return [callback for callback in self._trainer.callbacks if isinstance(callback, wanted)]
 
+    # ---- gates ----
+
+    def rendezvous(self, gate: Gate, index: int = 0) -> None:
+        """Wait until every rank is at this gate with the same model; join what others ask for meanwhile."""
+        strategy, averager = self._strategy, self._strategy.averager
+        if averager is None or strategy.world is None or strategy.failed:
+            return
+        strategy.finish_batch()
+        while (arrival := averager.rendezvous(gate, index)) is not Arrival.OPEN:
+            if arrival is Arrival.STOP:
+                self._stop(averager)
+            self._join_validation()
+        strategy.world.drifting = False
+        if averager.end_agreed:
+            self._trainer.should_stop = True
+        if averager.moved_at_gate:
+            self._forget_saved()
+            strategy.on_model_changed()
+
+    def _stop(self, averager: BackgroundAverager) -> None:
+        """A rank was told to stop: all leave from here, with one model."""
+        averager.rendezvous(Gate.STOP)
+        self._trainer._signal_connector.received_sigterm = True
+        raise pytorch("utilities.exceptions").SIGTERMException
+
     # ---- stopping ----
 
     def _on_sigterm(self, original: Any) -> Any:
@@ -88,7 +115,17 @@ class DriftPatches:
     def _after_batch(self, original: Any) -> Any:
         def on_advance_end(data_fetcher: Any) -> None:
             original(data_fetcher)
-            self._strategy.check_votes()
+            averager = self._strategy.averager
+            if averager is None:
+                return
+            averager.resume()
+            if averager.stop_agreed:
+                self._strategy.finish_batch()
+                self._stop(averager)
+            if averager.end_agreed:
+                self._trainer.should_stop = True
+            elif self._trainer.should_stop:  # on this rank alone: it asks the others
+                averager.vote(end=True)
 
         return on_advance_end
 
@@ -107,7 +144,7 @@ class DriftPatches:
 
         return wrap
 
-    # ---- gates ----
+    # ---- what all ranks do together ----
 
     def _should_validate(self, original: Any) -> Any:
         def should_check_val_fx(data_fetcher: Any) -> bool:
@@ -119,12 +156,12 @@ class DriftPatches:
 
     def _validate(self, original: Any) -> Any:
         def run() -> Any:
-            self._strategy.rendezvous(Gate.VALIDATE)
+            self.rendezvous(Gate.VALIDATE)
             return original()
 
         return run
 
-    def join_validation(self) -> None:
+    def _join_validation(self) -> None:
         """Validate because another rank asks for it, while this one waits at the end of its epoch or of its training.
 
         As in Lightning's `_TrainingEpochLoop.on_advance_end`.
@@ -141,7 +178,7 @@ class DriftPatches:
         def on_advance_end() -> None:
             averager = self._strategy.averager
             if self.gates_epochs:
-                self._strategy.rendezvous(Gate.EPOCH_END, self._trainer.current_epoch)
+                self.rendezvous(Gate.EPOCH_END, self._trainer.current_epoch)
             original()
             if averager is not None:
                 averager.epoch += 1
@@ -150,13 +187,13 @@ class DriftPatches:
 
     def _end_training(self, original: Any) -> Any:
         def on_run_end() -> None:
-            self._strategy.rendezvous(Gate.TRAIN_END)
+            self.rendezvous(Gate.TRAIN_END)
             self._strategy.summarise()
             original()
 
         return on_run_end
 
-    def forget_saved(self) -> None:
+    def _forget_saved(self) -> None:
         """The model has changed at a gate: no checkpoint holds it, whatever this rank's step count says.
 
         `ModelCheckpoint` skips a save at a step count that it has saved before. A rank that waits at a gate keeps its

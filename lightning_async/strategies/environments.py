@@ -60,8 +60,8 @@ class MPIRunEnvironment(ClusterEnvironment):
             return os.environ["MASTER_ADDR"]
         if self._local_size != self._size:
             raise RuntimeError(
-                f"mpirun started {self._size} ranks on several hosts ({self._local_size} here): export MASTER_ADDR, the "
-                "address of rank 0's host (`mpirun -x MASTER_ADDR=...`)."
+                f"mpirun started {self._size} ranks on several hosts ({self._local_size} here): export MASTER_ADDR, "
+                "the address of rank 0's host (`mpirun -x MASTER_ADDR=...`)."
             )
         return "127.0.0.1"
 
@@ -71,7 +71,7 @@ class MPIRunEnvironment(ClusterEnvironment):
             return int(os.environ["MASTER_PORT"])
         job = (
             os.environ.get("PMIX_NAMESPACE")
-            or os.environ.get("OMPI_MCA_ess_base_jobid")
+            or os.environ.get("OMPI_MCA_ess_base_jobid")  # noqa: SIM112
             or os.environ.get("PMI_JOBID", "")
         )
         return 20000 + int.from_bytes(hashlib.sha256(job.encode()).digest()[:2], "big") % 10000
@@ -98,7 +98,7 @@ class MPIRunEnvironment(ClusterEnvironment):
         """Compare the Trainer's numbers with mpirun's."""
         if num_devices * num_nodes != self._size:
             raise ValueError(
-                f"`Trainer(devices={num_devices}, num_nodes={num_nodes})` asks for {num_devices * num_nodes} processes, "
+                f"`Trainer(devices={num_devices}, num_nodes={num_nodes})` asks for {num_devices * num_nodes} ranks; "
                 f"mpirun started {self._size}: set `devices` to {self._local_size} and `num_nodes` to "
                 f"{self._size // max(1, self._local_size)}."
             )

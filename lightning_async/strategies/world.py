@@ -6,7 +6,7 @@ import logging
 import pickle
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -90,7 +90,7 @@ class World:
         """Rank ``src``'s object (picklable)."""
         if self._is_local("broadcast", "returns this replica's own object"):
             return obj
-        return self.gather_objects(obj if self.rank == src else None)[src]
+        return cast(T, self.gather_objects(obj if self.rank == src else None)[src])
 
     def gather_objects(self, obj: T) -> list[T]:
         """Every rank's object (picklable)."""

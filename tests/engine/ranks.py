@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from lightning_async.comm.inprocess import InProcessWorld
 from lightning_async.comm.rendezvous import Membership
-from lightning_async.engine.averager import Arrival, AveragerConfig, BackgroundAverager
+from lightning_async.engine.averager import Arrival, BackgroundAverager
+from lightning_async.engine.config import AveragerConfig, Deadlines
 from lightning_async.engine.replica import Replica
 from lightning_async.engine.round import Gate
-from lightning_async.engine.rounds import Deadlines
 from lightning_async.rules import DeltaMean, EveryNSteps
 from lightning_async.rules.protocols import Action, AveragingRule, Schedule
 

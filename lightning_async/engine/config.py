@@ -1,0 +1,78 @@
+"""How one replica averages, and how long it waits for what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Literal, get_args
+
+from lightning_async.engine.mailbox import Work
+
+__all__ = ["AveragerConfig", "Deadlines", "Weighting"]
+
+Weighting = Literal["samples", "steps", "equal"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deadlines:
+    """How long the engine waits for what.
+
+    Args:
+        payload: for each part of a payload. Default 60 s; the header before it has no deadline, because a late
+            rank is no failure.
+        grace: after this long without a step, a rank's engine answers rounds without it. Default 10 s.
+        dead_after: a rank that sent no heartbeat for so long is lost. Default 30 s.
+        reform: for all ranks to meet again after a failure. Default 300 s.
+        attempts: failed rounds in a row before training ends with an error. Default 10.
+
+    Raises:
+        ValueError: a time that is not positive.
+    """
+
+    payload: timedelta = timedelta(seconds=60)
+    grace: timedelta = timedelta(seconds=10)
+    dead_after: timedelta = timedelta(seconds=30)
+    reform: timedelta = timedelta(seconds=300)
+    attempts: int = 10
+
+    def __post_init__(self) -> None:
+        for name in ("payload", "grace", "dead_after", "reform"):
+            value = getattr(self, name)
+            if not isinstance(value, timedelta):
+                raise TypeError(f"`Deadlines({name}={value!r})` must be a datetime.timedelta.")
+            if value <= timedelta(0):
+                raise ValueError(f"`Deadlines({name}={value!r})` must be longer than zero.")
+        if self.attempts < 1:
+            raise ValueError(f"`Deadlines(attempts={self.attempts})` must be at least 1.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AveragerConfig:
+    """How one replica averages, apart from its rule and its schedule.
+
+    Args:
+        overlap: rounds run while training goes on; False: training stands still for each.
+        weighting: a message's weight: the samples or the steps behind it, or 1 for each.
+        part_bytes: payloads move in parts of at most this size. Default 16 MiB.
+        deadlines: how long to wait for what.
+
+    Raises:
+        ValueError: an unknown weighting, or a part smaller than one element.
+    """
+
+    overlap: bool = True
+    weighting: Weighting = "samples"
+    part_bytes: int = 16 << 20
+    deadlines: Deadlines = field(default_factory=Deadlines)
+
+    def __post_init__(self) -> None:
+        if self.weighting not in get_args(Weighting):
+            raise ValueError(f"`AveragerConfig(weighting={self.weighting!r})` must be one of {get_args(Weighting)}.")
+        if self.part_bytes < 4:
+            raise ValueError(f"`AveragerConfig(part_bytes={self.part_bytes})` must be at least 4.")
+
+    def weigh(self, work: Work) -> float:
+        """The weight of an amount of work."""
+        if self.weighting == "equal":
+            return float(work.steps > 0 or work.samples > 0)
+        return work.steps if self.weighting == "steps" else work.samples

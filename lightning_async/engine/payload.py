@@ -1,0 +1,162 @@
+"""Moving one round's payload: what goes into the sum, where it arrives, part by part."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_async import ops
+from lightning_async.comm.protocols import Collectives, ReduceOp
+from lightning_async.engine.config import AveragerConfig
+from lightning_async.engine.mailbox import Mailbox, Message
+from lightning_async.engine.replica import Replica
+from lightning_async.engine.round import Decision, Header, Kind
+from lightning_async.engine.waiting import Waiter
+from lightning_async.flat import FlatLayout
+from lightning_async.rules.protocols import Round
+
+__all__ = ["Exchange", "Payload", "mask_of"]
+
+
+@dataclass
+class Exchange:
+    """A payload that has moved and awaits its commit.
+
+    Args:
+        id: of the round.
+        decision: what the headers decided.
+        message: this rank's; None if it is absent.
+        landing: the bucket that the sum arrived in.
+        round: what the rule gets to know.
+        has_source: whether rank 0 took part, whose buffers are broadcast.
+        spread: this rank's part of the replicas' squared spread; after the commit the root of the sum.
+        used: of gradients, which parameters any replica used.
+        counters: of a consensus, the new integer buffers.
+    """
+
+    id: int
+    decision: Decision
+    message: Message | None
+    landing: Tensor
+    round: Round
+    has_source: bool
+    spread: float = 0.0
+    header_s: float = 0.0
+    exchange_s: float = 0.0
+    used: Tensor | None = None
+    counters: list[Tensor] = field(default_factory=list)
+
+
+class Payload:
+    """Moves payloads; waits for each part with a deadline, and knows which bucket is free.
+
+    Args:
+        small: communicator for CPU tensors of a few numbers.
+        large: communicator for the buckets.
+        replica: the tensors and buckets.
+        mailbox: says whether the buckets still hold something that is needed.
+        config: the parts' size and deadline.
+        waiter: waits for the operations.
+        now: a monotonic clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        small: Collectives,
+        large: Collectives,
+        replica: Replica,
+        mailbox: Mailbox,
+        config: AveragerConfig,
+        waiter: Waiter,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._small, self._large = small, large
+        self._replica, self._mailbox = replica, mailbox
+        self._config, self._waiter, self._now = config, waiter, now
+        self._rank = small.rank
+
+    def move(self, id: int, decision: Decision, message: Message | None, headers: Sequence[Header]) -> Exchange:
+        """Exchange what the headers decided on."""
+        kind, started = decision.kind, self._now()
+        if kind is Kind.CONSENSUS:
+            message = None
+            self._replica.pack_(self._replica.sent)
+        elif message is not None and message.kind is not kind:
+            message = None  # ready for an averaging round, while others are at a synchronous step
+        exchange = Exchange(
+            id=id,
+            decision=decision,
+            message=message,
+            landing=self._landing(kind, message),
+            round=Round(
+                id=id,
+                rank=self._rank,
+                work=tuple(h.work if h.kind is kind else 0.0 for h in headers),
+                steps=tuple(h.steps for h in headers),
+                scalars=tuple(h.scalars for h in headers),
+                lr=tuple(h.lr for h in headers),
+            ),
+            has_source=kind is Kind.CONSENSUS or headers[0].kind is kind,
+        )
+        if kind is Kind.GRADIENTS:
+            self._reduce_gradients(exchange, {h.mask for h in headers if h.kind is kind})
+        else:
+            self._reduce_parameters(exchange)
+        exchange.exchange_s = self._now() - started
+        return exchange
+
+    def _landing(self, kind: Kind, message: Message | None) -> Tensor:
+        """The bucket in which the mean arrives; must not hold anything that is still needed."""
+        replica, box = self._replica, self._mailbox
+        if message is not None or kind is Kind.CONSENSUS:
+            return replica.received
+        with box.changed:
+            sent_is_free = box.message is None and box.arrived is None
+        # An absent replica keeps the last target in `received`: it moves from there. If `sent` is taken too
+        # (by a round that it has yet to merge), a third bucket is borrowed until its training thread is back.
+        return replica.sent if sent_is_free else torch.zeros_like(replica.sent)
+
+    def _reduce_parameters(self, exchange: Exchange) -> None:
+        replica, landing, share = self._replica, exchange.landing, exchange.decision.weights[self._rank]
+        consensus = exchange.decision.kind is Kind.CONSENSUS
+        if consensus or exchange.message is not None:
+            replica.scale_(landing, replica.sent, share, is_source=self._rank == 0)
+        else:
+            landing.zero_()
+        self._all_reduce(landing)
+        if consensus:
+            for counter in replica.counters:
+                flat = counter.detach().to("cpu", torch.int64, copy=True).reshape(-1)
+                self._waiter.result(self._small.all_reduce(flat, ReduceOp.MAX))
+                exchange.counters.append(flat.view(counter.shape))
+        elif share > 0.0:
+            exchange.spread = share * ops.sq_distance(replica.of_rule(replica.sent), replica.of_rule(landing))
+
+    def _reduce_gradients(self, exchange: Exchange, masks: set[int]) -> None:
+        replica, message = self._replica, exchange.message
+        exchange.used = torch.zeros(len(replica.layout))
+        if message is not None and message.used is not None:
+            exchange.used.copy_(message.used)
+        if len(masks) > 1:  # replicas used different parameters
+            self._waiter.result(self._small.all_reduce(exchange.used, ReduceOp.MAX))
+        landing = replica.of_rule(exchange.landing)
+        share = exchange.decision.weights[self._rank] if message is not None else 0.0
+        replica.scaled_(landing, replica.of_rule(replica.sent), share)
+        self._all_reduce(landing)
+
+    def _all_reduce(self, bucket: Tensor) -> None:
+        """Sum ``bucket`` over all ranks, part by part, each with the payload's deadline."""
+        for part in FlatLayout.parts(bucket, self._config.part_bytes):
+            self._waiter.result(self._large.all_reduce(part), self._config.deadlines.payload)
+
+
+def mask_of(used: Tensor | None) -> int:
+    """A hash of which parameters have a gradient that a float64 holds exactly; 0 for none."""
+    if used is None:
+        return 0
+    return int.from_bytes(hashlib.sha256(bytes(used.to(torch.uint8).tolist())).digest()[:6], "big")
