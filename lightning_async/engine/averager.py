@@ -66,7 +66,7 @@ class BackgroundAverager(Gates, Generic[S]):
             )
         self.replica, self.rule, self.schedule = replica, rule, schedule
         self.summary = RunSummary(rank=collectives.rank, world_size=collectives.world_size)
-        self.step = 0
+        self.step = self.first_step = 0
         self.epoch = 0
         self._now = now
         self._box = Mailbox()
@@ -90,6 +90,7 @@ class BackgroundAverager(Gates, Generic[S]):
     def start(self) -> None:
         """Begin: every replica's parameters are equal now."""
         self._started_at = self._last_tick = self._box.last_seen = self._box.last_commit = self._now()
+        self.first_step = self.step
         self._box.agreed = self._server.commits.next_round - 1
         self._server.start()
 
@@ -279,8 +280,10 @@ class BackgroundAverager(Gates, Generic[S]):
         return report
 
     def global_step(self) -> int:
-        """Optimizer steps per replica so far: the mean over all replicas at the last header."""
-        return int(self._box.mean_steps)
+        """Optimizer steps per replica: the mean over all at the last header, and since then at the same pace."""
+        box = self._box
+        pace = box.mean_steps / box.steps_then if box.steps_then else 1.0
+        return int(box.mean_steps + pace * (self.step - box.steps_then))
 
     @property
     def elapsed_s(self) -> float:
@@ -316,7 +319,7 @@ class BackgroundAverager(Gates, Generic[S]):
         commits.next_round = int(saved["round"])
         commits.rule_state = self.rule.load_state_dict(commits.rule_state, saved["rule_state"])
         self.step, self.epoch = int(saved["step"]), int(saved["epoch"])
-        self._box.steps = self._box.mean_steps = float(self.step)
+        self._box.steps = self._box.steps_then = self._box.mean_steps = float(self.step)
         self._box.synchronous = bool(saved["synchronous"])
         for name, value in saved["summary"].items():
             if name not in ("rank", "world_size"):

@@ -103,6 +103,8 @@ class Mailbox:
     """Optimizer steps this replica has taken."""
     mean_steps: float = 0.0
     """The same, on average over all replicas, at the last header."""
+    steps_then: float = 0.0
+    """The same, of this replica, at the last header."""
     synchronous: bool = False
     """The replica takes synchronous steps: nobody goes on without it, and it is not excused for being slow."""
     last_seen: float = 0.0

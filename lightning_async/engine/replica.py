@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_async import ops
+from lightning_async.errors import AsyncTrainingError
 from lightning_async.flat import FlatLayout
 
 __all__ = ["BufferPolicy", "OptimizerPolicy", "Replica", "check_materialised", "describe"]
@@ -62,6 +63,7 @@ class Replica:
         self.policy: BufferPolicy = buffers
         self.device = torch.device(device)
         self._named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+        self._frozen = [(n, p) for n, p in module.named_parameters() if not p.requires_grad]
         floats = [(n, b) for n, b in module.named_buffers() if b.is_floating_point()]
         self.counters = [b for _, b in module.named_buffers() if not b.is_floating_point()]
         self._float_buffers = floats if buffers != "keep" else []
@@ -108,7 +110,17 @@ class Replica:
         return self._sections[0].of(bucket)
 
     def pack_(self, bucket: Tensor) -> None:
-        """Parameters, buffers and optimizer state into ``bucket``, as fp32."""
+        """Parameters, buffers and optimizer state into ``bucket``, as fp32.
+
+        Raises:
+            AsyncTrainingError: a parameter that was frozen at the start is trained now.
+        """
+        thawed = [name for name, p in self._frozen if p.requires_grad]
+        if thawed:
+            raise AsyncTrainingError(
+                f"Parameters {thawed} were frozen when training began, so they are not averaged, and require gradients "
+                "now. Let them require gradients from the start, and keep them still by a learning rate of zero."
+            )
         for i, section in enumerate(self._sections):
             ops.pack_(section.of(bucket), section.layout, section.tensors, self.remainders if i == 0 else None)
 

@@ -158,7 +158,7 @@ class RoundServer:
         decision = decide(headers)
         waited_s = self._now() - started
         with box.changed:
-            box.mean_steps = sum(h.clock for h in headers) / len(headers)
+            box.mean_steps, box.steps_then = sum(h.clock for h in headers) / len(headers), header.clock
             self._note(decision)
         if decision.catch_up is not None:
             self._catch_up(decision.catch_up)

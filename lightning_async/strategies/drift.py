@@ -11,6 +11,8 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from lightning_async.engine.averager import BackgroundAverager
 from lightning_async.engine.gate import Arrival
 from lightning_async.engine.round import Gate
@@ -36,6 +38,10 @@ class DriftPatches:
         self.gates_epochs = True
         """Whether all ranks meet at the end of each epoch."""
         self._strategy, self._trainer = strategy, trainer
+        self._due = self._held = 0
+        """Validations within this epoch: that this rank's clock has asked for, and that all have run."""
+        self._due_at_end = False
+        self._stepped: dict[int, int] = {}
         self._undo: list[Callable[[], None]] = []
 
     def install(self) -> None:
@@ -147,16 +153,33 @@ class DriftPatches:
     # ---- what all ranks do together ----
 
     def _should_validate(self, original: Any) -> Any:
+        """When to validate: on this rank's clock, or because another rank asks.
+
+        One that is due with the last batch of an epoch waits until all ranks are there (`_end_epoch`), so that it sees
+        the model of the whole epoch. Else the rank that comes first asks all, and what the others' clocks say
+        about the same validation, sooner or later, is done with it.
+        """
+
         def should_check_val_fx(data_fetcher: Any) -> bool:
-            averager = self._strategy.averager
-            asked = averager is not None and averager.validation_asked and self._trainer.enable_validation
-            return asked or original(data_fetcher)
+            averager, epoch = self._strategy.averager, self._trainer.fit_loop.epoch_loop
+            if averager is None or epoch.restarting:
+                return original(data_fetcher)
+            due = original(data_fetcher)
+            stops = self._trainer.should_stop and self._trainer.fit_loop._can_stop_early
+            if due and self.gates_epochs and (epoch._is_training_done or stops):
+                self._due_at_end = True
+                return False
+            if due and self._trainer._val_check_time_interval is None:
+                self._due += 1
+                due = self._due > self._held
+            return due or (averager.validation_asked and self._trainer.enable_validation)
 
         return should_check_val_fx
 
     def _validate(self, original: Any) -> Any:
         def run() -> Any:
             self.rendezvous(Gate.VALIDATE)
+            self._held += 1
             return original()
 
         return run
@@ -176,9 +199,14 @@ class DriftPatches:
 
     def _end_epoch(self, original: Any) -> Any:
         def on_advance_end() -> None:
-            averager = self._strategy.averager
-            if self.gates_epochs:
+            averager, world = self._strategy.averager, self._strategy.world
+            if self.gates_epochs and averager is not None and world is not None:
                 self.rendezvous(Gate.EPOCH_END, self._trainer.current_epoch)
+                due = torch.tensor(float(self._due_at_end))
+                if world.reduce(due, "max") > 0.0:
+                    self._join_validation()
+                self._due_at_end = False
+                self._due = self._held = 0
             original()
             if averager is not None:
                 averager.epoch += 1
@@ -206,21 +234,25 @@ class DriftPatches:
 
     def _update_learning_rates(self, original: Any) -> Any:
         """With ``lr_clock="global"``, schedulers that step per batch follow the mean over all replicas."""
-        taken = 0
 
         def update(interval: str, update_plateau_schedulers: bool) -> None:
-            nonlocal taken
-            strategy = self._strategy
-            if strategy.lr_clock == "local" or interval != "step" or strategy.averager is None:
+            averager, trainer = self._strategy.averager, self._trainer
+            if (
+                averager is None
+                or self._strategy.lr_clock == "local"
+                or interval != "step"
+                or update_plateau_schedulers
+            ):
                 original(interval=interval, update_plateau_schedulers=update_plateau_schedulers)
                 return
-            due = strategy.averager.global_step()
-            if update_plateau_schedulers:
-                original(interval=interval, update_plateau_schedulers=True)
-                return
-            while taken < due:
-                original(interval=interval, update_plateau_schedulers=False)
-                taken += 1
+            for i, config in enumerate(trainer.lr_scheduler_configs):
+                if config.interval != "step" or config.reduce_on_plateau:
+                    continue
+                taken = self._stepped.get(i, averager.first_step // config.frequency)
+                due = averager.global_step() // config.frequency
+                for _ in range(taken, due):
+                    trainer.lightning_module.lr_scheduler_step(config.scheduler, None)
+                self._stepped[i] = max(taken, due)
 
         return update
 

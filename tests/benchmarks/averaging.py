@@ -26,7 +26,7 @@ from tests.benchmarks.scenarios import QUICK, RELATIVE_STEP_TIMES, Plan, measure
 MODULE = "tests.benchmarks.averaging"
 SPEED_PEERS = ("single", "apart", "ddp", "ddp raw", "periodic", "blocking", "ours", "ours H=16", "ours DiLoCo")
 LOOPBACK_PEERS = ("single", "apart", "ddp", "periodic", "ours", "ours DiLoCo")
-STRAGGLER_PEERS = ("ddp", "ours synchronous", "ours timed")
+STRAGGLER_PEERS = ("apart", "ddp", "ours synchronous", "ours timed")
 QUICK_PEERS = ("single", "ddp", "ours")
 RATE_MBIT = 100.0
 

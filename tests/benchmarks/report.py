@@ -176,9 +176,7 @@ def draw(report: Report, path: Path) -> None:
         single = next((row.ms_per_step for row in section.rows if row.peer == "single"), None)
         if by_step and single is not None:
             axes.axvline(single, color="#444444", linewidth=1, linestyle=":")
-        if by_step and max(values) > 5 * min(value or 1.0 for value in values):
-            axes.set_xscale("log")
-        axes.set_xlim(right=(max(values) or 1.0) * (1.6 if axes.get_xscale() == "log" else 1.15))
+        axes.set_xlim(right=1.15 * (max(values) or 1.0))
         axes.invert_yaxis()
         axes.set_title(section.title, loc="left", fontsize=10)
         axes.set_xlabel(unit, fontsize=9)

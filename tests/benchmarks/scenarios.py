@@ -31,17 +31,17 @@ class Plan:
 
     Args:
         repeats: how often each peer runs.
-        warmup: steps before the measurement, a multiple of every period.
+        warmup: steps before the measurement: some periods and a bit, for the measured part must not begin on a round.
         steps: steps measured, a multiple of every period.
-        short_warmup: the same for peers that communicate at every step.
-        short_steps: the same.
+        short_warmup: warm-up of peers that communicate at every step.
+        short_steps: steps measured of them.
         slot_s: padded step time; None to choose it by measuring.
         straggler_s: how long the replicas of unequal speed train.
         straggler_slot_s: step time of a replica with relative step time 1.
     """
 
     repeats: int = 3
-    warmup: int = 64
+    warmup: int = 72
     steps: int = 192
     short_warmup: int = 4
     short_steps: int = 20
@@ -50,7 +50,7 @@ class Plan:
     straggler_slot_s: float = 0.1
 
 
-QUICK = Plan(repeats=1, warmup=32, steps=32, short_warmup=2, short_steps=6, straggler_s=10.0)
+QUICK = Plan(repeats=1, warmup=40, steps=32, short_warmup=2, short_steps=6, straggler_s=10.0)
 
 
 @dataclass(kw_only=True)
