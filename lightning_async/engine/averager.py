@@ -160,6 +160,7 @@ class BackgroundAverager(Gates, Generic[S]):
         self._wait(lambda: box.message is None)
         arrived = box.arrived
         if arrived is not None and arrived.used is not None:  # None: no replica had samples
+            replica.to_training.take()
             replica.unpack_gradients_(arrived.target, arrived.used, scale)
         with box.changed:
             box.arrived = None
@@ -223,6 +224,7 @@ class BackgroundAverager(Gates, Generic[S]):
         return True
 
     def _post(self, message: Message) -> None:
+        self.replica.to_engine.give()
         with self._box.changed:
             self._box.message = message
             self._box.changed.notify_all()
@@ -238,12 +240,14 @@ class BackgroundAverager(Gates, Generic[S]):
         started = self._now()
         self._merge(arrived)
         self._merge_s += self._now() - started
+        self.replica.to_engine.give()
         with box.changed:
             box.arrived, box.merging = None, False
             box.changed.notify_all()
         return self._report(arrived)
 
     def _merge(self, arrived: Arrived) -> None:
+        self.replica.to_training.take()
         message, consensus = arrived.message, arrived.kind is Kind.CONSENSUS
         stood_still = message.step == self.step if message is not None else self._at_target
         copies = consensus or arrived.base is None or stood_still

@@ -59,6 +59,7 @@ class Commits:
             if agreed is not target:
                 target.copy_(agreed)
         self.next_round += 1
+        replica.to_training.give()
         with self._mailbox.changed:
             self._mailbox.changed.wait_for(lambda: not self._mailbox.merging)
             self._hand_over(exchange, self._base(exchange))

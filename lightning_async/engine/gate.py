@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from lightning_async.engine.mailbox import Mailbox
+from lightning_async.engine.replica import Replica
 from lightning_async.engine.round import Gate, Kind
 from lightning_async.engine.rounds import RoundServer
 from lightning_async.engine.telemetry import RoundReport, RunSummary
@@ -35,6 +36,7 @@ class Gates(ABC):
     _blocked_s: float
     summary: RunSummary
     step: int
+    replica: Replica
 
     stop_requested = False
     """Set by a signal handler, which may touch nothing else: a vote for stopping follows."""
@@ -88,6 +90,7 @@ class Gates(ABC):
         """
         box, started = self._box, self._now()
         consensuses = self.summary.consensuses
+        self.replica.to_engine.give()
         with box.changed:
             box.gate, box.gate_index, box.opened = gate, index, False
             in_flight = box.message is not None and box.message.kind is Kind.ROUND

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_async import ops
+from lightning_async.engine.streams import Handover
 from lightning_async.errors import AsyncTrainingError
 from lightning_async.flat import FlatLayout
 
@@ -62,6 +63,7 @@ class Replica:
         check_materialised(module)
         self.policy: BufferPolicy = buffers
         self.device = torch.device(device)
+        self.to_engine, self.to_training = Handover(self.device), Handover(self.device)
         self._named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         self._frozen = [(n, p) for n, p in module.named_parameters() if not p.requires_grad]
         floats = [(n, b) for n, b in module.named_buffers() if b.is_floating_point()]

@@ -19,6 +19,7 @@ from lightning_async.engine.mailbox import Mailbox, Message
 from lightning_async.engine.payload import Exchange, Payload, mask_of
 from lightning_async.engine.replica import Replica
 from lightning_async.engine.round import Decision, Gate, Header, Kind, Stage, decide
+from lightning_async.engine.streams import side_stream
 from lightning_async.engine.waiting import Closed, Waiter
 from lightning_async.errors import CollectiveError, GenerationChanged, PeerLost
 from lightning_async.rules.protocols import AveragingRule
@@ -98,13 +99,8 @@ class RoundServer:
     def _run(self) -> None:
         box = self._mailbox
         try:
-            while self._wait_for_cause():
-                try:
-                    self._serve()
-                except PeerLost:
-                    raise
-                except CollectiveError as error:
-                    self._recover(error)
+            with side_stream(self._replica.device):
+                self._serve_all()
         except Closed:
             return
         except BaseException as error:  # handed to the training thread, which raises it
@@ -114,6 +110,15 @@ class RoundServer:
                 box.changed.notify_all()
             if not box.closing:
                 self._membership.fail(f"{type(error).__name__}: {error}")
+
+    def _serve_all(self) -> None:
+        while self._wait_for_cause():
+            try:
+                self._serve()
+            except PeerLost:
+                raise
+            except CollectiveError as error:
+                self._recover(error)
 
     def _wait_for_cause(self) -> bool:
         """Until this rank has a reason to answer the next header; False when closing."""
@@ -147,6 +152,7 @@ class RoundServer:
         with box.changed:
             header, message = self._compose()
             box.claimed = True
+        self._replica.to_engine.take()
         if message is not None:
             header = self._announce(header, message)
         self._to(Stage.HEADER)

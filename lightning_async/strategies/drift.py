@@ -245,11 +245,12 @@ class DriftPatches:
             ):
                 original(interval=interval, update_plateau_schedulers=update_plateau_schedulers)
                 return
+            first, now = averager.first_step, averager.global_step()
             for i, config in enumerate(trainer.lr_scheduler_configs):
                 if config.interval != "step" or config.reduce_on_plateau:
                     continue
-                taken = self._stepped.get(i, averager.first_step // config.frequency)
-                due = averager.global_step() // config.frequency
+                taken: int = self._stepped.get(i, first // config.frequency)
+                due = now // config.frequency
                 for _ in range(taken, due):
                     trainer.lightning_module.lr_scheduler_step(config.scheduler, None)
                 self._stepped[i] = max(taken, due)
