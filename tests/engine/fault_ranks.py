@@ -1,0 +1,204 @@
+"""In-process ranks that fail: scripted faults, per-rank arguments, and what became of each rank."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_async.comm.faulty import Fault, FaultyCollectives
+from lightning_async.comm.inprocess import InProcessWorld
+from lightning_async.comm.protocols import Pending
+from lightning_async.comm.rendezvous import Membership
+from lightning_async.engine.averager import BackgroundAverager
+from lightning_async.engine.config import AveragerConfig, Deadlines
+from lightning_async.engine.replica import Replica
+from lightning_async.engine.round import Header, Kind, decide
+from lightning_async.rules import DeltaMean, EveryNSteps
+from tests.engine.ranks import Rank
+
+PAYLOAD, HEADER = "world/payload", "world/header"
+NEVER = EveryNSteps(10**6)
+DEADLINES = Deadlines(payload=timedelta(seconds=5), grace=timedelta(seconds=60), reform=timedelta(seconds=20))
+
+
+@dataclass
+class Outcome:
+    """What became of one rank."""
+
+    value: Any = None
+    error: BaseException | None = None
+
+
+@dataclass
+class Ledger:
+    """The header tables that one rank has seen; each decides the same on every rank."""
+
+    tables: list[list[Header]] = field(default_factory=list)
+    message_sent: threading.Event = field(default_factory=threading.Event)
+    """The engine has sent a header with a message."""
+
+    def work(self) -> float:
+        """Work that rounds and consensuses have counted; right where none of them failed."""
+        total = 0.0
+        for headers in self.tables:
+            kind = decide(headers).kind
+            if kind is Kind.ROUND:
+                total += sum(h.work for h in headers if h.kind is Kind.ROUND)
+            elif kind is Kind.CONSENSUS:
+                total += sum(h.unreported for h in headers)
+        return total
+
+
+class _Recorded(Pending[Tensor]):
+    def __init__(self, inner: Pending[Tensor], ledger: Ledger) -> None:
+        self._inner, self._ledger = inner, ledger
+
+    def done(self) -> bool:
+        return self._inner.done()
+
+    def wait(self, timeout: timedelta) -> bool:
+        return self._inner.wait(timeout)
+
+    def result(self, timeout: timedelta | None = None) -> Tensor:
+        table = self._inner.result(timeout)
+        self._ledger.tables.append([Header.unpack(row) for row in table.tolist()])
+        return table
+
+
+class Recording:
+    """Any collectives, with every table of headers written down."""
+
+    def __init__(self, inner: Any, ledger: Ledger) -> None:
+        self._inner, self._ledger = inner, ledger
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def fork(self, name: str, timeout: timedelta | None = None) -> Any:
+        return Recording(self._inner.fork(name, timeout), self._ledger)
+
+    def all_gather(self, buffer: Tensor) -> Any:
+        is_header = self._inner.name == HEADER and buffer.numel() > 1
+        if is_header and Header.unpack(buffer.tolist()).kind is Kind.ROUND:
+            self._ledger.message_sent.set()
+        pending = self._inner.all_gather(buffer)
+        return _Recorded(pending, self._ledger) if is_header else pending
+
+
+@dataclass
+class FaultyRank(Rank):
+    """A replica with what a test of failures needs to reach."""
+
+    membership: Any = None
+    ledger: Ledger = field(default_factory=Ledger)
+
+    @property
+    def number(self) -> int:
+        return self.averager.summary.rank
+
+    @property
+    def rule_state(self) -> dict[str, Tensor]:
+        return self.averager.state_dict()["rule_state"]
+
+
+@contextmanager
+def faulty_rank(
+    collectives: Any,
+    store: Any,
+    goal: float,
+    *,
+    script: Sequence[Fault] = (),
+    rule: Any = None,
+    schedule: Any = None,
+    overlap: bool = False,
+    deadlines: Deadlines = DEADLINES,
+    dead_after: timedelta = timedelta(seconds=20),
+    numel: int = 8,
+    weighting: Any = "samples",
+    part_bytes: int = 16 << 20,
+) -> Iterator[FaultyRank]:
+    module = nn.Linear(numel, 1, bias=False)
+    with torch.no_grad():
+        module.weight.fill_(1.0)
+    membership = Membership(
+        store, collectives.rank, collectives.world_size, interval=timedelta(seconds=0.02), dead_after=dead_after
+    )
+    membership.start()
+    ledger = Ledger()
+    averager = BackgroundAverager(
+        FaultyCollectives(Recording(collectives, ledger), script),  # pyright: ignore[reportArgumentType]
+        membership,
+        Replica(module),
+        rule or DeltaMean(),
+        schedule or EveryNSteps(4),
+        AveragerConfig(overlap=overlap, deadlines=deadlines, weighting=weighting, part_bytes=part_bytes),
+    )
+    membership.on_change = averager.wake
+    try:
+        averager.start()
+        try:
+            yield FaultyRank(averager, module, goal, 0.1, membership, ledger)
+        except BaseException as error:
+            membership.fail(f"{type(error).__name__}: {error}")  # as the strategy does in `on_exception`
+            raise
+    finally:
+        averager.close()
+        membership.close()
+
+
+def outcomes(
+    world_size: int,
+    body: Callable[[FaultyRank], Any],
+    *,
+    scripts: dict[int, Sequence[Fault]] | None = None,
+    each: dict[int, dict[str, Any]] | None = None,
+    timeout: float = 40.0,
+    **kwargs: Any,
+) -> list[Outcome]:
+    """Run ``body`` on every rank, each to its own end; ``each`` holds further arguments by rank."""
+    world = InProcessWorld(world_size)
+
+    def on_rank(collectives: Any) -> Outcome:
+        number = collectives.rank
+        mine = kwargs | {"script": (scripts or {}).get(number, ())} | (each or {}).get(number, {})
+        try:
+            with faulty_rank(collectives, world.store, float(number), **mine) as rank:
+                return Outcome(value=body(rank))
+        except BaseException as error:
+            return Outcome(error=error)
+
+    return world.run(on_rank, timedelta(seconds=timeout))
+
+
+def values(world_size: int, body: Callable[[FaultyRank], Any], **kwargs: Any) -> list[Any]:
+    """As `outcomes`, where no rank may fail."""
+    all_ = outcomes(world_size, body, **kwargs)
+    for outcome in all_:
+        if outcome.error is not None:
+            raise outcome.error
+    return [outcome.value for outcome in all_]
+
+
+class Turnstile:
+    """Lets ranks wait for each other by name, with a deadline, where a test needs an order."""
+
+    def __init__(self) -> None:
+        self._events: dict[str, threading.Event] = {}
+        self._lock = threading.Lock()
+
+    def event(self, name: str) -> threading.Event:
+        with self._lock:
+            return self._events.setdefault(name, threading.Event())
+
+    def set(self, name: str) -> None:
+        self.event(name).set()
+
+    def wait(self, name: str, timeout: float = 20.0) -> None:
+        assert self.event(name).wait(timeout), f"nobody came to {name!r}"
