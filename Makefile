@@ -10,6 +10,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 BENCH_ARGS ?= --out runs/bench
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install $(PIP_ARGS)
@@ -34,9 +35,9 @@ $(BIN)/python:
 $(VENV)/.torch: $(ASKED) | $(BIN)/python
 	@if [ -n "$(ASKED)" ] || ! $(BIN)/python -c 'import importlib.metadata as m; m.version("torch")' 2>/dev/null; then \
 	  echo "pip install $(TORCH)"; \
-	  $(PIP) --quiet "$(TORCH)" || { echo; \
+	  $(PIP) --quiet "$(TORCH)" || $(PIP) --quiet --extra-index-url $(TORCH_CPU_INDEX) "$(TORCH)" || { echo; \
 	    echo "pip found no $(TORCH). Say where the CPU build is, or ask for another build:"; \
-	    echo "  make $(firstword $(MAKECMDGOALS) test) PIP_ARGS='--extra-index-url <the CPU index that pytorch.org shows>'"; \
+	    echo "  make $(firstword $(MAKECMDGOALS) test) TORCH_CPU_INDEX=<an index with the CPU build>"; \
 	    echo "  make $(firstword $(MAKECMDGOALS) test) TORCH=torch==2.13.0     (on Linux: with CUDA, several gigabytes)"; \
 	    exit 1; } ; \
 	fi

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ class Handover:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._event: torch.cuda.Event | None = None
+        self._event: Any = None
 
     def give(self) -> None:
         """What this thread's stream holds by now comes first."""

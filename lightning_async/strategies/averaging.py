@@ -118,7 +118,6 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         self._trainer: Any = None
         self._patches: DriftPatches | None = None
         self._saved_state: dict[str, Any] | None = None
-        self.failed = False
         self._samples = 0.0
         self._batch_action: Action | None = None
         self._steps_seen = self._steps_counted = 0
@@ -180,7 +179,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         connection.membership.on_change = self.averager.wake
         for optimizer in self.optimizers:
             self._hooks.append(optimizer.register_step_post_hook(self._count_step))
-        connection.root.open()
+        connection.open()
         self.averager.start()
 
     def on_exception(self, exception: BaseException) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +18,7 @@ from lightning_async.comm.torch import TorchCollectives
 from lightning_async.namespace import fabric
 from lightning_async.strategies.world import World
 
-__all__ = ["Connection", "join_default_group"]
+__all__ = ["Connection", "join_default_group", "short_world"]
 
 log = logging.getLogger(__name__)
 
@@ -76,9 +78,15 @@ class Connection:
             self.payload = TorchCollectives(
                 store, self.rank, self.world_size, backend=backend, name="device", device=device
             )
+        self._roots = [self.root] if self.payload is self.root else [self.root, self.payload]
         self.membership = Membership(store, self.rank, self.world_size, dead_after=dead_after)
         self.membership.start()
         self.world = World(self.root, self.membership.check)
+
+    def open(self) -> None:
+        """Form all groups now, those forked off too, rather than each at its first use."""
+        for root in self._roots:
+            root.open()
 
     def close(self, in_order: bool) -> None:
         """Release everything; with ``in_order``, first wait shortly until no rank needs the groups any more."""
@@ -88,5 +96,24 @@ class Connection:
             except Exception as error:
                 log.warning("Rank %d: the last barrier failed: %s", self.rank, error)
         self.membership.close()
-        for root in {id(c): c for c in (self.payload, self.root)}.values():
+        for root in self._roots:
             root.close()
+
+
+@contextmanager
+def short_world(environment: Any, name: str) -> Iterator[World]:
+    """Collectives over all ranks for one operation outside of a run; all ranks call it with the same name."""
+    rank, timeout = environment.global_rank(), timedelta(minutes=30)
+    root = TorchCollectives(
+        distributed_c10d.PrefixStore(name, _store(environment, rank, timeout)),
+        rank,
+        environment.world_size(),
+        name="world",
+        timeout=timeout,
+        form_timeout=timeout,
+    )
+    try:
+        yield World(root)
+        root.barrier().result()
+    finally:
+        root.close()

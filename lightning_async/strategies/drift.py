@@ -249,8 +249,8 @@ class DriftPatches:
             for i, config in enumerate(trainer.lr_scheduler_configs):
                 if config.interval != "step" or config.reduce_on_plateau:
                     continue
-                taken: int = self._stepped.get(i, first // config.frequency)
-                due = now // config.frequency
+                every = config.frequency or 1
+                taken, due = self._stepped.get(i, first // every), now // every
                 for _ in range(taken, due):
                     trainer.lightning_module.lr_scheduler_step(config.scheduler, None)
                 self._stepped[i] = max(taken, due)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
 
@@ -12,7 +14,7 @@ from lightning_async.engine.replica import describe
 from lightning_async.errors import LayoutMismatch
 from lightning_async.flat import FlatLayout
 from lightning_async.namespace import fabric, pytorch
-from lightning_async.strategies.connection import Connection, join_default_group
+from lightning_async.strategies.connection import Connection, join_default_group, short_world
 from lightning_async.strategies.environments import MPIRunEnvironment
 from lightning_async.strategies.world import World
 
@@ -59,7 +61,9 @@ class ReplicatedStrategy(ParallelStrategy):
         self._start_method: StartMethod = start_method
         self._num_nodes = 1
         self._connection: Connection | None = None
-        self._runs = 0
+        self.failed = False
+        """This rank has ended with an exception: nothing waits for others any more."""
+        self._runs = self._operations = 0
 
     # ---- ranks and processes ----
 
@@ -193,29 +197,40 @@ class ReplicatedStrategy(ParallelStrategy):
 
     @property
     def world(self) -> World | None:
-        """Collectives over all ranks; None in a world of one."""
+        """Collectives over all ranks while the Trainer runs; None otherwise, and in a world of one."""
         return self._connection.world if self._connection is not None else None
 
+    @contextmanager
+    def _together(self) -> Iterator[World | None]:
+        """`world`; after a run, one for this operation (`trainer.save_checkpoint` after `fit`, say)."""
+        if self._connection is not None:
+            yield self._connection.world
+        elif self.world_size > 1 and self._runs > 0 and not self.failed:
+            self._operations += 1
+            with short_world(self.cluster_environment, f"lightning_async/{self._runs}.{self._operations}") as world:
+                yield world
+        else:
+            yield None
+
     def barrier(self, name: str | None = None) -> None:
-        if self.world is not None:
-            self.world.barrier(name or "")
+        with self._together() as world:
+            if world is not None:
+                world.barrier(name or "")
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        return self.world.broadcast(obj, src) if self.world is not None else obj
+        with self._together() as world:
+            return obj if world is None else world.broadcast(obj, src)
 
     def reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: Any = "mean") -> Tensor | Any:
-        if self.world is None or not isinstance(tensor, Tensor):
-            return tensor
-        return self.world.reduce(tensor, reduce_op)
+        with self._together() as world:
+            return tensor if world is None or not isinstance(tensor, Tensor) else world.reduce(tensor, reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        if self.world is None:
-            return decision
-        flag = torch.tensor(float(decision))
-        return bool(self.world.reduce(flag, "min" if all else "max"))
+        return bool(self.reduce(torch.tensor(float(decision)), reduce_op="min" if all else "max"))
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        return self.world.all_gather(tensor, sync_grads) if self.world is not None else tensor.unsqueeze(0)
+        with self._together() as world:
+            return tensor.unsqueeze(0) if world is None else world.all_gather(tensor, sync_grads)
 
 
 def rank_zero_info(text: str) -> None:

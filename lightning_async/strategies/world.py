@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -12,11 +13,13 @@ import torch
 from torch import Tensor
 
 from lightning_async.comm.protocols import Collectives, Pending, ReduceOp
+from lightning_async.errors import GateMismatch
 
 __all__ = ["World"]
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+_TEXT_BYTES = 128
 
 
 class World:
@@ -26,22 +29,32 @@ class World:
     deadlock where they take unequal numbers of steps. Then every operation answers with this rank's own value
     and says so once.
 
+    Before each operation the ranks compare what they are about to do: where one came for something else (it logged
+    other metrics, say), all get an error that names both, instead of a hang.
+
     Args:
         collectives: a communicator for CPU tensors.
         check: raises if a peer was lost; called while waiting.
+        deadline: for each operation.
     """
 
-    def __init__(self, collectives: Collectives, check: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        collectives: Collectives,
+        check: Callable[[], None] = lambda: None,
+        deadline: timedelta = timedelta(minutes=30),
+    ) -> None:
         self.rank, self.world_size = collectives.rank, collectives.world_size
         self.drifting = False
         self._collectives = collectives
-        self._check = check
+        self._check, self._deadline = check, deadline
         self._warned: set[str] = set()
 
     def barrier(self, name: str = "") -> None:
         """Wait for all ranks; nothing while drifting."""
         if self._is_local(f"barrier({name!r})", "does not wait for the other replicas"):
             return
+        self._compare(f"barrier({name!r})")
         self._wait(self._collectives.barrier())
 
     def reduce(self, tensor: Tensor, op: Any = "mean") -> Tensor:
@@ -52,6 +65,7 @@ class World:
         if self._is_local(f"reduce({kind})", "returns this replica's own value (log with `on_epoch=True` instead)"):
             return tensor
         buffer = _to_cpu(tensor)
+        self._compare(f"reduce({kind}) of shape {tuple(tensor.shape)}, {tensor.dtype}")
         if kind == "product":
             return self._wait(self._collectives.all_gather(buffer)).prod(dim=0).to(tensor.device)
         if kind in ("mean", "avg") and not buffer.is_floating_point():
@@ -72,12 +86,14 @@ class World:
             )
         if sync_grads and tensor.requires_grad:
             return _GatherWithGrad.apply(tensor, self)
+        self._compare(f"all_gather of shape {tuple(tensor.shape)}, {tensor.dtype}")
         return self._wait(self._collectives.all_gather(_to_cpu(tensor))).to(tensor.device)
 
     def gather_uneven(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's tensor; shapes may differ in size, not in number of dimensions."""
         if self.world_size == 1 or self.drifting:
             return [tensor]
+        self._compare(f"gather of {tensor.ndim} dimensions, {tensor.dtype}")
         shape = torch.tensor([*tensor.shape], dtype=torch.int64)
         shapes = self._wait(self._collectives.all_gather(shape)).tolist() if tensor.ndim else [[]] * self.world_size
         largest = [max(sizes) for sizes in zip(*shapes, strict=True)]
@@ -114,8 +130,24 @@ class World:
             )  # fmt: skip
         return self.drifting
 
+    def _compare(self, what: str) -> None:
+        """Raise on every rank if they came for different things."""
+        text = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
+        data = what.encode()[:_TEXT_BYTES]
+        text[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        rows = self._wait(self._collectives.all_gather(text))
+        if (rows == rows[0]).all():
+            return
+        calls = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
+        raise GateMismatch(
+            f"Rank {self.rank}: the ranks came together for different operations: "
+            + ", ".join(f"rank {rank} calls {call}" for rank, call in enumerate(calls))
+            + ". Do all of them log the same metrics with `sync_dist=True`, and call the same hooks?"
+        )
+
     def _wait(self, pending: Pending[T]) -> T:
-        while not pending.wait(timedelta(seconds=0.2)):
+        started = time.monotonic()
+        while not pending.wait(timedelta(seconds=0.2)) and time.monotonic() - started < self._deadline.total_seconds():
             self._check()
         return pending.result(timedelta(0))
 
