@@ -124,24 +124,25 @@ def lose_the_store(dead_after: float) -> dict[str, Any]:
             time.sleep(0.01)
 
 
-def survive_a_stop(dead_after: float, stopped: int) -> dict[str, Any]:
-    """A rank is stopped for a while; the others wait for it in an all-reduce and check all the time."""
+def survive_stops(dead_after: float) -> list[float]:
+    """Each rank in turn is stopped for a while; the other waits for it in an all-reduce and checks all the time."""
+    waited = []
     with world(dead_after) as (comm, membership):
-        if stopped != RANK:
+        for stopped in range(WORLD_SIZE):
+            if stopped == RANK:
+                print(f"stop {stopped}", flush=True)
+                time.sleep(0.5)  # in here
+            started = time.monotonic()
             pending = comm.all_reduce(torch.ones(4))
-            print("waiting", flush=True)
-        else:
-            print("ready", flush=True)
-            time.sleep(0.5)  # it is stopped in here
-            pending = comm.all_reduce(torch.ones(4))
-        started = time.monotonic()
-        while not pending.wait(timedelta(seconds=0.02)):
+            print(f"waiting for {stopped}", flush=True)
+            while not pending.wait(timedelta(seconds=0.02)):
+                membership.check()
             membership.check()
-        membership.check()
-        total = pending.result()[0].item()
+            assert pending.result()[0].item() == WORLD_SIZE
+            waited.append(time.monotonic() - started)
         comm.barrier().result()
         membership.check()
-        return {"waited_s": time.monotonic() - started, "total": total}
+    return waited
 
 
 def exit_in_order(times: int) -> int:

@@ -1,0 +1,76 @@
+"""Real processes that are killed, stopped, and that end in order."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from lightning_async.comm.stores import HashStore
+from lightning_async.comm.torch import TorchCollectives
+from tests.support import run_ranks, start_ranks
+
+
+def test_killed_in_an_all_reduce() -> None:
+    with start_ranks("tests.comm.workers:lose_a_rank", 3, kwargs={"dead_after": 1.0}, timeout=50) as group:
+        for rank in range(3):
+            group.wait_for(rank, "training")
+        time.sleep(0.3)  # well inside the loop of all-reduces
+        killed_at = time.time()
+        group.signal(2, signal.SIGKILL)
+        results = group.join()
+    assert [result.returncode for result in results] == [0, 0, -9], "\n".join(map(str, results))
+    for result in results[:2]:
+        told = result.value
+        assert told["noticed"] - killed_at < 1.0
+        assert "all_reduce(sum) #" in told["message"] and "generation 0" in told["message"]
+        assert told["lost"] == [2] and "rank 2 was last seen" in told["text"]
+        assert 0.8 < told["named"] - killed_at < 4.0
+        assert told["quorum"] == [0, 1] and told["total"] == 2.0
+
+
+def test_the_stores_host_killed() -> None:
+    with start_ranks("tests.comm.workers:lose_the_store", 2, kwargs={"dead_after": 4.0}, timeout=50) as group:
+        for rank in range(2):
+            group.wait_for(rank, "training")
+        killed_at = time.time()
+        group.signal(0, signal.SIGKILL)
+        results = group.join()
+    told = results[1].value
+    assert results[1].returncode == 0, results[1]
+    assert told["ranks"] == [0] and "the store has not answered" in told["text"]
+    assert told["at"] - killed_at < 6.0
+
+
+def test_stopped_for_a_while_is_no_death() -> None:
+    with start_ranks("tests.comm.workers:survive_stops", 2, kwargs={"dead_after": 6.0}, timeout=60) as group:
+        for stopped in range(2):  # rank 0 hosts the store
+            group.wait_for(1 - stopped, f"waiting for {stopped}")
+            group.wait_for(stopped, f"stop {stopped}")
+            group.signal(stopped, signal.SIGSTOP)
+            time.sleep(2.5)
+            group.signal(stopped, signal.SIGCONT)
+        results = group.join()
+    assert [result.returncode for result in results] == [0, 0], "\n".join(map(str, results))
+    assert all(results[1 - stopped].value[stopped] > 2.0 for stopped in range(2))
+
+
+@pytest.mark.parametrize("again", range(2))
+def test_ends_in_order(again: int) -> None:
+    for result in run_ranks("tests.comm.workers:exit_in_order", 2, kwargs={"times": 4}, timeout=40):
+        assert result.value == 4
+        assert "Traceback" not in result.stderr and "terminate" not in result.stderr, result
+
+
+def test_wrong_arguments_raise_before_any_io() -> None:
+    store = HashStore()
+    with pytest.raises(ValueError, match="backend='mpi'"):
+        TorchCollectives(store, 0, 2, backend="mpi")
+    with pytest.raises(ValueError, match="backend='horovod'"):
+        TorchCollectives(store, 0, 2, backend="horovod")
+    with pytest.raises(ValueError, match="rank=2"):
+        TorchCollectives(store, 2, 2)
+    comm = TorchCollectives(store, 0, 2)
+    assert store.num_keys() <= 1  # the store's own
+    comm.close()
