@@ -75,14 +75,7 @@ class BackgroundAverager(Gates, Generic[S]):
         self._started_at = self._last_tick = self._merge_s = self._blocked_s = 0.0
         replica.pack_(replica.received)
         self._server = RoundServer(
-            collectives,
-            payload or collectives,
-            membership,
-            replica,
-            rule,
-            self._box,
-            self.config,
-            now=now,
+            collectives, payload or collectives, membership, replica, rule, self._box, self.config, now
         )
 
     # ---- life ----
@@ -185,9 +178,9 @@ class BackgroundAverager(Gates, Generic[S]):
             self._see()
             if stepped:
                 self.step += 1
-                box.steps = float(self.step)
                 self._at_target = False
                 box.agreed = -1
+                box.total = Work(box.total.samples + samples, float(self.step))
                 self.summary.samples += samples
                 self.summary.steps += 1
                 if action is not Action.GRADIENTS:
@@ -218,6 +211,7 @@ class BackgroundAverager(Gates, Generic[S]):
             work = box.work.copy()
             if box.message is not None or box.arrived is not None or box.claimed or self.config.weigh(work) <= 0.0:
                 return False
+        self.replica.check_unchanged()
         self.replica.pack_(self.replica.sent)
         self._merge_s += self._now() - started
         self._post(Message(Kind.ROUND, work, self.step, lr))
@@ -281,6 +275,7 @@ class BackgroundAverager(Gates, Generic[S]):
         self._round_s = arrived.exchange_s
         self.summary.add(report)
         self.summary.failed_rounds = self._box.failed_rounds
+        self.summary.samples_by_rank = list(self._box.samples_by_rank)
         return report
 
     def global_step(self) -> int:
@@ -323,8 +318,9 @@ class BackgroundAverager(Gates, Generic[S]):
         commits.next_round = int(saved["round"])
         commits.rule_state = self.rule.load_state_dict(commits.rule_state, saved["rule_state"])
         self.step, self.epoch = int(saved["step"]), int(saved["epoch"])
-        self._box.steps = self._box.steps_then = self._box.mean_steps = float(self.step)
+        self._box.steps_then = self._box.mean_steps = float(self.step)
         self._box.synchronous = bool(saved["synchronous"])
         for name, value in saved["summary"].items():
             if name not in ("rank", "world_size"):
                 setattr(self.summary, name, value)
+        self._box.total = Work(self.summary.samples, float(self.step))

@@ -90,6 +90,7 @@ class Gates(ABC):
         """
         box, started = self._box, self._now()
         consensuses = self.summary.consensuses
+        self.replica.check_unchanged()
         self.replica.to_engine.give()
         with box.changed:
             box.gate, box.gate_index, box.opened = gate, index, False

@@ -99,8 +99,10 @@ class Mailbox:
     opened: bool = False
     asked: Votes = field(default_factory=Votes)
     agreed_votes: Votes = field(default_factory=Votes)
-    steps: float = 0.0
-    """Optimizer steps this replica has taken."""
+    total: Work = field(default_factory=Work)
+    """What this replica has done since training began."""
+    samples_by_rank: tuple[float, ...] = ()
+    """Samples that every replica had seen at the last header."""
     mean_steps: float = 0.0
     """The same, on average over all replicas, at the last header."""
     steps_then: float = 0.0

@@ -65,7 +65,8 @@ class Replica:
         self.device = torch.device(device)
         self.to_engine, self.to_training = Handover(self.device), Handover(self.device)
         self._named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
-        self._frozen = [(n, p) for n, p in module.named_parameters() if not p.requires_grad]
+        self._module, self._known = module, dict(module.named_parameters())
+        self._frozen = [name for name, p in self._known.items() if not p.requires_grad]
         floats = [(n, b) for n, b in module.named_buffers() if b.is_floating_point()]
         self.counters = [b for _, b in module.named_buffers() if not b.is_floating_point()]
         self._float_buffers = floats if buffers != "keep" else []
@@ -111,18 +112,28 @@ class Replica:
         """The part of a bucket that belongs to the rule: the parameters."""
         return self._sections[0].of(bucket)
 
-    def pack_(self, bucket: Tensor) -> None:
-        """Parameters, buffers and optimizer state into ``bucket``, as fp32.
+    def check_unchanged(self) -> None:
+        """Whether the module still has the parameters that it had when training began.
 
         Raises:
-            AsyncTrainingError: a parameter that was frozen at the start is trained now.
+            AsyncTrainingError: parameters were added, removed or replaced, or frozen ones are trained now.
         """
-        thawed = [name for name, p in self._frozen if p.requires_grad]
+        now = dict(self._module.named_parameters())
+        if now.keys() != self._known.keys() or any(now[name] is not p for name, p in self._known.items()):
+            changed = [n for n in {**now, **self._known} if now.get(n) is not self._known.get(n)]
+            raise AsyncTrainingError(
+                f"Parameters {changed} were added, removed or replaced after training began, so they are not averaged. "
+                "Create all parameters in `__init__`, `configure_model` or `setup`."
+            )
+        thawed = [name for name in self._frozen if now[name].requires_grad]
         if thawed:
             raise AsyncTrainingError(
                 f"Parameters {thawed} were frozen when training began, so they are not averaged, and require gradients "
                 "now. Let them require gradients from the start, and keep them still by a learning rate of zero."
             )
+
+    def pack_(self, bucket: Tensor) -> None:
+        """Parameters, buffers and optimizer state into ``bucket``, as fp32."""
         for i, section in enumerate(self._sections):
             ops.pack_(section.of(bucket), section.layout, section.tensors, self.remainders if i == 0 else None)
 

@@ -85,6 +85,7 @@ class Header(NamedTuple):
         stop: it was told to stop.
         end: it wants training to end as it does after the last epoch (a time limit, `trainer.should_stop`).
         clock: optimizer steps that it has taken in all.
+        samples: samples that it has seen in all.
         lr: its inner learning rate.
         mask: of gradients, a hash of which parameters have one.
         agreed: round id of the consensus it holds unchanged; -1 if it has moved since.
@@ -104,6 +105,7 @@ class Header(NamedTuple):
     stop: bool = False
     end: bool = False
     clock: float = 0.0
+    samples: float = 0.0
     lr: float = 0.0
     mask: int = 0
     agreed: int = -1
@@ -132,6 +134,7 @@ class Header(NamedTuple):
             stop=bool(names["stop"]),
             end=bool(names["end"]),
             clock=names["clock"],
+            samples=names["samples"],
             lr=names["lr"],
             mask=int(names["mask"]),
             agreed=int(names["agreed"]),

@@ -165,6 +165,7 @@ class RoundServer:
         waited_s = self._now() - started
         with box.changed:
             box.mean_steps, box.steps_then = sum(h.clock for h in headers) / len(headers), header.clock
+            box.samples_by_rank = tuple(h.samples for h in headers)
             self._note(decision)
         if decision.catch_up is not None:
             self._catch_up(decision.catch_up)
@@ -196,7 +197,8 @@ class RoundServer:
             gate_index=box.gate_index,
             stop=box.asked.stop,
             end=box.asked.end,
-            clock=box.steps,
+            clock=box.total.steps,
+            samples=box.total.samples,
             agreed=box.agreed,
             scalars=(0.0,) * self._rule.num_scalars,
         )

@@ -99,6 +99,7 @@ class RunSummary:
             "averaging/hidden_share": self.hidden_share,
             "averaging/spread": self.spread,
             "averaging/samples": self.samples,
+            **{f"averaging/samples/rank_{rank}": samples for rank, samples in enumerate(self.samples_by_rank)},
             "averaging/round_s": self.exchange_s / self.rounds if self.rounds else 0.0,
             "averaging/idle_s": self.idle_s,
             "averaging/failed_rounds": float(self.failed_rounds),

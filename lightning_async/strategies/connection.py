@@ -18,9 +18,19 @@ from lightning_async.comm.torch import TorchCollectives
 from lightning_async.namespace import fabric
 from lightning_async.strategies.world import World
 
-__all__ = ["Connection", "join_default_group", "short_world"]
+__all__ = ["Connection", "check_backend", "join_default_group", "short_world"]
 
 log = logging.getLogger(__name__)
+
+
+def check_backend(backend: str | None) -> None:
+    """Refuse a backend that this torch was built without."""
+    available = {"mpi": dist.is_mpi_available, "nccl": dist.is_nccl_available}
+    if backend in available and not available[backend]():
+        raise ValueError(
+            f"`process_group_backend={backend!r}`: this build of torch ({torch.__version__}) has none. "
+            "Leave it out, or install a torch that has it."
+        )
 
 
 def join_default_group(environment: Any, backend: str, timeout: timedelta) -> None:

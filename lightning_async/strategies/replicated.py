@@ -14,7 +14,7 @@ from lightning_async.engine.replica import describe
 from lightning_async.errors import LayoutMismatch
 from lightning_async.flat import FlatLayout
 from lightning_async.namespace import fabric, pytorch
-from lightning_async.strategies.connection import Connection, join_default_group, short_world
+from lightning_async.strategies.connection import Connection, check_backend, join_default_group, short_world
 from lightning_async.strategies.environments import MPIRunEnvironment
 from lightning_async.strategies.world import World
 
@@ -56,6 +56,7 @@ class ReplicatedStrategy(ParallelStrategy):
         ):
             if value not in allowed:
                 raise ValueError(f"`{type(self).__name__}({argument}={value!r})` must be one of {allowed}.")
+        check_backend(process_group_backend)
         self._dead_after = dead_after
         self._backend = process_group_backend
         self._start_method: StartMethod = start_method
