@@ -142,6 +142,10 @@ def scale_(out: Tensor, source: Tensor, weight: float) -> None:
     torch.mul(source, weight, out=out)
 
 
+def _chunks(a: Tensor) -> tuple[Tensor, ...]:
+    return a.flatten().split(_CHUNK.get(a.device.type, 1 << 20))
+
+
 @torch.no_grad()
 def sq_distance(a: Tensor, b: Tensor) -> float:
     r"""The squared Euclidean distance :math:`\sum_j (a_j - b_j)^2`, accumulated in float64.
@@ -155,7 +159,7 @@ def sq_distance(a: Tensor, b: Tensor) -> float:
     if a.shape != b.shape:
         raise ValueError(f"`sq_distance` needs equal shapes, got {tuple(a.shape)} and {tuple(b.shape)}.")
     total = torch.zeros((), dtype=torch.float64, device=a.device)
-    for x, y in zip(a.flatten().split(_CHUNK.get(a.device.type, 1 << 20)), b.flatten().split(_CHUNK.get(a.device.type, 1 << 20)), strict=True):
+    for x, y in zip(_chunks(a), _chunks(b), strict=True):
         difference = x.to(torch.float64).sub_(y) if x.dtype != torch.float64 else x - y
         total += torch.dot(difference, difference)
     return total.item()
@@ -169,7 +173,7 @@ def sq_norm(a: Tensor) -> float:
     25.0
     """
     total = torch.zeros((), dtype=torch.float64, device=a.device)
-    for x in a.flatten().split(_CHUNK.get(a.device.type, 1 << 20)):
+    for x in _chunks(a):
         wide = x.to(torch.float64)
         total += torch.dot(wide, wide)
     return total.item()
