@@ -3,12 +3,15 @@
 Groups are built directly from a store, without the default group, so that any number of them can be formed
 again under the next generation. What torch 2.13 cannot do for Gloo is to cancel: ``abort()`` leaves a pending
 operation waiting, and destroying the group then blocks until its timeout. Shutting down the group's own
-sockets does cancel, here and at the peers, within milliseconds; hence the bookkeeping of sockets.
+sockets does cancel, here and at the peers, within milliseconds; hence the bookkeeping of sockets. Only a message
+that is half sent or half received is not told of its connection's end (Pair::signalException passes over it), and
+waits for its timeout: the operation is failed by looking at the sockets, and its group kept until torch lets go.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import json
 import logging
 import os
@@ -22,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_async.comm.pending import Operation, Where
-from lightning_async.comm.sockets import connects, listening_port, opened_since, shut_down, snapshot
+from lightning_async.comm.sockets import connects, is_open, listening_port, opened_since, shut_down, snapshot
 from lightning_async.comm.stores import PrefixStore, Store, own_client, read_all
 from lightning_async.errors import CollectiveError, CollectiveTimeout
 
@@ -31,7 +34,9 @@ __all__ = ["Group", "form"]
 _log = logging.getLogger(__name__)
 
 _PREFIX = "lightning_async"
-_DISPOSE_S = 2.0
+_DISPOSE_S = 0.25
+_EXIT_S = 10.0
+_LOOK_S = 0.05
 _device = threading.Lock()
 # Strong references: the destructor of a group joins the group's threads, so it must never run on one of them
 # (a callback holding the last reference), nor during the interpreter's shutdown.
@@ -55,6 +60,8 @@ class Group:
         self.helpers: set[threading.Thread] = set()
         self._sockets = sockets
         self._broken = False
+        self._lost_at: float | None = None
+        self._lets_go_at = 0.0
         _open.add(self)
 
     def watch(
@@ -62,6 +69,9 @@ class Group:
     ) -> None:
         """Have ``ended`` called, with the error or None, when the transport has ended the work."""
         pair: tuple[Any, ...] = works if isinstance(works, tuple) else (works,)
+        if self.callbacks:
+            self._lets_go_at = time.monotonic() + backstop.total_seconds()
+            operation.poll, operation.poll_s = lambda: self._look(operation, ended), _LOOK_S
         if not self.callbacks:
             self.in_flight[operation.seq] = (self.in_flight[operation.seq], pair)
             operation.poll = lambda: _poll(pair, ended)
@@ -84,6 +94,17 @@ class Group:
         ended(first)
         self.helpers.discard(threading.current_thread())
 
+    def _look(self, operation: Operation[Any], ended: Callable[[Exception | None], None]) -> None:
+        """Fail an operation that goes on waiting although a connection is gone."""
+        if all(is_open(fd, inode) for fd, inode in self._sockets.items()):
+            return
+        # It may just be completing: the last bytes and the end of the connection come together.
+        now = time.monotonic()
+        if self._lost_at is None:
+            self._lost_at = now
+        elif now - max(self._lost_at, operation.started) > 2 * _LOOK_S:
+            ended(RuntimeError("the connection to a peer was lost"))
+
     def break_off(self) -> None:
         """Make everything pending fail soon, here and at the peers. Never blocks; any thread may call it."""
         if self._broken:
@@ -95,23 +116,33 @@ class Group:
             self.pg.abort()
 
     def dispose(self) -> None:
-        """Destroy the group without blocking on a peer; idempotent."""
-        _open.discard(self)
-        if self.pg is None:
+        """Destroy the group, soon: what torch still waits in is kept until it lets go. Idempotent."""
+        if self not in _open:
             return
-        if self.in_flight or self.helpers or self._broken:
+        _open.discard(self)
+        _sweep()
+        if self.busy() or self._broken:
             self.break_off()
             deadline = time.monotonic() + _DISPOSE_S
-            while (self.in_flight and self.callbacks) and time.monotonic() < deadline:
+            while self.busy() and time.monotonic() < deadline:
                 time.sleep(0.001)
-            for helper in list(self.helpers):
-                helper.join(max(deadline - time.monotonic(), 0.0))
-            if self.callbacks and (self.in_flight or any(helper.is_alive() for helper in self.helpers)):
-                _log.warning("A process group with an operation under way could not be broken off; it is kept.")
-                _undead.append(self)
-                return
-        self.pg = None
-        self.in_flight.clear()
+        if self.busy():
+            _undead.append(self)
+        else:
+            self.pg = None
+
+    def busy(self) -> bool:
+        """Whether torch still works in, or waits with, this group's tensors."""
+        return self.callbacks and bool(self.in_flight or self.helpers)
+
+    def lets_go_in_s(self) -> float:
+        return self._lets_go_at - time.monotonic()
+
+
+def _sweep() -> None:
+    for group in [group for group in _undead if not group.busy()]:
+        _undead.remove(group)
+        group.pg = None
 
 
 def _error(do: Callable[[], object]) -> Exception | None:
@@ -242,6 +273,11 @@ def _meet(
 
 @atexit.register
 def _dispose_all() -> None:
-    # Threads of a group that end while the interpreter shuts down abort the process now and then.
     for group in list(_open):
         group.dispose()
+    # A thread of torch's that comes back while the interpreter shuts down aborts the process.
+    while any(group.busy() and group.lets_go_in_s() < _EXIT_S for group in _undead):
+        time.sleep(0.01)
+    _sweep()
+    for group in _undead:  # for hours yet: never to be destroyed, as that would wait for it
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

@@ -18,7 +18,7 @@ __all__ = ["Operation", "Where"]
 
 T = TypeVar("T")
 
-_POLL_FIRST_S, _POLL_MAX_S = 0.0002, 0.005
+_POLL_S = 0.005
 
 
 class Where:
@@ -41,8 +41,8 @@ class Operation(Generic[T]):
         timeout: the deadline, counted from now.
         on_expire: called once, from whichever thread notices, when the deadline passes. The transport breaks
             the communicator off there.
-        poll: for transports without a completion callback: called by `done`; completes or fails the operation
-            when the transport has ended it.
+        poll: called by `done`, and while waiting: completes or fails the operation when the transport has ended
+            it. For transports without a completion callback.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class Operation(Generic[T]):
         self.timeout = timeout
         self.started = time.monotonic()
         self.poll = poll
+        self.poll_s = _POLL_S
         self._on_expire = on_expire
         self._ended = threading.Event()
         self._lock = threading.Lock()
@@ -130,11 +131,11 @@ class Operation(Generic[T]):
         if self.poll is None:
             self._ended.wait(max(until - time.monotonic(), 0.0))
             return
-        pause = _POLL_FIRST_S
+        pause = self.poll_s / 25
         while not self._ended.is_set():
             self.poll()
             left = until - time.monotonic()
             if self._ended.is_set() or left <= 0:
                 return
             self._ended.wait(min(pause, left))
-            pause = min(pause * 1.5, _POLL_MAX_S)
+            pause = min(pause * 1.5, self.poll_s)

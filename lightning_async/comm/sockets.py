@@ -6,7 +6,7 @@ import os
 import socket
 import stat
 
-__all__ = ["connects", "listening_port", "opened_since", "shut_down", "snapshot"]
+__all__ = ["connects", "is_open", "listening_port", "opened_since", "shut_down", "snapshot"]
 
 
 def snapshot() -> dict[int, int]:
@@ -52,6 +52,14 @@ def connects(fd: int, own: set[int], peers: set[int]) -> bool:
             return sock.family != socket.AF_UNIX and (sock.getsockname()[1] in own or sock.getpeername()[1] in peers)
         except OSError:  # a listening socket has no peer
             return False
+
+
+def is_open(fd: int, inode: int) -> bool:
+    """Whether the descriptor still is that socket."""
+    try:
+        return os.fstat(fd).st_ino == inode
+    except OSError:
+        return False
 
 
 def shut_down(fd: int, inode: int) -> None:

@@ -13,7 +13,7 @@ from lightning_async.callbacks.monitor import AveragingMonitor
 from lightning_async.engine.averager import BackgroundAverager
 from lightning_async.engine.config import AveragerConfig, Deadlines, Weighting
 from lightning_async.engine.replica import BufferPolicy, OptimizerPolicy, Replica
-from lightning_async.engine.telemetry import RoundReport, RunSummary
+from lightning_async.engine.telemetry import RunSummary
 from lightning_async.namespace import fabric, pytorch
 from lightning_async.namespace import name as namespace
 from lightning_async.rules import DeltaMean, EveryNSteps
@@ -184,8 +184,8 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the peers, so that they end with this rank's error instead of waiting for it."""
-        leaves = isinstance(exception, (SystemExit, KeyboardInterrupt)) or exception.__class__.__name__ == "_TunerExit"
-        self.failed = not (leaves and self.averager is not None and self.averager.stop_agreed)
+        agreed = self.averager is not None and self.averager.stop_agreed
+        self.failed = not (agreed and isinstance(exception, SystemExit))  # Lightning's SIGTERMException is one
         if self._connection is not None:
             self._connection.world.drifting = True
             if self.failed:
@@ -198,6 +198,8 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._recent.clear()
+        self._samples = 0.0
         if self._patches is not None:
             self._patches.remove()
             self._patches = None
@@ -269,11 +271,11 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
 
     def _tick(self, action: Action, stepped: bool) -> None:
         assert self.averager is not None
-        samples, self._samples = self._samples, 0.0
+        samples = self._samples
+        if stepped or self.module.automatic_optimization:  # else: manual accumulation, the step is yet to come
+            self._samples = 0.0
         lr = float(self.optimizers[0].param_groups[0]["lr"]) if self.optimizers else 0.0
-        self._merged(self.averager.tick(action, samples, stepped=stepped, lr=lr))
-
-    def _merged(self, report: RoundReport | None) -> None:
+        report = self.averager.tick(action, samples, stepped=stepped, lr=lr)
         if report is not None and self.optimizer_state_policy == "reset":
             reset(self.optimizers)
 
@@ -285,6 +287,8 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
 
     def on_model_changed(self) -> None:
         """A gate has given all replicas another model."""
+        if self.optimizer_state_policy == "reset":
+            reset(self.optimizers)
         if self.buffers == "recompute" and self.world is not None:
             recompute_batch_norm(self.module, list(self._recent), self.world)
 
