@@ -132,8 +132,12 @@ def faulty_rank(
     )
     membership.start()
     ledger = Ledger()
+
+    def die() -> None:
+        membership._stop = True  # its heartbeats end without a word; `Kill` breaks its connections off too
+
     averager = BackgroundAverager(
-        FaultyCollectives(Recording(collectives, ledger), script),  # pyright: ignore[reportArgumentType]
+        FaultyCollectives(Recording(collectives, ledger), script, kill=die),  # pyright: ignore[reportArgumentType]
         membership,
         Replica(module),
         rule or DeltaMean(),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_async.comm.faulty import Delay, Fail, Fault, Hang
+from lightning_async.comm.faulty import Delay, Fail, Fault, Hang, Kill
 from lightning_async.engine.averager import Arrival
 from lightning_async.engine.config import Deadlines
 from lightning_async.engine.round import Gate
@@ -192,6 +192,26 @@ def test_a_silent_rank_is_named_by_all_others() -> None:
         error = ended[number].error
         assert isinstance(error, PeerLost), error
         assert "rank 1 was last seen" in str(error)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="RoundServer._recover takes the quorum of the survivors, and goes on without the lost rank",
+)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_whose_connections_break_and_whose_heartbeats_end_is_lost(world_size: int) -> None:
+    """As after kill -9: nobody goes on without it."""
+
+    def body(rank: FaultyRank) -> None:
+        for _ in range(4000):
+            rank.train(1)
+
+    script = [Fault(op="all_reduce", nth=2, action=Kill(), name=PAYLOAD)]
+    ended = outcomes(world_size, body, scripts={1: script}, dead_after=timedelta(seconds=0.5))
+    for number in {0, world_size - 1} - {1}:
+        error = ended[number].error
+        assert isinstance(error, PeerLost), error
+        assert "rank 1" in str(error)
 
 
 def test_a_layout_that_differs_raises_on_every_rank() -> None:

@@ -1,0 +1,129 @@
+"""What a rank of the tests of failures and launchers does: train a tiny model, say how it ended.
+
+A rank prints ``step N`` for every step and ends with a line ``ENDED {...}``, whatever happened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_async import AsyncAveragingStrategy, Deadlines, EveryNSteps
+from lightning_async.namespace import pl
+
+pl_rank = "LOCAL_RANK"
+
+
+def digest(module: nn.Module) -> str:
+    """Equal if and only if the parameters are, to the bit."""
+    whole = b"".join(p.detach().numpy().tobytes() for p in module.parameters())
+    return hashlib.sha256(whole).hexdigest()[:16]
+
+
+def finite(module: nn.Module) -> bool:
+    return all(bool(torch.isfinite(p).all()) for p in module.parameters())
+
+
+class Tiny(pl.LightningModule):
+    """Linear regression, a few milliseconds a step.
+
+    Args:
+        pause_s: sleep in every step.
+        at: rank, step, and what happens there: "raise", "sleep".
+        for_s: how long the sleep is.
+    """
+
+    def __init__(self, pause_s: float = 0.0, at: tuple[int, int, str] | None = None, for_s: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 1)
+        self.pause_s, self.at, self.for_s = pause_s, at, for_s
+        self.taken = 0
+        self.longest_s, self._last = 0.0, time.monotonic()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        now = time.monotonic()
+        self.longest_s, self._last = max(self.longest_s, now - self._last if self.taken > 1 else 0.0), now
+        time.sleep(self.pause_s)
+        self.taken += 1
+        print(f"step {self.taken}", flush=True)
+        if self.at is not None and (self.trainer.global_rank, self.taken) == tuple(self.at[:2]):
+            if self.at[2] == "raise":
+                raise ValueError("the data ran dry")
+            time.sleep(self.for_s)
+        return (self.layer(batch) - self.trainer.global_rank).pow(2).mean()
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self.layer(batch).pow(2).mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def loader(batches: int) -> DataLoader:
+    data = torch.randn(2 * batches, 8, generator=torch.Generator().manual_seed(1))
+    return DataLoader(data, batch_size=2)  # pyright: ignore[reportArgumentType]
+
+
+def make_trainer(strategy: Any, devices: int, **options: Any) -> Any:
+    return pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=devices,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+        **{"max_epochs": 1, **options},
+    )
+
+
+def train(
+    batches: list[int],
+    period: int = 4,
+    overlap: bool = True,
+    deadlines: dict[str, float] | None = None,
+    pause_s: float = 0.005,
+    at: tuple[int, int, str] | None = None,
+    for_s: float = 0.0,
+    **options: Any,
+) -> None:
+    """Train; ``batches`` by rank."""
+    own = int(os.environ["RANK"])
+    times = {name: timedelta(seconds=s) for name, s in (deadlines or {}).items()}
+    strategy = AsyncAveragingStrategy(
+        schedule=EveryNSteps(period),
+        overlap=overlap,
+        deadlines=Deadlines(**times),  # pyright: ignore
+    )
+    module = Tiny(pause_s, at, for_s)
+    trainer = make_trainer(strategy, len(batches), **options)
+    told: dict[str, Any] = {"rank": own}
+    try:
+        trainer.fit(module, loader(batches[own]))
+    except BaseException as error:
+        told |= {"error": f"{type(error).__name__}: {error}", "ranks": list(getattr(error, "ranks", ()))}
+        raise
+    finally:
+        summary = strategy.summary
+        told |= {
+            "at": time.time(),
+            "digest": digest(module),
+            "finite": finite(module),
+            "taken": module.taken,
+            "longest_s": module.longest_s,
+            "failed": summary.failed_rounds,
+            "rounds": summary.rounds,
+            "absent": summary.absent_rounds,
+        }
+        print("ENDED " + json.dumps(told), flush=True)

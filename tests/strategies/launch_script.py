@@ -1,0 +1,45 @@
+"""A user's script, for the tests of launchers: ``launch_script.py START_METHOD DEVICES WHAT...``."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from lightning_async import AsyncAveragingStrategy, EveryNSteps
+from tests.strategies.failure_workers import Tiny, digest, finite, loader, make_trainer
+
+
+class SaysHow(Tiny):
+    """Prints from every process, whoever started it."""
+
+    def on_train_end(self) -> None:
+        strategy = self.trainer.strategy
+        # One write: the lines of ranks that share a pipe must not mix.
+        os.write(
+            1,
+            f"\nFIT {strategy.global_rank} {strategy.world_size} {strategy.summary.rounds} {digest(self)} "
+            f"{finite(self)}\n".encode(),
+        )
+
+    def on_test_end(self) -> None:
+        loss = float(self.trainer.callback_metrics["test_loss"])
+        os.write(1, f"\nTEST {self.trainer.strategy.global_rank} {loss!r}\n".encode())
+
+
+def main(start_method: str, devices: str, *what: str) -> None:
+    module = SaysHow()
+    for each in what:
+        if each in ("fit", "refit"):
+            strategy = AsyncAveragingStrategy(schedule=EveryNSteps(4), start_method=start_method)  # pyright: ignore
+            trainer = make_trainer(strategy, int(devices))
+        if each == "fit":
+            module = SaysHow()
+        if each == "test":
+            trainer.test(module, loader(5))  # pyright: ignore[reportPossiblyUnboundVariable]
+        else:
+            trainer.fit(module, loader(20))  # pyright: ignore[reportPossiblyUnboundVariable]
+    print("\nDONE", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

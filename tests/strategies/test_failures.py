@@ -1,0 +1,229 @@
+"""Ranks that die, stop, pause, raise, or are told to go: real processes, over Gloo."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from tests.support import RankGroup, RankResult, start_ranks
+
+TRAIN = "tests.strategies.failure_workers:train"
+ENDLESS = 100_000
+
+
+def ended(result: RankResult) -> dict[str, Any]:
+    """What the rank said when it ended."""
+    lines = [line for line in result.stdout.splitlines() if line.startswith("ENDED ")]
+    assert len(lines) == 1, f"the rank did not end by itself\n{result}"
+    return json.loads(lines[0].removeprefix("ENDED "))
+
+
+def wait_for_step(group: RankGroup, step: int, ranks: int) -> None:
+    for rank in range(ranks):
+        group.wait_for(rank, f"step {step}\n")
+
+
+def stop(group: RankGroup, victim: int, seconds: float) -> None:
+    group.signal(victim, signal.SIGSTOP)
+    threading.Event().wait(seconds)
+    group.signal(victim, signal.SIGCONT)
+
+
+def all_well(results: list[RankResult]) -> list[dict[str, Any]]:
+    for result in results:
+        assert not result.timed_out and result.returncode == 0, "\n".join(map(str, results))
+    told = [ended(result) for result in results]
+    assert len({each["digest"] for each in told}) == 1, told
+    assert all(each["finite"] for each in told)
+    return told
+
+
+# ---- a rank that dies ----
+
+shrinks = pytest.mark.xfail(
+    strict=False,  # it depends on who is first: the connection that breaks, or the heartbeat that is missed
+    reason="RoundServer._recover takes the quorum of the survivors and trains on without the lost rank: no PeerLost, "
+    "or an IndexError where ranks are renumbered",
+)
+
+
+@pytest.mark.parametrize(
+    ("victim", "world_size", "overlap"),
+    [
+        pytest.param(1, 2, True, id="rank 1", marks=shrinks),
+        pytest.param(0, 2, True, id="rank 0"),
+        pytest.param(1, 3, False, id="of 3", marks=shrinks),
+    ],
+)
+def test_a_killed_rank_ends_all_others_with_its_name(victim: int, world_size: int, overlap: bool) -> None:
+    dead_after = 3.0
+    kwargs = {"batches": [ENDLESS] * world_size, "overlap": overlap, "deadlines": {"dead_after": dead_after}}
+    with start_ranks(TRAIN, world_size, kwargs=kwargs, timeout=40.0) as group:
+        wait_for_step(group, 30, world_size)
+        killed_at = time.time()
+        group.signal(victim, signal.SIGKILL)
+        results = group.join()
+    exits = time.time() - killed_at
+    for result in results:
+        if result.rank == victim:
+            assert result.returncode == -signal.SIGKILL
+            continue
+        assert not result.timed_out, result
+        assert result.returncode == 1, result
+        told = ended(result)
+        print(f"rank {result.rank}: {told['at'] - killed_at:.2f} s, exit {exits:.2f} s: {told['error']}")
+        assert told["error"].startswith("PeerLost"), told
+        assert f"rank {victim}" in told["error"] or (victim == 0 and "rank 0" in told["error"])
+        assert told["at"] - killed_at < dead_after + 4.0
+        assert told["finite"]
+    assert exits < dead_after + 8.0
+
+
+@shrinks  # and a survivor publishes its own PeerLost as a failure, so that another one blames the survivor
+def test_only_the_dead_rank_is_blamed() -> None:
+    kwargs = {"batches": [ENDLESS] * 4, "deadlines": {"dead_after": 3.0}}
+    with start_ranks(TRAIN, 4, kwargs=kwargs, timeout=40.0) as group:
+        wait_for_step(group, 20, 4)
+        group.signal(2, signal.SIGKILL)
+        results = group.join()
+    assert [ended(result)["ranks"] for result in results if result.rank != 2] == [[2]] * 3
+
+
+@shrinks
+def test_a_rank_killed_while_others_wait_at_the_end_ends_them() -> None:
+    kwargs = {"batches": [20, ENDLESS], "deadlines": {"dead_after": 3.0}}
+    with start_ranks(TRAIN, 2, kwargs=kwargs, timeout=60.0) as group:
+        wait_for_step(group, 20, 1)
+        group.wait_for(1, "step 40\n")
+        killed_at = time.time()
+        group.signal(1, signal.SIGKILL)
+        results = group.join()
+    told = ended(results[0])
+    assert not results[0].timed_out
+    assert "rank 1" in told["error"]
+    assert told["at"] - killed_at < 7.0
+
+
+# ---- a rank that raises ----
+
+
+@shrinks
+@pytest.mark.parametrize("overlap", [True, False])
+def test_an_exception_on_one_rank_ends_the_others_with_its_text(overlap: bool) -> None:
+    kwargs = {"batches": [ENDLESS] * 3, "at": [1, 25, "raise"], "overlap": overlap}
+    started = time.monotonic()
+    with start_ranks(TRAIN, 3, kwargs=kwargs, timeout=60.0) as group:
+        wait_for_step(group, 10, 3)
+        since = time.monotonic()
+        results = group.join()
+    assert time.monotonic() - since < 15.0, f"{since - started:.1f} s to start"
+    for result in results:
+        assert not result.timed_out and result.returncode == 1, result
+    assert ended(results[1])["error"] == "ValueError: the data ran dry"
+    for rank in (0, 2):
+        error = ended(results[rank])["error"]
+        assert error.startswith("PeerLost")
+        assert "rank 1 failed: ValueError: the data ran dry" in error
+        assert ended(results[rank])["at"] - ended(results[1])["at"] < 3.0
+
+
+# ---- a rank that is late ----
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_stopped_rank_is_waited_for(overlap: bool) -> None:
+    """SIGSTOP for 6 s, with payloads that may take 2 s."""
+    kwargs = {
+        "batches": [1500, 1500],
+        "overlap": overlap,
+        "deadlines": {"payload": 2.0, "dead_after": 30.0},
+    }
+    with start_ranks(TRAIN, 2, kwargs=kwargs, timeout=90.0) as group:
+        wait_for_step(group, 50, 2)
+        stop(group, 1, 6.0)
+        results = group.join()
+    told = all_well(results)
+    print([(each["failed"], each["rounds"], each["longest_s"]) for each in told])
+    assert [each["taken"] for each in told] == [1500, 1500]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_pause_in_training_is_no_failure_at_all(overlap: bool) -> None:
+    kwargs = {
+        "batches": [300, 300],
+        "overlap": overlap,
+        "deadlines": {"payload": 2.0, "dead_after": 30.0},
+        "at": [1, 50, "sleep"],
+        "for_s": 6.0,
+    }
+    with start_ranks(TRAIN, 2, kwargs=kwargs, timeout=60.0) as group:
+        results = group.join()
+    told = all_well(results)
+    assert [each["failed"] for each in told] == [0, 0]
+    assert [each["taken"] for each in told] == [300, 300]
+    if overlap:
+        assert told[0]["longest_s"] < 2.0
+
+
+# ---- a rank that is told to go ----
+
+
+def terminated(results: list[RankResult], since: float) -> list[dict[str, Any]]:
+    for result in results:
+        assert not result.timed_out, "\n".join(map(str, results))
+    told = [ended(result) for result in results]
+    assert all(each["error"].startswith("SIGTERMException") for each in told), told
+    assert len({each["digest"] for each in told}) == 1, told
+    print([round(each["at"] - since, 2) for each in told], [result.returncode for result in results])
+    return told
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_sigterm_to_one_rank_stops_all_with_one_model(victim: int, overlap: bool) -> None:
+    with start_ranks(TRAIN, 2, kwargs={"batches": [ENDLESS] * 2, "overlap": overlap}, timeout=60.0) as group:
+        wait_for_step(group, 30, 2)
+        since = time.time()
+        group.signal(victim, signal.SIGTERM)
+        results = group.join()
+    for each in terminated(results, since):
+        assert each["at"] - since < 5.0
+
+
+def test_sigterm_to_all_ranks_at_once() -> None:
+    with start_ranks(TRAIN, 2, kwargs={"batches": [ENDLESS] * 2}, timeout=60.0) as group:
+        wait_for_step(group, 30, 2)
+        since = time.time()
+        for rank in range(2):
+            group.signal(rank, signal.SIGTERM)
+        results = group.join()
+    terminated(results, since)
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=["the waiting rank", "the training rank"])
+def test_sigterm_while_a_rank_waits_at_the_end_of_its_epoch(victim: int) -> None:
+    with start_ranks(TRAIN, 2, kwargs={"batches": [20, ENDLESS]}, timeout=60.0) as group:
+        wait_for_step(group, 20, 2)
+        group.wait_for(1, "step 60\n")
+        since = time.time()
+        group.signal(victim, signal.SIGTERM)
+        results = group.join()
+    for each in terminated(results, since):
+        assert each["at"] - since < 5.0
+
+
+@pytest.mark.xfail(strict=True, reason="a vote cast while a header is under way is heard of at the next one")
+def test_sigterm_to_a_waiting_rank_while_the_next_round_is_far() -> None:
+    with start_ranks(TRAIN, 2, kwargs={"batches": [20, ENDLESS], "period": 100_000}, timeout=30.0) as group:
+        wait_for_step(group, 20, 2)
+        group.wait_for(1, "step 60\n")
+        since = time.time()
+        group.signal(0, signal.SIGTERM)
+        results = group.join()
+    for each in terminated(results, since):
+        assert each["at"] - since < 5.0  # not `grace`

@@ -1,0 +1,150 @@
+"""Every way in which the ranks can be started, and clean exits."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.support import ROOT, free_port, rank_environment
+
+SCRIPT = str(ROOT / "tests/strategies/launch_script.py")
+CLEAN_EXITS = int(os.environ.get("CLEAN_EXITS", "5"))
+"""Runs of `test_exits_are_clean`: ``CLEAN_EXITS=20 make test`` for all that was promised."""
+
+
+def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Of a user's shell: no launcher has set anything."""
+    own = rank_environment(0, 1, 0, None)
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        del own[name]
+    return own | dict(extra or {})
+
+
+def launch(
+    commands: Sequence[Sequence[str]], cwd: Path, environments: Sequence[Mapping[str, str]] | None = None
+) -> str:
+    """Run the commands at once; what they wrote, if all ended well and in time."""
+    environments = environments or [{}] * len(commands)
+    log = cwd / "log"
+    with log.open("wb") as out:
+        processes = [
+            subprocess.Popen(
+                command, cwd=cwd, env=environment(env), stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                start_new_session=True,
+            )
+            for command, env in zip(commands, environments, strict=True)
+        ]  # fmt: skip
+        try:
+            codes = [process.wait(60.0) for process in processes]
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    os.killpg(process.pid, 9)
+                    process.wait()
+    text = log.read_text(errors="replace")
+    assert codes == [0] * len(commands), f"{codes}\n{text[-6000:]}"
+    assert "Traceback" not in text, text[-6000:]
+    return text
+
+
+def lines(text: str, kind: str) -> list[list[str]]:
+    return sorted(line.split()[1:] for line in text.splitlines() if line.startswith(kind + " "))
+
+
+def assert_two_ranks_fitted(text: str, times: int = 1) -> None:
+    fits = lines(text, "FIT")
+    assert [fit[0] for fit in fits] == ["0"] * times + ["1"] * times, text[-4000:]
+    for _, world_size, rounds, _, is_finite in fits:
+        assert world_size == "2"
+        assert int(rounds) >= 1
+        assert is_finite == "True"
+    half = len(fits) // 2
+    assert sorted(fit[3] for fit in fits[:half]) == sorted(fit[3] for fit in fits[half:])
+
+
+def assert_one_test_result(text: str) -> None:
+    (zero, left), (one, right) = lines(text, "TEST")
+    assert (zero, one) == ("0", "1")
+    assert left == right
+
+
+def test_plain_python_with_two_fits_and_a_test_in_a_row(tmp_path: Path) -> None:
+    text = launch([[sys.executable, SCRIPT, "popen", "2", "fit", "refit", "test"]], tmp_path)
+    assert_two_ranks_fitted(text, times=2)
+    assert_one_test_result(text)
+    assert text.count("DONE") == 2
+
+
+@pytest.mark.parametrize(
+    ("method", "what"), [("fork", ["fit", "refit", "test"]), ("spawn", ["fit", "test"]), ("forkserver", ["fit"])]
+)
+def test_start_methods(method: str, what: list[str], tmp_path: Path) -> None:
+    text = launch([[sys.executable, SCRIPT, method, "2", *what]], tmp_path)
+    assert_two_ranks_fitted(text, times=what.count("fit") + what.count("refit"))
+    if "test" in what:
+        assert_one_test_result(text)
+
+
+def test_torchrun(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    text = launch([[*command, SCRIPT, "popen", "2", "fit", "test"]], tmp_path)
+    assert_two_ranks_fitted(text)
+    assert text.count("DONE") == 2
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed (apt-get install openmpi-bin)")
+def test_mpirun(tmp_path: Path) -> None:
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable, SCRIPT]
+    text = launch([[*command, "popen", "2", "fit", "test"]], tmp_path)
+    assert_two_ranks_fitted(text)
+    assert text.count("DONE") == 2
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed (apt-get install openmpi-bin)")
+def test_mpirun_with_other_numbers_than_the_trainers_is_refused(tmp_path: Path) -> None:
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable, SCRIPT]
+    with pytest.raises(AssertionError, match="mpirun started 2: set `devices` to 2"):
+        launch([[*command, "popen", "3", "fit"]], tmp_path)
+
+
+def test_slurm(tmp_path: Path) -> None:
+    """The variables that ``srun`` sets."""
+    common = {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_JOBID": "4711",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_NTASKS": "2",
+        "SLURM_NPROCS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_NNODES": "1",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_NODEID": "0",
+        "SLURM_NODELIST": "127.0.0.1",
+        "SLURM_JOB_NODELIST": "127.0.0.1",
+        "SLURM_SRUN_COMM_HOST": "127.0.0.1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    own = [common | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
+    text = launch([[sys.executable, SCRIPT, "popen", "2", "fit", "test"]] * 2, tmp_path, own)
+    assert_two_ranks_fitted(text)
+
+
+def test_a_world_of_one(tmp_path: Path) -> None:
+    text = launch([[sys.executable, SCRIPT, "popen", "1", "fit", "test"]], tmp_path)
+    assert "nothing to average" in text
+
+
+@pytest.mark.timeout(30 + 15 * CLEAN_EXITS)
+def test_exits_are_clean(tmp_path: Path) -> None:
+    for i in range(CLEAN_EXITS):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        text = launch([[sys.executable, SCRIPT, "popen", "2", "fit"]], folder)
+        assert_two_ranks_fitted(text)
