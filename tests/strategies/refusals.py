@@ -1,0 +1,151 @@
+"""Scenarios that must end with an error on every rank, and ways to name the strategy."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torchmetrics import MeanMetric
+
+from lightning_async import AsyncAveragingStrategy, DiLoCo
+from lightning_async.namespace import pl, pytorch
+from tests.strategies import problem
+from tests.strategies.workers import Net, fit, loader, rank, scenario, shard
+
+
+def _fit(module: Any = None, **options: Any) -> Any:
+    return fit(None, loader(shard((2, 2))), module, **options)
+
+
+@scenario
+def sync_batchnorm_argument() -> Any:
+    return _fit(
+        Net(network=lambda: nn.Sequential(nn.BatchNorm1d(problem.FEATURES), problem.network())), sync_batchnorm=True
+    )
+
+
+@scenario
+def sync_batchnorm_module() -> Any:
+    return _fit(Net(network=lambda: nn.Sequential(nn.SyncBatchNorm(problem.FEATURES), problem.network())))
+
+
+@scenario
+def checkpoint_every_n_train_steps(folder: Path) -> Any:
+    checkpoint = pl.callbacks.ModelCheckpoint(dirpath=folder, every_n_train_steps=5)
+    return _fit(callbacks=[checkpoint], enable_checkpointing=True)
+
+
+@scenario
+def metric_on_step() -> Any:
+    module = Net()
+    module.metric = MeanMetric(dist_sync_on_step=True)
+    return _fit(module)
+
+
+@scenario
+def lazy() -> Any:
+    return _fit(Net(network=lambda: nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 1))))
+
+
+@scenario
+def different_shapes() -> Any:
+    return _fit(Net(network=lambda: problem.network(8 + rank())))
+
+
+@scenario
+def different_dtypes() -> Any:
+    return _fit(Net(network=lambda: problem.network().to(torch.bfloat16 if rank() else torch.float32)))
+
+
+@scenario
+def different_order() -> Any:
+    module = Net()
+    for name in ("b", "a") if rank() else ("a", "b"):
+        setattr(module, name, nn.Linear(2, 3))
+    return _fit(module)
+
+
+@scenario
+def different_numbers() -> Any:
+    module = Net()
+    if rank():
+        module.extra = nn.Parameter(torch.zeros(2))
+    return _fit(module)
+
+
+@scenario
+def different_trainability() -> Any:
+    module = Net()
+    next(module.net.parameters()).requires_grad_(rank() == 0)
+    return _fit(module)
+
+
+CONFIG = """
+trainer:
+  accelerator: cpu
+  devices: 2
+  max_epochs: 1
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  enable_model_summary: false
+  use_distributed_sampler: false
+  strategy:
+    class_path: lightning_async.AsyncAveragingStrategy
+    init_args:
+      rule:
+        class_path: lightning_async.DiLoCo
+        init_args:
+          outer_lr: 0.5
+          outer_momentum: 0.8
+      schedule:
+        class_path: lightning_async.Warmup
+        init_args:
+          schedule:
+            class_path: lightning_async.EveryNSteps
+            init_args:
+              n: 3
+          steps: 2
+      overlap: false
+      buffers: keep
+"""
+
+
+class FromYaml(Net):
+    def __init__(self) -> None:
+        super().__init__()
+
+    def train_dataloader(self) -> Any:
+        return loader(shard((8, 8)))
+
+
+@scenario
+def cli(folder: Path) -> Any:
+    config = folder / f"{rank()}.yaml"
+    config.write_text(CONFIG)
+    arguments, sys.argv = sys.argv, ["train.py"]
+    try:
+        made = pytorch("cli").LightningCLI(
+            FromYaml, args=["fit", "--config", str(config)], save_config_callback=None, seed_everything_default=False
+        )
+    finally:
+        sys.argv = arguments
+    strategy = made.trainer.strategy
+    assert isinstance(strategy, AsyncAveragingStrategy)
+    return {
+        "rule": repr(strategy.rule),
+        "is_diloco": isinstance(strategy.rule, DiLoCo),
+        "schedule": repr(strategy.schedule),
+        "synchronous_steps": strategy.summary.synchronous_steps,
+        "rounds": strategy.summary.rounds,
+        "digest": problem.digest(made.model),
+    }
+
+
+@scenario
+def after_all_these_errors() -> Any:
+    """The processes are still able to train."""
+    return fit("async_averaging", loader(shard((4, 4))))

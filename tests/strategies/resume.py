@@ -1,0 +1,87 @@
+"""Scenarios of saving and going on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, EveryNSteps
+from lightning_async.namespace import pl
+from tests.strategies import problem
+from tests.strategies.workers import Net, Recorder, loader, make_trainer, rank, report, scenario, shard
+
+
+def diloco() -> AsyncAveragingStrategy:
+    return AsyncAveragingStrategy(DiLoCo(), EveryNSteps(3), overlap=False)
+
+
+def _plain(state: dict[str, Any]) -> dict[str, Any]:
+    rule = {name: value.tolist() for name, value in state["rule_state"].items()}
+    return {name: state[name] for name in ("round", "rule", "step", "epoch")} | {"rule_state": rule}
+
+
+class AtStart(pl.Callback):
+    """The engine's state before the first batch."""
+
+    state: Any = None
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if self.state is None:
+            self.state = _plain(trainer.strategy.averager.state_dict())
+
+
+def _train(epochs: int, checkpoint: Path | None = None, save: Path | None = None, strategy: Any = None) -> Any:
+    recorder, start, module = Recorder(), AtStart(), Net()
+    callbacks: list[Any] = [recorder, start]
+    if save is not None:
+        callbacks.append(pl.callbacks.ModelCheckpoint(dirpath=save, filename="{epoch}", save_top_k=-1))
+    trainer = make_trainer(
+        strategy or diloco(), callbacks=callbacks, max_epochs=epochs, enable_checkpointing=save is not None
+    )
+    trainer.fit(module, loader(shard((6, 6), (3, 9))), ckpt_path=checkpoint)
+    return report(trainer, module, recorder) | {"start": start.state}
+
+
+@scenario
+def interrupted(folder: Path) -> Any:
+    """Four epochs at once, and two and two."""
+    whole = _train(4)
+    first = _train(2, save=folder)
+    saved = torch.load(folder / "epoch=1.ckpt", weights_only=True)
+    second = _train(4, checkpoint=folder / "epoch=1.ckpt")
+    return {
+        "whole": whole,
+        "first": first,
+        "second": second,
+        "saved": _plain(saved["lightning_async"]),
+        "global_step": saved["global_step"],
+    }
+
+
+@scenario
+def other_rule(folder: Path) -> Any:
+    _train(1, save=folder)
+    return _train(2, checkpoint=folder / "epoch=0.ckpt", strategy=AsyncAveragingStrategy(DeltaMean()))
+
+
+@scenario
+def saved_after_fit(folder: Path) -> Any:
+    """`trainer.save_checkpoint` after the fit holds what a checkpoint of its end holds."""
+    module = Net()
+    trainer = make_trainer(diloco(), max_epochs=2)
+    trainer.fit(module, loader(shard((6, 6), (3, 9))))
+    trainer.save_checkpoint(folder / "end.ckpt")
+    trainer.strategy.barrier()
+    saved = torch.load(folder / "end.ckpt", weights_only=True) if rank() == 0 else {}
+    return {"keys": sorted(saved), "state": _plain(saved["lightning_async"]) if "lightning_async" in saved else None}
+
+
+@scenario
+def loads_without_this_package(folder: Path) -> Any:
+    """A checkpoint is an ordinary Lightning checkpoint."""
+    told = _train(1, save=folder)
+    module = Net()
+    module.load_state_dict(torch.load(folder / "epoch=0.ckpt", weights_only=True)["state_dict"])
+    return {"same": problem.digest(module) == told["digest"]}

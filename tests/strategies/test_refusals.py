@@ -1,0 +1,101 @@
+"""What cannot work is refused by name; what the strategy can be called."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from lightning_async import AsyncAveragingStrategy, DeltaMean, EveryNSteps, Mean
+from tests.strategies import problem
+from tests.strategies.workers import Outcomes, fit, loader, logged
+from tests.support import run_ranks
+
+SCENARIOS = "tests.strategies.refusals"
+CLASS = pytest.mark.xfail(strict=True, reason="a class in place of an instance passes `isinstance(..., Protocol)`")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "texts"),
+    [
+        ({"rule": "mean"}, TypeError, ("rule='mean'",)),
+        ({"rule": EveryNSteps(3)}, TypeError, ("rule=EveryNSteps(n=3)",)),
+        pytest.param({"rule": DeltaMean}, TypeError, ("rule=",), marks=CLASS),
+        ({"schedule": 32}, TypeError, ("schedule=32",)),
+        ({"schedule": DeltaMean()}, TypeError, ("schedule=DeltaMean()",)),
+        pytest.param({"schedule": EveryNSteps}, TypeError, ("schedule=",), marks=CLASS),
+        ({"overlap": 1}, TypeError, ("overlap=1",)),
+        ({"rule": Mean()}, ValueError, ("rule=Mean()", "overlap=True", "overlap=False")),
+        ({"buffers": "mean"}, ValueError, ("buffers='mean'", "recompute")),
+        ({"optimizer_state": "drop"}, ValueError, ("optimizer_state='drop'", "reset")),
+        ({"lr_clock": "mean"}, ValueError, ("lr_clock='mean'", "global")),
+        ({"weighting": "loss"}, ValueError, ("weighting='loss'", "samples")),
+        ({"process_group_backend": "ucc"}, ValueError, ("process_group_backend='ucc'", "gloo")),
+        ({"start_method": "thread"}, ValueError, ("start_method='thread'", "popen")),
+        ({"part_mb": 0.0}, ValueError, ("part_mb=0.0", "> 0")),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: dict[str, Any], error: type[Exception], texts: tuple[str, ...]) -> None:
+    with pytest.raises(error) as raised:
+        AsyncAveragingStrategy(**arguments)
+    assert all(text in str(raised.value) for text in texts), raised.value
+
+
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        ("sync_batchnorm_argument", ("ValueError", "sync_batchnorm=True", "buffers=")),
+        ("sync_batchnorm_module", ("ValueError", "SyncBatchNorm", "net.0")),
+        ("checkpoint_every_n_train_steps", ("ValueError", "every_n_train_steps", "every_n_epochs")),
+        ("metric_on_step", ("ValueError", "`metric`", "dist_sync_on_step=True")),
+        ("lazy", ("ValueError", "net.0.weight", "lazy")),
+        ("different_shapes", ("LayoutMismatch", "net.0.weight", "8, 6", "9, 6")),
+        ("different_dtypes", ("LayoutMismatch", "net.0.weight", "bfloat16", "float32")),
+        ("different_order", ("LayoutMismatch", "a.weight", "b.weight")),
+        ("different_numbers", ("LayoutMismatch", "extra")),
+        ("different_trainability", ("LayoutMismatch", "net.0.weight", "not trained")),
+    ],
+)
+def test_refused_on_every_rank(ranks: Outcomes, name: str, texts: tuple[str, ...]) -> None:
+    for error in ranks.errors(name):
+        assert all(text in error for text in texts), error
+
+
+def test_processes_that_saw_errors_still_train(ranks: Outcomes) -> None:
+    first, second = ranks("after_all_these_errors")
+    assert first["digest"] == second["digest"]
+    assert first["samples_by_rank"] == [16, 16]
+
+
+def test_lightning_cli(ranks: Outcomes) -> None:
+    told = ranks("cli")
+    for rank in told:
+        assert rank["is_diloco"] is True
+        assert "outer_lr=0.5" in rank["rule"] and "outer_momentum=0.8" in rank["rule"]
+        assert rank["schedule"] == "Warmup(schedule=EveryNSteps(n=3), steps=2, epochs=None, warmup_sync_every=None)"
+        assert (rank["synchronous_steps"], rank["rounds"]) == (2, 2)
+    assert told[0]["digest"] == told[1]["digest"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_world_of_one_says_so_and_trains_as_a_single_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "OMP_NUM_THREADS"):
+        if variable not in os.environ:  # Lightning sets it
+            monkeypatch.setenv(variable, "")
+            monkeypatch.delenv(variable)
+    monkeypatch.setenv("RANK", "0")  # for the network, which asks for its rank
+    with logged() as messages:
+        told = fit(None, loader(problem.batches(0, 6)), val=loader(problem.batches(1, 1)), devices=1)
+    assert len({message for message in messages if "nothing to average" in message}) == 1
+    assert problem.distance(told["flat"], problem.flat(problem.train_alone(problem.batches(0, 6)))) < 1e-7
+    assert len(told["validations"]) == 1
+
+
+def test_the_older_namespace() -> None:
+    told = [result.value for result in run_ranks("tests.strategies.classic:train", timeout=60)]
+    for rank in told:
+        assert (rank["namespace"], rank["other"]) == ("pytorch_lightning", False)
+        assert rank["samples_by_rank"] == [2 * 5 * 4, 2 * 9 * 4]
+    assert told[0]["digest"] == told[1]["digest"]
+    assert told[0]["validations"] == told[1]["validations"]

@@ -1,0 +1,242 @@
+"""Scenarios in which the ranks have unequal amounts of data, or unequal speed."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torchmetrics import MeanMetric, SumMetric
+
+from lightning_async import AsyncAveragingStrategy, EveryNSteps, EverySeconds, Mean
+from lightning_async.namespace import pl
+from tests.strategies import problem
+from tests.strategies.workers import Net, Recorder, fit, loader, logged, make_trainer, rank, report, scenario, shard
+
+SHARDS = (20, 60)
+
+
+class Measured(Net):
+    """A network with torchmetrics over the epoch, in training and in validation."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.count = SumMetric()
+        self.val_count = SumMetric()
+        self.val_mean_rank = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.count.update(float(len(batch[0])))
+        self.log("count", self.count, on_step=False, on_epoch=True)
+        self.log("train_rank", float(rank()), on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.val_count.update(float(len(batch[0])))
+        self.val_mean_rank.update(float(rank()))
+        self.log("val_count", self.val_count)
+        self.log("val_mean_rank", self.val_mean_rank)
+
+
+class Metrics(pl.Callback):
+    """What was logged at the end of each epoch and of each validation."""
+
+    def __init__(self) -> None:
+        self.epochs: list[dict[str, float]] = []
+        self.validations: list[dict[str, float]] = []
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.epochs.append({})
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        names = ("val_loss", "val_count", "val_mean_rank")
+        self.validations.append({n: float(trainer.callback_metrics[n]) for n in names})
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self._take(trainer)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._take(trainer)
+
+    def _take(self, trainer: Any) -> None:
+        if self.epochs:
+            metrics = trainer.callback_metrics
+            self.epochs[-1] = {n: float(metrics[n]) for n in ("count", "train_rank") if n in metrics}
+
+
+@scenario
+def everything() -> Any:
+    """Early stopping, torchmetrics and sync_dist, validation every ten batches."""
+    metrics = Metrics()
+    told = fit(
+        AsyncAveragingStrategy(schedule=EveryNSteps(7)),
+        loader(shard(SHARDS)),
+        Measured(pause_s=(0.002, 0.002)),
+        val=loader(shard((3, 3), (2, 6))),
+        callbacks=[metrics, pl.callbacks.EarlyStopping("val_loss", patience=1000)],
+        val_check_interval=10,
+        max_epochs=2,
+        num_sanity_val_steps=1,
+    )
+    return told | {"metrics": metrics.validations, "epoch_metrics": metrics.epochs}
+
+
+@scenario
+def checkpoints(folder: Path) -> Any:
+    """The best two by validation, and one of every validation."""
+    best = pl.callbacks.ModelCheckpoint(
+        dirpath=folder / "best", monitor="val_loss", save_top_k=2, filename="{step}-{val_loss:.6f}"
+    )
+    each = pl.callbacks.ModelCheckpoint(dirpath=folder / "each", save_top_k=-1, filename="{epoch}-{step}")
+    metrics = Metrics()
+    told = fit(
+        AsyncAveragingStrategy(schedule=EveryNSteps(7)),
+        loader(shard(SHARDS)),
+        Measured(pause_s=(0.002, 0.002)),
+        val=loader(shard((3, 3), (2, 6))),
+        callbacks=[metrics, best, each],
+        val_check_interval=10,
+        max_epochs=2,
+        enable_checkpointing=True,
+        default_root_dir=folder,
+    )
+    told["metrics"] = metrics.validations
+    told["best"] = [Path(best.best_model_path).name, float(best.best_model_score)]  # pyright: ignore
+    if rank() == 0:
+        told["saved"] = {}
+        for path in sorted([*(folder / "each").glob("*.ckpt"), *(folder / "best").glob("*.ckpt")]):
+            module = Measured()
+            module.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
+            told["saved"][f"{path.parent.name}/{path.name}"] = problem.digest(module)
+    return told
+
+
+@scenario
+def default_checkpoint(folder: Path) -> Any:
+    told = fit(
+        AsyncAveragingStrategy(schedule=EveryNSteps(7)),
+        loader(shard(SHARDS)),
+        val=loader(shard((2, 2))),
+        enable_checkpointing=True,
+        default_root_dir=folder,
+        max_epochs=2,
+        val_check_interval=10,
+    )
+    told["files"] = sorted(str(p.relative_to(folder)) for p in folder.rglob("*.ckpt"))
+    return told
+
+
+@scenario
+def default_checkpoint_without_validation(folder: Path) -> Any:
+    told = fit(None, loader(shard((5, 15))), enable_checkpointing=True, default_root_dir=folder, max_epochs=2)
+    told["files"] = sorted(str(p.relative_to(folder)) for p in folder.rglob("*.ckpt"))
+    return told
+
+
+@scenario
+def stops_early() -> Any:
+    class NoProgress(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", 1.0 + rank(), sync_dist=True)
+
+    return fit(
+        AsyncAveragingStrategy(schedule=EveryNSteps(7)),
+        loader(shard(SHARDS)),
+        NoProgress(pause_s=(0.002, 0.002)),
+        val=loader(shard((2, 2))),
+        callbacks=[pl.callbacks.EarlyStopping("val_loss", patience=2)],
+        val_check_interval=10,
+        max_epochs=50,
+    )
+
+
+@scenario
+def one_validation_per_epoch() -> Any:
+    """Equal shards, one rank much slower."""
+    return fit(None, loader(shard((8, 8))), Net(pause_s=(0.0, 0.03)), val=loader(shard((2, 2))), max_epochs=2)
+
+
+@scenario
+def one_validation_per_interval() -> Any:
+    """Equal shards and equal speeds up to the noise of the machine."""
+    return fit(
+        None,
+        loader(shard((40, 40))),
+        Net(pause_s=(0.002, 0.004)),
+        val=loader(shard((1, 1))),
+        val_check_interval=10,
+        max_epochs=1,
+    )
+
+
+@scenario
+def empty_shard() -> Any:
+    return fit(
+        AsyncAveragingStrategy(schedule=EveryNSteps(3)),
+        loader(shard((0, 12))),
+        val=loader(shard((1, 1))),
+        max_epochs=2,
+    )
+
+
+@scenario
+def empty_shard_synchronous() -> Any:
+    from lightning_async import Synchronous
+
+    return fit(AsyncAveragingStrategy(schedule=Synchronous()), loader(shard((0, 12))), max_epochs=2)
+
+
+@scenario
+def synchronous_uneven() -> Any:
+    """The shorter shard's rank contributes zeros once it is through."""
+    from lightning_async import Synchronous
+
+    return fit(AsyncAveragingStrategy(schedule=Synchronous()), loader(shard((4, 10))))
+
+
+@scenario
+def early_finisher() -> Any:
+    return fit(
+        AsyncAveragingStrategy(schedule=EveryNSteps(4)), loader(shard((3, 40))), Net(pause_s=(0.0, 0.005)), max_epochs=1
+    )
+
+
+@scenario
+def early_finisher_blocking() -> Any:
+    return fit(AsyncAveragingStrategy(Mean(), EveryNSteps(4), overlap=False), loader(shard((3, 40))), max_epochs=2)
+
+
+@scenario
+def early_finisher_by_time() -> Any:
+    return fit(AsyncAveragingStrategy(schedule=EverySeconds(0.02)), loader(shard((3, 40))), Net(pause_s=(0.0, 0.005)))
+
+
+@scenario
+def max_steps_refused(folder: Path) -> Any:
+    return fit(
+        None, loader(shard(SHARDS)), enable_checkpointing=True, default_root_dir=folder, max_steps=120, max_epochs=-1
+    )
+
+
+@scenario
+def max_steps_without_epoch_ends() -> Any:
+    with logged() as messages:
+        told = fit(None, loader(shard(SHARDS)), max_steps=70, max_epochs=-1)
+    return told | {"messages": [m for m in messages if "epochs" in m]}
+
+
+def _paced(pause_s: tuple[float, float], steps: int) -> Any:
+    module, recorder = Net(pause_s=pause_s), Recorder()
+    trainer = make_trainer(AsyncAveragingStrategy(schedule=EveryNSteps(5)), callbacks=[recorder])
+    started = time.perf_counter()
+    trainer.fit(module, loader(shard((steps, steps))))
+    whole = time.perf_counter() - started
+    return {"training_s": recorder.ended[-1] - recorder.started[0], "whole_s": whole, **report(trainer, module)}
+
+
+@scenario
+def drift_canary() -> Any:
+    """Rank 1 sleeps 50 ms more in every step; two attempts, because the machine has other work."""
+    return [{"even": _paced((0.02, 0.02), 30), "uneven": _paced((0.02, 0.07), 30)} for _ in range(2)]
