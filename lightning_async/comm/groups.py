@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from lightning_async.comm.pending import Operation, Where
 from lightning_async.comm.sockets import connects, is_open, listening_port, opened_since, shut_down, snapshot
-from lightning_async.comm.stores import PrefixStore, Store, own_client, read_all
+from lightning_async.comm.stores import PrefixStore, Store, read_all
 from lightning_async.errors import CollectiveError, CollectiveTimeout
 
 __all__ = ["Group", "form"]
@@ -172,6 +172,9 @@ def form(
 ) -> Group:
     """Form the group ``where`` names: wait for every member to come, then connect.
 
+    Args:
+        store: a client for this communicator alone, as torch blocks in it.
+
     Raises:
         CollectiveTimeout: not all members came in time; the message names them.
         CollectiveError: the store is out of reach, or ``cancelled`` became true.
@@ -180,7 +183,6 @@ def form(
         return Group(dist.new_group(backend="mpi"), {}, callbacks=False)
     deadline = time.monotonic() + timeout.total_seconds()
     try:
-        store = own_client(store, timeout)
         base = f"{_PREFIX}/{where.generation}/{where.name}"
         # The same name may be formed again later in the same program; old addresses must not be read then.
         attempt = store.add(f"{base}/attempt/{where.rank}", 1)

@@ -56,6 +56,9 @@ class Contact:
 def own_client(store: Store, timeout: timedelta) -> Store:
     """A client for the calling thread alone: one that blocks would hold up the other threads' requests.
 
+    To be kept: for every new client torch's server looks up its name, and answers nobody meanwhile; with a DNS that
+    does not answer that is many seconds.
+
     Raises:
         RuntimeError: the store is out of reach.
     """

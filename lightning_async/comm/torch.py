@@ -17,7 +17,7 @@ from lightning_async.comm.communicator import Communicator
 from lightning_async.comm.pending import Operation, Where
 from lightning_async.comm.protocols import Quorum, ReduceOp
 from lightning_async.comm.reductions import as_bytes, check_buffer, check_rows, reducible, sum_rows
-from lightning_async.comm.stores import Store
+from lightning_async.comm.stores import Store, own_client
 from lightning_async.errors import CollectiveError, CollectiveTimeout
 
 __all__ = ["TorchCollectives"]
@@ -70,15 +70,12 @@ class TorchCollectives(Communicator["TorchCollectives"]):
         _check_arguments(rank, world_size, backend, timeout, form_timeout)
         super().__init__(Where(rank, world_size, name, generation), timeout)
         self._store = store
+        self._client: Store | None = None
         self._backend, self._device, self._max_ctas = backend, device, max_ctas
         self._form_timeout = form_timeout
         self._lock = threading.Lock()
         self._group: groups.Group | None = None
         self._pending: dict[int, Operation[Any]] = {}
-
-    @property
-    def backend(self) -> str:
-        return self._backend
 
     def all_reduce(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Operation[Tensor]:
         """See `Collectives`. Types that Gloo cannot reduce are widened for the way."""
@@ -254,22 +251,31 @@ class TorchCollectives(Communicator["TorchCollectives"]):
         if self._group is None:
             self._check_usable()
             try:
-                group = groups.form(
-                    self._store,
-                    self._where,
-                    self._backend,
-                    self._form_timeout,
-                    self._token_device() if self._backend == "nccl" else None,
-                    self._max_ctas,
-                    cancelled=lambda: self._failure is not None or self._closed,
-                )
+                group = self._form()
             except CollectiveError as error:
+                self._client = None
                 self._fail(error)
                 raise
             with self._lock:
                 self._group = group
         self._check_usable()
         return self._group
+
+    def _form(self) -> groups.Group:
+        try:
+            if self._client is None:
+                self._client = own_client(self._store, self._form_timeout)
+        except RuntimeError as error:
+            raise CollectiveError(f"{self._where}: the store is out of reach: {error}") from error
+        return groups.form(
+            self._client,
+            self._where,
+            self._backend,
+            self._form_timeout,
+            self._token_device() if self._backend == "nccl" else None,
+            self._max_ctas,
+            cancelled=lambda: self._failure is not None or self._closed,
+        )
 
     def _child(self, where: Where, timeout: timedelta) -> TorchCollectives:
         return TorchCollectives(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
@@ -85,6 +86,9 @@ class BackgroundAverager(Gates, Generic[S]):
         self._started_at = self._last_tick = self._box.last_seen = self._box.last_commit = self._now()
         self.first_step = self.step
         self._box.agreed = self._server.commits.next_round - 1
+        if not self.step:  # so that a rank without data, too, knows how training begins
+            self._box.fresh = self.schedule.next(Clock(0, 0, 0, 0.0)) is Action.GRADIENTS
+            self._box.synchronous = self._box.fresh
         self._server.start()
 
     def close(self, timeout: timedelta = timedelta(seconds=10)) -> None:
@@ -126,13 +130,14 @@ class BackgroundAverager(Gates, Generic[S]):
             self._leave_synchronous()
         with box.changed:
             box.synchronous = synchronous
+            box.fresh |= synchronous
         return action
 
     def _leave_synchronous(self) -> None:
-        """Replicas part from here: this is the model that the rule's state starts from."""
+        """Replicas part from here: this is where they come from, should one miss the next round."""
         self._wait(lambda: not self._box.claimed)
-        self.replica.pack_(self.replica.received)
-        self._server.commits.init_rule()
+        with self._using_buckets():
+            self.replica.pack_(self.replica.received)
         self._box.work = Work()
         self._at_target = True
 
@@ -147,7 +152,8 @@ class BackgroundAverager(Gates, Generic[S]):
         """
         box, replica = self._box, self.replica
         self._wait(lambda: box.arrived is None and box.message is None and not box.claimed)
-        replica.pack_gradients_(replica.sent, 1.0 / scale)
+        with self._using_buckets():
+            replica.pack_gradients_(replica.sent, 1.0 / scale)
         message = Message(Kind.GRADIENTS, Work(samples, 1.0), self.step, used=replica.used())
         self._post(message)
         self._wait(lambda: box.message is None)
@@ -196,13 +202,15 @@ class BackgroundAverager(Gates, Generic[S]):
     def _average_now(self, lr: float) -> RoundReport | None:
         """One round, for which the training thread stands still."""
         box, started = self._box, self._now()
-        self._wait(lambda: not box.claimed)
         report = self._take()
-        if self._pack(lr):
-            self._wait(lambda: box.message is None)
-            self._blocked_s = self._now() - started
+        while not self._pack(lr):
+            if self.config.weigh(box.work) <= 0.0:
+                return report
+            self._wait(lambda: not box.claimed)
             report = self._take() or report
-        return report
+        self._wait(lambda: box.message is None)
+        self._blocked_s = self._now() - started
+        return self._take() or report
 
     def _pack(self, lr: float = 0.0) -> bool:
         """Snapshot the parameters as this rank's message, if the buckets are free; whether it did."""
@@ -211,14 +219,29 @@ class BackgroundAverager(Gates, Generic[S]):
             work = box.work.copy()
             if box.message is not None or box.arrived is not None or box.claimed or self.config.weigh(work) <= 0.0:
                 return False
-        self.replica.check_unchanged()
-        self.replica.pack_(self.replica.sent)
+            box.in_use = True
+        with self._using_buckets():
+            self.replica.check_unchanged()
+            self.replica.pack_(self.replica.sent)
         self._merge_s += self._now() - started
         self._post(Message(Kind.ROUND, work, self.step, lr))
         return True
 
+    @contextmanager
+    def _using_buckets(self) -> Iterator[None]:
+        """The engine's thread keeps off the buckets meanwhile."""
+        box = self._box
+        with box.changed:
+            box.in_use = True
+        try:
+            yield
+        finally:
+            self.replica.to_engine.give()
+            with box.changed:
+                box.in_use = False
+                box.changed.notify_all()
+
     def _post(self, message: Message) -> None:
-        self.replica.to_engine.give()
         with self._box.changed:
             self._box.message = message
             self._box.changed.notify_all()
@@ -230,14 +253,13 @@ class BackgroundAverager(Gates, Generic[S]):
             arrived = box.arrived
             if arrived is None:
                 return None
-            box.merging = True
+            box.in_use = True
         started = self._now()
-        self._merge(arrived)
+        with self._using_buckets():
+            self._merge(arrived)
+            with box.changed:
+                box.arrived = None
         self._merge_s += self._now() - started
-        self.replica.to_engine.give()
-        with box.changed:
-            box.arrived, box.merging = None, False
-            box.changed.notify_all()
         return self._report(arrived)
 
     def _merge(self, arrived: Arrived) -> None:
@@ -292,19 +314,25 @@ class BackgroundAverager(Gates, Generic[S]):
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
-        """Rule state and clocks; to be taken at a rendezvous."""
+        """The rule's state and the round, equal on all replicas; to be taken at a rendezvous."""
         return {
             "round": self._server.commits.next_round,
             "rule": type(self.rule).__qualname__,
             "rule_state": self.rule.state_dict(self._server.commits.rule_state),
+        }
+
+    def clocks(self) -> dict[str, Any]:
+        """What is this replica's own."""
+        return {
             "step": self.step,
             "epoch": self.epoch,
             "synchronous": self._box.synchronous,
+            "fresh": self._box.fresh,
             "summary": self.summary.state_dict(),
         }
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on from `state_dict`; before `start`.
+    def load_state_dict(self, saved: dict[str, Any], clocks: dict[str, Any]) -> None:
+        """Go on from `state_dict` and `clocks`; before `start`.
 
         Raises:
             ValueError: the state is another rule's.
@@ -314,13 +342,11 @@ class BackgroundAverager(Gates, Generic[S]):
             raise ValueError(
                 f"`rule={self.rule!r}` cannot go on from a checkpoint that `{saved['rule']}` wrote: pass that rule."
             )
-        commits = self._server.commits
+        commits, box = self._server.commits, self._box
         commits.next_round = int(saved["round"])
         commits.rule_state = self.rule.load_state_dict(commits.rule_state, saved["rule_state"])
-        self.step, self.epoch = int(saved["step"]), int(saved["epoch"])
-        self._box.steps_then = self._box.mean_steps = float(self.step)
-        self._box.synchronous = bool(saved["synchronous"])
-        for name, value in saved["summary"].items():
-            if name not in ("rank", "world_size"):
-                setattr(self.summary, name, value)
-        self._box.total = Work(self.summary.samples, float(self.step))
+        self.step, self.epoch = int(clocks["step"]), int(clocks["epoch"])
+        box.synchronous, box.fresh = bool(clocks["synchronous"]), bool(clocks["fresh"])
+        self.summary.load_state_dict(clocks["summary"])
+        box.steps_then = box.mean_steps = float(self.step)
+        box.total = Work(self.summary.samples, float(self.step))

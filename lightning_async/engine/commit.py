@@ -41,17 +41,19 @@ class Commits:
         self.rule_state: Any = None
         self._replica, self._rule, self._mailbox = replica, rule, mailbox
         self._rank, self._now = rank, now
-        self.init_rule()
+        self.init_rule(replica.of_rule(replica.received))
 
-    def init_rule(self) -> None:
-        """Start the rule anew from the parameters in the `received` bucket, equal on all ranks."""
-        self.rule_state = self._rule.init(self._replica.of_rule(self._replica.received), self._replica.layout)
+    def init_rule(self, params: Tensor) -> None:
+        """Begin the rule's state with parameters that are equal on all ranks."""
+        self.rule_state = self._rule.init(params, self._replica.layout)
 
     def apply(self, exchange: Exchange) -> None:
         """Advance the rule's state and hand the result to the training thread."""
         replica, message, kind = self._replica, exchange.message, exchange.decision.kind
         target = replica.of_rule(exchange.landing)
-        if kind is Kind.ROUND:
+        if exchange.decision.fresh and kind is not Kind.GRADIENTS:
+            self.init_rule(target)
+        elif kind is Kind.ROUND:
             sent = replica.of_rule(replica.sent) if message is not None else None
             self.rule_state = self._rule.merge_(sent, target, self.rule_state, exchange.round)
         elif kind is Kind.CONSENSUS:
@@ -61,7 +63,7 @@ class Commits:
         self.next_round += 1
         replica.to_training.give()
         with self._mailbox.changed:
-            self._mailbox.changed.wait_for(lambda: not self._mailbox.merging)
+            self._mailbox.changed.wait_for(lambda: not self._mailbox.in_use)
             self._hand_over(exchange, self._base(exchange))
 
     def _base(self, exchange: Exchange) -> Tensor | None:
@@ -75,6 +77,8 @@ class Commits:
         last, replica.received = replica.received, exchange.landing
         if exchange.landing is replica.sent:
             replica.sent = last
+        if self._mailbox.synchronous:  # there is no last target, and all that it did is in the others' models
+            return None
         return pending.base if pending is not None else last
 
     def _hand_over(self, exchange: Exchange, base: Tensor | None) -> None:
@@ -82,6 +86,8 @@ class Commits:
         box, message, kind = self._mailbox, exchange.message, exchange.decision.kind
         pending = box.arrived
         box.last_commit = self._now()
+        if kind is not Kind.GRADIENTS:
+            box.fresh = False
         if kind is Kind.GRADIENTS:
             # Shared already: what is kept is only who has the newest model, should a rendezvous come next.
             box.work = message.work.copy() if message is not None else Work()

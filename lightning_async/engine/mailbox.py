@@ -89,8 +89,10 @@ class Mailbox:
     message: Message | None = None
     arrived: Arrived | None = None
     claimed: bool = False
-    merging: bool = False
-    """The training thread reads the buckets of `arrived`."""
+    in_use: bool = False
+    """The training thread packs or merges: the buckets are its own."""
+    composed: int = 0
+    """Number of the last header composed: what changes now is heard of with the next one."""
     work: Work = field(default_factory=Work)
     agreed: int = -1
     """Id of the consensus that the parameters still equal to the bit; -1 after a step."""
@@ -107,6 +109,9 @@ class Mailbox:
     """The same, on average over all replicas, at the last header."""
     steps_then: float = 0.0
     """The same, of this replica, at the last header."""
+    opened_gates: int = 0
+    fresh: bool = False
+    """Synchronous steps were taken since the rule's state was begun."""
     synchronous: bool = False
     """The replica takes synchronous steps: nobody goes on without it, and it is not excused for being slow."""
     last_seen: float = 0.0

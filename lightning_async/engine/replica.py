@@ -108,6 +108,10 @@ class Replica:
         """Elements of a message."""
         return self.sent.numel()
 
+    def is_finite(self) -> bool:
+        """Whether all parameters that travel are finite."""
+        return all(ops.all_finite(p) for p in self.parameters)
+
     def of_rule(self, bucket: Tensor) -> Tensor:
         """The part of a bucket that belongs to the rule: the parameters."""
         return self._sections[0].of(bucket)

@@ -88,6 +88,9 @@ class Header(NamedTuple):
         samples: samples that it has seen in all.
         lr: its inner learning rate.
         mask: of gradients, a hash of which parameters have one.
+        healthy: its parameters are finite.
+        fresh: it has taken synchronous steps since the rule's state was begun: that begins anew with the next round.
+        opened: gates that have opened for it.
         agreed: round id of the consensus it holds unchanged; -1 if it has moved since.
         scalars: the rule's.
     """
@@ -108,6 +111,9 @@ class Header(NamedTuple):
     samples: float = 0.0
     lr: float = 0.0
     mask: int = 0
+    healthy: bool = True
+    fresh: bool = False
+    opened: int = 0
     agreed: int = -1
     scalars: tuple[float, ...] = ()
 
@@ -137,6 +143,9 @@ class Header(NamedTuple):
             samples=names["samples"],
             lr=names["lr"],
             mask=int(names["mask"]),
+            healthy=bool(names["healthy"]),
+            fresh=bool(names["fresh"]),
+            opened=int(names["opened"]),
             agreed=int(names["agreed"]),
             scalars=tuple(row[fixed:]),
         )
@@ -149,6 +158,8 @@ class Decision(NamedTuple):
         kind: what is exchanged now; NONE if nothing.
         weights: every rank's share in the mean; they add up to 1, a rank that is absent has 0.
         void: all were ready for an averaging round, but nobody has work for it: the messages are dropped.
+        fresh: the rule's state begins anew with what is exchanged now: the plain mean of the parameters.
+        late: some ranks have seen the last gate open and others lost the answer; it opens for these now.
         catch_up: the round that some rank committed and others did not; those that did not commit it now.
         opens: the gate at which every rank stands in agreement.
         validate: every rank is to validate.
@@ -159,6 +170,8 @@ class Decision(NamedTuple):
     kind: Kind = Kind.NONE
     weights: tuple[float, ...] = ()
     void: bool = False
+    fresh: bool = False
+    late: bool = False
     catch_up: int | None = None
     opens: Gate = Gate.NONE
     validate: bool = False
@@ -166,15 +179,15 @@ class Decision(NamedTuple):
     end: bool = False
 
 
-def shares(work: Sequence[float]) -> tuple[float, ...]:
-    """Each rank's share of the work. Without any work at all rank 0 stands for all.
+def shares(work: Sequence[float], stand_in: int = 0) -> tuple[float, ...]:
+    """Each rank's share of the work. Without any work at all one rank stands for all.
 
     >>> shares([1.0, 3.0])
     (0.25, 0.75)
     """
     total = sum(work)
     if total <= 0.0:
-        return tuple(float(rank == 0) for rank in range(len(work)))
+        return tuple(float(rank == stand_in) for rank in range(len(work)))
     return tuple(w / total for w in work)
 
 
@@ -197,7 +210,10 @@ def decide(headers: Sequence[Header]) -> Decision:
         stop=any(h.stop or h.gate is Gate.STOP for h in headers),
         end=any(h.end for h in headers),
         validate=any(h.gate is Gate.VALIDATE for h in headers),
+        fresh=any(h.fresh for h in headers),
     )
+    if len({h.opened for h in headers}) > 1:
+        return Decision(late=True, stop=votes.stop, end=votes.end)
     if all(h.gate is not Gate.NONE for h in headers):
         return _at_gates(headers, votes)
 
@@ -230,7 +246,9 @@ def _at_gates(headers: Sequence[Header], votes: Decision) -> Decision:
     if headers[0].agreed >= 0 and len({h.agreed for h in headers}) == 1:
         return votes._replace(opens=gate)
     _check_layouts(headers)
-    return votes._replace(kind=Kind.CONSENSUS, weights=shares([h.unreported for h in headers]))
+    work = [h.unreported if h.healthy else 0.0 for h in headers]
+    stand_in = next((rank for rank, h in enumerate(headers) if h.healthy), 0)
+    return votes._replace(kind=Kind.CONSENSUS, weights=shares(work, stand_in))
 
 
 def _check_layouts(headers: Sequence[Header]) -> None:

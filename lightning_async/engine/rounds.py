@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 
 from lightning_async import ops
-from lightning_async.comm.protocols import ElasticCollectives
+from lightning_async.comm.protocols import ElasticCollectives, Quorum
 from lightning_async.comm.rendezvous import Membership
 from lightning_async.engine.commit import Commits
 from lightning_async.engine.config import AveragerConfig
@@ -21,12 +21,14 @@ from lightning_async.engine.replica import Replica
 from lightning_async.engine.round import Decision, Gate, Header, Kind, Stage, decide
 from lightning_async.engine.streams import side_stream
 from lightning_async.engine.waiting import Closed, Waiter
-from lightning_async.errors import CollectiveError, GenerationChanged, PeerLost
+from lightning_async.errors import CollectiveError, CollectiveTimeout, GenerationChanged, PeerLost
 from lightning_async.rules.protocols import AveragingRule
 
 __all__ = ["RoundServer"]
 
 log = logging.getLogger(__name__)
+_SLICE = timedelta(seconds=1)
+_PROMPT = timedelta(seconds=0.2)
 
 
 class RoundServer:
@@ -58,7 +60,7 @@ class RoundServer:
         config: AveragerConfig,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.rank = collectives.rank
+        self.rank, self._world_size = collectives.rank, collectives.world_size
         self.stage = Stage.IDLE
         self._roots = [collectives] if payload is collectives else [collectives, payload]
         self.commits = Commits(replica, rule, mailbox, self.rank, now)
@@ -71,6 +73,7 @@ class RoundServer:
         self._seq = _first_seq(membership.generation)
         self._prepared: Exchange | None = None
         self._attempts = 0
+        self._some_silent = False
         self._thread = threading.Thread(target=self._run, name=f"lightning_async-rounds-{self.rank}", daemon=True)
 
     # ---- called by the training thread ----
@@ -86,7 +89,13 @@ class RoundServer:
         return not self._thread.is_alive()
 
     def ring(self) -> None:
-        """Ask every rank to answer the next header now, ready or not."""
+        """Ask every rank, ready or not, to answer the header that will carry what is in the mailbox now."""
+        with self._mailbox.changed:
+            seq = max(self._seq, self._mailbox.composed + 1)
+        self._membership.ring(seq)
+
+    def _ring_for_this(self) -> None:
+        """Ask every rank to answer the header that is under way."""
         self._membership.ring(self._seq)
 
     def wake(self) -> None:
@@ -136,37 +145,42 @@ class RoundServer:
 
     def _has_cause(self) -> bool:
         box = self._mailbox
-        if box.merging or (box.arrived is not None and not self._is_stalled()):
+        if box.in_use or (box.arrived is not None and not self._is_stalled()):
             return False  # the training thread is about to take it
         return box.message is not None or box.gate is not Gate.NONE or self._membership.bell >= self._seq
 
     def _is_stalled(self) -> bool:
         box = self._mailbox
         silent_s = self._now() - box.last_seen
-        return not box.synchronous and silent_s > self._deadlines.grace.total_seconds()
+        return not box.synchronous and not box.fresh and silent_s > self._deadlines.grace.total_seconds()
 
     def _serve(self) -> None:
         """One cycle: header, and what it decides."""
         box, started = self._mailbox, self._now()
         self._membership.check()
         with box.changed:
+            box.changed.wait_for(lambda: not box.in_use)
             header, message = self._compose()
-            box.claimed = True
+            box.claimed, box.composed = True, self._seq
         self._replica.to_engine.take()
         if message is not None:
             header = self._announce(header, message)
+        if header.gate is not Gate.NONE and header.agreed < 0:
+            header = header._replace(healthy=self._replica.is_finite())
         self._to(Stage.HEADER)
         # A rank that is ready rings for those whose training threads are silent for long.
-        ring = None if message is None else (self._deadlines.grace, self.ring)
+        patience = _PROMPT if self._some_silent else self._deadlines.grace
+        ring = None if message is None else (patience, self._ring_for_this)
         table = self._waiter.result(self._header.all_gather(header.pack()), every=ring).tolist()
         self._seq += 1
         headers = [Header.unpack(row) for row in table]
         decision = decide(headers)
+        self._some_silent = any(h.excused and h.gate is Gate.NONE for h in headers)
         waited_s = self._now() - started
         with box.changed:
             box.mean_steps, box.steps_then = sum(h.clock for h in headers) / len(headers), header.clock
             box.samples_by_rank = tuple(h.samples for h in headers)
-            self._note(decision)
+            self._note(decision, headers)
         if decision.catch_up is not None:
             self._catch_up(decision.catch_up)
         elif decision.kind is not Kind.NONE:
@@ -199,6 +213,8 @@ class RoundServer:
             end=box.asked.end,
             clock=box.total.steps,
             samples=box.total.samples,
+            fresh=box.fresh,
+            opened=box.opened_gates,
             agreed=box.agreed,
             scalars=(0.0,) * self._rule.num_scalars,
         )
@@ -209,7 +225,8 @@ class RoundServer:
         if message.kind is Kind.ROUND and not message.announced:
             part = self._replica.of_rule(self._replica.sent)
             message.healthy = ops.all_finite(part)
-            message.scalars = self._rule.message_(part, self.commits.rule_state)
+            if not header.fresh:
+                message.scalars = self._rule.message_(part, self.commits.rule_state)
             message.announced = True
             if not message.healthy:
                 log.warning(
@@ -226,19 +243,21 @@ class RoundServer:
             scalars=message.scalars or header.scalars,
         )
 
-    def _note(self, decision: Decision) -> None:
+    def _note(self, decision: Decision, headers: list[Header]) -> None:
         """Tell the training thread what was agreed."""
         box = self._mailbox
         votes = box.agreed_votes
         votes.stop |= decision.stop
         votes.end |= decision.end
         votes.validate |= decision.validate and decision.opens is Gate.NONE
-        if decision.opens is not Gate.NONE:
+        late = decision.late and box.opened_gates < max(h.opened for h in headers)
+        if decision.opens is not Gate.NONE or late:
+            if box.gate is Gate.VALIDATE:
+                votes.validate = False
             box.opened = True
+            box.opened_gates += 1
             box.gate = Gate.NONE
             box.last_seen = self._now()
-            if decision.opens is Gate.VALIDATE:
-                votes.validate = False
         box.changed.notify_all()
 
     # ---- commit ----
@@ -289,7 +308,7 @@ class RoundServer:
                 self.rank, self.commits.next_round, error,
             )  # fmt: skip
             try:
-                quorum = self._membership.next_generation(self._deadlines.reform)
+                quorum = self._meet()
                 for root in self._roots:
                     root.reconfigure(quorum)
             except PeerLost:
@@ -299,7 +318,32 @@ class RoundServer:
                 continue
             self._seq = _first_seq(quorum.generation)
             self._to(Stage.IDLE)
+            with self._mailbox.changed:
+                waits = self._mailbox.gate is not Gate.NONE
+            if waits:
+                self._ring_for_this()
             return
+
+    def _meet(self) -> Quorum:
+        """All ranks, in the next generation."""
+        started = self._now()
+        while True:
+            if self._mailbox.closing:
+                raise Closed
+            try:
+                quorum = self._membership.next_generation(_SLICE)
+                break
+            except CollectiveTimeout:
+                if self._now() - started > self._deadlines.reform.total_seconds():
+                    raise
+        lost = tuple(sorted(set(range(self._world_size)) - set(quorum.ranks)))
+        if lost:
+            raise PeerLost(
+                f"Rank {self.rank}: rank(s) {', '.join(map(str, lost))} were lost in round {self.commits.next_round}; "
+                "training ends here. Look at their logs, and resume from the last checkpoint.",
+                lost,
+            )
+        return quorum
 
     def _to(self, stage: Stage) -> None:
         assert stage in self.stage.next or stage is Stage.FAILED, f"{self.stage} -> {stage}"

@@ -109,6 +109,12 @@ class RunSummary:
         """The counters as plain numbers."""
         return {k: v for k, v in asdict(self).items() if isinstance(v, (int, float))}
 
+    def load_state_dict(self, saved: Mapping[str, float]) -> None:
+        """Go on counting from there."""
+        for name, value in saved.items():
+            if name not in ("rank", "world_size"):
+                setattr(self, name, value)
+
     def __str__(self) -> str:
         return _table(
             {

@@ -118,6 +118,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         self._trainer: Any = None
         self._patches: DriftPatches | None = None
         self._saved_state: dict[str, Any] | None = None
+        self._last_state: dict[str, Any] | None = None
         self._samples = 0.0
         self._batch_action: Action | None = None
         self._steps_seen = self._steps_counted = 0
@@ -131,7 +132,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         self.failed = False
 
     def setup(self, trainer: pl.Trainer) -> None:
-        self._trainer = trainer
+        self._trainer, self._last_state = trainer, None
         fitting = trainer.state.fn == "fit"
         cast(Any, self.accelerator).setup(trainer)
         if self.world_size > 1 and fitting:
@@ -174,7 +175,9 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         )  # fmt: skip
         self.summary = self.averager.summary
         if self._saved_state is not None:
-            self.averager.load_state_dict(self._saved_state)
+            replicas = self._saved_state["replicas"]
+            own = replicas[self.global_rank if len(replicas) == self.world_size else 0]
+            self.averager.load_state_dict(self._saved_state, own)
             self._saved_state = None
         connection.membership.on_change = self.averager.wake
         for optimizer in self.optimizers:
@@ -298,13 +301,22 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
             return
         self.summary.elapsed_s = self.averager.elapsed_s
         self.summary.samples_by_rank = self.world.gather_objects(self.summary.samples)
+        self._last_state = self._state(self.averager)
         rank_zero_info(f"Asynchronous averaging, as rank 0 saw it:\n{self.summary}")
 
     # ---- checkpoints ----
 
+    def _state(self, averager: BackgroundAverager) -> dict[str, Any]:
+        """The engine's state; at a gate with every replica's clocks, between gates with this one's for all."""
+        own, world = averager.clocks(), self.world
+        together = world is not None and not world.drifting
+        replicas = world.gather_objects(own) if world is not None and together else [own]
+        return {**averager.state_dict(), "replicas": replicas}
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if self.averager is not None:
-            checkpoint[self.checkpoint_key] = self.averager.state_dict()
+        state = self._state(self.averager) if self.averager is not None else self._last_state
+        if state is not None:
+            checkpoint[self.checkpoint_key] = state
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

@@ -19,9 +19,9 @@ log = logging.getLogger(__name__)
 
 def check_arguments(rule: Any, schedule: Any, overlap: bool) -> None:
     """Whether the strategy's first three arguments are what they must be, and fit each other."""
-    if not isinstance(rule, AveragingRule):
+    if isinstance(rule, type) or not isinstance(rule, AveragingRule):
         raise TypeError(f"`AsyncAveragingStrategy(rule={rule!r})` must be an averaging rule such as DeltaMean().")
-    if not isinstance(schedule, Schedule):
+    if isinstance(schedule, type) or not isinstance(schedule, Schedule):
         raise TypeError(f"`AsyncAveragingStrategy(schedule={schedule!r})` must be a schedule such as EveryNSteps(32).")
     if not isinstance(overlap, bool):
         raise TypeError(f"`AsyncAveragingStrategy(overlap={overlap!r})` must be True or False.")

@@ -41,6 +41,8 @@ class DriftPatches:
         self._due = self._held = 0
         """Validations within this epoch: that this rank's clock has asked for, and that all have run."""
         self._due_at_end = False
+        self._validated = False
+        """The model has not changed since it was validated."""
         self._stepped: dict[int, int] = {}
         self._undo: list[Callable[[], None]] = []
 
@@ -58,6 +60,8 @@ class DriftPatches:
         self._replace(fit, "setup_data", self._setup_data)
         self._replace(fit, "on_advance_end", self._end_epoch)
         self._replace(fit, "on_run_end", self._end_training)
+        for checkpoint in self._callbacks("ModelCheckpoint"):
+            self._replace(checkpoint, "_monitor_candidates", self._from_rank_zero)
         for timer in self._callbacks("Timer"):
             self._replace(timer, "_check_time_remaining", self._time_remaining(timer))
         module = trainer.lightning_module
@@ -97,6 +101,7 @@ class DriftPatches:
         if averager.end_agreed:
             self._trainer.should_stop = True
         if averager.moved_at_gate:
+            self._validated = False
             self._forget_saved()
             strategy.on_model_changed()
 
@@ -178,9 +183,13 @@ class DriftPatches:
 
     def _validate(self, original: Any) -> Any:
         def run() -> Any:
+            if self._strategy.averager is None:  # the sanity check, before training
+                return original()
             self.rendezvous(Gate.VALIDATE)
             self._held += 1
-            return original()
+            output = original()
+            self._validated = True
+            return output
 
         return run
 
@@ -203,7 +212,7 @@ class DriftPatches:
             if self.gates_epochs and averager is not None and world is not None:
                 self.rendezvous(Gate.EPOCH_END, self._trainer.current_epoch)
                 due = torch.tensor(float(self._due_at_end))
-                if world.reduce(due, "max") > 0.0:
+                if world.reduce(due, "max") > 0.0 and not self._validated:
                     self._join_validation()
                 self._due_at_end = False
                 self._due = self._held = 0
@@ -229,6 +238,18 @@ class DriftPatches:
         """
         for callback in self._callbacks("ModelCheckpoint"):
             callback._last_global_step_saved = -1
+
+    def _from_rank_zero(self, original: Any) -> Any:
+        """`ModelCheckpoint` names files by the step and by metrics, and compares names between collectives: names must
+        be equal on all ranks, and steps are not."""
+
+        def monitor_candidates(trainer: Any) -> dict[str, Any]:
+            candidates, world = original(trainer), self._strategy.world
+            if world is None or world.drifting:
+                return candidates
+            return world.broadcast({name: value.cpu() for name, value in candidates.items()})
+
+        return monitor_candidates
 
     # ---- the rest ----
 

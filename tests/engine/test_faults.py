@@ -194,10 +194,6 @@ def test_a_silent_rank_is_named_by_all_others() -> None:
         assert "rank 1 was last seen" in str(error)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="RoundServer._recover takes the quorum of the survivors, and goes on without the lost rank",
-)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_rank_whose_connections_break_and_whose_heartbeats_end_is_lost(world_size: int) -> None:
     """As after kill -9: nobody goes on without it."""
@@ -221,7 +217,6 @@ def test_a_layout_that_differs_raises_on_every_rank() -> None:
             assert isinstance(outcome.error, LayoutMismatch), outcome.error
 
 
-@pytest.mark.xfail(strict=True, reason="RoundServer._recover does not look at `closing` while it waits for the others")
 def test_closing_while_the_groups_are_re_formed_does_not_wait() -> None:
     turn = Turnstile()
 
@@ -313,7 +308,6 @@ def test_rounds_go_on_without_a_stalled_rank_and_it_keeps_its_progress(rounds_mi
         assert each["summary"].failed_rounds == 0
 
 
-@pytest.mark.xfail(strict=True, reason="a stalled rank answers only when the others ring, `grace` after each header")
 def test_a_stalled_rank_holds_the_others_up_once_not_every_round() -> None:
     deadlines = Deadlines(grace=timedelta(seconds=1.0), reform=timedelta(seconds=20))
     times: list[float] = []
@@ -345,7 +339,6 @@ def test_a_replica_that_is_not_finite_is_left_out_and_healed(caplog) -> None:
     assert "Rank 1: its parameters are not finite at step 8; it takes part in round 2 with weight zero" in caplog.text
 
 
-@pytest.mark.xfail(strict=True, reason="RoundServer._exchange packs for a consensus without a look at finiteness")
 def test_a_replica_that_is_not_finite_does_not_poison_a_consensus() -> None:
     a, b, c = values(3, poisoned(Gate.VALIDATE, 5, (1,)), schedule=NEVER)
     assert torch.equal(a, b)
@@ -488,7 +481,6 @@ lost_bell = (
 )
 
 
-@pytest.mark.xfail(strict=True, reason=lost_bell)
 def test_a_rank_at_the_end_of_its_epoch_that_is_told_to_stop_stops_all() -> None:
     """SIGTERM comes while this rank waits and the other one trains, with its next round far away."""
     turn = Turnstile()
@@ -514,7 +506,6 @@ def test_a_rank_at_the_end_of_its_epoch_that_is_told_to_stop_stops_all() -> None
     assert values(2, body, schedule=NEVER, overlap=True) == [True, True]
 
 
-@pytest.mark.xfail(strict=True, reason=lost_bell)
 def test_a_validation_is_heard_of_while_the_asking_ranks_message_waits() -> None:
     """The usual case of a fast replica: it has had a message ready for long when its clock says to validate."""
     turn = Turnstile()
@@ -563,7 +554,6 @@ gradient_base = (
 )
 
 
-@pytest.mark.xfail(strict=True, reason=gradient_base)
 def test_a_rank_that_finished_during_the_warm_up_follows_the_others() -> None:
     def body(rank: FaultyRank) -> Any:
         rank.train(4 if rank.number == 0 else 14)
@@ -576,10 +566,6 @@ def test_a_rank_that_finished_during_the_warm_up_follows_the_others() -> None:
     torch.testing.assert_close(b, mine)  # nobody else has done anything since the last synchronous step
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="BackgroundAverager._leave_synchronous initialises the rule from each rank's own parameters at its own time",
-)
 def test_anchors_are_equal_after_a_warm_up_with_unequal_epochs() -> None:
     def body(rank: FaultyRank) -> Any:
         for epoch in range(2):

@@ -107,10 +107,6 @@ def test_failed_rounds_at_any_pace_end_in_one_model(switching, plans, overlap, c
     assert_one_model(ended, validations=False)  # see the next test
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a gate opens in one step: a rank that loses the answer stays there, and asks the others to come again",
-)
 def test_a_gate_opens_on_all_ranks_or_on_none() -> None:
     def body(rank: FaultyRank) -> list[Arrival]:
         rank.train(3)

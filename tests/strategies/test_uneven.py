@@ -11,10 +11,6 @@ from tests.strategies.problem import batches, distance, flat, train_alone
 from tests.strategies.workers import Outcomes
 
 SCENARIOS = "tests.strategies.uneven"
-NAMES = pytest.mark.xfail(
-    strict=True,
-    reason="ModelCheckpoint makes file names of each rank's own step, and loops over them with collectives: ranks part",
-)
 
 
 def assert_agreed(told: list[dict]) -> None:
@@ -25,7 +21,6 @@ def assert_agreed(told: list[dict]) -> None:
     assert first["end"] == first["digest"]
 
 
-@pytest.mark.xfail(strict=True, reason="the sanity check counts as the first epoch's first validation")
 def test_20_and_60_batches_validate_together(ranks: Outcomes) -> None:
     told = ranks("everything")
     assert_agreed(told)
@@ -57,7 +52,6 @@ def test_metrics_of_an_epoch_are_of_all_ranks(ranks: Outcomes) -> None:
     assert [m["count"] for m in first["epoch_metrics"]] == [80 * 4] * 2
 
 
-@NAMES
 def test_checkpoints_hold_models_that_were_validated(ranks: Outcomes) -> None:
     first, second = ranks("checkpoints")
     assert_agreed([first, second])
@@ -71,7 +65,7 @@ def test_checkpoints_hold_models_that_were_validated(ranks: Outcomes) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("default_checkpoint", marks=NAMES), "default_checkpoint_without_validation"]
+    "name", ["default_checkpoint", "default_checkpoint_without_validation"]
 )
 def test_default_checkpoint(ranks: Outcomes, name: str) -> None:
     told = ranks(name)
