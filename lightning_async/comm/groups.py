@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from lightning_async.comm.pending import Operation, Where
 from lightning_async.comm.sockets import connects, is_open, listening_port, opened_since, shut_down, snapshot
-from lightning_async.comm.stores import PrefixStore, Store, read_all
+from lightning_async.comm.stores import PollingStore, PrefixStore, Store, own_client, read_all
 from lightning_async.errors import CollectiveError, CollectiveTimeout
 
 __all__ = ["Group", "form"]
@@ -173,7 +173,7 @@ def form(
     """Form the group ``where`` names: wait for every member to come, then connect.
 
     Args:
-        store: a client for this communicator alone, as torch blocks in it.
+        store: never blocked in, so that any number of threads may share it.
 
     Raises:
         CollectiveTimeout: not all members came in time; the message names them.
@@ -181,16 +181,14 @@ def form(
     """
     if backend == "mpi":
         return Group(dist.new_group(backend="mpi"), {}, callbacks=False)
-    deadline = time.monotonic() + timeout.total_seconds()
     try:
-        base = f"{_PREFIX}/{where.generation}/{where.name}"
-        # The same name may be formed again later in the same program; old addresses must not be read then.
-        attempt = store.add(f"{base}/attempt/{where.rank}", 1)
-        base = f"{base}/{attempt}"
-        if backend == "nccl":
-            _meet(store, f"{base}/ready", where, [], deadline, cancelled)
-            return Group(_nccl(PrefixStore(base, store), where, timeout, device, max_ctas), {}, callbacks=False)
-        return _gloo(store, base, where, deadline, cancelled)
+        meeting = _Meeting(store, where, timeout, cancelled)
+        if backend == "gloo":
+            return _gloo(meeting)
+        meeting.meet("ready", [])
+        # NCCL's own threads use the store for as long as the group lives.
+        client = PrefixStore(meeting.base, own_client(store, timeout))
+        return Group(_nccl(client, where, timeout, device, max_ctas), {}, callbacks=False)
     except CollectiveError:
         raise
     except RuntimeError as error:
@@ -198,6 +196,44 @@ def form(
             f"{where}: forming the group failed: {error}. A member died while connecting, or the store is gone; "
             "ask the membership who is alive, then reconfigure()."
         ) from error
+
+
+class _Meeting:
+    """The members of a group to be, waiting for each other in the store until the deadline."""
+
+    def __init__(self, store: Store, where: Where, timeout: timedelta, cancelled: Callable[[], bool]) -> None:
+        self.store, self.where = store, where
+        self._started, self._timeout_s = time.monotonic(), timeout.total_seconds()
+        self._cancelled = cancelled
+        self._keys: list[str] = []
+        base = f"{_PREFIX}/{where.generation}/{where.name}"
+        # The same name may be formed again later in the same program; old addresses must not be read then.
+        self.base = f"{base}/{store.add(f'{base}/attempt/{where.rank}', 1)}"
+
+    def left(self) -> timedelta:
+        return timedelta(seconds=max(self._started + self._timeout_s - time.monotonic(), 1.0))
+
+    def check(self) -> None:
+        """Raise when it is time to give up."""
+        if self._cancelled():
+            raise CollectiveError(f"{self.where}: forming the group was aborted.")
+        elapsed_s = time.monotonic() - self._started
+        if elapsed_s >= self._timeout_s:
+            missing = [rank for rank, key in enumerate(self._keys) if not self.store.check([key])]
+            raise CollectiveTimeout(
+                f"{self.where}: forming the group: after {elapsed_s:.1f} s still without rank(s) {missing}. Ask the "
+                "membership who is alive, then reconfigure()."
+            )
+
+    def say(self, phase: str, ports: list[int] | None) -> None:
+        self.store.set(f"{self.base}/{phase}/{self.where.rank}", json.dumps(ports))
+
+    def meet(self, phase: str, ports: list[int]) -> list[list[int] | None]:
+        """Wait until every member has said something; returns what they said."""
+        self._keys = [f"{self.base}/{phase}/{rank}" for rank in range(self.where.world_size)]
+        self.say(phase, ports)
+        PollingStore(self.store, "", self.check).wait(self._keys)
+        return [json.loads(value) for value in read_all(self.store, self._keys)]
 
 
 def _nccl(store: Store, where: Where, timeout: timedelta, device: torch.device | None, max_ctas: int) -> Any:
@@ -210,29 +246,30 @@ def _nccl(store: Store, where: Where, timeout: timedelta, device: torch.device |
     return group
 
 
-def _gloo(store: Store, base: str, where: Where, deadline: float, cancelled: Callable[[], bool]) -> Group:
+def _gloo(meeting: _Meeting) -> Group:
     gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
+    where, options = meeting.where, gloo._Options()
     with _device:  # or another thread's listening socket would be taken for ours
         before = snapshot()
         options._devices = _devices()
         ports = [port for fd, inode in opened_since(before) if (port := listening_port(fd)) is not None]
     options._threads = len(options._devices)
-    everyones = _meet(store, f"{base}/ready", where, ports, deadline, cancelled)
-    options._timeout = timedelta(seconds=max(deadline - time.monotonic(), 1.0))
+    everyones = meeting.meet("ready", ports)
+    options._timeout = meeting.left()
     before = snapshot()
     try:
-        pg = dist.ProcessGroupGloo(PrefixStore(base, store), where.rank, where.world_size, options)
-    except RuntimeError:
-        store.set(f"{base}/formed/{where.rank}", json.dumps(None))
+        pg = gloo(PollingStore(meeting.store, f"{meeting.base}/", meeting.check), where.rank, where.world_size, options)
+    except Exception:
+        meeting.say("formed", None)
+        meeting.check()  # torch may have lost the type of what this raised
         raise
     # Other threads open sockets too. Ours have one of our listening ports at this end, or a peer's at the other.
     own, peers = set(ports), {port for theirs in everyones for port in theirs or []}
     group = Group(pg, {fd: inode for fd, inode in opened_since(before) if connects(fd, own, peers)}, callbacks=True)
     try:
         # Torch returns when this rank has connected. One that closed now would fail a peer that still connects.
-        everyones = _meet(store, f"{base}/formed", where, ports, deadline, cancelled)
-        if failed := [rank for rank, ports in enumerate(everyones) if ports is None]:
+        everyones = meeting.meet("formed", ports)
+        if failed := [rank for rank, theirs in enumerate(everyones) if theirs is None]:
             raise CollectiveError(
                 f"{where}: rank(s) {failed} failed to connect. Ask the membership, then reconfigure()."
             )
@@ -250,27 +287,6 @@ def _devices() -> list[Any]:
     if not names:
         return [gloo.create_default_device(lazy_init=False)]
     return [gloo.create_device(interface=name, lazy_init=False) for name in names]
-
-
-def _meet(
-    store: Store, base: str, where: Where, ports: list[int], deadline: float, cancelled: Callable[[], bool]
-) -> list[list[int] | None]:
-    """Wait until every member has announced itself; returns what they announced."""
-    keys = [f"{base}/{rank}" for rank in range(where.world_size)]
-    store.set(keys[where.rank], json.dumps(ports))
-    started, pause = time.monotonic(), 0.001
-    while not store.check(keys):
-        if cancelled():
-            raise CollectiveError(f"{where}: forming the group was aborted.")
-        if time.monotonic() >= deadline:
-            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            raise CollectiveTimeout(
-                f"{where}: forming the group: after {time.monotonic() - started:.1f} s still without "
-                f"rank(s) {missing}. Ask the membership who is alive, then reconfigure()."
-            )
-        time.sleep(pause)
-        pause = min(pause * 1.5, 0.02)
-    return [json.loads(value) for value in read_all(store, keys)]
 
 
 @atexit.register

@@ -1,7 +1,7 @@
 """Who is alive, and which generation of the groups they are in: heartbeats through a store.
 
-Liveness is independent of the collectives: a rank may wait in an operation for as long as it likes, its
-heartbeat thread goes on. One record per rank; every beat writes the own and reads all, in two requests.
+Liveness is independent of the collectives: a rank may wait in an operation for long, its heartbeat goes on. One
+record per rank; every beat writes the own and reads all, in two requests.
 """
 
 from __future__ import annotations
@@ -132,15 +132,18 @@ class Membership:
     def ring(self, bell: int) -> None:
         """Say that this rank wants round ``bell`` now. Published at once, by the heartbeat thread."""
         with self._lock:
-            if bell <= self._mine.bell:
-                return
-            self._mine = replace(self._mine, bell=bell)
+            self._mine = replace(self._mine, bell=max(bell, self._mine.bell))
         self._wake.set()
+
+    def left(self) -> frozenset[int]:
+        """The peers that have closed in order, by this rank's view. No I/O."""
+        with self._lock:
+            return frozenset(rank for rank, peer in self._peers.items() if peer.has_left)
 
     def lost(self) -> tuple[int, ...]:
         """The members of this generation that are lost, by this rank's view. No I/O."""
         with self._lock:
-            return tuple(rank for rank, peer in self._peers.items() if peer.lost and rank in self._members)
+            return tuple(rank for rank in self._peers if self._peers[rank].lost and rank in self._members)
 
     def check(self) -> None:
         """Raise if the present generation cannot go on. No I/O.

@@ -38,6 +38,10 @@ class Peer:
     def up(self) -> bool:
         return self.record.state == UP and self.confirmed and not self.lost
 
+    @property
+    def has_left(self) -> bool:
+        return self.record.state == LEFT and self.confirmed
+
     def judge(self, record: Record, passed_s: float, dead_s: float, start_s: float) -> None:
         """Take in a reading, ``passed_s`` after the last one."""
         if record != self.record:

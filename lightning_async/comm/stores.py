@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 _REFUSALS = 10
 
-__all__ = ["Contact", "HashStore", "PrefixStore", "Store", "own_client", "reachable", "read_all"]
+__all__ = ["Contact", "HashStore", "PollingStore", "PrefixStore", "Store", "own_client", "reachable", "read_all"]
 
 
 class Contact:
@@ -68,6 +69,40 @@ def own_client(store: Store, timeout: timedelta) -> Store:
     if not isinstance(_base(client), HashStore):
         client.set_timeout(timeout)
     return client
+
+
+class PollingStore(Store):
+    """What torch forms a group through: a view of a store that never blocks in it.
+
+    Any number of threads can share the client below, and forming a group can be given up.
+
+    Args:
+        store: the store.
+        prefix: of all keys.
+        check: called again and again while a key is waited for; raises to give up.
+    """
+
+    def __init__(self, store: Store, prefix: str, check: Callable[[], None]) -> None:
+        super().__init__()
+        self._store: Any = store
+        self._prefix, self._check = prefix, check
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(self._prefix + key, value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._store.get(self._prefix + key)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # pyright: ignore
+        names, pause = [self._prefix + key for key in keys], 0.001
+        while not self._store.check(names):
+            self._check()
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.02)
+
+    def has_extended_api(self) -> bool:
+        return False
 
 
 def read_all(store: Store, keys: Sequence[str]) -> list[bytes]:

@@ -17,7 +17,7 @@ from lightning_async.comm.communicator import Communicator
 from lightning_async.comm.pending import Operation, Where
 from lightning_async.comm.protocols import Quorum, ReduceOp
 from lightning_async.comm.reductions import as_bytes, check_buffer, check_rows, reducible, sum_rows
-from lightning_async.comm.stores import Store, own_client
+from lightning_async.comm.stores import Store
 from lightning_async.errors import CollectiveError, CollectiveTimeout
 
 __all__ = ["TorchCollectives"]
@@ -38,7 +38,8 @@ class TorchCollectives(Communicator["TorchCollectives"]):
     that peers waiting in it fail as well, and every later operation raises at once; see `Communicator`.
 
     Args:
-        store: reachable by all members; keys lie below ``lightning_async/``.
+        store: reachable by all members; keys lie below ``lightning_async/``. It may be used by other threads too, as
+            long as none blocks in it.
         rank: this member's rank, also its name in every later `Quorum`.
         world_size: number of members.
         backend: "gloo" (CPU tensors), "nccl" (CUDA tensors) or "mpi".
@@ -70,7 +71,6 @@ class TorchCollectives(Communicator["TorchCollectives"]):
         _check_arguments(rank, world_size, backend, timeout, form_timeout)
         super().__init__(Where(rank, world_size, name, generation), timeout)
         self._store = store
-        self._client: Store | None = None
         self._backend, self._device, self._max_ctas = backend, device, max_ctas
         self._form_timeout = form_timeout
         self._lock = threading.Lock()
@@ -251,31 +251,22 @@ class TorchCollectives(Communicator["TorchCollectives"]):
         if self._group is None:
             self._check_usable()
             try:
-                group = self._form()
+                group = groups.form(
+                    self._store,
+                    self._where,
+                    self._backend,
+                    self._form_timeout,
+                    self._token_device() if self._backend == "nccl" else None,
+                    self._max_ctas,
+                    cancelled=lambda: self._failure is not None or self._closed,
+                )
             except CollectiveError as error:
-                self._client = None
                 self._fail(error)
                 raise
             with self._lock:
                 self._group = group
         self._check_usable()
         return self._group
-
-    def _form(self) -> groups.Group:
-        try:
-            if self._client is None:
-                self._client = own_client(self._store, self._form_timeout)
-        except RuntimeError as error:
-            raise CollectiveError(f"{self._where}: the store is out of reach: {error}") from error
-        return groups.form(
-            self._client,
-            self._where,
-            self._backend,
-            self._form_timeout,
-            self._token_device() if self._backend == "nccl" else None,
-            self._max_ctas,
-            cancelled=lambda: self._failure is not None or self._closed,
-        )
 
     def _child(self, where: Where, timeout: timedelta) -> TorchCollectives:
         return TorchCollectives(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
@@ -73,7 +72,7 @@ class BackgroundAverager(Gates, Generic[S]):
         self._box = Mailbox()
         self._at_target = True
         self._step_s = self._round_s = 0.0
-        self._started_at = self._last_tick = self._merge_s = self._blocked_s = 0.0
+        self.started_at = self._last_tick = self._merge_s = self._blocked_s = 0.0
         replica.pack_(replica.received)
         self._server = RoundServer(
             collectives, payload or collectives, membership, replica, rule, self._box, self.config, now
@@ -83,7 +82,7 @@ class BackgroundAverager(Gates, Generic[S]):
 
     def start(self) -> None:
         """Begin: every replica's parameters are equal now."""
-        self._started_at = self._last_tick = self._box.last_seen = self._box.last_commit = self._now()
+        self.started_at = self._last_tick = self._box.last_seen = self._box.last_commit = self._now()
         self.first_step = self.step
         self._box.agreed = self._server.commits.next_round - 1
         if not self.step:  # so that a rank without data, too, knows how training begins
@@ -227,25 +226,6 @@ class BackgroundAverager(Gates, Generic[S]):
         self._post(Message(Kind.ROUND, work, self.step, lr))
         return True
 
-    @contextmanager
-    def _using_buckets(self) -> Iterator[None]:
-        """The engine's thread keeps off the buckets meanwhile."""
-        box = self._box
-        with box.changed:
-            box.in_use = True
-        try:
-            yield
-        finally:
-            self.replica.to_engine.give()
-            with box.changed:
-                box.in_use = False
-                box.changed.notify_all()
-
-    def _post(self, message: Message) -> None:
-        with self._box.changed:
-            self._box.message = message
-            self._box.changed.notify_all()
-
     def _take(self) -> RoundReport | None:
         """Move the parameters by what arrived."""
         box = self._box
@@ -305,11 +285,6 @@ class BackgroundAverager(Gates, Generic[S]):
         box = self._box
         pace = box.mean_steps / box.steps_then if box.steps_then else 1.0
         return int(box.mean_steps + pace * (self.step - box.steps_then))
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds since `start`."""
-        return self._now() - self._started_at
 
     # ---- checkpoints ----
 

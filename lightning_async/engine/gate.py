@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-from lightning_async.engine.mailbox import Mailbox
+from lightning_async.engine.mailbox import Mailbox, Message
 from lightning_async.engine.replica import Replica
 from lightning_async.engine.round import Gate, Kind
 from lightning_async.engine.rounds import RoundServer
@@ -81,6 +82,25 @@ class Gates(ABC):
             while not condition():
                 self._see()
                 box.changed.wait(0.5)
+
+    @contextmanager
+    def _using_buckets(self) -> Iterator[None]:
+        """The engine's thread keeps off the buckets meanwhile."""
+        box = self._box
+        with box.changed:
+            box.in_use = True
+        try:
+            yield
+        finally:
+            self.replica.to_engine.give()
+            with box.changed:
+                box.in_use = False
+                box.changed.notify_all()
+
+    def _post(self, message: Message) -> None:
+        with self._box.changed:
+            self._box.message = message
+            self._box.changed.notify_all()
 
     def rendezvous(self, gate: Gate, index: int = 0) -> Arrival:
         """Wait, serving rounds, until every rank stands at this gate and holds the same model.

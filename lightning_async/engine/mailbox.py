@@ -120,3 +120,12 @@ class Mailbox:
     error: BaseException | None = None
     failed_rounds: int = 0
     last_commit: float = 0.0
+
+    def open_gate(self, now: float) -> None:
+        """Let the training thread go. Under the lock."""
+        if self.gate is Gate.VALIDATE:
+            self.agreed_votes.validate = False
+        self.opened, self.gate = True, Gate.NONE
+        self.opened_gates += 1
+        self.last_seen = now
+        self.changed.notify_all()

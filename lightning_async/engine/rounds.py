@@ -11,23 +11,23 @@ from datetime import timedelta
 import torch
 
 from lightning_async import ops
-from lightning_async.comm.protocols import ElasticCollectives, Quorum
+from lightning_async.comm.protocols import ElasticCollectives
 from lightning_async.comm.rendezvous import Membership
 from lightning_async.engine.commit import Commits
 from lightning_async.engine.config import AveragerConfig
 from lightning_async.engine.mailbox import Mailbox, Message
 from lightning_async.engine.payload import Exchange, Payload, mask_of
+from lightning_async.engine.regroup import Regroup
 from lightning_async.engine.replica import Replica
 from lightning_async.engine.round import Decision, Gate, Header, Kind, Stage, decide
 from lightning_async.engine.streams import side_stream
 from lightning_async.engine.waiting import Closed, Waiter
-from lightning_async.errors import CollectiveError, CollectiveTimeout, GenerationChanged, PeerLost
+from lightning_async.errors import CollectiveError, GenerationChanged, PeerLost
 from lightning_async.rules.protocols import AveragingRule
 
 __all__ = ["RoundServer"]
 
 log = logging.getLogger(__name__)
-_SLICE = timedelta(seconds=1)
 _PROMPT = timedelta(seconds=0.2)
 
 
@@ -60,13 +60,13 @@ class RoundServer:
         config: AveragerConfig,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.rank, self._world_size = collectives.rank, collectives.world_size
+        self.rank = collectives.rank
         self.stage = Stage.IDLE
-        self._roots = [collectives] if payload is collectives else [collectives, payload]
         self.commits = Commits(replica, rule, mailbox, self.rank, now)
         self._membership, self._replica, self._rule, self._mailbox = membership, replica, rule, mailbox
         self._config, self._deadlines, self._now = config, config.deadlines, now
         self._waiter = Waiter(mailbox, membership, now)
+        self._regroup = Regroup(collectives, payload, membership, mailbox, config.deadlines, now)
         self._header = collectives.fork("header", timedelta(days=7))
         large = payload.fork("payload", config.deadlines.payload)
         self._payload = Payload(self._header, large, replica, mailbox, config, self._waiter, now)
@@ -252,12 +252,7 @@ class RoundServer:
         votes.validate |= decision.validate and decision.opens is Gate.NONE
         late = decision.late and box.opened_gates < max(h.opened for h in headers)
         if decision.opens is not Gate.NONE or late:
-            if box.gate is Gate.VALIDATE:
-                votes.validate = False
-            box.opened = True
-            box.opened_gates += 1
-            box.gate = Gate.NONE
-            box.last_seen = self._now()
+            box.open_gate(self._now())
         box.changed.notify_all()
 
     # ---- commit ----
@@ -308,42 +303,19 @@ class RoundServer:
                 self.rank, self.commits.next_round, error,
             )  # fmt: skip
             try:
-                quorum = self._meet()
-                for root in self._roots:
-                    root.reconfigure(quorum)
+                generation = self._regroup(self.commits.next_round)
             except PeerLost:
                 raise
             except CollectiveError as again:
                 error = again
                 continue
-            self._seq = _first_seq(quorum.generation)
+            self._seq = _first_seq(generation)
             self._to(Stage.IDLE)
             with self._mailbox.changed:
                 waits = self._mailbox.gate is not Gate.NONE
             if waits:
                 self._ring_for_this()
             return
-
-    def _meet(self) -> Quorum:
-        """All ranks, in the next generation."""
-        started = self._now()
-        while True:
-            if self._mailbox.closing:
-                raise Closed
-            try:
-                quorum = self._membership.next_generation(_SLICE)
-                break
-            except CollectiveTimeout:
-                if self._now() - started > self._deadlines.reform.total_seconds():
-                    raise
-        lost = tuple(sorted(set(range(self._world_size)) - set(quorum.ranks)))
-        if lost:
-            raise PeerLost(
-                f"Rank {self.rank}: rank(s) {', '.join(map(str, lost))} were lost in round {self.commits.next_round}; "
-                "training ends here. Look at their logs, and resume from the last checkpoint.",
-                lost,
-            )
-        return quorum
 
     def _to(self, stage: Stage) -> None:
         assert stage in self.stage.next or stage is Stage.FAILED, f"{self.stage} -> {stage}"

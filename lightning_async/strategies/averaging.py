@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
@@ -73,8 +74,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
     """
 
     strategy_name = "async_averaging"
-    checkpoint_key = "lightning_async"
-    """Under which a checkpoint holds the rule's state and the clocks."""
+    checkpoint_key = "lightning_async"  # under which a checkpoint holds the rule's state and the clocks
 
     def __init__(
         self,
@@ -117,15 +117,13 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         self.summary = RunSummary()
         self._trainer: Any = None
         self._patches: DriftPatches | None = None
-        self._saved_state: dict[str, Any] | None = None
+        self._saved_state: dict[str, Any] | None = None  # of the checkpoint that a fit resumes from
         self._last_state: dict[str, Any] | None = None
         self._samples = 0.0
         self._batch_action: Action | None = None
         self._steps_seen = self._steps_counted = 0
         self._hooks: list[Any] = []
         self._recent: deque[Any] = deque(maxlen=RECENT_BATCHES)
-
-    # ---- set-up and tear-down ----
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -299,7 +297,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         """All replicas are at the last gate: one summary of the run, on rank 0."""
         if self.averager is None or self.world is None:
             return
-        self.summary.elapsed_s = self.averager.elapsed_s
+        self.summary.elapsed_s = time.monotonic() - self.averager.started_at
         self.summary.samples_by_rank = self.world.gather_objects(self.summary.samples)
         self._last_state = self._state(self.averager)
         rank_zero_info(f"Asynchronous averaging, as rank 0 saw it:\n{self.summary}")
@@ -309,8 +307,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
     def _state(self, averager: BackgroundAverager) -> dict[str, Any]:
         """The engine's state; at a gate with every replica's clocks, between gates with this one's for all."""
         own, world = averager.clocks(), self.world
-        together = world is not None and not world.drifting
-        replicas = world.gather_objects(own) if world is not None and together else [own]
+        replicas = [own] if world is None or world.drifting else world.gather_objects(own)
         return {**averager.state_dict(), "replicas": replicas}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:

@@ -1,0 +1,86 @@
+"""After a failure: meet all ranks again, in groups of a new generation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import NoReturn
+
+from lightning_async.comm.protocols import ElasticCollectives
+from lightning_async.comm.rendezvous import Membership
+from lightning_async.engine.config import Deadlines
+from lightning_async.engine.mailbox import Mailbox
+from lightning_async.engine.round import Gate
+from lightning_async.engine.waiting import Closed
+from lightning_async.errors import CollectiveTimeout, PeerLost
+
+__all__ = ["Regroup"]
+
+_SLICE = timedelta(seconds=1)
+
+
+class Regroup:
+    """Forms the groups anew, with all ranks or not at all.
+
+    Args:
+        collectives, payload: the root communicators, which may be one.
+        membership: knows who lives, and which generation is next.
+        mailbox: says when the engine closes.
+        deadlines: how long to wait for the others.
+        now: a monotonic clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        collectives: ElasticCollectives,
+        payload: ElasticCollectives,
+        membership: Membership,
+        mailbox: Mailbox,
+        deadlines: Deadlines,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._roots = [collectives] if payload is collectives else [collectives, payload]
+        self._rank, self._world_size = collectives.rank, collectives.world_size
+        self._membership, self._mailbox = membership, mailbox
+        self._deadlines, self._now = deadlines, now
+
+    def __call__(self, round_id: int) -> int:
+        """The new generation, once all ranks are in it.
+
+        Raises:
+            PeerLost: names the ranks that are lost.
+            CollectiveError: not everybody came, or the groups could not be formed.
+            Closed: the engine closes.
+        """
+        started = self._now()
+        while True:
+            if self._mailbox.closing:
+                raise Closed
+            try:
+                quorum = self._membership.next_generation(_SLICE)
+                break
+            except CollectiveTimeout:
+                if self._now() - started > self._deadlines.reform.total_seconds():
+                    raise
+        missing = sorted(set(range(self._world_size)) - set(quorum.ranks))
+        if missing:
+            self._end_without(missing, round_id)
+        for root in self._roots:
+            root.reconfigure(quorum)
+        return quorum.generation
+
+    def _end_without(self, missing: list[int], round_id: int) -> NoReturn:
+        """Some ranks are not in the next generation: no round comes any more."""
+        box = self._mailbox
+        with box.changed:
+            if box.gate is not Gate.NONE and self._membership.left().issuperset(missing):
+                # Nobody leaves in order but through the last gate, whose answer this rank has lost.
+                box.open_gate(self._now())
+                raise Closed
+        names = ", ".join(f"rank {rank}" for rank in missing)
+        raise PeerLost(
+            f"Rank {self._rank}: {names} {'was' if len(missing) == 1 else 'were'} lost in round {round_id}; training "
+            "ends here. Look at the logs there, and resume from the last checkpoint.",
+            tuple(missing),
+        )
