@@ -69,21 +69,26 @@ class Group:
     ) -> None:
         """Have ``ended`` called, with the error or None, when the transport has ended the work."""
         pair: tuple[Any, ...] = works if isinstance(works, tuple) else (works,)
-        if self.callbacks:
-            self._lets_go_at = time.monotonic() + backstop.total_seconds()
-            operation.poll, operation.poll_s = lambda: self._look(operation, ended), _LOOK_S
+
+        def let_go(error: Exception | None) -> None:
+            ended(error)
+            self.in_flight.pop(operation.seq, None)
+
         if not self.callbacks:
             self.in_flight[operation.seq] = (self.in_flight[operation.seq], pair)
-            operation.poll = lambda: _poll(pair, ended)
-        elif isinstance(works, tuple):
+            operation.poll = lambda: _poll(pair, let_go)
+            return
+        self._lets_go_at = max(self._lets_go_at, time.monotonic() + backstop.total_seconds())
+        operation.poll, operation.poll_s = lambda: self._look(operation, ended), _LOOK_S
+        if isinstance(works, tuple):
             # Gloo's send and recv have no future, and are not complete before somebody waits.
-            helper = threading.Thread(target=self._wait, args=(pair, ended, backstop), daemon=True)
+            helper = threading.Thread(target=self._wait, args=(pair, let_go, backstop), daemon=True)
             helper.name = f"lightning_async {operation.kind} #{operation.seq}"
             self.helpers.add(helper)
             helper.start()
         else:
             # Called on a thread of the group.
-            works.get_future().add_done_callback(lambda future: ended(_error(future.value)))
+            works.get_future().add_done_callback(lambda future: let_go(_error(future.value)))
 
     def _wait(self, works: tuple[Any, ...], ended: Callable[[Exception | None], None], backstop: timedelta) -> None:
         first: Exception | None = None

@@ -214,14 +214,15 @@ class TorchCollectives(Communicator["TorchCollectives"]):
         try:
             works = start(group.pg)
         except Exception as error:
-            self._end(operation, group, finish, error)
+            self._end(operation, finish, error)
+            group.in_flight.pop(operation.seq, None)
             return operation
-        group.watch(operation, works, lambda error: self._end(operation, group, finish, error), self._backstop())
+        group.watch(operation, works, lambda error: self._end(operation, finish, error), self._backstop())
+        if self._failure is not None:  # in this instant, by another thread that did not see this operation
+            operation.fail(CollectiveError(f"{operation} was broken off: {self._failure}"))
         return operation
 
-    def _end(
-        self, operation: Operation[T], group: groups.Group, finish: Callable[[], T], error: Exception | None
-    ) -> None:
+    def _end(self, operation: Operation[T], finish: Callable[[], T], error: Exception | None) -> None:
         if error is None and not operation.ended():
             try:
                 value = finish()
@@ -231,8 +232,8 @@ class TorchCollectives(Communicator["TorchCollectives"]):
                 operation.complete(value)
         if error is not None and not operation.ended():
             self._fail(_translate(operation, error), operation)
-        self._pending.pop(operation.seq, None)
-        group.in_flight.pop(operation.seq, None)
+        if self._pending.get(operation.seq) is operation:  # it may be of an earlier generation
+            del self._pending[operation.seq]
 
     def _fail(self, error: CollectiveError, first: Operation[Any] | None = None) -> None:
         """Break this communicator off: ``first`` fails with the error, everything else pending because of it."""

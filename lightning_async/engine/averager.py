@@ -129,7 +129,6 @@ class BackgroundAverager(Gates, Generic[S]):
             self._leave_synchronous()
         with box.changed:
             box.synchronous = synchronous
-            box.fresh |= synchronous
         return action
 
     def _leave_synchronous(self) -> None:

@@ -51,7 +51,7 @@ class Commits:
         """Advance the rule's state and hand the result to the training thread."""
         replica, message, kind = self._replica, exchange.message, exchange.decision.kind
         target = replica.of_rule(exchange.landing)
-        if exchange.decision.fresh and kind is not Kind.GRADIENTS:
+        if kind is Kind.START:
             self.init_rule(target)
         elif kind is Kind.ROUND:
             sent = replica.of_rule(replica.sent) if message is not None else None
@@ -60,6 +60,8 @@ class Commits:
             agreed = self._rule.agree(target, self.rule_state)
             if agreed is not target:
                 target.copy_(agreed)
+            if exchange.decision.fresh:
+                self.init_rule(target)
         self.next_round += 1
         replica.to_training.give()
         with self._mailbox.changed:
@@ -85,16 +87,20 @@ class Commits:
         """Count the work off and put the result where the training thread takes it."""
         box, message, kind = self._mailbox, exchange.message, exchange.decision.kind
         pending = box.arrived
-        box.last_commit = self._now()
-        if kind is not Kind.GRADIENTS:
+        if kind is Kind.START:
             box.fresh = False
+            return
+        box.last_commit = self._now()
         if kind is Kind.GRADIENTS:
             # Shared already: what is kept is only who has the newest model, should a rendezvous come next.
             box.work = message.work.copy() if message is not None else Work()
+            box.fresh = True
+            if box.message is not None and box.message.announced and message is None:
+                box.message = None  # made with a rule state that begins anew; its work stays for another one
             if message is None:
                 return
         elif kind is Kind.CONSENSUS:
-            box.work, box.message = Work(), None
+            box.work, box.message, box.fresh = Work(), None, False
         elif message is not None:
             box.work = box.work - message.work
         if message is not None:

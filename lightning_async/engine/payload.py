@@ -103,7 +103,9 @@ class Payload:
             ),
             has_source=kind is Kind.CONSENSUS or headers[0].kind is kind,
         )
-        if kind is Kind.GRADIENTS:
+        if kind is Kind.START:
+            self._broadcast(exchange)
+        elif kind is Kind.GRADIENTS:
             self._reduce_gradients(exchange, {h.mask for h in headers if h.kind is kind})
         else:
             self._reduce_parameters(exchange)
@@ -113,7 +115,7 @@ class Payload:
     def _landing(self, kind: Kind, message: Message | None) -> Tensor:
         """The bucket in which the mean arrives; must not hold anything that is still needed."""
         replica, box = self._replica, self._mailbox
-        if message is not None or kind is Kind.CONSENSUS:
+        if message is not None or kind in (Kind.CONSENSUS, Kind.START):
             return replica.received
         with box.changed:
             sent_is_free = box.message is None and box.arrived is None
@@ -136,6 +138,12 @@ class Payload:
                 exchange.counters.append(flat.view(counter.shape))
         elif share > 0.0:
             exchange.spread = share * ops.sq_distance(replica.of_rule(replica.sent), replica.of_rule(landing))
+
+    def _broadcast(self, exchange: Exchange) -> None:
+        """Where one rank came from when it left synchronous training; that rank's bucket still holds it."""
+        source = exchange.decision.weights.index(1.0)
+        for part in FlatLayout.parts(self._replica.of_rule(exchange.landing), self._config.part_bytes):
+            self._waiter.result(self._large.broadcast(part, source), self._config.deadlines.payload)
 
     def _reduce_gradients(self, exchange: Exchange, masks: set[int]) -> None:
         replica, message = self._replica, exchange.message

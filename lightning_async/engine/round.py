@@ -27,6 +27,8 @@ class Kind(enum.IntEnum):
     """Gradients of one synchronous step."""
     CONSENSUS = 3
     """The parameters themselves, at a gate that every rank has reached."""
+    START = 4
+    """The parameters with which the rule's state begins, after synchronous steps: one rank's, for all."""
 
 
 class Gate(enum.IntEnum):
@@ -158,7 +160,7 @@ class Decision(NamedTuple):
         kind: what is exchanged now; NONE if nothing.
         weights: every rank's share in the mean; they add up to 1, a rank that is absent has 0.
         void: all were ready for an averaging round, but nobody has work for it: the messages are dropped.
-        fresh: the rule's state begins anew with what is exchanged now: the plain mean of the parameters.
+        fresh: some rank has taken synchronous steps since the rule's state was begun.
         late: some ranks have seen the last gate open and others lost the answer; it opens for these now.
         catch_up: the round that some rank committed and others did not; those that did not commit it now.
         opens: the gate at which every rank stands in agreement.
@@ -227,6 +229,8 @@ def decide(headers: Sequence[Header]) -> Decision:
     if sum(work) <= 0.0:
         return votes._replace(void=True)
     _check_layouts(headers)
+    if kind is Kind.ROUND and votes.fresh:
+        kind, work = Kind.START, [float(rank == work.index(max(work))) for rank in range(len(work))]
     return votes._replace(kind=kind, weights=shares(work))
 
 

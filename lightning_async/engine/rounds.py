@@ -222,11 +222,10 @@ class RoundServer:
 
     def _announce(self, header: Header, message: Message) -> Header:
         """The header with its message, which becomes the rule's on its first header."""
-        if message.kind is Kind.ROUND and not message.announced:
+        if message.kind is Kind.ROUND and not message.announced and not header.fresh:
             part = self._replica.of_rule(self._replica.sent)
             message.healthy = ops.all_finite(part)
-            if not header.fresh:
-                message.scalars = self._rule.message_(part, self.commits.rule_state)
+            message.scalars = self._rule.message_(part, self.commits.rule_state)
             message.announced = True
             if not message.healthy:
                 log.warning(

@@ -19,6 +19,7 @@ def diloco() -> AsyncAveragingStrategy:
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:
     rule = {name: value.tolist() for name, value in state["rule_state"].items()}
+    state = {**state, **state["replicas"][rank() % len(state["replicas"])]}
     return {name: state[name] for name in ("round", "rule", "step", "epoch")} | {"rule_state": rule}
 
 
@@ -29,7 +30,8 @@ class AtStart(pl.Callback):
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         if self.state is None:
-            self.state = _plain(trainer.strategy.averager.state_dict())
+            averager = trainer.strategy.averager
+            self.state = _plain({**averager.state_dict(), "replicas": [averager.clocks()]})
 
 
 def _train(epochs: int, checkpoint: Path | None = None, save: Path | None = None, strategy: Any = None) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.strategies.problem import distance
 from tests.strategies.workers import Outcomes
 
