@@ -144,6 +144,22 @@ def test_a_warm_up_on_equal_replicas_ends_in_one_model(switching, steps, world_s
 
 
 @few
+@given(
+    plans=st.lists(st.tuples(st.integers(0, 20), st.sampled_from([0, 0, 5])), min_size=2, max_size=3),
+    warm=st.integers(1, 8),
+    overlap=st.booleans(),
+    rule=st.sampled_from([DeltaMean(), DiLoCo()]),
+    faults=st.lists(st.tuples(st.sampled_from(["all_reduce", "all_gather"]), st.integers(1, 20)), max_size=2),
+)
+def test_a_warm_up_on_unequal_replicas_ends_in_one_model(switching, plans, warm, overlap, rule, faults) -> None:
+    names = {"all_reduce": PAYLOAD, "all_gather": HEADER}
+    script = [Fault(op=op, nth=nth, action=Fail(after=True), name=names[op]) for op, nth in faults]
+    schedule = Warmup(EveryNSteps(3), steps=warm)
+    ended = values(len(plans), own_pace(plans), schedule=schedule, overlap=overlap, rule=rule, scripts={0: script})
+    assert_one_model(ended, validations=not faults)
+
+
+@few
 @given(steps=st.lists(st.integers(0, 12), min_size=2, max_size=4))
 def test_a_consensus_is_the_mean_weighted_by_work(switching, steps) -> None:
     def body(rank: FaultyRank) -> Any:
