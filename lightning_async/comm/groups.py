@@ -186,6 +186,7 @@ def form(
     """
     if backend == "mpi":
         return Group(dist.new_group(backend="mpi"), {}, callbacks=False)
+    _sweep()
     try:
         meeting = _Meeting(store, where, timeout, cancelled)
         if backend == "gloo":

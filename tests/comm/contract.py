@@ -6,6 +6,7 @@ failures it causes harm no other.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -261,6 +262,26 @@ def abort_wakes_and_reconfigure_renews(stage: Stage) -> None:
     comm.reconfigure(Quorum(generation + 1, tuple(range(comm.world_size))))
     fork.barrier().result()
     assert comm.rank == member
+
+
+@check
+def abort_in_the_middle_of_large_messages(stage: Stage) -> None:
+    """Gloo does not tell a half-sent message that its connection has ended; the operation must not wait for it."""
+    comm = stage.comm
+    fork = comm.fork("payload", timedelta(seconds=4))  # that long torch keeps what is stuck
+    stage.meet("forked")
+    ranks = tuple(range(comm.world_size))
+    for generation in range(1, 6):
+        started = time.monotonic()
+        with contextlib.suppress(CollectiveError):
+            pending = [fork.all_reduce(torch.ones(1_000_000)), fork.broadcast(torch.ones(1_000_000), 0), comm.barrier()]
+            if comm.rank == generation % comm.world_size:
+                comm.abort()
+            for operation in pending:
+                operation.result()
+        assert time.monotonic() - started < 3.0
+        comm.reconfigure(Quorum(comm.generation + 1, ranks))
+        equal(fork.all_reduce(torch.ones(3)).result(), torch.full((3,), float(comm.world_size)))
 
 
 @check

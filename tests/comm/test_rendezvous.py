@@ -143,6 +143,7 @@ def test_goodbye_is_no_death() -> None:
         until(lambda: ranks[0]._peers[1].record.state == "left")
         threading.Event().wait(0.3)
         ranks[0].check()
+        assert ranks[0].left() == {1} and ranks[0].lost() == ()
         assert ranks[0].next_generation(timedelta(seconds=5)) == Quorum(1, (0,))
 
 
