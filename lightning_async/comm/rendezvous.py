@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import timedelta
 
@@ -25,18 +25,16 @@ __all__ = ["Membership"]
 _log = logging.getLogger(__name__)
 
 _PREFIX = "lightning_async/membership"
-_REQUEST_TIMEOUT = timedelta(seconds=2)
-_GIVEUP = 3  # in a row: saying goodbye is not worth waiting for
+_REQUEST_TIMEOUT, _GIVEUP = timedelta(seconds=2), 3  # refusals in a row: no use in saying goodbye
 
 
 class Membership:
     """This rank's heartbeat, and its view of the others'.
 
-    A peer is lost when its record has not changed for ``dead_after`` by this rank's clock, in at least four
-    readings of the store: time in which this rank itself was stopped, or the store was slow, does not count
-    against the peers. A peer that closed in order is never lost; one that said it failed is lost at once.
-
-    A store serves one membership in its life; for another, in the same program, give it a `PrefixStore`.
+    A peer is lost when its record has not changed for ``dead_after`` by this rank's clock, in at least four readings
+    of the store: time in which this rank was stopped, or the store was slow, does not count. A peer that closed in
+    order is never lost; one that said it failed is lost at once. A store serves one membership in its life; for another
+    in the same program, give it a `PrefixStore`.
 
     Args:
         store: reachable by all ranks. Threads need a client each, so the heartbeat clones it.
@@ -137,13 +135,15 @@ class Membership:
 
     def left(self) -> frozenset[int]:
         """The peers that have closed in order, by this rank's view. No I/O."""
-        with self._lock:
-            return frozenset(rank for rank, peer in self._peers.items() if peer.has_left)
+        return frozenset(rank for rank, peer in self._peers.items() if peer.has_left)
+
+    def why(self, ranks: Iterable[int]) -> str:
+        """Why these peers are lost, in words. No I/O."""
+        return "; ".join(self._peers[rank].describe(rank) for rank in ranks)
 
     def lost(self) -> tuple[int, ...]:
         """The members of this generation that are lost, by this rank's view. No I/O."""
-        with self._lock:
-            return tuple(rank for rank in self._peers if self._peers[rank].lost and rank in self._members)
+        return tuple(rank for rank, peer in self._peers.items() if peer.lost and rank in self._members)
 
     def check(self) -> None:
         """Raise if the present generation cannot go on. No I/O.

@@ -72,15 +72,15 @@ class Regroup:
 
     def _end_without(self, missing: list[int], round_id: int) -> NoReturn:
         """Some ranks are not in the next generation: no round comes any more."""
-        box = self._mailbox
+        box, left = self._mailbox, self._membership.left()
         with box.changed:
-            if box.gate is not Gate.NONE and self._membership.left().issuperset(missing):
+            if box.gate is not Gate.NONE and left.issuperset(missing):
                 # Nobody leaves in order but through the last gate, whose answer this rank has lost.
                 box.open_gate(self._now())
                 raise Closed
-        names = ", ".join(f"rank {rank}" for rank in missing)
+        missing = [rank for rank in missing if rank not in left] or missing  # those that left may have lost a peer too
         raise PeerLost(
-            f"Rank {self._rank}: {names} {'was' if len(missing) == 1 else 'were'} lost in round {round_id}; training "
-            "ends here. Look at the logs there, and resume from the last checkpoint.",
+            f"Rank {self._rank}: lost in round {round_id}: {self._membership.why(missing)}. Training ends here; see "
+            f"the logs of rank(s) {missing} and resume from the last checkpoint.",
             tuple(missing),
         )

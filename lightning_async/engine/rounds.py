@@ -117,7 +117,7 @@ class RoundServer:
                 box.error = box.error or error
                 box.claimed = False
                 box.changed.notify_all()
-            if not box.closing:
+            if not box.closing and not isinstance(error, PeerLost):  # who lost a peer is not to blame
                 self._membership.fail(f"{type(error).__name__}: {error}")
 
     def _serve_all(self) -> None:

@@ -15,6 +15,7 @@ from lightning_async.engine.averager import BackgroundAverager
 from lightning_async.engine.config import AveragerConfig, Deadlines, Weighting
 from lightning_async.engine.replica import BufferPolicy, OptimizerPolicy, Replica
 from lightning_async.engine.telemetry import RunSummary
+from lightning_async.errors import PeerLost
 from lightning_async.namespace import fabric, pytorch
 from lightning_async.namespace import name as namespace
 from lightning_async.rules import DeltaMean, EveryNSteps
@@ -189,7 +190,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         self.failed = not (agreed and isinstance(exception, SystemExit))  # Lightning's SIGTERMException is one
         if self._connection is not None:
             self._connection.world.drifting = True
-            if self.failed:
+            if self.failed and not isinstance(exception, PeerLost):  # who lost a peer is not to blame
                 self._connection.membership.fail(f"{type(exception).__name__}: {exception}")
 
     def teardown(self) -> None:

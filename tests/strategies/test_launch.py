@@ -141,7 +141,7 @@ def test_a_world_of_one(tmp_path: Path) -> None:
     assert "nothing to average" in text
 
 
-@pytest.mark.timeout(30 + 15 * CLEAN_EXITS)
+@pytest.mark.timeout(60 + 30 * CLEAN_EXITS)
 def test_exits_are_clean(tmp_path: Path) -> None:
     for i in range(CLEAN_EXITS):
         folder = tmp_path / str(i)

@@ -64,9 +64,7 @@ def test_checkpoints_hold_models_that_were_validated(ranks: Outcomes) -> None:
         assert model in first["validations"], name
 
 
-@pytest.mark.parametrize(
-    "name", ["default_checkpoint", "default_checkpoint_without_validation"]
-)
+@pytest.mark.parametrize("name", ["default_checkpoint", "default_checkpoint_without_validation"])
 def test_default_checkpoint(ranks: Outcomes, name: str) -> None:
     told = ranks(name)
     assert_agreed(told)
