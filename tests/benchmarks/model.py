@@ -15,7 +15,7 @@ from examples.char_lm import CharLM, read_text
 
 __all__ = ["BATCH", "CONTEXT", "CharModule", "CharStream", "Slot", "loader"]
 
-BATCH = 4
+BATCH = 2
 CONTEXT = 32
 
 
