@@ -171,7 +171,7 @@ def outcomes(
 
     def on_rank(collectives: Any) -> Outcome:
         number = collectives.rank
-        mine = kwargs | {"script": (scripts or {}).get(number, ())} | (each or {}).get(number, {})
+        mine: dict[str, Any] = kwargs | {"script": (scripts or {}).get(number, ())} | (each or {}).get(number, {})
         try:
             with faulty_rank(collectives, world.store, float(number), **mine) as rank:
                 return Outcome(value=body(rank))

@@ -38,7 +38,7 @@ class Rank:
 
     def train(self, steps: int, samples: float = 1.0, each: Callable[[int], None] | None = None) -> None:
         """Take local steps under the schedule."""
-        weight = self.module.weight
+        weight: Any = self.module.weight
         for i in range(steps):
             action = self.averager.plan()
             weight.grad = (weight - self.goal).detach()
