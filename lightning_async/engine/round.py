@@ -247,6 +247,8 @@ def _at_gates(headers: Sequence[Header], votes: Decision) -> Decision:
             "`max_steps`, or validate with `val_check_interval` instead of at the end of epochs."
         )
     ((gate, _),) = places
+    if votes.stop and gate is not Gate.STOP:
+        return votes  # all leave together, by that one
     if headers[0].agreed >= 0 and len({h.agreed for h in headers}) == 1:
         return votes._replace(opens=gate)
     _check_layouts(headers)
