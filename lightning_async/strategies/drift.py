@@ -7,7 +7,6 @@ one object of one Trainer, and is taken back at tear-down.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
     from lightning_async.strategies.averaging import AsyncAveragingStrategy
 
 __all__ = ["DriftPatches"]
-
-log = logging.getLogger(__name__)
 
 
 class DriftPatches:
