@@ -2,10 +2,11 @@
 #
 #   make demo                  train a real model with two asynchronous replicas; numbers and a picture at the end
 #   make test                  all tests
+#   make horovod               build Horovod for the installed torch, into `.venv` (HOROVOD_ARGS=--mpi, --nccl)
 #   make lint | types | bench | clean
 #
 # Variables: PYTHON (which Python makes the environment), PIP_ARGS (more options for pip), TORCH (which torch: a
-# requirement for pip; it stays installed until another is asked for), DEMO_ARGS, TEST_ARGS, BENCH_ARGS.
+# requirement for pip; it stays installed until another is asked for), DEMO_ARGS, TEST_ARGS, BENCH_ARGS, HOROVOD_ARGS.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -23,7 +24,7 @@ else
 TORCH ?= torch==2.13.0
 endif
 
-.PHONY: help venv demo test lint types bench format clean ask
+.PHONY: help venv demo test horovod lint types bench format clean ask
 help:
 	@sed -n 's/^#   //p' Makefile
 
@@ -53,6 +54,9 @@ demo: $(VENV)/.ready-demo
 
 test: $(VENV)/.ready-test
 	$(BIN)/python -m pytest $(TEST_ARGS)
+
+horovod: $(VENV)/.ready-test
+	$(BIN)/python -m lightning_async.build_horovod $(HOROVOD_ARGS)
 
 lint: $(VENV)/.ready-test
 	$(BIN)/ruff check .

@@ -3,6 +3,7 @@
 Everything here is plain Lightning; the strategy is the one line that makes training asynchronous::
 
     python examples/char_lm.py --strategy async_averaging --devices 2
+    horovodrun -np 2 python examples/char_lm.py --strategy horovod
 
 The model and the data are importable without side effects (tests and benchmarks use them).
 """
@@ -181,9 +182,10 @@ class CharLM(pl.LightningModule):
 
 def make_strategy(name: str, rule: str, sync_every: int) -> Any:
     """`name` as Lightning takes it; for "async_averaging" the strategy with this rule and period."""
+    from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, EveryNSteps, Mean
+
     if name != "async_averaging":
         return name
-    from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, EveryNSteps, Mean
 
     rules = {"mean": Mean, "delta_mean": DeltaMean, "diloco": DiLoCo}
     # Mean overwrites the parameters, so its rounds block.
@@ -192,7 +194,7 @@ def make_strategy(name: str, rule: str, sync_every: int) -> Any:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strategy", default="async_averaging", help='or "ddp", or any other strategy of Lightning')
+    parser.add_argument("--strategy", default="async_averaging", help='or "horovod", "ddp", ...')
     parser.add_argument("--devices", type=int, default=2, help="number of replicas")
     parser.add_argument("--rule", choices=["mean", "delta_mean", "diloco"], default="delta_mean")
     parser.add_argument("--sync-every", type=int, default=32, metavar="STEPS", help="a replica's steps per round")

@@ -5,6 +5,8 @@ from lightning_async.engine.config import Deadlines
 from lightning_async.errors import AsyncTrainingError, CollectiveError, CollectiveTimeout, PeerLost
 from lightning_async.rules import DeltaMean, DiLoCo, EveryNSteps, EverySeconds, Mean, Synchronous, Warmup
 from lightning_async.strategies.averaging import AsyncAveragingStrategy
+from lightning_async.strategies.elastic import fit_elastic
+from lightning_async.strategies.horovod import HorovodStrategy
 
 __version__ = "0.1.0"
 
@@ -19,8 +21,10 @@ __all__ = [
     "DiLoCo",
     "EveryNSteps",
     "EverySeconds",
+    "HorovodStrategy",
     "Mean",
     "PeerLost",
     "Synchronous",
     "Warmup",
+    "fit_elastic",
 ]

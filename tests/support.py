@@ -24,14 +24,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
-__all__ = ["ROOT", "RankGroup", "RankResult", "free_port", "run_ranks", "start_ranks"]
+Environment = Mapping[str, str] | Callable[[int], Mapping[str, str]]
+
+__all__ = ["ROOT", "Environment", "RankGroup", "RankResult", "free_port", "run_ranks", "start_ranks"]
 
 
 def free_port() -> int:
@@ -127,7 +129,7 @@ class RankGroup:
         )
 
 
-def rank_environment(rank: int, nprocs: int, port: int, env: Mapping[str, str] | None) -> dict[str, str]:
+def rank_environment(rank: int, nprocs: int, port: int, env: Environment | None) -> dict[str, str]:
     """The variables that torchrun would set for this rank on one machine, and one thread of compute."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "PL_", "COV_"))}
     path = [str(ROOT), *filter(None, [own.get("PYTHONPATH")])]
@@ -144,7 +146,7 @@ def rank_environment(rank: int, nprocs: int, port: int, env: Mapping[str, str] |
         "PYTHONFAULTHANDLER": "1",
         "PYTHONUNBUFFERED": "1",
     }
-    return own | dict(env or {})
+    return own | dict(env(rank) if callable(env) else env or {})
 
 
 @contextlib.contextmanager
@@ -155,7 +157,7 @@ def start_ranks(
     kwargs: Mapping[str, Any] | None = None,
     args: Sequence[str] = (),
     timeout: float = 60.0,
-    env: Mapping[str, str] | None = None,
+    env: Environment | None = None,
     cwd: Path | None = None,
 ) -> Iterator[RankGroup]:
     """Start ``nprocs`` Python processes, each knowing its rank, and kill what is left of them at the end.
@@ -166,7 +168,7 @@ def start_ranks(
         kwargs: the function's keyword arguments, as JSON.
         args: a script's command line.
         timeout: seconds that all ranks have together, from now.
-        env: further environment variables; they win over those set here.
+        env: further environment variables, or each rank's; they win over those set here.
         cwd: where the ranks run; by default a folder of their own that vanishes.
     """
     port = free_port()
@@ -210,7 +212,7 @@ def run_ranks(
     kwargs: Mapping[str, Any] | None = None,
     args: Sequence[str] = (),
     timeout: float = 60.0,
-    env: Mapping[str, str] | None = None,
+    env: Environment | None = None,
     cwd: Path | None = None,
     check: bool = True,
 ) -> list[RankResult]:

@@ -10,17 +10,20 @@ from lightning_async.comm.pending import Where
 from lightning_async.comm.protocols import Quorum
 from lightning_async.errors import CollectiveError, CollectiveTimeout
 
-__all__ = ["Communicator"]
+__all__ = ["Communicator", "ElasticCommunicator"]
 
 C = TypeVar("C", bound="Communicator")  # typing.Self is not in Python 3.10
+E = TypeVar("E", bound="ElasticCommunicator")
 
 
 class Communicator(abc.ABC, Generic[C]):
-    """The part of `ElasticCollectives` that moves no bytes.
+    """The part of `Collectives` that moves no bytes.
 
-    A failure sticks to its communicator: every later operation raises at once, until `reconfigure` of the root.
-    Forks are independent of each other and of the root in this; `abort` and `reconfigure` take the forks along.
+    A failure sticks to its communicator: every later operation raises at once.
     """
+
+    remedy = "Start again from the last checkpoint."
+    """What to do about a failure, for messages."""
 
     def __init__(self, where: Where, timeout: timedelta) -> None:
         self._where, self._timeout = where, timeout
@@ -79,6 +82,38 @@ class Communicator(abc.ABC, Generic[C]):
         self._forks.append(child)
         return child
 
+    @abc.abstractmethod
+    def close(self) -> None: ...
+
+    @abc.abstractmethod
+    def _open(self) -> object:
+        """Form this communicator's own group."""
+
+    @abc.abstractmethod
+    def _child(self, where: Where, timeout: timedelta) -> C:
+        """Make a fork."""
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise CollectiveError(f"{self._where}: closed.")
+        if self._failure is not None:
+            kind = CollectiveTimeout if isinstance(self._failure, CollectiveTimeout) else CollectiveError
+            raise kind(f"{self._where}: unusable since an earlier failure. {self.remedy} It was: {self._failure}")
+
+    def _check_peer(self, rank: int, argument: str) -> None:
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"{self._where}: `{argument}={rank}` must be a rank in [0, {self.world_size}).")
+
+
+class ElasticCommunicator(Communicator[E]):
+    """The part of `ElasticCollectives` that moves no bytes.
+
+    A failure lasts until `reconfigure` of the root. Forks are independent of each other and of the root in this;
+    `abort` and `reconfigure` take the forks along.
+    """
+
+    remedy = "reconfigure() first."
+
     def abort(self) -> None:
         """See `ElasticCollectives`. Peers that wait for this rank fail too, as its connections close."""
         self._fail(CollectiveError(f"{self._where}: aborted. reconfigure() before the next operation."))
@@ -103,17 +138,6 @@ class Communicator(abc.ABC, Generic[C]):
         self.open()
 
     @abc.abstractmethod
-    def close(self) -> None: ...
-
-    @abc.abstractmethod
-    def _open(self) -> object:
-        """Form this communicator's own group."""
-
-    @abc.abstractmethod
-    def _child(self, where: Where, timeout: timedelta) -> C:
-        """Make a fork."""
-
-    @abc.abstractmethod
     def _fail(self, error: CollectiveError) -> None:
         """Break this communicator off: set `_failure`, unless it is set, and fail everything pending."""
 
@@ -126,16 +150,3 @@ class Communicator(abc.ABC, Generic[C]):
         self._failure, self._exchanged, self._seq = None, {}, 0
         for fork in self._forks:
             fork._renew(quorum)
-
-    def _check_usable(self) -> None:
-        if self._closed:
-            raise CollectiveError(f"{self._where}: closed.")
-        if self._failure is not None:
-            kind = CollectiveTimeout if isinstance(self._failure, CollectiveTimeout) else CollectiveError
-            raise kind(
-                f"{self._where}: unusable since an earlier failure; reconfigure() first. It was: {self._failure}"
-            )
-
-    def _check_peer(self, rank: int, argument: str) -> None:
-        if not 0 <= rank < self.world_size:
-            raise ValueError(f"{self._where}: `{argument}={rank}` must be a rank in [0, {self.world_size}).")

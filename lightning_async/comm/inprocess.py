@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_async.comm.communicator import Communicator
+from lightning_async.comm.communicator import ElasticCommunicator
 from lightning_async.comm.pending import Operation, Where
 from lightning_async.comm.protocols import ReduceOp
 from lightning_async.comm.reductions import check_buffer, check_rows, sum_rows
@@ -168,7 +168,7 @@ class InProcessWorld:
             return self._boards.setdefault((where.generation, where.name), _Board(where.world_size))
 
 
-class InProcessCollectives(Communicator["InProcessCollectives"]):
+class InProcessCollectives(ElasticCommunicator["InProcessCollectives"]):
     """One rank's communicator in an `InProcessWorld`; see there. Implements `ElasticCollectives`."""
 
     def __init__(self, world: InProcessWorld, where: Where, timeout: timedelta) -> None:

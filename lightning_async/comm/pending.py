@@ -45,6 +45,9 @@ class Operation(Generic[T]):
             it. For transports without a completion callback.
     """
 
+    late: type[CollectiveTimeout] = CollectiveTimeout
+    remedy = "Ask the membership who is alive, then abort() and reconfigure()."
+
     def __init__(
         self,
         where: Where,
@@ -120,9 +123,9 @@ class Operation(Generic[T]):
         return self._value  # type: ignore[return-value]  # None is a value where T is None
 
     def _expire(self, limit: timedelta) -> None:
-        error = CollectiveTimeout(
+        error = self.late(
             f"{self} did not complete within {limit.total_seconds():g} s (waited {self.elapsed_s():.2f} s). A peer is "
-            "late, stopped or gone. Ask the membership who is alive, then abort() and reconfigure()."
+            f"late, stopped or gone. {self.remedy}"
         )
         if self.fail(error):
             self._on_expire(error)

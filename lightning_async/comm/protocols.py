@@ -112,11 +112,16 @@ class Collectives(Protocol):
         """A new communicator over the same ranks with an order of its own. All ranks fork in the same order."""
         ...
 
+    def open(self) -> None:
+        """Form what the communicator and its forks need, with all ranks: now, rather than at the first operation."""
+        ...
+
     def close(self) -> None:
         """Release the communicator and its forks. Never blocks on a peer; idempotent."""
         ...
 
 
+@runtime_checkable
 class ElasticCollectives(Collectives, Protocol):
     """Collectives whose groups can be broken off and formed anew. Torch can, plain Horovod cannot."""
 

@@ -9,15 +9,15 @@ from torch import Tensor
 
 from lightning_async.comm.protocols import ReduceOp
 
-__all__ = ["as_bytes", "check_buffer", "check_rows", "reducible", "sum_rows"]
+__all__ = ["NATIVE", "as_bytes", "check_buffer", "check_rows", "reducible", "sum_rows"]
 
-# What Gloo, NCCL and MPI reduce alike. Gloo's bool sum would store a 2; its int16 does not exist.
-_NATIVE = frozenset(
+NATIVE = frozenset(
     {
         torch.float32, torch.float64, torch.float16, torch.bfloat16,
         torch.int8, torch.uint8, torch.int32, torch.int64,
     }
 )  # fmt: skip
+"""What torch's Gloo, NCCL and MPI reduce alike. Gloo's bool sum would store a 2; its int16 does not exist."""
 
 
 def check_buffer(buffer: Tensor) -> None:
@@ -40,25 +40,27 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
-def reducible(buffer: Tensor, op: ReduceOp) -> tuple[Tensor, ReduceOp, Callable[[Tensor], None]]:
+def reducible(
+    buffer: Tensor, op: ReduceOp, native: frozenset[torch.dtype] = NATIVE
+) -> tuple[Tensor, ReduceOp, Callable[[Tensor], None]]:
     """What to reduce in place of ``buffer``: ``(wire, op, narrow)``; ``narrow(wire)`` writes the result back.
 
-    Bools are reduced as bytes (SUM and MAX are "any", MIN is "all"), complex numbers as pairs of reals, other
-    types that not every backend can reduce as fp32 or int64.
+    Bools are reduced as bytes (SUM and MAX are "any", MIN is "all"), complex numbers as pairs of reals, types that
+    are not ``native`` to the backend as fp32 or int64.
     """
     flat = buffer.detach().reshape(-1)
+    if flat.dtype is torch.bool:
+        flat, op = flat.view(torch.uint8), ReduceOp.MAX if op is ReduceOp.SUM else op
+    elif flat.is_complex():
+        if op is not ReduceOp.SUM:
+            raise ValueError(f"complex numbers have no {op.value}.")
+        flat = torch.view_as_real(flat).reshape(-1)
 
     def back(wire: Tensor) -> None:
         flat.copy_(wire)
 
-    if flat.dtype in _NATIVE:
+    if flat.dtype in native:
         return flat, op, lambda wire: None
-    if flat.dtype is torch.bool:
-        return flat.view(torch.uint8), ReduceOp.MAX if op is ReduceOp.SUM else op, lambda wire: None
-    if flat.is_complex():
-        if op is not ReduceOp.SUM:
-            raise ValueError(f"complex numbers have no {op.value}.")
-        return torch.view_as_real(flat).reshape(-1), op, lambda wire: None
     return flat.to(torch.float32 if flat.is_floating_point() else torch.int64), op, back
 
 

@@ -16,15 +16,14 @@ from dataclasses import replace
 from datetime import timedelta
 
 from lightning_async.comm.protocols import Quorum
-from lightning_async.comm.roster import FAILED, LEFT, UP, Peer, Record, describe, dump, load
+from lightning_async.comm.roster import FAILED, LEFT, PREFIX, UP, Peer, Record, describe, dump, key, load
 from lightning_async.comm.stores import Contact, Store, own_client, reachable, read_all
 from lightning_async.errors import CollectiveTimeout, GenerationChanged, PeerLost
 
-__all__ = ["Membership"]
+__all__ = ["HEARTBEAT", "Membership"]
 
+HEARTBEAT = timedelta(seconds=0.2)
 _log = logging.getLogger(__name__)
-
-_PREFIX = "lightning_async/membership"
 _REQUEST_TIMEOUT, _GIVEUP = timedelta(seconds=2), 3  # refusals in a row: no use in saying goodbye
 
 
@@ -33,8 +32,7 @@ class Membership:
 
     A peer is lost when its record has not changed for ``dead_after`` by this rank's clock, in at least four readings
     of the store: time in which this rank was stopped, or the store was slow, does not count. A peer that closed in
-    order is never lost; one that said it failed is lost at once. A store serves one membership in its life; for another
-    in the same program, give it a `PrefixStore`.
+    order is never lost; one that failed is lost at once. A store serves one membership; give another a `PrefixStore`.
 
     Args:
         store: reachable by all ranks. Threads need a client each, so the heartbeat clones it.
@@ -55,7 +53,7 @@ class Membership:
         rank: int,
         world_size: int,
         *,
-        interval: timedelta = timedelta(seconds=0.2),
+        interval: timedelta = HEARTBEAT,
         dead_after: timedelta = timedelta(seconds=20),
         start_timeout: timedelta = timedelta(minutes=5),
         on_change: Callable[[], None] | None = None,
@@ -107,7 +105,7 @@ class Membership:
         self._connect()
         for other in range(self._world_size):
             # Reading many keys in one request blocks for missing ones. This sets only those that are missing.
-            self._store.compare_set(_key(other), "", dump(Record()))
+            self._store.compare_set(key(other), "", dump(Record()))
         self._exchange()
         self._thread = threading.Thread(target=self._run, name="lightning_async heartbeat", daemon=True)
         self._thread.start()
@@ -126,6 +124,12 @@ class Membership:
     def fail(self, text: str) -> None:
         """Tell the peers that this rank ends in an error; blocks until that is written, a few seconds at most."""
         self._publish_end(FAILED, text[:2000])
+
+    def report_death(self, rank: int, text: str) -> None:
+        """Tell all ranks that a peer's process has ended in an error, so that none waits out its silence."""
+        record = load(self._store.get(key(rank)))
+        if record.state not in (LEFT, FAILED):
+            self._store.set(key(rank), dump(replace(record, state=FAILED, text=text)))
 
     def ring(self, bell: int) -> None:
         """Say that this rank wants round ``bell`` now. Published at once, by the heartbeat thread."""
@@ -232,8 +236,8 @@ class Membership:
             self._broken = False
         with self._lock:
             self._mine = mine = replace(self._mine, beat=self._mine.beat + 1)
-        self._store.set(_key(self._rank), dump(mine))
-        keys = [_key(rank) for rank in self._peers]
+        self._store.set(key(self._rank), dump(mine))
+        keys = [key(rank) for rank in self._peers]
         values = read_all(self._store, keys)
         records = dict(zip(self._peers, map(load, values), strict=True))
         with self._lock:
@@ -252,11 +256,11 @@ class Membership:
 
     def _decide(self, wanted: int, proposal: list[int] | None) -> None:
         """The first proposal stands for all; whoever comes later takes it."""
-        key = f"{_PREFIX}/quorum/{wanted}"
+        name = f"{PREFIX}/quorum/{wanted}"
         if proposal is not None:
-            value = self._store.compare_set(key, "", json.dumps(proposal))
-        elif self._store.check([key]):
-            value = self._store.get(key)
+            value = self._store.compare_set(name, "", json.dumps(proposal))
+        elif self._store.check([name]):
+            value = self._store.get(name)
         else:
             return
         with self._lock:
@@ -324,7 +328,3 @@ class Membership:
             until = time.monotonic() + _REQUEST_TIMEOUT.total_seconds()
             while self._published.state == UP and self._contact.refusals < _GIVEUP and time.monotonic() < until:
                 self._beaten.wait(self._interval_s)
-
-
-def _key(rank: int) -> str:
-    return f"{_PREFIX}/{rank}"

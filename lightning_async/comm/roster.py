@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-__all__ = ["ABSENT", "FAILED", "LEFT", "UP", "Peer", "Record", "describe", "dump", "load"]
+__all__ = ["ABSENT", "FAILED", "LEFT", "PREFIX", "UP", "Peer", "Record", "describe", "dump", "key", "load"]
+
+PREFIX = "lightning_async/membership"
 
 ABSENT, UP, LEFT, FAILED = "absent", "up", "left", "failed"
 
@@ -76,6 +78,11 @@ def describe(lost: dict[int, Peer]) -> str:
         f"{reasons}. See the log of rank(s) {sorted(lost)}. next_generation() goes on without; else start again from "
         "the last checkpoint."
     )
+
+
+def key(rank: int) -> str:
+    """Where a rank's record lies in the store."""
+    return f"{PREFIX}/{rank}"
 
 
 def dump(record: Record) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
 from lightning_async.comm import groups
-from lightning_async.comm.communicator import Communicator
+from lightning_async.comm.communicator import ElasticCommunicator
 from lightning_async.comm.pending import Operation, Where
 from lightning_async.comm.protocols import Quorum, ReduceOp
 from lightning_async.comm.reductions import as_bytes, check_buffer, check_rows, reducible, sum_rows
@@ -28,14 +28,14 @@ _BACKENDS = ("gloo", "nccl", "mpi")
 _OPS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.MIN: dist.ReduceOp.MIN, ReduceOp.MAX: dist.ReduceOp.MAX}
 
 
-class TorchCollectives(Communicator["TorchCollectives"]):
+class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
     """One communicator over a torch process group formed from a store, without the default group.
 
     The constructor does no I/O: `open`, or else the first operation, forms the group together with all
     members, within ``form_timeout``. Forks made before are opened with it, forks made later open at once.
 
     An operation that fails or passes its deadline breaks its communicator off: its sockets are shut down, so
-    that peers waiting in it fail as well, and every later operation raises at once; see `Communicator`.
+    that peers waiting in it fail as well, and every later operation raises at once; see `ElasticCommunicator`.
 
     Args:
         store: reachable by all members; keys lie below ``lightning_async/``. It may be used by other threads too, as

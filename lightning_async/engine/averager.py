@@ -8,7 +8,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
-from lightning_async.comm.protocols import ElasticCollectives
+from lightning_async.comm.protocols import Collectives
 from lightning_async.comm.rendezvous import Membership
 from lightning_async.engine.config import AveragerConfig
 from lightning_async.engine.gate import Arrival, Gates
@@ -48,14 +48,14 @@ class BackgroundAverager(Gates, Generic[S]):
 
     def __init__(
         self,
-        collectives: ElasticCollectives,
+        collectives: Collectives,
         membership: Membership,
         replica: Replica,
         rule: AveragingRule[S],
         schedule: Schedule,
         config: AveragerConfig | None = None,
         *,
-        payload: ElasticCollectives | None = None,
+        payload: Collectives | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config or AveragerConfig()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Literal, get_args
 
+from lightning_async.comm.rendezvous import HEARTBEAT
 from lightning_async.engine.mailbox import Work
 
 __all__ = ["AveragerConfig", "Deadlines", "Weighting"]
@@ -21,12 +22,13 @@ class Deadlines:
         payload: for each part of a payload. Default 60 s; the header before it has no deadline, because a late
             rank is no failure.
         grace: after this long without a step, a rank's engine answers rounds without it. Default 10 s.
-        dead_after: a rank that sent no heartbeat for so long is lost. Default 30 s.
+        dead_after: a rank that sent no heartbeat for so long is lost; at least four heartbeats. Default 30 s.
         reform: for all ranks to meet again after a failure. Default 300 s.
         attempts: failed rounds in a row before training ends with an error. Default 10.
 
     Raises:
-        ValueError: a time that is not positive.
+        TypeError: a time that is no timedelta.
+        ValueError: a time that is not positive, or a `dead_after` that is too short.
     """
 
     payload: timedelta = timedelta(seconds=60)
@@ -42,6 +44,10 @@ class Deadlines:
                 raise TypeError(f"`Deadlines({name}={value!r})` must be a datetime.timedelta.")
             if value <= timedelta(0):
                 raise ValueError(f"`Deadlines({name}={value!r})` must be longer than zero.")
+        if self.dead_after < 4 * HEARTBEAT:
+            raise ValueError(
+                f"`Deadlines(dead_after={self.dead_after!r})` must be at least {4 * HEARTBEAT!r}: four heartbeats."
+            )
         if self.attempts < 1:
             raise ValueError(f"`Deadlines(attempts={self.attempts})` must be at least 1.")
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import NoReturn
 
-from lightning_async.comm.protocols import ElasticCollectives
+from lightning_async.comm.protocols import Collectives, ElasticCollectives
 from lightning_async.comm.rendezvous import Membership
 from lightning_async.engine.config import Deadlines
 from lightning_async.engine.mailbox import Mailbox
@@ -33,14 +33,17 @@ class Regroup:
 
     def __init__(
         self,
-        collectives: ElasticCollectives,
-        payload: ElasticCollectives,
+        collectives: Collectives,
+        payload: Collectives,
         membership: Membership,
         mailbox: Mailbox,
         deadlines: Deadlines,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._roots = [collectives] if payload is collectives else [collectives, payload]
+        roots = [collectives] if payload is collectives else [collectives, payload]
+        self._roots = [root for root in roots if isinstance(root, ElasticCollectives)]
+        self.possible = len(self._roots) == len(roots)
+        """False where the transport cannot: then the first failure is the last."""
         self._rank, self._world_size = collectives.rank, collectives.world_size
         self._membership, self._mailbox = membership, mailbox
         self._deadlines, self._now = deadlines, now

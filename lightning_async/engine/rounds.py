@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 
 from lightning_async import ops
-from lightning_async.comm.protocols import ElasticCollectives
+from lightning_async.comm.protocols import Collectives
 from lightning_async.comm.rendezvous import Membership
 from lightning_async.engine.commit import Commits
 from lightning_async.engine.config import AveragerConfig
@@ -51,8 +51,8 @@ class RoundServer:
 
     def __init__(
         self,
-        collectives: ElasticCollectives,
-        payload: ElasticCollectives,
+        collectives: Collectives,
+        payload: Collectives,
         membership: Membership,
         replica: Replica,
         rule: AveragingRule,
@@ -127,6 +127,8 @@ class RoundServer:
             except PeerLost:
                 raise
             except CollectiveError as error:
+                if not self._regroup.possible:
+                    raise
                 self._recover(error)
 
     def _wait_for_cause(self) -> bool:

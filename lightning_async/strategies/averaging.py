@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -16,21 +16,17 @@ from lightning_async.engine.config import AveragerConfig, Deadlines, Weighting
 from lightning_async.engine.replica import BufferPolicy, OptimizerPolicy, Replica
 from lightning_async.engine.telemetry import RunSummary
 from lightning_async.errors import PeerLost
-from lightning_async.namespace import fabric, pytorch
 from lightning_async.namespace import name as namespace
+from lightning_async.namespace import pytorch
 from lightning_async.rules import DeltaMean, EveryNSteps
 from lightning_async.rules.protocols import Action, AveragingRule, Schedule
 from lightning_async.strategies import checks
 from lightning_async.strategies.batch import batch_size
 from lightning_async.strategies.drift import DriftPatches
+from lightning_async.strategies.glue import allow_compiled_modules, rank_zero_info
 from lightning_async.strategies.optimizer_state import materialise, reset, state_tensors
 from lightning_async.strategies.recompute import RECENT_BATCHES, recompute_batch_norm
-from lightning_async.strategies.replicated import (
-    ReplicatedStrategy,
-    StartMethod,
-    allow_compiled_modules,
-    rank_zero_info,
-)
+from lightning_async.strategies.replicated import EngineName, ReplicatedStrategy, StartMethod
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -63,7 +59,8 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
             default), or the mean over all replicas (``"global"``).
         deadlines: how long to wait for what.
         part_mb: payloads move in parts of at most this many MiB. Default 16.
-        process_group_backend: "gloo", "nccl" or "mpi". Default: "nccl" on CUDA, else "gloo".
+        engine: what moves bytes: "torch", "horovod", or "auto" (default): Horovod where horovodrun started the ranks.
+        process_group_backend: of torch: "gloo", "nccl" or "mpi". Default: "nccl" on CUDA, else "gloo".
         start_method: how Lightning starts the other ranks where no launcher did: "popen" runs the script again;
             "spawn" and "fork" suit notebooks.
 
@@ -89,23 +86,25 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         lr_clock: LrClock = "local",
         deadlines: Deadlines | None = None,
         part_mb: float = 16.0,
+        engine: EngineName = "auto",
         process_group_backend: str | None = None,
         start_method: StartMethod = "popen",
     ) -> None:
         deadlines = deadlines or Deadlines()
         super().__init__(
-            dead_after=deadlines.dead_after, process_group_backend=process_group_backend, start_method=start_method
+            engine=engine,
+            dead_after=deadlines.dead_after,
+            process_group_backend=process_group_backend,
+            start_method=start_method,
+            gloo_timeout=deadlines.dead_after,
         )
         self.rule = DeltaMean() if rule is None else rule
         self.schedule = EveryNSteps(32) if schedule is None else schedule
         checks.check_arguments(self.rule, self.schedule, overlap)
-        for argument, value, allowed in (
-            ("buffers", buffers, get_args(BufferPolicy)),
-            ("optimizer_state", optimizer_state, get_args(OptimizerPolicy)),
-            ("lr_clock", lr_clock, get_args(LrClock)),
-        ):
-            if value not in allowed:
-                raise ValueError(f"`AsyncAveragingStrategy({argument}={value!r})` must be one of {allowed}.")
+        owner = type(self).__name__
+        checks.check_choice(owner, "buffers", buffers, get_args(BufferPolicy))
+        checks.check_choice(owner, "optimizer_state", optimizer_state, get_args(OptimizerPolicy))
+        checks.check_choice(owner, "lr_clock", lr_clock, get_args(LrClock))
         if not part_mb > 0:
             raise ValueError(f"`AsyncAveragingStrategy(part_mb={part_mb!r})` must be > 0.")
         self.config = AveragerConfig(
@@ -133,17 +132,10 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         self._trainer, self._last_state = trainer, None
         fitting = trainer.state.fn == "fit"
-        cast(Any, self.accelerator).setup(trainer)
         if self.world_size > 1 and fitting:
             checks.check_setup(trainer, self._layer_sync)
-        self.model = self.precision_plugin.convert_module(self.module)
-        self.model_to_device()
-        self.make_equal()
+        self.setup_replica(trainer)
         if fitting:
-            self.setup_optimizers(trainer)
-        self.setup_precision_plugin()
-        if fitting:
-            fabric("utilities.optimizer")._optimizers_to_device(self.optimizers, self.root_device)
             self._patches = DriftPatches(self, trainer)
             if self.world_size > 1:
                 self._patches.install()

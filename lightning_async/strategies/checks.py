@@ -17,6 +17,12 @@ __all__ = ["check_arguments", "check_fit", "check_setup"]
 log = logging.getLogger(__name__)
 
 
+def check_choice(owner: str, argument: str, value: object, allowed: tuple[object, ...]) -> None:
+    """Raise ValueError unless the argument is one of ``allowed``."""
+    if value not in allowed:
+        raise ValueError(f"`{owner}({argument}={value!r})` must be one of {allowed}.")
+
+
 def check_arguments(rule: Any, schedule: Any, overlap: bool) -> None:
     """Whether the strategy's first three arguments are what they must be, and fit each other."""
     if isinstance(rule, type) or not isinstance(rule, AveragingRule):

@@ -1,97 +1,42 @@
-"""What one run holds open: process groups, heartbeats, and Lightning's collectives over all ranks."""
+"""What one run holds open, and what an engine must offer for it."""
 
 from __future__ import annotations
 
-import atexit
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
+from lightning_async.comm.protocols import Collectives
 from lightning_async.comm.rendezvous import Membership
-from lightning_async.comm.torch import TorchCollectives
-from lightning_async.namespace import fabric
 from lightning_async.strategies.world import World
 
-__all__ = ["Connection", "check_backend", "join_default_group", "short_world"]
+__all__ = ["Connection", "Engine"]
 
 log = logging.getLogger(__name__)
 
 
-def check_backend(backend: str | None) -> None:
-    """Refuse a backend that this torch was built without."""
-    available = {"mpi": dist.is_mpi_available, "nccl": dist.is_nccl_available}
-    if backend in available and not available[backend]():
-        raise ValueError(
-            f"`process_group_backend={backend!r}`: this build of torch ({torch.__version__}) has none. "
-            "Leave it out, or install a torch that has it."
-        )
-
-
-def join_default_group(environment: Any, backend: str, timeout: timedelta) -> None:
-    """Torch's default group, for code of the user's that expects one; this package forms its own beside it."""
-    if dist.is_initialized():
-        return
-    fabric("utilities.distributed")._init_dist_connection(environment, backend, timeout=timeout)
-    if backend != "nccl":  # for NCCL Lightning does the same; without it some exits abort
-        atexit.register(_leave_default_group)
-
-
-def _leave_default_group() -> None:
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _store(environment: Any, rank: int, timeout: timedelta) -> Any:
-    """The default group's store; MPI's group has none, there rank 0 opens one."""
-    if dist.get_backend() == "mpi":
-        return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-            environment.main_address, environment.main_port, is_master=rank == 0, timeout=timeout
-        )
-    return distributed_c10d._get_default_store()
-
-
 class Connection:
-    """Opened by the constructor, closed by `close`.
+    """Communicators, heartbeats, and Lightning's collectives over all ranks; closed by `close`.
 
     Args:
-        environment: says who this rank is, and where rank 0 is.
-        backend: "gloo", "nccl" or "mpi", for payloads; everything small goes over Gloo (MPI: over MPI).
-        device: of the buckets.
-        name: differs between the runs of one process.
-        dead_after: a rank without a heartbeat for so long is lost.
-        timeout: for forming groups.
+        root: for CPU tensors.
+        payload: for the buckets; may be ``root``.
+        membership: started; None where the transport alone tells who is gone.
     """
 
-    def __init__(
-        self,
-        environment: Any,
-        backend: str,
-        device: torch.device,
-        name: str,
-        dead_after: timedelta,
-        timeout: timedelta = timedelta(minutes=5),
-    ) -> None:
-        self.rank, self.world_size = environment.global_rank(), environment.world_size()
-        store = distributed_c10d.PrefixStore(name, _store(environment, self.rank, timeout))
-        small = "mpi" if backend == "mpi" else "gloo"
-        self.root = TorchCollectives(
-            store, self.rank, self.world_size, backend=small, name="world", timeout=timedelta(days=7)
-        )
-        self.payload = self.root
-        if backend == "nccl":
-            self.payload = TorchCollectives(
-                store, self.rank, self.world_size, backend=backend, name="device", device=device
-            )
-        self._roots = [self.root] if self.payload is self.root else [self.root, self.payload]
-        self.membership = Membership(store, self.rank, self.world_size, dead_after=dead_after)
-        self.membership.start()
-        self.world = World(self.root, self.membership.check)
+    def __init__(self, root: Collectives, payload: Collectives, membership: Membership | None) -> None:
+        self.root, self.payload, self._membership = root, payload, membership
+        self._roots = [root] if payload is root else [root, payload]
+        self.world = World(root) if membership is None else World(root, membership.check)
+
+    @property
+    def membership(self) -> Membership:
+        assert self._membership is not None
+        return self._membership
 
     def open(self) -> None:
         """Form all groups now, those forked off too, rather than each at its first use."""
@@ -104,26 +49,47 @@ class Connection:
             try:
                 self.root.barrier().result(timedelta(seconds=30))
             except Exception as error:
-                log.warning("Rank %d: the last barrier failed: %s", self.rank, error)
-        self.membership.close()
+                log.warning("Rank %d: the last barrier failed: %s", self.root.rank, error)
+        if self._membership is not None:
+            self._membership.close()
         for root in self._roots:
             root.close()
 
 
-@contextmanager
-def short_world(environment: Any, name: str) -> Iterator[World]:
-    """Collectives over all ranks for one operation outside of a run; all ranks call it with the same name."""
-    rank, timeout = environment.global_rank(), timedelta(minutes=30)
-    root = TorchCollectives(
-        distributed_c10d.PrefixStore(name, _store(environment, rank, timeout)),
-        rank,
-        environment.world_size(),
-        name="world",
-        timeout=timeout,
-        form_timeout=timeout,
-    )
-    try:
-        yield World(root)
-        root.barrier().result()
-    finally:
-        root.close()
+class Engine(Protocol):
+    """Who started the ranks, and what moves their bytes: torch.distributed or Horovod."""
+
+    def environment(self, lightnings: Any) -> Any:
+        """The cluster environment, given the one that Lightning has chosen."""
+        ...
+
+    def launcher(
+        self, strategy: Any, num_processes: int, num_nodes: int, on_death: Callable[[int, int], timedelta]
+    ) -> Any:
+        """What starts the other ranks of this host; None where that is done."""
+        ...
+
+    def root_device(self, devices: Sequence[torch.device], local_rank: int) -> torch.device:
+        """Where the replica lives."""
+        ...
+
+    def bucket_device(self, root_device: torch.device) -> torch.device:
+        """Where payloads are staged."""
+        ...
+
+    def connect(
+        self, environment: Any, root_device: torch.device, name: str, dead_after: timedelta | None
+    ) -> Connection:
+        """Join all ranks for a run.
+
+        Args:
+            environment: says who this rank is.
+            root_device: of the replica.
+            name: differs between the runs of one process.
+            dead_after: a rank without a heartbeat for so long is lost; None for no heartbeats.
+        """
+        ...
+
+    def short_world(self, environment: Any, name: str) -> AbstractContextManager[World]:
+        """Collectives over all ranks for one operation outside of a run; all call it with the same name."""
+        ...

@@ -19,6 +19,7 @@ from lightning_async.namespace import pytorch
 
 if TYPE_CHECKING:
     from lightning_async.strategies.averaging import AsyncAveragingStrategy
+from lightning_async.strategies.glue import set_for_now, sync_metrics_through
 
 __all__ = ["DriftPatches"]
 
@@ -63,7 +64,7 @@ class DriftPatches:
             self._replace(timer, "_check_time_remaining", self._time_remaining(timer))
         module = trainer.lightning_module
         self._set(module, "allow_zero_length_dataloader_with_multiple_devices", True)
-        self._patch_metrics(module)
+        self._undo += sync_metrics_through(lambda: self._strategy.world, module)
 
     def remove(self) -> None:
         """Take every patch back."""
@@ -71,9 +72,7 @@ class DriftPatches:
             self._undo.pop()()
 
     def _set(self, owner: Any, name: str, value: Any) -> None:
-        had, old = name in vars(owner), getattr(owner, name)
-        setattr(owner, name, value)
-        self._undo.append(lambda: setattr(owner, name, old) if had else delattr(owner, name))
+        self._undo.append(set_for_now(owner, name, value))
 
     def _replace(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
         self._set(owner, name, wrap(getattr(owner, name)))
@@ -294,20 +293,3 @@ class DriftPatches:
         return setup_data
 
     _seen_loader: Any = None
-
-    def _patch_metrics(self, module: Any) -> None:
-        """Torchmetrics' own collectives go through the strategy, and wait for nobody while replicas drift."""
-        from torchmetrics import Metric
-
-        def available() -> bool:
-            world = self._strategy.world
-            return world is not None and not world.drifting
-
-        def gather(tensor: Any, group: Any = None) -> Any:
-            world = self._strategy.world
-            return world.gather_uneven(tensor) if world is not None else [tensor]
-
-        for child in module.modules():
-            if isinstance(child, Metric):
-                self._set(child, "dist_sync_fn", gather)
-                self._set(child, "distributed_available_fn", available)

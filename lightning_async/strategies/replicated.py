@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -14,8 +14,9 @@ from lightning_async.engine.replica import describe
 from lightning_async.errors import LayoutMismatch
 from lightning_async.flat import FlatLayout
 from lightning_async.namespace import fabric, pytorch
-from lightning_async.strategies.connection import Connection, check_backend, join_default_group, short_world
-from lightning_async.strategies.environments import MPIRunEnvironment
+from lightning_async.strategies.connection import Connection
+from lightning_async.strategies.engines import EngineName, make_engine
+from lightning_async.strategies.torch_engine import StartMethod
 from lightning_async.strategies.world import World
 
 if TYPE_CHECKING:
@@ -24,42 +25,42 @@ if TYPE_CHECKING:
 else:
     ParallelStrategy = pytorch("strategies.parallel").ParallelStrategy
 
-__all__ = ["ReplicatedStrategy", "StartMethod", "allow_compiled_modules", "rank_zero_info"]
+__all__ = ["EngineName", "ReplicatedStrategy", "StartMethod"]
 
 T = TypeVar("T")
-StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
 class ReplicatedStrategy(ParallelStrategy):
     """One whole replica per rank, on the device of its local rank.
 
     Args:
-        dead_after: a rank without a heartbeat for so long is lost.
-        process_group_backend: "gloo", "nccl" or "mpi". Default: "nccl" on CUDA, else "gloo".
-        start_method: how Lightning starts the other ranks where no launcher did.
+        engine: "torch" (torch.distributed), "horovod", or "auto": Horovod where horovodrun has started the ranks.
+        dead_after: a rank without a heartbeat for so long is lost; None for no heartbeats.
+        process_group_backend: "gloo", "nccl" or "mpi". Default: "nccl" on CUDA, else "gloo". Torch only.
+        start_method: how Lightning starts the other ranks where no launcher did. Torch only.
+        gloo_timeout: after which Gloo inside Horovod gives up on a silent peer.
 
     Raises:
-        ValueError: an unknown backend or start method.
+        ValueError: an unknown engine, backend or start method, or one that has no effect.
+        ModuleNotFoundError: Horovod is called for, but not installed.
     """
 
     is_distributed = True
     strategy_name: str
 
     def __init__(
-        self, *, dead_after: timedelta, process_group_backend: str | None = None, start_method: StartMethod = "popen"
+        self,
+        *,
+        engine: EngineName = "auto",
+        dead_after: timedelta | None,
+        process_group_backend: str | None = None,
+        start_method: StartMethod = "popen",
+        gloo_timeout: timedelta = timedelta(seconds=30),
     ) -> None:
         self._environment: Any = None
         super().__init__()
-        for argument, value, allowed in (
-            ("process_group_backend", process_group_backend, (None, "gloo", "nccl", "mpi")),
-            ("start_method", start_method, get_args(StartMethod)),
-        ):
-            if value not in allowed:
-                raise ValueError(f"`{type(self).__name__}({argument}={value!r})` must be one of {allowed}.")
-        check_backend(process_group_backend)
+        self.engine = make_engine(type(self).__name__, engine, process_group_backend, start_method, gloo_timeout)
         self._dead_after = dead_after
-        self._backend = process_group_backend
-        self._start_method: StartMethod = start_method
         self._num_nodes = 1
         self._connection: Connection | None = None
         self.failed = False
@@ -70,22 +71,19 @@ class ReplicatedStrategy(ParallelStrategy):
 
     @property
     def cluster_environment(self) -> Any:
-        """Who this rank is. Lightning's own choice, except under a launcher that it does not know."""
+        """Who this rank is."""
         return self._environment
 
     @cluster_environment.setter
     def cluster_environment(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, environment: Any
     ) -> None:
-        own = fabric("plugins.environments").LightningEnvironment
-        if type(environment) is own and MPIRunEnvironment.detect():
-            environment = MPIRunEnvironment()
-        self._environment = environment
+        self._environment = self.engine.environment(environment)
 
     @property
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
+        return self.engine.root_device(self.parallel_devices, self.local_rank)
 
     @property
     def num_nodes(self) -> int:
@@ -115,36 +113,30 @@ class ReplicatedStrategy(ParallelStrategy):
             module.rank_zero_only.rank = self.global_rank
 
     def _configure_launcher(self) -> None:
-        if self._start_method == "popen":
-            launcher = pytorch("strategies.launchers.subprocess_script")._SubprocessScriptLauncher
-            self._launcher = launcher(self.cluster_environment, self.num_processes, self.num_nodes)
-        else:
-            launcher = pytorch("strategies.launchers.multiprocessing")._MultiProcessingLauncher
-            self._launcher = launcher(self, start_method=self._start_method)
+        self._launcher = self.engine.launcher(self, self.num_processes, self.num_nodes, self._child_died)
+
+    def _child_died(self, local_rank: int, returncode: int) -> timedelta:
+        """A rank that was started here is gone. Returns how long the others may take to end by themselves."""
+        connection = self._connection
+        if connection is None or self._dead_after is None:
+            return timedelta(0)
+        rank = self.node_rank * self.num_processes + local_rank
+        connection.membership.report_death(rank, f"its process ended with status {returncode}")
+        return self._dead_after
 
     def setup_environment(self) -> None:
         super().setup_environment()
         self.set_world_ranks()
         if self.world_size > 1:
-            join_default_group(self.cluster_environment, self.backend, timedelta(minutes=30))
             self._runs += 1
-            self._connection = Connection(
-                self.cluster_environment,
-                self.backend,
-                self.bucket_device,
-                name=f"lightning_async/{self._runs}",
-                dead_after=self._dead_after,
+            self._connection = self.engine.connect(
+                self.cluster_environment, self.root_device, f"lightning_async/{self._runs}", self._dead_after
             )
 
     @property
-    def backend(self) -> str:
-        """What moves payloads: "gloo", "nccl" or "mpi"."""
-        return self._backend or ("nccl" if self.root_device.type == "cuda" else "gloo")
-
-    @property
     def bucket_device(self) -> torch.device:
-        """Where payloads are staged: on the GPU for NCCL, else in the host's memory."""
-        return self.root_device if self.backend == "nccl" else torch.device("cpu")
+        """Where payloads are staged."""
+        return self.engine.bucket_device(self.root_device)
 
     # ---- registration ----
 
@@ -166,6 +158,19 @@ class ReplicatedStrategy(ParallelStrategy):
     def module(self) -> LightningModule:
         """The user's module, which is there from `connect` on."""
         return cast("LightningModule", self.lightning_module)
+
+    def setup_replica(self, trainer: Any) -> None:
+        """What `setup` does in every strategy: one model on all ranks, its optimizers, its precision."""
+        fitting = trainer.state.fn == "fit"
+        cast(Any, self.accelerator).setup(trainer)
+        self.model = self.precision_plugin.convert_module(self.module)
+        self.model_to_device()
+        self.make_equal()
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fitting:
+            fabric("utilities.optimizer")._optimizers_to_device(self.optimizers, self.root_device)
 
     def model_to_device(self) -> None:
         self.module.to(self.root_device)
@@ -208,7 +213,8 @@ class ReplicatedStrategy(ParallelStrategy):
             yield self._connection.world
         elif self.world_size > 1 and self._runs > 0 and not self.failed:
             self._operations += 1
-            with short_world(self.cluster_environment, f"lightning_async/{self._runs}.{self._operations}") as world:
+            name = f"lightning_async/{self._runs}.{self._operations}"
+            with self.engine.short_world(self.cluster_environment, name) as world:
                 yield world
         else:
             yield None
@@ -232,20 +238,3 @@ class ReplicatedStrategy(ParallelStrategy):
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         with self._together() as world:
             return tensor.unsqueeze(0) if world is None else world.all_gather(tensor, sync_grads)
-
-
-def rank_zero_info(text: str) -> None:
-    """One INFO line, on rank 0, by Lightning's logger."""
-    pytorch("utilities.rank_zero").rank_zero_info(text)
-
-
-def allow_compiled_modules(strategy_class: type) -> None:
-    """Lightning lets only strategies on a list of its own train a module that `torch.compile` returned."""
-    trainer_module: Any = pytorch("trainer.trainer")
-    verify = trainer_module._verify_strategy_supports_compile
-
-    def verify_others(model: Any, strategy: Any) -> None:
-        if not isinstance(strategy, strategy_class):
-            verify(model, strategy)
-
-    trainer_module._verify_strategy_supports_compile = verify_others

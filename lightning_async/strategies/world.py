@@ -106,18 +106,25 @@ class World:
         """Rank ``src``'s object (picklable)."""
         if self._is_local("broadcast", "returns this replica's own object"):
             return obj
-        return cast(T, self.gather_objects(obj if self.rank == src else None)[src])
+        self._compare(f"broadcast from rank {src}")
+        data = _pickled(obj) if self.rank == src else torch.empty(0, dtype=torch.uint8)
+        size = torch.tensor([data.numel()])
+        self._wait(self._collectives.broadcast(size, src))
+        if self.rank != src:
+            data = torch.empty(int(size), dtype=torch.uint8)
+        self._wait(self._collectives.broadcast(data, src))
+        return cast(T, pickle.loads(data.numpy().tobytes()))
 
     def gather_objects(self, obj: T) -> list[T]:
         """Every rank's object (picklable)."""
-        data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-        return [pickle.loads(bytes(row.tolist())) for row in self.gather_uneven(data)]
+        return [pickle.loads(row.numpy().tobytes()) for row in self.gather_uneven(_pickled(obj))]
 
     def make_equal_(self, tensors: list[Tensor], src: int = 0) -> None:
         """Overwrite ``tensors`` with rank ``src``'s."""
-        for tensor in tensors:
-            with torch.no_grad():
-                tensor.copy_(self._wait(self._collectives.broadcast(_to_cpu(tensor), src)))
+        under_way = [(tensor, self._collectives.broadcast(_to_cpu(tensor), src)) for tensor in tensors]
+        with torch.no_grad():
+            for tensor, pending in under_way:
+                tensor.copy_(self._wait(pending))
 
     def _is_local(self, what: str, instead: str) -> bool:
         if self.world_size == 1:
@@ -163,6 +170,10 @@ class _GatherWithGrad(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return ctx.world.reduce(grad.contiguous(), "sum")[ctx.world.rank], None
+
+
+def _pickled(obj: object) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
 
 
 def _to_cpu(tensor: Tensor) -> Tensor:

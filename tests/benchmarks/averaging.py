@@ -1,7 +1,8 @@
 """Measure asynchronous averaging against its peers: ``python -m tests.benchmarks.averaging --out DIR``.
 
-Three scenarios: ``speed`` (a 100 Mbit/s link), ``loopback`` (the same peers where nothing limits the link) and
-``stragglers`` (four replicas of unequal speed).
+Four scenarios: ``speed`` (a 100 Mbit/s link), ``loopback`` (the same peers where nothing limits the link),
+``stragglers`` (four replicas of unequal speed) and ``gradients`` (synchronous training, bound by its gradients). Peers
+over Horovod take part where it is installed.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib.util
 import shlex
 import signal
 import sys
@@ -21,12 +23,24 @@ from tests.benchmarks.link import Link, loopback, paced, shaped, shaping_problem
 from tests.benchmarks.peers import PEERS
 from tests.benchmarks.ranks import RankFailed
 from tests.benchmarks.report import Report
-from tests.benchmarks.scenarios import QUICK, RELATIVE_STEP_TIMES, Plan, measure_speed, measure_stragglers, say
+from tests.benchmarks.scenarios import (
+    QUICK,
+    RELATIVE_STEP_TIMES,
+    Plan,
+    measure_gradients,
+    measure_speed,
+    measure_stragglers,
+    say,
+)
 
 MODULE = "tests.benchmarks.averaging"
-SPEED_PEERS = ("single", "apart", "ddp", "ddp raw", "periodic", "blocking", "ours", "ours H=16", "ours DiLoCo")
+SPEED_PEERS = (
+    "single", "apart", "ddp", "ddp raw", "periodic", "blocking", "ours", "ours H=16", "ours DiLoCo",
+    "ours over Horovod",
+)  # fmt: skip
 LOOPBACK_PEERS = ("single", "apart", "ddp", "periodic", "ours", "ours DiLoCo")
 STRAGGLER_PEERS = ("apart", "ddp", "ours synchronous", "ours timed")
+GRADIENT_PEERS = ("wide ddp", "wide hvd raw", "wide hvd", "wide ours")
 QUICK_PEERS = ("single", "ddp", "ours")
 RATE_MBIT = 100.0
 
@@ -50,7 +64,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--out", type=Path, required=True, help="folder for the table, the numbers and the picture")
-    scenarios = ("speed", "loopback", "stragglers")
+    scenarios = ("speed", "loopback", "stragglers", "gradients")
     parser.add_argument("--scenario", nargs="+", choices=scenarios, default=scenarios, help="default: all")
     parser.add_argument("--replicas", nargs="+", type=int, default=[2, 4], help="for speed and loopback")
     parser.add_argument("--repeats", type=int, help="how often each peer runs (default 3)")
@@ -82,15 +96,26 @@ def measure(options: argparse.Namespace, report: Report) -> None:
         plan = dataclasses.replace(plan, repeats=options.repeats)
     if options.slot_ms is not None:
         plan = dataclasses.replace(plan, slot_s=options.slot_ms / 1e3)
-    defaults = {"speed": SPEED_PEERS, "loopback": LOOPBACK_PEERS, "stragglers": STRAGGLER_PEERS}
+    installed = importlib.util.find_spec("horovod") is not None
+    defaults = {
+        "speed": SPEED_PEERS,
+        "loopback": LOOPBACK_PEERS,
+        "stragglers": STRAGGLER_PEERS,
+        "gradients": GRADIENT_PEERS,
+    }
     for scenario in options.scenario:
         unequal = scenario == "stragglers"
-        peers = options.peers or (QUICK_PEERS if options.quick and not unequal else defaults[scenario])
+        quick = options.quick and scenario in ("speed", "loopback")
+        peers = options.peers or (QUICK_PEERS if quick else defaults[scenario])
+        if options.peers is None and not installed:
+            peers = [peer for peer in peers if not PEERS[peer].horovod]
         for num_replicas in [len(RELATIVE_STEP_TIMES)] if unequal else options.replicas:
             say(f"{scenario}, {num_replicas} replicas")
             with make_link(scenario, num_replicas, options.rate_mbit) as link:
                 if unequal:
                     section = measure_stragglers(link, peers, plan)
+                elif scenario == "gradients":
+                    section = measure_gradients(link, num_replicas, peers, plan)
                 else:
                     section = measure_speed(link, num_replicas, peers, plan)
             report.sections.append(section)

@@ -6,13 +6,11 @@ differs is the strategy.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,74 +21,12 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.benchmarks.link import pace_sockets, sent_bytes
+from tests.benchmarks import horovod_peers
+from tests.benchmarks.link import pace_sockets
+from tests.benchmarks.measured import Job, Meter, RankResult, note_step
 from tests.benchmarks.model import BATCH, CharModule, Slot, loader
 
 __all__ = ["PEERS", "Job", "Peer", "RankResult", "run", "samples_in"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What one rank has to do, as the benchmark hands it to `worker`.
-
-    Args:
-        peer: a name in `PEERS`.
-        rank: this replica.
-        num_replicas: replicas in all.
-        interface: the network interface whose counter tells the bytes sent.
-        warmup: steps before the measurement starts.
-        steps: steps measured (or all-reduces, for the probe).
-        step_s: padded length of a step's compute; 0.0 for no padding.
-        tail_s: what backward and optimizer need of it.
-        seconds: where given, training ends by this time instead of a number of steps.
-        round_s: period of time-triggered rounds.
-        sync_every: replaces the peer's own number of steps per round.
-        pace_mbit: where given, the rank holds its connections to this rate.
-    """
-
-    peer: str
-    rank: int
-    num_replicas: int
-    interface: str
-    warmup: int
-    steps: int
-    step_s: float = 0.0
-    tail_s: float = 0.0
-    seconds: float | None = None
-    round_s: float = 2.0
-    sync_every: int | None = None
-    pace_mbit: float | None = None
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-
-@dataclass(kw_only=True)
-class RankResult:
-    """What one rank measured.
-
-    Args:
-        ends: the moment at which each training step ended (a clock that all processes of a machine share).
-        sent: pairs of a number of steps done and the bytes that this rank's interface had sent by then.
-        losses: training loss of each step.
-        compute_s: seconds of forward, and of backward and optimizer, of each step (probe ``compute`` only).
-        round_s: seconds of each blocking all-reduce of the model (probe ``round`` only).
-        claims: what the strategy says of itself.
-    """
-
-    ends: list[float] = field(default_factory=list)
-    sent: list[tuple[int, int]] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    compute_s: list[tuple[float, float]] = field(default_factory=list)
-    round_s: list[float] = field(default_factory=list)
-    claims: dict[str, float] = field(default_factory=dict)
-
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)))
-
-    @classmethod
-    def load(cls, path: Path) -> RankResult:
-        return cls(**json.loads(path.read_text()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +39,7 @@ class Peer:
         sync_every: steps from one communication to the next; 0 for none.
         alone: whether it is a single process, whatever the number of replicas.
         ours: whether it is the package under test.
+        horovod: whether Horovod's launcher starts it, rather than torchrun.
     """
 
     about: str
@@ -110,27 +47,7 @@ class Peer:
     sync_every: int = 0
     alone: bool = False
     ours: bool = False
-
-
-class Meter(pl.Callback):
-    """Notes when each step ends, and the interface's counter at both ends of the measured part."""
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.result = RankResult()
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        note_step(self.job, self.result)
-
-
-def note_step(job: Job, result: RankResult) -> None:
-    """One more step has ended."""
-    result.ends.append(time.monotonic())
-    num_steps = len(result.ends)
-    if num_steps in (job.warmup, job.warmup + job.steps):
-        result.sent.append((num_steps, sent_bytes(job.interface)))
+    horovod: bool = False
 
 
 class PeriodicAveraging(pl.Callback):
@@ -314,6 +231,27 @@ PEERS: dict[str, Peer] = {
     "ours DiLoCo": Peer(about="ours, DiLoCo, H=32", run=_every("DiLoCo", 32), sync_every=32, ours=True),
     "ours timed": Peer(about="ours, DeltaMean, EverySeconds", run=_timed, ours=True),
     "ours synchronous": Peer(about="ours, Synchronous", run=_synchronous, sync_every=1, ours=True),
+    "ours over Horovod": Peer(
+        about="ours, DeltaMean, H=32, over Horovod",
+        run=_every("DeltaMean", 32),
+        sync_every=32,
+        ours=True,
+        horovod=True,
+    ),
+    "wide ddp": Peer(about="Lightning's DDPStrategy, Gloo", run=horovod_peers.ddp, sync_every=1),
+    "wide hvd": Peer(
+        about="hvd.DistributedOptimizer in Lightning",
+        run=horovod_peers.optimizer_in_lightning,
+        sync_every=1,
+        horovod=True,
+    ),
+    "wide hvd raw": Peer(
+        about="hvd.DistributedOptimizer without Lightning",
+        run=horovod_peers.optimizer_raw,
+        sync_every=1,
+        horovod=True,
+    ),
+    "wide ours": Peer(about="ours, HorovodStrategy", run=horovod_peers.strategy, sync_every=1, ours=True, horovod=True),
     "probe compute": Peer(about="unpadded compute, all replicas at once", run=probe_compute),
     "probe round": Peer(about="blocking all-reduce of the model", run=probe_round),
 }

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from tests.benchmarks.link import Link, free_port
-from tests.benchmarks.peers import PEERS, Job, RankResult
+from tests.benchmarks.measured import Job, RankResult
+from tests.benchmarks.peers import PEERS
+from tests.horovod import rendezvous, variables
 
 __all__ = ["RankFailed", "run_ranks"]
 
@@ -25,17 +28,24 @@ class RankFailed(RuntimeError):
     """A rank of a peer failed, or did not end in time; the message holds the end of its output."""
 
 
-def _environment(link: Link, job: Job, port: int) -> dict[str, str]:
-    """What torchrun would set for this rank, each rank being a node of its own."""
-    place = link.places[job.rank]
-    rank, size = str(job.rank), str(job.num_replicas)
+def _environment(link: Link, job: Job, launched: Mapping[str, str]) -> dict[str, str]:
+    """A rank's environment: of this process, of its place, and what its launcher says."""
+    interface = link.places[job.rank].interface
     return {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
-        "GLOO_SOCKET_IFNAME": place.interface,
-        "TP_SOCKET_IFNAME": place.interface,
+        "GLOO_SOCKET_IFNAME": interface,
+        "TP_SOCKET_IFNAME": interface,
+        **launched,
+    }
+
+
+def _torchrun(link: Link, job: Job, port: int) -> dict[str, str]:
+    """What torchrun would set for this rank, each rank being a node of its own."""
+    rank, size = str(job.rank), str(job.num_replicas)
+    return {
         "MASTER_ADDR": link.places[0].address,
         "MASTER_PORT": str(port),
         "RANK": rank,
@@ -47,6 +57,15 @@ def _environment(link: Link, job: Job, port: int) -> dict[str, str]:
         "TORCHELASTIC_RUN_ID": "benchmark",
         "TORCHELASTIC_USE_AGENT_STORE": "False",
     }
+
+
+def _horovodrun(link: Link, job: Job, port: int) -> dict[str, str]:
+    """What horovodrun would set for this rank, each rank being a host of its own."""
+    place, address = link.places[job.rank], link.places[0].address
+    return variables(
+        job.rank, job.num_replicas, port,
+        address=address, host=place.address, interface=place.interface, one_host=False,
+    )  # fmt: skip
 
 
 def run_ranks(link: Link, job: Job, *, timeout_s: float, step_s: Sequence[float] | None = None) -> list[RankResult]:
@@ -62,9 +81,13 @@ def run_ranks(link: Link, job: Job, *, timeout_s: float, step_s: Sequence[float]
         RankFailed: a rank failed or took too long. No rank is left running.
     """
     num_ranks = 1 if PEERS[job.peer].alone else job.num_replicas
-    port = next(_ports) if link.private else free_port()
+    horovod = PEERS[job.peer].horovod
     deadline = time.monotonic() + timeout_s
-    with tempfile.TemporaryDirectory(prefix="labench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="labench-") as folder, contextlib.ExitStack() as open_:
+        if horovod:
+            port = open_.enter_context(rendezvous(num_ranks, link.places[0].prefix))
+        else:
+            port = next(_ports) if link.private else free_port()
         children: list[subprocess.Popen[bytes]] = []
         logs = [Path(folder, f"rank{rank}.log") for rank in range(num_ranks)]
         results = [Path(folder, f"rank{rank}.json") for rank in range(num_ranks)]
@@ -77,7 +100,7 @@ def run_ranks(link: Link, job: Job, *, timeout_s: float, step_s: Sequence[float]
                         subprocess.Popen(
                             [*link.places[rank].prefix, sys.executable, "-m", "tests.benchmarks.worker", *arguments],
                             cwd=ROOT,
-                            env=_environment(link, mine, port),
+                            env=_environment(link, mine, (_horovodrun if horovod else _torchrun)(link, mine, port)),
                             stdin=subprocess.DEVNULL,
                             stdout=log,
                             stderr=subprocess.STDOUT,

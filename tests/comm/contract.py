@@ -1,4 +1,4 @@
-"""What every `ElasticCollectives` promises, as checks that all ranks of a world run together.
+"""What every `Collectives` promises, and every `ElasticCollectives`, as checks that all ranks of a world run together.
 
 A check gets this rank's `Stage` and raises where a promise is broken. Each check has a fork of its own, so that the
 failures it causes harm no other.
@@ -38,10 +38,25 @@ class Stage:
 
 Check = Callable[[Stage], None]
 CHECKS: dict[str, Check] = {}
+"""Of all collectives."""
+LAST_CHECKS: dict[str, Check] = {}
+"""Of all collectives, too; but one whose failures nothing can undo goes through only one of them in its life."""
+ELASTIC_CHECKS: dict[str, Check] = {}
+"""Of those that can be formed anew."""
 
 
 def check(fn: Check) -> Check:
     CHECKS[fn.__name__] = fn
+    return fn
+
+
+def last_check(fn: Check) -> Check:
+    LAST_CHECKS[fn.__name__] = fn
+    return fn
+
+
+def elastic_check(fn: Check) -> Check:
+    ELASTIC_CHECKS[fn.__name__] = fn
     return fn
 
 
@@ -156,11 +171,17 @@ def wrong_arguments_raise(stage: Stage) -> None:
         comm.broadcast(torch.zeros(1), 99)
     with pytest.raises(ValueError, match="peer=-1"):
         comm.exchange(torch.zeros(1), -1)
+    comm.barrier().result()  # nothing of this harms the communicator
+
+
+@elastic_check
+def wrong_quorums_raise(stage: Stage) -> None:
+    comm = stage.comm
     with pytest.raises(ValueError, match="not contain"):
         comm.reconfigure(Quorum(comm.generation + 1, (97, 98)))
     with pytest.raises(ValueError, match="not newer"):
         comm.reconfigure(Quorum(comm.generation, tuple(range(comm.world_size))))
-    comm.barrier().result()  # nothing of this harms the communicator
+    comm.barrier().result()
 
 
 @check
@@ -190,9 +211,9 @@ def forks_are_independent(stage: Stage) -> None:
         stage.comm.fork("other")
 
 
-@check
+@last_check
 def a_late_peer_is_a_timeout(stage: Stage) -> None:
-    comm, sibling = stage.comm.fork("late", SHORT), stage.comm.fork("sibling")
+    comm = stage.comm.fork("late", SHORT)
     if comm.rank == 0:
         started = time.monotonic()
         first, second = comm.all_reduce(torch.ones(4)), comm.barrier()
@@ -209,15 +230,24 @@ def a_late_peer_is_a_timeout(stage: Stage) -> None:
             comm.barrier()
         assert time.monotonic() - started < 0.1
     stage.meet("timed out")
+
+
+@elastic_check
+def a_late_peer_harms_no_other_fork(stage: Stage) -> None:
+    comm, sibling = stage.comm.fork("late", SHORT), stage.comm.fork("sibling")
+    if comm.rank == 0:
+        with pytest.raises(CollectiveTimeout):
+            comm.barrier().result()
+    stage.meet("timed out")
     if comm.rank != 0:  # nobody will ever come
         started = time.monotonic()
         with pytest.raises(CollectiveError):
-            comm.all_reduce(torch.ones(4)).result()
+            comm.barrier().result()
         assert time.monotonic() - started < SHORT.total_seconds()
-    sibling.barrier().result()  # another fork goes on
+    sibling.barrier().result()
 
 
-@check
+@last_check
 def result_may_have_a_shorter_deadline(stage: Stage) -> None:
     comm = stage.comm.fork("short")
     if comm.rank == 0:
@@ -231,7 +261,7 @@ def result_may_have_a_shorter_deadline(stage: Stage) -> None:
     stage.meet("gave up")
 
 
-@check
+@elastic_check
 def abort_wakes_and_reconfigure_renews(stage: Stage) -> None:
     comm, member = stage.comm, stage.comm.rank
     fork = comm.fork("payload")
@@ -264,7 +294,7 @@ def abort_wakes_and_reconfigure_renews(stage: Stage) -> None:
     assert comm.rank == member
 
 
-@check
+@elastic_check
 def abort_in_the_middle_of_large_messages(stage: Stage) -> None:
     """Gloo does not tell a half-sent message that its connection has ended; the operation must not wait for it."""
     comm = stage.comm
@@ -284,7 +314,7 @@ def abort_in_the_middle_of_large_messages(stage: Stage) -> None:
         equal(fork.all_reduce(torch.ones(3)).result(), torch.full((3,), float(comm.world_size)))
 
 
-@check
+@elastic_check
 def a_smaller_quorum_goes_on(stage: Stage) -> None:
     comm = stage.comm
     if comm.world_size < 2:
@@ -301,7 +331,7 @@ def a_smaller_quorum_goes_on(stage: Stage) -> None:
     equal(comm.all_reduce(torch.ones(2)).result(), torch.full((2,), last + 1.0))
 
 
-@check
+@last_check
 def close_is_idempotent_and_blocks_on_nobody(stage: Stage) -> None:
     comm = stage.comm.fork("closing")
     comm.barrier().result()
@@ -320,3 +350,6 @@ def close_is_idempotent_and_blocks_on_nobody(stage: Stage) -> None:
         comm.barrier()
     after = {thread for thread in threading.enumerate() if thread.name.startswith("lightning_async")}
     assert after <= before, after - before
+
+
+ALL_CHECKS = {**CHECKS, **LAST_CHECKS, **ELASTIC_CHECKS}

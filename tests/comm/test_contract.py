@@ -10,13 +10,13 @@ import pytest
 
 from lightning_async.comm.faulty import FaultyCollectives
 from lightning_async.comm.inprocess import InProcessWorld
-from tests.comm.contract import CHECKS, Check, Stage
+from tests.comm.contract import ALL_CHECKS, Check, Stage
 from tests.support import run_ranks
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("wrapped", [False, True], ids=["inprocess", "faulty"])
-@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS.keys())
+@pytest.mark.parametrize("check", ALL_CHECKS.values(), ids=ALL_CHECKS.keys())
 def test_threads(check: Check, wrapped: bool, world_size: int) -> None:
     world = InProcessWorld(world_size)
     barrier = threading.Barrier(world_size)
@@ -43,7 +43,7 @@ def gloo(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return [result.value for result in results]
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", ALL_CHECKS)
 def test_gloo(gloo: list[dict[str, Any]], name: str) -> None:
     failures = [f"rank {rank}:\n{told['failures'][name]}" for rank, told in enumerate(gloo) if name in told["failures"]]
     assert not failures, "\n".join(failures)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from typing import Any
 
 from lightning_async import AsyncAveragingStrategy, EveryNSteps
 from tests.strategies.failure_workers import Tiny, digest, finite, loader, make_trainer
@@ -11,6 +13,13 @@ from tests.strategies.failure_workers import Tiny, digest, finite, loader, make_
 
 class SaysHow(Tiny):
     """Prints from every process, whoever started it."""
+
+    dies = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.dies and self.trainer.global_rank == 1 and batch_idx == 10:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(batch, batch_idx)
 
     def on_train_end(self) -> None:
         strategy = self.trainer.strategy
@@ -29,15 +38,16 @@ class SaysHow(Tiny):
 def main(start_method: str, devices: str, *what: str) -> None:
     module = SaysHow()
     for each in what:
-        if each in ("fit", "refit"):
+        if each in ("fit", "refit", "killed"):
             strategy = AsyncAveragingStrategy(schedule=EveryNSteps(4), start_method=start_method)  # pyright: ignore
             trainer = make_trainer(strategy, int(devices))
         if each == "fit":
             module = SaysHow()
+        module.dies = each == "killed"
         if each == "test":
             trainer.test(module, loader(5))  # pyright: ignore[reportPossiblyUnboundVariable]
         else:
-            trainer.fit(module, loader(20))  # pyright: ignore[reportPossiblyUnboundVariable]
+            trainer.fit(module, loader(20 if each != "killed" else 100_000))  # pyright: ignore[reportPossiblyUnboundVariable]
     print("\nDONE", flush=True)
 
 

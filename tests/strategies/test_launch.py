@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -79,6 +82,34 @@ def test_plain_python_with_two_fits_and_a_test_in_a_row(tmp_path: Path) -> None:
     assert_two_ranks_fitted(text, times=2)
     assert_one_test_result(text)
     assert text.count("DONE") == 2
+
+
+def test_plain_python_names_a_rank_that_is_killed(tmp_path: Path) -> None:
+    """Lightning's own launcher would kill the others before they can say why."""
+    command = [sys.executable, SCRIPT, "popen", "3", "killed"]
+    with (tmp_path / "log").open("wb") as out:
+        process = subprocess.Popen(
+            command, cwd=tmp_path, env=environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            assert process.wait(60.0) == 1
+            wait_for_group_to_end(process.pid, 10.0)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    text = (tmp_path / "log").read_text()
+    assert "rank 1 failed: its process ended with status -9" in text, text[-4000:]
+    assert text.count("PeerLost: rank 0") == 1, text[-4000:]
+
+
+def wait_for_group_to_end(group: int, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(group, 0)
+            time.sleep(0.05)
+        raise AssertionError(f"processes of group {group} are left after {seconds} s")
 
 
 @pytest.mark.parametrize(

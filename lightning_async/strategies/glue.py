@@ -1,0 +1,54 @@
+"""Small changes to Lightning and torchmetrics that more than one strategy needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning_async.namespace import pytorch
+from lightning_async.strategies.world import World
+
+__all__ = ["allow_compiled_modules", "rank_zero_info", "set_for_now", "sync_metrics_through"]
+
+Undo = Callable[[], None]
+
+
+def rank_zero_info(text: str) -> None:
+    """One INFO line, on rank 0, by Lightning's logger."""
+    pytorch("utilities.rank_zero").rank_zero_info(text)
+
+
+def allow_compiled_modules(strategy_class: type) -> None:
+    """Lightning lets only strategies on a list of its own train a module that `torch.compile` returned."""
+    trainer_module: Any = pytorch("trainer.trainer")
+    verify = trainer_module._verify_strategy_supports_compile
+
+    def verify_others(model: Any, strategy: Any) -> None:
+        if not isinstance(strategy, strategy_class):
+            verify(model, strategy)
+
+    trainer_module._verify_strategy_supports_compile = verify_others
+
+
+def set_for_now(owner: Any, name: str, value: Any) -> Undo:
+    """Set an attribute; returns what sets it back."""
+    had, old = name in vars(owner), getattr(owner, name)
+    setattr(owner, name, value)
+    return lambda: setattr(owner, name, old) if had else delattr(owner, name)
+
+
+def sync_metrics_through(world: Callable[[], World | None], module: Any) -> list[Undo]:
+    """Torchmetrics' own collectives go through ``world()``, and wait for nobody while replicas drift."""
+    from torchmetrics import Metric
+
+    def available() -> bool:
+        there = world()
+        return there is not None and not there.drifting
+
+    def gather(tensor: Any, group: Any = None) -> Any:
+        there = world()
+        return there.gather_uneven(tensor) if there is not None else [tensor]
+
+    metrics = [child for child in module.modules() if isinstance(child, Metric)]
+    undo = [set_for_now(metric, "dist_sync_fn", gather) for metric in metrics]
+    return undo + [set_for_now(metric, "distributed_available_fn", available) for metric in metrics]

@@ -1,0 +1,178 @@
+"""The strategy: `Trainer(strategy="horovod")`, synchronous data parallel training over Horovod."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from lightning_async.comm.horovod import HorovodCollectives
+from lightning_async.engine.gradients import GradientReducer
+from lightning_async.namespace import pytorch
+from lightning_async.strategies.checks import check_choice
+from lightning_async.strategies.glue import allow_compiled_modules, rank_zero_info, sync_metrics_through
+from lightning_async.strategies.replicated import ReplicatedStrategy
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+__all__ = ["HorovodStrategy"]
+
+Compression = Literal["none", "fp16"]
+Reduction = Literal["mean", "adasum"]
+
+
+class HorovodStrategy(ReplicatedStrategy):
+    r"""Synchronous data parallel training: gradients are averaged over all ranks of Horovod, at every step.
+
+    .. math:: g \leftarrow \frac{1}{n} \sum_i g_i
+
+    Gradients travel in buckets while the backward pass still runs. Start the ranks with ``horovodrun -np 2 python
+    train.py``, or with ``mpirun`` where Horovod was built with MPI; each trains on the device of its local rank,
+    whatever the Trainer's ``devices`` says. Training equals that of a single process with batches ``n`` times as
+    large. All ranks must take equally many steps.
+
+    Args:
+        compression: "fp16" lets gradients travel as fp16: half the bytes. Default: "none".
+        reduction: "mean" (default), or "adasum", which adapts to how much gradients point the same way (Maleki et
+            al., 2020); that needs Horovod with MPI and a number of ranks that is a power of two.
+        bucket_mb: size of a bucket, in MiB. Default 8.
+        timeout: of every operation. A rank that is silent for longer ends training on all. Default 5 minutes.
+
+    Raises:
+        ModuleNotFoundError: Horovod is not installed; says how to get it.
+        ValueError: an argument is out of range.
+
+    Source: Sergeev and Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow", 2018,
+    https://arxiv.org/abs/1802.05799; Lightning had a strategy of this name before its version 2.0.
+    """
+
+    strategy_name = "horovod"
+
+    def __init__(
+        self,
+        *,
+        compression: Compression = "none",
+        reduction: Reduction = "mean",
+        bucket_mb: float = 8.0,
+        timeout: timedelta = timedelta(minutes=5),
+    ) -> None:
+        check_choice("HorovodStrategy", "compression", compression, get_args(Compression))
+        check_choice("HorovodStrategy", "reduction", reduction, get_args(Reduction))
+        if not bucket_mb > 0:
+            raise ValueError(f"`HorovodStrategy(bucket_mb={bucket_mb!r})` must be > 0.")
+        if timeout <= timedelta(0):
+            raise ValueError(f"`HorovodStrategy(timeout={timeout!r})` must be longer than zero.")
+        if reduction == "adasum" and compression != "none":
+            raise ValueError(
+                f"`HorovodStrategy(reduction='adasum', compression={compression!r})`: Adasum takes gradients as they "
+                "are; leave `compression` out."
+            )
+        super().__init__(engine="horovod", dead_after=None, gloo_timeout=timeout)
+        self.compression: Compression = compression
+        self.reduction: Reduction = reduction
+        self.timeout = timeout
+        self._bucket_bytes = int(bucket_mb * 2**20)
+        self.memory: dict[str, dict[str, Any]] = {}
+        """Checkpoints that are no files, by the path that names them."""
+        self._reducer: GradientReducer | None = None
+        self._undo: list[Callable[[], None]] = []
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """One name: Horovod's launchers start the ranks."""
+        strategy_registry.register(cls.strategy_name, cls, description=cls.__name__, override=True)
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.failed = False
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        if self._layer_sync is not None:
+            raise ValueError(
+                "`Trainer(sync_batchnorm=True)` needs torch.distributed: with Horovod use plain BatchNorm, or DDP."
+            )
+        self.setup_replica(trainer)
+        if self.world_size == 1:
+            rank_zero_info("HorovodStrategy: there is one rank only; it trains as with a single device.")
+            return
+        self._undo = sync_metrics_through(lambda: self.world, self.module)
+        if trainer.state.fn == "fit":
+            self._reducer = self._make_reducer()
+
+    def _make_reducer(self) -> GradientReducer:
+        assert self._connection is not None
+        collectives = self._connection.root
+        assert isinstance(collectives, HorovodCollectives)
+        adasum = self.reduction == "adasum"
+        if adasum:
+            collectives.check_adasum()
+        return GradientReducer(
+            [param for param in self.module.parameters() if param.requires_grad],
+            collectives.for_gradients(self.timeout, self._bucket_bytes),
+            # Adasum looks at each parameter's gradient by itself.
+            bucket_bytes=0 if adasum else self._bucket_bytes,
+            wire=torch.float16 if self.compression == "fp16" else None,
+            mean=not adasum,
+            all_reduce=HorovodCollectives.adasum if adasum else HorovodCollectives.all_reduce,  # type: ignore[arg-type]
+        )
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """From the disk, or one of those that are kept in memory (a copy)."""
+        if checkpoint_path in self.memory:
+            return copy.deepcopy(self.memory[checkpoint_path])
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def on_train_start(self) -> None:
+        """The optimizers begin alike: after a resume, with rank 0's state."""
+        if self.world is None:
+            return
+        states = (
+            [optimizer.state_dict() for optimizer in self.optimizers]
+            if any(optimizer.state for optimizer in self.optimizers)
+            else None
+        )
+        states = self.world.broadcast(states)
+        if states is not None and self.global_rank != 0:
+            for optimizer, state in zip(self.optimizers, states, strict=True):
+                optimizer.load_state_dict(state)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """While gradients are accumulated, nothing travels."""
+        if self._reducer is None:
+            yield
+            return
+        self._reducer.enabled = False
+        try:
+            yield
+        finally:
+            self._reducer.enabled = True
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        if self._reducer is not None:
+            self._reducer.finish()
+
+    def on_exception(self, exception: BaseException) -> None:
+        self.failed = True
+
+    def teardown(self) -> None:
+        if self._reducer is not None:
+            self._reducer.close()
+            self._reducer = None
+        while self._undo:
+            self._undo.pop()()
+        self.disconnect(in_order=not self.failed)
+        super().teardown()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: compression={self.compression!r}, reduction={self.reduction!r}>"
+
+
+HorovodStrategy.register_strategies(pytorch("strategies").StrategyRegistry)
+allow_compiled_modules(HorovodStrategy)

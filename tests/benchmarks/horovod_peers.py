@@ -1,0 +1,135 @@
+"""Ways of synchronous training that are bound by their gradients: Horovod's own, ours over Horovod, and DDP."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from tests.benchmarks.measured import Job, Meter, RankResult, note_step
+
+__all__ = ["ddp", "optimizer_in_lightning", "optimizer_raw", "strategy"]
+
+WIDTH, DEPTH = 1024, 24
+SAMPLES = 2
+
+
+class Noise(IterableDataset[Tensor]):
+    """Random inputs, without end."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def __iter__(self) -> Iterator[Tensor]:
+        generator = torch.Generator().manual_seed(self.seed)
+        while True:
+            yield torch.randn(WIDTH, generator=generator)
+
+
+def batches(job: Job) -> DataLoader[Tensor]:
+    return DataLoader(Noise(job.rank), batch_size=SAMPLES)
+
+
+class Wide(pl.LightningModule):
+    """25 million parameters (100 MB of gradients) and next to no compute: what is measured is the gradients' way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers = [layer for _ in range(DEPTH) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+        self.net = nn.Sequential(*layers)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return self.net(batch).pow(2).mean()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class WideByHorovod(Wide):
+    """The same, its optimizer wrapped by Horovod's: that waits before the step, so the step needs the gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        optimizer: Any = self.optimizers(use_pl_optimizer=False)
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+        # Lightning counts the steps of its own wrapper only.
+        self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.increment_completed()
+
+    def configure_optimizers(self) -> Any:
+        return _wrapped(self)
+
+
+def _wrapped(module: nn.Module) -> Any:
+    hvd: Any = importlib.import_module("horovod.torch")
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    return hvd.DistributedOptimizer(optimizer, named_parameters=module.named_parameters())
+
+
+def _fit(job: Job, module: Wide, strategy: Strategy, num_nodes: int = 1) -> RankResult:
+    meter = Meter(job)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        num_nodes=num_nodes,
+        strategy=strategy,
+        callbacks=[meter],
+        max_steps=job.warmup + job.steps,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, batches(job))
+    return meter.result
+
+
+def ddp(job: Job) -> RankResult:
+    """Lightning's DDPStrategy over Gloo."""
+    return _fit(job, Wide(), DDPStrategy(process_group_backend="gloo"), num_nodes=job.num_replicas)
+
+
+def strategy(job: Job) -> RankResult:
+    """The strategy under test."""
+    from lightning_async import HorovodStrategy
+
+    return _fit(job, Wide(), HorovodStrategy())
+
+
+def optimizer_in_lightning(job: Job) -> RankResult:
+    """`hvd.DistributedOptimizer` within Lightning, by manual optimization."""
+    hvd: Any = importlib.import_module("horovod.torch")
+    hvd.init()
+    return _fit(job, WideByHorovod(), SingleDeviceStrategy(torch.device("cpu")))
+
+
+def optimizer_raw(job: Job) -> RankResult:
+    """`hvd.DistributedOptimizer` in a loop of its own."""
+    hvd: Any = importlib.import_module("horovod.torch")
+    hvd.init()
+    module = Wide()
+    optimizer = _wrapped(module)
+    result = RankResult()
+    stream = iter(batches(job))
+    while len(result.ends) < job.warmup + job.steps:
+        batch = next(stream)
+        optimizer.zero_grad()
+        module.loss(batch).backward()
+        optimizer.step()
+        note_step(job, result)
+    return result

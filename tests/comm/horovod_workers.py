@@ -1,0 +1,79 @@
+"""What the processes of the tests of `HorovodCollectives` run."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import traceback
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from lightning_async.comm.horovod import HorovodCollectives
+from lightning_async.comm.horovod_world import HorovodWorld
+from lightning_async.errors import CollectiveError
+from tests.comm.contract import CHECKS, LAST_CHECKS, Stage
+from tests.comm.workers import RANK, TIMEOUT, WORLD_SIZE, meet, open_store
+
+
+def contract(last: str | None = None) -> dict[str, Any]:
+    """Every check of the contract, or, as it poisons the world, one of the last."""
+    store = open_store()
+    world = HorovodWorld.join(WORLD_SIZE, timedelta(seconds=5), pairs=[(0, 1)] if WORLD_SIZE > 2 else [])
+    failures, timings = {}, {}
+    for name, check in CHECKS.items() if last is None else [(last, LAST_CHECKS[last])]:
+        comm = HorovodCollectives(world, name=name, timeout=TIMEOUT)
+        stage = Stage(comm, lambda where, name=name: meet(store, f"{name}/{where}"), timings)
+        started = time.monotonic()
+        try:
+            check(stage)
+        except BaseException:
+            failures[name] = traceback.format_exc()
+        comm.close()
+        timings[name] = time.monotonic() - started
+        meet(store, f"{name}/end")
+    threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    store.add("done", 1)
+    while RANK == 0 and store.add("done", 0) < WORLD_SIZE:  # the store goes with this process
+        time.sleep(0.002)
+    return {"failures": failures, "timings": timings, "threads": threads}
+
+
+def metric_beside_a_large_message(megabytes: int, piece_bytes: int) -> dict[str, float]:
+    """Seconds of a small all-reduce alone, while a large one is under way in another fork, and of the large one."""
+    world = HorovodWorld.join(WORLD_SIZE)
+    comm = HorovodCollectives(world, timeout=TIMEOUT, piece_bytes=piece_bytes)
+    large, small = comm.fork("payload"), comm.fork("metric")
+    buffer = torch.ones(megabytes << 18)
+    alone, beside, whole = [], [], []
+    for times, busy in ((alone, False), (beside, True)) * 3:
+        comm.barrier().result()
+        started = time.monotonic()
+        pending = large.all_reduce(buffer) if busy else None
+        small.all_reduce(torch.ones(1)).result()
+        times.append(time.monotonic() - started)
+        if pending is not None:
+            pending.result()
+            whole.append(time.monotonic() - started)
+    return {"alone": min(alone), "beside": min(beside), "whole": min(whole)}
+
+
+def lose_a_rank() -> dict[str, Any]:
+    """Rank 1 dies within an operation; the other learns it, and is left with a world that refuses all."""
+    world = HorovodWorld.join(WORLD_SIZE, timedelta(seconds=5))
+    comm = HorovodCollectives(world, timeout=TIMEOUT)
+    comm.barrier().result()
+    if comm.rank == 1:
+        os._exit(9)
+    started, told = time.monotonic(), {}
+    try:
+        comm.all_reduce(torch.ones(1000)).result()
+    except CollectiveError as error:
+        told = {"error": [kind.__name__ for kind in type(error).__mro__], "after_s": time.monotonic() - started}
+    try:
+        comm.fork("other").barrier()
+    except CollectiveError as error:
+        return told | {"later": str(error)}
+    raise AssertionError("the world goes on")
