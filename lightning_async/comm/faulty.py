@@ -108,6 +108,10 @@ class FaultyCollectives:
         self._end_held("aborted")
         self._renew()
 
+    def open(self) -> None:
+        """See `Collectives`; nothing is scripted for it."""
+        self.inner.open()
+
     def close(self) -> None:
         self._end_held("closed")
         self.inner.close()

@@ -166,7 +166,9 @@ class Flight:
                 if self._handle is None and len(self._outputs) == len(self._starts):
                     self.operation.complete(finish(self._outputs))
                 elif self._handle is None:
-                    self._handle = self._starts[len(self._outputs)](f"{self._name}.{len(self._outputs)}")
+                    # In Lightning's validation, new tensors would be such that Horovod's thread must not resize.
+                    with torch.inference_mode(False):
+                        self._handle = self._starts[len(self._outputs)](f"{self._name}.{len(self._outputs)}")
                 elif not hvd.poll(self._handle):
                     return
                 else:

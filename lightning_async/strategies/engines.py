@@ -33,10 +33,9 @@ def make_engine(
     check_choice(owner, "engine", name, get_args(EngineName))
     if name == "torch" or (name == "auto" and not HorovodEnvironment.detect()):
         return TorchEngine(owner, process_group_backend, start_method)
-    if torchrun := [each for each in ("TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE") if each in os.environ]:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
         raise RuntimeError(
-            f"`{owner}(engine={name!r})`: the environment holds torchrun's {torchrun[0]} beside Horovod's "
-            "variables, so there are two answers to who this process is. Launch by one of them, or pass "
-            "`engine='torch'`."
+            f"`{owner}(engine={name!r})`: the environment holds torchrun's TORCHELASTIC_RUN_ID beside what asks for "
+            "Horovod, so there are two answers to who this process is. Launch by one of them, or pass `engine='torch'`."
         )
     return HorovodEngine(owner, process_group_backend, start_method, gloo_timeout)

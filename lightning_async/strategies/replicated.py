@@ -57,9 +57,9 @@ class ReplicatedStrategy(ParallelStrategy):
         start_method: StartMethod = "popen",
         gloo_timeout: timedelta = timedelta(seconds=30),
     ) -> None:
+        self.engine = make_engine(type(self).__name__, engine, process_group_backend, start_method, gloo_timeout)
         self._environment: Any = None
         super().__init__()
-        self.engine = make_engine(type(self).__name__, engine, process_group_backend, start_method, gloo_timeout)
         self._dead_after = dead_after
         self._num_nodes = 1
         self._connection: Connection | None = None

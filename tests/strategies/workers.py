@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from lightning_async import AsyncAveragingStrategy
 from lightning_async.namespace import pl
 from tests.strategies import problem
-from tests.support import run_ranks
+from tests.support import Environment, run_ranks
 
 LIMIT_S = 20.0
 """For one scenario. One that hangs shall not take the others with it."""
@@ -42,11 +42,13 @@ def scenario(function: Callable[..., Any]) -> Callable[..., Any]:
 class Outcomes:
     """What the ranks said about each scenario of a module."""
 
-    def __init__(self, module: str, folder: Path, nprocs: int = 2, timeout: float = 110.0) -> None:
+    def __init__(
+        self, module: str, folder: Path, nprocs: int = 2, timeout: float = 110.0, env: Environment | None = None
+    ) -> None:
         self._folder, self._nprocs = folder, nprocs
         kwargs = {"module": module, "folder": str(folder), "only": os.environ.get("ONLY_SCENARIO")}
         results = run_ranks(
-            "tests.strategies.workers:run_scenarios", nprocs, kwargs=kwargs, timeout=timeout, check=False
+            "tests.strategies.workers:run_scenarios", nprocs, kwargs=kwargs, timeout=timeout, check=False, env=env
         )
         self._story = "\n".join(map(str, results))
 

@@ -1,0 +1,144 @@
+"""`HorovodStrategy` on two ranks of a real Horovod gives the numbers of training in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_async import AsyncAveragingStrategy, HorovodStrategy
+from tests.horovod import horovod_environment, needs_horovod
+from tests.strategies import problem
+from tests.strategies.problem import batches, distance, flat, joined, train_alone
+from tests.strategies.test_numerics import adam, momentum
+from tests.strategies.workers import Outcomes
+
+pytestmark = needs_horovod
+EQUAL = joined(batches(0, 12), batches(1, 12))
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    with horovod_environment(2) as env:
+        return Outcomes("tests.strategies.horovod_scenarios", tmp_path_factory.mktemp("horovod"), env=env)
+
+
+@pytest.mark.parametrize(
+    ("name", "alone"),
+    [
+        ("sgd", lambda: train_alone(EQUAL, epochs=2)),
+        ("with_momentum", lambda: train_alone(EQUAL, optimizer=momentum)),
+        ("with_adam_in_many_buckets", lambda: train_alone(EQUAL, optimizer=adam)),
+        (
+            "accumulated_and_clipped",
+            lambda: train_alone(EQUAL[:10], epochs=2, accumulate=3, clip=0.2, optimizer=momentum),
+        ),
+        ("gradients_zeroed_in_place", lambda: train_alone(EQUAL[:10], epochs=2, accumulate=3, optimizer=momentum)),
+        ("by_hand", lambda: train_alone(EQUAL, optimizer=momentum)),
+        ("other_starts", lambda: train_alone(EQUAL)),
+    ],
+)
+def test_equals_one_process_on_the_joined_batch(ranks: Outcomes, name: str, alone: Callable[[], nn.Module]) -> None:
+    told = ranks(name)
+    assert told[0]["digest"] == told[1]["digest"]
+    assert distance(told[0]["flat"], flat(alone())) < 1e-6
+    assert not told[0]["initialised"], "torch.distributed is not needed"
+
+
+def test_two_players_train_as_in_one_process(ranks: Outcomes) -> None:
+    expected = flat(train_alone(EQUAL, optimizer=momentum))
+    for told in ranks("two_players"):
+        assert distance(told["flat"], [*expected, *expected]) < 1e-6
+
+
+def test_a_parameter_that_some_ranks_use_and_one_that_none_uses(ranks: Outcomes) -> None:
+    for told in ranks("unused_parameters"):
+        # Its gradient is 1 on rank 0 and 0 on rank 1; weight decay is 0.1.
+        assert distance(told["mine"], [0.5 - 0.05 * (0.5 + 0.05), 0.25 - 0.05 * (0.5 + 0.025)]) < 1e-7
+        assert told["nobodys"] == [0.5, 0.25]
+        assert told["frozen"] == [0.5, 0.25]
+
+
+def test_models_of_other_shapes_are_refused(ranks: Outcomes) -> None:
+    for error in ranks.errors("other_shapes"):
+        assert error.startswith("LayoutMismatch") and "net.0.weight" in error
+
+
+@pytest.mark.parametrize(("name", "error"), [("bf16_mixed", 0.05), ("compressed", 2e-3), ("bf16_true", 0.3)])
+def test_lower_precision_keeps_replicas_equal(ranks: Outcomes, name: str, error: float) -> None:
+    expected = flat(train_alone(EQUAL))
+    told = ranks(name)
+    assert told[0]["digest"] == told[1]["digest"]
+    assert 0.0 < distance(told[0]["flat"], expected) < error
+
+
+def test_adasum_without_mpi_is_refused(ranks: Outcomes) -> None:
+    for error in ranks.errors("adasum_without_mpi"):
+        assert error.startswith("ValueError: Adasum needs Horovod over MPI")
+
+
+def test_lightnings_collectives(ranks: Outcomes) -> None:
+    for told in ranks("lightnings_collectives"):
+        assert told["reduced"] == [1.5, 3.0, 2.0]
+        assert told["all"] == [False, True]
+        assert told["broadcast"] == {"from": 0}
+        assert told["gathered"] == [[1.0, 1.0], [2.0, 2.0]]
+        # The metric is weighted by rank + 1: (1 * 1 + 2 * 2) / 3.
+        assert told["metrics"]["mean"] == 1.5
+        assert told["metrics"]["sum"] == pytest.approx(6.0)
+        assert told["metrics"]["metric"] == pytest.approx(5 / 3)
+
+
+def test_validation_alone(ranks: Outcomes) -> None:
+    for told in ranks("validated_and_tested"):
+        assert [each["metric"] for each in told] == pytest.approx([5 / 3, 5 / 3])
+
+
+def test_lightnings_sampler_deals_out_the_data(ranks: Outcomes) -> None:
+    left, right = ranks("lightnings_sampler")
+    assert sorted(left + right) == list(map(float, range(20)))
+
+
+def test_a_checkpoint_is_resumed(ranks: Outcomes) -> None:
+    for told in ranks("saved_and_resumed"):
+        assert told["step"] == 48
+        assert distance(told["whole"], told["rest"]) < 1e-7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"compression": "bf16"}, ("compression='bf16'", "fp16")),
+        ({"reduction": "sum"}, ("reduction='sum'", "adasum")),
+        ({"bucket_mb": 0.0}, ("bucket_mb=0.0", "> 0")),
+        ({"reduction": "adasum", "compression": "fp16"}, ("adasum", "compression='fp16'")),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, object], words: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        HorovodStrategy(**arguments)  # type: ignore[arg-type]
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_arguments_of_the_other_engine_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"process_group_backend='gloo'.*no effect with Horovod"):
+        AsyncAveragingStrategy(engine="horovod", process_group_backend="gloo")
+    with pytest.raises(ValueError, match="engine='mpi'"):
+        AsyncAveragingStrategy(engine="mpi")  # type: ignore[arg-type]
+
+
+def test_torchruns_variables_beside_horovods_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_RANK", "0")
+    monkeypatch.setenv("HOROVOD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    with pytest.raises(RuntimeError, match="TORCHELASTIC_RUN_ID"):
+        AsyncAveragingStrategy()
+    assert type(AsyncAveragingStrategy(engine="torch").engine).__name__ == "TorchEngine"
+
+
+def test_the_reference_moves() -> None:
+    assert distance(flat(problem.network()), flat(train_alone(EQUAL))) > 0.05
+    assert torch.is_grad_enabled()
