@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     trainer = fit_elastic(make_trainer, model, datamodule=data, commit_every=options.commit_every)
     if trainer.is_global_zero:
-        print(f"{trainer.global_step} steps; validation loss {float(trainer.callback_metrics['val/loss']):.3f}")
+        print(f"{trainer.global_step} steps; loss {float(trainer.callback_metrics['train/loss']):.3f}")
 
 
 if __name__ == "__main__":

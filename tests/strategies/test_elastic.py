@@ -1,0 +1,125 @@
+"""`fit_elastic` under a real `horovodrun` with two loopback "hosts", one of which dies and may come back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from lightning_async.strategies.elastic import ElasticSampler
+from tests.horovod import needs_horovod
+from tests.strategies.elastic_script import SAMPLES
+from tests.strategies.test_launch import environment
+from tests.support import ROOT
+
+SCRIPT = ROOT / "tests/strategies/elastic_script.py"
+
+
+class Step(NamedTuple):
+    pid: int
+    rank: int
+    world_size: int
+    epoch: int
+    step: int
+    at: float
+    samples: tuple[int, ...]
+
+
+def steps(text: str) -> list[Step]:
+    found = []
+    for line in text.splitlines():
+        _, mark, rest = line.partition("STEP ")
+        fields = rest.split()
+        if mark and len(fields) == 7:
+            numbers = map(int, fields[:5])
+            found.append(Step(*numbers, float(fields[5]), tuple(map(int, fields[6].split(",")))))
+    return found
+
+
+def run(folder: Path, options: Sequence[str], limit_s: float) -> tuple[str, int, float]:
+    """Start on two hosts, kill the second rank at its 20th step, and wait for the end.
+
+    Returns what was written, the process killed, and when.
+    """
+    hosts = folder / "hosts.sh"
+    hosts.write_text("#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n")
+    hosts.chmod(0o755)
+    launcher = [str(Path(sys.executable).with_name("horovodrun")), "-np", "2", "--min-np", "1", "--max-np", "2"]
+    command = [*launcher, "--host-discovery-script", str(hosts), "--network-interface", "lo", *options]
+    log = folder / "log"
+    deadline = time.monotonic() + limit_s
+    with log.open("wb") as out:
+        job = subprocess.Popen(
+            [*command, sys.executable, str(SCRIPT)], cwd=folder, env=environment(), stdin=subprocess.DEVNULL,
+            stdout=out, stderr=out, start_new_session=True,
+        )  # fmt: skip
+    pids: set[int] = set()
+    victim, killed_at = 0, 0.0
+    try:
+        while job.poll() is None:
+            assert time.monotonic() < deadline, log.read_text()[-6000:]
+            so_far = steps(log.read_text(errors="replace"))
+            pids = {step.pid for step in so_far}
+            late = [step for step in so_far if step.rank == 1 and step.step >= 20]
+            if not victim and late:
+                victim, killed_at = late[0].pid, time.time()
+                os.kill(victim, signal.SIGKILL)
+            time.sleep(0.02)
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
+        job.wait()
+    return log.read_text(errors="replace"), victim, killed_at
+
+
+@needs_horovod
+def test_the_survivor_goes_on_within_a_second_and_takes_the_rest_of_the_samples(tmp_path: Path) -> None:
+    text, victim, killed_at = run(tmp_path, [], 90.0)
+    all_steps = steps(text)
+    after = [step for step in all_steps if step.world_size == 1]
+    assert after, text[-6000:]
+    assert victim not in {step.pid for step in after}
+    back_s = after[0].at - killed_at
+    print(f"back in training {back_s:.2f} s after the kill")
+    assert back_s < 1.0
+    # It goes on from the last commit, which is a multiple of 5.
+    begun = after[0].step
+    assert begun % 5 == 0 and 15 <= begun <= 25
+    kept = [step for step in all_steps if step.world_size == 2 and step.step < begun]
+    epoch = [sample for step in [*kept, *after] if step.epoch == 0 for sample in step.samples]
+    assert sorted(epoch) == list(range(SAMPLES)), "each sample once, in spite of the loss"
+    second = [sample for step in after if step.epoch == 1 for sample in step.samples]
+    assert sorted(second) == list(range(SAMPLES)), "the next epoch is whole"
+    (done,) = [line for line in text.splitlines() if "DONE " in line]
+    assert done.split()[-3:-1] == [str(begun + (SAMPLES - 4 * begun) // 2 + SAMPLES // 2), "2"]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize(("size", "ranks", "skipped"), [(10, 2, 0), (10, 3, 4), (7, 2, 7), (9, 4, 8), (5, 1, 3)])
+def test_the_sampler_deals_out_the_rest(size: int, ranks: int, skipped: int, shuffle: bool) -> None:
+    def deal(samples: int) -> list[list[int]]:
+        samplers = [
+            ElasticSampler(range(size), num_replicas=ranks, rank=rank, shuffle=shuffle, epoch=3, samples=samples)
+            for rank in range(ranks)
+        ]
+        parts = [list(sampler) for sampler in samplers]
+        assert [len(part) for part in parts] == [len(sampler) for sampler in samplers]
+        assert len({len(part) for part in parts}) == 1
+        return parts
+
+    order = list(ElasticSampler(range(size), num_replicas=1, rank=0, shuffle=shuffle, epoch=3, samples=0))
+    assert set().union(*deal(skipped)) == set(order[skipped:])
+    later = ElasticSampler(range(size), num_replicas=ranks, rank=0, shuffle=shuffle, epoch=3, samples=skipped)
+    later.set_epoch(4)
+    assert later.skipped == 0
