@@ -39,7 +39,8 @@ def main(start_method: str, devices: str, *what: str) -> None:
     module = SaysHow()
     for each in what:
         if each in ("fit", "refit", "killed"):
-            strategy = AsyncAveragingStrategy(schedule=EveryNSteps(4), start_method=start_method)  # pyright: ignore
+            how: dict[str, Any] = {"engine": "horovod"} if start_method == "horovod" else {"start_method": start_method}
+            strategy = AsyncAveragingStrategy(schedule=EveryNSteps(4), **how)
             trainer = make_trainer(strategy, int(devices))
         if each == "fit":
             module = SaysHow()

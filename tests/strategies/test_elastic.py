@@ -39,8 +39,9 @@ def steps(text: str) -> list[Step]:
         _, mark, rest = line.partition("STEP ")
         fields = rest.split()
         if mark and len(fields) == 7:
-            numbers = map(int, fields[:5])
-            found.append(Step(*numbers, float(fields[5]), tuple(map(int, fields[6].split(",")))))
+            pid, rank, world_size, epoch, step = map(int, fields[:5])
+            samples = tuple(map(int, fields[6].split(",")))
+            found.append(Step(pid, rank, world_size, epoch, step, float(fields[5]), samples))
     return found
 
 

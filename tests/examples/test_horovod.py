@@ -1,0 +1,49 @@
+"""The commands of docs/horovod.md, as a user would type them."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.horovod import needs_horovod
+from tests.strategies.test_launch import environment
+from tests.support import ROOT
+
+pytestmark = needs_horovod
+
+
+def run(command: str, folder: Path) -> str:
+    shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    own = environment({"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"})
+    done = subprocess.run(
+        shlex.split(command), cwd=folder, env=own, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("strategy", "steps", "said"),
+    [("horovod", 20, "`max_steps=20` reached"), ("async_averaging", 100, "Asynchronous averaging, as rank 0 saw it")],
+)
+def test_char_lm(strategy: str, steps: int, said: str, tmp_path: Path) -> None:
+    command = f"horovodrun --gloo -np 2 python examples/char_lm.py --strategy {strategy} --max-steps {steps}"
+    text = run(command, tmp_path)
+    assert said in text
+    assert text.count("Next character right") == 1
+
+
+def test_elastic(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts.sh"
+    hosts.write_text("#!/bin/sh\necho localhost:2\n")
+    hosts.chmod(0o755)
+    # Without the interface horovodrun looks for one that all hosts share by logging in to them.
+    launcher = "horovodrun -np 2 --min-np 1 --max-np 4 --host-discovery-script ./hosts.sh --network-interface lo"
+    text = run(f"{launcher} python examples/elastic.py --max-steps 20", tmp_path)
+    assert "20 steps; loss" in text

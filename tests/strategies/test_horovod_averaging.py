@@ -1,0 +1,69 @@
+"""Averaging over a real Horovod: the numbers of `test_numerics`, its launchers, and what a lost rank does."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.horovod import horovod_environment, needs_horovod, needs_horovod_mpi
+from tests.strategies.test_failures import TRAIN, ended, wait_for_step
+from tests.strategies.test_launch import SCRIPT, assert_one_test_result, assert_two_ranks_fitted, launch
+from tests.strategies.test_numerics import (  # noqa: F401
+    test_equals_one_process_on_the_joined_batch,
+    test_the_reference_moves_and_clips,
+)
+from tests.strategies.workers import Outcomes
+from tests.support import start_ranks
+
+pytestmark = needs_horovod
+KINDS = "PeerLost", "HorovodFailed", "HorovodPeerLost", "HorovodTimeout"
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    """The scenarios of `test_numerics`, by engine "auto", where Horovod has started the ranks."""
+    with horovod_environment(2) as env:
+        return Outcomes("tests.strategies.numerics", tmp_path_factory.mktemp("averaging"), env=env)
+
+
+def test_lightnings_collectives_at_a_gate(ranks: Outcomes) -> None:
+    for told in ranks("world_of_sums"):
+        assert [told["mean"], told["sum"], told["max"]] == [1.5, 3.0, 2.0]
+        assert told["broadcast"] == {"from": 0}
+
+
+def test_a_killed_rank_ends_the_other_with_an_error_of_horovods_kind() -> None:
+    kwargs = {"batches": [100_000] * 2, "deadlines": {"dead_after": 3.0}}
+    with horovod_environment(2) as env, start_ranks(TRAIN, 2, kwargs=kwargs, timeout=60.0, env=env) as group:
+        wait_for_step(group, 30, 2)
+        killed_at = time.time()
+        group.signal(1, signal.SIGKILL)
+        survivor, _ = group.join()
+    assert not survivor.timed_out and survivor.returncode == 1, survivor
+    told = ended(survivor)
+    assert told["error"].startswith(KINDS), told
+    assert told["at"] - killed_at < 7.0
+    assert told["finite"]
+
+
+def test_horovodrun(tmp_path: Path) -> None:
+    horovodrun = str(Path(sys.executable).with_name("horovodrun"))
+    command = [horovodrun, "--gloo", "-np", "2", sys.executable, SCRIPT, "popen", "2", "fit", "refit", "test"]
+    text = launch([command], tmp_path)
+    clean = "\n".join(line.partition("<stdout>:")[2] or line for line in text.splitlines())
+    assert_two_ranks_fitted(clean, times=2)
+    assert_one_test_result(clean)
+
+
+@needs_horovod_mpi
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed (apt-get install openmpi-bin)")
+def test_mpirun_by_horovod(tmp_path: Path) -> None:
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable, SCRIPT]
+    text = launch([[*command, "horovod", "2", "fit", "test"]], tmp_path)
+    assert_two_ranks_fitted(text)
+    assert text.count("DONE") == 2
