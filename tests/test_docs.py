@@ -30,8 +30,6 @@ COMMANDS = {
     "make types": ".ci/run",
     "make demo": "tests/examples/test_char_lm.py::test_a_short_run_ends_with_numbers_and_a_picture",
     "make horovod": ".ci/run",
-    "python -m lightning_async.build_horovod": ".ci/run",
-    "python -m lightning_async.build_horovod --mpi": ".ci/run",
     "horovodrun --gloo -np 2 python examples/char_lm.py --strategy horovod --max-steps 20": (
         "tests/examples/test_horovod.py"
     ),
