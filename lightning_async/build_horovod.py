@@ -178,7 +178,7 @@ def build(spec: Build, cache: Path, jobs: int) -> Path:
         return found
     with tempfile.TemporaryDirectory(prefix="horovod-") as name:
         folder = Path(name)
-        pip("install", "--quiet", *TOOLS, *RUNTIME)
+        pip("install", "--quiet", *TOOLS)
         source = download(folder)
         patch(source, spec.cxx)
         env = spec.environment(prepare_nccl(folder / "nccl") if spec.nccl else None, jobs)
@@ -247,9 +247,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Build, install, and load once."""
     options = parse(arguments)
     try:
-        wheel = build(specify(options), options.cache, options.jobs)
+        spec = specify(options)
+        pip("install", "--quiet", *RUNTIME)  # first: Horovod's build asks for some of it
+        wheel = build(spec, options.cache, options.jobs)
         # --no-deps: Horovod names no torch, and must not move the one it was built for.
-        pip("install", "--quiet", *RUNTIME)
         pip("install", "--quiet", "--no-deps", "--force-reinstall", str(wheel))
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -17,18 +17,11 @@ E = TypeVar("E", bound="ElasticCommunicator")
 
 
 class Communicator(abc.ABC, Generic[C]):
-    """The part of `Collectives` that moves no bytes.
-
-    A failure sticks to its communicator: every later operation raises at once.
-    """
-
-    remedy = "Start again from the last checkpoint."
-    """What to do about a failure, for messages."""
+    """The part of `Collectives` that moves no bytes."""
 
     def __init__(self, where: Where, timeout: timedelta) -> None:
         self._where, self._timeout = where, timeout
         self._member = where.rank
-        self._failure: CollectiveError | None = None
         self._forks: list[C] = []
         self._exchanged: dict[int, int] = {}
         self._seq = 0
@@ -96,9 +89,6 @@ class Communicator(abc.ABC, Generic[C]):
     def _check_usable(self) -> None:
         if self._closed:
             raise CollectiveError(f"{self._where}: closed.")
-        if self._failure is not None:
-            kind = CollectiveTimeout if isinstance(self._failure, CollectiveTimeout) else CollectiveError
-            raise kind(f"{self._where}: unusable since an earlier failure. {self.remedy} It was: {self._failure}")
 
     def _check_peer(self, rank: int, argument: str) -> None:
         if not 0 <= rank < self.world_size:
@@ -108,11 +98,13 @@ class Communicator(abc.ABC, Generic[C]):
 class ElasticCommunicator(Communicator[E]):
     """The part of `ElasticCollectives` that moves no bytes.
 
-    A failure lasts until `reconfigure` of the root. Forks are independent of each other and of the root in this;
-    `abort` and `reconfigure` take the forks along.
+    After a failure every operation raises, until `reconfigure` of the root. Forks are independent of each other and of
+    the root in this; `abort` and `reconfigure` take the forks along.
     """
 
-    remedy = "reconfigure() first."
+    def __init__(self, where: Where, timeout: timedelta) -> None:
+        super().__init__(where, timeout)
+        self._failure: CollectiveError | None = None
 
     def abort(self) -> None:
         """See `ElasticCollectives`. Peers that wait for this rank fail too, as its connections close."""
@@ -136,6 +128,14 @@ class ElasticCommunicator(Communicator[E]):
         self.abort()
         self._renew(quorum)
         self.open()
+
+    def _check_usable(self) -> None:
+        super()._check_usable()
+        if self._failure is not None:
+            kind = CollectiveTimeout if isinstance(self._failure, CollectiveTimeout) else CollectiveError
+            raise kind(
+                f"{self._where}: unusable since an earlier failure; reconfigure() first. It was: {self._failure}"
+            )
 
     @abc.abstractmethod
     def _fail(self, error: CollectiveError) -> None:

@@ -40,8 +40,6 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
         native: types that are reduced as they are.
     """
 
-    remedy = HorovodOperation.remedy
-
     def __init__(
         self,
         world: HorovodWorld,
@@ -79,32 +77,13 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
 
     def adasum(self, buffer: Tensor) -> Operation[Tensor]:
         """Combine ``buffer`` over all ranks by Adasum, in place; see `check_adasum`."""
-        check_buffer(buffer)
-        wire, _, narrow = reducible(buffer, ReduceOp.SUM, self._native)
-        hvd = self.horovod.hvd
-
-        def finish(_: object) -> Tensor:
-            narrow(wire)
-            return buffer
-
-        return self._submit("adasum", [lambda name: hvd.allreduce_async_(wire, name=name, op=hvd.Adasum)], finish)
+        return self._reduce(buffer, ReduceOp.SUM, "adasum", lambda _: self.horovod.hvd.Adasum, in_pieces=False)
 
     def all_reduce(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Operation[Tensor]:
         """See `Collectives`."""
-        check_buffer(buffer)
-        wire, op, narrow = reducible(buffer, op, self._native)
         hvd = self.horovod.hvd
-        how = {ReduceOp.SUM: hvd.Sum, ReduceOp.MIN: hvd.Min, ReduceOp.MAX: hvd.Max}[op]
-
-        def finish(_: object) -> Tensor:
-            narrow(wire)
-            return buffer
-
-        return self._submit(
-            f"all_reduce({op.value})",
-            [lambda name, piece=piece: hvd.allreduce_async_(piece, name=name, op=how) for piece in self._pieces(wire)],
-            finish,
-        )
+        ops = {ReduceOp.SUM: hvd.Sum, ReduceOp.MIN: hvd.Min, ReduceOp.MAX: hvd.Max}
+        return self._reduce(buffer, op, f"all_reduce({op.value})", ops.__getitem__)
 
     def all_gather(self, buffer: Tensor) -> Operation[Tensor]:
         check_buffer(buffer)
@@ -186,6 +165,26 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
 
     def _pieces(self, flat: Tensor) -> list[Tensor]:
         return list(flat.split(max(1, self._piece_bytes // flat.element_size())))
+
+    def _reduce(
+        self, buffer: Tensor, op: ReduceOp, kind: str, how: Callable[[ReduceOp], Any], in_pieces: bool = True
+    ) -> Operation[Tensor]:
+        check_buffer(buffer)
+        wire, op, narrow = reducible(buffer, op, self._native)
+        hvd, horovod_op = self.horovod.hvd, how(op)  # a bool's sum is a maximum
+
+        def finish(_: object) -> Tensor:
+            narrow(wire)
+            return buffer
+
+        return self._submit(
+            kind,
+            [
+                lambda name, piece=piece: hvd.allreduce_async_(piece, name=name, op=horovod_op)
+                for piece in (self._pieces(wire) if in_pieces else [wire])
+            ],
+            finish,
+        )
 
     def _all_to_all(self, buffer: Tensor, kind: str, finish: Callable[[Tensor], T]) -> Operation[T]:
         hvd = self.horovod.hvd

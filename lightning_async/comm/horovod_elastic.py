@@ -24,8 +24,6 @@ class Committed(Generic[C]):
 
     def __init__(self, value: C) -> None:
         self.value = value
-        self.restarts = 0
-        """How often the world has changed."""
         self._check: Callable[[], None] = lambda: None
 
     def commit(self, value: C) -> None:
@@ -65,7 +63,7 @@ def run_elastic(
             """The committed value is what it was."""
 
         def reset(self) -> None:
-            committed.restarts += 1
+            """Nothing here belongs to the old world."""
 
         def sync(self) -> None:
             committed.value = broadcast(committed.value)

@@ -79,11 +79,6 @@ class GradientReducer:
         self._home = {param: (bucket, i) for bucket in self._buckets for i, param in enumerate(bucket.params)}
         self._hooks = [param.register_post_accumulate_grad_hook(self._take) for param in params]
 
-    @property
-    def num_buckets(self) -> int:
-        """How many operations a step takes, beside the one that tells which parameters were used."""
-        return len(self._buckets)
-
     def close(self) -> None:
         """Leave the parameters alone from now on."""
         for hook in self._hooks:

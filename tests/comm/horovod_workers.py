@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
-import traceback
 from datetime import timedelta
 from typing import Any
 
@@ -14,31 +12,21 @@ import torch
 from lightning_async.comm.horovod import HorovodCollectives
 from lightning_async.comm.horovod_world import HorovodWorld
 from lightning_async.errors import CollectiveError
-from tests.comm.contract import CHECKS, LAST_CHECKS, Stage
-from tests.comm.workers import RANK, TIMEOUT, WORLD_SIZE, meet, open_store
+from tests.comm.contract import CHECKS, LAST_CHECKS
+from tests.comm.workers import RANK, TIMEOUT, WORLD_SIZE, open_store, other_threads, run_checks
 
 
 def contract(last: str | None = None) -> dict[str, Any]:
     """Every check of the contract, or, as it poisons the world, one of the last."""
     store = open_store()
     world = HorovodWorld.join(WORLD_SIZE, timedelta(seconds=5), pairs=[(0, 1)] if WORLD_SIZE > 2 else [])
-    failures, timings = {}, {}
-    for name, check in CHECKS.items() if last is None else [(last, LAST_CHECKS[last])]:
-        comm = HorovodCollectives(world, name=name, timeout=TIMEOUT)
-        stage = Stage(comm, lambda where, name=name: meet(store, f"{name}/{where}"), timings)
-        started = time.monotonic()
-        try:
-            check(stage)
-        except BaseException:
-            failures[name] = traceback.format_exc()
-        comm.close()
-        timings[name] = time.monotonic() - started
-        meet(store, f"{name}/end")
-    threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    checks = CHECKS if last is None else {last: LAST_CHECKS[last]}
+    told = run_checks(checks, store, lambda name: HorovodCollectives(world, name=name, timeout=TIMEOUT))
+    threads = other_threads()
     store.add("done", 1)
     while RANK == 0 and store.add("done", 0) < WORLD_SIZE:  # the store goes with this process
         time.sleep(0.002)
-    return {"failures": failures, "timings": timings, "threads": threads}
+    return told | {"threads": threads}
 
 
 def metric_beside_a_large_message(megabytes: int, piece_bytes: int) -> dict[str, float]:

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +19,7 @@ from lightning_async.comm.rendezvous import Membership
 from lightning_async.comm.stores import PrefixStore
 from lightning_async.comm.torch import TorchCollectives
 from lightning_async.errors import CollectiveError, PeerLost
-from tests.comm.contract import ALL_CHECKS, Stage
+from tests.comm.contract import ALL_CHECKS, Check, Stage
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 TIMEOUT = timedelta(seconds=20)
@@ -40,12 +40,11 @@ def meet(store: Any, name: str) -> None:
         time.sleep(0.002)
 
 
-def contract() -> dict[str, Any]:
-    """Every check of the contract, over Gloo: what failed, with the traceback."""
-    store = open_store()
+def run_checks(checks: Mapping[str, Check], store: Any, collectives: Callable[[str], Any]) -> dict[str, Any]:
+    """Each check with new ``collectives``: what failed, with the traceback, and what it took."""
     failures, timings = {}, {}
-    for name, check in ALL_CHECKS.items():
-        comm = TorchCollectives(PrefixStore(name, store), RANK, WORLD_SIZE, timeout=TIMEOUT, form_timeout=TIMEOUT)
+    for name, check in checks.items():
+        comm = collectives(name)
         stage = Stage(comm, lambda where, name=name: meet(store, f"{name}/{where}"), timings)
         comm.open()  # forks then open at once, so that a check finds them formed
         started = time.monotonic()
@@ -56,13 +55,30 @@ def contract() -> dict[str, Any]:
         comm.close()
         timings[name] = time.monotonic() - started
         meet(store, f"{name}/end")
+    return {"failures": failures, "timings": timings}
+
+
+def other_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+
+
+def contract() -> dict[str, Any]:
+    """Every check of the contract, over Gloo."""
+    store = open_store()
+    told = run_checks(
+        ALL_CHECKS,
+        store,
+        lambda name: TorchCollectives(
+            PrefixStore(name, store), RANK, WORLD_SIZE, timeout=TIMEOUT, form_timeout=TIMEOUT
+        ),
+    )
     until = time.monotonic() + 6  # what got stuck in a check ends by its own timeout
     while native_threads() >= 8 and time.monotonic() < until:
         time.sleep(0.05)
         groups._sweep()
-    threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    threads = other_threads()
     meet(store, "end")
-    return {"failures": failures, "timings": timings, "threads": threads, "native": native_threads()}
+    return told | {"threads": threads, "native": native_threads()}
 
 
 def native_threads() -> int:
