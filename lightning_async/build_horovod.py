@@ -27,6 +27,8 @@ __all__ = ["Build", "main"]
 
 VERSION = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+PATCHES = 1
+"""To be raised with every change of `patch`: kept wheels are told apart by it."""
 TOOLS = ("setuptools", "wheel")
 RUNTIME = ("cloudpickle", "psutil", "pyyaml", "packaging", "cffi>=1.4.0")
 
@@ -57,10 +59,10 @@ class Build:
 
     @property
     def local_version(self) -> str:
-        """Tells wheels apart: torch's version and what moves the bytes."""
+        """Tells wheels apart: torch's version, what moves the bytes, and what was patched."""
         parts = ["torch" + self.torch.replace("+", "."), "gloo"]
         parts += [name for name in ("mpi", "nccl") if getattr(self, name)]
-        return ".".join(parts)
+        return ".".join([*parts, f"p{PATCHES}"])
 
     def environment(self, nccl_home: Path | None, jobs: int) -> dict[str, str]:
         """What Horovod's setup.py reads."""
@@ -133,18 +135,28 @@ def prepare_nccl(folder: Path) -> Path:
 
 
 def patch(source: Path, cxx: int) -> None:
-    """The two edits without which Horovod does not build, or does not load."""
-    for name in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt"):
+    """What Horovod does not build without, or not load, or not find its peers."""
+
+    def edit(name: str, old: str, new: str) -> None:
         path = source / name
         text = path.read_text()
-        if text.count("set(CMAKE_CXX_STANDARD 14)") != 1:
+        if text.count(old) != 1:
             raise BuildError(f"{name} of Horovod {VERSION} is not what it was.")
-        replacement = f"set(CMAKE_CXX_STANDARD {cxx})"
-        if name == "CMakeLists.txt":
-            # Torch and NCCL are found beside Horovod, wherever the environment lies.
-            rpath = r"\$ORIGIN/../../torch/lib;\$ORIGIN/../../nvidia/nccl/lib"
-            replacement += f'\nset(CMAKE_BUILD_WITH_INSTALL_RPATH TRUE)\nset(CMAKE_INSTALL_RPATH "{rpath}")'
-        path.write_text(text.replace("set(CMAKE_CXX_STANDARD 14)", replacement))
+        path.write_text(text.replace(old, new))
+
+    old, new = "set(CMAKE_CXX_STANDARD 14)", f"set(CMAKE_CXX_STANDARD {cxx})"
+    edit("horovod/torch/CMakeLists.txt", old, new)
+    # Torch and NCCL are found beside Horovod, wherever the environment lies.
+    rpath = r"\$ORIGIN/../../torch/lib;\$ORIGIN/../../nvidia/nccl/lib"
+    new += f'\nset(CMAKE_BUILD_WITH_INSTALL_RPATH TRUE)\nset(CMAKE_INSTALL_RPATH "{rpath}")'
+    edit("CMakeLists.txt", old, new)
+    # A process set, that of all ranks too, forgets which network interface was asked for, and takes what the host's
+    # name leads to: 127.0.1.1 on many. It is known to the context that it is made from.
+    edit(
+        "horovod/common/gloo/gloo_context.cc",
+        "assert(global_context.IsEnabled());",
+        "assert(global_context.IsEnabled());\n  gloo_iface_ = global_context.gloo_iface_;",
+    )
 
 
 def pip(*arguments: str, env: dict[str, str] | None = None) -> None:

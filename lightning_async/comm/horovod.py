@@ -38,6 +38,8 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
         piece_bytes: size of the pieces. Default 4 MiB.
         poll_s: longest pause between two looks at an operation that is waited for.
         native: types that are reduced as they are.
+        recurring: operations of one kind follow each other, under one name. Horovod remembers what it has negotiated
+            for a name; with numbered names, that do not recur, it negotiates every operation anew.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
         piece_bytes: int = PIECE_BYTES,
         poll_s: float = 0.005,
         native: frozenset[torch.dtype] = _NATIVE,
+        recurring: bool = False,
     ) -> None:
         if timeout <= timedelta(0):
             raise ValueError(f"`HorovodCollectives(timeout={timeout!r})` must be longer than zero.")
@@ -56,12 +59,13 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
             raise ValueError(f"`HorovodCollectives(piece_bytes={piece_bytes})` must be at least 8.")
         super().__init__(Where(world.rank, world.size, name, 0), timeout)
         self.horovod = world
-        self._piece_bytes, self._poll_s, self._native = piece_bytes, poll_s, native
+        self._piece_bytes, self._poll_s, self._native, self._recurring = piece_bytes, poll_s, native, recurring
 
     def for_gradients(self, timeout: timedelta, piece_bytes: int) -> HorovodCollectives:
-        """A fork for what the training thread waits for: looked at often, in one piece, fp16 reduced as it is."""
+        """A fork for what the training thread waits for, step by step: in one piece, fp16 reduced as it is."""
         fork = self.fork("gradients", timeout)
         fork._piece_bytes, fork._poll_s, fork._native = max(piece_bytes, PIECE_BYTES), 0.001, _NATIVE | {torch.float16}
+        fork._recurring = True
         return fork
 
     def check_adasum(self) -> None:
@@ -211,7 +215,7 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
         self._check_usable()
         if name is None:
             self._seq += 1
-            name = f"{self._seq}:{kind}"
+            name = kind if self._recurring else f"{self._seq}:{kind}"
         operation: HorovodOperation[T] = HorovodOperation(
             self._where, kind, self._seq, self._timeout, self._fail, poll=lambda: flight.advance(finish)
         )
@@ -241,4 +245,5 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
             piece_bytes=self._piece_bytes,
             poll_s=self._poll_s,
             native=self._native,
+            recurring=self._recurring,
         )

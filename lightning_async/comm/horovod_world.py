@@ -100,6 +100,8 @@ class HorovodWorld:
                 os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(math.ceil(gloo_timeout.total_seconds())))
             # Waiting for a header is no stall here, and what is one is found by deadlines of our own.
             os.environ.setdefault("HOROVOD_STALL_CHECK_DISABLE", "1")
+            # What is worth fusing is fused before it comes here: Horovod's own buffer would cost two copies more.
+            os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
             sets = {(min(pair), max(pair)): hvd.ProcessSet(sorted(pair)) for pair in pairs}
             hvd.init(process_sets=list(sets.values()))
             _current = cls(hvd, sets)

@@ -13,11 +13,12 @@ from lightning_async.comm.rendezvous import Membership
 from lightning_async.engine.config import AveragerConfig
 from lightning_async.engine.gate import Arrival, Gates
 from lightning_async.engine.mailbox import Arrived, Mailbox, Message, Work
+from lightning_async.engine.merge import Merger
 from lightning_async.engine.replica import Replica
 from lightning_async.engine.round import Kind
 from lightning_async.engine.rounds import RoundServer
 from lightning_async.engine.telemetry import RoundReport, RunSummary
-from lightning_async.rules.protocols import Action, AveragingRule, Clock, Schedule
+from lightning_async.rules.protocols import Action, AllMean, AveragingRule, Clock, Schedule
 
 __all__ = ["Arrival", "BackgroundAverager"]
 
@@ -43,7 +44,8 @@ class BackgroundAverager(Gates, Generic[S]):
         now: a monotonic clock, in seconds.
 
     Raises:
-        ValueError: a rule that overwrites the parameters together with ``overlap=True``.
+        ValueError: a rule that overwrites the parameters together with ``overlap=True``, or one whose messages travel
+            in a way that there is no transport for.
     """
 
     def __init__(
@@ -64,19 +66,21 @@ class BackgroundAverager(Gates, Generic[S]):
                 f"`rule={rule!r}` overwrites the parameters, so `overlap=True` would lose the steps taken meanwhile: "
                 "pass `overlap=False`, or `rule=DeltaMean()`."
             )
+        if not isinstance(rule.exchange, AllMean):
+            raise ValueError(f"`rule={rule!r}`: its exchange is {rule.exchange!r}; only AllMean() can be served.")
         self.replica, self.rule, self.schedule = replica, rule, schedule
         self.summary = RunSummary(rank=collectives.rank, world_size=collectives.world_size)
         self.step = self.first_step = 0
         self.epoch = 0
         self._now = now
         self._box = Mailbox()
-        self._at_target = True
         self._step_s = self._round_s = 0.0
         self.started_at = self._last_tick = self._merge_s = self._blocked_s = 0.0
         replica.pack_(replica.received)
         self._server = RoundServer(
             collectives, payload or collectives, membership, replica, rule, self._box, self.config, now
         )
+        self._merger = Merger(replica, rule, self._server.commits)
 
     # ---- life ----
 
@@ -131,13 +135,20 @@ class BackgroundAverager(Gates, Generic[S]):
             box.synchronous = synchronous
         return action
 
+    def resume(self) -> None:
+        """The training thread starts a batch: it is alive."""
+        super().resume()
+        if self._merger.restore_local():
+            with self._box.changed:
+                self._box.agreed = -1
+
     def _leave_synchronous(self) -> None:
         """Replicas part from here: this is where they come from, should one miss the next round."""
         self._wait(lambda: not self._box.claimed)
         with self._using_buckets():
             self.replica.pack_(self.replica.received)
         self._box.work = Work()
-        self._at_target = True
+        self._merger.at_target = True
 
     def reduce_gradients_(self, samples: float, scale: float = 1.0) -> None:
         r"""Replace the gradients by their sample-weighted mean over all replicas; stands still until it is there.
@@ -182,7 +193,7 @@ class BackgroundAverager(Gates, Generic[S]):
             self._see()
             if stepped:
                 self.step += 1
-                self._at_target = False
+                self._merger.at_target = False
                 box.agreed = -1
                 box.total = Work(box.total.samples + samples, float(self.step))
                 self.summary.samples += samples
@@ -235,32 +246,17 @@ class BackgroundAverager(Gates, Generic[S]):
             box.in_use = True
         started = self._now()
         with self._using_buckets():
-            self._merge(arrived)
+            self._merger.merge(arrived, self.step)
             with box.changed:
                 box.arrived = None
+                if arrived.kind is Kind.CONSENSUS:
+                    box.agreed = arrived.round.id
         self._merge_s += self._now() - started
         return self._report(arrived)
 
-    def _merge(self, arrived: Arrived) -> None:
-        self.replica.to_training.take()
-        message, consensus = arrived.message, arrived.kind is Kind.CONSENSUS
-        stood_still = message.step == self.step if message is not None else self._at_target
-        copies = consensus or arrived.base is None or stood_still
-        self.replica.merge_(
-            arrived.target,
-            None if copies else arrived.base,
-            with_state=message is not None or consensus,
-            buffers_too=arrived.has_source,
-        )
-        self._at_target = copies
-        if consensus:
-            self.replica.set_counters(arrived.counters)
-            with self._box.changed:
-                self._box.agreed = arrived.id
-
     def _report(self, arrived: Arrived) -> RoundReport:
         report = RoundReport(
-            id=arrived.id,
+            id=arrived.round.id,
             kind=arrived.kind,
             share=arrived.share,
             num_present=arrived.num_present,
@@ -292,7 +288,7 @@ class BackgroundAverager(Gates, Generic[S]):
         return {
             "round": self._server.commits.next_round,
             "rule": type(self.rule).__qualname__,
-            "rule_state": self.rule.state_dict(self._server.commits.rule_state),
+            "rule_state": {k: v for k, v in self._rule_state().items() if k not in self.rule.per_replica},
         }
 
     def clocks(self) -> dict[str, Any]:
@@ -302,11 +298,15 @@ class BackgroundAverager(Gates, Generic[S]):
             "epoch": self.epoch,
             "synchronous": self._box.synchronous,
             "fresh": self._box.fresh,
+            "rule_state": {k: v for k, v in self._rule_state().items() if k in self.rule.per_replica},
             "summary": self.summary.state_dict(),
         }
 
+    def _rule_state(self) -> dict[str, Any]:
+        return self.rule.state_dict(self._server.commits.rule_state)
+
     def load_state_dict(self, saved: dict[str, Any], clocks: dict[str, Any]) -> None:
-        """Go on from `state_dict` and `clocks`; before `start`.
+        """Go on from `state_dict` and `clocks`; before `start`. What ``clocks`` lacks of the rule's state begins anew.
 
         Raises:
             ValueError: the state is another rule's.
@@ -318,7 +318,10 @@ class BackgroundAverager(Gates, Generic[S]):
             )
         commits, box = self._server.commits, self._box
         commits.next_round = int(saved["round"])
-        commits.rule_state = self.rule.load_state_dict(commits.rule_state, saved["rule_state"])
+        begun = {k: v for k, v in self._rule_state().items() if k in self.rule.per_replica}
+        commits.rule_state = self.rule.load_state_dict(
+            commits.rule_state, {**begun, **saved["rule_state"], **clocks["rule_state"]}
+        )
         self.step, self.epoch = int(clocks["step"]), int(clocks["epoch"])
         box.synchronous, box.fresh = bool(clocks["synchronous"]), bool(clocks["fresh"])
         self.summary.load_state_dict(clocks["summary"])

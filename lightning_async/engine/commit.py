@@ -54,7 +54,7 @@ class Commits:
         if kind is Kind.START:
             self.init_rule(target)
         elif kind is Kind.ROUND:
-            sent = replica.of_rule(replica.sent) if message is not None else None
+            sent = replica.of_rule(replica.sent) if message is not None and message.healthy else None
             self.rule_state = self._rule.merge_(sent, target, self.rule_state, exchange.round)
         elif kind is Kind.CONSENSUS:
             agreed = self._rule.agree(target, self.rule_state)
@@ -75,6 +75,8 @@ class Commits:
             return None
         if message is not None:
             return replica.sent if message.healthy else None
+        if not self._rule.absent_follow:
+            return None
         # Absent: from the last target to the new one. With a round that is not merged yet, from where that began.
         last, replica.received = replica.received, exchange.landing
         if exchange.landing is replica.sent:
@@ -100,14 +102,18 @@ class Commits:
             if message is None:
                 return
         elif kind is Kind.CONSENSUS:
-            box.work, box.message, box.fresh = Work(), None, False
+            box.message, box.fresh = None, False
+            if not self._rule.restores_local:
+                box.work = Work()
         elif message is not None:
             box.work = box.work - message.work
+        elif not self._rule.absent_follow:
+            return  # others have met; this replica stays where it is
         if message is not None:
             box.message = None
         box.arrived = Arrived(
             kind=kind,
-            id=exchange.id,
+            round=exchange.round,
             message=message or (pending.message if pending is not None else None),
             target=exchange.landing,
             base=base,

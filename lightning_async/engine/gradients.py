@@ -26,6 +26,7 @@ class _Bucket:
         views: each gradient's place in it.
         collectives: a fork of the bucket's own: ranks need not be ready with their buckets in the same order.
         ready: gradients that are in ``flat``.
+        reduced: ``flat`` holds the result of an earlier backward pass, to which this one adds.
         pending: the operation under way.
     """
 
@@ -34,6 +35,7 @@ class _Bucket:
     views: list[Tensor]
     collectives: Collectives
     ready: set[int] = field(default_factory=set)
+    reduced: bool = False
     pending: Pending[Tensor] | None = None
 
 
@@ -42,9 +44,10 @@ class GradientReducer:
 
     .. math:: g \leftarrow \frac{1}{n} \sum_i g_i
 
-    Gradients are copied into flat buckets as the backward pass makes them, and a bucket leaves as soon as it is full,
-    while the rest of the backward pass runs. `finish` waits for all. A parameter that no replica used keeps ``None``;
-    one that some used counts as zero on the others.
+    Gradients move into flat buckets as the backward pass makes them, and a bucket leaves as soon as it is full, while
+    the rest of the backward pass runs. `finish` waits for all; until then the parameters have no gradients, so that
+    their memory serves the rest of the pass. A parameter that no replica used keeps ``None``; one that some used counts
+    as zero on the others.
 
     Args:
         params: what is trained, in the order of the forward pass.
@@ -60,7 +63,7 @@ class GradientReducer:
         params: Sequence[nn.Parameter],
         collectives: Collectives,
         *,
-        bucket_bytes: int = 8 << 20,
+        bucket_bytes: int = 25 << 20,
         wire: torch.dtype | None = None,
         mean: bool = True,
         all_reduce: AllReduce = lambda collectives, flat: collectives.all_reduce(flat),
@@ -105,15 +108,10 @@ class GradientReducer:
         used = everyones.result().tolist()
         for bucket in self._buckets:
             for param, view in zip(bucket.params, bucket.views, strict=True):
-                if not used[self._place[param]]:
-                    continue
-                if view.dtype == param.dtype:
-                    param.grad = view
-                elif param.grad is None:
-                    param.grad = view.to(param.dtype)
-                else:
-                    param.grad.copy_(view)
+                if used[self._place[param]]:
+                    param.grad = view.to(param.dtype)  # the view itself, where that is its type
             bucket.ready.clear()
+            bucket.reduced = False
         self._used.clear()
 
     def _take(self, param: Tensor) -> None:
@@ -121,8 +119,11 @@ class GradientReducer:
         if not self.enabled:
             return
         bucket, i = self._home[param]  # type: ignore[index]
-        if bucket.pending is not None:  # a second backward pass before `finish`: the sum of both travels again
+        if bucket.pending is not None:  # a second backward pass before `finish`
             self._wait(bucket)
+            bucket.flat.mul_(self._scale)  # equal on all ranks, it comes out again as it is now (by Adasum, too)
+            bucket.ready.clear()
+            bucket.reduced = True
         self._put(bucket, i)
         if len(bucket.ready) == len(bucket.params):
             bucket.pending = self._all_reduce(bucket.collectives, bucket.flat)
@@ -131,10 +132,13 @@ class GradientReducer:
         param, view = bucket.params[i], bucket.views[i]
         assert param.grad is not None
         with torch.no_grad():
-            if view.dtype == param.grad.dtype:
+            if bucket.reduced or i in bucket.ready:
+                view.add_(param.grad, alpha=self._scale)
+            elif view.dtype == param.grad.dtype:
                 torch.mul(param.grad, self._scale, out=view)
             else:
                 view.copy_(param.grad * self._scale)
+        param.grad = None
         bucket.ready.add(i)
         self._used.add(self._place[param])
 
@@ -145,7 +149,7 @@ class GradientReducer:
                 continue
             if param.grad is not None and param.requires_grad:  # of an earlier pass of this step
                 self._put(bucket, i)
-            else:
+            elif not bucket.reduced:
                 bucket.views[i].zero_()
 
     def _wait(self, bucket: _Bucket) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from lightning_async.engine.round import Gate, Kind
+from lightning_async.rules.protocols import Round
 
 __all__ = ["Arrived", "Mailbox", "Message", "Votes", "Work"]
 
@@ -50,7 +51,8 @@ class Arrived:
     """A committed round whose result the training thread has yet to take."""
 
     kind: Kind
-    id: int
+    round: Round
+    """What the rule knows about it."""
     message: Message | None
     """This rank's message; None if it was absent."""
     target: Tensor

@@ -138,8 +138,13 @@ class Replica:
 
     def pack_(self, bucket: Tensor) -> None:
         """Parameters, buffers and optimizer state into ``bucket``, as fp32."""
-        for i, section in enumerate(self._sections):
-            ops.pack_(section.of(bucket), section.layout, section.tensors, self.remainders if i == 0 else None)
+        self.pack_parameters_(self.of_rule(bucket))
+        for section in self._sections[1:]:
+            ops.pack_(section.of(bucket), section.layout, section.tensors)
+
+    def pack_parameters_(self, part: Tensor) -> None:
+        """The parameters into the rule's part of a bucket, as fp32."""
+        ops.pack_(part, self.layout, self.parameters, self.remainders)
 
     def scale_(self, out: Tensor, source: Tensor, weight: float, is_source: bool) -> None:
         """This rank's part of the sum, ``out = weight * source``; broadcast buffers come from rank 0 alone."""

@@ -226,10 +226,10 @@ class RoundServer:
         """The header with its message, which becomes the rule's on its first header."""
         if message.kind is Kind.ROUND and not message.announced and not header.fresh:
             part = self._replica.of_rule(self._replica.sent)
-            message.healthy = ops.all_finite(part)
-            message.scalars = self._rule.message_(part, self.commits.rule_state)
-            message.announced = True
-            if not message.healthy:
+            message.healthy, message.announced = ops.all_finite(part), True
+            if message.healthy:  # else the rule's state would learn of it
+                message.scalars = self._rule.message_(part, self.commits.rule_state)
+            else:
                 log.warning(
                     "Rank %d: its parameters are not finite at step %d; it takes part in round %d with weight zero "
                     "and takes over the other replicas' model. Lower its learning rate or clip its gradients.",

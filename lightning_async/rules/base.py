@@ -23,6 +23,10 @@ class RuleBase(ABC, Generic[S]):
     exchange = AllMean()
     num_scalars = 0
     overlappable = True
+    per_replica = frozenset[str]()
+    absent_follow = True
+    restores_local = False
+    mixes = False
 
     @abstractmethod
     def init(self, params: Tensor, layout: FlatLayout) -> S:
@@ -35,6 +39,11 @@ class RuleBase(ABC, Generic[S]):
     @abstractmethod
     def merge_(self, sent: Tensor | None, received: Tensor, state: S, round: Round) -> S:
         """See `AveragingRule.merge_`."""
+
+    def mix_(self, live: Tensor, base: Tensor, target: Tensor, state: S, round: Round) -> S:
+        """All progress is kept: ``live + (target - base)``."""
+        live.sub_(base.sub_(target))
+        return state
 
     def agree(self, mean: Tensor, state: S) -> Tensor:
         """The mean itself."""

@@ -15,13 +15,16 @@ __all__ = ["Action", "AllMean", "AveragingRule", "Clock", "Exchange", "Round", "
 S = TypeVar("S")
 
 
+class Exchange:
+    r"""How messages travel: replica :math:`i` receives :math:`\sum_j W_{ij} u_j` of the messages :math:`u_j`.
+
+    One subclass per choice of weights :math:`W`. The engine refuses a rule with one that it does not know.
+    """
+
+
 @dataclass(frozen=True)
-class AllMean:
-    """Every replica receives the work-weighted mean of all replicas' messages."""
-
-
-Exchange = AllMean
-"""How messages travel. Later kinds (pairs of a graph, hierarchies) join this union."""
+class AllMean(Exchange):
+    r"""Every replica receives the work-weighted mean of all replicas' messages, :math:`W_{ij} = w_j`."""
 
 
 class Round(NamedTuple):
@@ -59,14 +62,30 @@ class AveragingRule(Protocol[S]):
     :math:`x \leftarrow x + (t - s)`, so that progress made since the snapshot is kept; where there was none it
     copies :math:`t`. A replica that is absent (weight zero) moves from the last target to the new one.
 
-    The state is a ``NamedTuple`` of flat fp32 tensors, equal on all replicas between rounds.
+    The state is a ``NamedTuple`` of flat fp32 tensors, equal on all replicas between rounds but for the fields in
+    `per_replica`. A rule treats every element, or every tensor of the layout, alike: so it may be given a part of the
+    parameters (a fragment) as if that were all, with a state for each part.
     """
 
-    exchange: Exchange
+    @property
+    def exchange(self) -> Exchange:
+        """How the messages travel."""
+        ...
+
     num_scalars: int
     """How many scalars `message_` returns, to ride in the round's header."""
     overlappable: bool
     """Whether `merge_` may happen while local steps go on. False for rules that overwrite."""
+    per_replica: frozenset[str]
+    """Fields of the state that differ between replicas (what a compression still owes, the weight of push-sum)."""
+    absent_follow: bool
+    """Whether an absent replica moves with the target. False where replicas keep models of their own."""
+    restores_local: bool
+    """Whether a rendezvous only shows `agree`'s model: each replica then goes on from the parameters that it had.
+    That costs an fp32 copy of them meanwhile. False: all go on from the agreed model."""
+    mixes: bool
+    """Whether `mix_` says what becomes of the progress since the snapshot, instead of keeping all of it. That costs
+    an fp32 copy of the parameters during a merge."""
 
     def init(self, params: Tensor, layout: FlatLayout) -> S:
         """The state at a point where all replicas hold ``params`` (flat fp32; ``layout`` knows the shapes)."""
@@ -79,7 +98,17 @@ class AveragingRule(Protocol[S]):
     def merge_(self, sent: Tensor | None, received: Tensor, state: S, round: Round) -> S:
         """Turn ``received`` (the mean message) into the target and ``sent`` back into the snapshot, in place.
 
-        ``sent`` is None on a replica that was absent. Returns the state after the round.
+        ``sent`` is None on a replica that was absent, or whose parameters were not finite: that one takes over what is
+        in ``received``. Returns the state after the round.
+        """
+        ...
+
+    def mix_(self, live: Tensor, base: Tensor, target: Tensor, state: S, round: Round) -> S:
+        """Turn ``live``, the parameters now, into what they shall be, in place; called where `mixes`.
+
+        ``base`` is the snapshot (of an absent replica, the last target) and may be used up; ``target`` stays. Not
+        called where there was no progress: then the target is copied. Returns the state, of which only the fields in
+        `per_replica` may have changed.
         """
         ...
 

@@ -167,7 +167,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         self.summary = self.averager.summary
         if self._saved_state is not None:
             replicas = self._saved_state["replicas"]
-            own = replicas[self.global_rank if len(replicas) == self.world_size else 0]
+            own = replicas[self.global_rank] if len(replicas) == self.world_size else {**replicas[0], "rule_state": {}}
             self.averager.load_state_dict(self._saved_state, own)
             self._saved_state = None
         connection.membership.on_change = self.averager.wake

@@ -41,7 +41,7 @@ class HorovodStrategy(ReplicatedStrategy):
         compression: "fp16" lets gradients travel as fp16: half the bytes. Default: "none".
         reduction: "mean" (default), or "adasum", which adapts to how much gradients point the same way (Maleki et
             al., 2020); that needs Horovod with MPI and a number of ranks that is a power of two.
-        bucket_mb: size of a bucket, in MiB. Default 8.
+        bucket_mb: size of a bucket, in MiB. Default 25.
         timeout: of every operation. A rank that is silent for longer ends training on all. Default 5 minutes.
 
     Raises:
@@ -59,7 +59,7 @@ class HorovodStrategy(ReplicatedStrategy):
         *,
         compression: Compression = "none",
         reduction: Reduction = "mean",
-        bucket_mb: float = 8.0,
+        bucket_mb: float = 25.0,
         timeout: timedelta = timedelta(minutes=5),
     ) -> None:
         check_choice("HorovodStrategy", "compression", compression, get_args(Compression))

@@ -19,6 +19,7 @@ from lightning_async.rules import (
     Synchronous,
     Warmup,
 )
+from tests.rules.coming import Compressed, Eager, Elastic, PushSum, SlowMo
 
 
 class RuleRow(NamedTuple):
@@ -59,6 +60,16 @@ RULES = (
     RuleRow("DiLoCo-torch-sgd", lambda: DiLoCo(outer_optimizer=momentum_sgd)),
     RuleRow("DiLoCo-torch-adam", lambda: DiLoCo(outer_optimizer=adam)),
 )
+
+COMING = (
+    RuleRow("Elastic", Elastic),
+    RuleRow("SlowMo", SlowMo),
+    RuleRow("Eager", Eager),
+    RuleRow("Compressed-mean", lambda: Compressed(DiLoCo(outer_lr=1.0, outer_momentum=0.0))),
+    RuleRow("Compressed-DiLoCo", lambda: Compressed(DiLoCo())),
+    RuleRow("PushSum", PushSum),
+)
+"""What the interface must carry, too."""
 
 SCHEDULES = (
     ScheduleRow("EveryNSteps", lambda: EveryNSteps(4)),

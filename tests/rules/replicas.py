@@ -11,6 +11,9 @@ from torch import Tensor
 from lightning_async import ops
 from lightning_async.flat import FlatLayout
 from lightning_async.rules import AveragingRule, Round
+from lightning_async.rules.protocols import AllMean
+
+LR = 0.125
 
 
 def fill(count: int, seed: int, scale: float = 1.0) -> Tensor:
@@ -27,6 +30,7 @@ class Replica:
         self.last_target = self.flat()
         self.state = rule.init(self.flat(), self.layout)
         self.work, self.moved = 0.0, False
+        self.scalars: tuple[float, ...] = ()
         self.sent: Tensor | None = None
 
     def flat(self) -> Tensor:
@@ -60,25 +64,42 @@ class Replicas:
         for replica in self.all:
             replica.sent = replica.flat() if replica.work else None
             if replica.sent is not None:
-                assert len(self.rule.message_(replica.sent, replica.state)) == self.rule.num_scalars
+                replica.scalars = self.rule.message_(replica.sent, replica.state)
+                assert len(replica.scalars) == self.rule.num_scalars
             replica.moved = False
 
     def receive(self) -> None:
-        """The weighted mean of the messages arrives and is merged everywhere."""
+        """The messages arrive, weighted as the rule's exchange has it, and are merged everywhere."""
         work = tuple(replica.work for replica in self.all)
-        total = torch.zeros(self.all[0].layout.numel, dtype=torch.float64)
-        for replica in self.all:
-            if replica.sent is not None:
-                total += replica.work / sum(work) * replica.sent.double()
-        for rank, replica in enumerate(self.all):
-            round = Round(id=self.rounds, rank=rank, work=work)
-            target = total.float()
+        lr, scalars = tuple(LR * (w > 0) for w in work), tuple(replica.scalars for replica in self.all)
+        rounds = [Round(self.rounds, rank, work, scalars=scalars, lr=lr) for rank in range(len(work))]
+        arriving = [self.received(round) for round in rounds]
+        for replica, target, round in zip(self.all, arriving, rounds, strict=True):
             replica.state = self.rule.merge_(replica.sent, target, replica.state, round)
-            base = replica.last_target if replica.sent is None else replica.sent
-            copies = replica.sent is not None and not replica.moved
-            ops.apply_(replica.params, replica.layout, target, None if copies else base)
-            replica.last_target, replica.work = target, 0.0
+            replica.work = 0.0
+            if replica.sent is not None or self.rule.absent_follow:
+                self.merge(replica, target, round)
         self.rounds += 1
+
+    def received(self, round: Round) -> Tensor:
+        """What one replica receives; summed in float64."""
+        mean = tuple(w / sum(round.work) for w in round.work)
+        weights = mean if isinstance(self.rule.exchange, AllMean) else self.rule.exchange.row(round)  # type: ignore
+        total = torch.zeros(self.all[0].layout.numel, dtype=torch.float64)
+        for replica, weight in zip(self.all, weights, strict=True):
+            if replica.sent is not None:
+                total += weight * replica.sent.double()
+        return total.float()
+
+    def merge(self, replica: Replica, target: Tensor, round: Round) -> None:
+        """The parameters move."""
+        base = replica.last_target if replica.sent is None else replica.sent
+        copies, values = replica.sent is not None and not replica.moved, target
+        if self.rule.mixes and not copies:
+            values = replica.flat()
+            replica.state = self.rule.mix_(values, base, target, replica.state, round)
+        ops.apply_(replica.params, replica.layout, values, None if copies or self.rule.mixes else base)
+        replica.last_target = target
 
     def gate(self, weights: Sequence[float]) -> None:
         """A rendezvous: everyone takes the agreed model; the state stays."""

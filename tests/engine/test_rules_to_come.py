@@ -1,0 +1,164 @@
+"""The engine under rules that keep a state, or a model, of each replica's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_async.engine.averager import Arrival, BackgroundAverager
+from lightning_async.engine.replica import Replica
+from lightning_async.engine.round import Gate
+from lightning_async.rules import DiLoCo, EveryNSteps, Synchronous, Warmup
+from lightning_async.rules.averaging import DeltaMean
+from tests.engine.ranks import Rank, run
+from tests.rules.coming import Compressed, Eager, Elastic, PushSum
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.clone().view(torch.int32)
+
+
+def test_a_rendezvous_shows_the_centre_and_training_goes_on_from_the_local_model() -> None:
+    def body(rank: Rank):
+        rank.train(12)
+        before = rank.x.clone()
+        assert rank.meet(Gate.VALIDATE) is Arrival.OPEN
+        shown = rank.x.clone()
+        assert rank.meet(Gate.EPOCH_END) is Arrival.OPEN
+        again = rank.x.clone()
+        rank.averager.resume()
+        restored = rank.x.clone()
+        rank.train(8)
+        assert rank.meet() is Arrival.OPEN
+        return before, shown, again, restored, rank.x.clone()
+
+    left, right = run(2, body, rule=Elastic(), schedule=EveryNSteps(3), config={"overlap": False})
+    for before, shown, again, restored, _ in (left, right):
+        assert not torch.equal(shown, before)
+        assert torch.equal(bits(shown), bits(again))
+        assert torch.equal(bits(restored), bits(before))
+    for mine, others in ((left[1], right[1]), (left[4], right[4])):
+        assert torch.equal(bits(mine), bits(others))
+    assert not torch.equal(left[0], right[0])
+
+
+def test_elastic_averaging_is_its_equations() -> None:
+    def body(rank: Rank):
+        rank.train(10)
+        return rank.x.clone()
+
+    found = run(2, body, rule=Elastic(alpha=0.25, beta=0.5), schedule=EveryNSteps(1), config={"overlap": False})
+    x, centre = torch.tensor([1.0, 1.0], dtype=torch.float64), torch.tensor(1.0, dtype=torch.float64)
+    goals = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    for _ in range(10):
+        x = x - 0.1 * (x - goals)
+        x, centre = x - 0.25 * (x - centre), centre + 0.5 * (x.mean() - centre)
+    for mine, expected in zip(found, x, strict=True):
+        torch.testing.assert_close(mine.double(), expected.expand(1, 8), atol=1e-6, rtol=0)
+
+
+def test_an_absent_replica_with_a_model_of_its_own_stays_where_it_is() -> None:
+    def body(rank: Rank):
+        if rank.averager.summary.rank == 0:
+            rank.train(20)
+        before = rank.x.clone()
+        rank.averager.rendezvous(Gate.TRAIN_END)
+        rank.averager.resume()
+        return before, rank.x.clone(), rank.averager.summary.rounds
+
+    busy, absent = run(2, body, rule=Elastic(), schedule=EveryNSteps(4), config={"overlap": False})
+    assert torch.equal(absent[0], torch.ones(1, 8))
+    assert torch.equal(absent[0], absent[1])
+    assert busy[2] == 5
+    assert not torch.equal(busy[0], absent[0])
+
+
+@dataclass(frozen=True)
+class KeepNothing(DeltaMean):
+    """All replicas stand at the target after a merge, whatever they did meanwhile."""
+
+    mixes = True
+
+    def mix_(self, live, base, target, state, round):
+        assert not torch.equal(live, base)
+        live.copy_(target)
+        return state
+
+
+def test_the_rule_may_say_what_becomes_of_progress_in_flight() -> None:
+    def body(rank: Rank):
+        seen: dict[int, torch.Tensor] = {}
+        stale = 0
+        for _ in range(400):
+            action = rank.averager.plan()
+            with torch.no_grad():
+                rank.x.sub_(0.1 * (rank.x - rank.goal) + 1e-3)
+            report = rank.averager.tick(action, 1.0)
+            if report is not None and report.num_present == 2:
+                seen[report.id] = bits(rank.x)
+                stale += report.staleness_steps > 0
+        rank.meet()
+        return seen, stale
+
+    (left, stale), (right, _) = run(2, body, rule=KeepNothing(), schedule=EveryNSteps(4))
+    common = left.keys() & right.keys()
+    assert stale > 0 and common
+    assert all(torch.equal(left[id], right[id]) for id in common)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("rule", [Eager(), Compressed(DiLoCo(outer_lr=0.5, outer_momentum=0.0))], ids=repr)
+@pytest.mark.parametrize(
+    "schedule", [EveryNSteps(3), Warmup(EveryNSteps(3), steps=5), Synchronous()], ids=lambda each: type(each).__name__
+)
+def test_rules_with_a_state_of_each_replicas_own_reach_one_model(schedule, rule, overlap) -> None:
+    def body(rank: Rank):
+        rank.train(90)
+        assert rank.meet() is Arrival.OPEN
+        return rank.x.clone()
+
+    left, right = run(2, body, rule=rule, schedule=schedule, config={"overlap": overlap})
+    assert torch.equal(bits(left), bits(right))
+    assert 0.0 < left.min() < 1.0  # between the start and the goals' own models
+    if not overlap:
+        torch.testing.assert_close(left, torch.full((1, 8), 0.5), atol=0.02, rtol=0)
+
+
+def test_a_checkpoint_holds_what_is_common_once_and_the_rest_for_each_replica() -> None:
+    def body(rank: Rank):
+        averager = rank.averager
+        rank.train(12)
+        rank.meet()
+        return averager.state_dict(), averager.clocks()
+
+    (shared, own), (others, theirs) = run(
+        2, body, rule=Compressed(DiLoCo()), schedule=EveryNSteps(3), config={"overlap": False}
+    )
+    assert set(shared["rule_state"]) == {"inner"}
+    assert set(own["rule_state"]) == {"owed", "taken"}
+    assert torch.equal(shared["rule_state"]["inner"]["anchor"], others["rule_state"]["inner"]["anchor"])
+    assert not torch.equal(own["rule_state"]["owed"], theirs["rule_state"]["owed"])
+
+    def resumed(clocks):
+        def body(rank: Rank):
+            rank.averager.load_state_dict(shared, clocks[rank.averager.summary.rank])
+            return rank.averager.state_dict(), rank.averager.clocks()
+
+        return run(2, body, rule=Compressed(DiLoCo()), schedule=EveryNSteps(3))
+
+    for (found, clocks), expected in zip(resumed([own, theirs]), (own, theirs), strict=True):
+        assert torch.equal(found["rule_state"]["inner"]["momentum"], shared["rule_state"]["inner"]["momentum"])
+        assert torch.equal(clocks["rule_state"]["owed"], expected["rule_state"]["owed"])
+    without = {**own, "rule_state": {}}  # from a run with another number of replicas
+    for _, clocks in resumed([without, without]):
+        assert torch.equal(clocks["rule_state"]["owed"], torch.zeros(8))
+
+
+def test_an_exchange_without_a_transport_is_refused() -> None:
+    collectives: Any = SimpleNamespace(rank=0, world_size=2)
+    with pytest.raises(ValueError, match=r"PushSum\(\).*DirectedRing\(\).*only AllMean\(\)"):
+        BackgroundAverager(collectives, None, Replica(torch.nn.Linear(2, 2)), PushSum(), EveryNSteps(3))  # type: ignore
