@@ -42,9 +42,7 @@ class Merger:
             replica.pack_(self._local)
         if base is not None and self._rule.mixes:
             target, base = self._mix(arrived, base), None
-        replica.merge_(
-            target, base, with_state=message is not None or consensus, buffers_too=arrived.has_source
-        )
+        replica.merge_(target, base, with_state=message is not None or consensus, buffers_too=arrived.has_source)
         self.at_target = copies
         if consensus:
             replica.set_counters(arrived.counters)
