@@ -88,6 +88,11 @@ class GradientReducer:
             hook.remove()
         self._hooks.clear()
 
+    @property
+    def begun(self) -> bool:
+        """Whether there are gradients that `finish` has yet to average."""
+        return bool(self._used)
+
     def finish(self) -> None:
         """The backward pass is over: wait for the gradients, and give them to the parameters.
 

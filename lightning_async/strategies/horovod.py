@@ -104,6 +104,11 @@ class HorovodStrategy(ReplicatedStrategy):
         self._undo = sync_metrics_through(lambda: self.world, self.module)
         if trainer.state.fn == "fit":
             self._reducer = self._make_reducer()
+            # Where a user calls `loss.backward()`, no hook of the strategy's tells that the pass is over.
+            self._undo += [
+                optimizer.register_step_pre_hook(lambda *_: self._finish_begun()).remove
+                for optimizer in self.optimizers
+            ]
 
     def _make_reducer(self) -> GradientReducer:
         assert self._connection is not None
@@ -156,6 +161,10 @@ class HorovodStrategy(ReplicatedStrategy):
 
     def post_backward(self, closure_loss: Tensor) -> None:
         if self._reducer is not None:
+            self._reducer.finish()
+
+    def _finish_begun(self) -> None:
+        if self._reducer is not None and self._reducer.begun:
             self._reducer.finish()
 
     def on_exception(self, exception: BaseException) -> None:

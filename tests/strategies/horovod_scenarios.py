@@ -87,6 +87,27 @@ def by_hand() -> Any:
     return fit(Manual())
 
 
+class Bare(Manual):
+    """By hand, and past Lightning: two backward passes that no strategy hears of."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        for _ in range(2):
+            (problem.loss_of(self, batch) / 2).backward()
+        optimizer.step()
+
+
+@scenario
+def by_bare_hands() -> Any:
+    return fit(Bare())
+
+
+@scenario
+def by_bare_hands_in_many_buckets() -> Any:
+    return fit(Bare(), strategy=HorovodStrategy(bucket_mb=1e-5))
+
+
 class TwoPlayers(Net):
     """Two networks in turn, each with its optimizer, as adversaries train."""
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,16 +45,18 @@ def steps(text: str) -> list[Step]:
     return found
 
 
-def run(folder: Path, options: Sequence[str], limit_s: float) -> tuple[str, int, float]:
-    """Start on two hosts, kill the second rank at its 20th step, and wait for the end.
+def name_hosts(folder: Path, *hosts: str) -> None:
+    """What the discovery script says from now on."""
+    script = folder / "new.sh"
+    script.write_text("#!/bin/sh\n" + "".join(f"echo {host}:1\n" for host in hosts))
+    script.chmod(0o755)
+    script.replace(folder / "hosts.sh")
 
-    Returns what was written, the process killed, and when.
-    """
-    hosts = folder / "hosts.sh"
-    hosts.write_text("#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n")
-    hosts.chmod(0o755)
-    launcher = [str(Path(sys.executable).with_name("horovodrun")), "-np", "2", "--min-np", "1", "--max-np", "2"]
-    command = [*launcher, "--host-discovery-script", str(hosts), "--network-interface", "lo", *options]
+
+def run(folder: Path, watch: Callable[[list[Step]], None], limit_s: float) -> str:
+    """Start on the hosts that `name_hosts` named, let ``watch`` act on the steps so far, and wait for the end."""
+    launcher = [str(Path(sys.executable).with_name("horovodrun")), "-np", "1", "--min-np", "1", "--max-np", "2"]
+    command = [*launcher, "--host-discovery-script", str(folder / "hosts.sh"), "--network-interface", "lo"]
     log = folder / "log"
     deadline = time.monotonic() + limit_s
     with log.open("wb") as out:
@@ -63,16 +65,12 @@ def run(folder: Path, options: Sequence[str], limit_s: float) -> tuple[str, int,
             stdout=out, stderr=out, start_new_session=True,
         )  # fmt: skip
     pids: set[int] = set()
-    victim, killed_at = 0, 0.0
     try:
         while job.poll() is None:
             assert time.monotonic() < deadline, log.read_text()[-6000:]
             so_far = steps(log.read_text(errors="replace"))
             pids = {step.pid for step in so_far}
-            late = [step for step in so_far if step.rank == 1 and step.step >= 20]
-            if not victim and late:
-                victim, killed_at = late[0].pid, time.time()
-                os.kill(victim, signal.SIGKILL)
+            watch(so_far)
             time.sleep(0.02)
     finally:
         for pid in pids:
@@ -81,14 +79,29 @@ def run(folder: Path, options: Sequence[str], limit_s: float) -> tuple[str, int,
         with contextlib.suppress(ProcessLookupError):
             os.killpg(job.pid, signal.SIGKILL)
         job.wait()
-    return log.read_text(errors="replace"), victim, killed_at
+    return log.read_text(errors="replace")
+
+
+def dealt(taken: Sequence[Step], epoch: int) -> list[int]:
+    return sorted(sample for step in taken if step.epoch == epoch for sample in step.samples)
 
 
 @needs_horovod
 def test_the_survivor_goes_on_within_a_second_and_takes_the_rest_of_the_samples(tmp_path: Path) -> None:
-    text, victim, killed_at = run(tmp_path, [], 90.0)
+    killed: dict[int, float] = {}
+
+    def kill_the_second_at_its_20th_step(so_far: list[Step]) -> None:
+        late = [step for step in so_far if step.rank == 1 and step.step >= 20]
+        if late and not killed:
+            killed[late[0].pid] = time.time()
+            os.kill(late[0].pid, signal.SIGKILL)
+
+    name_hosts(tmp_path, "localhost", "127.0.0.1")
+    text = run(tmp_path, kill_the_second_at_its_20th_step, 90.0)
     all_steps = steps(text)
-    after = [step for step in all_steps if step.world_size == 1]
+    ((victim, killed_at),) = killed.items()
+    together = [step for step in all_steps if step.world_size == 2]
+    after = [step for step in all_steps if step.world_size == 1 and step.at > killed_at]
     assert after, text[-6000:]
     assert victim not in {step.pid for step in after}
     back_s = after[0].at - killed_at
@@ -97,13 +110,34 @@ def test_the_survivor_goes_on_within_a_second_and_takes_the_rest_of_the_samples(
     # It goes on from the last commit, which is a multiple of 5.
     begun = after[0].step
     assert begun % 5 == 0 and 15 <= begun <= 25
-    kept = [step for step in all_steps if step.world_size == 2 and step.step < begun]
-    epoch = [sample for step in [*kept, *after] if step.epoch == 0 for sample in step.samples]
-    assert sorted(epoch) == list(range(SAMPLES)), "each sample once, in spite of the loss"
-    second = [sample for step in after if step.epoch == 1 for sample in step.samples]
-    assert sorted(second) == list(range(SAMPLES)), "the next epoch is whole"
+    kept = [step for step in together if step.step < begun]
+    assert dealt([*kept, *after], 0) == list(range(SAMPLES)), "each sample once, in spite of the loss"
+    assert dealt(after, 1) == list(range(SAMPLES)), "the next epoch is whole"
     (done,) = [line for line in text.splitlines() if "DONE " in line]
     assert done.split()[-3:-1] == [str(begun + (SAMPLES - 4 * begun) // 2 + SAMPLES // 2), "2"]
+
+
+@needs_horovod
+def test_a_host_that_comes_takes_its_share_of_the_rest(tmp_path: Path) -> None:
+    def announce_it_at_the_10th_step(so_far: list[Step]) -> None:
+        if any(step.step >= 10 for step in so_far):
+            name_hosts(tmp_path, "localhost", "127.0.0.1")
+
+    name_hosts(tmp_path, "localhost")
+    text = run(tmp_path, announce_it_at_the_10th_step, 90.0)
+    all_steps = steps(text)
+    alone = [step for step in all_steps if step.world_size == 1]
+    together = [step for step in all_steps if step.world_size == 2]
+    assert alone and together, text[-6000:]
+    (first,) = {step.pid for step in alone}
+    assert {step.pid for step in together if step.rank == 0} == {first}
+    assert len({step.pid for step in together}) == 2
+    begun = together[0].step
+    assert begun == alone[-1].step + 1 and begun % 5 == 0, "between a commit and the next step, so that no step is lost"
+    assert dealt(all_steps, 0) == list(range(SAMPLES)), "each sample once, in spite of the change"
+    assert dealt(all_steps, 1) == list(range(SAMPLES))
+    weights = [line.split()[-3:] for line in text.splitlines() if "DONE " in line]
+    assert len(weights) == 2 and weights[0] == weights[1], "equal steps, epochs and weights"
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

@@ -37,6 +37,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
         ),
         ("gradients_zeroed_in_place", lambda: train_alone(EQUAL[:10], epochs=2, accumulate=3, optimizer=momentum)),
         ("by_hand", lambda: train_alone(EQUAL, optimizer=momentum)),
+        ("by_bare_hands", lambda: train_alone(EQUAL, optimizer=momentum)),
+        ("by_bare_hands_in_many_buckets", lambda: train_alone(EQUAL, optimizer=momentum)),
         ("other_starts", lambda: train_alone(EQUAL)),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import sys
 import time
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.horovod import horovod_environment, needs_horovod, needs_horovod_mpi
+from tests.horovod import horovod_environment, needs_horovod
 from tests.strategies.test_failures import TRAIN, ended, wait_for_step
 from tests.strategies.test_launch import SCRIPT, assert_one_test_result, assert_two_ranks_fitted, launch
 from tests.strategies.test_numerics import (  # noqa: F401
@@ -58,12 +57,3 @@ def test_horovodrun(tmp_path: Path) -> None:
     clean = "\n".join(line.partition("<stdout>:")[2] or line for line in text.splitlines())
     assert_two_ranks_fitted(clean, times=2)
     assert_one_test_result(clean)
-
-
-@needs_horovod_mpi
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed (apt-get install openmpi-bin)")
-def test_mpirun_by_horovod(tmp_path: Path) -> None:
-    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable, SCRIPT]
-    text = launch([[*command, "horovod", "2", "fit", "test"]], tmp_path)
-    assert_two_ranks_fitted(text)
-    assert text.count("DONE") == 2
