@@ -4,6 +4,7 @@ Everything here is plain Lightning; the strategy is the one line that makes trai
 
     python examples/char_lm.py --strategy async_averaging --devices 2
     horovodrun -np 2 python examples/char_lm.py --strategy horovod
+    mpirun -np 2 python examples/char_lm.py --strategy async_averaging --engine horovod
 
 The model and the data are importable without side effects (tests and benchmarks use them).
 """
@@ -180,8 +181,8 @@ class CharLM(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def make_strategy(name: str, rule: str, sync_every: int) -> Any:
-    """`name` as Lightning takes it; for "async_averaging" the strategy with this rule and period."""
+def make_strategy(name: str, rule: str, sync_every: int, engine: Any) -> Any:
+    """`name` as Lightning takes it; for "async_averaging" the strategy with this rule, period and engine."""
     from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, EveryNSteps, Mean
 
     if name != "async_averaging":
@@ -189,7 +190,8 @@ def make_strategy(name: str, rule: str, sync_every: int) -> Any:
 
     rules = {"mean": Mean, "delta_mean": DeltaMean, "diloco": DiLoCo}
     # Mean overwrites the parameters, so its rounds block.
-    return AsyncAveragingStrategy(rule=rules[rule](), schedule=EveryNSteps(sync_every), overlap=rule != "mean")
+    overlap = rule != "mean"
+    return AsyncAveragingStrategy(rules[rule](), EveryNSteps(sync_every), overlap=overlap, engine=engine)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -198,6 +200,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--devices", type=int, default=2, help="number of replicas")
     parser.add_argument("--rule", choices=["mean", "delta_mean", "diloco"], default="delta_mean")
     parser.add_argument("--sync-every", type=int, default=32, metavar="STEPS", help="a replica's steps per round")
+    parser.add_argument("--engine", choices=["auto", "torch", "horovod"], default="auto", help="of averaging")
     parser.add_argument("--max-steps", type=int, default=800, metavar="STEPS", help="a replica's steps in all")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="FOLDER", help="metrics and picture")
     return parser.parse_args(argv)
@@ -214,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=options.devices,
-        strategy=make_strategy(options.strategy, options.rule, options.sync_every),
+        strategy=make_strategy(options.strategy, options.rule, options.sync_every, options.engine),
         max_steps=options.max_steps,
         val_check_interval=max(1, options.max_steps // 5),
         check_val_every_n_epoch=None,

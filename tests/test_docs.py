@@ -39,6 +39,10 @@ COMMANDS = {
     "horovodrun -np 2 --min-np 1 --max-np 4 --host-discovery-script ./hosts.sh python examples/elastic.py": (
         "tests/examples/test_horovod.py"
     ),
+    "mpirun -np 2 python examples/char_lm.py --strategy horovod --max-steps 20": "tests/examples/test_horovod.py",
+    "mpirun -np 2 python examples/char_lm.py --strategy async_averaging --engine horovod --max-steps 100": (
+        "tests/examples/test_horovod.py"
+    ),
     "make bench": "tests/benchmarks/test_benchmarks.py",
     "python examples/char_lm.py --strategy async_averaging --devices 2": (
         "tests/examples/test_char_lm.py::test_a_short_run_ends_with_numbers_and_a_picture"

@@ -221,12 +221,15 @@ def _speed_row(done: Outcome, seconds: dict[str, list[float]], link: Link, round
 def _speed_targets(rows: Sequence[Row], slot_s: float, round_s: float, link: Link) -> list[Target]:
     """The lines that our overlapped peers must hold on this link."""
     targets = []
+    with_ddp = any(row.peer == "ddp" for row in rows)
     for row in rows:
         peer = PEERS[row.peer]
         if not peer.ours or row.peer == "blocking":
             continue
+        if with_ddp:
+            limit = 1.0 if link.rate_mbit is None else 10.0
+            targets.append(Target(about=f"{row.peer}: DDP's step time over its own", value=row.ddp_to_it, limit=limit))
         if link.rate_mbit is None:
-            targets.append(Target(about=f"{row.peer}: DDP's step time over its own", value=row.ddp_to_it, limit=1.0))
             continue
         about = f"{row.peer}: step time over that of one process"
         targets.append(Target(about=about, value=row.to_single, limit=1.03, at_most=True))
@@ -234,7 +237,6 @@ def _speed_targets(rows: Sequence[Row], slot_s: float, round_s: float, link: Lin
             targets.append(
                 Target(about=f"{row.peer}: hidden share", value=row.hidden, limit=0.9 if peer.horovod else 0.95)
             )
-        targets.append(Target(about=f"{row.peer}: DDP's step time over its own", value=row.ddp_to_it, limit=10.0))
     return targets
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.horovod import needs_horovod
+from tests.horovod import needs_horovod, needs_horovod_mpi
 from tests.strategies.test_launch import environment
 from tests.support import ROOT
 
@@ -20,7 +20,12 @@ pytestmark = needs_horovod
 
 def run(command: str, folder: Path) -> str:
     shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("__pycache__"))
-    own = environment({"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"})
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    # The tests may run as root, and on a machine of one core.
+    mpi = {f"OMPI_ALLOW_RUN_AS_ROOT{more}": "1" for more in ("", "_CONFIRM")} | {
+        "OMPI_MCA_rmaps_base_oversubscribe": "1"
+    }
+    own = environment({"PATH": path, **mpi})
     done = subprocess.run(
         shlex.split(command), cwd=folder, env=own, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100
     )
@@ -28,13 +33,23 @@ def run(command: str, folder: Path) -> str:
     return done.stdout + done.stderr
 
 
+GLOO = "horovodrun --gloo -np 2"
+MPI = pytest.param("mpirun -np 2", marks=needs_horovod_mpi, id="mpirun")
+
+
+@pytest.mark.parametrize("launcher", [pytest.param(GLOO, id="horovodrun"), MPI])
 @pytest.mark.parametrize(
-    ("strategy", "steps", "said"),
-    [("horovod", 20, "`max_steps=20` reached"), ("async_averaging", 100, "Asynchronous averaging, as rank 0 saw it")],
+    ("options", "said"),
+    [
+        ("--strategy horovod --max-steps 20", "`max_steps=20` reached"),
+        ("--strategy async_averaging --engine horovod --max-steps 100", "Asynchronous averaging, as rank 0 saw it"),
+    ],
+    ids=["horovod", "async_averaging"],
 )
-def test_char_lm(strategy: str, steps: int, said: str, tmp_path: Path) -> None:
-    command = f"horovodrun --gloo -np 2 python examples/char_lm.py --strategy {strategy} --max-steps {steps}"
-    text = run(command, tmp_path)
+def test_char_lm(launcher: str, options: str, said: str, tmp_path: Path) -> None:
+    if launcher == GLOO:
+        options = options.replace("--engine horovod ", "")  # it is found out there
+    text = run(f"{launcher} python examples/char_lm.py {options}", tmp_path)
     assert said in text
     assert text.count("Next character right") == 1
 
