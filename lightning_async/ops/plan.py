@@ -6,6 +6,7 @@ A `Plan` checks its tensors once; the functions check them at every call.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from lightning_async.flat import FlatLayout
-from lightning_async.ops import native
+from lightning_async.ops import calls, native
 from lightning_async.ops.reference import buckets as reference
 
 __all__ = ["Plan", "all_finite", "apply_", "pack_", "scale_", "sq_distance", "sq_norm"]
@@ -64,7 +65,7 @@ class Plan:
             (t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in self._written() if _dense(t)
         )
         pointers = [x.data_ptr() for x in self.tensors if x.numel()]
-        if len(set(pointers)) != len(pointers) or any(b[0] < a[1] for a, b in zip(spans, spans[1:], strict=False)):
+        if len(set(pointers)) != len(pointers) or any(b[0] < a[1] for a, b in itertools.pairwise(spans)):
             raise ValueError("`tensors` or `remainders` name the same memory twice; pass tied tensors once.")
 
     def _written(self) -> Iterable[Tensor]:
@@ -182,23 +183,23 @@ class _Table:
 
     def __init__(self, op: str, device: torch.device, plan: Plan) -> None:
         fast = native.available(device)
-        segments: list[native.Segment] = []
+        segments: list[calls.Segment] = []
         self.others: list[int] = []
         self.written: list[Tensor] = []
         for k, (x, rest, offset) in enumerate(zip(plan.tensors, plan.remainders, _offsets(plan.layout), strict=True)):
             if not x.numel():
                 continue
             present = [x] if rest is None else [x, rest]
-            if not (fast and x.dtype in native.FORMATS and all(t.device == device and _dense(t) for t in present)):
+            if not (fast and x.dtype in calls.FORMATS and all(t.device == device and _dense(t) for t in present)):
                 self.others.append(k)
                 continue
-            number = native.find(device.type, op if rest is None else f"{op}_rest")
+            number = calls.find(device.type, op if rest is None else f"{op}_rest")
             pointer = None if rest is None else rest.data_ptr()
-            segments.append(native.Segment(x.data_ptr(), pointer, offset, x.numel(), number, native.FORMATS[x.dtype]))
+            segments.append(calls.Segment(x.data_ptr(), pointer, offset, x.numel(), number, calls.FORMATS[x.dtype]))
             if op in ("copy", "move"):
                 self.written += present
         self.whole = not segments and len(self.others) == len(plan.tensors)
-        self._table = native.SegmentTable(device, segments) if segments else None
+        self._table = calls.SegmentTable(device, segments) if segments else None
 
     def run(self, buckets: Sequence[Tensor], scalars: Sequence[float], norm: bool) -> float:
         """Run the op; the first of its norms, where it is wanted."""
@@ -226,7 +227,7 @@ def apply_(
 def scale_(out: Tensor, source: Tensor, weight: float) -> None:
     fits = _fast(out, source) and out.dtype == source.dtype == torch.float32 and out.shape == source.shape
     if fits and not _overlap(out, source):
-        native.flat("pack", [source, out], [weight])
+        calls.flat("pack", [source, out], [weight])
         increment_version(out)
     else:  # in place there is nothing to fuse
         reference.scale_(out, source, weight)
@@ -236,23 +237,23 @@ def scale_(out: Tensor, source: Tensor, weight: float) -> None:
 def sq_distance(a: Tensor, b: Tensor) -> float:
     if a.shape != b.shape or not _fast(a, b):
         return reference.sq_distance(a, b)
-    return native.square(a, b).item()
+    return calls.square(a, b).item()
 
 
 @functools.wraps(reference.sq_norm)
 def sq_norm(a: Tensor) -> float:
-    return native.square(a, None).item() if _fast(a) else reference.sq_norm(a)
+    return calls.square(a, None).item() if _fast(a) else reference.sq_norm(a)
 
 
 @functools.wraps(reference.all_finite)
 def all_finite(a: Tensor) -> bool:
-    return math.isfinite(native.square(a, None).item()) if _fast(a) else reference.all_finite(a)
+    return math.isfinite(calls.square(a, None).item()) if _fast(a) else reference.all_finite(a)
 
 
 def _fast(*tensors: Tensor) -> bool:
     device = tensors[0].device
     return native.available(device) and all(
-        t.device == device and t.dtype in native.FORMATS and t.is_contiguous() for t in tensors
+        t.device == device and t.dtype in calls.FORMATS and t.is_contiguous() for t in tensors
     )
 
 

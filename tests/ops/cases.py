@@ -90,7 +90,8 @@ def of(module: Any, name: str, dtypes: Sequence[torch.dtype], make: Callable[...
 
 
 CASES = [
-    *(of(averaging, "delta_merge_", HALVES, lambda v, n, d, r=r: [v(n, dtype=d), v(n), v(n), r]) for r in (True, False)),
+    of(averaging, "delta_merge_", HALVES, lambda v, n, d: [v(n, dtype=d), v(n), v(n), True]),
+    of(averaging, "delta_merge_", HALVES, lambda v, n, d: [v(n, dtype=d), v(n), v(n), False]),
     of(averaging, "delta_merge_norm_", HALVES, lambda v, n, d: [v(n, dtype=d), v(n), v(n), True]),
     of(averaging, "lerp_norm_", HALVES, lambda v, n, d: [v(n, dtype=d), v(n), 0.3]),
     of(averaging, "accumulate_", HALVES, lambda v, n, d: [v(n), v(n, dtype=d), 0.7]),

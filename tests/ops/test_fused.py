@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_async import ops
 from lightning_async.flat import FlatLayout
-from lightning_async.ops import native
+from lightning_async.ops import calls, native
 from lightning_async.ops.reference import buckets
 from tests.ops.cases import CASES, ROWS, Case, cloned, difference, same_sums, values
 
@@ -57,7 +57,7 @@ def test_every_level_is_the_reference_to_the_bit(case: Case, dtype: torch.dtype,
 @needs_library
 @pytest.mark.parametrize(("case", "dtype"), ROWS, ids=str)
 def test_several_chunks_and_threads(case: Case, dtype: torch.dtype):
-    arguments = case.make(values(0, special=False), 3 * native.CHUNK + 777, dtype)
+    arguments = case.make(values(0, special=False), 3 * calls.CHUNK + 777, dtype)
     expected = cloned(arguments)
     returned = case.reference(*expected)
     sums = []
