@@ -8,6 +8,7 @@ serves every version of both.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import platform
@@ -42,7 +43,7 @@ LEVELS = ("v2", "v3", "v4")
 """Instruction-set levels of x86-64 that kernels are compiled for, besides the compiler's default."""
 
 CUDA_FLAGS = (
-    "-std=c++17", "-O3", "-fmad=false", "-cudart=static", "-lineinfo",
+    "-std=c++17", "-O3", "-fmad=false", "-cudart=static", "-lineinfo", "--threads=0",
     "-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=[sm_90,compute_90]",
 )  # fmt: skip
 MINIMUM_DRIVER = {12: "525", 13: "580"}
@@ -63,8 +64,10 @@ class Outcome:
         commands: what was run, as shell commands.
         error: why there is no library.
         driver: of the CUDA library, the oldest driver it runs on.
+        digest: of the sources and the flags; a library with the same one is not built again.
     """
 
+    digest: str = ""
     built: bool = False
     compiler: str | None = None
     commands: list[str] = field(default_factory=list)
@@ -92,9 +95,13 @@ def build(target: Path = TARGET, demand: Kind | None = None, kinds: Sequence[Kin
         BuildError: a library that ``demand`` asks for (``"cuda"``: both) could not be built; the record is written.
     """
     target.mkdir(parents=True, exist_ok=True)
-    outcomes: dict[Kind, Outcome] = {}
+    outcomes = _recorded(target)
     for kind in kinds:
-        outcome = outcomes[kind] = Outcome()
+        before, outcome = outcomes.get(kind), Outcome(digest=_digest(kind))
+        there = (target / library(kind)).exists()
+        if there and before is not None and before.built and before.digest == outcome.digest:
+            continue
+        outcomes[kind] = outcome
         (target / library(kind)).unlink(missing_ok=True)
         try:
             (_build_cpu if kind == "cpu" else _build_cuda)(target / library(kind), outcome)
@@ -107,6 +114,22 @@ def build(target: Path = TARGET, demand: Kind | None = None, kinds: Sequence[Kin
     if failed:
         raise BuildError(f"LIGHTNING_ASYNC_BUILD={demand} asks for what could not be built.\n" + "\n".join(failed))
     return outcomes
+
+
+def _recorded(target: Path) -> dict[Kind, Outcome]:
+    try:
+        return {kind: Outcome(**fields) for kind, fields in json.loads((target / RECORD).read_text()).items()}
+    except (OSError, ValueError, TypeError):  # none, or of another version
+        return {}
+
+
+def _digest(kind: Kind) -> str:
+    """Of the sources, the flags, and what chooses the compilers."""
+    chosen = [os.environ.get(name, "") for name in (("CXX",) if kind == "cpu" else ("CXX", "CUDA_HOME"))]
+    digest = hashlib.sha256(Path(__file__).read_bytes() + "\0".join(chosen).encode())
+    for path in sorted(SOURCES.iterdir()):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def _run(command: Sequence[str], outcome: Outcome) -> str:

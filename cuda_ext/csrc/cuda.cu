@@ -151,14 +151,14 @@ __device__ __forceinline__ int length_of_chunk(int64_t start, int64_t n) {
 }
 
 template <class Op, class P, bool kNorms>
-__global__ void __launch_bounds__(kThreads) flat_kernel(Arrays arrays, int64_t n, Scalars s, double* partials) {
+__global__ void __launch_bounds__(kThreads, 2) flat_kernel(Arrays arrays, int64_t n, Scalars s, double* partials) {
   int64_t start = (int64_t)blockIdx.x * LA_CHUNK;
   chunk<Op, P, kNorms>(arrays, start, length_of_chunk(start, n), s, kNorms ? partials + (int64_t)blockIdx.x * kMaxNorms : nullptr);
 }
 
 // `chunks` names, for every block, its segment and which chunk of that segment.
 template <class Op, class P, bool kNorms>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     list_kernel(const la_segment* segments, const int64_t* chunks, Arrays buckets, int num_buckets, Scalars s, double* partials) {
   const la_segment& segment = segments[chunks[2 * (int64_t)blockIdx.x]];
   int64_t start = chunks[2 * (int64_t)blockIdx.x + 1] * LA_CHUNK;
@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // One block adds `width` interleaved rows of partial sums, in a fixed order.
-__global__ void __launch_bounds__(kThreads) sum_kernel(const double* partials, int64_t count, int width, double* out) {
+__global__ void __launch_bounds__(kThreads, 2) sum_kernel(const double* partials, int64_t count, int width, double* out) {
   for (int j = 0; j < width; j++) {
     double sum = 0.0;
     for (int64_t c = threadIdx.x; c < count; c += kThreads) sum += partials[c * width + j];
@@ -186,7 +186,7 @@ __device__ __forceinline__ double element(int format, const void* a, int64_t i) 
   return (double)(format == LA_BF16 ? Bf16::load(raw) : Fp16::load(raw));
 }
 
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     square_kernel(int format_a, const void* a, int format_b, const void* b, int64_t n, double* partials) {
   int64_t start = (int64_t)blockIdx.x * LA_CHUNK;
   int length = length_of_chunk(start, n);
@@ -337,7 +337,7 @@ __device__ __forceinline__ int length_of_lane(int64_t at, int64_t n) {
 }
 
 template <class C>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     quantize_kernel(void* codes, float* scales, const float* source, float* residual, int64_t n, float threshold) {
   int64_t block = (int64_t)blockIdx.x * kWarps + threadIdx.x / 32, at = block * kBlock + (threadIdx.x % 32) * kLane;
   int m = length_of_lane(at, n);
@@ -351,7 +351,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <class C, class Again, bool kAgain>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     average_kernel(const void* codes, const float* scales, const float* weights, int64_t peers, int64_t n, float threshold,
                    float* out, void* out_codes, float* out_scales, float* residual, double* partials) {
   int64_t block = (int64_t)blockIdx.x * kWarps + threadIdx.x / 32, at = block * kBlock + (threadIdx.x % 32) * kLane;
