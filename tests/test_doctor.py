@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib
 from pathlib import Path
 
 import pytest
@@ -42,6 +42,6 @@ def test_it_fails_where_two_nccl_packages_overwrite_each_other(
         folder.mkdir()
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 2.28.9\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    importlib.metadata.MetadataPathFinder.invalidate_caches()
+    importlib.invalidate_caches()
     assert doctor.main(["doctor"]) == 1
     assert "nvidia-nccl-cu12 and nvidia-nccl-cu13 are both installed" in capsys.readouterr().err
