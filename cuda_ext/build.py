@@ -217,12 +217,16 @@ def _build_cuda(path: Path, outcome: Outcome) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line: build into the source tree, and say what came out."""
     parser = argparse.ArgumentParser(prog="python cuda_ext/build.py", description="Build the native libraries.")
-    parser.add_argument("demand", nargs="?", choices=KINDS, help="fail unless this is built (cuda: both libraries)")
+    parser.add_argument(
+        "demand", nargs="?", choices=KINDS,
+        help="fail unless this is built (cuda: both libraries; default: $LIGHTNING_ASYNC_BUILD)",
+    )  # fmt: skip
     parser.add_argument("--target", type=Path, default=TARGET, help="folder (default: %(default)s)")
     parser.add_argument("--only", choices=KINDS, help="leave the other library out")
     options = parser.parse_args(arguments)
     try:
-        outcomes = build(options.target, options.demand, [options.only] if options.only else KINDS)
+        demand = options.demand or demanded()
+        outcomes = build(options.target, demand, [options.only] if options.only else KINDS)
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -18,7 +18,6 @@ namespace {
 using namespace la;
 
 constexpr int kPiece = 2048;  // elements between two visits of the norms and of the streamed outputs: they stay in L1
-constexpr int kLanes = 16;    // partial sums of a norm: the order of additions is the same at every level
 
 template <class F>
 void parallel(int64_t count, int threads, const F& run) {
@@ -64,35 +63,38 @@ void finish_streaming() {
 #endif
 }
 
-typedef float Floats __attribute__((vector_size(4 * kLanes)));
-typedef double Doubles __attribute__((vector_size(8 * kLanes)));
+typedef float Floats __attribute__((vector_size(16)));
+typedef double Doubles __attribute__((vector_size(32)));
 
-inline Floats floats_at(const float* at) {
+inline __attribute__((always_inline)) Doubles doubles_at(const float* at) {
   Floats out;
   memcpy(&out, at, sizeof out);
-  return out;
+  return __builtin_convertvector(out, Doubles);
 }
 
-double sum_lanes(const Doubles& lanes) {
+// The sum of (a - b)^2 in double precision, in 16 lanes whose order is the same at every level.
+template <bool kDifference>
+double sum_lanes(const float* a, const float* b, int64_t n) {
+  Doubles lanes[4] = {};
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16)
+    for (int l = 0; l < 4; l++) {
+      Doubles d = doubles_at(a + i + 4 * l);
+      if (kDifference) d -= doubles_at(b + i + 4 * l);
+      lanes[l] += d * d;
+    }
   double total = 0.0;
-  for (int l = 0; l < kLanes; l++) total += lanes[l];
+  for (int l = 0; l < 4; l++)
+    for (int j = 0; j < 4; j++) total += lanes[l][j];
+  for (; i < n; i++) {
+    double d = kDifference ? (double)a[i] - (double)b[i] : (double)a[i];
+    total += d * d;
+  }
   return total;
 }
 
-// The sum of (a - b)^2 in double precision; b may be null.
 double sum_of_squares(const float* a, const float* b, int64_t n) {
-  Doubles lanes = {};
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    Doubles d = __builtin_convertvector(floats_at(a + i), Doubles);
-    if (b) d -= __builtin_convertvector(floats_at(b + i), Doubles);
-    lanes += d * d;
-  }
-  for (int l = 0; i < n; i++, l++) {
-    double d = b ? (double)a[i] - (double)b[i] : (double)a[i];
-    lanes[l] += d * d;
-  }
-  return sum_lanes(lanes);
+  return b ? sum_lanes<true>(a, b, n) : sum_lanes<false>(a, b, n);
 }
 
 template <class Op, class P>
@@ -280,22 +282,51 @@ int square(int format_a, const void* a, int format_b, const void* b, int64_t n, 
   return LA_OK;
 }
 
-uint32_t largest_magnitude(const float* v, int n) {
-  uint32_t largest = 0;
-  for (int i = 0; i < n; i++) largest = magnitude(v[i]) > largest ? magnitude(v[i]) : largest;
-  return largest;
+// v = x + v, and the largest magnitude in it
+inline __attribute__((always_inline)) uint32_t add_residual(float* v, const float* x, int n) {
+  int32_t largest = 0;
+#pragma GCC ivdep
+  for (int i = 0; i < n; i++) {
+    float sum = x[i] + v[i];
+    int32_t mine = (int32_t)magnitude(sum);
+    v[i] = sum;
+    largest = mine > largest ? mine : largest;
+  }
+  return (uint32_t)largest;
 }
 
 // v becomes the residual.
 template <class C>
-inline __attribute__((always_inline)) void encode_block(float* v, typename C::Code* codes, float* scale, int n) {
-  float s = C::kScaled ? block_scale(largest_magnitude(v, n), C::kLargest) : 0.0f;
+inline __attribute__((always_inline)) void encode_block(float* v, typename C::Code* codes, float* scale, uint32_t largest,
+                                                        int n) {
+  float s = C::kScaled ? block_scale(largest, C::kLargest) : 0.0f;
   if (C::kScaled) *scale = s;
 #pragma GCC ivdep
   for (int i = 0; i < n; i++) {
     typename C::Code code = C::encode(v[i], s);
     codes[i] = code;
     v[i] = residual_of<C>(v[i], code, s);
+  }
+}
+
+// The same without the cases that a block of finite numbers, not all zero, cannot have.
+template <>
+inline __attribute__((always_inline)) void encode_block<Int8Codec>(float* v, int8_t* codes, float* scale, uint32_t largest,
+                                                                   int n) {
+  float s = *scale = block_scale(largest, Int8Codec::kLargest);
+  if (s > 0.0f) {
+#pragma GCC ivdep
+    for (int i = 0; i < n; i++) {
+      float code = Int8Codec::nearest(v[i], s);
+      codes[i] = (int8_t)(int32_t)code;
+      float decoded = code * s;
+      v[i] = v[i] - decoded;
+    }
+  } else {
+    for (int i = 0; i < n; i++) {
+      codes[i] = 0;
+      v[i] = residual_of<Int8Codec>(v[i], 0, s);
+    }
   }
 }
 
@@ -319,16 +350,10 @@ void encode_blocks(void* codes, float* scales, const float* source, float* resid
     int m = (int)(end - at < kBlock ? end - at : kBlock);
     float* v = residual + at;
     const float* x = source + at;
-    if (m == kBlock) {
-#pragma GCC ivdep
-      for (int i = 0; i < kBlock; i++) v[i] = x[i] + v[i];
-      if (two_bit) encode_two_bit(v, (uint8_t*)codes + at / 4, threshold, kBlock);
-      else encode_block<C>(v, (typename C::Code*)codes + at, scales + at / kBlock, kBlock);
-    } else {
-      for (int i = 0; i < m; i++) v[i] = x[i] + v[i];
-      if (two_bit) encode_two_bit(v, (uint8_t*)codes + at / 4, threshold, m);
-      else encode_block<C>(v, (typename C::Code*)codes + at, scales + at / kBlock, m);
-    }
+    uint32_t largest = m == kBlock ? add_residual(v, x, kBlock) : add_residual(v, x, m);
+    if (two_bit) encode_two_bit(v, (uint8_t*)codes + at / 4, threshold, m);
+    else if (m == kBlock) encode_block<C>(v, (typename C::Code*)codes + at, scales + at / kBlock, largest, kBlock);
+    else encode_block<C>(v, (typename C::Code*)codes + at, scales + at / kBlock, largest, m);
   }
 }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from lightning_async.ops.reference import buckets as reference
 __all__ = ["Plan", "all_finite", "apply_", "pack_", "scale_", "sq_distance", "sq_norm"]
 
 Remainders = reference.Remainders
+_WRITES_TENSORS = ("copy", "move")
 
 
 class Plan:
@@ -36,7 +37,7 @@ class Plan:
 
     Raises:
         TypeError: a tensor or a remainder has a dtype that does not fit its role.
-        ValueError: numbers or shapes differ from the layout, or tensors overlap.
+        ValueError: numbers or shapes differ from the layout.
 
     >>> x = torch.tensor([1.0, 2.0])
     >>> plan = Plan(FlatLayout([x]), [x])
@@ -54,31 +55,26 @@ class Plan:
         self.layout, self.tensors = layout, list(tensors)
         self.remainders = list(reference.check_lists("Plan", layout, self.tensors, remainders))
         self._tables: dict[tuple[str, torch.device], _Table] = {}
-        self._memory: list[int] = []
-        self._look()
-
-    def _look(self) -> None:
-        """Where everything lies now."""
         self._memory = self._pointers()
-        self._tables = {}
-        spans = sorted(
-            (t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in self._written() if _dense(t)
-        )
+
+    def _check_distinct(self) -> None:
+        """What is written in parallel must not overlap."""
+        written = [*self.tensors, *(rest for rest in self.remainders if rest is not None)]
+        spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in written if _dense(t))
         pointers = [x.data_ptr() for x in self.tensors if x.numel()]
         if len(set(pointers)) != len(pointers) or any(b[0] < a[1] for a, b in itertools.pairwise(spans)):
             raise ValueError("`tensors` or `remainders` name the same memory twice; pass tied tensors once.")
-
-    def _written(self) -> Iterable[Tensor]:
-        return [*self.tensors, *(rest for rest in self.remainders if rest is not None)]
 
     def _pointers(self) -> list[int]:
         return [t.data_ptr() for t in self.tensors] + [r.data_ptr() for r in self.remainders if r is not None]
 
     def _table(self, op: str, device: torch.device) -> _Table:
-        if self._pointers() != self._memory:
-            self._look()
+        if (memory := self._pointers()) != self._memory:
+            self._memory, self._tables = memory, {}
         key = (op, device)
         if key not in self._tables:
+            if op in _WRITES_TENSORS:
+                self._check_distinct()
             self._tables[key] = _Table(op, device, self)
         return self._tables[key]
 
@@ -128,7 +124,7 @@ class Plan:
 
         Raises:
             TypeError: a bucket is not fp32.
-            ValueError: a bucket has another size than the layout, or ``base`` overlaps ``target``.
+            ValueError: a bucket has another size than the layout, ``base`` overlaps ``target``, or tensors overlap.
         """
         sources = self._buckets("apply_", target=target, base=base)
         table = self._table("copy" if base is None else "move", target.device)
@@ -196,7 +192,7 @@ class _Table:
             number = calls.find(device.type, op if rest is None else f"{op}_rest")
             pointer = None if rest is None else rest.data_ptr()
             segments.append(calls.Segment(x.data_ptr(), pointer, offset, x.numel(), number, calls.FORMATS[x.dtype]))
-            if op in ("copy", "move"):
+            if op in _WRITES_TENSORS:
                 self.written += present
         self.whole = not segments and len(self.others) == len(plan.tensors)
         self._table = calls.SegmentTable(device, segments) if segments else None
