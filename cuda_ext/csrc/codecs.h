@@ -21,16 +21,13 @@ struct Int8Codec {
   static constexpr bool kScaled = true;
   static constexpr float kLargest = 127.0f;
   LA_INLINE float decode(int8_t code, float scale) { return (float)(int32_t)code * scale; }
-  LA_INLINE float nearest(float v, float scale) {
+  static constexpr float kShift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, ties to even
+  LA_INLINE int8_t encode(float v, float scale) {
     float q = v / scale;
     q = q < 127.0f ? q : 127.0f;
     q = q > -127.0f ? q : -127.0f;
-    float shifted = q + 12582912.0f;  // 1.5 * 2^23: rounds to an integer, ties to even
-    return shifted - 12582912.0f;
-  }
-  LA_INLINE int8_t encode(float v, float scale) {
-    int32_t code = (int32_t)nearest(v, scale);
-    return (int8_t)(scale > 0.0f ? code : 0);
+    float shifted = q + kShift;  // whose lowest byte is the integer's
+    return (int8_t)(scale > 0.0f ? bits(shifted) : 0u);
   }
 };
 

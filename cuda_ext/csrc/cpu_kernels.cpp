@@ -6,7 +6,9 @@
 #if defined(_OPENMP)
 #include <omp.h>
 #endif
-#if defined(__SSE2__)
+#if defined(__AVX__)
+#include <immintrin.h>
+#elif defined(__SSE2__)
 #include <emmintrin.h>
 #endif
 #include <unistd.h>
@@ -17,7 +19,8 @@
 namespace {
 using namespace la;
 
-constexpr int kPiece = 2048;  // elements between two visits of the norms and of the streamed outputs: they stay in L1
+constexpr int kPiece = 2048;  // elements between two flushes of streamed outputs: they stay in L1
+constexpr int kSmallPiece = 512;  // between two visits of the norms: memory is busy meanwhile, with what is prefetched
 
 template <class F>
 void parallel(int64_t count, int threads, const F& run) {
@@ -63,13 +66,22 @@ void finish_streaming() {
 #endif
 }
 
+// Asks for memory that will be read soon; addresses beyond an array do no harm.
+inline void prefetch(const void* from, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)from + i);
+}
+
 typedef float Floats __attribute__((vector_size(16)));
 typedef double Doubles __attribute__((vector_size(32)));
 
 inline __attribute__((always_inline)) Doubles doubles_at(const float* at) {
+#if defined(__AVX__)
+  return (Doubles)_mm256_cvtps_pd(_mm_loadu_ps(at));  // GCC 12 makes three instructions of the line below
+#else
   Floats out;
   memcpy(&out, at, sizeof out);
   return __builtin_convertvector(out, Doubles);
+#endif
 }
 
 // The sum of (a - b)^2 in double precision, in 16 lanes whose order is the same at every level.
@@ -143,8 +155,9 @@ void chunk(void* const* arrays, int64_t start, int64_t n, const float* scalars, 
   constexpr unsigned kOnlyWritten = Op::kWrites & ~Op::kReads;
   constexpr int kFirst = sizeof(typename P::Stored);
   double sums[kMaxNorms] = {0.0, 0.0};
-  for (int64_t at = 0; at < n; at += kPiece) {
-    int m = (int)(n - at < kPiece ? n - at : kPiece);
+  int64_t piece = partial ? kSmallPiece : kPiece;
+  for (int64_t at = 0; at < n; at += piece) {
+    int m = (int)(n - at < piece ? n - at : piece);
     char *from[kMaxArrays] = {}, *to[kMaxArrays] = {};
     int streamed[2], used = 0;
     for (int k = 0; k < Op::kArrays; k++) {
@@ -157,6 +170,8 @@ void chunk(void* const* arrays, int64_t start, int64_t n, const float* scalars, 
     if (partial) {
       float* norms[kMaxNorms] = {squares[0], squares[1]};
       map<Op, P>(from, to, norms, m, scalars);
+      for (int k = 0; k < Op::kArrays; k++)
+        if ((Op::kReads >> k) & 1u) prefetch(from[k] + piece * (k ? 4 : kFirst), piece * (k ? 4 : kFirst));
       for (int j = 0; j < Op::kNorms; j++) sums[j] += sum_of_squares(squares[j], nullptr, m);
     } else {
       float* norms[kMaxNorms] = {nullptr, nullptr};
@@ -314,18 +329,19 @@ template <>
 inline __attribute__((always_inline)) void encode_block<Int8Codec>(float* v, int8_t* codes, float* scale, uint32_t largest,
                                                                    int n) {
   float s = *scale = block_scale(largest, Int8Codec::kLargest);
-  if (s > 0.0f) {
+  if (s > 1e-30f) {  // the quotient cannot round beyond 127
 #pragma GCC ivdep
     for (int i = 0; i < n; i++) {
-      float code = Int8Codec::nearest(v[i], s);
-      codes[i] = (int8_t)(int32_t)code;
-      float decoded = code * s;
+      float shifted = v[i] / s + Int8Codec::kShift;
+      codes[i] = (int8_t)bits(shifted);
+      float decoded = (shifted - Int8Codec::kShift) * s;
       v[i] = v[i] - decoded;
     }
   } else {
     for (int i = 0; i < n; i++) {
-      codes[i] = 0;
-      v[i] = residual_of<Int8Codec>(v[i], 0, s);
+      int8_t code = Int8Codec::encode(v[i], s);
+      codes[i] = code;
+      v[i] = residual_of<Int8Codec>(v[i], code, s);
     }
   }
 }
@@ -350,6 +366,8 @@ void encode_blocks(void* codes, float* scales, const float* source, float* resid
     int m = (int)(end - at < kBlock ? end - at : kBlock);
     float* v = residual + at;
     const float* x = source + at;
+    prefetch(v + 2 * kBlock, 4 * kBlock);
+    prefetch(x + 2 * kBlock, 4 * kBlock);
     uint32_t largest = m == kBlock ? add_residual(v, x, kBlock) : add_residual(v, x, m);
     if (two_bit) encode_two_bit(v, (uint8_t*)codes + at / 4, threshold, m);
     else if (m == kBlock) encode_block<C>(v, (typename C::Code*)codes + at, scales + at / kBlock, largest, kBlock);
