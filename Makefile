@@ -46,8 +46,9 @@ $(VENV)/.torch: $(ASKED) | $(BIN)/python
 	fi
 	@$(BIN)/python -m pip --disable-pip-version-check freeze | grep '^torch==' > $@ || true
 
-# The constraint keeps this torch whatever another package would like.
-$(VENV)/.ready-%: pyproject.toml $(VENV)/.torch
+# The constraint keeps this torch whatever another package would like. An install builds the native libraries, those whose sources have changed.
+NATIVE := setup.py cuda_ext/build.py $(wildcard cuda_ext/csrc/*)
+$(VENV)/.ready-%: pyproject.toml $(NATIVE) $(VENV)/.torch
 	$(PIP) --quiet --constraint $(VENV)/.torch --editable ".[$*]"
 	@touch $@
 

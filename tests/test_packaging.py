@@ -20,8 +20,7 @@ if sys.version_info >= (3, 11):
 BUILD = "import sys; from setuptools import build_meta as b; print(getattr(b, 'build_' + sys.argv[1])(sys.argv[2]))"
 LOAD = """
 import ctypes, sys
-for runtime in ("libgomp.so.1",):
-    ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
+ctypes.CDLL("libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
 library = ctypes.CDLL(sys.argv[1])
 assert library.la_abi_version() == 1
 x = (ctypes.c_float * 3)(1, 2, 3)
