@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 import torch
+import torch.cuda.nccl
 
 from lightning_async.ops import native
 

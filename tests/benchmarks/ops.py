@@ -11,7 +11,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,7 +42,7 @@ class Measured:
     speedup: float | None = None
     bandwidth: float | None = None
     fused: Way = field(repr=False)
-    chains: dict[str, Way] = field(repr=False)
+    chains: Mapping[str, Way] = field(repr=False)
     seconds: dict[str, float] = field(default_factory=dict)
 
     def record(self, way: str, seconds: float) -> None:
@@ -120,7 +120,7 @@ def cases(n: int) -> list[Measured]:
         quantized[0].copy_(scaled)
         blocks.sub_(scaled.mul_(quantized[1]))
 
-    eager_delta = {"sub, add": delta_out, "add, sub": delta_two}
+    eager_delta: dict[str, Way] = {"sub, add": delta_out, "add, sub": delta_two}
     return [
         Measured(
             name="delta merge", streams=4, speedup=1.45, bandwidth=0.9,
