@@ -14,18 +14,17 @@ STATE = (torch.float32,)
 
 
 def check_no_grad(op: str, written: Mapping[str, Tensor]) -> None:
-    """Refuse to overwrite what autograd watches.
+    """Refuse to overwrite what autograd watches; called in grad mode.
 
     Raises:
-        ValueError: grad mode is on, and a tensor requires grad.
+        ValueError: a tensor requires grad.
     """
-    if torch.is_grad_enabled():
-        for name, tensor in written.items():
-            if tensor.requires_grad:
-                raise ValueError(
-                    f"`{op}({name}=...)` requires grad and would be overwritten in grad mode: "
-                    "call it under `torch.no_grad()`."
-                )
+    for name, tensor in written.items():
+        if tensor.requires_grad:
+            raise ValueError(
+                f"`{op}({name}=...)` requires grad and would be overwritten in grad mode: "
+                "call it under `torch.no_grad()`."
+            )
 
 
 def check_flat(
