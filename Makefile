@@ -3,6 +3,8 @@
 #   make demo                  train a real model with two asynchronous replicas; numbers and a picture at the end
 #   make test                  all tests
 #   make horovod               build Horovod for the installed torch, into `.venv` (HOROVOD_ARGS=--mpi, --nccl)
+#   make native                build the native libraries of the ops again (an install has built what it could)
+#   make gpu                   all that needs a GPU, in at most eight minutes, with its results in runs/gpu
 #   make lint | types | bench | clean
 #
 # Variables: PYTHON (which Python makes the environment), PIP_ARGS (more options for pip), TORCH (which torch: a
@@ -24,7 +26,7 @@ else
 TORCH ?= torch==2.13.0
 endif
 
-.PHONY: help venv demo test horovod lint types bench format clean ask
+.PHONY: help venv demo test horovod native gpu lint types bench format clean ask
 help:
 	@sed -n 's/^#   //p' Makefile
 
@@ -44,8 +46,9 @@ $(VENV)/.torch: $(ASKED) | $(BIN)/python
 	fi
 	@$(BIN)/python -m pip --disable-pip-version-check freeze | grep '^torch==' > $@ || true
 
-# The constraint keeps this torch whatever another package would like.
-$(VENV)/.ready-%: pyproject.toml $(VENV)/.torch
+# The constraint keeps this torch whatever another package would like. An install builds the native libraries, those whose sources have changed.
+NATIVE := setup.py cuda_ext/build.py $(wildcard cuda_ext/csrc/*)
+$(VENV)/.ready-%: pyproject.toml $(NATIVE) $(VENV)/.torch
 	$(PIP) --quiet --constraint $(VENV)/.torch --editable ".[$*]"
 	@touch $@
 
@@ -57,6 +60,12 @@ test: $(VENV)/.ready-test
 
 horovod: $(VENV)/.ready-test
 	$(BIN)/python -m lightning_async.build_horovod $(HOROVOD_ARGS)
+
+native: $(VENV)/.ready-test
+	$(BIN)/python cuda_ext/build.py
+
+gpu: $(VENV)/.ready-test
+	PYTHON=$(BIN)/python bash tests/gpu/run.sh
 
 lint: $(VENV)/.ready-test
 	$(BIN)/ruff check .
@@ -71,6 +80,7 @@ types: $(VENV)/.ready-test
 
 bench: $(VENV)/.ready-test
 	$(BIN)/python -m tests.benchmarks.averaging $(BENCH_ARGS)
+	$(BIN)/python -m tests.benchmarks.ops --out runs/ops
 
 clean:
-	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) runs build dist *.egg-info lightning_async/ops/lib .pytest_cache .ruff_cache .hypothesis

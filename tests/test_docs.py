@@ -30,6 +30,13 @@ COMMANDS = {
     "make types": ".ci/run",
     "make demo": "tests/examples/test_char_lm.py::test_a_short_run_ends_with_numbers_and_a_picture",
     "make horovod": ".ci/run",
+    "make native": ".ci/run",
+    "make gpu": "tests/ops/test_gpu_script.py::test_without_a_gpu_it_says_so_and_fails",
+    "lightning-async doctor": "tests/test_doctor.py::test_it_says_what_runs_and_how_it_was_built",
+    "LIGHTNING_ASYNC_BUILD=cuda pip install .": (
+        "tests/test_packaging.py::test_without_a_compiler_the_wheel_is_pure_and_says_why"
+    ),
+    "python -m tests.benchmarks.ops --out runs/ops": "tests/benchmarks/test_ops.py::test_it_measures_and_writes",
     "horovodrun --gloo -np 2 python examples/char_lm.py --strategy horovod --max-steps 20": (
         "tests/examples/test_horovod.py"
     ),

@@ -1,8 +1,4 @@
-"""Every operation in plain torch: this is the specification that faster kernels must meet.
-
-All functions run without autograd, and write through torch's in-place operations only, so that the version
-counters move and a backward pass over overwritten values fails instead of returning wrong gradients.
-"""
+"""Lists of tensors and the flat buckets in which they travel, in plain torch."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from torch import Tensor
 
 from lightning_async.flat import FlatLayout
 
-__all__ = ["all_finite", "apply_", "outer_nesterov_", "pack_", "scale_", "sq_distance", "sq_norm"]
+__all__ = ["all_finite", "apply_", "pack_", "scale_", "sq_distance", "sq_norm"]
 
 _CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
 """Elements per step of the reductions: their float64 temporaries stay in a CPU's cache, or fill a GPU."""
@@ -43,8 +39,8 @@ def pack_(bucket: Tensor, layout: FlatLayout, tensors: Sequence[Tensor], remaind
     >>> bucket
     tensor([1., 2., 3.])
     """
-    rests = _check_lists("pack_", layout, tensors, remainders)
-    _check_bucket("pack_(bucket=...)", bucket, layout)
+    rests = check_lists("pack_", layout, tensors, remainders)
+    check_bucket("pack_(bucket=...)", bucket, layout)
     if not len(layout):
         return
     places = layout.views(bucket)
@@ -75,7 +71,7 @@ def apply_(
         tensors: any floating dtypes, in the layout's order; updated in place.
         layout: where each tensor lies.
         target: flat fp32; stays intact.
-        base: flat fp32; consumed: it holds the displacement afterwards. None: copy.
+        base: flat fp32; consumed: what it holds afterwards is not defined. None: copy.
         remainders: per tensor an fp32 tensor of its shape (bf16 and fp16 tensors only), updated in place, or None.
             Without one, a displacement below half a unit in the last place is lost. Default: none at all.
 
@@ -88,13 +84,13 @@ def apply_(
     >>> x
     tensor([1.5000, 1.5000, 3.0000])
     """
-    rests = _check_lists("apply_", layout, tensors, remainders)
-    _check_bucket("apply_(target=...)", target, layout)
+    rests = check_lists("apply_", layout, tensors, remainders)
+    check_bucket("apply_(target=...)", target, layout)
     pointers = [x.data_ptr() for x in tensors if x.numel()]
     if len(set(pointers)) != len(pointers):
         raise ValueError("`apply_(tensors=...)` names the same memory twice; pass tied tensors once.")
     if base is not None:
-        _check_bucket("apply_(base=...)", base, layout)
+        check_bucket("apply_(base=...)", base, layout)
         if base.numel() and base.data_ptr() == target.data_ptr():
             raise ValueError("`apply_(base=...)` is consumed and must not be `target`.")
         torch.sub(target, base, out=base)
@@ -138,7 +134,7 @@ def scale_(out: Tensor, source: Tensor, weight: float) -> None:
     >>> out
     tensor([0.5000, 1.0000])
     """
-    _check_flat("scale_", out, source)
+    check_flat("scale_", out, source)
     torch.mul(source, weight, out=out)
 
 
@@ -192,39 +188,7 @@ def all_finite(a: Tensor) -> bool:
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
-@torch.no_grad()
-def outer_nesterov_(
-    anchor: Tensor, momentum: Tensor, pseudo_gradient: Tensor, lr: float, mu: float, nesterov: bool
-) -> None:
-    r"""One step of SGD with (Nesterov) momentum, bit for bit that of `torch.optim.SGD` on the same flat tensor.
-
-    .. math::
-        m &\leftarrow \mu m + g \\
-        a &\leftarrow a - \eta\, (g + \mu m) \text{ with nesterov, else } a - \eta\, m
-
-    Args:
-        anchor: flat fp32 :math:`a`; updated in place.
-        momentum: flat fp32 :math:`m`, zeros at first; updated in place.
-        pseudo_gradient: flat fp32 :math:`g`; consumed.
-        lr: :math:`\eta`.
-        mu: :math:`\mu`.
-        nesterov: look ahead along the new momentum.
-
-    Raises:
-        TypeError: a tensor is not fp32.
-        ValueError: the shapes differ.
-
-    >>> anchor, momentum = torch.tensor([1.0]), torch.tensor([0.0])
-    >>> outer_nesterov_(anchor, momentum, torch.tensor([0.5]), lr=0.5, mu=0.5, nesterov=True)
-    >>> anchor, momentum
-    (tensor([0.6250]), tensor([0.5000]))
-    """
-    _check_flat("outer_nesterov_", anchor, momentum, pseudo_gradient)
-    momentum.mul_(mu).add_(pseudo_gradient)
-    anchor.add_(pseudo_gradient.add_(momentum, alpha=mu) if nesterov else momentum, alpha=-lr)
-
-
-def _check_lists(
+def check_lists(
     op: str, layout: FlatLayout, tensors: Sequence[Tensor], remainders: Remainders | None
 ) -> Sequence[Tensor | None]:
     if len(tensors) != len(layout):
@@ -251,7 +215,7 @@ def _check_lists(
     return remainders
 
 
-def _check_bucket(argument: str, bucket: Tensor, layout: FlatLayout) -> None:
+def check_bucket(argument: str, bucket: Tensor, layout: FlatLayout) -> None:
     if bucket.dtype != torch.float32:
         raise TypeError(f"`{argument}` must be float32, got {bucket.dtype}.")
     if bucket.shape != (layout.numel,) or not bucket.is_contiguous():
@@ -260,7 +224,7 @@ def _check_bucket(argument: str, bucket: Tensor, layout: FlatLayout) -> None:
         )
 
 
-def _check_flat(op: str, *tensors: Tensor) -> None:
+def check_flat(op: str, *tensors: Tensor) -> None:
     if any(t.dtype != torch.float32 for t in tensors):
         raise TypeError(f"`{op}` needs float32 tensors, got {', '.join(str(t.dtype) for t in tensors)}.")
     if any(t.shape != tensors[0].shape for t in tensors):

@@ -1,0 +1,259 @@
+// What happens to one element, shared by the CPU and the CUDA library. Every line is one single-rounding operation
+// (the compilers are told not to contract them), so that both libraries and the reference in torch agree to the bit.
+//
+// A functor has `kArrays` arrays. Array 0 is stored in the format P (fp32, bf16, fp16), all others in fp32. The driver
+// loads `r[k]` of the arrays in `kReads`, calls `run`, and stores those in `kWrites`. `s` holds the scalars; what `run`
+// puts into `n[0 .. kNorms)` is squared and summed in double precision where the caller asked for norms.
+#pragma once
+#include "numbers.h"
+
+namespace la {
+
+template <class P>
+LA_INLINE float rounded(float value) { return P::load(P::store(value)); }
+
+// out = w v, snapshot = v, with v = x + rest.                        s: w           n: v
+template <bool kSnapshot, bool kRest>
+struct Pack {
+  static constexpr int kArrays = 2 + kSnapshot + kRest, kNorms = 1, kLast = kArrays - 1;
+  static constexpr unsigned kReads = 1u | (kRest ? 1u << kLast : 0u), kWrites = kSnapshot ? 6u : 2u;
+  template <class P>
+  LA_INLINE void run(float* r, const float* s, float* n) {
+    float v = kRest ? r[0] + r[kLast] : r[0];
+    if (kSnapshot) r[2] = v;
+    r[1] = s[0] * v;
+    n[0] = v;
+  }
+};
+
+// v = (x + rest) + (target - base), x = cast(v), rest = v - x, base = v where a new snapshot is wanted.
+//                                                                                  n: target - base, v
+template <bool kSnapshot, bool kRest>
+struct Move {
+  static constexpr int kArrays = 3 + kRest, kNorms = 2;
+  static constexpr unsigned kReads = kRest ? 15u : 7u, kWrites = 1u | (kSnapshot ? 4u : 0u) | (kRest ? 8u : 0u);
+  template <class P>
+  LA_INLINE void run(float* r, const float*, float* n) {
+    float d = r[1] - r[2];
+    float v = (kRest ? r[0] + r[3] : r[0]) + d;
+    r[0] = v;
+    if (kSnapshot) r[2] = v;
+    if (kRest) r[3] = v - rounded<P>(v);
+    n[0] = d;
+    n[1] = v;
+  }
+};
+
+// x = cast(target), rest = target - x.                                             n: target
+template <bool kRest>
+struct Copy {
+  static constexpr int kArrays = 2 + kRest, kNorms = 1;
+  static constexpr unsigned kReads = 2u, kWrites = 1u | (kRest ? 4u : 0u);
+  template <class P>
+  LA_INLINE void run(float* r, const float*, float* n) {
+    float v = r[1];
+    r[0] = v;
+    if (kRest) r[2] = v - rounded<P>(v);
+    n[0] = v;
+  }
+};
+
+// sum = sum + w x.                                                   s: w          n: sum
+struct Accumulate {
+  static constexpr int kArrays = 2, kNorms = 1;
+  static constexpr unsigned kReads = 3u, kWrites = 2u;
+  template <class P>
+  LA_INLINE void run(float* r, const float* s, float* n) {
+    float term = s[0] * r[0];
+    r[1] = r[1] + term;
+    n[0] = r[1];
+  }
+};
+
+// x = x + w (y - x).                                                 s: w          n: y - x
+struct Lerp {
+  static constexpr int kArrays = 2, kNorms = 1;
+  static constexpr unsigned kReads = 3u, kWrites = 1u;
+  template <class P>
+  LA_INLINE void run(float* r, const float* s, float* n) {
+    float d = r[1] - r[0];
+    float step = s[0] * d;
+    r[0] = r[0] + step;
+    n[0] = d;
+  }
+};
+
+// d = x - centre, x = x - alpha d, centre = centre + alpha d.        s: alpha      n: d
+struct Elastic {
+  static constexpr int kArrays = 2, kNorms = 1;
+  static constexpr unsigned kReads = 3u, kWrites = 3u;
+  template <class P>
+  LA_INLINE void run(float* r, const float* s, float* n) {
+    float d = r[0] - r[1];
+    float step = s[0] * d;
+    r[0] = r[0] - step;
+    r[1] = r[1] + step;
+    n[0] = d;
+  }
+};
+
+// Momentum on an anchor: m = mu m + c g, a = a - lr (c g + mu m) with nesterov, else a - lr m.
+LA_INLINE void momentum_step(float& a, float& m, float g, float lr, float mu, float c, float nesterov) {
+  float scaled = c * g;
+  float decayed = mu * m;
+  m = decayed + scaled;
+  float ahead = mu * m;
+  ahead = scaled + ahead;
+  float step = lr * (nesterov != 0.0f ? ahead : m);
+  a = a - step;
+}
+
+// g = a - mean, momentum step, then x = a, or overlapped x = x + (a - snapshot).
+// arrays: x, mean, anchor, momentum, [snapshot]                      s: lr, mu, c, nesterov      n: g
+template <bool kOverlap>
+struct Outer {
+  static constexpr int kArrays = 4 + kOverlap, kNorms = 1;
+  static constexpr unsigned kReads = kOverlap ? 31u : 14u, kWrites = 13u;
+  template <class P>
+  LA_INLINE void run(float* r, const float* s, float* n) {
+    float g = r[2] - r[1];
+    momentum_step(r[2], r[3], g, s[0], s[1], s[2], s[3]);
+    if (kOverlap) {
+      float d = r[2] - r[4];
+      r[0] = r[0] + d;
+    } else {
+      r[0] = r[2];
+    }
+    n[0] = g;
+  }
+};
+
+// The same on message buckets. arrays: received (g, becomes the new anchor), anchor, momentum, [sent (old anchor minus
+// snapshot, becomes the snapshot)]                                   s: lr, mu, c, nesterov      n: g
+template <bool kSent>
+struct OuterMerge {
+  static constexpr int kArrays = 3 + kSent, kNorms = 1;
+  static constexpr unsigned kReads = kSent ? 15u : 7u, kWrites = kReads;
+  template <class P>
+  LA_INLINE void run(float* r, const float* s, float* n) {
+    n[0] = r[0];
+    if (kSent) r[3] = r[1] - r[3];
+    momentum_step(r[1], r[2], r[0], s[0], s[1], s[2], s[3]);
+    r[0] = r[1];
+  }
+};
+
+// arrays: gradient (only read), anchor, momentum                     s: lr, mu, c, nesterov      n: g
+struct OuterStep {
+  static constexpr int kArrays = 3, kNorms = 1;
+  static constexpr unsigned kReads = 7u, kWrites = 6u;
+  template <class P>
+  LA_INLINE void run(float* r, const float* s, float* n) {
+    momentum_step(r[1], r[2], r[0], s[0], s[1], s[2], s[3]);
+    n[0] = r[0];
+  }
+};
+
+// scale (g + lambda g g (p - backup)): a stale gradient, corrected to first order.
+template <bool kDelay>
+LA_INLINE float stale(float g, float p, float backup, float scale, float lambda) {
+  if (kDelay) {
+    float moved = p - backup;
+    float square = g * g;
+    float term = square * moved;
+    term = lambda * term;
+    g = g + term;
+  }
+  return scale * g;
+}
+
+// arrays: gradient, params, momentum, [backup]                       s: lr, mu, c, nesterov, scale, lambda     n: g'
+template <bool kDelay>
+struct ServerSgd {
+  static constexpr int kArrays = 3 + kDelay, kNorms = 1;
+  static constexpr unsigned kReads = kDelay ? 15u : 7u, kWrites = 6u;
+  template <class P>
+  LA_INLINE void run(float* r, const float* s, float* n) {
+    float g = stale<kDelay>(r[0], r[1], kDelay ? r[3] : 0.0f, s[4], s[5]);
+    momentum_step(r[1], r[2], g, s[0], s[1], s[2], s[3]);
+    n[0] = g;
+  }
+};
+
+// arrays: gradient, params, worker's momentum, sum of all momenta, look-ahead (written), [backup]
+// s: lr, mu, lr * mu, -, scale, lambda                               n: g'
+template <bool kDelay>
+struct ServerDana {
+  static constexpr int kArrays = 5 + kDelay, kNorms = 1;
+  static constexpr unsigned kReads = kDelay ? 47u : 15u, kWrites = 30u;
+  template <class P>
+  LA_INLINE void run(float* r, const float* s, float* n) {
+    float g = stale<kDelay>(r[0], r[1], kDelay ? r[5] : 0.0f, s[4], s[5]);
+    float decayed = s[1] * r[2];
+    float m = decayed + g;
+    float change = m - r[2];
+    r[3] = r[3] + change;
+    r[2] = m;
+    float step = s[0] * m;
+    r[1] = r[1] - step;
+    float ahead = s[2] * r[3];
+    r[4] = r[1] - ahead;
+    n[0] = g;
+  }
+};
+
+// arrays: gradient, params, first moment, second moment, [backup]
+// s: step size, beta1, 1 - beta1, beta2, scale, lambda, 1 - beta2, root of the second bias correction, eps     n: g'
+template <bool kDelay>
+struct ServerAdam {
+  static constexpr int kArrays = 4 + kDelay, kNorms = 1;
+  static constexpr unsigned kReads = kDelay ? 31u : 15u, kWrites = 14u;
+  template <class P>
+  LA_INLINE void run(float* r, const float* s, float* n) {
+    float g = stale<kDelay>(r[0], r[1], kDelay ? r[4] : 0.0f, s[4], s[5]);
+    float first = s[2] * g;
+    float square = g * g;
+    float second = s[6] * square;
+    float kept = s[1] * r[2];
+    r[2] = kept + first;
+    kept = s[3] * r[3];
+    r[3] = kept + second;
+    float root = LA_SQRT(r[3]) / s[7];
+    root = root + s[8];
+    float step = r[2] / root;
+    step = s[0] * step;
+    r[1] = r[1] - step;
+    n[0] = g;
+  }
+};
+
+constexpr int kMaxArrays = 6, kMaxNorms = 2, kMaxScalars = 9;
+
+}  // namespace la
+
+// Name, functor. The names are part of the ABI: callers look them up with la_find.
+#define LA_ELEMENTWISE(X)                         \
+  X("pack", (Pack<false, false>))                 \
+  X("pack_rest", (Pack<false, true>))             \
+  X("pack_snapshot", (Pack<true, false>))         \
+  X("pack_snapshot_rest", (Pack<true, true>))     \
+  X("move", (Move<false, false>))                 \
+  X("move_rest", (Move<false, true>))             \
+  X("move_snapshot", (Move<true, false>))         \
+  X("move_snapshot_rest", (Move<true, true>))     \
+  X("copy", (Copy<false>))                        \
+  X("copy_rest", (Copy<true>))                    \
+  X("accumulate", (Accumulate))                   \
+  X("lerp", (Lerp))                               \
+  X("elastic", (Elastic))                         \
+  X("outer", (Outer<false>))                      \
+  X("outer_overlapped", (Outer<true>))            \
+  X("outer_merge", (OuterMerge<false>))           \
+  X("outer_merge_sent", (OuterMerge<true>))       \
+  X("outer_step", (OuterStep))                    \
+  X("server_sgd", (ServerSgd<false>))             \
+  X("server_sgd_delay", (ServerSgd<true>))        \
+  X("server_dana", (ServerDana<false>))           \
+  X("server_dana_delay", (ServerDana<true>))      \
+  X("server_adam", (ServerAdam<false>))           \
+  X("server_adam_delay", (ServerAdam<true>))

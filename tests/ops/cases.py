@@ -1,0 +1,183 @@
+"""One row per flat op: how to make arguments for it. Every law of tests/ops runs over every row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_async import ops
+from lightning_async.ops.reference import averaging, compression, outer, server
+
+HALVES = (torch.float32, torch.bfloat16, torch.float16)
+FP32 = (torch.float32,)
+SPECIAL = (float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 1e-45, -1e-42, 3e38, -3e38, 65520.0, 6e-8, 1.0, 448.0)
+Values = Callable[..., Tensor]
+
+
+class Case(NamedTuple):
+    """An op, its reference, the dtypes it is tested with, and its arguments for ``n`` elements."""
+
+    op: Callable[..., Any]
+    reference: Callable[..., Any]
+    dtypes: Sequence[torch.dtype]
+    make: Callable[[Values, int, torch.dtype], list[Any]]
+
+    def __repr__(self) -> str:
+        return self.reference.__name__
+
+
+def values(seed: int, special: bool = True, offset: int = 0) -> Values:
+    """Makes tensors of normal values, with some special ones among them, that start ``offset`` elements behind an
+    allocation's start."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def make(*shape: int, dtype: torch.dtype = torch.float32, positive: bool = False) -> Tensor:
+        numel = int(torch.Size(shape).numel())
+        x = torch.randn(numel, generator=generator) * 10.0 ** torch.randint(-3, 3, (numel,), generator=generator)
+        if special and numel:
+            where = torch.randint(numel, (1 + numel // 50,), generator=generator)
+            which = torch.randint(len(SPECIAL), where.shape, generator=generator)
+            x[where] = torch.tensor(SPECIAL)[which]
+        if positive:
+            x = x.abs()
+        out = torch.empty(numel + offset, dtype=dtype)[offset:]
+        return out.copy_(x).view(shape)
+
+    return make
+
+
+def codes(make: Values, peers: int, n: int, dtype: torch.dtype) -> Tensor:
+    """Messages of ``peers``."""
+    if dtype in (torch.int8, torch.uint8):
+        return (make(peers, n).nan_to_num(0, 0, 0) * 1000).to(torch.int64).to(dtype)
+    return make(peers, n).clamp(-448, 448).to(dtype)
+
+
+def scales(make: Values, dtype: torch.dtype, *shape: int) -> Tensor | None:
+    """Their scales: none for bfloat16."""
+    return None if dtype == torch.bfloat16 else make(*shape, positive=True)
+
+
+def blocks(n: int) -> int:
+    return -(-n // 256)
+
+
+CODES = (torch.int8, torch.float8_e4m3fn, torch.bfloat16)
+
+
+def outer_case(name: str, overlap: bool, *scalars: Any) -> Case:
+    def make(v: Values, n: int, dtype: torch.dtype) -> list[Any]:
+        return [v(n, dtype=dtype), v(n), v(n), v(n), v(n) if overlap else None, *scalars]
+
+    return Case(getattr(ops, name), getattr(outer, name), HALVES, make)
+
+
+def server_case(name: str, state: int, delay: bool, *scalars: Any) -> Case:
+    def make(v: Values, n: int, dtype: torch.dtype) -> list[Any]:
+        tensors = [v(n) for _ in range(state)]
+        if name == "server_adam_":
+            tensors[2].abs_()
+        return [*tensors, v(n, dtype=dtype), v(n) if delay else None, *scalars]
+
+    return Case(getattr(ops, name), getattr(server, name), HALVES, make)
+
+
+def of(module: Any, name: str, dtypes: Sequence[torch.dtype], make: Callable[..., list[Any]]) -> Case:
+    return Case(getattr(ops, name), getattr(module, name), dtypes, make)
+
+
+CASES = [
+    of(averaging, "delta_merge_", HALVES, lambda v, n, d: [v(n, dtype=d), v(n), v(n), True]),
+    of(averaging, "delta_merge_", HALVES, lambda v, n, d: [v(n, dtype=d), v(n), v(n), False]),
+    of(averaging, "delta_merge_norm_", HALVES, lambda v, n, d: [v(n, dtype=d), v(n), v(n), True]),
+    of(averaging, "lerp_norm_", HALVES, lambda v, n, d: [v(n, dtype=d), v(n), 0.3]),
+    of(averaging, "accumulate_", HALVES, lambda v, n, d: [v(n), v(n, dtype=d), 0.7]),
+    of(averaging, "elastic_", HALVES, lambda v, n, d: [v(n, dtype=d), v(n), 0.1]),
+    of(averaging, "mean_and_spread_", FP32, lambda v, n, d: [v(n), v(3, n), torch.tensor([0.2, 0.3, 0.5])]),
+    *(of(outer, "outer_nesterov_", FP32, lambda v, n, d, k=k: [v(n), v(n), v(n), 0.7, 0.9, k]) for k in (True, False)),
+    of(outer, "outer_merge_", FP32, lambda v, n, d: [v(n), v(n), v(n), v(n), 0.7, 0.9, True]),
+    of(outer, "outer_merge_", FP32, lambda v, n, d: [v(n), v(n), v(n), None, 0.7, 0.9, False]),
+    outer_case("nesterov_merge_", False, 0.7, 0.9, True),
+    outer_case("nesterov_merge_", True, 0.7, 0.9, False),
+    outer_case("slowmo_merge_", False, 0.01, 0.9, 0.5),
+    outer_case("slowmo_merge_", True, 0.3, 1.0, 0.6),
+    server_case("server_sgd_", 2, False, 0.1, 0.9, True, 0.5, 0.0),
+    server_case("server_sgd_", 2, True, 0.1, 0.9, False, 0.25, 0.04),
+    server_case("server_dana_", 4, False, 0.1, 0.9, 0.5, 0.0),
+    server_case("server_dana_", 4, True, 0.1, 0.9, 0.5, 2.0),
+    server_case("server_adam_", 3, False, 3, 0.1, 0.9, 0.99, 1e-6, 0.5, 0.0),
+    server_case("server_adam_", 3, True, 1, 0.1, 0.9, 0.999, 1e-8, 1.0, 0.1),
+    of(
+        compression, "quantize_", CODES,
+        lambda v, n, d: [torch.zeros(n, dtype=d), scales(v, d, blocks(n)), v(n), v(n)],
+    ),
+    of(
+        compression, "dequantize_average_", CODES,
+        lambda v, n, d: [v(n), codes(v, 3, n, d), scales(v, d, 3, blocks(n)), torch.tensor([0.2, 0.3, 0.5])],
+    ),
+    of(
+        compression, "requantize_average_", CODES,
+        lambda v, n, d: [
+            torch.zeros(n, dtype=d), scales(v, d, blocks(n)), v(n), codes(v, 2, n, d), scales(v, d, 2, blocks(n)),
+            torch.tensor([0.25, 0.75]),
+        ],
+    ),
+    of(
+        compression, "quantize_2bit_", (torch.uint8,),
+        lambda v, n, d: [torch.zeros(-(-n // 4), dtype=d), v(n), v(n), 0.5],
+    ),
+    of(
+        compression, "dequantize_2bit_average_", (torch.uint8,),
+        lambda v, n, d: [v(n), codes(v, 3, -(-n // 4), d), torch.tensor([0.2, 0.3, 0.5]), 0.5],
+    ),
+    of(
+        compression, "topk_", FP32,
+        lambda v, n, d: [torch.zeros(n // 3), torch.zeros(n // 3, dtype=torch.int64), v(n), v(n)],
+    ),
+    of(
+        compression, "topk_accumulate_", FP32,
+        lambda v, n, d: [v(n), v(n // 3), torch.randperm(n)[: n // 3].sort().values, 0.3],
+    ),
+]  # fmt: skip
+ROWS = [(case, dtype) for case in CASES for dtype in case.dtypes]
+
+
+def cloned(arguments: Sequence[Any], device: str | torch.device = "cpu") -> list[Any]:
+    """Copies that lie as the originals do, unaligned ones too."""
+
+    def clone(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        offset = x.storage_offset()
+        memory = torch.empty(x.numel() + offset, dtype=x.dtype, device=device)
+        return memory[offset:].view(x.shape).copy_(x)
+
+    return [clone(x) for x in arguments]
+
+
+def bits(x: Tensor) -> Tensor:
+    """The bits, with one pattern for all NaN."""
+    x = x.detach().cpu()
+    if not x.is_floating_point():
+        return x
+    ints = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    return torch.where(x.float().isnan(), torch.full_like(x, torch.nan).view(ints), x.view(ints))
+
+
+def difference(mine: Sequence[Any], theirs: Sequence[Any]) -> str:
+    """What differs between two lists of arguments; empty where all bits agree."""
+    for k, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+        if isinstance(a, Tensor) and not torch.equal(bits(a), bits(b)):
+            where = (bits(a) != bits(b)).flatten().nonzero().flatten()[:3].tolist()
+            return f"argument {k} at {where}: {[(a.flatten()[i].item(), b.flatten()[i].item()) for i in where]}"
+    return ""
+
+
+def same_sums(mine: Tensor | None, theirs: Tensor | None) -> bool:
+    """Whether two results agree: nothing, or float64 sums up to the order of their additions."""
+    if mine is None or theirs is None:
+        return mine is theirs
+    return torch.allclose(mine.cpu(), theirs.cpu(), rtol=1e-12, atol=0.0, equal_nan=True)

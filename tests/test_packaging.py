@@ -1,0 +1,121 @@
+"""Source package -> wheel -> an environment of its own; what is built where, and what a failed build says."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.support import ROOT
+
+BUILD = "import sys; from setuptools import build_meta as b; print(getattr(b, 'build_' + sys.argv[1])(sys.argv[2]))"
+LOAD = """
+import ctypes, sys
+ctypes.CDLL("libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
+library = ctypes.CDLL(sys.argv[1])
+assert library.la_abi_version() == 1
+x = (ctypes.c_float * 3)(1, 2, 3)
+y = (ctypes.c_float * 3)(3, 2, 1)
+scalars = (ctypes.c_float * 9)(0.5)
+arrays = (ctypes.c_void_p * 2)(ctypes.addressof(x), ctypes.addressof(y))
+norms = (ctypes.c_double * 2)()
+status = library.la_cpu_flat(library.la_find(b"lerp"), 0, arrays, ctypes.c_int64(3), scalars, norms, 2)
+assert status == 0 and list(x) == [2.0, 2.0, 2.0] and norms[0] == 8.0, (status, list(x), list(norms))
+assert "torch" not in sys.modules
+"""
+
+
+def setuptools_build(kind: str, source: Path, target: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Ask the build backend for an sdist or a wheel of `source`."""
+    return subprocess.run(
+        [sys.executable, "-c", BUILD, kind, str(target)],
+        cwd=source,
+        env={**os.environ, "LIGHTNING_ASYNC_BUILD": "", **environment},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+
+def built(kind: str, source: Path, target: Path, **environment: str) -> Path:
+    done = setuptools_build(kind, source, target, **environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return target / done.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The unpacked source package."""
+    folder = tmp_path_factory.mktemp("sdist")
+    clone = folder / "clone"
+    tracked = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True, check=True, timeout=30,
+    )  # fmt: skip
+    for name in tracked.stdout.splitlines():
+        if name.startswith(("tests/", "docs/", "examples/")) or not (ROOT / name).exists():
+            continue
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
+        (clone / name).write_bytes((ROOT / name).read_bytes())
+    with tarfile.open(built("sdist", clone, folder)) as archive:
+        archive.extractall(folder, filter="data")
+    return next(folder.glob("lightning_async-*/"))
+
+
+@pytest.mark.timeout(300)  # two compilers on few cores
+def test_source_package_wheel_and_a_clean_place(source: Path, tmp_path: Path):
+    assert (source / "cuda_ext/csrc/cuda.cu").exists()
+    assert (source / "cuda_ext/build.py").exists()
+    demand = os.environ.get("LIGHTNING_ASYNC_BUILD") or "cpu"  # the CI sets it
+    toolkit = {} if demand == "cuda" else {"CUDA_HOME": "/nonexistent"}
+    wheel = built("wheel", source, tmp_path, LIGHTNING_ASYNC_BUILD=demand, **toolkit)
+    assert wheel.name.startswith("lightning_async-") and "-py3-none-linux_" in wheel.name
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        archive.extractall(tmp_path / "site")
+    libraries = tmp_path / "site/lightning_async/ops/lib"
+    expected = ["build.json", "liblightning_async_cpu.so", "liblightning_async_cuda.so"]
+    assert sorted(path.name for path in libraries.iterdir()) == expected[: 3 if demand == "cuda" else 2]
+    assert not [name for name in names if name.startswith(("cuda_ext", "tests"))]
+    record = json.loads((libraries / "build.json").read_text())
+    assert record["cpu"]["built"] and not record["cpu"]["error"]
+    if demand == "cuda":
+        assert record["cuda"]["built"] and record["cuda"]["driver"]
+        ctypes.CDLL(str(libraries / "liblightning_async_cuda.so"))  # without a GPU and a driver, too
+    else:
+        assert "CUDA_HOME=/nonexistent holds no bin/nvcc" in record["cuda"]["error"]
+    command = [sys.executable, "-I", "-S", "-c", LOAD, str(libraries / "liblightning_async_cpu.so")]
+    subprocess.run(command, check=True, timeout=30)
+
+
+def test_without_a_compiler_the_wheel_is_pure_and_says_why(source: Path, tmp_path: Path):
+    environment = {"CXX": "/nonexistent/c++", "CUDA_HOME": "/nonexistent"}
+    wheel = built("wheel", source, tmp_path, **environment)
+    assert wheel.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        assert not [name for name in archive.namelist() if name.endswith(".so")]
+        record = json.loads(archive.read("lightning_async/ops/lib/build.json"))
+    assert "/nonexistent/c++" in record["cpu"]["error"]
+    for demand in ("cpu", "cuda"):
+        failed = setuptools_build("wheel", source, tmp_path, LIGHTNING_ASYNC_BUILD=demand, **environment)
+        assert failed.returncode != 0
+        assert f"LIGHTNING_ASYNC_BUILD={demand} asks for what could not be built" in failed.stderr
+    wrong = setuptools_build("wheel", source, tmp_path, LIGHTNING_ASYNC_BUILD="gpu")
+    assert wrong.returncode != 0
+    assert "must be 'cpu', 'cuda'" in wrong.stderr
+
+
+def test_the_list_of_packages_is_complete():
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has none")
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = sorted(".".join(p.parent.relative_to(ROOT).parts) for p in ROOT.glob("lightning_async/**/__init__.py"))
+    assert settings["packages"] == folders
+    requires = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    assert not [each for each in requires if each.startswith("torch")]
