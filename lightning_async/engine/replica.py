@@ -28,12 +28,19 @@ OptimizerPolicy = Literal["keep", "average", "reset"]
 class _Section:
     """A run of tensors in the bucket that is treated alike."""
 
-    layout: FlatLayout
-    tensors: list[Tensor]
+    plan: ops.Plan
     start: int
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        return self.plan.tensors
+
+    @property
+    def end(self) -> int:
+        return self.start + self.plan.layout.numel
+
     def of(self, bucket: Tensor) -> Tensor:
-        return bucket[self.start : self.start + self.layout.numel]
+        return bucket[self.start : self.end]
 
 
 class Replica:
@@ -80,23 +87,21 @@ class Replica:
     def build(self, optimizer_state: Sequence[Tensor]) -> None:
         """Lay out the buckets anew, with these tensors of the optimizers' state behind the rest."""
         names, tensors = zip(*self._named, strict=True) if self._named else ((), ())
-        self._sections = [_Section(FlatLayout(tensors, names), list(tensors), 0)]
+        self._sections = [_Section(ops.Plan(FlatLayout(tensors, names), tensors, self.remainders), 0)]
         for extra in ([b for _, b in self._float_buffers], list(optimizer_state)):
-            end = self._sections[-1].start + self._sections[-1].layout.numel
-            self._sections.append(_Section(FlatLayout(extra), extra, end))
-        numel = self._sections[-1].start + self._sections[-1].layout.numel
-        whole = FlatLayout([torch.empty(numel, device="meta")])
+            self._sections.append(_Section(ops.Plan(FlatLayout(extra), extra), self._sections[-1].end))
+        whole = FlatLayout([torch.empty(self._sections[-1].end, device="meta")])
         pin = self.device.type == "cpu" and any(p.is_cuda for p in self.parameters)
         self.sent = whole.empty(self.device, pin_memory=pin)
         self.received = whole.empty(self.device, pin_memory=pin)
-        described = [line for section in self._sections for line in section.layout.describe()]
+        described = [line for section in self._sections for line in section.plan.layout.describe()]
         self.fingerprint = FlatLayout([torch.empty(0)] * len(described), described).fingerprint()
         """Equal on all ranks whose messages have the same layout."""
 
     @property
     def layout(self) -> FlatLayout:
         """Layout of the parameters that travel."""
-        return self._sections[0].layout
+        return self._sections[0].plan.layout
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -140,11 +145,11 @@ class Replica:
         """Parameters, buffers and optimizer state into ``bucket``, as fp32."""
         self.pack_parameters_(self.of_rule(bucket))
         for section in self._sections[1:]:
-            ops.pack_(section.of(bucket), section.layout, section.tensors)
+            section.plan.pack_(section.of(bucket))
 
     def pack_parameters_(self, part: Tensor) -> None:
         """The parameters into the rule's part of a bucket, as fp32."""
-        ops.pack_(part, self.layout, self.parameters, self.remainders)
+        self._sections[0].plan.pack_(part)
 
     def scale_(self, out: Tensor, source: Tensor, weight: float, is_source: bool) -> None:
         """This rank's part of the sum, ``out = weight * source``; broadcast buffers come from rank 0 alone."""
@@ -171,9 +176,9 @@ class Replica:
         for i, section in enumerate(self._sections):
             if i == 0:
                 part = section.of(base) if base is not None else None
-                ops.apply_(section.tensors, section.layout, section.of(target), part, self.remainders)
+                section.plan.apply_(section.of(target), part)
             elif with_state and section.tensors and (i != 1 or buffers_too):
-                ops.apply_(section.tensors, section.layout, section.of(target), None)
+                section.plan.apply_(section.of(target))
 
     @torch.no_grad()
     def pack_gradients_(self, bucket: Tensor, scale: float = 1.0) -> None:

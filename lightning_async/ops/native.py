@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any, Literal
 import torch
 
 __all__ = ["Backend", "available", "backend", "build_record", "library", "use"]
+
+log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).resolve().parent / "lib"
 ABI_VERSION = 1
@@ -45,6 +48,7 @@ class _Loaded:
                 self.libraries[kind] = _open(kind)
             except (OSError, AttributeError) as error:
                 self.reasons[kind] = str(error)
+                log.info("Arithmetic on %s runs in plain torch, with equal results: %s.", kind, error)
         return None if self.disabled else self.libraries.get(kind)
 
 

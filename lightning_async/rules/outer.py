@@ -126,14 +126,14 @@ class DiLoCo(RuleBase[DiLoCoState]):
 
     def merge_(self, sent: Tensor | None, received: Tensor, state: DiLoCoState, round: Round) -> DiLoCoState:
         """One outer step; the target is the new anchor. The snapshot comes back up to fp32 rounding."""
+        if state.optimizer is None:
+            ops.outer_merge_(
+                state.anchor, state.momentum, received, sent, self.outer_lr, self.outer_momentum, self.nesterov
+            )
+            return state
         if sent is not None:
             torch.sub(state.anchor, sent, out=sent)
-        if state.optimizer is None:
-            ops.outer_nesterov_(
-                state.anchor, state.momentum, received, self.outer_lr, self.outer_momentum, self.nesterov
-            )
-        else:
-            _step(state.optimizer, state.anchor, received)
+        _step(state.optimizer, state.anchor, received)
         received.copy_(state.anchor)
         return state
 
