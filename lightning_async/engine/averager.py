@@ -226,7 +226,8 @@ class BackgroundAverager(Gates, Generic[S]):
         box, started = self._box, self._now()
         with box.changed:
             work = box.work.copy()
-            if box.message is not None or box.arrived is not None or box.claimed or self.config.weigh(work) <= 0.0:
+            taken = box.message is not None or box.arrived is not None or box.claimed or self._merger.showing
+            if taken or self.config.weigh(work) <= 0.0:
                 return False
             box.in_use = True
         with self._using_buckets():

@@ -55,8 +55,13 @@ class Merger:
         commits.rule_state = self._rule.mix_(live, snapshot, target, commits.rule_state, arrived.round)
         return mixed
 
+    @property
+    def showing(self) -> bool:
+        """Whether the parameters only show the model of a rendezvous, and are not this replica's own."""
+        return self._local is not None
+
     def restore_local(self) -> bool:
-        """Where the parameters only show the model of a rendezvous, put this replica's own back; whether it did."""
+        """Where `showing`, put this replica's own parameters back; whether it did."""
         if self._local is None:
             return False
         self._replica.merge_(self._local, None, with_state=True)

@@ -22,13 +22,15 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.clone().view(torch.int32)
 
 
-def test_a_rendezvous_shows_the_centre_and_training_goes_on_from_the_local_model() -> None:
+@pytest.mark.parametrize("steps", [12, 13])
+def test_a_rendezvous_shows_the_centre_and_training_goes_on_from_the_local_model(steps: int) -> None:
     def body(rank: Rank):
-        rank.train(12)
+        rank.train(steps)  # the 13th is in no round yet
         before = rank.x.clone()
         assert rank.meet(Gate.VALIDATE) is Arrival.OPEN
-        shown = rank.x.clone()
+        shown, rounds = rank.x.clone(), rank.averager.summary.rounds
         assert rank.meet(Gate.EPOCH_END) is Arrival.OPEN
+        assert rank.averager.summary.rounds == rounds, "what it shows is not its own, so it sends nothing"
         again = rank.x.clone()
         rank.averager.resume()
         restored = rank.x.clone()
