@@ -289,7 +289,7 @@ class BackgroundAverager(Gates, Generic[S]):
         return {
             "round": self._server.commits.next_round,
             "rule": type(self.rule).__qualname__,
-            "rule_state": {k: v for k, v in self._rule_state().items() if k not in self.rule.per_replica},
+            "rule_state": self._rule_state(own=False),
         }
 
     def clocks(self) -> dict[str, Any]:
@@ -299,12 +299,14 @@ class BackgroundAverager(Gates, Generic[S]):
             "epoch": self.epoch,
             "synchronous": self._box.synchronous,
             "fresh": self._box.fresh,
-            "rule_state": {k: v for k, v in self._rule_state().items() if k in self.rule.per_replica},
+            "rule_state": self._rule_state(own=True),
             "summary": self.summary.state_dict(),
         }
 
-    def _rule_state(self) -> dict[str, Any]:
-        return self.rule.state_dict(self._server.commits.rule_state)
+    def _rule_state(self, own: bool) -> dict[str, Any]:
+        """Of the rule's state what is this replica's ``own``, or else what is equal on all."""
+        state = self.rule.state_dict(self._server.commits.rule_state)
+        return {key: value for key, value in state.items() if (key in self.rule.per_replica) == own}
 
     def load_state_dict(self, saved: dict[str, Any], clocks: dict[str, Any]) -> None:
         """Go on from `state_dict` and `clocks`; before `start`. What ``clocks`` lacks of the rule's state begins anew.
@@ -319,10 +321,8 @@ class BackgroundAverager(Gates, Generic[S]):
             )
         commits, box = self._server.commits, self._box
         commits.next_round = int(saved["round"])
-        begun = {k: v for k, v in self._rule_state().items() if k in self.rule.per_replica}
-        commits.rule_state = self.rule.load_state_dict(
-            commits.rule_state, {**begun, **saved["rule_state"], **clocks["rule_state"]}
-        )
+        whole = {**self._rule_state(own=True), **saved["rule_state"], **clocks["rule_state"]}
+        commits.rule_state = self.rule.load_state_dict(commits.rule_state, whole)
         self.step, self.epoch = int(clocks["step"]), int(clocks["epoch"])
         box.synchronous, box.fresh = bool(clocks["synchronous"]), bool(clocks["fresh"])
         self.summary.load_state_dict(clocks["summary"])

@@ -12,8 +12,7 @@ import torch
 from lightning_async.engine.averager import Arrival, BackgroundAverager
 from lightning_async.engine.replica import Replica
 from lightning_async.engine.round import Gate
-from lightning_async.rules import DiLoCo, EveryNSteps, Synchronous, Warmup
-from lightning_async.rules.averaging import DeltaMean
+from lightning_async.rules import DeltaMean, DiLoCo, EveryNSteps, Synchronous, Warmup
 from tests.engine.ranks import Rank, run
 from tests.rules.coming import Compressed, Eager, Elastic, PushSum
 
