@@ -18,7 +18,7 @@ from lightning_async.engine.replica import Replica
 from lightning_async.engine.round import Kind
 from lightning_async.engine.rounds import RoundServer
 from lightning_async.engine.telemetry import RoundReport, RunSummary
-from lightning_async.rules.protocols import Action, AllMean, AveragingRule, Clock, Schedule
+from lightning_async.rules.protocols import Action, AveragingRule, Clock, Schedule
 
 __all__ = ["Arrival", "BackgroundAverager"]
 
@@ -44,8 +44,7 @@ class BackgroundAverager(Gates, Generic[S]):
         now: a monotonic clock, in seconds.
 
     Raises:
-        ValueError: a rule that overwrites the parameters together with ``overlap=True``, or one whose messages travel
-            in a way that there is no transport for.
+        ValueError: a rule that ``config`` cannot carry out, see `AveragerConfig.check_rule`.
     """
 
     def __init__(
@@ -61,13 +60,7 @@ class BackgroundAverager(Gates, Generic[S]):
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config or AveragerConfig()
-        if self.config.overlap and not rule.overlappable:
-            raise ValueError(
-                f"`rule={rule!r}` overwrites the parameters, so `overlap=True` would lose the steps taken meanwhile: "
-                "pass `overlap=False`, or `rule=DeltaMean()`."
-            )
-        if not isinstance(rule.exchange, AllMean):
-            raise ValueError(f"`rule={rule!r}`: its exchange is {rule.exchange!r}; only AllMean() can be served.")
+        self.config.check_rule(type(self).__name__, rule)
         self.replica, self.rule, self.schedule = replica, rule, schedule
         self.summary = RunSummary(rank=collectives.rank, world_size=collectives.world_size)
         self.step = self.first_step = 0
@@ -80,7 +73,7 @@ class BackgroundAverager(Gates, Generic[S]):
         self._server = RoundServer(
             collectives, payload or collectives, membership, replica, rule, self._box, self.config, now
         )
-        self._merger = Merger(replica, rule, self._server.commits)
+        self._merger = Merger(replica, rule, self._server.commits, exact=self.config.compression is None)
 
     # ---- life ----
 
@@ -262,7 +255,7 @@ class BackgroundAverager(Gates, Generic[S]):
             share=arrived.share,
             num_present=arrived.num_present,
             staleness_steps=self.step - arrived.message.step if arrived.message is not None else 0,
-            payload_bytes=arrived.target.numel() * arrived.target.element_size(),
+            payload_bytes=arrived.message_bytes,
             header_s=arrived.header_s,
             exchange_s=arrived.exchange_s,
             blocked_s=min(self._blocked_s, arrived.exchange_s),
@@ -300,6 +293,7 @@ class BackgroundAverager(Gates, Generic[S]):
             "synchronous": self._box.synchronous,
             "fresh": self._box.fresh,
             "rule_state": self._rule_state(own=True),
+            "compressed": self._server.payload.state_dict(),
             "summary": self.summary.state_dict(),
         }
 
@@ -323,6 +317,7 @@ class BackgroundAverager(Gates, Generic[S]):
         commits.next_round = int(saved["round"])
         whole = {**self._rule_state(own=True), **saved["rule_state"], **clocks["rule_state"]}
         commits.rule_state = self.rule.load_state_dict(commits.rule_state, whole)
+        self._server.payload.load_state_dict(clocks["compressed"])
         self.step, self.epoch = int(clocks["step"]), int(clocks["epoch"])
         box.synchronous, box.fresh = bool(clocks["synchronous"]), bool(clocks["fresh"])
         self.summary.load_state_dict(clocks["summary"])

@@ -102,11 +102,11 @@ class Commits:
             if message is None:
                 return
         elif kind is Kind.CONSENSUS:
-            box.message, box.fresh = None, False
+            box.message, box.fresh, box.reported = None, False, Work()
             if not self._rule.restores_local:
                 box.work = Work()
         elif message is not None:
-            box.work = box.work - message.work
+            box.work, box.reported = box.work - message.work, message.work
         elif not self._rule.absent_follow:
             return  # others have met; this replica stays where it is
         if message is not None:
@@ -123,6 +123,7 @@ class Commits:
             header_s=exchange.header_s,
             exchange_s=exchange.exchange_s,
             spread=exchange.spread,
+            message_bytes=exchange.message_bytes,
             used=exchange.used,
             counters=tuple(exchange.counters),
         )

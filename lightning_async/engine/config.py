@@ -7,10 +7,13 @@ from datetime import timedelta
 from typing import Literal, get_args
 
 from lightning_async.comm.rendezvous import HEARTBEAT
+from lightning_async.engine.compressed import Compression
 from lightning_async.engine.mailbox import Work
+from lightning_async.rules.protocols import AllMean, AveragingRule
 
 __all__ = ["AveragerConfig", "Deadlines", "Weighting"]
 
+_REST = 1e-6
 Weighting = Literal["samples", "steps", "equal"]
 
 
@@ -59,23 +62,57 @@ class AveragerConfig:
     Args:
         overlap: rounds run while training goes on; False: training stands still for each.
         weighting: a message's weight: the samples or the steps behind it, or 1 for each.
+        compression: of the rule's messages, see `CompressedMean`. Default: none.
         part_bytes: payloads move in parts of at most this size. Default 16 MiB.
         deadlines: how long to wait for what.
 
     Raises:
-        ValueError: an unknown weighting, or a part smaller than one element.
+        ValueError: an unknown weighting or compression, or a part smaller than one element.
     """
 
     overlap: bool = True
     weighting: Weighting = "samples"
+    compression: Compression | None = None
     part_bytes: int = 16 << 20
     deadlines: Deadlines = field(default_factory=Deadlines)
 
     def __post_init__(self) -> None:
         if self.weighting not in get_args(Weighting):
             raise ValueError(f"`AveragerConfig(weighting={self.weighting!r})` must be one of {get_args(Weighting)}.")
+        if self.compression not in (None, *get_args(Compression)):
+            raise ValueError(
+                f"`AveragerConfig(compression={self.compression!r})` must be None or one of {get_args(Compression)}."
+            )
         if self.part_bytes < 4:
             raise ValueError(f"`AveragerConfig(part_bytes={self.part_bytes})` must be at least 4.")
+
+    def check_rule(self, owner: str, rule: AveragingRule) -> None:
+        """Raise ValueError, in the name of ``owner``, for a rule that this configuration cannot carry out."""
+        if self.overlap and not rule.overlappable:
+            raise ValueError(
+                f"`{owner}(rule={rule!r}, overlap=True)`: this rule overwrites the parameters, so the steps taken "
+                "during a round would be lost. Pass `overlap=False`, or `rule=DeltaMean()`."
+            )
+        if not isinstance(rule.exchange, AllMean):
+            raise ValueError(
+                f"`{owner}(rule={rule!r})`: its exchange is {rule.exchange!r}; only AllMean() can be served."
+            )
+        if self.compression in ("fp8", "int8") and not rule.sends_difference:
+            raise ValueError(
+                f"`{owner}(rule={rule!r}, compression={self.compression!r})`: this rule sends the parameters "
+                "themselves, which 8 bits hold too coarsely for replicas ever to agree. Use a rule that sends "
+                "differences (`DiLoCo(outer_lr=1.0, outer_momentum=0.0)` averages as `DeltaMean()` does), or "
+                '`compression="bf16"`.'
+            )
+
+    def unreported(self, work: Work, reported: Work) -> float:
+        """The weight of a replica at a consensus: its ``work`` since the last round.
+
+        A compressed message leaves a bit of what it ``reported`` in the replica's parameters. That weighs next to
+        nothing beside new work, and decides where there is none.
+        """
+        rest = _REST * self.weigh(reported) if self.compression is not None else 0.0
+        return self.weigh(work) + rest
 
     def weigh(self, work: Work) -> float:
         """The weight of an amount of work."""

@@ -65,6 +65,8 @@ class Arrived:
     header_s: float
     exchange_s: float
     spread: float
+    message_bytes: int
+    """What this rank's message took on the wire."""
     used: Tensor | None = None
     counters: tuple[Tensor, ...] = ()
     """Of a consensus: the new integer buffers."""
@@ -96,6 +98,8 @@ class Mailbox:
     composed: int = 0
     """Number of the last header composed: what changes now is heard of with the next one."""
     work: Work = field(default_factory=Work)
+    reported: Work = field(default_factory=Work)
+    """What the last committed message held; none after a consensus."""
     agreed: int = -1
     """Id of the consensus that the parameters still equal to the bit; -1 after a step."""
     gate: Gate = Gate.NONE

@@ -21,10 +21,11 @@ class Merger:
         replica: the tensors.
         rule: what becomes of progress made meanwhile, and of local models at a rendezvous.
         commits: holds the rule's state.
+        exact: False where a message counts as what its codes decode to: what they lack stays in the parameters.
     """
 
-    def __init__(self, replica: Replica, rule: AveragingRule, commits: Commits) -> None:
-        self._replica, self._rule, self._commits = replica, rule, commits
+    def __init__(self, replica: Replica, rule: AveragingRule, commits: Commits, exact: bool = True) -> None:
+        self._replica, self._rule, self._commits, self._exact = replica, rule, commits, exact
         self.at_target = True
         """Whether no step was taken since the parameters were the last target, to the bit."""
         self._local: Tensor | None = None
@@ -34,7 +35,7 @@ class Merger:
         """Move the parameters; ``step`` is the replica's step count."""
         replica, message, consensus = self._replica, arrived.message, arrived.kind is Kind.CONSENSUS
         replica.to_training.take()
-        stood_still = message.step == step if message is not None else self.at_target
+        stood_still = message.step == step and self._exact if message is not None else self.at_target
         copies = consensus or arrived.base is None or stood_still
         target, base = arrived.target, None if copies else arrived.base
         if consensus and self._rule.restores_local and self._local is None:

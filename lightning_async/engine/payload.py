@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_async import ops
-from lightning_async.comm.protocols import Collectives, ReduceOp
+from lightning_async.comm.protocols import Collectives, Pending, ReduceOp
+from lightning_async.engine.compressed import CompressedMean
 from lightning_async.engine.config import AveragerConfig
 from lightning_async.engine.mailbox import Mailbox, Message
 from lightning_async.engine.replica import Replica
@@ -37,6 +38,8 @@ class Exchange:
         spread: this rank's part of the replicas' squared spread; after the commit the root of the sum.
         used: of gradients, which parameters any replica used.
         counters: of a consensus, the new integer buffers.
+        message_bytes: what this rank's message takes on the wire.
+        owed: of compressed messages, see `CompressedMean.owed`.
     """
 
     id: int
@@ -50,6 +53,8 @@ class Exchange:
     exchange_s: float = 0.0
     used: Tensor | None = None
     counters: list[Tensor] = field(default_factory=list)
+    message_bytes: int = 0
+    owed: Tensor | None = None
 
 
 class Payload:
@@ -79,6 +84,13 @@ class Payload:
         self._replica, self._mailbox = replica, mailbox
         self._config, self._waiter, self._now = config, waiter, now
         self._rank = small.rank
+        # Moves the rule's messages, where they are compressed.
+        self._compressed: CompressedMean | None = None
+        if config.compression is not None:
+            numel = replica.layout.numel
+            self._compressed = CompressedMean(
+                large, self._result, config.compression, numel, config.part_bytes, replica.device
+            )
 
     def move(self, id: int, decision: Decision, message: Message | None, headers: Sequence[Header]) -> Exchange:
         """Exchange what the headers decided on."""
@@ -102,6 +114,7 @@ class Payload:
                 lr=tuple(h.lr for h in headers),
             ),
             has_source=kind is Kind.CONSENSUS or headers[0].kind is kind,
+            message_bytes=4 * self._replica.numel,
         )
         if kind is Kind.START:
             self._broadcast(exchange)
@@ -124,13 +137,20 @@ class Payload:
         return replica.sent if sent_is_free else torch.zeros_like(replica.sent)
 
     def _reduce_parameters(self, exchange: Exchange) -> None:
-        replica, landing, share = self._replica, exchange.landing, exchange.decision.weights[self._rank]
-        consensus = exchange.decision.kind is Kind.CONSENSUS
+        replica, landing, weights = self._replica, exchange.landing, exchange.decision.weights
+        share, consensus = weights[self._rank], exchange.decision.kind is Kind.CONSENSUS
+        compressed = None if consensus else self._compressed
         if consensus or exchange.message is not None:
-            replica.scale_(landing, replica.sent, share, is_source=self._rank == 0)
+            replica.scale_(landing, replica.sent, share, self._rank == 0, of_rule=compressed is None)
         else:
             landing.zero_()
-        self._all_reduce(landing)
+        if compressed is None:
+            self._all_reduce(landing)
+        else:
+            self._all_reduce(replica.beyond_rule(landing))
+            part, message = replica.of_rule(landing), replica.of_rule(replica.sent) if share > 0.0 else None
+            exchange.owed = compressed.move_(part, message, weights)
+            exchange.message_bytes += compressed.message_bytes - 4 * part.numel()
         if consensus:
             for counter in replica.counters:
                 flat = counter.detach().to("cpu", torch.int64, copy=True).reshape(-1)
@@ -143,7 +163,7 @@ class Payload:
         """Where one rank came from when it left synchronous training; that rank's bucket still holds it."""
         source = exchange.decision.weights.index(1.0)
         for part in FlatLayout.parts(self._replica.of_rule(exchange.landing), self._config.part_bytes):
-            self._waiter.result(self._large.broadcast(part, source), self._config.deadlines.payload)
+            self._result(self._large.broadcast(part, source))
 
     def _reduce_gradients(self, exchange: Exchange, masks: set[int]) -> None:
         replica, message = self._replica, exchange.message
@@ -160,7 +180,28 @@ class Payload:
     def _all_reduce(self, bucket: Tensor) -> None:
         """Sum ``bucket`` over all ranks, part by part, each with the payload's deadline."""
         for part in FlatLayout.parts(bucket, self._config.part_bytes):
-            self._waiter.result(self._large.all_reduce(part), self._config.deadlines.payload)
+            self._result(self._large.all_reduce(part))
+
+    def _result(self, pending: Pending[Tensor]) -> Tensor:
+        return self._waiter.result(pending, self._config.deadlines.payload)
+
+    def committed(self, exchange: Exchange) -> None:
+        """The round is applied."""
+        if self._compressed is None:
+            return
+        if exchange.owed is not None:
+            self._compressed.owed = exchange.owed
+        elif exchange.decision.kind is Kind.START or exchange.decision.fresh:
+            self._compressed.owed.zero_()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What is this rank's own, for a checkpoint."""
+        return self._compressed.state_dict() if self._compressed is not None else {}
+
+    def load_state_dict(self, saved: dict[str, Tensor]) -> None:
+        """Go on from `state_dict`."""
+        if self._compressed is not None:
+            self._compressed.load_state_dict(saved)
 
 
 def mask_of(used: Tensor | None) -> int:

@@ -121,6 +121,10 @@ class Replica:
         """The part of a bucket that belongs to the rule: the parameters."""
         return self._sections[0].of(bucket)
 
+    def beyond_rule(self, bucket: Tensor) -> Tensor:
+        """The rest of a bucket: buffers and optimizer state, which take the plain mean."""
+        return bucket[self._sections[0].end :]
+
     def check_unchanged(self) -> None:
         """Whether the module still has the parameters that it had when training began.
 
@@ -151,9 +155,14 @@ class Replica:
         """The parameters into the rule's part of a bucket, as fp32."""
         self._sections[0].plan.pack_(part)
 
-    def scale_(self, out: Tensor, source: Tensor, weight: float, is_source: bool) -> None:
-        """This rank's part of the sum, ``out = weight * source``; broadcast buffers come from rank 0 alone."""
-        self.scaled_(out, source, weight)
+    def scale_(self, out: Tensor, source: Tensor, weight: float, is_source: bool, of_rule: bool = True) -> None:
+        """This rank's part of the sum, ``out = weight * source``; broadcast buffers come from rank 0 alone.
+
+        Args:
+            of_rule: also of the rule's part.
+        """
+        start = 0 if of_rule else self._sections[0].end
+        self.scaled_(out[start:], source[start:], weight)
         if self.policy == "broadcast":
             buffers = self._sections[1]
             self.scaled_(buffers.of(out), buffers.of(source), float(is_source))

@@ -69,7 +69,7 @@ class RoundServer:
         self._regroup = Regroup(collectives, payload, membership, mailbox, config.deadlines, now)
         self._header = collectives.fork("header", timedelta(days=7))
         large = payload.fork("payload", config.deadlines.payload)
-        self._payload = Payload(self._header, large, replica, mailbox, config, self._waiter, now)
+        self.payload = Payload(self._header, large, replica, mailbox, config, self._waiter, now)
         self._seq = _first_seq(membership.generation)
         self._prepared: Exchange | None = None
         self._attempts = 0
@@ -188,7 +188,7 @@ class RoundServer:
         elif decision.kind is not Kind.NONE:
             self._to(Stage.PAYLOAD)
             self._prepared = None
-            exchange = self._payload.move(self.commits.next_round, decision, message, headers)
+            exchange = self.payload.move(self.commits.next_round, decision, message, headers)
             exchange.header_s = waited_s
             self._commit(exchange)
         else:
@@ -207,7 +207,7 @@ class RoundServer:
             round=self.commits.next_round,
             length=self._replica.numel,
             layout=self._replica.fingerprint,
-            unreported=self._config.weigh(box.work),
+            unreported=self._config.unreported(box.work, box.reported),
             excused=box.gate is not Gate.NONE or self._is_stalled(),
             gate=box.gate if box.arrived is None else Gate.NONE,
             gate_index=box.gate_index,
@@ -281,6 +281,7 @@ class RoundServer:
 
     def _apply(self, exchange: Exchange) -> None:
         self.commits.apply(exchange)
+        self.payload.committed(exchange)
         self._prepared = None
         self._attempts = 0
         self._to(Stage.MERGE)

@@ -20,7 +20,7 @@ class RoundReport:
         share: this replica's weight in the mean; 0 if it was absent.
         num_present: replicas with a weight.
         staleness_steps: local steps between the snapshot and the merge.
-        payload_bytes: size of this replica's message.
+        payload_bytes: what this replica's message takes on the wire.
         header_s: waiting for the slowest replica's header; the training thread goes on meanwhile.
         exchange_s: moving and committing the payload.
         blocked_s: how much of all that the training thread stood still for.

@@ -25,8 +25,10 @@ from lightning_async.ops.fused import (
     slowmo_merge_,
 )
 from lightning_async.ops.plan import Plan, all_finite, apply_, pack_, scale_, sq_distance, sq_norm
+from lightning_async.ops.reference.compression import BLOCK
 
 __all__ = [
+    "BLOCK",
     "Plan",
     "accumulate_",
     "all_finite",

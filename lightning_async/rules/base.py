@@ -27,6 +27,7 @@ class RuleBase(ABC, Generic[S]):
     absent_follow = True
     restores_local = False
     mixes = False
+    sends_difference = False
 
     @abstractmethod
     def init(self, params: Tensor, layout: FlatLayout) -> S:

@@ -81,6 +81,8 @@ class DiLoCo(RuleBase[DiLoCoState]):
     nesterov: bool = _NESTEROV
     outer_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | None = None
 
+    sends_difference = True
+
     def __post_init__(self) -> None:
         check_real(self, "outer_lr", above=0)
         check_real(self, "outer_momentum", at_least=0, below=1)

@@ -87,6 +87,9 @@ class AveragingRule(Protocol[S]):
     """Whether `mix_` says what becomes of the progress since the snapshot, instead of keeping all of it. That costs
     an fp32 copy of the parameters during a merge."""
 
+    sends_difference: bool
+    """Whether messages are differences from what all replicas share: small, so that 8 bits per element hold them."""
+
     def init(self, params: Tensor, layout: FlatLayout) -> S:
         """The state at a point where all replicas hold ``params`` (flat fp32; ``layout`` knows the shapes)."""
         ...

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_async.callbacks.monitor import AveragingMonitor
 from lightning_async.engine.averager import BackgroundAverager
+from lightning_async.engine.compressed import Compression
 from lightning_async.engine.config import AveragerConfig, Deadlines, Weighting
 from lightning_async.engine.replica import BufferPolicy, OptimizerPolicy, Replica
 from lightning_async.engine.telemetry import RunSummary
@@ -57,6 +58,9 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         optimizer_state: ``"keep"`` each replica's (default), ``"average"`` it, or ``"reset"`` it after each round.
         lr_clock: learning-rate schedulers that step per batch follow the replica's own steps (``"local"``,
             default), or the mean over all replicas (``"global"``).
+        compression: of the messages: ``"int8"`` or ``"fp8"`` (a quarter of the bytes; for rules that send differences,
+            such as `DiLoCo`), ``"bf16"`` (half), or None (default). Nothing is lost: what a message cannot hold stays
+            in the replica's parameters and goes with the next one. Gates exchange fp32.
         deadlines: how long to wait for what.
         part_mb: payloads move in parts of at most this many MiB. Default 16.
         engine: what moves bytes: "torch", "horovod", or "auto" (default): Horovod where horovodrun started the ranks.
@@ -66,7 +70,8 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
 
     Raises:
         TypeError: ``rule`` or ``schedule`` lacks what a rule or a schedule must answer.
-        ValueError: an unknown policy, or a rule that overwrites together with ``overlap=True``.
+        ValueError: an unknown policy, a rule that overwrites together with ``overlap=True``, or one that sends its
+            parameters together with 8 bits of compression.
 
     Source: local SGD (Stich, 2019), DiLoCo (Douillard et al., 2023), and asynchronous model averaging as in Bagua.
     """
@@ -84,6 +89,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         buffers: BufferPolicy = "average",
         optimizer_state: OptimizerPolicy = "keep",
         lr_clock: LrClock = "local",
+        compression: Compression | None = None,
         deadlines: Deadlines | None = None,
         part_mb: float = 16.0,
         engine: EngineName = "auto",
@@ -108,8 +114,10 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         if not part_mb > 0:
             raise ValueError(f"`AsyncAveragingStrategy(part_mb={part_mb!r})` must be > 0.")
         self.config = AveragerConfig(
-            overlap=overlap, weighting=weighting, part_bytes=max(4, int(part_mb * 2**20)), deadlines=deadlines
-        )
+            overlap=overlap, weighting=weighting, compression=compression, deadlines=deadlines,
+            part_bytes=max(4, int(part_mb * 2**20)),
+        )  # fmt: skip
+        self.config.check_rule(owner, self.rule)
         self.buffers: BufferPolicy = buffers
         self.optimizer_state_policy: OptimizerPolicy = optimizer_state
         self.lr_clock: LrClock = lr_clock

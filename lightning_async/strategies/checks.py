@@ -24,18 +24,13 @@ def check_choice(owner: str, argument: str, value: object, allowed: tuple[object
 
 
 def check_arguments(rule: Any, schedule: Any, overlap: bool) -> None:
-    """Whether the strategy's first three arguments are what they must be, and fit each other."""
+    """Whether the strategy's first three arguments are what they must be."""
     if isinstance(rule, type) or not isinstance(rule, AveragingRule):
         raise TypeError(f"`AsyncAveragingStrategy(rule={rule!r})` must be an averaging rule such as DeltaMean().")
     if isinstance(schedule, type) or not isinstance(schedule, Schedule):
         raise TypeError(f"`AsyncAveragingStrategy(schedule={schedule!r})` must be a schedule such as EveryNSteps(32).")
     if not isinstance(overlap, bool):
         raise TypeError(f"`AsyncAveragingStrategy(overlap={overlap!r})` must be True or False.")
-    if overlap and not rule.overlappable:
-        raise ValueError(
-            f"`AsyncAveragingStrategy(rule={rule!r}, overlap=True)`: this rule overwrites the parameters, so the steps "
-            "taken during a round would be lost. Pass `overlap=False`, or `rule=DeltaMean()`."
-        )
 
 
 def check_setup(trainer: Any, layer_sync: Any) -> None:

@@ -123,6 +123,7 @@ def faulty_rank(
     numel: int = 8,
     weighting: Any = "samples",
     part_bytes: int = 16 << 20,
+    compression: Any = None,
 ) -> Iterator[FaultyRank]:
     module = nn.Linear(numel, 1, bias=False)
     with torch.no_grad():
@@ -142,7 +143,9 @@ def faulty_rank(
         Replica(module),
         rule or DeltaMean(),
         schedule or EveryNSteps(4),
-        AveragerConfig(overlap=overlap, deadlines=deadlines, weighting=weighting, part_bytes=part_bytes),
+        AveragerConfig(
+            overlap=overlap, deadlines=deadlines, weighting=weighting, part_bytes=part_bytes, compression=compression
+        ),
     )
     membership.on_change = averager.wake
     try:

@@ -90,6 +90,7 @@ class Eager(RuleBase[EagerState]):
 
     outer_lr: float = 0.5
 
+    sends_difference = True
     per_replica = frozenset({"hidden"})
     mixes = True
 

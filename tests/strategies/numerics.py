@@ -12,8 +12,8 @@ from tests.strategies import problem
 from tests.strategies.workers import Net, fit, loader, logged, make_trainer, scenario, shard
 
 
-def every_step(rule: Any) -> AsyncAveragingStrategy:
-    return AsyncAveragingStrategy(rule, EveryNSteps(1), overlap=False)
+def every_step(rule: Any, **options: Any) -> AsyncAveragingStrategy:
+    return AsyncAveragingStrategy(rule, EveryNSteps(1), overlap=False, **options)
 
 
 def momentum(params: Any) -> torch.optim.Optimizer:
@@ -42,6 +42,15 @@ def mean_of_unequal_batches() -> Any:
 @scenario
 def mean_with_accumulation() -> Any:
     return fit(every_step(Mean()), loader(shard((10, 10))), accumulate_grad_batches=3, max_epochs=2)
+
+
+@scenario
+def compressed() -> Any:
+    local_sgd, data = DiLoCo(outer_lr=1.0, outer_momentum=0.0), loader(shard((12, 12)))
+    return {
+        name: fit(every_step(local_sgd, compression=name, part_mb=1e-4), data, max_epochs=2)
+        for name in ("bf16", "fp8", "int8")
+    }
 
 
 @scenario

@@ -13,6 +13,7 @@ from tests.horovod import horovod_environment, needs_horovod
 from tests.strategies.test_failures import TRAIN, ended, wait_for_step
 from tests.strategies.test_launch import SCRIPT, assert_one_test_result, assert_two_ranks_fitted, launch
 from tests.strategies.test_numerics import (  # noqa: F401
+    test_compressed_messages_stay_near_one_process,
     test_equals_one_process_on_the_joined_batch,
     test_the_reference_moves_and_clips,
 )

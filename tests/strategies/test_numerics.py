@@ -49,6 +49,21 @@ def test_equals_one_process_on_the_joined_batch(ranks: Outcomes, name: str, alon
         assert distance(told["history"][-1], expected) < 1e-6
 
 
+@pytest.mark.parametrize(
+    ("compression", "error", "apart"), [("bf16", 1e-4, 3e-4), ("int8", 2e-4, 1.5e-3), ("fp8", 1e-3, 6e-3)]
+)
+def test_compressed_messages_stay_near_one_process(
+    ranks: Outcomes, compression: str, error: float, apart: float
+) -> None:
+    """What a message lacks keeps replicas apart by so much, and shifts their next gradients."""
+    expected = flat(train_alone(EQUAL, epochs=2))
+    told = [rank[compression] for rank in ranks("compressed")]
+    assert told[0]["digest"] == told[1]["digest"]
+    assert 0 < distance(told[0]["flat"], expected) < error
+    assert 0 < distance(told[0]["history"][10], told[1]["history"][10]) < apart
+    assert [each["rounds"] for each in told] == [24, 24]
+
+
 def test_the_reference_moves_and_clips() -> None:
     """What the comparisons above compare with is not trivial."""
     start, plain = flat(problem.network()), flat(train_alone(UNEQUAL[:10], accumulate=3, optimizer=momentum))

@@ -29,6 +29,8 @@ SCENARIOS = "tests.strategies.refusals"
         ({"buffers": "mean"}, ValueError, ("buffers='mean'", "recompute")),
         ({"optimizer_state": "drop"}, ValueError, ("optimizer_state='drop'", "reset")),
         ({"lr_clock": "mean"}, ValueError, ("lr_clock='mean'", "global")),
+        ({"compression": "int4"}, ValueError, ("compression='int4'", "int8")),
+        ({"compression": "int8"}, ValueError, ("rule=DeltaMean()", "compression='int8'", "DiLoCo", "bf16")),
         ({"weighting": "loss"}, ValueError, ("weighting='loss'", "samples")),
         ({"process_group_backend": "ucc"}, ValueError, ("process_group_backend='ucc'", "gloo")),
         ({"start_method": "thread"}, ValueError, ("start_method='thread'", "popen")),
