@@ -36,7 +36,7 @@ from tests.benchmarks.scenarios import (
 MODULE = "tests.benchmarks.averaging"
 SPEED_PEERS = (
     "single", "apart", "ddp", "ddp raw", "periodic", "blocking", "ours", "ours H=16", "ours DiLoCo",
-    "ours over Horovod",
+    "ours DiLoCo H=8", "ours int8 H=8", "ours over Horovod",
 )  # fmt: skip
 LOOPBACK_PEERS = ("single", "apart", "ddp", "periodic", "ours", "ours DiLoCo")
 STRAGGLER_PEERS = ("apart", "ddp", "ours synchronous", "ours timed")

@@ -40,6 +40,7 @@ class Peer:
         alone: whether it is a single process, whatever the number of replicas.
         ours: whether it is the package under test.
         horovod: whether Horovod's launcher starts it, rather than torchrun.
+        compressed: whether its messages take fewer bytes than the model.
     """
 
     about: str
@@ -48,6 +49,7 @@ class Peer:
     alone: bool = False
     ours: bool = False
     horovod: bool = False
+    compressed: bool = False
 
 
 class PeriodicAveraging(pl.Callback):
@@ -131,12 +133,12 @@ def periodic(job: Job) -> RankResult:
     return result
 
 
-def ours(job: Job, rule: str, schedule: Any, *, overlap: bool) -> RankResult:
+def ours(job: Job, rule: str, schedule: Any, **options: Any) -> RankResult:
     """The strategy under test, through its public interface."""
     import lightning_async
 
     made = {"DeltaMean": lightning_async.DeltaMean, "DiLoCo": lightning_async.DiLoCo}[rule]()
-    strategy = lightning_async.AsyncAveragingStrategy(rule=made, schedule=schedule, overlap=overlap)
+    strategy = lightning_async.AsyncAveragingStrategy(rule=made, schedule=schedule, **options)
     result = _fit(job, strategy, num_nodes=job.num_replicas)
     result.claims = _claims(strategy)
     return result
@@ -152,11 +154,11 @@ def _claims(strategy: Any) -> dict[str, float]:
     return {**claims, "hidden_share": float(summary.hidden_share)}
 
 
-def _every(rule: str, num_steps: int, *, overlap: bool = True) -> Callable[[Job], RankResult]:
+def _every(rule: str, num_steps: int, **options: Any) -> Callable[[Job], RankResult]:
     def run_every(job: Job) -> RankResult:
         from lightning_async import EveryNSteps
 
-        return ours(job, rule, EveryNSteps(job.sync_every or num_steps), overlap=overlap)
+        return ours(job, rule, EveryNSteps(job.sync_every or num_steps), **options)
 
     return run_every
 
@@ -164,13 +166,13 @@ def _every(rule: str, num_steps: int, *, overlap: bool = True) -> Callable[[Job]
 def _timed(job: Job) -> RankResult:
     from lightning_async import EverySeconds
 
-    return ours(job, "DeltaMean", EverySeconds(job.round_s), overlap=True)
+    return ours(job, "DeltaMean", EverySeconds(job.round_s))
 
 
 def _synchronous(job: Job) -> RankResult:
     from lightning_async import Synchronous
 
-    return ours(job, "DeltaMean", Synchronous(), overlap=True)
+    return ours(job, "DeltaMean", Synchronous())
 
 
 def probe_compute(job: Job) -> RankResult:
@@ -229,6 +231,14 @@ PEERS: dict[str, Peer] = {
     "ours": Peer(about="ours, DeltaMean, H=32", run=_every("DeltaMean", 32), sync_every=32, ours=True),
     "ours H=16": Peer(about="ours, DeltaMean, H=16", run=_every("DeltaMean", 16), sync_every=16, ours=True),
     "ours DiLoCo": Peer(about="ours, DiLoCo, H=32", run=_every("DiLoCo", 32), sync_every=32, ours=True),
+    "ours DiLoCo H=8": Peer(about="ours, DiLoCo, H=8", run=_every("DiLoCo", 8), sync_every=8, ours=True),
+    "ours int8 H=8": Peer(
+        about="ours, DiLoCo, H=8, int8",
+        run=_every("DiLoCo", 8, compression="int8"),
+        sync_every=8,
+        ours=True,
+        compressed=True,
+    ),
     "ours timed": Peer(about="ours, DeltaMean, EverySeconds", run=_timed, ours=True),
     "ours synchronous": Peer(about="ours, Synchronous", run=_synchronous, sync_every=1, ours=True),
     "ours over Horovod": Peer(

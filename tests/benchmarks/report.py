@@ -46,6 +46,13 @@ class Row:
     samples_per_s: float | None = None
     error: str | None = None
     claims: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def round_ms(self) -> float | None:
+        """What a round took, as the strategy says: its payload and commit."""
+        rounds = self.claims.get("rounds", 0.0)
+        return 1e3 * self.claims["exchange_s"] / rounds if rounds else None
+
     repeats_ms: list[float] = field(default_factory=list)
 
 
@@ -98,6 +105,7 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("DDP / it", "ddp_to_it", "{:.2f}"),
     ("hidden", "hidden", "{:.1%}"),
     ("claimed", "claimed_hidden", "{:.1%}"),
+    ("ms/round", "round_ms", "{:.0f}"),
     ("MB/step", "mb_per_step", "{:.3f}"),
     ("samples/s", "samples_per_s", "{:.1f}"),
 )

@@ -210,7 +210,7 @@ def _speed_row(done: Outcome, seconds: dict[str, list[float]], link: Link, round
     # `apart` and not `single`: that the replicas of one machine share its cores is not communication.
     silent = seconds.get("apart") or seconds.get("single", [])
     # Where nothing limits the link there is next to nothing to hide.
-    if peer.sync_every and link.rate_mbit is not None:
+    if peer.sync_every and link.rate_mbit is not None and not peer.compressed:
         row.hidden = paired(own, silent, lambda a, b: 1.0 - (a - b) * peer.sync_every / round_s)
     row.claimed_hidden = row.claims.get("hidden_share")
     replicas = 1 if peer.alone else done.job.num_replicas
@@ -233,10 +233,14 @@ def _speed_targets(rows: Sequence[Row], slot_s: float, round_s: float, link: Lin
             continue
         about = f"{row.peer}: step time over that of one process"
         targets.append(Target(about=about, value=row.to_single, limit=1.03, at_most=True))
-        if round_s <= peer.sync_every * slot_s:
+        if round_s <= peer.sync_every * slot_s and not peer.compressed:
             targets.append(
                 Target(about=f"{row.peer}: hidden share", value=row.hidden, limit=0.9 if peer.horovod else 0.95)
             )
+        plain = next((r.round_ms for r in rows if PEERS[r.peer].sync_every == peer.sync_every and r is not row), None)
+        if peer.compressed and plain is not None and row.round_ms is not None:
+            about = f"{row.peer}: time of a round over that of an uncompressed one"
+            targets.append(Target(about=about, value=row.round_ms / plain, limit=0.35, at_most=True))
     return targets
 
 
