@@ -6,6 +6,8 @@ import abc
 from datetime import timedelta
 from typing import Generic, TypeVar
 
+from torch import Tensor
+
 from lightning_async.comm.pending import Where
 from lightning_async.comm.protocols import Quorum
 from lightning_async.errors import CollectiveError, CollectiveTimeout
@@ -74,6 +76,10 @@ class Communicator(abc.ABC, Generic[C]):
         child._member = self._member
         self._forks.append(child)
         return child
+
+    def registered(self, buffer: Tensor) -> Tensor:
+        """See `Collectives`. All memory is alike."""
+        return buffer
 
     @abc.abstractmethod
     def close(self) -> None: ...

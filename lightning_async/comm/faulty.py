@@ -108,6 +108,9 @@ class FaultyCollectives:
         self._end_held("aborted")
         self._renew()
 
+    def registered(self, buffer: Tensor) -> Tensor:
+        return self.inner.registered(buffer)
+
     def open(self) -> None:
         """See `Collectives`; nothing is scripted for it."""
         self.inner.open()

@@ -51,11 +51,12 @@ class Group:
         pg: torch's object.
         sockets: file descriptors with their inode; shut down to break the group off.
         callbacks: whether work objects have a future with callbacks (Gloo), or must be polled (NCCL, MPI).
+        aborts: whether torch's object can cancel what is under way (NCCL).
     """
 
-    def __init__(self, pg: Any, sockets: dict[int, int], callbacks: bool) -> None:
+    def __init__(self, pg: Any, sockets: dict[int, int], callbacks: bool, aborts: bool = False) -> None:
         self.pg: Any = pg
-        self.callbacks = callbacks
+        self.callbacks, self.aborts = callbacks, aborts
         self.in_flight: dict[int, object] = {}  # what the transport may still read or write, by sequence number
         self.helpers: set[threading.Thread] = set()
         self._sockets = sockets
@@ -117,7 +118,7 @@ class Group:
         self._broken = True
         for fd, inode in self._sockets.items():
             shut_down(fd, inode)
-        if not self.callbacks and hasattr(self.pg, "abort"):  # NCCL; MPI cannot
+        if self.aborts:
             self.pg.abort()
 
     def dispose(self) -> None:
@@ -126,7 +127,7 @@ class Group:
             return
         _open.discard(self)
         _sweep()
-        if self.busy() or self._broken:
+        if self.busy() or self._broken or self.aborts:  # NCCL's orderly end would wait for its peers
             self.break_off()
             deadline = time.monotonic() + _DISPOSE_S
             while self.busy() and time.monotonic() < deadline:
@@ -194,7 +195,7 @@ def form(
         meeting.meet("ready", [])
         # NCCL's own threads use the store for as long as the group lives.
         client = PrefixStore(meeting.base, own_client(store, timeout))
-        return Group(_nccl(client, where, timeout, device, max_ctas), {}, callbacks=False)
+        return Group(_nccl(client, where, timeout, device, max_ctas), {}, callbacks=False, aborts=True)
     except CollectiveError:
         raise
     except RuntimeError as error:

@@ -112,6 +112,11 @@ class Collectives(Protocol):
         """A new communicator over the same ranks with an order of its own. All ranks fork in the same order."""
         ...
 
+    def registered(self, buffer: Tensor) -> Tensor:
+        """A copy of ``buffer`` in memory that this communicator moves best, now and in later generations, or
+        ``buffer`` itself where all memory is alike."""
+        ...
+
     def open(self) -> None:
         """Form what the communicator and its forks need, with all ranks: now, rather than at the first operation."""
         ...

@@ -17,6 +17,7 @@ from lightning_async.comm.communicator import ElasticCommunicator
 from lightning_async.comm.pending import Operation, Where
 from lightning_async.comm.protocols import Quorum, ReduceOp
 from lightning_async.comm.reductions import as_bytes, check_buffer, check_rows, reducible, sum_rows
+from lightning_async.comm.registered import RegisteredMemory
 from lightning_async.comm.stores import Store
 from lightning_async.errors import CollectiveError, CollectiveTimeout
 
@@ -76,6 +77,7 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         self._lock = threading.Lock()
         self._group: groups.Group | None = None
         self._pending: dict[int, Operation[Any]] = {}
+        self._memory = RegisteredMemory()
 
     def all_reduce(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Operation[Tensor]:
         """See `Collectives`. Types that Gloo cannot reduce are widened for the way."""
@@ -176,6 +178,12 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
             child.open()
         return child
 
+    def registered(self, buffer: Tensor) -> Tensor:
+        """See `Collectives`: NCCL registers memory; Gloo and MPI do not."""
+        if self._backend != "nccl":
+            return buffer
+        return self._memory.copy(self._open().pg, buffer)
+
     def close(self) -> None:
         self._closed = True
         for fork in self._forks:
@@ -264,6 +272,7 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
             except CollectiveError as error:
                 self._fail(error)
                 raise
+            self._memory.register(group.pg)
             with self._lock:
                 self._group = group
         self._check_usable()

@@ -73,7 +73,7 @@ class BackgroundAverager(Gates, Generic[S]):
         self._server = RoundServer(
             collectives, payload or collectives, membership, replica, rule, self._box, self.config, now
         )
-        self._merger = Merger(replica, rule, self._server.commits, exact=self.config.compression is None)
+        self._merger = Merger(replica, rule, self._server.commits, exact=self.config.compression == "none")
 
     # ---- life ----
 
@@ -85,6 +85,7 @@ class BackgroundAverager(Gates, Generic[S]):
         if not self.step:  # so that a rank without data, too, knows how training begins
             self._box.fresh = self.schedule.next(Clock(0, 0, 0, 0.0)) is Action.GRADIENTS
             self._box.synchronous = self._box.fresh
+        self.replica.settle(self._server.payload.registered)
         self._server.start()
 
     def close(self, timeout: timedelta = timedelta(seconds=10)) -> None:

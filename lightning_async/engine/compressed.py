@@ -16,7 +16,7 @@ __all__ = ["CODES", "CompressedMean", "Compression"]
 
 log = logging.getLogger(__name__)
 
-Compression = Literal["bf16", "fp8", "int8"]
+Compression = Literal["none", "bf16", "fp8", "int8"]
 CODES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 _GATHERED = 4
 """Up to so many ranks everyone gets every message: fewer bytes than an uncompressed ring moves, and one trip less."""

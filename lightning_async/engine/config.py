@@ -62,7 +62,7 @@ class AveragerConfig:
     Args:
         overlap: rounds run while training goes on; False: training stands still for each.
         weighting: a message's weight: the samples or the steps behind it, or 1 for each.
-        compression: of the rule's messages, see `CompressedMean`. Default: none.
+        compression: of the rule's messages, see `CompressedMean`. Default "none".
         part_bytes: payloads move in parts of at most this size. Default 16 MiB.
         deadlines: how long to wait for what.
 
@@ -72,16 +72,16 @@ class AveragerConfig:
 
     overlap: bool = True
     weighting: Weighting = "samples"
-    compression: Compression | None = None
+    compression: Compression = "none"
     part_bytes: int = 16 << 20
     deadlines: Deadlines = field(default_factory=Deadlines)
 
     def __post_init__(self) -> None:
         if self.weighting not in get_args(Weighting):
             raise ValueError(f"`AveragerConfig(weighting={self.weighting!r})` must be one of {get_args(Weighting)}.")
-        if self.compression not in (None, *get_args(Compression)):
+        if self.compression not in get_args(Compression):
             raise ValueError(
-                f"`AveragerConfig(compression={self.compression!r})` must be None or one of {get_args(Compression)}."
+                f"`AveragerConfig(compression={self.compression!r})` must be one of {get_args(Compression)}."
             )
         if self.part_bytes < 4:
             raise ValueError(f"`AveragerConfig(part_bytes={self.part_bytes})` must be at least 4.")
@@ -111,7 +111,7 @@ class AveragerConfig:
         A compressed message leaves a bit of what it ``reported`` in the replica's parameters. That weighs next to
         nothing beside new work, and decides where there is none.
         """
-        rest = _REST * self.weigh(reported) if self.compression is not None else 0.0
+        rest = _REST * self.weigh(reported) if self.compression != "none" else 0.0
         return self.weigh(work) + rest
 
     def weigh(self, work: Work) -> float:

@@ -86,7 +86,7 @@ class Payload:
         self._rank = small.rank
         # Moves the rule's messages, where they are compressed.
         self._compressed: CompressedMean | None = None
-        if config.compression is not None:
+        if config.compression != "none":
             numel = replica.layout.numel
             self._compressed = CompressedMean(
                 large, self._result, config.compression, numel, config.part_bytes, replica.device
@@ -184,6 +184,10 @@ class Payload:
 
     def _result(self, pending: Pending[Tensor]) -> Tensor:
         return self._waiter.result(pending, self._config.deadlines.payload)
+
+    def registered(self, buffer: Tensor) -> Tensor:
+        """A copy of a bucket in memory that the transport moves best, or the bucket itself."""
+        return self._large.registered(buffer)
 
     def committed(self, exchange: Exchange) -> None:
         """The round is applied."""

@@ -6,7 +6,7 @@ the buckets only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -97,6 +97,10 @@ class Replica:
         described = [line for section in self._sections for line in section.plan.layout.describe()]
         self.fingerprint = FlatLayout([torch.empty(0)] * len(described), described).fingerprint()
         """Equal on all ranks whose messages have the same layout."""
+
+    def settle(self, registered: Callable[[Tensor], Tensor]) -> None:
+        """Put the buckets, with what they hold, where ``registered`` says."""
+        self.sent, self.received = registered(self.sent), registered(self.received)
 
     @property
     def layout(self) -> FlatLayout:

@@ -59,8 +59,8 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         lr_clock: learning-rate schedulers that step per batch follow the replica's own steps (``"local"``,
             default), or the mean over all replicas (``"global"``).
         compression: of the messages: ``"int8"`` or ``"fp8"`` (a quarter of the bytes; for rules that send differences,
-            such as `DiLoCo`), ``"bf16"`` (half), or None (default). Nothing is lost: what a message cannot hold stays
-            in the replica's parameters and goes with the next one. Gates exchange fp32.
+            such as `DiLoCo`), ``"bf16"`` (half), or ``"none"`` (default). Nothing is lost: what a message cannot hold
+            stays in the replica's parameters and goes with the next one. Gates exchange fp32.
         deadlines: how long to wait for what.
         part_mb: payloads move in parts of at most this many MiB. Default 16.
         engine: what moves bytes: "torch", "horovod", or "auto" (default): Horovod where horovodrun started the ranks.
@@ -89,7 +89,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         buffers: BufferPolicy = "average",
         optimizer_state: OptimizerPolicy = "keep",
         lr_clock: LrClock = "local",
-        compression: Compression | None = None,
+        compression: Compression = "none",
         deadlines: Deadlines | None = None,
         part_mb: float = 16.0,
         engine: EngineName = "auto",

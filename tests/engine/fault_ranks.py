@@ -123,7 +123,7 @@ def faulty_rank(
     numel: int = 8,
     weighting: Any = "samples",
     part_bytes: int = 16 << 20,
-    compression: Any = None,
+    compression: Any = "none",
 ) -> Iterator[FaultyRank]:
     module = nn.Linear(numel, 1, bias=False)
     with torch.no_grad():
