@@ -196,14 +196,8 @@ class Replica:
     @torch.no_grad()
     def pack_gradients_(self, bucket: Tensor, scale: float = 1.0) -> None:
         """Gradients times ``scale`` into ``bucket``; a parameter without one counts as zero."""
-        part = self.of_rule(bucket)
-        for view, p in zip(self.layout.views(part), self.parameters, strict=True):
-            if p.grad is None:
-                view.zero_()
-            else:
-                view.copy_(p.grad)
-        if scale != 1.0:
-            part.mul_(scale)
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        ops.Plan(self.layout, gradients).pack_(self.of_rule(bucket), weight=scale)
 
     @torch.no_grad()
     def used(self) -> Tensor:
@@ -216,11 +210,11 @@ class Replica:
         part = self.of_rule(bucket)
         if scale != 1.0:
             part.mul_(scale)
-        for view, p, any_used in zip(self.layout.views(part), self.parameters, used.tolist(), strict=True):
-            if p.grad is not None:
-                p.grad.copy_(view)
-            elif any_used:
-                p.grad = view.to(device=p.device, dtype=p.dtype, copy=True)
+        gradients = [torch.empty_like(p) if p.grad is None else p.grad for p in self.parameters]
+        ops.Plan(self.layout, gradients).apply_(part)
+        for p, gradient, any_used in zip(self.parameters, gradients, used.tolist(), strict=True):
+            if p.grad is None and any_used:
+                p.grad = gradient
 
     @torch.no_grad()
     def set_counters(self, counters: Sequence[Tensor]) -> None:
