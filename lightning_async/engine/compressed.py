@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_async import ops
 from lightning_async.comm.protocols import Collectives, Pending
+from lightning_async.flat import FlatLayout
 
 __all__ = ["CODES", "CompressedMean", "Compression"]
 
@@ -93,7 +94,7 @@ class CompressedMean:
         """
         shares = torch.tensor(weights, dtype=torch.float32, device=out.device)
         owed, start = self.owed.clone(), 0
-        for i, part in enumerate(out.split(self._part)):
+        for i, part in enumerate(FlatLayout.parts(out, 4 * self._part)):
             mine = None if message is None else message[i * self._part :][: len(part)]
             if self._gathered:
                 self._encode(part, mine, len(part))

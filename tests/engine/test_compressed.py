@@ -80,6 +80,12 @@ def test_the_mean_is_that_of_what_was_sent(compression: str, world_size: int, nu
         torch.testing.assert_close(means[0].double().sum() + owed.double().sum(), expected.sum(), atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("world_size", [2, 5])
+def test_nothing_to_send(world_size: int) -> None:
+    for (mean,), _, each in moved([torch.empty(0)] * world_size, [1 / world_size] * world_size, "int8", 1000):
+        assert mean.numel() == each.owed.numel() == each.message_bytes == 0
+
+
 def test_what_is_owed_comes_with_the_next_means() -> None:
     """Over many rounds of the same messages the means add up to the exact ones, but for what is owed at the end."""
     sent, rounds = messages(5, 3000, seed=1), 40
