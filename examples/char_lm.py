@@ -181,17 +181,21 @@ class CharLM(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def make_strategy(name: str, rule: str, sync_every: int, engine: Any) -> Any:
-    """`name` as Lightning takes it; for "async_averaging" the strategy with this rule, period and engine."""
+def make_strategy(options: Any) -> Any:
+    """The strategy's name as Lightning takes it; for "async_averaging" the strategy itself, with its options."""
     from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, EveryNSteps, Mean
 
-    if name != "async_averaging":
-        return name
+    if options.strategy != "async_averaging":
+        return options.strategy
 
     rules = {"mean": Mean, "delta_mean": DeltaMean, "diloco": DiLoCo}
-    # Mean overwrites the parameters, so its rounds block.
-    overlap = rule != "mean"
-    return AsyncAveragingStrategy(rules[rule](), EveryNSteps(sync_every), overlap=overlap, engine=engine)
+    return AsyncAveragingStrategy(
+        rules[options.rule](),
+        EveryNSteps(options.sync_every),
+        overlap=options.rule != "mean",  # Mean overwrites the parameters, so its rounds block
+        compression=options.compression,
+        engine=options.engine,
+    )
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -200,6 +204,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--devices", type=int, default=2, help="number of replicas")
     parser.add_argument("--rule", choices=["mean", "delta_mean", "diloco"], default="delta_mean")
     parser.add_argument("--sync-every", type=int, default=32, metavar="STEPS", help="a replica's steps per round")
+    parser.add_argument("--compression", choices=["none", "bf16", "fp8", "int8"], default="none", help="of messages")
     parser.add_argument("--engine", choices=["auto", "torch", "horovod"], default="auto", help="of averaging")
     parser.add_argument("--max-steps", type=int, default=800, metavar="STEPS", help="a replica's steps in all")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="FOLDER", help="metrics and picture")
@@ -217,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=options.devices,
-        strategy=make_strategy(options.strategy, options.rule, options.sync_every, options.engine),
+        strategy=make_strategy(options),
         max_steps=options.max_steps,
         val_check_interval=max(1, options.max_steps // 5),
         check_val_every_n_epoch=None,
