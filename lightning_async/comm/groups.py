@@ -37,6 +37,12 @@ _PREFIX = "lightning_async"
 _DISPOSE_S = 0.25
 _EXIT_S = 10.0
 _LOOK_S = 0.05
+_NCCL_VARIABLES = {
+    # Deadlines are ours; torch's watchdog would end the process.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    # Connect when the group is formed: at its first use, the call would wait for the peers, and no deadline end it.
+    "NCCL_RUNTIME_CONNECT": "0",
+}
 _device = threading.Lock()
 # Strong references: the destructor of a group joins the group's threads, so it must never run on one of them
 # (a callback holding the last reference), nor during the interpreter's shutdown.
@@ -244,6 +250,8 @@ class _Meeting:
 
 
 def _nccl(store: Store, where: Where, timeout: timedelta, device: torch.device | None, max_ctas: int) -> Any:
+    for name, value in _NCCL_VARIABLES.items():
+        os.environ.setdefault(name, value)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     options.config.max_ctas = max_ctas

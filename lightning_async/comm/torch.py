@@ -146,11 +146,12 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         def start(pg: Any) -> Any:
             if self._backend != "nccl":
                 return (pg.send([mine], peer, tag), pg.recv([theirs], peer, tag))
-            # Outside of a group NCCL would run one after the other, and both sides would send first.
-            pg._group_start()
-            works = (pg.send([mine], peer, tag), pg.recv([theirs], peer, tag))
-            pg._group_end()
-            return works
+            # One by one, both sides would send first. The two have one work, made when both are launched: their own
+            # would be complete at once, as the events in them are recorded before the group's launch.
+            pg._start_coalescing()
+            pg.send([mine], peer, tag)
+            pg.recv([theirs], peer, tag)
+            return pg._end_coalescing()
 
         return self._submit(kind, start, lambda: out, (buffer, out))
 

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -40,20 +40,31 @@ def meet(store: Any, name: str) -> None:
         time.sleep(0.002)
 
 
-def run_checks(checks: Mapping[str, Check], store: Any, collectives: Callable[[str], Any]) -> dict[str, Any]:
-    """Each check with new ``collectives``: what failed, with the traceback, and what it took."""
+def run_checks(
+    checks: Mapping[str, Check],
+    store: Any,
+    collectives: Callable[[str], Any],
+    device: str = "cpu",
+    peers_hear: bool = True,
+) -> dict[str, Any]:
+    """Each check with new ``collectives``: what failed, with the traceback, and what it took.
+
+    Each outcome is printed too, at once: it is not lost with the process.
+    """
     failures, timings = {}, {}
     for name, check in checks.items():
         comm = collectives(name)
-        stage = Stage(comm, lambda where, name=name: meet(store, f"{name}/{where}"), timings)
+        stage = Stage(comm, lambda where, name=name: meet(store, f"{name}/{where}"), timings, peers_hear)
         comm.open()  # forks then open at once, so that a check finds them formed
         started = time.monotonic()
         try:
-            check(stage)
+            with torch.device(device):
+                check(stage)
         except BaseException:
             failures[name] = traceback.format_exc()
         comm.close()
         timings[name] = time.monotonic() - started
+        print(f"{name}: " + (f"failed\n{failures[name]}" if name in failures else f"kept, {timings[name]:.2f} s"))
         meet(store, f"{name}/end")
     return {"failures": failures, "timings": timings}
 
@@ -62,17 +73,21 @@ def other_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
 
 
-def contract() -> dict[str, Any]:
-    """Every check of the contract, over Gloo."""
+def contract(
+    backend: str = "gloo", device: str = "cpu", peers_hear: bool = True, without: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The checks of the contract over a backend of torch's, all but those that are named."""
     store = open_store()
     told = run_checks(
-        ALL_CHECKS,
+        {name: check for name, check in ALL_CHECKS.items() if name not in without},
         store,
         lambda name: TorchCollectives(
-            PrefixStore(name, store), RANK, WORLD_SIZE, timeout=TIMEOUT, form_timeout=TIMEOUT
+            PrefixStore(name, store), RANK, WORLD_SIZE, backend=backend, timeout=TIMEOUT, form_timeout=TIMEOUT
         ),
+        device,
+        peers_hear,
     )
-    until = time.monotonic() + 6  # what got stuck in a check ends by its own timeout
+    until = time.monotonic() + 6.0 * (backend == "gloo")  # what got stuck in a check ends by its own timeout
     while native_threads() >= 8 and time.monotonic() < until:
         time.sleep(0.05)
         groups._sweep()

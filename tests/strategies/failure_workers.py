@@ -24,7 +24,7 @@ pl_rank = "LOCAL_RANK"
 
 def digest(module: nn.Module) -> str:
     """Equal if and only if the parameters are, to the bit."""
-    whole = b"".join(p.detach().numpy().tobytes() for p in module.parameters())
+    whole = b"".join(p.detach().cpu().numpy().tobytes() for p in module.parameters())
     return hashlib.sha256(whole).hexdigest()[:16]
 
 
@@ -73,19 +73,19 @@ def loader(batches: int) -> DataLoader:
     return DataLoader(data, batch_size=2)  # pyright: ignore[reportArgumentType]
 
 
-def make_trainer(strategy: Any, devices: int, **options: Any) -> Any:
-    return pl.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=devices,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        num_sanity_val_steps=0,
-        **{"max_epochs": 1, **options},
-    )
+def make_trainer(strategy: Any, num_ranks: int, **options: Any) -> Any:
+    defaults = {
+        "accelerator": "cpu",
+        "devices": num_ranks,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "use_distributed_sampler": False,
+        "num_sanity_val_steps": 0,
+        "max_epochs": 1,
+    }
+    return pl.Trainer(strategy=strategy, **(defaults | options))
 
 
 def train(

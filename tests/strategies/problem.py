@@ -71,7 +71,7 @@ def flat(module: nn.Module) -> list[float]:
 def digest(module: nn.Module, buffers: bool = True) -> str:
     """Equal if and only if the models are equal to the bit."""
     tensors = [*module.parameters(), *(module.buffers() if buffers else ())]
-    whole = b"".join(t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in tensors)
+    whole = b"".join(t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in tensors)
     return hashlib.sha256(whole).hexdigest()[:16]
 
 

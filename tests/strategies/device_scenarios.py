@@ -1,0 +1,41 @@
+"""Scenarios that run on whatever device the environment names: ranks that share one GPU, or on the CPU."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from lightning_async import AsyncAveragingStrategy, DeltaMean, EveryNSteps, Synchronous
+from lightning_async.rules.protocols import Schedule
+from tests.strategies.numerics import momentum
+from tests.strategies.workers import Net, fit, loader, scenario, shard
+
+ACCELERATOR = os.environ.get("SCENARIO_ACCELERATOR", "cpu")
+BACKEND = "nccl" if ACCELERATOR == "cuda" else "gloo"
+
+
+def train(schedule: Schedule, overlap: bool = False, backend: str = BACKEND) -> dict[str, Any]:
+    """Each rank is a node with one device, which may be the same for all."""
+    strategy = AsyncAveragingStrategy(DeltaMean(), schedule, overlap, process_group_backend=backend)
+    data = loader(shard((12, 12), (3, 9)))
+    return fit(strategy, data, Net(optimizer=momentum), accelerator=ACCELERATOR, devices=1, num_nodes=2)
+
+
+@scenario
+def averaged() -> Any:
+    return train(EveryNSteps(2))
+
+
+@scenario
+def averaged_over_gloo() -> Any:
+    return train(EveryNSteps(2), backend="gloo")
+
+
+@scenario
+def overlapped() -> Any:
+    return train(EveryNSteps(2), overlap=True)
+
+
+@scenario
+def synchronous() -> Any:
+    return train(Synchronous())
