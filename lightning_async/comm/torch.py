@@ -146,8 +146,7 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         def start(pg: Any) -> Any:
             if self._backend != "nccl":
                 return (pg.send([mine], peer, tag), pg.recv([theirs], peer, tag))
-            # One by one, both sides would send first. The two have one work, made when both are launched: their own
-            # would be complete at once, as the events in them are recorded before the group's launch.
+            # One by one, both sides would send first; and in a group their own works would be complete at once.
             pg._start_coalescing()
             pg.send([mine], peer, tag)
             pg.recv([theirs], peer, tag)

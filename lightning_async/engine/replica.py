@@ -56,7 +56,8 @@ class Replica:
         module: the module whose parameters and buffers these are; shared ones count once, frozen ones do not
             travel.
         buffers: what happens to floating-point buffers.
-        device: where the buckets live: the parameters' device for NCCL, else the CPU (pinned under CUDA).
+        device: where the buckets live: best where the parameters do, so that all arithmetic is there; on the CPU, for
+            transports that see no other memory, they are pinned under CUDA.
 
     Raises:
         ValueError: an unknown policy, or parameters that are not materialised yet (lazy modules).

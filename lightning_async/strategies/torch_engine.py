@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from lightning_async.comm.rendezvous import Membership
+from lightning_async.comm.staged import StagedCollectives
 from lightning_async.comm.torch import TorchCollectives
 from lightning_async.namespace import fabric, pytorch
 from lightning_async.strategies.checks import check_choice
@@ -72,8 +73,8 @@ class TorchEngine:
         return self._backend or ("nccl" if root_device.type == "cuda" else "gloo")
 
     def bucket_device(self, root_device: torch.device) -> torch.device:
-        """On the GPU for NCCL, else in the host's memory."""
-        return root_device if self.backend(root_device) == "nccl" else torch.device("cpu")
+        """On the GPU, so that all arithmetic is; in the host's memory for MPI."""
+        return root_device if self.backend(root_device) in ("nccl", "gloo") else torch.device("cpu")
 
     def connect(
         self, environment: Any, root_device: torch.device, name: str, dead_after: timedelta | None
@@ -84,9 +85,10 @@ class TorchEngine:
         store = distributed_c10d.PrefixStore(name, _store(environment, rank, _FORM_TIMEOUT))
         small = "mpi" if backend == "mpi" else "gloo"
         root = TorchCollectives(store, rank, world_size, backend=small, timeout=timedelta(days=7))
-        payload = root
-        if backend == "nccl":
+        payload: Any = root
+        if self.bucket_device(root_device).type == "cuda":
             payload = TorchCollectives(store, rank, world_size, backend=backend, name="device", device=root_device)
+            payload = StagedCollectives(payload, root_device) if backend == "gloo" else payload
         membership = None
         if dead_after is not None:
             membership = Membership(store, rank, world_size, dead_after=dead_after)

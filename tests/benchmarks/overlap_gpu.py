@@ -2,12 +2,12 @@
 
 Rank 0 trains about 1 B parameters in bf16 (AdamW, some hundreds of milliseconds a step) on the GPU and averages them
 with `DeltaMean`, in the background, with rank 1: a process on the same machine that holds as many parameters on the
-CPU and does nothing but average. Rank 0's buckets lie in pinned memory of the host; payloads go over Gloo and the
-loopback interface. Blocks of steps alone and blocks of steps beside one round take turns, and each block is timed as a
-whole, its snapshot and its merge included, from an idle device to an idle device.
+CPU and does nothing but average. Rank 0's buckets lie on the GPU; payloads go through pinned memory of the host, over
+Gloo and the loopback interface. Blocks of steps alone and blocks of steps beside one round take turns, and each block
+is timed as a whole, its snapshot and its merge included, from an idle device to an idle device.
 
-Needs, for 1 B parameters: on the GPU 40 GB (2 of parameters, 2 of gradients, 4 of AdamW's state, 4 of remainders, the
-rest activations), in the host's memory 24 GB (two buckets of 4 GB for each rank, 6 GB for the peer's replica).
+Needs, for 1 B parameters: on the GPU 48 GB (2 of parameters, 2 of gradients, 4 of AdamW's state, 4 of remainders, 8 of
+buckets, the rest activations), in the host's memory 16 GB (two buckets of 4 GB and 6 GB of the peer's replica).
 
 ``--device cpu --numel 60000`` runs the same on any machine, to try out everything but the numbers.
 """

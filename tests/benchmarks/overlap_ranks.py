@@ -18,6 +18,7 @@ from torch.distributed import TCPStore
 from torch.nn import functional as F
 
 from lightning_async.comm.rendezvous import Membership
+from lightning_async.comm.staged import StagedCollectives
 from lightning_async.comm.torch import TorchCollectives
 from lightning_async.engine.averager import BackgroundAverager
 from lightning_async.engine.config import AveragerConfig, Deadlines
@@ -259,17 +260,23 @@ def accompany(averager: BackgroundAverager[Any], switch: Switch, store: Any) -> 
 
 @contextlib.contextmanager
 def averaging(rank: int, job: Job, module: nn.Module, schedule: Schedule) -> Iterator[BackgroundAverager[Any]]:
-    """The engine, with buckets in the host's memory and payloads over Gloo."""
+    """The engine as the strategy makes it: buckets beside the parameters, payloads over Gloo."""
     store = connect(job)
     comm = TorchCollectives(store, rank, 2, timeout=LIMIT, form_timeout=LIMIT)
+    device = next(module.parameters()).device
+    large: Any = TorchCollectives(store, rank, 2, name="device", timeout=LIMIT, form_timeout=LIMIT)
+    if rank == 0:
+        large = StagedCollectives(large, device)
     membership = Membership(store, rank, 2)
     membership.start()
     # Blocks without averaging are no stalls.
     config = AveragerConfig(weighting="equal", deadlines=Deadlines(grace=timedelta(hours=1)))
-    averager = BackgroundAverager(comm, membership, Replica(module), DeltaMean(), schedule, config)
+    replica = Replica(module, device=device)
+    averager = BackgroundAverager(comm, membership, replica, DeltaMean(), schedule, config, payload=large)
     membership.on_change = averager.wake
     try:
         comm.open()
+        large.open()
         averager.start()
         yield averager
         averager.close()
@@ -281,6 +288,7 @@ def averaging(rank: int, job: Job, module: nn.Module, schedule: Schedule) -> Ite
     finally:
         averager.close()
         membership.close()
+        large.close()
         comm.close()
 
 

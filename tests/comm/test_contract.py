@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_async.comm.faulty import FaultyCollectives
 from lightning_async.comm.inprocess import InProcessWorld
+from lightning_async.comm.staged import StagedCollectives
 from tests.comm.contract import ALL_CHECKS, Check, Stage
 from tests.support import run_ranks
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("wrapped", [False, True], ids=["inprocess", "faulty"])
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda plain: plain, FaultyCollectives, lambda plain: StagedCollectives(plain, torch.device("cpu"))],
+    ids=["inprocess", "faulty", "staged"],
+)
 @pytest.mark.parametrize("check", ALL_CHECKS.values(), ids=ALL_CHECKS.keys())
-def test_threads(check: Check, wrapped: bool, world_size: int) -> None:
+def test_threads(check: Check, wrap: Callable[[Any], Any], world_size: int) -> None:
     world = InProcessWorld(world_size)
     barrier = threading.Barrier(world_size)
 
     def on_rank(collectives: Any) -> None:
-        comm = FaultyCollectives(collectives) if wrapped else collectives
         try:
-            check(Stage(comm, lambda where: void(barrier.wait(10))))
+            check(Stage(wrap(collectives), lambda where: void(barrier.wait(10))))
         except BaseException:
             barrier.abort()
             raise

@@ -1,0 +1,139 @@
+"""Collectives for a GPU's tensors over a transport that moves the host's memory only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_async.comm.protocols import ElasticCollectives, Pending, Quorum, ReduceOp
+from lightning_async.comm.reductions import check_buffer
+
+__all__ = ["StagedCollectives"]
+
+T = TypeVar("T")
+
+
+class StagedCollectives:
+    """Moves a device's tensors through pinned memory of the host; implements `ElasticCollectives`.
+
+    The GPU's copy engines do the copies, in the order of the stream that is current: a thread with a stream of its own
+    disturbs no other. Submitting an operation waits until its tensor is in the host's memory; the way back is queued
+    when its result is taken.
+
+    Args:
+        inner: the transport; used by nobody else.
+        device: where the tensors are.
+    """
+
+    def __init__(self, inner: ElasticCollectives, device: torch.device) -> None:
+        self.inner: Any = inner
+        self.device = device
+
+    @property
+    def rank(self) -> int:
+        return self.inner.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.inner.world_size
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    @property
+    def generation(self) -> int:
+        return self.inner.generation
+
+    @property
+    def timeout(self) -> timedelta:
+        return self.inner.timeout
+
+    def all_reduce(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Pending[Tensor]:
+        return self._in_place(buffer, lambda host: self.inner.all_reduce(host, op))
+
+    def broadcast(self, buffer: Tensor, src: int = 0) -> Pending[Tensor]:
+        return self._in_place(buffer, lambda host: self.inner.broadcast(host, src))
+
+    def all_gather(self, buffer: Tensor) -> Pending[Tensor]:
+        return self._anew(buffer, self.inner.all_gather)
+
+    def reduce_scatter(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Pending[Tensor]:
+        return self._anew(buffer, lambda host: self.inner.reduce_scatter(host, op))
+
+    def all_to_all(self, buffer: Tensor) -> Pending[Tensor]:
+        return self._anew(buffer, self.inner.all_to_all)
+
+    def exchange(self, buffer: Tensor, peer: int) -> Pending[Tensor]:
+        return self._anew(buffer, lambda host: self.inner.exchange(host, peer))
+
+    def barrier(self) -> Pending[None]:
+        return self.inner.barrier()
+
+    def fork(self, name: str, timeout: timedelta | None = None) -> StagedCollectives:
+        return StagedCollectives(self.inner.fork(name, timeout), self.device)
+
+    def registered(self, buffer: Tensor) -> Tensor:
+        """See `Collectives`. No transport sees the device's memory."""
+        return buffer
+
+    def open(self) -> None:
+        self.inner.open()
+
+    def reconfigure(self, quorum: Quorum) -> None:
+        self.inner.reconfigure(quorum)
+
+    def abort(self) -> None:
+        self.inner.abort()
+
+    def close(self) -> None:
+        self.inner.close()
+
+    # ------------------------------------------------------------------ the machinery
+
+    def _in_place(self, buffer: Tensor, operation: Callable[[Tensor], Pending[Tensor]]) -> Pending[Tensor]:
+        return _Landing(operation(self._to_host(buffer)), lambda host: _back(buffer, host))
+
+    def _anew(self, buffer: Tensor, operation: Callable[[Tensor], Pending[Tensor]]) -> Pending[Tensor]:
+        pending = operation(self._to_host(buffer))
+        return _Landing(pending, lambda host: _back(torch.empty_like(host, device=self.device), host))
+
+    def _to_host(self, buffer: Tensor) -> Tensor:
+        check_buffer(buffer)
+        on_gpu = self.device.type == "cuda"
+        host = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu", pin_memory=on_gpu)
+        host.copy_(buffer.detach(), non_blocking=True)
+        if on_gpu:
+            copied = torch.cuda.Event(blocking=True)  # else waiting for it would take a core
+            copied.record(torch.cuda.current_stream(self.device))
+            copied.synchronize()
+        return host
+
+
+def _back(device: Tensor, host: Tensor) -> Tensor:
+    device.detach().copy_(host, non_blocking=True)
+    return device
+
+
+class _Landing(Generic[T]):
+    """An operation whose result goes back to the device when it is taken, once."""
+
+    def __init__(self, inner: Pending[T], land: Callable[[T], T]) -> None:
+        self._inner, self._land = inner, land
+        self._landed: list[T] = []
+
+    def done(self) -> bool:
+        return self._inner.done()
+
+    def wait(self, timeout: timedelta) -> bool:
+        return self._inner.wait(timeout)
+
+    def result(self, timeout: timedelta | None = None) -> T:
+        value = self._inner.result(timeout)
+        if not self._landed:
+            self._landed.append(self._land(value))
+        return self._landed[0]
