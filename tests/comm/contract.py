@@ -140,6 +140,30 @@ def all_gather_values(stage: Stage) -> None:
 
 
 @check
+def types_that_nobody_can_add_up_move(stage: Stage) -> None:
+    comm = stage.comm
+    mine = torch.arange(comm.world_size * 4, dtype=torch.float32).view(comm.world_size, 4).add(comm.rank)
+    codes = mine.to(torch.float8_e4m3fn)
+    for moved, plain in (
+        (comm.all_gather(codes[0]), comm.all_gather(codes[0].float())),
+        (comm.all_to_all(codes), comm.all_to_all(codes.float())),
+        (comm.broadcast(codes.clone(), 1), comm.broadcast(codes.float(), 1)),
+    ):
+        result = moved.result()
+        assert result.dtype is torch.float8_e4m3fn
+        equal(result.float(), plain.result())
+
+
+@check
+def registered_memory_holds_the_same(stage: Stage) -> None:
+    comm = stage.comm
+    buffers = [comm.registered(torch.full((n,), float(comm.rank))) for n in (1000, 70_000)]
+    for buffer in buffers:
+        equal(buffer, torch.full_like(buffer, comm.rank))
+        equal(comm.all_reduce(buffer).result(), torch.full_like(buffer, sum(range(comm.world_size))))
+
+
+@check
 def reduce_scatter_values(stage: Stage) -> None:
     comm = stage.comm
     for dtype in DTYPES:
@@ -286,6 +310,7 @@ def abort_wakes_and_reconfigure_renews(stage: Stage) -> None:
     comm, member = stage.comm, stage.comm.rank
     fork = comm.fork("payload")
     use_connections(fork)
+    known = fork.registered(torch.zeros(3000))
     if comm.rank == 0:
         pending = [comm.all_reduce(torch.ones(1000)), fork.exchange(torch.ones(3), 1)]
         waker = threading.Timer(0.1, comm.abort)
@@ -312,6 +337,7 @@ def abort_wakes_and_reconfigure_renews(stage: Stage) -> None:
     comm.reconfigure(Quorum(generation + 1, tuple(range(comm.world_size))))
     fork.barrier().result()
     assert comm.rank == member
+    equal(fork.all_reduce(known.fill_(1.0)).result(), torch.full_like(known, comm.world_size))
 
 
 @elastic_check
