@@ -71,14 +71,14 @@ class FaultyCollectives:
     def all_reduce(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Pending[Tensor]:
         return self._call("all_reduce", lambda: self.inner.all_reduce(buffer, op))
 
-    def all_gather(self, buffer: Tensor) -> Pending[Tensor]:
-        return self._call("all_gather", lambda: self.inner.all_gather(buffer))
+    def all_gather(self, buffer: Tensor, out: Tensor | None = None) -> Pending[Tensor]:
+        return self._call("all_gather", lambda: self.inner.all_gather(buffer, out))
 
     def reduce_scatter(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Pending[Tensor]:
         return self._call("reduce_scatter", lambda: self.inner.reduce_scatter(buffer, op))
 
-    def all_to_all(self, buffer: Tensor) -> Pending[Tensor]:
-        return self._call("all_to_all", lambda: self.inner.all_to_all(buffer))
+    def all_to_all(self, buffer: Tensor, out: Tensor | None = None) -> Pending[Tensor]:
+        return self._call("all_to_all", lambda: self.inner.all_to_all(buffer, out))
 
     def broadcast(self, buffer: Tensor, src: int = 0) -> Pending[Tensor]:
         return self._call("broadcast", lambda: self.inner.broadcast(buffer, src))

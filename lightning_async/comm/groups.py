@@ -17,7 +17,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -74,28 +74,33 @@ class Group:
     def watch(
         self, operation: Operation[Any], works: Any, ended: Callable[[Exception | None], None], backstop: timedelta
     ) -> None:
-        """Have ``ended`` called, with the error or None, when the transport has ended the work."""
-        pair: tuple[Any, ...] = works if isinstance(works, tuple) else (works,)
+        """Have ``ended`` called, with the error or None, when the transport has ended the work.
+
+        Args:
+            works: torch's object; a list of them that are one operation; of Gloo's send and recv a tuple.
+        """
+        all_: Sequence[Any] = works if isinstance(works, (list, tuple)) else (works,)
 
         def let_go(error: Exception | None) -> None:
             ended(error)
             self.in_flight.pop(operation.seq, None)
 
         if not self.callbacks:
-            self.in_flight[operation.seq] = (self.in_flight[operation.seq], pair)
-            operation.poll = lambda: _poll(pair, let_go)
+            self.in_flight[operation.seq] = (self.in_flight[operation.seq], all_)
+            operation.poll = lambda: _poll(all_, let_go)
             return
         self._lets_go_at = max(self._lets_go_at, time.monotonic() + backstop.total_seconds())
         operation.poll, operation.poll_s = lambda: self._look(operation, ended), _LOOK_S
         if isinstance(works, tuple):
             # Gloo's send and recv have no future, and are not complete before somebody waits.
-            helper = threading.Thread(target=self._wait, args=(pair, let_go, backstop), daemon=True)
+            helper = threading.Thread(target=self._wait, args=(works, let_go, backstop), daemon=True)
             helper.name = f"lightning_async {operation.kind} #{operation.seq}"
             self.helpers.add(helper)
             helper.start()
         else:
-            # Called on a thread of the group.
-            works.get_future().add_done_callback(lambda future: let_go(_error(future.value)))
+            countdown = _Countdown(len(all_), ended, let_go)
+            for work in all_:
+                work.get_future().add_done_callback(countdown)
 
     def _wait(self, works: tuple[Any, ...], ended: Callable[[Exception | None], None], backstop: timedelta) -> None:
         first: Exception | None = None
@@ -165,7 +170,28 @@ def _error(do: Callable[[], object]) -> Exception | None:
     return None
 
 
-def _poll(works: tuple[Any, ...], ended: Callable[[Exception | None], None]) -> None:
+class _Countdown:
+    """Called on a thread of the group for each future: the first error ends the operation, the last one lets go."""
+
+    def __init__(
+        self, count: int, ended: Callable[[Exception], None], let_go: Callable[[Exception | None], None]
+    ) -> None:
+        self._left, self._ended, self._let_go = count, ended, let_go
+        self._first: Exception | None = None
+        self._lock = threading.Lock()
+
+    def __call__(self, future: Any) -> None:
+        error = _error(future.value)
+        with self._lock:
+            self._left -= 1
+            self._first, last = self._first or error, self._left == 0
+        if last:
+            self._let_go(self._first)
+        elif error is not None:
+            self._ended(error)
+
+
+def _poll(works: Sequence[Any], ended: Callable[[Exception | None], None]) -> None:
     if all(work.is_completed() for work in works):
         # Complete already, so this does not block: it orders the current CUDA stream behind the work, and raises
         # what went wrong.

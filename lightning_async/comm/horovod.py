@@ -13,7 +13,7 @@ from lightning_async.comm.communicator import Communicator
 from lightning_async.comm.horovod_world import Flight, HorovodOperation, HorovodWorld, Start
 from lightning_async.comm.pending import Operation, Where
 from lightning_async.comm.protocols import ReduceOp
-from lightning_async.comm.reductions import as_bytes, check_buffer, check_rows, reducible, sum_rows
+from lightning_async.comm.reductions import as_bytes, check_buffer, check_rows, reducible, room_for, sum_rows
 from lightning_async.errors import CollectiveError
 
 __all__ = ["PIECE_BYTES", "HorovodCollectives"]
@@ -89,13 +89,14 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
         ops = {ReduceOp.SUM: hvd.Sum, ReduceOp.MIN: hvd.Min, ReduceOp.MAX: hvd.Max}
         return self._reduce(buffer, op, f"all_reduce({op.value})", ops.__getitem__)
 
-    def all_gather(self, buffer: Tensor) -> Operation[Tensor]:
+    def all_gather(self, buffer: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
         check_buffer(buffer)
         hvd, mine = self.horovod.hvd, as_bytes(buffer)
+        given = None if out is None else room_for(buffer, self.world_size, out)
 
         def finish(outputs: list[Any]) -> Tensor:
-            data = outputs[0] if outputs else mine
-            return data.view(buffer.dtype).view(self.world_size, *buffer.shape)
+            data = (outputs[0] if outputs else mine).view(buffer.dtype).view(self.world_size, *buffer.shape)
+            return data if given is None else given.copy_(data)
 
         starts = [lambda name: hvd.allgather_async(mine, name=name)] if mine.numel() else []
         return self._submit("all_gather", starts, finish)
@@ -105,9 +106,10 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
         check_rows(buffer, self.world_size)
         return self._all_to_all(buffer, f"reduce_scatter({op.value})", lambda rows: sum_rows(rows, op))
 
-    def all_to_all(self, buffer: Tensor) -> Operation[Tensor]:
+    def all_to_all(self, buffer: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
         check_rows(buffer, self.world_size)
-        return self._all_to_all(buffer, "all_to_all", lambda rows: rows)
+        given = None if out is None else room_for(buffer[0], self.world_size, out)
+        return self._all_to_all(buffer, "all_to_all", lambda rows: rows if given is None else given.copy_(rows))
 
     def broadcast(self, buffer: Tensor, src: int = 0) -> Operation[Tensor]:
         check_buffer(buffer)

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_async.comm.communicator import ElasticCommunicator
 from lightning_async.comm.pending import Operation, Where
 from lightning_async.comm.protocols import ReduceOp
-from lightning_async.comm.reductions import check_buffer, check_rows, sum_rows
+from lightning_async.comm.reductions import check_buffer, check_rows, room_for, sum_rows
 from lightning_async.comm.stores import HashStore
 from lightning_async.errors import CollectiveError, CollectiveTimeout
 
@@ -183,9 +183,10 @@ class InProcessCollectives(ElasticCommunicator["InProcessCollectives"]):
             f"all_reduce({op.value})", buffer, lambda all_: _write(buffer, sum_rows(torch.stack(all_), op))
         )
 
-    def all_gather(self, buffer: Tensor) -> Operation[Tensor]:
+    def all_gather(self, buffer: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
         check_buffer(buffer)
-        return self._submit("all_gather", buffer, lambda all_: torch.stack(all_))
+        gathered = room_for(buffer, self.world_size, out)
+        return self._submit("all_gather", buffer, lambda all_: _write(gathered, torch.stack(all_)))
 
     def reduce_scatter(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Operation[Tensor]:
         check_rows(buffer, self.world_size)
@@ -194,10 +195,12 @@ class InProcessCollectives(ElasticCommunicator["InProcessCollectives"]):
             f"reduce_scatter({op.value})", buffer, lambda all_: sum_rows(torch.stack([each[rank] for each in all_]), op)
         )
 
-    def all_to_all(self, buffer: Tensor) -> Operation[Tensor]:
+    def all_to_all(self, buffer: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
         check_rows(buffer, self.world_size)
-        rank = self.rank
-        return self._submit("all_to_all", buffer, lambda all_: torch.stack([each[rank] for each in all_]))
+        rank, received = self.rank, room_for(buffer[0], self.world_size, out)
+        return self._submit(
+            "all_to_all", buffer, lambda all_: _write(received, torch.stack([each[rank] for each in all_]))
+        )
 
     def broadcast(self, buffer: Tensor, src: int = 0) -> Operation[Tensor]:
         check_buffer(buffer)

@@ -92,6 +92,11 @@ class Operation(Generic[T]):
             self._ended.set()
             return True
 
+    def failure(self, error: Exception) -> CollectiveError:
+        """The transport's own error, in words of this package."""
+        kind = CollectiveTimeout if "timed out" in str(error).lower() else CollectiveError
+        return kind(f"{self} failed after {self.elapsed_s():.2f} s: {error}. {self.remedy}")
+
     def ended(self) -> bool:
         """Like `done`, but neither polls nor looks at the deadline."""
         return self._ended.is_set()

@@ -84,16 +84,20 @@ class Collectives(Protocol):
         """Reduce ``buffer`` over all ranks, in place; every rank gets the same bits."""
         ...
 
-    def all_gather(self, buffer: Tensor) -> Pending[Tensor]:
-        """Every rank's ``buffer``, stacked along a new first dimension: shape ``[world_size, *buffer.shape]``."""
+    def all_gather(self, buffer: Tensor, out: Tensor | None = None) -> Pending[Tensor]:
+        """Every rank's ``buffer``, stacked along a new first dimension: shape ``[world_size, *buffer.shape]``.
+
+        ``out``: where to; by default a new tensor."""
         ...
 
     def reduce_scatter(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Pending[Tensor]:
         """Row ``rank`` of the reduction of ``buffer``, whose first dimension is ``world_size``."""
         ...
 
-    def all_to_all(self, buffer: Tensor) -> Pending[Tensor]:
-        """Row ``i`` of ``buffer`` goes to rank ``i``; row ``j`` of the result came from rank ``j``."""
+    def all_to_all(self, buffer: Tensor, out: Tensor | None = None) -> Pending[Tensor]:
+        """Row ``i`` of ``buffer`` goes to rank ``i``; row ``j`` of the result came from rank ``j``.
+
+        ``out``: where to, not ``buffer``; by default a new tensor."""
         ...
 
     def broadcast(self, buffer: Tensor, src: int = 0) -> Pending[Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_async.comm.protocols import ReduceOp
 
-__all__ = ["NATIVE", "as_bytes", "check_buffer", "check_rows", "reducible", "sum_rows"]
+__all__ = ["NATIVE", "as_bytes", "check_buffer", "check_rows", "reducible", "room_for", "sum_rows"]
 
 NATIVE = frozenset(
     {
@@ -33,6 +33,23 @@ def check_rows(buffer: Tensor, world_size: int) -> None:
     check_buffer(buffer)
     if buffer.dim() == 0 or buffer.shape[0] != world_size:
         raise ValueError(f"the first dimension must be world_size={world_size}; got shape {tuple(buffer.shape)}.")
+
+
+def room_for(row: Tensor, world_size: int, out: Tensor | None) -> Tensor:
+    """``out``, or a new tensor: one row per rank, each like ``row``.
+
+    Raises:
+        ValueError: ``out`` is another tensor than that.
+    """
+    shape = (world_size, *row.shape)
+    if out is None:
+        return row.new_empty(shape)
+    if out.shape != shape or out.dtype != row.dtype or out.device != row.device or not out.is_contiguous():
+        raise ValueError(
+            f"`out` must be contiguous, {row.dtype}, of shape {tuple(shape)}, on {row.device}; got {out.dtype}, shape "
+            f"{tuple(out.shape)}, strides {out.stride()}, on {out.device}."
+        )
+    return out
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

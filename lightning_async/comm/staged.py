@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_async.comm.protocols import ElasticCollectives, Pending, Quorum, ReduceOp
-from lightning_async.comm.reductions import check_buffer
+from lightning_async.comm.reductions import check_buffer, check_rows, room_for
 
 __all__ = ["StagedCollectives"]
 
@@ -59,14 +59,15 @@ class StagedCollectives:
     def broadcast(self, buffer: Tensor, src: int = 0) -> Pending[Tensor]:
         return self._in_place(buffer, lambda host: self.inner.broadcast(host, src))
 
-    def all_gather(self, buffer: Tensor) -> Pending[Tensor]:
-        return self._anew(buffer, self.inner.all_gather)
+    def all_gather(self, buffer: Tensor, out: Tensor | None = None) -> Pending[Tensor]:
+        return self._anew(buffer, self.inner.all_gather, room_for(buffer, self.world_size, out))
 
     def reduce_scatter(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Pending[Tensor]:
         return self._anew(buffer, lambda host: self.inner.reduce_scatter(host, op))
 
-    def all_to_all(self, buffer: Tensor) -> Pending[Tensor]:
-        return self._anew(buffer, self.inner.all_to_all)
+    def all_to_all(self, buffer: Tensor, out: Tensor | None = None) -> Pending[Tensor]:
+        check_rows(buffer, self.world_size)
+        return self._anew(buffer, self.inner.all_to_all, room_for(buffer[0], self.world_size, out))
 
     def exchange(self, buffer: Tensor, peer: int) -> Pending[Tensor]:
         return self._anew(buffer, lambda host: self.inner.exchange(host, peer))
@@ -98,9 +99,13 @@ class StagedCollectives:
     def _in_place(self, buffer: Tensor, operation: Callable[[Tensor], Pending[Tensor]]) -> Pending[Tensor]:
         return _Landing(operation(self._to_host(buffer)), lambda host: _back(buffer, host))
 
-    def _anew(self, buffer: Tensor, operation: Callable[[Tensor], Pending[Tensor]]) -> Pending[Tensor]:
+    def _anew(
+        self, buffer: Tensor, operation: Callable[[Tensor], Pending[Tensor]], out: Tensor | None = None
+    ) -> Pending[Tensor]:
         pending = operation(self._to_host(buffer))
-        return _Landing(pending, lambda host: _back(torch.empty_like(host, device=self.device), host))
+        return _Landing(
+            pending, lambda host: _back(torch.empty_like(host, device=self.device) if out is None else out, host)
+        )
 
     def _to_host(self, buffer: Tensor) -> Tensor:
         check_buffer(buffer)

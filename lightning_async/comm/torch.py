@@ -16,16 +16,17 @@ from lightning_async.comm import groups
 from lightning_async.comm.communicator import ElasticCommunicator
 from lightning_async.comm.pending import Operation, Where
 from lightning_async.comm.protocols import Quorum, ReduceOp
-from lightning_async.comm.reductions import as_bytes, check_buffer, check_rows, reducible, sum_rows
+from lightning_async.comm.reductions import as_bytes, check_buffer, check_rows, reducible, room_for, sum_rows
 from lightning_async.comm.registered import RegisteredMemory
 from lightning_async.comm.stores import Store
-from lightning_async.errors import CollectiveError, CollectiveTimeout
+from lightning_async.errors import CollectiveError
 
 __all__ = ["TorchCollectives"]
 
 T = TypeVar("T")
 
 _BACKENDS = ("gloo", "nccl", "mpi")
+_LARGE_BYTES = 1 << 16  # from here on Gloo's own all-gather, which copies through new memory, is several times slower
 _OPS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.MIN: dist.ReduceOp.MIN, ReduceOp.MAX: dist.ReduceOp.MAX}
 
 
@@ -96,17 +97,20 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
 
         return self._submit(f"all_reduce({op.value})", start, finish, (buffer, wire))
 
-    def all_gather(self, buffer: Tensor) -> Operation[Tensor]:
+    def all_gather(self, buffer: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
         check_buffer(buffer)
-        out = buffer.new_empty((self.world_size, *buffer.shape))
-        rows, mine = [as_bytes(row) for row in out], as_bytes(buffer)
+        gathered = room_for(buffer, self.world_size, out)
+        rows, mine = [as_bytes(row) for row in gathered], as_bytes(buffer)
 
         def start(pg: Any) -> Any:
+            if self._backend == "gloo" and mine.numel() >= _LARGE_BYTES:
+                rows[self.rank].copy_(mine)
+                return [pg.broadcast([row], self._from(rank)) for rank, row in enumerate(rows)]
             options = AllgatherOptions()
             options.timeout = self._backstop()
             return pg.allgather([rows], [mine], options)
 
-        return self._submit("all_gather", start, lambda: out, (buffer, out))
+        return self._submit("all_gather", start, lambda: gathered, (buffer, gathered))
 
     def reduce_scatter(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Operation[Tensor]:
         """See `Collectives`. Rows are exchanged, then combined in the order of ranks, half types in fp32."""
@@ -114,22 +118,18 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         check_rows(buffer, self.world_size)
         return self._all_to_all(buffer, f"reduce_scatter({op.value})", lambda rows: sum_rows(rows, op))
 
-    def all_to_all(self, buffer: Tensor) -> Operation[Tensor]:
+    def all_to_all(self, buffer: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
         check_rows(buffer, self.world_size)
-        return self._all_to_all(buffer, "all_to_all", lambda rows: rows)
+        return self._all_to_all(buffer, "all_to_all", lambda rows: rows, out)
 
     def broadcast(self, buffer: Tensor, src: int = 0) -> Operation[Tensor]:
         check_buffer(buffer)
         self._check_peer(src, "src")
         data = as_bytes(buffer)
 
-        def start(pg: Any) -> Any:
-            options = dist.BroadcastOptions()
-            options.rootRank, options.rootTensor = src, 0
-            options.timeout = self._backstop()
-            return pg.broadcast([data], options)
-
-        return self._submit(f"broadcast(src={src})", start, lambda: buffer, (buffer,))
+        return self._submit(
+            f"broadcast(src={src})", lambda pg: pg.broadcast([data], self._from(src)), lambda: buffer, (buffer,)
+        )
 
     def exchange(self, buffer: Tensor, peer: int) -> Operation[Tensor]:
         """See `Collectives`. Ranks that exchange with nobody need not call it."""
@@ -196,16 +196,23 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
 
     # ------------------------------------------------------------------ the machinery
 
-    def _all_to_all(self, buffer: Tensor, kind: str, finish: Callable[[Tensor], T]) -> Operation[T]:
-        out = torch.empty_like(buffer)
-        mine, theirs = as_bytes(buffer), as_bytes(out)
+    def _from(self, src: int) -> Any:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = src, 0, self._backstop()
+        return options
+
+    def _all_to_all(
+        self, buffer: Tensor, kind: str, finish: Callable[[Tensor], T], out: Tensor | None = None
+    ) -> Operation[T]:
+        received = room_for(buffer[0], self.world_size, out)
+        mine, theirs = as_bytes(buffer), as_bytes(received)
 
         def start(pg: Any) -> Any:
             options = dist.AllToAllOptions()
             options.timeout = self._backstop()
             return pg.alltoall_base(theirs, mine, [], [], options)
 
-        return self._submit(kind, start, lambda: finish(out), (buffer, out))
+        return self._submit(kind, start, lambda: finish(received), (buffer, received))
 
     def _submit(
         self, kind: str, start: Callable[[Any], Any] | None, finish: Callable[[], T], tensors: tuple[Tensor, ...]
@@ -239,7 +246,7 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
             else:
                 operation.complete(value)
         if error is not None and not operation.ended():
-            self._fail(_translate(operation, error), operation)
+            self._fail(operation.failure(error), operation)
         if self._pending.get(operation.seq) is operation:  # it may be of an earlier generation
             del self._pending[operation.seq]
 
@@ -306,15 +313,6 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         if self._backend != "nccl":
             return torch.device("cpu")
         return self._device if self._device is not None else torch.device("cuda", torch.cuda.current_device())
-
-
-def _translate(operation: Operation[Any], error: Exception) -> CollectiveError:
-    timed_out = "timed out" in str(error).lower()
-    kind = CollectiveTimeout if timed_out else CollectiveError
-    return kind(
-        f"{operation} failed after {operation.elapsed_s():.2f} s: {error}. Ask the membership who is alive, then "
-        "abort() and reconfigure()."
-    )
 
 
 def _check_arguments(rank: int, world_size: int, backend: str, timeout: timedelta, form_timeout: timedelta) -> None:

@@ -22,6 +22,8 @@ CODES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 _GATHERED = 4
 """Up to so many ranks everyone gets every message: fewer bytes than an uncompressed ring moves, and one trip less."""
 _BLOCK = ops.BLOCK
+Rows = tuple[Tensor, Tensor | None]
+"""Codes, and the scales of their blocks: none for bf16."""
 
 
 class CompressedMean:
@@ -66,16 +68,13 @@ class CompressedMean:
         sizes = [min(self._part, numel - start) for start in range(0, numel, self._part)]
         widths = [] if self._gathered else [self._width(size) for size in sizes]
         room = max(self._world_size * width for width in widths) if widths else max(sizes, default=0)
-        self._codes = torch.zeros(room, dtype=self._dtype, device=device)
-        self._scales = torch.zeros(_blocks(room), device=device)
+        self._sent = _Room(1, room, self._dtype, device)
+        self._received = _Room(self._world_size if self._gathered else 1, room, self._dtype, device)
         self._own = torch.ones(1, device=device)
         self.owed = torch.zeros(sum(widths), device=device)
         """What this rank's part of the means has lost to their encoding and the next ones will bring."""
-        self.message_bytes = numel * self._dtype.itemsize + self._scaled * 4 * sum(map(_blocks, sizes))
-
-    @property
-    def _scaled(self) -> bool:
-        return self._dtype is not torch.bfloat16
+        scales = 0 if self._dtype is torch.bfloat16 else sum(map(_blocks, sizes))
+        self.message_bytes = numel * self._dtype.itemsize + 4 * scales
 
     def _width(self, numel: int) -> int:
         """Elements of each rank's part of ``numel``: whole blocks."""
@@ -97,54 +96,47 @@ class CompressedMean:
         for i, part in enumerate(FlatLayout.parts(out, 4 * self._part)):
             mine = None if message is None else message[i * self._part :][: len(part)]
             if self._gathered:
-                self._encode(part, mine, len(part))
-                peers = self._move(self._collectives.all_gather, len(part), (len(part),))
-                ops.dequantize_average_(part, *peers, shares)
+                self._average(part, mine, shares)
             else:
                 width = self._width(len(part))
-                self._average_a_part(part, mine, shares, owed[start : start + width])
+                self._average_by_columns(part, mine, shares, owed[start : start + width])
                 start += width
         return owed
 
-    def _average_a_part(self, part: Tensor, message: Tensor | None, shares: Tensor, owed: Tensor) -> None:
+    def _average(self, part: Tensor, message: Tensor | None, shares: Tensor) -> None:
+        """Everyone gathers all messages and averages them."""
+        self._encode(part, message, len(part))
+        peers = self._received.rows(self._world_size, len(part))
+        self._move(self._collectives.all_gather, self._sent.row(len(part)), peers)
+        ops.dequantize_average_(part, *peers, shares)
+
+    def _average_by_columns(self, part: Tensor, message: Tensor | None, shares: Tensor, owed: Tensor) -> None:
         """Each rank averages its own columns of all messages, and everyone gathers the averages."""
-        width, room = len(owed), self._world_size * len(owed)
-        self._encode(part, message, room)
-        peers = self._move(self._collectives.all_to_all, room, (self._world_size, width))
-        codes, scales = self._views(width, (width,))
-        ops.requantize_average_(codes, scales, owed, *peers, shares)
-        codes, scales = self._move(self._collectives.all_gather, width, (width,))
-        codes = codes.view(1, -1)[:, : len(part)]
-        if scales is not None:
-            scales = scales.view(1, -1)[:, : _blocks(len(part))]
-        ops.dequantize_average_(part, codes, scales, self._own)
+        width = len(owed)
+        self._encode(part, message, self._world_size * width)
+        peers, average = self._received.rows(self._world_size, width), self._sent.row(width)
+        self._move(self._collectives.all_to_all, self._sent.rows(self._world_size, width), peers)
+        ops.requantize_average_(*average, owed, *peers, shares)
+        self._move(self._collectives.all_gather, average, peers)
+        ops.dequantize_average_(part, *self._received.rows(1, len(part)), self._own)
 
     def _encode(self, part: Tensor, message: Tensor | None, room: int) -> None:
         """The first ``room`` codes, of the message and then zeros; the message becomes what they decode to."""
         numel = len(part) if message is not None else 0
-        codes, scales = self._views(room, (room,))
+        codes, scales = self._sent.row(room)
         codes[numel:].view(torch.uint8).zero_()
         if scales is not None:
             scales[_blocks(numel) :].zero_()
-        if message is None:
-            return
-        codes, scales = self._views(numel, (numel,))
-        part.zero_()
-        ops.quantize_(codes, scales, part, message)  # leaves in the message what the codes lack
-        ops.dequantize_average_(message, codes[None], None if scales is None else scales[None], self._own)
+        if message is not None:
+            part.zero_()
+            ops.quantize_(*self._sent.row(numel), part, message)  # leaves in the message what the codes lack
+            ops.dequantize_average_(message, *self._sent.rows(1, numel), self._own)
 
-    def _views(self, numel: int, shape: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
-        """The first ``numel`` codes in this shape, and their scales."""
-        scales = self._scales[: _blocks(numel)].view(*shape[:-1], -1) if self._scaled else None
-        return self._codes[:numel].view(shape), scales
-
-    def _move(
-        self, operation: Callable[[Tensor], Pending[Tensor]], numel: int, shape: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor | None]:
-        """Move the first ``numel`` codes and their scales; both are under way at once."""
-        pending = [operation(each) for each in self._views(numel, shape) if each is not None]
-        moved = [self._result(each) for each in pending]
-        return moved[0], moved[1] if self._scaled else None
+    def _move(self, operation: Callable[[Tensor, Tensor], Pending[Tensor]], mine: Rows, out: Rows) -> None:
+        """Move codes and scales; both are under way at once."""
+        pending = [operation(a, b) for a, b in zip(mine, out, strict=True) if a is not None and b is not None]
+        for each in pending:
+            self._result(each)
 
     def state_dict(self) -> dict[str, Tensor]:
         """What is this rank's own, for a checkpoint."""
@@ -160,6 +152,24 @@ class CompressedMean:
             )
             return
         self.owed.copy_(owed)
+
+
+class _Room:
+    """Memory for so many rows of codes and, but for bf16, one scale per block."""
+
+    def __init__(self, count: int, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._codes = torch.zeros(count * numel, dtype=dtype, device=device)
+        self._scales = None if dtype is torch.bfloat16 else torch.zeros(count * _blocks(numel), device=device)
+
+    def rows(self, count: int, numel: int) -> Rows:
+        """The first codes, as rows of ``numel`` elements, and the scales that belong to them."""
+        codes = self._codes[: count * numel].view(count, numel)
+        return codes, None if self._scales is None else self._scales[: count * _blocks(numel)].view(count, -1)
+
+    def row(self, numel: int) -> Rows:
+        """The first ``numel`` codes and their scales."""
+        codes, scales = self.rows(1, numel)
+        return codes[0], None if scales is None else scales[0]
 
 
 def _blocks(numel: int) -> int:

@@ -155,6 +155,25 @@ def types_that_nobody_can_add_up_move(stage: Stage) -> None:
 
 
 @check
+def results_go_where_they_are_told_to(stage: Stage) -> None:
+    comm = stage.comm
+    for numel in (5, 40_000):  # some transports move large ones in another way
+        mine = torch.arange(numel, dtype=torch.float32).add(comm.rank)
+        out = torch.full((comm.world_size, numel), torch.nan)
+        assert comm.all_gather(mine, out).result().data_ptr() == out.data_ptr()
+        equal(out, torch.stack([torch.arange(numel, dtype=torch.float32).add(rank) for rank in range(comm.world_size)]))
+        equal(comm.all_gather(mine).result(), out)
+        rows = torch.arange(comm.world_size, dtype=torch.float32)[:, None].repeat(1, numel).add(10 * comm.rank)
+        assert comm.all_to_all(rows, out).result().data_ptr() == out.data_ptr()
+        equal(out, (10 * torch.arange(comm.world_size)[:, None] + comm.rank).float().repeat(1, numel))
+    for wrong in (torch.empty(comm.world_size, 4), torch.empty(comm.world_size, 5, dtype=torch.float64)):
+        with pytest.raises(ValueError, match="`out` must be"):
+            comm.all_gather(torch.empty(5), wrong)
+        with pytest.raises(ValueError, match="`out` must be"):
+            comm.all_to_all(torch.empty(comm.world_size, 5), wrong)
+
+
+@check
 def registered_memory_holds_the_same(stage: Stage) -> None:
     comm = stage.comm
     buffers = [comm.registered(torch.full((n,), float(comm.rank))) for n in (1000, 70_000)]

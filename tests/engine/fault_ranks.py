@@ -84,11 +84,11 @@ class Recording:
     def fork(self, name: str, timeout: timedelta | None = None) -> Any:
         return Recording(self._inner.fork(name, timeout), self._ledger)
 
-    def all_gather(self, buffer: Tensor) -> Any:
+    def all_gather(self, buffer: Tensor, out: Tensor | None = None) -> Any:
         is_header = self._inner.name == HEADER and buffer.numel() > 1
         if is_header and Header.unpack(buffer.tolist()).kind is Kind.ROUND:
             self._ledger.message_sent.set()
-        pending = self._inner.all_gather(buffer)
+        pending = self._inner.all_gather(buffer, out)
         return _Recorded(pending, self._ledger) if is_header else pending
 
 

@@ -14,11 +14,11 @@ ACCELERATOR = os.environ.get("SCENARIO_ACCELERATOR", "cpu")
 BACKEND = "nccl" if ACCELERATOR == "cuda" else "gloo"
 
 
-def train(schedule: Schedule, overlap: bool = False, backend: str = BACKEND) -> dict[str, Any]:
+def train(schedule: Schedule, overlap: bool = False, backend: str = BACKEND, pause_s: float = 0.0) -> dict[str, Any]:
     """Each rank is a node with one device, which may be the same for all."""
     strategy = AsyncAveragingStrategy(DeltaMean(), schedule, overlap, process_group_backend=backend)
     data = loader(shard((12, 12), (3, 9)))
-    return fit(strategy, data, Net(optimizer=momentum), accelerator=ACCELERATOR, devices=1, num_nodes=2)
+    return fit(strategy, data, Net((pause_s, pause_s), momentum), accelerator=ACCELERATOR, devices=1, num_nodes=2)
 
 
 @scenario
@@ -33,7 +33,7 @@ def averaged_over_gloo() -> Any:
 
 @scenario
 def overlapped() -> Any:
-    return train(EveryNSteps(2), overlap=True)
+    return train(EveryNSteps(2), overlap=True, pause_s=0.03)  # time for rounds
 
 
 @scenario
