@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_async.comm import nccl
 from lightning_async.comm.pending import Operation, Where
 from lightning_async.comm.sockets import connects, is_open, listening_port, opened_since, shut_down, snapshot
 from lightning_async.comm.stores import PollingStore, PrefixStore, Store, own_client, read_all
@@ -37,12 +38,6 @@ _PREFIX = "lightning_async"
 _DISPOSE_S = 0.25
 _EXIT_S = 10.0
 _LOOK_S = 0.05
-_NCCL_VARIABLES = {
-    # Deadlines are ours; torch's watchdog would end the process.
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    # Connect when the group is formed: at its first use, the call would wait for the peers, and no deadline end it.
-    "NCCL_RUNTIME_CONNECT": "0",
-}
 _device = threading.Lock()
 # Strong references: the destructor of a group joins the group's threads, so it must never run on one of them
 # (a callback holding the last reference), nor during the interpreter's shutdown.
@@ -227,7 +222,7 @@ def form(
         meeting.meet("ready", [])
         # NCCL's own threads use the store for as long as the group lives.
         client = PrefixStore(meeting.base, own_client(store, timeout))
-        return Group(_nccl(client, where, timeout, device, max_ctas), {}, callbacks=False, aborts=True)
+        return Group(nccl.connect(client, where, timeout, device, max_ctas), {}, callbacks=False, aborts=True)
     except CollectiveError:
         raise
     except RuntimeError as error:
@@ -273,18 +268,6 @@ class _Meeting:
         self.say(phase, ports)
         PollingStore(self.store, "", self.check).wait(self._keys)
         return [json.loads(value) for value in read_all(self.store, self._keys)]
-
-
-def _nccl(store: Store, where: Where, timeout: timedelta, device: torch.device | None, max_ctas: int) -> Any:
-    for name, value in _NCCL_VARIABLES.items():
-        os.environ.setdefault(name, value)
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    options.config.max_ctas = max_ctas
-    group = dist.ProcessGroupNCCL(store, where.rank, where.world_size, options)
-    if device is not None:
-        group.eager_connect_single_device(device)
-    return group
 
 
 def _gloo(meeting: _Meeting) -> Group:

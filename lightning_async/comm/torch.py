@@ -14,10 +14,10 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from lightning_async.comm import groups
 from lightning_async.comm.communicator import ElasticCommunicator
+from lightning_async.comm.nccl import RegisteredMemory
 from lightning_async.comm.pending import Operation, Where
 from lightning_async.comm.protocols import Quorum, ReduceOp
 from lightning_async.comm.reductions import as_bytes, check_buffer, check_rows, reducible, room_for, sum_rows
-from lightning_async.comm.registered import RegisteredMemory
 from lightning_async.comm.stores import Store
 from lightning_async.errors import CollectiveError
 

@@ -1,21 +1,48 @@
-"""GPU memory that NCCL's communicators know, so that they move it without copies through buffers of their own."""
+"""What only NCCL needs: how its communicators connect, and memory that they know."""
 
 from __future__ import annotations
 
 import logging
+import os
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["RegisteredMemory"]
+from lightning_async.comm.pending import Where
+from lightning_async.comm.stores import Store
+
+__all__ = ["RegisteredMemory", "connect"]
 
 log = logging.getLogger(__name__)
 _UNREGISTERED = "NCCL moves memory that it does not know, which may cost it a copy and more of the GPU: %s"
 
 
+_VARIABLES = {
+    # Deadlines are ours; torch's watchdog would end the process.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    # Connect when the group is formed: at its first use, the call would wait for the peers, and no deadline end it.
+    "NCCL_RUNTIME_CONNECT": "0",
+}
+
+
+def connect(store: Store, where: Where, timeout: timedelta, device: torch.device | None, max_ctas: int) -> Any:
+    """Torch's process group object, connected where ``device`` is given; takes at most ``max_ctas`` of its blocks."""
+    for name, value in _VARIABLES.items():
+        os.environ.setdefault(name, value)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    options.config.max_ctas = max_ctas
+    group = dist.ProcessGroupNCCL(store, where.rank, where.world_size, options)
+    if device is not None:
+        group.eager_connect_single_device(device)
+    return group
+
+
 class RegisteredMemory:
-    """A pool of memory from NCCL's allocator, registered with each communicator that is to move it.
+    """A pool of memory from NCCL's allocator, registered with each communicator that is to move it: without copies.
 
     It outlives communicators: after a failure the next generation's are told of the same memory. Registering changes no
     result. Where torch, NCCL or the driver cannot, memory stays as it is, with one INFO line that says why.
