@@ -19,8 +19,10 @@
 namespace {
 using namespace la;
 
-constexpr int kPiece = 2048;  // elements between two flushes of streamed outputs: they stay in L1
-constexpr int kSmallPiece = 512;  // between two visits of the norms: memory is busy meanwhile, with what is prefetched
+constexpr int kPiece = 2048;  // elements at a time that stay in L1
+// With norms or streamed outputs fewer: while one strip is summed or flushed, the processor already waits for the next.
+constexpr int kNormStrip = 64, kStreamedStrip = 128;
+constexpr int kAhead = 256;  // elements from those that are summed to those that are asked of the memory
 
 template <class F>
 void parallel(int64_t count, int threads, const F& run) {
@@ -84,35 +86,50 @@ inline __attribute__((always_inline)) Doubles doubles_at(const float* at) {
 #endif
 }
 
-// The sum of (a - b)^2 in double precision, in 16 lanes whose order is the same at every level.
-template <bool kDifference>
-double sum_lanes(const float* a, const float* b, int64_t n) {
+// A sum of (a - b)^2, or of a^2 without b, in double precision: element i goes to lane i % 16 at every level.
+struct SquareSum {
   Doubles lanes[4] = {};
-  int64_t i = 0;
-  for (; i + 16 <= n; i += 16)
+
+  inline __attribute__((always_inline)) void add16(const float* a, const float* b) {
     for (int l = 0; l < 4; l++) {
-      Doubles d = doubles_at(a + i + 4 * l);
-      if (kDifference) d -= doubles_at(b + i + 4 * l);
+      Doubles d = doubles_at(a + 4 * l);
+      if (b) d -= doubles_at(b + 4 * l);
+#if defined(__FMA__)
+      else { lanes[l] = _mm256_fmadd_pd(d, d, lanes[l]); continue; }  // an fp32 square is exact: this rounds the same
+#endif
       lanes[l] += d * d;
     }
-  double total = 0.0;
-  for (int l = 0; l < 4; l++)
-    for (int j = 0; j < 4; j++) total += lanes[l][j];
-  for (; i < n; i++) {
-    double d = kDifference ? (double)a[i] - (double)b[i] : (double)a[i];
-    total += d * d;
   }
-  return total;
+
+  inline __attribute__((always_inline)) void add(const float* a, const float* b, int n) {
+    int whole = n / 16 * 16;
+    for (int i = 0; i < whole; i += 16) add16(a + i, b ? b + i : nullptr);
+    if (whole == n) return;
+    float rest[2][16] = {};
+    memcpy(rest[0], a + whole, 4 * (size_t)(n - whole));
+    if (b) memcpy(rest[1], b + whole, 4 * (size_t)(n - whole));
+    add16(rest[0], rest[1]);
+  }
+
+  double total() const {
+    double total = 0.0;
+    for (int l = 0; l < 4; l++)
+      for (int j = 0; j < 4; j++) total += lanes[l][j];
+    return total;
+  }
+};
+
+double sum_of_squares(const float* a, const float* b, int n) {
+  SquareSum sum;
+  b ? sum.add(a, b, n) : sum.add(a, nullptr, n);
+  return sum.total();
 }
 
-double sum_of_squares(const float* a, const float* b, int64_t n) {
-  return b ? sum_lanes<true>(a, b, n) : sum_lanes<false>(a, b, n);
-}
-
-template <class Op, class P>
-inline __attribute__((always_inline)) void map(char* const* from, char* const* to, float* const* norms, int n,
-                                               const float* scalars) {
-  constexpr int kNorms = Op::kNorms;
+// n elements, with norms at most a strip, whose squares are added to the sums.
+template <class Op, class P, bool kNorm>
+inline __attribute__((always_inline)) void map(char* const* from, char* const* to, int n, const float* scalars,
+                                               SquareSum* sums) {
+  alignas(64) float terms[kMaxNorms][kNorm ? kStreamedStrip : 1];
   float s[kMaxScalars];
   for (int k = 0; k < kMaxScalars; k++) s[k] = scalars[k];
   const typename P::Stored* x = (const typename P::Stored*)from[0];
@@ -121,9 +138,8 @@ inline __attribute__((always_inline)) void map(char* const* from, char* const* t
               *in5 = (float*)from[5];
   float *out1 = (float*)to[1], *out2 = (float*)to[2], *out3 = (float*)to[3], *out4 = (float*)to[4],
         *out5 = (float*)to[5];
-  float *n0 = norms[0], *n1 = norms[1];
   (void)in1, (void)in2, (void)in3, (void)in4, (void)in5, (void)out1, (void)out2, (void)out3, (void)out4, (void)out5;
-  (void)n0, (void)n1, (void)y, (void)x;
+  (void)terms, (void)y, (void)x;
 #define LA_READS(k) (Op::kArrays > k && ((Op::kReads >> k) & 1u))
 #define LA_WRITES(k) (Op::kArrays > k && ((Op::kWrites >> k) & 1u))
 #pragma GCC ivdep
@@ -142,57 +158,48 @@ inline __attribute__((always_inline)) void map(char* const* from, char* const* t
     if (LA_WRITES(3)) out3[i] = r[3];
     if (LA_WRITES(4)) out4[i] = r[4];
     if (LA_WRITES(5)) out5[i] = r[5];
-    if (norms[0]) n0[i] = m[0];
-    if (kNorms > 1 && norms[0]) n1[i] = m[kNorms - 1];
+    for (int j = 0; kNorm && j < Op::kNorms; j++) terms[j][i] = m[j];
   }
+  for (int j = 0; kNorm && j < Op::kNorms; j++) sums[j].add(terms[j], nullptr, n);
 }
 
-// One chunk: pieces that fit into L1, outputs that are only written go through a scratch buffer if they are streamed.
-template <class Op, class P>
+// One chunk, strip by strip. Outputs that are only written go through a scratch buffer if they are streamed.
+template <class Op, class P, bool kNorm>
 void chunk(void* const* arrays, int64_t start, int64_t n, const float* scalars, double* partial, bool stream) {
-  alignas(64) float scratch[2][kPiece];
-  alignas(64) float squares[kMaxNorms][kPiece];
   constexpr unsigned kOnlyWritten = Op::kWrites & ~Op::kReads;
+  constexpr int kLength = kOnlyWritten ? kStreamedStrip : kNorm ? kNormStrip : kPiece;
   constexpr int kFirst = sizeof(typename P::Stored);
-  double sums[kMaxNorms] = {0.0, 0.0};
-  int64_t piece = partial ? kSmallPiece : kPiece;
-  for (int64_t at = 0; at < n; at += piece) {
-    int m = (int)(n - at < piece ? n - at : piece);
+  alignas(64) float scratch[2][kLength];
+  SquareSum sums[kMaxNorms];
+  for (int64_t at = 0; at < n; at += kLength) {
+    int m = (int)(n - at < kLength ? n - at : kLength);
     char *from[kMaxArrays] = {}, *to[kMaxArrays] = {};
-    int streamed[2], used = 0;
-    for (int k = 0; k < Op::kArrays; k++) {
-      from[k] = to[k] = (char*)arrays[k] + (start + at) * (k ? 4 : kFirst);
-      if (stream && ((kOnlyWritten >> k) & 1u) && used < 2) {
-        streamed[used] = k;
-        to[k] = (char*)scratch[used++];
-      }
+    for (int k = 0, used = 0; k < Op::kArrays; k++) {
+      int width = k ? 4 : kFirst;
+      from[k] = to[k] = (char*)arrays[k] + (start + at) * width;
+      if (kNorm && !kOnlyWritten && ((Op::kReads >> k) & 1u)) prefetch(from[k] + kAhead * width, kLength * width);
+      if (stream && ((kOnlyWritten >> k) & 1u) && used < 2) to[k] = (char*)scratch[used++];
     }
-    if (partial) {
-      float* norms[kMaxNorms] = {squares[0], squares[1]};
-      map<Op, P>(from, to, norms, m, scalars);
-      for (int k = 0; k < Op::kArrays; k++)
-        if ((Op::kReads >> k) & 1u) prefetch(from[k] + piece * (k ? 4 : kFirst), piece * (k ? 4 : kFirst));
-      for (int j = 0; j < Op::kNorms; j++) sums[j] += sum_of_squares(squares[j], nullptr, m);
-    } else {
-      float* norms[kMaxNorms] = {nullptr, nullptr};
-      map<Op, P>(from, to, norms, m, scalars);
-    }
-    for (int j = 0; j < used; j++) copy_streaming(from[streamed[j]], scratch[j], (int64_t)m * (streamed[j] ? 4 : kFirst));
+    // the constant is worth 5% with norms
+    if (kNorm && m == kLength) map<Op, P, kNorm>(from, to, kLength, scalars, sums);
+    else map<Op, P, kNorm>(from, to, m, scalars, sums);
+    for (int k = 0; k < Op::kArrays; k++)
+      if (to[k] != from[k]) copy_streaming(from[k], to[k], (int64_t)m * (k ? 4 : kFirst));
   }
   if (stream && kOnlyWritten) finish_streaming();
-  if (partial)
-    for (int j = 0; j < kMaxNorms; j++) partial[j] = sums[j];
+  for (int j = 0; kNorm && j < kMaxNorms; j++) partial[j] = sums[j].total();
 }
 
 using Chunk = void (*)(void* const*, int64_t, int64_t, const float*, double*, bool);
 struct Entry {
-  Chunk run[3];
+  Chunk run[2][3];  // without and with norms, per format
   int arrays;
 };
 
 template <class Op>
 constexpr Entry entry() {
-  return {{chunk<Op, Fp32>, chunk<Op, Bf16>, chunk<Op, Fp16>}, Op::kArrays};
+  return {{{chunk<Op, Fp32, false>, chunk<Op, Bf16, false>, chunk<Op, Fp16, false>},
+           {chunk<Op, Fp32, true>, chunk<Op, Bf16, true>, chunk<Op, Fp16, true>}}, Op::kArrays};
 }
 
 #define LA_STRIP(...) __VA_ARGS__
@@ -214,7 +221,7 @@ int flat(int op, int format, void* const* arrays, int64_t n, const float* scalar
   int64_t count = chunks_of(n);
   double* partials = nullptr;
   if (norms && !(partials = (double*)malloc(sizeof(double) * kMaxNorms * (size_t)(count + 1)))) return LA_NO_MEMORY;
-  Chunk run = kTable[op].run[format];
+  Chunk run = kTable[op].run[norms != nullptr][format];
   bool stream = 4 * n * kTable[op].arrays > stream_from_bytes();
   parallel(count, threads, [&](int64_t c) {
     int64_t start = c * LA_CHUNK, left = n - start;
@@ -255,8 +262,8 @@ int list(const la_segment* segments, int64_t count, float* const* buckets, int n
     for (int b = 0; b < num_buckets; b++) arrays[1 + b] = buckets[b] + s.offset;
     if (s.rest) arrays[1 + num_buckets] = s.rest;
     int64_t start = (c - (ends[low] - chunks_of(s.numel))) * LA_CHUNK, left = s.numel - start;
-    kTable[s.op].run[s.format](arrays, start, left < LA_CHUNK ? left : LA_CHUNK, scalars,
-                               norms ? partials + c * kMaxNorms : nullptr, stream);
+    kTable[s.op].run[norms != nullptr][s.format](arrays, start, left < LA_CHUNK ? left : LA_CHUNK, scalars,
+                                                 norms ? partials + c * kMaxNorms : nullptr, stream);
   });
   if (norms) add_in_order(partials, total, norms);
   free(ends), free(partials);

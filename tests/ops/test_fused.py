@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from typing import Any
 
 import pytest
@@ -73,6 +74,56 @@ def test_several_chunks_and_threads(case: Case, dtype: torch.dtype):
         assert torch.allclose(sums[0], returned, rtol=1e-12, atol=0.0)
         assert torch.equal(sums[0], sums[1])  # the order of additions does not depend on the threads
         assert torch.equal(sums[0], sums[2])
+
+
+# a strip, a strip and its tail, several chunks
+STRIPS = [1, 15, 16, 63, 64, 65, 128, 200, 3 * calls.CHUNK + 777]
+
+
+def distance_everywhere(target: Tensor) -> float:
+    """The squared distance to zero; every level and number of threads must give the same to the bit."""
+    found, before = [], torch.get_num_threads()
+    for level in levels():
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            try:
+                with native.use(level):
+                    found.append(ops.lerp_norm_(torch.zeros_like(target), target, 0.5).item())
+            finally:
+                torch.set_num_threads(before)
+    assert all(struct.pack("d", value) == struct.pack("d", found[0]) or math.isnan(value) for value in found)
+    assert len({math.isnan(value) for value in found}) == 1
+    return found[0]
+
+
+@needs_library
+@pytest.mark.parametrize("n", STRIPS)
+@pytest.mark.parametrize("scale", [1.0, 1e30, 1e-30, 1e-44])
+def test_norms_are_float64_sums_at_every_level_and_number_of_threads(n: int, scale: float):
+    """Squares of 1e30 and of 1e-30 are beyond fp32's range, and 1e-44 is subnormal."""
+    target = values(n, special=False)(n) * scale
+    exact = math.fsum(x * x for x in target.double().tolist())
+    assert distance_everywhere(target) == pytest.approx(exact, rel=1e-14)
+
+
+@needs_library
+def test_small_elements_are_not_swallowed_by_a_large_one():
+    target = torch.full((64,), 1e-4)
+    target[7] = 1e4
+    exact = math.fsum(x * x for x in target.double().tolist())
+    assert distance_everywhere(target) == pytest.approx(exact, rel=1e-15)
+
+
+@needs_library
+@pytest.mark.parametrize("n", STRIPS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_norm_is_finite_exactly_if_all_elements_are(n: int, bad: float):
+    target = torch.full((n,), torch.finfo(torch.float32).max)
+    assert math.isfinite(distance_everywhere(target))
+    for place in {0, n // 2, n - 1}:
+        target[place] = bad
+        assert not math.isfinite(distance_everywhere(target))
+        target[place] = 0.0
 
 
 @needs_library
