@@ -17,7 +17,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -72,9 +72,9 @@ class Group:
         """Have ``ended`` called, with the error or None, when the transport has ended the work.
 
         Args:
-            works: torch's object; a list of them that are one operation; of Gloo's send and recv a tuple.
+            works: torch's object; of sends and receives that are one operation a tuple of them.
         """
-        all_: Sequence[Any] = works if isinstance(works, (list, tuple)) else (works,)
+        all_: tuple[Any, ...] = works if isinstance(works, tuple) else (works,)
 
         def let_go(error: Exception | None) -> None:
             ended(error)
@@ -93,9 +93,8 @@ class Group:
             self.helpers.add(helper)
             helper.start()
         else:
-            countdown = _Countdown(len(all_), ended, let_go)
-            for work in all_:
-                work.get_future().add_done_callback(countdown)
+            # Called on a thread of the group.
+            works.get_future().add_done_callback(lambda future: let_go(_error(future.value)))
 
     def _wait(self, works: tuple[Any, ...], ended: Callable[[Exception | None], None], backstop: timedelta) -> None:
         first: Exception | None = None
@@ -165,28 +164,7 @@ def _error(do: Callable[[], object]) -> Exception | None:
     return None
 
 
-class _Countdown:
-    """Called on a thread of the group for each future: the first error ends the operation, the last one lets go."""
-
-    def __init__(
-        self, count: int, ended: Callable[[Exception], None], let_go: Callable[[Exception | None], None]
-    ) -> None:
-        self._left, self._ended, self._let_go = count, ended, let_go
-        self._first: Exception | None = None
-        self._lock = threading.Lock()
-
-    def __call__(self, future: Any) -> None:
-        error = _error(future.value)
-        with self._lock:
-            self._left -= 1
-            self._first, last = self._first or error, self._left == 0
-        if last:
-            self._let_go(self._first)
-        elif error is not None:
-            self._ended(error)
-
-
-def _poll(works: Sequence[Any], ended: Callable[[Exception | None], None]) -> None:
+def _poll(works: tuple[Any, ...], ended: Callable[[Exception | None], None]) -> None:
     if all(work.is_completed() for work in works):
         # Complete already, so this does not block: it orders the current CUDA stream behind the work, and raises
         # what went wrong.

@@ -27,6 +27,7 @@ T = TypeVar("T")
 
 _BACKENDS = ("gloo", "nccl", "mpi")
 _LARGE_BYTES = 1 << 16  # from here on Gloo's own all-gather, which copies through new memory, is several times slower
+_LARGE_TAGS = 1 << 30  # those of `exchange` are below
 _OPS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.MIN: dist.ReduceOp.MIN, ReduceOp.MAX: dist.ReduceOp.MAX}
 
 
@@ -79,6 +80,7 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         self._group: groups.Group | None = None
         self._pending: dict[int, Operation[Any]] = {}
         self._memory = RegisteredMemory()
+        self._num_large = 0
 
     def all_reduce(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Operation[Tensor]:
         """See `Collectives`. Types that Gloo cannot reduce are widened for the way."""
@@ -101,11 +103,14 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         check_buffer(buffer)
         gathered = room_for(buffer, self.world_size, out)
         rows, mine = [as_bytes(row) for row in gathered], as_bytes(buffer)
+        large = self._backend == "gloo" and self.world_size > 1 and mine.numel() >= _LARGE_BYTES
+        self._num_large += large
+        tag = _LARGE_TAGS + self._num_large % _LARGE_TAGS
 
         def start(pg: Any) -> Any:
-            if self._backend == "gloo" and mine.numel() >= _LARGE_BYTES:
+            if large:
                 rows[self.rank].copy_(mine)
-                return [pg.broadcast([row], self._from(rank)) for rank, row in enumerate(rows)]
+                return self._swap(pg, mine, {p: row for p, row in enumerate(rows) if p != self.rank}, tag)
             options = AllgatherOptions()
             options.timeout = self._backstop()
             return pg.allgather([rows], [mine], options)
@@ -127,9 +132,12 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         self._check_peer(src, "src")
         data = as_bytes(buffer)
 
-        return self._submit(
-            f"broadcast(src={src})", lambda pg: pg.broadcast([data], self._from(src)), lambda: buffer, (buffer,)
-        )
+        def start(pg: Any) -> Any:
+            options = dist.BroadcastOptions()
+            options.rootRank, options.rootTensor, options.timeout = src, 0, self._backstop()
+            return pg.broadcast([data], options)
+
+        return self._submit(f"broadcast(src={src})", start, lambda: buffer, (buffer,))
 
     def exchange(self, buffer: Tensor, peer: int) -> Operation[Tensor]:
         """See `Collectives`. Ranks that exchange with nobody need not call it."""
@@ -143,16 +151,7 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
             return self._submit(kind, None, lambda: out, (buffer, out))
         tag = self._exchanged[peer] = self._exchanged.get(peer, 0) + 1
 
-        def start(pg: Any) -> Any:
-            if self._backend != "nccl":
-                return (pg.send([mine], peer, tag), pg.recv([theirs], peer, tag))
-            # One by one, both sides would send first; and in a group their own works would be complete at once.
-            pg._start_coalescing()
-            pg.send([mine], peer, tag)
-            pg.recv([theirs], peer, tag)
-            return pg._end_coalescing()
-
-        return self._submit(kind, start, lambda: out, (buffer, out))
+        return self._submit(kind, lambda pg: self._swap(pg, mine, {peer: theirs}, tag), lambda: out, (buffer, out))
 
     def barrier(self) -> Operation[None]:
         token = torch.zeros(1, device=self._token_device())
@@ -196,10 +195,14 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
 
     # ------------------------------------------------------------------ the machinery
 
-    def _from(self, src: int) -> Any:
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor, options.timeout = src, 0, self._backstop()
-        return options
+    def _swap(self, pg: Any, mine: Tensor, theirs: dict[int, Tensor], tag: int) -> Any:
+        """Send to all these peers and receive from them, at once."""
+        if self._backend == "nccl":
+            # One by one, both sides would send first; and in a group their own works would be complete at once.
+            pg._start_coalescing()
+        works = [pg.send([mine], peer, tag) for peer in theirs]
+        works += [pg.recv([each], peer, tag) for peer, each in theirs.items()]
+        return pg._end_coalescing() if self._backend == "nccl" else tuple(works)
 
     def _all_to_all(
         self, buffer: Tensor, kind: str, finish: Callable[[Tensor], T], out: Tensor | None = None
@@ -304,6 +307,7 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
             self._group.dispose()
         with self._lock:
             self._where, self._group, self._pending = where, None, {}
+            self._num_large = 0
 
     def _backstop(self) -> timedelta:
         # Ours comes first, with the better message; this one only ends what could not be broken off.
