@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_async.comm import nccl
 from lightning_async.comm.pending import Operation, Where
@@ -170,6 +171,26 @@ def _poll(works: tuple[Any, ...], ended: Callable[[Exception | None], None]) -> 
         # what went wrong.
         errors = [_error(work.wait) for work in works]
         ended(next((error for error in errors if error is not None), None))
+
+
+def swap(
+    pg: Any, rank: int, mine: dict[int, Tensor], theirs: dict[int, Tensor], tag: int, coalesce: bool = False
+) -> Any:
+    """Send to peers and receive from them, all at once; what goes to ``rank`` itself is copied.
+
+    Args:
+        coalesce: as one work, for NCCL: one by one, both sides would send first, and grouped, their own works would be
+            complete at once.
+    """
+    if rank in mine:
+        theirs[rank].copy_(mine[rank])
+    peers = [peer for peer in mine if peer != rank]
+    if coalesce:
+        pg._start_coalescing()
+    # Receives first: Gloo then tells the peer that it may send, and behind our own data it would hear of that too late.
+    works = [pg.recv([theirs[peer]], peer, tag) for peer in peers]
+    works += [pg.send([mine[peer]], peer, tag) for peer in peers]
+    return pg._end_coalescing() if coalesce else tuple(works)
 
 
 def form(

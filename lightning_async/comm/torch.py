@@ -26,7 +26,9 @@ __all__ = ["TorchCollectives"]
 T = TypeVar("T")
 
 _BACKENDS = ("gloo", "nccl", "mpi")
-_LARGE_BYTES = 1 << 16  # from here on Gloo's own all-gather, which copies through new memory, is several times slower
+_LARGE_BYTES = (
+    1 << 16
+)  # from here on Gloo's own all-gather is slower: it copies, and all-to-all waits, see `groups.swap`
 _LARGE_TAGS = 1 << 30  # those of `exchange` are below
 _OPS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.MIN: dist.ReduceOp.MIN, ReduceOp.MAX: dist.ReduceOp.MAX}
 
@@ -86,16 +88,13 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         """See `Collectives`. Types that Gloo cannot reduce are widened for the way."""
         check_buffer(buffer)
         wire, torch_op, narrow = reducible(buffer, op)
-        options: Any = dist.AllreduceOptions()
-        options.reduceOp = _OPS[torch_op]
+
+        def start(pg: Any) -> Any:
+            return pg.allreduce([wire], self._options(dist.AllreduceOptions, reduceOp=_OPS[torch_op]))
 
         def finish() -> Tensor:
             narrow(wire)
             return buffer
-
-        def start(pg: Any) -> Any:
-            options.timeout = self._backstop()
-            return pg.allreduce([wire], options)
 
         return self._submit(f"all_reduce({op.value})", start, finish, (buffer, wire))
 
@@ -103,17 +102,12 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         check_buffer(buffer)
         gathered = room_for(buffer, self.world_size, out)
         rows, mine = [as_bytes(row) for row in gathered], as_bytes(buffer)
-        large = self._backend == "gloo" and self.world_size > 1 and mine.numel() >= _LARGE_BYTES
-        self._num_large += large
-        tag = _LARGE_TAGS + self._num_large % _LARGE_TAGS
+        large = self._count_large(mine)
 
         def start(pg: Any) -> Any:
-            if large:
-                rows[self.rank].copy_(mine)
-                return self._swap(pg, mine, {p: row for p, row in enumerate(rows) if p != self.rank}, tag)
-            options = AllgatherOptions()
-            options.timeout = self._backstop()
-            return pg.allgather([rows], [mine], options)
+            if large is not None:
+                return groups.swap(pg, self.rank, dict.fromkeys(range(len(rows)), mine), dict(enumerate(rows)), large)
+            return pg.allgather([rows], [mine], self._options(AllgatherOptions))
 
         return self._submit("all_gather", start, lambda: gathered, (buffer, gathered))
 
@@ -133,9 +127,7 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         data = as_bytes(buffer)
 
         def start(pg: Any) -> Any:
-            options = dist.BroadcastOptions()
-            options.rootRank, options.rootTensor, options.timeout = src, 0, self._backstop()
-            return pg.broadcast([data], options)
+            return pg.broadcast([data], self._options(dist.BroadcastOptions, rootRank=src, rootTensor=0))
 
         return self._submit(f"broadcast(src={src})", start, lambda: buffer, (buffer,))
 
@@ -151,17 +143,16 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
             return self._submit(kind, None, lambda: out, (buffer, out))
         tag = self._exchanged[peer] = self._exchanged.get(peer, 0) + 1
 
-        return self._submit(kind, lambda pg: self._swap(pg, mine, {peer: theirs}, tag), lambda: out, (buffer, out))
+        def start(pg: Any) -> Any:
+            return groups.swap(pg, self.rank, {peer: mine}, {peer: theirs}, tag, self._backend == "nccl")
+
+        return self._submit(kind, start, lambda: out, (buffer, out))
 
     def barrier(self) -> Operation[None]:
         token = torch.zeros(1, device=self._token_device())
-
-        def start(pg: Any) -> Any:
-            options = dist.AllreduceOptions()
-            options.timeout = self._backstop()
-            return pg.allreduce([token], options)
-
-        return self._submit("barrier", start, lambda: None, (token,))
+        return self._submit(
+            "barrier", lambda pg: pg.allreduce([token], self._options(dist.AllreduceOptions)), lambda: None, (token,)
+        )
 
     def reconfigure(self, quorum: Quorum) -> None:
         if self._backend == "mpi":
@@ -195,25 +186,25 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
 
     # ------------------------------------------------------------------ the machinery
 
-    def _swap(self, pg: Any, mine: Tensor, theirs: dict[int, Tensor], tag: int) -> Any:
-        """Send to all these peers and receive from them, at once."""
-        if self._backend == "nccl":
-            # One by one, both sides would send first; and in a group their own works would be complete at once.
-            pg._start_coalescing()
-        works = [pg.send([mine], peer, tag) for peer in theirs]
-        works += [pg.recv([each], peer, tag) for peer, each in theirs.items()]
-        return pg._end_coalescing() if self._backend == "nccl" else tuple(works)
+    def _count_large(self, data: Tensor) -> int | None:
+        """The tag of this gather or all-to-all, if it is to go by sends and receives."""
+        if self._backend != "gloo" or data.numel() < _LARGE_BYTES:
+            return None
+        self._num_large += 1
+        return _LARGE_TAGS + self._num_large % _LARGE_TAGS
 
     def _all_to_all(
         self, buffer: Tensor, kind: str, finish: Callable[[Tensor], T], out: Tensor | None = None
     ) -> Operation[T]:
         received = room_for(buffer[0], self.world_size, out)
         mine, theirs = as_bytes(buffer), as_bytes(received)
+        large = self._count_large(mine)
 
         def start(pg: Any) -> Any:
-            options = dist.AllToAllOptions()
-            options.timeout = self._backstop()
-            return pg.alltoall_base(theirs, mine, [], [], options)
+            if large is not None:
+                sent, rows = (dict(enumerate(each.chunk(self.world_size))) for each in (mine, theirs))
+                return groups.swap(pg, self.rank, sent, rows, large)
+            return pg.alltoall_base(theirs, mine, [], [], self._options(dist.AllToAllOptions))
 
         return self._submit(kind, start, lambda: finish(received), (buffer, received))
 
@@ -308,6 +299,12 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         with self._lock:
             self._where, self._group, self._pending = where, None, {}
             self._num_large = 0
+
+    def _options(self, kind: Callable[[], Any], **fields: Any) -> Any:
+        options = kind()
+        for name, value in {"timeout": self._backstop(), **fields}.items():
+            setattr(options, name, value)
+        return options
 
     def _backstop(self) -> timedelta:
         # Ours comes first, with the better message; this one only ends what could not be broken off.
