@@ -50,6 +50,11 @@ COMMANDS = {
     "mpirun -np 2 python examples/char_lm.py --strategy async_averaging --engine horovod --max-steps 100": (
         "tests/examples/test_horovod.py"
     ),
+    "python examples/char_lm.py --rule diloco --sync-every 16 --max-steps 320 --compression int8": (
+        "tests/examples/test_char_lm.py::test_a_short_run_ends_with_numbers_and_a_picture"
+    ),
+    "python -m tests.benchmarks.averaging --out runs/int8 --scenario speed --replicas 2 --slot-ms 75 "
+    '--peers single apart "ours DiLoCo H=8" "ours int8 H=8"': "tests/benchmarks/test_benchmarks.py",
     "make bench": "tests/benchmarks/test_benchmarks.py",
     "python examples/char_lm.py --strategy async_averaging --devices 2": (
         "tests/examples/test_char_lm.py::test_a_short_run_ends_with_numbers_and_a_picture"

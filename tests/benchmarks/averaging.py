@@ -41,7 +41,7 @@ SPEED_PEERS = (
 LOOPBACK_PEERS = ("single", "apart", "ddp", "periodic", "ours", "ours DiLoCo")
 STRAGGLER_PEERS = ("apart", "ddp", "ours synchronous", "ours timed")
 GRADIENT_PEERS = ("wide ddp", "wide hvd raw", "wide hvd", "wide ours")
-QUICK_PEERS = ("single", "ddp", "ours")
+QUICK_PEERS = ("single", "ddp", "ours", "ours int8 H=8")
 RATE_MBIT = 100.0
 
 

@@ -49,7 +49,7 @@ def test_quick_run_writes_table_numbers_and_picture(tmp_path: Path) -> None:
     assert "DDP's step time over its own" in table
     assert (tmp_path / "averaging.png").read_bytes().startswith(b"\x89PNG")
     (section,) = json.loads((tmp_path / "averaging.json").read_text())["sections"]
-    assert [row["peer"] for row in section["rows"]] == ["single", "ddp", "ours"]
+    assert [row["peer"] for row in section["rows"]] == ["single", "ddp", "ours", "ours int8 H=8"]
     for row in section["rows"]:
         for name in ("ms_per_step", "to_single", "ddp_to_it", "samples_per_s"):
             assert math.isfinite(row[name]), (row["peer"], name)

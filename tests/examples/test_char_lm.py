@@ -55,12 +55,16 @@ def test_the_model_never_looks_ahead():
     assert 1e6 < sum(parameter.numel() for parameter in CharLM(105).parameters()) < 5e6
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "async_averaging"])
-def test_a_short_run_ends_with_numbers_and_a_picture(strategy: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    "given",
+    [["--strategy=ddp"], ["--strategy=async_averaging"], ["--rule=diloco", "--compression=int8"]],
+    ids=["ddp", "async_averaging", "compressed"],
+)
+def test_a_short_run_ends_with_numbers_and_a_picture(given: list[str], tmp_path: Path):
     environment = rank_environment(0, 1, 0, None)
     for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         del environment[name]  # Lightning's own launcher starts the second replica
-    command = [sys.executable, str(ROOT / "examples/char_lm.py"), "--strategy", strategy, "--devices=2"]
+    command = [sys.executable, str(ROOT / "examples/char_lm.py"), *given, "--devices=2"]
     options = ["--max-steps=10", "--sync-every=4", f"--out={tmp_path / 'out'}"]
     run = subprocess.run(
         command + options,
