@@ -99,8 +99,10 @@ class Group:
 
     def _wait(self, works: tuple[Any, ...], ended: Callable[[Exception | None], None], backstop: timedelta) -> None:
         first: Exception | None = None
+        until = time.monotonic() + backstop.total_seconds()
         for work in works:
-            if (error := _error(lambda work=work: work.wait(backstop))) is not None:
+            left = timedelta(seconds=max(until - time.monotonic(), 0.001))  # zero would mean torch's own timeout
+            if (error := _error(lambda work=work, left=left: work.wait(left))) is not None:
                 first = first or error
                 self.break_off()  # the other half would wait for its timeout otherwise
         ended(first)
@@ -118,7 +120,10 @@ class Group:
             ended(RuntimeError("the connection to a peer was lost"))
 
     def break_off(self) -> None:
-        """Make everything pending fail soon, here and at the peers. Never blocks; any thread may call it."""
+        """Make everything pending fail soon, here and at the peers; any thread may call it.
+
+        Never blocks, but for as long as NCCL takes to abort a communicator.
+        """
         if self._broken:
             return
         self._broken = True

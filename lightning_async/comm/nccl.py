@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_async.comm.pending import Where
 from lightning_async.comm.stores import Store
 
-__all__ = ["RegisteredMemory", "connect"]
+__all__ = ["RegisteredMemory", "connect", "set_variables"]
 
 log = logging.getLogger(__name__)
 _UNREGISTERED = "NCCL moves memory that it does not know, which may cost it a copy and more of the GPU: %s"
@@ -28,10 +28,15 @@ _VARIABLES = {
 }
 
 
-def connect(store: Store, where: Where, timeout: timedelta, device: torch.device | None, max_ctas: int) -> Any:
-    """Torch's process group object, connected where ``device`` is given; takes at most ``max_ctas`` of its blocks."""
+def set_variables() -> None:
+    """What NCCL and torch are to read before the first communicator of this process, unless the user has set it."""
     for name, value in _VARIABLES.items():
         os.environ.setdefault(name, value)
+
+
+def connect(store: Store, where: Where, timeout: timedelta, device: torch.device | None, max_ctas: int) -> Any:
+    """Torch's process group object, connected where ``device`` is given; takes at most ``max_ctas`` of its blocks."""
+    set_variables()
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     options.config.max_ctas = max_ctas

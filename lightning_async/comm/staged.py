@@ -60,14 +60,16 @@ class StagedCollectives:
         return self._in_place(buffer, lambda host: self.inner.broadcast(host, src))
 
     def all_gather(self, buffer: Tensor, out: Tensor | None = None) -> Pending[Tensor]:
-        return self._anew(buffer, self.inner.all_gather, room_for(buffer, self.world_size, out))
+        out = room_for(buffer, self.world_size, out)
+        return self._anew(buffer, lambda host: self.inner.all_gather(host, self._host_room(out)), out)
 
     def reduce_scatter(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Pending[Tensor]:
         return self._anew(buffer, lambda host: self.inner.reduce_scatter(host, op))
 
     def all_to_all(self, buffer: Tensor, out: Tensor | None = None) -> Pending[Tensor]:
         check_rows(buffer, self.world_size)
-        return self._anew(buffer, self.inner.all_to_all, room_for(buffer[0], self.world_size, out))
+        out = room_for(buffer[0], self.world_size, out)
+        return self._anew(buffer, lambda host: self.inner.all_to_all(host, self._host_room(out)), out)
 
     def exchange(self, buffer: Tensor, peer: int) -> Pending[Tensor]:
         return self._anew(buffer, lambda host: self.inner.exchange(host, peer))
@@ -109,14 +111,16 @@ class StagedCollectives:
 
     def _to_host(self, buffer: Tensor) -> Tensor:
         check_buffer(buffer)
-        on_gpu = self.device.type == "cuda"
-        host = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu", pin_memory=on_gpu)
+        host = self._host_room(buffer)
         host.copy_(buffer.detach(), non_blocking=True)
-        if on_gpu:
+        if self.device.type == "cuda":
             copied = torch.cuda.Event(blocking=True)  # else waiting for it would take a core
             copied.record(torch.cuda.current_stream(self.device))
             copied.synchronize()
         return host
+
+    def _host_room(self, like: Tensor) -> Tensor:
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=self.device.type == "cuda")
 
 
 def _back(device: Tensor, host: Tensor) -> Tensor:

@@ -26,9 +26,8 @@ __all__ = ["TorchCollectives"]
 T = TypeVar("T")
 
 _BACKENDS = ("gloo", "nccl", "mpi")
-_LARGE_BYTES = (
-    1 << 16
-)  # from here on Gloo's own all-gather is slower: it copies, and all-to-all waits, see `groups.swap`
+# From so many bytes on, sends and receives are quicker than what Gloo makes of a gather, see `groups.swap`.
+_LARGE_BYTES = 1 << 16
 _LARGE_TAGS = 1 << 30  # those of `exchange` are below
 _OPS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.MIN: dist.ReduceOp.MIN, ReduceOp.MAX: dist.ReduceOp.MAX}
 
@@ -107,6 +106,8 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         def start(pg: Any) -> Any:
             if large is not None:
                 return groups.swap(pg, self.rank, dict.fromkeys(range(len(rows)), mine), dict(enumerate(rows)), large)
+            if self._backend == "nccl":  # the list form copies
+                return pg._allgather_base(as_bytes(gathered), mine, self._options(AllgatherOptions))
             return pg.allgather([rows], [mine], self._options(AllgatherOptions))
 
         return self._submit("all_gather", start, lambda: gathered, (buffer, gathered))

@@ -294,7 +294,6 @@ class BackgroundAverager(Gates, Generic[S]):
             "synchronous": self._box.synchronous,
             "fresh": self._box.fresh,
             "rule_state": self._rule_state(own=True),
-            "compressed": self._server.payload.state_dict(),
             "summary": self.summary.state_dict(),
         }
 
@@ -318,7 +317,6 @@ class BackgroundAverager(Gates, Generic[S]):
         commits.next_round = int(saved["round"])
         whole = {**self._rule_state(own=True), **saved["rule_state"], **clocks["rule_state"]}
         commits.rule_state = self.rule.load_state_dict(commits.rule_state, whole)
-        self._server.payload.load_state_dict(clocks["compressed"])
         self.step, self.epoch = int(clocks["step"]), int(clocks["epoch"])
         box.synchronous, box.fresh = bool(clocks["synchronous"]), bool(clocks["fresh"])
         self.summary.load_state_dict(clocks["summary"])

@@ -95,7 +95,7 @@ class Commits:
         box.last_commit = self._now()
         if kind is Kind.GRADIENTS:
             # Shared already: what is kept is only who has the newest model, should a rendezvous come next.
-            box.work = message.work.copy() if message is not None else Work()
+            box.work, box.reported = message.work.copy() if message is not None else Work(), Work()
             box.fresh = True
             if box.message is not None and box.message.announced and message is None:
                 box.message = None  # made with a rule state that begins anew; its work stays for another one

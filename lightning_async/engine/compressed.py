@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -14,8 +13,6 @@ from lightning_async.comm.protocols import Collectives, Pending
 from lightning_async.flat import FlatLayout
 
 __all__ = ["CODES", "CompressedMean", "Compression"]
-
-log = logging.getLogger(__name__)
 
 Compression = Literal["none", "bf16", "fp8", "int8"]
 CODES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -37,14 +34,15 @@ class CompressedMean:
     replicas moves as if nothing had been rounded, and nothing has to be kept in step when a round fails.
 
     Up to four ranks every rank gathers all messages and averages them. Beyond, each rank receives its part of all
-    messages, averages that, encodes it again for all, and owes its part's rounding error to the next round.
+    messages, averages that, encodes it again for all, and owes its part's rounding error to the next round; a gate,
+    which moves what replicas are, ends that debt.
 
     Args:
         collectives: moves the codes.
         result: waits for one operation.
         compression: "int8" or "fp8" with a scale per 256 elements, or "bf16".
         numel: elements of a message.
-        part_bytes: codes move in parts of at most this size.
+        part_bytes: codes move in parts of at most this size for each rank.
         device: where the messages are.
 
     Source: error feedback as in Karimireddy et al., 2019, https://arxiv.org/abs/1901.09847; the second encoding as in
@@ -128,8 +126,7 @@ class CompressedMean:
         if scales is not None:
             scales[_blocks(numel) :].zero_()
         if message is not None:
-            part.zero_()
-            ops.quantize_(*self._sent.row(numel), part, message)  # leaves in the message what the codes lack
+            ops.quantize_(*self._sent.row(numel), message, part.zero_())
             ops.dequantize_average_(message, *self._sent.rows(1, numel), self._own)
 
     def _move(self, operation: Callable[[Tensor, Tensor], Pending[Tensor]], mine: Rows, out: Rows) -> None:
@@ -137,21 +134,6 @@ class CompressedMean:
         pending = [operation(a, b) for a, b in zip(mine, out, strict=True) if a is not None and b is not None]
         for each in pending:
             self._result(each)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """What is this rank's own, for a checkpoint."""
-        return {"owed": self.owed} if self.owed.numel() else {}
-
-    def load_state_dict(self, saved: dict[str, Tensor]) -> None:
-        """Go on from there; what was owed in another division of the messages is dropped."""
-        owed = saved.get("owed", self.owed.new_empty(0))
-        if owed.shape != self.owed.shape:
-            log.warning(
-                "The checkpoint's compressed means were divided otherwise (number of replicas, `part_mb`, "
-                "`compression`): the rounding error of the last one is dropped."
-            )
-            return
-        self.owed.copy_(owed)
 
 
 class _Room:

@@ -105,7 +105,7 @@ class AveragerConfig:
                 '`compression="bf16"`.'
             )
 
-    def unreported(self, work: Work, reported: Work) -> float:
+    def weigh_at_gate(self, work: Work, reported: Work) -> float:
         """The weight of a replica at a consensus: its ``work`` since the last round.
 
         A compressed message leaves a bit of what it ``reported`` in the replica's parameters. That weighs next to

@@ -195,17 +195,8 @@ class Payload:
             return
         if exchange.owed is not None:
             self._compressed.owed = exchange.owed
-        elif exchange.decision.kind is Kind.START or exchange.decision.fresh:
+        else:  # no averages moved, but what they are averages of: nothing is owed any more
             self._compressed.owed.zero_()
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """What is this rank's own, for a checkpoint."""
-        return self._compressed.state_dict() if self._compressed is not None else {}
-
-    def load_state_dict(self, saved: dict[str, Tensor]) -> None:
-        """Go on from `state_dict`."""
-        if self._compressed is not None:
-            self._compressed.load_state_dict(saved)
 
 
 def mask_of(used: Tensor | None) -> int:

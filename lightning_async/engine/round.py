@@ -80,7 +80,7 @@ class Header(NamedTuple):
         layout: fingerprint of its parameters' layout.
         work: work in its message.
         steps: optimizer steps in its message.
-        unreported: all its work that no committed round holds; its weight in a consensus.
+        unreported: its weight in a consensus: all its work that no committed round holds.
         excused: nobody need wait for its message: it stands at a gate, is done, or has been silent for long.
         gate: where its training thread stands.
         gate_index: which of the gates of that kind (the epoch).

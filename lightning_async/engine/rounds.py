@@ -207,7 +207,7 @@ class RoundServer:
             round=self.commits.next_round,
             length=self._replica.numel,
             layout=self._replica.fingerprint,
-            unreported=self._config.unreported(box.work, box.reported),
+            unreported=self._config.weigh_at_gate(box.work, box.reported),
             excused=box.gate is not Gate.NONE or self._is_stalled(),
             gate=box.gate if box.arrived is None else Gate.NONE,
             gate_index=box.gate_index,

@@ -74,7 +74,7 @@ class Engine(Protocol):
         ...
 
     def bucket_device(self, root_device: torch.device) -> torch.device:
-        """Where payloads are staged."""
+        """Where the buckets are."""
         ...
 
     def connect(

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from lightning_async.comm import nccl
 from lightning_async.comm.rendezvous import Membership
 from lightning_async.comm.staged import StagedCollectives
 from lightning_async.comm.torch import TorchCollectives
@@ -74,12 +75,15 @@ class TorchEngine:
 
     def bucket_device(self, root_device: torch.device) -> torch.device:
         """On the GPU, so that all arithmetic is; in the host's memory for MPI."""
-        return root_device if self.backend(root_device) in ("nccl", "gloo") else torch.device("cpu")
+        staged = root_device.type == "cuda" and self.backend(root_device) in ("nccl", "gloo")
+        return root_device if staged else torch.device("cpu")
 
     def connect(
         self, environment: Any, root_device: torch.device, name: str, dead_after: timedelta | None
     ) -> Connection:
         backend = self.backend(root_device)
+        if backend == "nccl":
+            nccl.set_variables()
         _join_default_group(environment, backend, timedelta(minutes=30))
         rank, world_size = environment.global_rank(), environment.world_size()
         store = distributed_c10d.PrefixStore(name, _store(environment, rank, _FORM_TIMEOUT))

@@ -380,6 +380,26 @@ def abort_in_the_middle_of_large_messages(stage: Stage) -> None:
 
 
 @elastic_check
+def a_large_gather_that_is_broken_off_lets_go(stage: Stage) -> None:
+    """However many messages of it are half moved, nothing of it is left after the operation's own timeout."""
+    comm = stage.comm
+    fork = comm.fork("payload", timedelta(seconds=1))
+    stage.meet("forked")
+    with contextlib.suppress(CollectiveError):
+        pending = [fork.all_gather(torch.ones(4_000_000)), fork.all_gather(torch.ones(4_000_000))]
+        if comm.rank == 0:
+            comm.abort()
+        for operation in pending:
+            operation.result()
+    until = time.monotonic() + 4.0
+    while any("all_gather" in thread.name for thread in threading.enumerate()) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not [thread.name for thread in threading.enumerate() if "all_gather" in thread.name]
+    comm.reconfigure(Quorum(comm.generation + 1, tuple(range(comm.world_size))))
+    equal(fork.all_reduce(torch.ones(3)).result(), torch.full((3,), float(comm.world_size)))
+
+
+@elastic_check
 def a_smaller_quorum_goes_on(stage: Stage) -> None:
     comm = stage.comm
     if comm.world_size < 2:
