@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from datetime import timedelta
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ from lightning_async.comm.pending import Where
 from lightning_async.comm.protocols import Quorum
 from lightning_async.errors import CollectiveError, CollectiveTimeout
 
-__all__ = ["Communicator", "ElasticCommunicator"]
+__all__ = ["Communicator", "ElasticCommunicator", "Wrapper"]
 
 C = TypeVar("C", bound="Communicator")  # typing.Self is not in Python 3.10
 E = TypeVar("E", bound="ElasticCommunicator")
@@ -99,6 +99,32 @@ class Communicator(abc.ABC, Generic[C]):
     def _check_peer(self, rank: int, argument: str) -> None:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"{self._where}: `{argument}={rank}` must be a rank in [0, {self.world_size}).")
+
+
+class Wrapper:
+    """What stands around another communicator, and says the same of itself."""
+
+    inner: Any
+
+    @property
+    def rank(self) -> int:
+        return self.inner.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.inner.world_size
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    @property
+    def generation(self) -> int:
+        return self.inner.generation
+
+    @property
+    def timeout(self) -> timedelta:
+        return self.inner.timeout
 
 
 class ElasticCommunicator(Communicator[E]):

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_async.comm.communicator import Wrapper
 from lightning_async.comm.faults import Corrupt, Delay, Fail, Fault, Hang, Kill, Script
 from lightning_async.comm.pending import Operation, Where
 from lightning_async.comm.protocols import ElasticCollectives, Pending, Quorum, ReduceOp
@@ -21,7 +22,7 @@ __all__ = ["Corrupt", "Delay", "Fail", "Fault", "FaultyCollectives", "Hang", "Ki
 T = TypeVar("T")
 
 
-class FaultyCollectives:
+class FaultyCollectives(Wrapper):
     """``inner``, with the faults of a script. Implements `ElasticCollectives`.
 
     Args:
@@ -39,7 +40,7 @@ class FaultyCollectives:
         kill: Callable[[], None] | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        self.inner: Any = inner
+        self.inner = inner
         self._script = Script(script, kill)
         self._timeout: timedelta = timeout if timeout is not None else getattr(inner, "timeout", timedelta(seconds=10))
         self._failure: str | None = None
@@ -47,22 +48,6 @@ class FaultyCollectives:
         self._late: _Late[Any] | None = None
         self._forks: list[FaultyCollectives] = []
         self._seq = 0
-
-    @property
-    def rank(self) -> int:
-        return self.inner.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.inner.world_size
-
-    @property
-    def name(self) -> str:
-        return self.inner.name
-
-    @property
-    def generation(self) -> int:
-        return getattr(self.inner, "generation", 0)
 
     @property
     def timeout(self) -> timedelta:

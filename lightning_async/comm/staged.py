@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from lightning_async.comm.communicator import Wrapper
 from lightning_async.comm.protocols import ElasticCollectives, Pending, Quorum, ReduceOp
 from lightning_async.comm.reductions import check_buffer, check_rows, room_for
 
@@ -17,7 +18,7 @@ __all__ = ["StagedCollectives"]
 T = TypeVar("T")
 
 
-class StagedCollectives:
+class StagedCollectives(Wrapper):
     """Moves a device's tensors through pinned memory of the host; implements `ElasticCollectives`.
 
     The GPU's copy engines do the copies, in the order of the stream that is current: a thread with a stream of its own
@@ -30,28 +31,7 @@ class StagedCollectives:
     """
 
     def __init__(self, inner: ElasticCollectives, device: torch.device) -> None:
-        self.inner: Any = inner
-        self.device = device
-
-    @property
-    def rank(self) -> int:
-        return self.inner.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.inner.world_size
-
-    @property
-    def name(self) -> str:
-        return self.inner.name
-
-    @property
-    def generation(self) -> int:
-        return self.inner.generation
-
-    @property
-    def timeout(self) -> timedelta:
-        return self.inner.timeout
+        self.inner, self.device = inner, device
 
     def all_reduce(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Pending[Tensor]:
         return self._in_place(buffer, lambda host: self.inner.all_reduce(host, op))

@@ -195,7 +195,7 @@ class Payload:
             return
         if exchange.owed is not None:
             self._compressed.owed = exchange.owed
-        else:  # no averages moved, but what they are averages of: nothing is owed any more
+        elif exchange.decision.kind is not Kind.GRADIENTS:  # what averages are averages of has moved itself
             self._compressed.owed.zero_()
 
 
