@@ -280,8 +280,8 @@ class RoundServer:
         self._apply(prepared)
 
     def _apply(self, exchange: Exchange) -> None:
-        self.commits.apply(exchange)
         self.payload.committed(exchange)
+        self.commits.apply(exchange)  # from here on the training thread may go on
         self._prepared = None
         self._attempts = 0
         self._to(Stage.MERGE)
