@@ -92,6 +92,10 @@ class Communicator(abc.ABC, Generic[C]):
     def _child(self, where: Where, timeout: timedelta) -> C:
         """Make a fork."""
 
+    def _num_collectives(self) -> int:
+        """Operations so far that all ranks took part in: equal on all of them, unlike `_seq`."""
+        return self._seq - sum(self._exchanged.values())
+
     def _check_usable(self) -> None:
         if self._closed:
             raise CollectiveError(f"{self._where}: closed.")

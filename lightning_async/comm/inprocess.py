@@ -244,12 +244,9 @@ class InProcessCollectives(ElasticCommunicator["InProcessCollectives"]):
         shape = "" if buffer is None else f" of {buffer.dtype} {tuple(buffer.shape)}"
         call = _Call(self.rank, kind + shape, buffer, combine, operation)
         # Exchanges have an order per pair of ranks: the others need not take part.
-        key = pair if pair is not None else f"#{self._collective()}"
+        key = pair if pair is not None else f"#{self._num_collectives()}"
         self._board.arrive(key, self.world_size if needed is None else needed, call)
         return operation
-
-    def _collective(self) -> int:
-        return self._seq - sum(self._exchanged.values())
 
     def _fail(self, error: CollectiveError) -> None:
         if self._failure is None:

@@ -18,8 +18,6 @@ __all__ = ["RegisteredMemory", "connect", "set_variables"]
 
 log = logging.getLogger(__name__)
 _UNREGISTERED = "NCCL moves memory that it does not know, which may cost it a copy and more of the GPU: %s"
-
-
 _VARIABLES = {
     # Deadlines are ours; torch's watchdog would end the process.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",

@@ -81,7 +81,6 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         self._group: groups.Group | None = None
         self._pending: dict[int, Operation[Any]] = {}
         self._memory = RegisteredMemory()
-        self._num_large = 0
 
     def all_reduce(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Operation[Tensor]:
         """See `Collectives`. Types that Gloo cannot reduce are widened for the way."""
@@ -101,7 +100,7 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         check_buffer(buffer)
         gathered = room_for(buffer, self.world_size, out)
         rows, mine = [as_bytes(row) for row in gathered], as_bytes(buffer)
-        large = self._count_large(mine)
+        large = self._large_tag(mine)
 
         def start(pg: Any) -> Any:
             if large is not None:
@@ -139,10 +138,10 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         out = torch.empty_like(buffer)
         mine, theirs = as_bytes(buffer), as_bytes(out)
         kind = f"exchange(peer={peer})"
+        tag = self._exchanged[peer] = self._exchanged.get(peer, 0) + 1
         if peer == self.rank:
             out.copy_(buffer)
             return self._submit(kind, None, lambda: out, (buffer, out))
-        tag = self._exchanged[peer] = self._exchanged.get(peer, 0) + 1
 
         def start(pg: Any) -> Any:
             return groups.swap(pg, self.rank, {peer: mine}, {peer: theirs}, tag, self._backend == "nccl")
@@ -187,19 +186,18 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
 
     # ------------------------------------------------------------------ the machinery
 
-    def _count_large(self, data: Tensor) -> int | None:
+    def _large_tag(self, data: Tensor) -> int | None:
         """The tag of this gather or all-to-all, if it is to go by sends and receives."""
         if self._backend != "gloo" or data.numel() < _LARGE_BYTES:
             return None
-        self._num_large += 1
-        return _LARGE_TAGS + self._num_large % _LARGE_TAGS
+        return _LARGE_TAGS + self._num_collectives() % _LARGE_TAGS
 
     def _all_to_all(
         self, buffer: Tensor, kind: str, finish: Callable[[Tensor], T], out: Tensor | None = None
     ) -> Operation[T]:
         received = room_for(buffer[0], self.world_size, out)
         mine, theirs = as_bytes(buffer), as_bytes(received)
-        large = self._count_large(mine)
+        large = self._large_tag(mine)
 
         def start(pg: Any) -> Any:
             if large is not None:
@@ -299,7 +297,6 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
             self._group.dispose()
         with self._lock:
             self._where, self._group, self._pending = where, None, {}
-            self._num_large = 0
 
     def _options(self, kind: Callable[[], Any], **fields: Any) -> Any:
         options = kind()

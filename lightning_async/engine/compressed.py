@@ -18,7 +18,6 @@ Compression = Literal["none", "bf16", "fp8", "int8"]
 CODES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 _GATHERED = 4
 """Up to so many ranks everyone gets every message: fewer bytes than an uncompressed ring moves, and one trip less."""
-_BLOCK = ops.BLOCK
 Rows = tuple[Tensor, Tensor | None]
 """Codes, and the scales of their blocks: none for bf16."""
 
@@ -62,7 +61,7 @@ class CompressedMean:
         self._world_size = collectives.world_size
         self._dtype = CODES[compression]
         self._gathered = self._world_size <= _GATHERED
-        self._part = max(_BLOCK, part_bytes // self._dtype.itemsize)
+        self._part = max(ops.BLOCK, part_bytes // self._dtype.itemsize)
         sizes = [min(self._part, numel - start) for start in range(0, numel, self._part)]
         widths = [] if self._gathered else [self._width(size) for size in sizes]
         room = max(self._world_size * width for width in widths) if widths else max(sizes, default=0)
@@ -71,12 +70,12 @@ class CompressedMean:
         self._own = torch.ones(1, device=device)
         self.owed = torch.zeros(sum(widths), device=device)
         """What this rank's part of the means has lost to their encoding and the next ones will bring."""
-        scales = 0 if self._dtype is torch.bfloat16 else sum(map(_blocks, sizes))
+        scales = 0 if self._dtype is torch.bfloat16 else sum(map(ops.blocks, sizes))
         self.message_bytes = numel * self._dtype.itemsize + 4 * scales
 
     def _width(self, numel: int) -> int:
         """Elements of each rank's part of ``numel``: whole blocks."""
-        return _blocks(-(-numel // self._world_size)) * _BLOCK
+        return ops.blocks(-(-numel // self._world_size)) * ops.BLOCK
 
     def move_(self, out: Tensor, message: Tensor | None, weights: Sequence[float]) -> Tensor:
         """The weighted mean of all ranks' messages into ``out``, the same bits everywhere.
@@ -124,7 +123,7 @@ class CompressedMean:
         codes, scales = self._sent.row(room)
         codes[numel:].view(torch.uint8).zero_()
         if scales is not None:
-            scales[_blocks(numel) :].zero_()
+            scales[ops.blocks(numel) :].zero_()
         if message is not None:
             ops.quantize_(*self._sent.row(numel), message, part.zero_())
             ops.dequantize_average_(message, *self._sent.rows(1, numel), self._own)
@@ -141,18 +140,14 @@ class _Room:
 
     def __init__(self, count: int, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self._codes = torch.zeros(count * numel, dtype=dtype, device=device)
-        self._scales = None if dtype is torch.bfloat16 else torch.zeros(count * _blocks(numel), device=device)
+        self._scales = None if dtype is torch.bfloat16 else torch.zeros(count * ops.blocks(numel), device=device)
 
     def rows(self, count: int, numel: int) -> Rows:
         """The first codes, as rows of ``numel`` elements, and the scales that belong to them."""
         codes = self._codes[: count * numel].view(count, numel)
-        return codes, None if self._scales is None else self._scales[: count * _blocks(numel)].view(count, -1)
+        return codes, None if self._scales is None else self._scales[: count * ops.blocks(numel)].view(count, -1)
 
     def row(self, numel: int) -> Rows:
         """The first ``numel`` codes and their scales."""
         codes, scales = self.rows(1, numel)
         return codes[0], None if scales is None else scales[0]
-
-
-def _blocks(numel: int) -> int:
-    return -(-numel // _BLOCK)

@@ -25,7 +25,7 @@ from lightning_async.ops.fused import (
     slowmo_merge_,
 )
 from lightning_async.ops.plan import Plan, all_finite, apply_, pack_, scale_, sq_distance, sq_norm
-from lightning_async.ops.reference.compression import BLOCK
+from lightning_async.ops.reference.compression import BLOCK, blocks
 
 __all__ = [
     "BLOCK",
@@ -33,6 +33,7 @@ __all__ = [
     "accumulate_",
     "all_finite",
     "apply_",
+    "blocks",
     "delta_merge_",
     "delta_merge_norm_",
     "dequantize_2bit_average_",

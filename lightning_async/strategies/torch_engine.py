@@ -75,8 +75,8 @@ class TorchEngine:
 
     def bucket_device(self, root_device: torch.device) -> torch.device:
         """On the GPU, so that all arithmetic is; in the host's memory for MPI."""
-        staged = root_device.type == "cuda" and self.backend(root_device) in ("nccl", "gloo")
-        return root_device if staged else torch.device("cpu")
+        on_gpu = root_device.type == "cuda" and self.backend(root_device) in ("nccl", "gloo")
+        return root_device if on_gpu else torch.device("cpu")
 
     def connect(
         self, environment: Any, root_device: torch.device, name: str, dead_after: timedelta | None

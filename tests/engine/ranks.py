@@ -23,6 +23,11 @@ from lightning_async.rules.protocols import Action, AveragingRule, Schedule
 QUICK = Deadlines(payload=timedelta(seconds=2), grace=timedelta(seconds=5), reform=timedelta(seconds=20))
 
 
+def bits(x: Tensor) -> Tensor:
+    """Equal only where floats are equal to the bit, signs of zeros too."""
+    return x.clone().view(torch.int32)
+
+
 @dataclass
 class Rank:
     """One replica: SGD on ``0.5 * |x - goal|^2`` with a goal of its own."""

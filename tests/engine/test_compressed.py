@@ -17,16 +17,12 @@ from lightning_async.engine.compressed import CODES, CompressedMean
 from lightning_async.engine.config import AveragerConfig
 from lightning_async.rules import DeltaMean, DiLoCo, EveryNSteps, Mean
 from tests.engine.fault_ranks import HEADER, PAYLOAD, FaultyRank, values
-from tests.engine.ranks import Rank, run
+from tests.engine.ranks import Rank, bits, run
 from tests.engine.test_faults import assert_alike, train_and_meet
 
 LOCAL_SGD = DiLoCo(outer_lr=1.0, outer_momentum=0.0)
 STEP = {"bf16": 2.0**-7, "fp8": 2.0**-3, "int8": 1 / 127}
 """The largest distance of neighbouring values, over the largest magnitude."""
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.clone().view(torch.int32)
 
 
 def messages(world_size: int, numel: int, seed: int = 0) -> list[Tensor]:

@@ -14,12 +14,8 @@ from lightning_async.engine.averager import Arrival, BackgroundAverager
 from lightning_async.engine.replica import Replica
 from lightning_async.engine.round import Gate
 from lightning_async.rules import DeltaMean, DiLoCo, EveryNSteps, Synchronous, Warmup
-from tests.engine.ranks import Rank, run
+from tests.engine.ranks import Rank, bits, run
 from tests.rules.coming import Compressed, Eager, Elastic, PushSum
-
-
-def bits(x: torch.Tensor) -> torch.Tensor:
-    return x.clone().view(torch.int32)
 
 
 @pytest.mark.parametrize("steps", [12, 13])
