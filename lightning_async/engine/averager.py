@@ -11,11 +11,12 @@ from typing import Any, Generic, TypeVar
 from lightning_async.comm.protocols import Collectives
 from lightning_async.comm.rendezvous import Membership
 from lightning_async.engine.config import AveragerConfig
+from lightning_async.engine.digest import is_finite
 from lightning_async.engine.gate import Arrival, Gates
 from lightning_async.engine.mailbox import Arrived, Mailbox, Message, Work
 from lightning_async.engine.merge import Merger
 from lightning_async.engine.replica import Replica
-from lightning_async.engine.round import Kind
+from lightning_async.engine.round import Gate, Kind
 from lightning_async.engine.rounds import RoundServer
 from lightning_async.engine.telemetry import RoundReport, RunSummary
 from lightning_async.rules.protocols import Action, AveragingRule, Clock, Schedule
@@ -67,21 +68,23 @@ class BackgroundAverager(Gates, Generic[S]):
         self.epoch = 0
         self._now = now
         self._box = Mailbox()
-        self._step_s = self._round_s = 0.0
+        self._step_s = self._round_s = self._since_commit_s = 0.0
         self.started_at = self._last_tick = self._merge_s = self._blocked_s = 0.0
         replica.pack_(replica.received)
         self._server = RoundServer(
             collectives, payload or collectives, membership, replica, rule, self._box, self.config, now
         )
-        self._merger = Merger(replica, rule, self._server.commits, exact=self.config.compression == "none")
+        exact = self.config.compression == "none"
+        self._merger = Merger(replica, rule, self._server.commits, self._box, exact)
 
     # ---- life ----
 
     def start(self) -> None:
         """Begin: every replica's parameters are equal now."""
-        self.started_at = self._last_tick = self._box.last_seen = self._box.last_commit = self._now()
+        self.started_at = self._last_tick = self._box.last_seen = self._now()
+        self._box.last_commit = self.started_at - self._since_commit_s
         self.first_step = self.step
-        self._box.agreed = self._server.commits.next_round - 1
+        self._box.last_round = self._server.commits.next_round
         if not self.step:  # so that a rank without data, too, knows how training begins
             self._box.fresh = self.schedule.next(Clock(0, 0, 0, 0.0)) is Action.GRADIENTS
             self._box.synchronous = self._box.fresh
@@ -107,9 +110,8 @@ class BackgroundAverager(Gates, Generic[S]):
         box = self._box
         with box.changed:
             self._see()
-            work, committed = box.work, box.last_commit
-            in_flight = box.message is not None
-            since = work.steps - (box.message.work.steps if box.message is not None else 0.0)
+            committed = box.last_commit
+            since = box.since_round - (box.message.steps if box.message is not None else 0.0)
         action = self.schedule.next(
             Clock(
                 step=self.step,
@@ -120,9 +122,9 @@ class BackgroundAverager(Gates, Generic[S]):
                 round_s=self._round_s,
             )
         )
+        if action is Action.GRADIENTS and not box.synchronous and self.rendezvous(Gate.SYNCHRONISE) is not Arrival.OPEN:
+            action = Action.LOCAL  # others ask for a validation, or to stop: first that, at the end of this batch
         synchronous = action is Action.GRADIENTS
-        if synchronous and in_flight:
-            self._wait(lambda: box.message is None)
         if box.synchronous and not synchronous:
             self._leave_synchronous()
         with box.changed:
@@ -130,19 +132,35 @@ class BackgroundAverager(Gates, Generic[S]):
         return action
 
     def resume(self) -> None:
-        """The training thread starts a batch: it is alive."""
+        """The training thread starts a batch: it is alive, and may have unfrozen parameters since the last gate."""
         super().resume()
-        if self._merger.restore_local():
-            with self._box.changed:
-                self._box.agreed = -1
+        self._merger.restore_local()
+        if self._at_gate:
+            self._at_gate = False
+            self._follow_layout()
+
+    def _follow_layout(self) -> None:
+        """Parameters were unfrozen at a gate: they travel with the others from now on."""
+        replica, box = self.replica, self._box
+        replica.tensors.check_unchanged(thawed_too=False)
+        if not (thawed := replica.tensors.thawed()):
+            return
+        self._wait(lambda: not box.claimed)
+        self._take()
+        with self._using_buckets():
+            before = replica.layout
+            replica.take_thawed()
+            replica.settle(self._server.payload.registered)
+            replica.pack_(replica.received)
+            self._server.follow_layout(before)
+        log.info("Rank %d: %d parameters were unfrozen and are averaged from now on.", self.summary.rank, len(thawed))
 
     def _leave_synchronous(self) -> None:
         """Replicas part from here: this is where they come from, should one miss the next round."""
         self._wait(lambda: not self._box.claimed)
         with self._using_buckets():
             self.replica.pack_(self.replica.received)
-        self._box.work = Work()
-        self._merger.at_target = True
+        self._box.work, self._box.since_round, self._box.at_target = Work(), 0.0, True
 
     def reduce_gradients_(self, samples: float, scale: float = 1.0) -> None:
         r"""Replace the gradients by their sample-weighted mean over all replicas; stands still until it is there.
@@ -155,10 +173,9 @@ class BackgroundAverager(Gates, Generic[S]):
         """
         box, replica = self._box, self.replica
         self._wait(lambda: box.arrived is None and box.message is None and not box.claimed)
-        with self._using_buckets():
+        message = Message(Kind.GRADIENTS, Work(samples, 1.0), self.step, steps=1.0, used=replica.used())
+        with self._using_buckets(message):
             replica.pack_gradients_(replica.sent, 1.0 / scale)
-        message = Message(Kind.GRADIENTS, Work(samples, 1.0), self.step, used=replica.used())
-        self._post(message)
         self._wait(lambda: box.message is None)
         arrived = box.arrived
         if arrived is not None and arrived.used is not None:  # None: no replica had samples
@@ -187,13 +204,13 @@ class BackgroundAverager(Gates, Generic[S]):
             self._see()
             if stepped:
                 self.step += 1
-                self._merger.at_target = False
-                box.agreed = -1
+                box.at_target = False
                 box.total = Work(box.total.samples + samples, float(self.step))
                 self.summary.samples += samples
                 self.summary.steps += 1
                 if action is not Action.GRADIENTS:
                     box.work = Work(box.work.samples + samples, box.work.steps + 1)
+                    box.since_round += 1
         report = self._take()
         if action is Action.ROUND:
             if self.config.overlap:
@@ -207,7 +224,7 @@ class BackgroundAverager(Gates, Generic[S]):
         box, started = self._box, self._now()
         report = self._take()
         while not self._pack(lr):
-            if self.config.weigh(box.work) <= 0.0:
+            if not self._has_news():
                 return report
             self._wait(lambda: not box.claimed)
             report = self._take() or report
@@ -215,20 +232,25 @@ class BackgroundAverager(Gates, Generic[S]):
         self._blocked_s = self._now() - started
         return self._take() or report
 
-    def _pack(self, lr: float = 0.0) -> bool:
+    def _has_news(self) -> bool:
+        """Whether this replica did anything that no round holds."""
+        return self.config.weigh(self._box.work) > 0.0 or self._box.since_round > 0.0
+
+    def _pack(self, lr: float = 0.0, due: bool = True) -> bool:
         """Snapshot the parameters as this rank's message, if the buckets are free; whether it did."""
         box, started = self._box, self._now()
         with box.changed:
-            work = box.work.copy()
-            taken = box.message is not None or box.arrived is not None or box.claimed or self._merger.showing
-            if taken or self.config.weigh(work) <= 0.0:
+            message = Message(Kind.ROUND, box.work.copy(), self.step, box.since_round, due, lr)
+            taken = box.message is not None or box.arrived is not None or box.claimed or box.showing
+            opened = not due and box.gate is Gate.NONE
+            if taken or opened or not self._has_news():
                 return False
             box.in_use = True
-        with self._using_buckets():
-            self.replica.check_unchanged()
+        with self._using_buckets(message):
+            self.replica.tensors.check_unchanged()
             self.replica.pack_(self.replica.sent)
+            message.healthy = is_finite(self.replica.watched())
         self._merge_s += self._now() - started
-        self._post(Message(Kind.ROUND, work, self.step, lr))
         return True
 
     def _take(self) -> RoundReport | None:
@@ -244,8 +266,6 @@ class BackgroundAverager(Gates, Generic[S]):
             self._merger.merge(arrived, self.step)
             with box.changed:
                 box.arrived = None
-                if arrived.kind is Kind.CONSENSUS:
-                    box.agreed = arrived.round.id
         self._merge_s += self._now() - started
         return self._report(arrived)
 
@@ -262,13 +282,28 @@ class BackgroundAverager(Gates, Generic[S]):
             blocked_s=min(self._blocked_s, arrived.exchange_s),
             merge_s=self._merge_s,
             spread=arrived.spread,
+            healed=arrived.healed,
         )
+        if report.healed:
+            self._warn_of_healing(arrived)
         self._blocked_s = self._merge_s = 0.0
         self._round_s = arrived.exchange_s
         self.summary.add(report)
         self.summary.failed_rounds = self._box.failed_rounds
         self.summary.samples_by_rank = list(self._box.samples_by_rank)
         return report
+
+    def _warn_of_healing(self, arrived: Arrived) -> None:
+        """Once as a warning; a replica that is healed again and again has a cause that averaging cannot mend."""
+        again = self.summary.healed
+        log.log(
+            logging.ERROR if again else logging.WARNING,
+            "Rank %d: its parameters, buffers or optimizer state are not finite at step %d; it takes part in round %d "
+            "with weight zero, takes over the other replicas' model, and its optimizer state begins anew.%s Lower its "
+            "learning rate or clip its gradients.",
+            self.summary.rank, self.step, arrived.round.id,
+            f" That was needed {again} time(s) before: the cause goes on." if again else "",
+        )  # fmt: skip
 
     def global_step(self) -> int:
         """Optimizer steps per replica: the mean over all at the last header, and since then at the same pace."""
@@ -279,12 +314,8 @@ class BackgroundAverager(Gates, Generic[S]):
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
-        """The rule's state and the round, equal on all replicas; to be taken at a rendezvous."""
-        return {
-            "round": self._server.commits.next_round,
-            "rule": type(self.rule).__qualname__,
-            "rule_state": self._rule_state(own=False),
-        }
+        """The rule's state and the round, equal on all replicas where it is taken at a rendezvous; a copy."""
+        return self._server.commits.state_dict()
 
     def clocks(self) -> dict[str, Any]:
         """What is this replica's own."""
@@ -293,14 +324,11 @@ class BackgroundAverager(Gates, Generic[S]):
             "epoch": self.epoch,
             "synchronous": self._box.synchronous,
             "fresh": self._box.fresh,
-            "rule_state": self._rule_state(own=True),
+            "steps_since_round": self._box.since_round,
+            "seconds_since_round": self._now() - self._box.last_commit,
+            "rule_state": self._server.commits.rule_state_dict(own=True),
             "summary": self.summary.state_dict(),
         }
-
-    def _rule_state(self, own: bool) -> dict[str, Any]:
-        """Of the rule's state what is this replica's ``own``, or else what is equal on all."""
-        state = self.rule.state_dict(self._server.commits.rule_state)
-        return {key: value for key, value in state.items() if (key in self.rule.per_replica) == own}
 
     def load_state_dict(self, saved: dict[str, Any], clocks: dict[str, Any]) -> None:
         """Go on from `state_dict` and `clocks`; before `start`. What ``clocks`` lacks of the rule's state begins anew.
@@ -308,17 +336,12 @@ class BackgroundAverager(Gates, Generic[S]):
         Raises:
             ValueError: the state is another rule's.
         """
-        mine = type(self.rule).__qualname__
-        if saved["rule"] != mine:
-            raise ValueError(
-                f"`rule={self.rule!r}` cannot go on from a checkpoint that `{saved['rule']}` wrote: pass that rule."
-            )
-        commits, box = self._server.commits, self._box
-        commits.next_round = int(saved["round"])
-        whole = {**self._rule_state(own=True), **saved["rule_state"], **clocks["rule_state"]}
-        commits.rule_state = self.rule.load_state_dict(commits.rule_state, whole)
+        self._server.commits.load_state_dict(saved, clocks["rule_state"])
+        box = self._box
         self.step, self.epoch = int(clocks["step"]), int(clocks["epoch"])
         box.synchronous, box.fresh = bool(clocks["synchronous"]), bool(clocks["fresh"])
+        box.since_round = float(clocks.get("steps_since_round", 0.0))
+        self._since_commit_s = float(clocks.get("seconds_since_round", 0.0))
         self.summary.load_state_dict(clocks["summary"])
         box.steps_then = box.mean_steps = float(self.step)
         box.total = Work(self.summary.samples, float(self.step))

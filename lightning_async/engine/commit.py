@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +14,7 @@ from lightning_async.engine.mailbox import Arrived, Mailbox, Work
 from lightning_async.engine.payload import Exchange
 from lightning_async.engine.replica import Replica
 from lightning_async.engine.round import Kind
+from lightning_async.flat import FlatLayout
 from lightning_async.rules.protocols import AveragingRule
 
 __all__ = ["Commits"]
@@ -39,6 +42,8 @@ class Commits:
         self.next_round = 1
         """The round that comes next; equal on all ranks, but for one that lost the last answer."""
         self.rule_state: Any = None
+        self.rule_lock = threading.Lock()
+        """Held while the rule's state changes, or is read whole."""
         self._replica, self._rule, self._mailbox = replica, rule, mailbox
         self._rank, self._now = rank, now
         self.init_rule(replica.of_rule(replica.received))
@@ -47,21 +52,67 @@ class Commits:
         """Begin the rule's state with parameters that are equal on all ranks."""
         self.rule_state = self._rule.init(params, self._replica.layout)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What is equal on all replicas, copied."""
+        return {
+            "round": self.next_round,
+            "rule": type(self._rule).__qualname__,
+            "rule_state": self.rule_state_dict(own=False),
+        }
+
+    def rule_state_dict(self, own: bool) -> dict[str, Any]:
+        """Of the rule's state what is this replica's ``own``, or else what is equal on all; copied."""
+        with self.rule_lock:
+            state = self._rule.state_dict(self.rule_state)
+            return {k: copy.deepcopy(v) for k, v in state.items() if (k in self._rule.per_replica) == own}
+
+    def load_state_dict(self, saved: dict[str, Any], own: dict[str, Any]) -> None:
+        """Go on from `state_dict`; what ``own`` lacks of the rule's state begins anew.
+
+        Raises:
+            ValueError: the state is another rule's.
+        """
+        mine = type(self._rule).__qualname__
+        if saved["rule"] != mine:
+            raise ValueError(
+                f"`rule={self._rule!r}` cannot go on from a checkpoint that `{saved['rule']}` wrote: pass that rule."
+            )
+        self.next_round = int(saved["round"])
+        whole = {**self.rule_state_dict(own=True), **saved["rule_state"], **own}
+        self.rule_state = self._rule.load_state_dict(self.rule_state, whole)
+
+    def follow_layout(self, before: FlatLayout) -> None:
+        """Begin the rule's state anew for another layout, with what is known of the parameters that were there before.
+
+        Args:
+            before: the layout that the state was made for; the replica's `received` bucket holds the parameters now.
+        """
+        after = self._replica.layout
+        old = _flat_tensors(self.rule_state, before.numel)
+        self.init_rule(self._replica.of_rule(self._replica.received))
+        for name, tensor in _flat_tensors(self.rule_state, after.numel).items():
+            if name in old:
+                was = dict(zip(before.names, before.views(old[name]), strict=True))
+                for parameter, view in zip(after.names, after.views(tensor), strict=True):
+                    if parameter in was:
+                        view.copy_(was[parameter])
+
     def apply(self, exchange: Exchange) -> None:
         """Advance the rule's state and hand the result to the training thread."""
         replica, message, kind = self._replica, exchange.message, exchange.decision.kind
         target = replica.of_rule(exchange.landing)
-        if kind is Kind.START:
-            self.init_rule(target)
-        elif kind is Kind.ROUND:
-            sent = replica.of_rule(replica.sent) if message is not None and message.healthy else None
-            self.rule_state = self._rule.merge_(sent, target, self.rule_state, exchange.round)
-        elif kind is Kind.CONSENSUS:
-            agreed = self._rule.agree(target, self.rule_state)
-            if agreed is not target:
-                target.copy_(agreed)
-            if exchange.decision.fresh:
+        with self.rule_lock:
+            if kind is Kind.START:
                 self.init_rule(target)
+            elif kind is Kind.ROUND:
+                sent = replica.of_rule(replica.sent) if message is not None and message.healthy else None
+                self.rule_state = self._rule.merge_(sent, target, self.rule_state, exchange.round)
+            elif kind is Kind.CONSENSUS:
+                agreed = self._rule.agree(target, self.rule_state)
+                if agreed is not target:
+                    target.copy_(agreed)
+                if exchange.decision.fresh:
+                    self.init_rule(target)
         self.next_round += 1
         replica.to_training.give()
         with self._mailbox.changed:
@@ -92,23 +143,27 @@ class Commits:
         if kind is Kind.START:
             box.fresh = False
             return
-        box.last_commit = self._now()
         if kind is Kind.GRADIENTS:
             # Shared already: what is kept is only who has the newest model, should a rendezvous come next.
             box.work, box.reported = message.work.copy() if message is not None else Work(), Work()
-            box.fresh = True
+            box.fresh, box.since_round, box.last_commit = True, 0.0, self._now()
             if box.message is not None and box.message.announced and message is None:
                 box.message = None  # made with a rule state that begins anew; its work stays for another one
             if message is None:
                 return
         elif kind is Kind.CONSENSUS:
-            box.message, box.fresh, box.reported = None, False, Work()
+            # Replicas agree: nothing is left to weigh. What the rule has yet to learn stays owed; its clock goes on.
+            if box.fresh:
+                box.fresh, box.since_round, box.last_commit = False, 0.0, self._now()
             if not self._rule.restores_local:
-                box.work = Work()
-        elif message is not None:
-            box.work, box.reported = box.work - message.work, message.work
-        elif not self._rule.absent_follow:
-            return  # others have met; this replica stays where it is
+                box.agree()
+        else:
+            box.last_commit = self._now()
+            if message is not None:
+                box.work, box.reported = box.work - message.work, message.work
+                box.since_round -= message.steps
+            elif not self._rule.absent_follow:
+                return  # others have met; this replica stays where it is
         if message is not None:
             box.message = None
         box.arrived = Arrived(
@@ -125,6 +180,13 @@ class Commits:
             spread=exchange.spread,
             message_bytes=exchange.message_bytes,
             used=exchange.used,
-            counters=tuple(exchange.counters),
+            apart=exchange.apart,
+            healed=not (exchange.healthy if message is None else message.healthy),
         )
         box.changed.notify_all()
+
+
+def _flat_tensors(state: Any, numel: int) -> dict[str, Tensor]:
+    """The fields of a rule's state that hold one number per element of the parameters."""
+    fields = state._asdict() if hasattr(state, "_asdict") else {}
+    return {name: t for name, t in fields.items() if isinstance(t, Tensor) and t.shape == (numel,)}

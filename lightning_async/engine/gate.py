@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from lightning_async.engine.digest import is_finite
 from lightning_async.engine.mailbox import Mailbox, Message
 from lightning_async.engine.replica import Replica
 from lightning_async.engine.round import Gate, Kind
@@ -42,14 +43,16 @@ class Gates(ABC):
     stop_requested = False
     """Set by a signal handler, which may touch nothing else: a vote for stopping follows."""
     moved_at_gate = False
-    """Whether the last rendezvous changed the model."""
+    """Whether the model had changed, on any rank, between the last two gates."""
+    _at_gate = False
+    """No batch has begun since the last gate."""
 
     @abstractmethod
     def _take(self) -> RoundReport | None:
         """Move the parameters by what arrived."""
 
     @abstractmethod
-    def _pack(self, lr: float = 0.0) -> bool:
+    def _pack(self, lr: float = 0.0, due: bool = True) -> bool:
         """Make what is left of the work a message, if the buckets are free."""
 
     def _see(self) -> None:
@@ -84,23 +87,22 @@ class Gates(ABC):
                 box.changed.wait(0.5)
 
     @contextmanager
-    def _using_buckets(self) -> Iterator[None]:
-        """The engine's thread keeps off the buckets meanwhile."""
+    def _using_buckets(self, message: Message | None = None) -> Iterator[None]:
+        """The engine's thread keeps off the buckets meanwhile; with the end, ``message`` is what they hold."""
         box = self._box
         with box.changed:
             box.in_use = True
         try:
             yield
+        except BaseException:
+            message = None
+            raise
         finally:
             self.replica.to_engine.give()
             with box.changed:
+                box.message = message or box.message
                 box.in_use = False
                 box.changed.notify_all()
-
-    def _post(self, message: Message) -> None:
-        with self._box.changed:
-            self._box.message = message
-            self._box.changed.notify_all()
 
     def rendezvous(self, gate: Gate, index: int = 0) -> Arrival:
         """Wait, serving rounds, until every rank stands at this gate and holds the same model.
@@ -109,11 +111,11 @@ class Gates(ABC):
         no bit: where no rank has moved since the last one, nothing is exchanged.
         """
         box, started = self._box, self._now()
-        consensuses = self.summary.consensuses
-        self.replica.check_unchanged()
+        self.replica.tensors.check_unchanged()
         self.replica.to_engine.give()
+        healthy = is_finite(self.replica.watched())
         with box.changed:
-            box.gate, box.gate_index, box.opened = gate, index, False
+            box.gate, box.gate_index, box.opened, box.state_healthy = gate, index, False, healthy
             in_flight = box.message is not None and box.message.kind is Kind.ROUND
             box.changed.notify_all()
         self._server.ring()
@@ -121,15 +123,17 @@ class Gates(ABC):
             while True:
                 if in_flight:
                     self._blocked_s = self._now() - started
-                if self._take() is not None:
+                if (report := self._take()) is not None:
                     in_flight = False
-                if gate in (Gate.EPOCH_END, Gate.TRAIN_END) and not box.synchronous:
-                    self._pack()  # what is left over counts, even if no rendezvous comes for long
+                    box.state_healthy |= report.healed  # that begins anew
+                if not box.synchronous:
+                    self._pack(due=False)  # what is left over counts, even if the gate does not open for long
                 with box.changed:
                     self._see()
                     if box.arrived is not None:
                         continue
                     if box.opened:
+                        self.moved_at_gate, self._at_gate = box.moved, True
                         return Arrival.OPEN
                     if box.agreed_votes.stop and gate is not Gate.STOP:
                         return Arrival.STOP
@@ -140,7 +144,6 @@ class Gates(ABC):
             with box.changed:
                 box.gate = Gate.NONE
                 box.last_seen = self._now()
-            self.moved_at_gate = self.summary.consensuses > consensuses
             self.summary.idle_s += self._now() - started
 
     def resume(self) -> None:

@@ -36,12 +36,16 @@ class Message:
     work: Work
     step: int
     """The replica's step count at the snapshot."""
+    steps: float = 0.0
+    """Steps in it that no round holds; more than in ``work``, where a gate came between."""
+    due: bool = True
+    """The schedule asked for it. Else it is what a replica had when it came to a gate, and is dropped with that."""
     lr: float = 0.0
     scalars: tuple[float, ...] = ()
     announced: bool = False
     """Whether a header has carried it: from then on the bucket holds the rule's message, not the snapshot."""
     healthy: bool = True
-    """False if the snapshot is not finite: then it takes part with weight zero."""
+    """False if the snapshot, or the optimizers' state, is not finite: then it takes part with weight zero."""
     used: Tensor | None = None
     """Of gradients: which parameters have one."""
 
@@ -68,8 +72,10 @@ class Arrived:
     message_bytes: int
     """What this rank's message took on the wire."""
     used: Tensor | None = None
-    counters: tuple[Tensor, ...] = ()
-    """Of a consensus: the new integer buffers."""
+    apart: dict[str, Tensor] = field(default_factory=dict)
+    """Of a consensus: what moved beside the bucket, by name."""
+    healed: bool = False
+    """This replica was not healthy, and takes over the others' model."""
 
 
 @dataclass
@@ -98,10 +104,17 @@ class Mailbox:
     composed: int = 0
     """Number of the last header composed: what changes now is heard of with the next one."""
     work: Work = field(default_factory=Work)
+    """What no round holds, since replicas last agreed: its weight."""
+    since_round: float = 0.0
+    """Steps that no round holds: the clock of rounds, which goes on over gates."""
     reported: Work = field(default_factory=Work)
     """What the last committed message held; none after a consensus."""
-    agreed: int = -1
-    """Id of the consensus that the parameters still equal to the bit; -1 after a step."""
+    at_target: bool = True
+    """No step was taken since the parameters were the last target, to the bit."""
+    showing: bool = False
+    """The parameters only show the model of a rendezvous, and are not this replica's own."""
+    state_healthy: bool = True
+    """Of a replica at a gate, whether its optimizers' state is finite."""
     gate: Gate = Gate.NONE
     gate_index: int = 0
     opened: bool = False
@@ -116,6 +129,14 @@ class Mailbox:
     steps_then: float = 0.0
     """The same, of this replica, at the last header."""
     opened_gates: int = 0
+    last_gate: Gate = Gate.NONE
+    """The gate that opened last, on whichever ranks stood there."""
+    last_clock: float = 0.0
+    """Steps of all ranks when it did."""
+    last_round: int = 1
+    """The round that was to come next."""
+    moved: bool = False
+    """Whether the model had changed, on any rank, since the gate before."""
     fresh: bool = False
     """Synchronous steps were taken since the rule's state was begun."""
     synchronous: bool = False
@@ -127,11 +148,22 @@ class Mailbox:
     failed_rounds: int = 0
     last_commit: float = 0.0
 
-    def open_gate(self, now: float) -> None:
-        """Let the training thread go. Under the lock."""
+    def agree(self) -> None:
+        """All replicas hold one model: what this one did is in it. Under the lock."""
+        self.work, self.reported = Work(), Work()
+
+    def drop_left_over(self) -> None:
+        """Take back a message that its schedule did not ask for; its work stays. Under the lock."""
+        if self.message is not None and self.message.kind is Kind.ROUND and not self.message.due:
+            self.message = None
+
+    def open_gate(self, gate: Gate, now: float) -> None:
+        """Let the training thread go, if that is where it stands. Under the lock."""
+        if gate is Gate.SYNCHRONISE and self.gate is not gate:
+            return
         if self.gate is Gate.VALIDATE:
             self.agreed_votes.validate = False
+        self.drop_left_over()
         self.opened, self.gate = True, Gate.NONE
-        self.opened_gates += 1
         self.last_seen = now
         self.changed.notify_all()

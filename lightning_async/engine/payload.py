@@ -14,10 +14,12 @@ from lightning_async import ops
 from lightning_async.comm.protocols import Collectives, Pending, ReduceOp
 from lightning_async.engine.compressed import CompressedMean
 from lightning_async.engine.config import AveragerConfig
+from lightning_async.engine.digest import digests
 from lightning_async.engine.mailbox import Mailbox, Message
 from lightning_async.engine.replica import Replica
 from lightning_async.engine.round import Decision, Header, Kind
 from lightning_async.engine.waiting import Waiter
+from lightning_async.errors import AsyncTrainingError
 from lightning_async.flat import FlatLayout
 from lightning_async.rules.protocols import Round
 
@@ -34,10 +36,11 @@ class Exchange:
         message: this rank's; None if it is absent.
         landing: the bucket that the sum arrived in.
         round: what the rule gets to know.
-        has_source: whether rank 0 took part, whose buffers are broadcast.
+        has_source: whether a rank took part whose buffers are broadcast.
         spread: this rank's part of the replicas' squared spread; after the commit the root of the sum.
         used: of gradients, which parameters any replica used.
-        counters: of a consensus, the new integer buffers.
+        apart: of a consensus, what moved beside the bucket, by name.
+        healthy: whether what this rank holds is finite, as its header said.
         message_bytes: what this rank's message takes on the wire.
         owed: of compressed messages, see `CompressedMean.owed`.
     """
@@ -52,7 +55,8 @@ class Exchange:
     header_s: float = 0.0
     exchange_s: float = 0.0
     used: Tensor | None = None
-    counters: list[Tensor] = field(default_factory=list)
+    apart: dict[str, Tensor] = field(default_factory=dict)
+    healthy: bool = True
     message_bytes: int = 0
     owed: Tensor | None = None
 
@@ -86,17 +90,25 @@ class Payload:
         self._rank = small.rank
         # Moves the rule's messages, where they are compressed.
         self._compressed: CompressedMean | None = None
+        self.follow_layout()
+
+    def follow_layout(self) -> None:
+        """Make room for messages of the replica's layout."""
+        config = self._config
         if config.compression != "none":
-            numel = replica.layout.numel
+            numel = self._replica.layout.numel
             self._compressed = CompressedMean(
-                large, self._result, config.compression, numel, config.part_bytes, replica.device
+                self._large, self._result, config.compression, numel, config.part_bytes, self._replica.device
             )
 
     def move(self, id: int, decision: Decision, message: Message | None, headers: Sequence[Header]) -> Exchange:
         """Exchange what the headers decided on."""
         kind, started = decision.kind, self._now()
         if kind is Kind.CONSENSUS:
+            # Should the consensus fail, the bucket no longer holds what the message said: the message goes first.
             message = None
+            with self._mailbox.changed:
+                self._mailbox.message = None
             self._replica.pack_(self._replica.sent)
         elif message is not None and message.kind is not kind:
             message = None  # ready for an averaging round, while others are at a synchronous step
@@ -113,8 +125,9 @@ class Payload:
                 scalars=tuple(h.scalars for h in headers),
                 lr=tuple(h.lr for h in headers),
             ),
-            has_source=kind is Kind.CONSENSUS or headers[0].kind is kind,
+            has_source=decision.source is not None,
             message_bytes=4 * self._replica.numel,
+            healthy=headers[self._rank].healthy,
         )
         if kind is Kind.START:
             self._broadcast(exchange)
@@ -137,27 +150,59 @@ class Payload:
         return replica.sent if sent_is_free else torch.zeros_like(replica.sent)
 
     def _reduce_parameters(self, exchange: Exchange) -> None:
-        replica, landing, weights = self._replica, exchange.landing, exchange.decision.weights
-        share, consensus = weights[self._rank], exchange.decision.kind is Kind.CONSENSUS
+        replica, landing, decision = self._replica, exchange.landing, exchange.decision
+        share, consensus = decision.weights[self._rank], decision.kind is Kind.CONSENSUS
         compressed = None if consensus else self._compressed
+        of_rule = compressed is None and not decision.alike
         if consensus or exchange.message is not None:
-            replica.scale_(landing, replica.sent, share, self._rank == 0, of_rule=compressed is None)
+            replica.scale_(landing, replica.sent, share, self._rank == decision.source, of_rule=of_rule)
         else:
             landing.zero_()
-        if compressed is None:
+        if of_rule:
             self._all_reduce(landing)
         else:
             self._all_reduce(replica.beyond_rule(landing))
+        if decision.alike:
+            replica.of_rule(landing).copy_(replica.of_rule(replica.sent))
+            exchange.message_bytes -= 4 * replica.layout.numel
+        elif compressed is not None:
             part, message = replica.of_rule(landing), replica.of_rule(replica.sent) if share > 0.0 else None
-            exchange.owed = compressed.move_(part, message, weights)
+            exchange.owed = compressed.move_(part, message, decision.weights)
             exchange.message_bytes += compressed.message_bytes - 4 * part.numel()
         if consensus:
-            for counter in replica.counters:
-                flat = counter.detach().to("cpu", torch.int64, copy=True).reshape(-1)
-                self._waiter.result(self._small.all_reduce(flat, ReduceOp.MAX))
-                exchange.counters.append(flat.view(counter.shape))
+            self._move_apart(exchange, share)
         elif share > 0.0:
             exchange.spread = share * ops.sq_distance(replica.of_rule(replica.sent), replica.of_rule(landing))
+
+    def _move_apart(self, exchange: Exchange, share: float) -> None:
+        """What does not travel in the bucket, where replicas differ in it."""
+        apart = self._replica.tensors.apart
+        if not apart:
+            return
+        table = self._result(self._small.all_gather(torch.tensor(digests(apart.values()))))
+        unlike = (table != table[0]).any(dim=0).tolist()
+        for (name, tensor), differs in zip(apart.items(), unlike, strict=True):
+            if differs:
+                exchange.apart[name] = self._agree_on(name, tensor, share)
+                exchange.message_bytes += tensor.nbytes
+
+    def _agree_on(self, name: str, tensor: Tensor, share: float) -> Tensor:
+        """The largest of integers and bools, the mean of others."""
+        if not tensor.is_floating_point():
+            flat = tensor.to("cpu", torch.int64, copy=True).reshape(-1)
+            for part in FlatLayout.parts(flat, self._config.part_bytes):
+                self._result(self._small.all_reduce(part, ReduceOp.MAX))
+            return flat.view(tensor.shape)
+        if tensor.element_size() < 2:
+            raise AsyncTrainingError(
+                f"Rank {self._rank}: the frozen parameter '{name}' ({tensor.dtype}) has changed on some ranks only, "
+                "and 8-bit floating numbers cannot be averaged. Keep it as it is, or as another type."
+            )
+        wide = torch.float64 if tensor.dtype is torch.float64 else torch.float32
+        flat = tensor.to(self._replica.device, wide, copy=True).reshape(-1)
+        flat = flat.zero_() if share == 0.0 else flat.mul_(share)
+        self._all_reduce(flat)
+        return flat.view(tensor.shape)
 
     def _broadcast(self, exchange: Exchange) -> None:
         """Where one rank came from when it left synchronous training; that rank's bucket still holds it."""

@@ -79,7 +79,7 @@ class Regroup:
         with box.changed:
             if box.gate is not Gate.NONE and left.issuperset(missing):
                 # Nobody leaves in order but through the last gate, whose answer this rank has lost.
-                box.open_gate(self._now())
+                box.open_gate(box.gate, self._now())
                 raise Closed
         missing = [rank for rank in missing if rank not in left] or missing  # those that left may have lost a peer too
         raise PeerLost(

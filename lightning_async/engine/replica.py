@@ -6,21 +6,22 @@ the buckets only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from lightning_async import ops
+from lightning_async.engine.digest import digest, is_finite, real
 from lightning_async.engine.streams import Handover
+from lightning_async.engine.tensors import BufferPolicy, ModuleTensors, same
 from lightning_async.errors import AsyncTrainingError
 from lightning_async.flat import FlatLayout
 
-__all__ = ["BufferPolicy", "OptimizerPolicy", "Replica", "check_materialised", "describe"]
+__all__ = ["BufferPolicy", "OptimizerPolicy", "Replica"]
 
-BufferPolicy = Literal["average", "keep", "broadcast", "recompute"]
 OptimizerPolicy = Literal["keep", "average", "reset"]
 
 
@@ -48,48 +49,52 @@ class Replica:
 
     The bucket holds, one after the other: the parameters, to which the rule applies; the floating-point
     buffers (unless they are kept); the optimizers' state (where it is averaged). The last two always take
-    the plain work-weighted mean (``"broadcast"``: rank 0's values) and are overwritten by it, because sums of
-    squares and variances must not be moved by a difference. Integer buffers follow by their maximum at
-    every consensus. Memory: two fp32 copies of all that, and an fp32 remainder per bf16 or fp16 parameter.
+    the plain work-weighted mean (``"broadcast"``: one replica's values) and are overwritten by it, because sums of
+    squares and variances must not be moved by a difference. Complex numbers count as two real ones.
+
+    What stands apart moves at a consensus only, in its own precision, and only where replicas differ: integer and bool
+    buffers, by their maximum; frozen parameters, by their mean; and what a bucket of fp32 would cut: float64.
+
+    Buffers and optimizer state may be assigned anew while training; the replica follows them. Memory: two fp32 copies
+    of what the bucket holds, and an fp32 remainder per bf16 or fp16 parameter.
 
     Args:
-        module: the module whose parameters and buffers these are; shared ones count once, frozen ones do not
-            travel.
+        module: the module whose parameters and buffers these are.
         buffers: what happens to floating-point buffers.
         device: where the buckets live: best where the parameters do, so that all arithmetic is there; on the CPU, for
             transports that see no other memory, they are pinned under CUDA.
 
     Raises:
-        ValueError: an unknown policy, or parameters that are not materialised yet (lazy modules).
+        ValueError: see `ModuleTensors`.
     """
 
     def __init__(
         self, module: nn.Module, buffers: BufferPolicy = "average", device: torch.device | str = "cpu"
     ) -> None:
-        if buffers not in get_args(BufferPolicy):
-            raise ValueError(f"`buffers={buffers!r}` must be one of {get_args(BufferPolicy)}.")
-        check_materialised(module)
+        self.tensors = ModuleTensors(module, buffers)
         self.policy: BufferPolicy = buffers
         self.device = torch.device(device)
         self.to_engine, self.to_training = Handover(self.device), Handover(self.device)
-        self._named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
-        self._module, self._known = module, dict(module.named_parameters())
-        self._frozen = [name for name, p in self._known.items() if not p.requires_grad]
-        floats = [(n, b) for n, b in module.named_buffers() if b.is_floating_point()]
-        self.counters = [b for _, b in module.named_buffers() if not b.is_floating_point()]
-        self._float_buffers = floats if buffers != "keep" else []
-        self.remainders = [
-            torch.zeros_like(p, dtype=torch.float32) if p.dtype in (torch.bfloat16, torch.float16) else None
-            for _, p in self._named
-        ]
+        self.watched: Callable[[], Iterable[Tensor]] = tuple
+        """Further tensors whose health is the replica's: the state that its optimizers keep."""
+        self.version = 0
+        """How often the layout has changed since training began."""
+        self._remainders: dict[str, Tensor] = {}
+        self._state: Callable[[], Sequence[Tensor]] = tuple
         self._sections: list[_Section] = []
-        self.build(())
+        self.build()
 
-    def build(self, optimizer_state: Sequence[Tensor]) -> None:
-        """Lay out the buckets anew, with these tensors of the optimizers' state behind the rest."""
-        names, tensors = zip(*self._named, strict=True) if self._named else ((), ())
-        self._sections = [_Section(ops.Plan(FlatLayout(tensors, names), tensors, self.remainders), 0)]
-        for extra in ([b for _, b in self._float_buffers], list(optimizer_state)):
+    def build(self, optimizer_state: Callable[[], Sequence[Tensor]] | None = None) -> None:
+        """Lay out the buckets anew, with what ``optimizer_state`` returns (default: as before) behind the rest."""
+        if optimizer_state is not None:
+            self._state = optimizer_state
+        names, tensors = list(self.tensors.trained), [real(p) for p in self.tensors.trained.values()]
+        for name, x in zip(names, tensors, strict=True):
+            if x.dtype in (torch.bfloat16, torch.float16) and name not in self._remainders:
+                self._remainders[name] = torch.zeros_like(x, dtype=torch.float32)
+        plan = ops.Plan(FlatLayout(tensors, names), tensors, [self._remainders.get(name) for name in names])
+        self._sections = [_Section(plan, 0)]
+        for extra in (self._mean_buffers(), list(self._state())):
             self._sections.append(_Section(ops.Plan(FlatLayout(extra), extra), self._sections[-1].end))
         whole = FlatLayout([torch.empty(self._sections[-1].end, device="meta")])
         pin = self.device.type == "cpu" and any(p.is_cuda for p in self.parameters)
@@ -99,9 +104,36 @@ class Replica:
         self.fingerprint = FlatLayout([torch.empty(0)] * len(described), described).fingerprint()
         """Equal on all ranks whose messages have the same layout."""
 
+    def take_thawed(self) -> None:
+        """Lay out the buckets with what is trained now. All replicas hold the same model, and do the same."""
+        self.tensors.take_thawed()
+        self.version += 1
+        self.build()
+
     def settle(self, registered: Callable[[Tensor], Tensor]) -> None:
         """Put the buckets, with what they hold, where ``registered`` says."""
         self.sent, self.received = registered(self.sent), registered(self.received)
+
+    def refresh(self) -> None:
+        """Follow buffers and optimizer state that were assigned anew.
+
+        Raises:
+            AsyncTrainingError: what was assigned does not fit in the old one's place.
+        """
+        parameters, buffers, state = self._sections
+        if self.tensors.follow_buffers():
+            mean = self._mean_buffers()
+            self._sections[1] = _Section(ops.Plan(FlatLayout(mean), mean), parameters.end)
+        if not same(now := list(self._state()), state.tensors):
+            if [t.shape for t in now] != [t.shape for t in state.tensors]:
+                raise AsyncTrainingError(
+                    "The optimizers' state changed its shape after training began, so it cannot be averaged. Pass "
+                    '`optimizer_state="keep"`.'
+                )
+            self._sections[2] = _Section(ops.Plan(FlatLayout(now), now), buffers.end)
+
+    def _mean_buffers(self) -> list[Tensor]:
+        return [real(b) for b in self.tensors.averaged.values()]
 
     @property
     def layout(self) -> FlatLayout:
@@ -110,7 +142,7 @@ class Replica:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The parameters that travel: those that require gradients, each once."""
+        """The parameters that travel, as real numbers: those that require gradients, each once."""
         return self._sections[0].tensors
 
     @property
@@ -118,9 +150,33 @@ class Replica:
         """Elements of a message."""
         return self.sent.numel()
 
+    # ---- comparing and judging ----
+
+    def digests(self) -> tuple[int, int]:
+        """Of the parameters that travel, and of all else that replicas share; see `engine.digest`."""
+        self.refresh()
+        _, buffers, state = self._sections
+        rest = [*buffers.tensors, *state.tensors, *self.tensors.apart.values()]
+        return digest([*self.parameters, *self._remainders.values()]), digest(rest)
+
     def is_finite(self) -> bool:
-        """Whether all parameters that travel are finite."""
-        return all(ops.all_finite(p) for p in self.parameters)
+        """Whether all that travels or is watched is finite, but for buffers that were not when replicas agreed."""
+        self.refresh()
+        _, buffers, state = self._sections
+        return is_finite([*self.parameters, *self._judged(buffers.tensors), *state.tensors, *self.watched()])
+
+    def message_is_finite(self, bucket: Tensor) -> bool:
+        """As `is_finite`, of what was packed; without what is watched."""
+        if ops.all_finite(bucket):
+            return True
+        parameters, buffers, state = self._sections
+        views = buffers.plan.layout.views(buffers.of(bucket))
+        return is_finite([parameters.of(bucket), *self._judged(views), state.of(bucket)])
+
+    def _judged(self, buffers: Iterable[Tensor]) -> list[Tensor]:
+        return [b for b, judged in zip(buffers, self.tensors.judged, strict=True) if judged]
+
+    # ---- moving ----
 
     def of_rule(self, bucket: Tensor) -> Tensor:
         """The part of a bucket that belongs to the rule: the parameters."""
@@ -130,28 +186,9 @@ class Replica:
         """The rest of a bucket: buffers and optimizer state, which take the plain mean."""
         return bucket[self._sections[0].end :]
 
-    def check_unchanged(self) -> None:
-        """Whether the module still has the parameters that it had when training began.
-
-        Raises:
-            AsyncTrainingError: parameters were added, removed or replaced, or frozen ones are trained now.
-        """
-        now = dict(self._module.named_parameters())
-        if now.keys() != self._known.keys() or any(now[name] is not p for name, p in self._known.items()):
-            changed = [n for n in {**now, **self._known} if now.get(n) is not self._known.get(n)]
-            raise AsyncTrainingError(
-                f"Parameters {changed} were added, removed or replaced after training began, so they are not averaged. "
-                "Create all parameters in `__init__`, `configure_model` or `setup`."
-            )
-        thawed = [name for name in self._frozen if now[name].requires_grad]
-        if thawed:
-            raise AsyncTrainingError(
-                f"Parameters {thawed} were frozen when training began, so they are not averaged, and require gradients "
-                "now. Let them require gradients from the start, and keep them still by a learning rate of zero."
-            )
-
     def pack_(self, bucket: Tensor) -> None:
         """Parameters, buffers and optimizer state into ``bucket``, as fp32."""
+        self.refresh()
         self.pack_parameters_(self.of_rule(bucket))
         for section in self._sections[1:]:
             section.plan.pack_(section.of(bucket))
@@ -161,9 +198,10 @@ class Replica:
         self._sections[0].plan.pack_(part)
 
     def scale_(self, out: Tensor, source: Tensor, weight: float, is_source: bool, of_rule: bool = True) -> None:
-        """This rank's part of the sum, ``out = weight * source``; broadcast buffers come from rank 0 alone.
+        """This rank's part of the sum, ``out = weight * source``; broadcast buffers come from one rank alone.
 
         Args:
+            is_source: that is this rank.
             of_rule: also of the rule's part.
         """
         start = 0 if of_rule else self._sections[0].end
@@ -180,69 +218,48 @@ class Replica:
         else:
             ops.scale_(out, source, weight)
 
-    def merge_(self, target: Tensor, base: Tensor | None, with_state: bool, buffers_too: bool = True) -> None:
+    @torch.no_grad()
+    def merge_(
+        self, target: Tensor, base: Tensor | None, with_state: bool, buffers_too: bool = True, still: bool = False
+    ) -> None:
         """Move the parameters by ``target - base`` (``base`` is used up), or copy ``target`` if ``base`` is None.
 
         Args:
             with_state: also overwrite buffers and optimizer state.
-            buffers_too: False where no rank's buffers are in ``target`` (rank 0 broadcasts them and was absent).
+            buffers_too: False where no rank's buffers are in ``target`` (one rank broadcasts them and was absent).
+            still: the parameters are what was packed: what fp32 does not hold of a float64 stays.
         """
+        self.refresh()
+        finer = [(p, p - p.float()) for p in self.parameters if still and p.dtype is torch.float64]
         for i, section in enumerate(self._sections):
             if i == 0:
                 part = section.of(base) if base is not None else None
                 section.plan.apply_(section.of(target), part)
             elif with_state and section.tensors and (i != 1 or buffers_too):
                 section.plan.apply_(section.of(target))
+        for p, rest in finer:
+            p.add_(rest)
 
     @torch.no_grad()
     def pack_gradients_(self, bucket: Tensor, scale: float = 1.0) -> None:
         """Gradients times ``scale`` into ``bucket``; a parameter without one counts as zero."""
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        trained = self.tensors.trained.values()
+        gradients = [real(torch.zeros_like(p) if p.grad is None else p.grad) for p in trained]
         ops.Plan(self.layout, gradients).pack_(self.of_rule(bucket), weight=scale)
 
     @torch.no_grad()
     def used(self) -> Tensor:
         """1.0 for every parameter that has a gradient."""
-        return torch.tensor([float(p.grad is not None) for p in self.parameters])
+        return torch.tensor([float(p.grad is not None) for p in self.tensors.trained.values()])
 
     @torch.no_grad()
     def unpack_gradients_(self, bucket: Tensor, used: Tensor, scale: float = 1.0) -> None:
         """Gradients from ``bucket`` times ``scale``; those that no replica used stay None."""
-        part = self.of_rule(bucket)
+        part, trained = self.of_rule(bucket), self.tensors.trained.values()
         if scale != 1.0:
             part.mul_(scale)
-        gradients = [torch.empty_like(p) if p.grad is None else p.grad for p in self.parameters]
-        ops.Plan(self.layout, gradients).apply_(part)
-        for p, gradient, any_used in zip(self.parameters, gradients, used.tolist(), strict=True):
+        gradients = [torch.empty_like(p) if p.grad is None else p.grad for p in trained]
+        ops.Plan(self.layout, [real(g) for g in gradients]).apply_(part)
+        for p, gradient, any_used in zip(trained, gradients, used.tolist(), strict=True):
             if p.grad is None and any_used:
                 p.grad = gradient
-
-    @torch.no_grad()
-    def set_counters(self, counters: Sequence[Tensor]) -> None:
-        """Overwrite the integer buffers."""
-        for mine, new in zip(self.counters, counters, strict=True):
-            mine.copy_(new)
-
-
-def check_materialised(module: nn.Module) -> None:
-    """Refuse lazy parameters and buffers: without a shape they can be neither compared nor averaged."""
-    lazy = [
-        name
-        for name, tensor in (*module.named_parameters(), *module.named_buffers())
-        if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer))
-    ]
-    if lazy:
-        raise ValueError(
-            f"{lazy} are lazy: they have no shape yet, so replicas cannot be compared or averaged. Run one batch "
-            "through the module in `configure_model` or `setup` to materialise them."
-        )
-
-
-def describe(module: nn.Module) -> list[str]:
-    """One line per parameter and buffer, frozen ones included; equal on replicas of one model."""
-    check_materialised(module)
-    named = [*module.named_parameters(), *module.named_buffers()]
-    lines = FlatLayout([t for _, t in named], [n for n, _ in named]).describe()
-    return [
-        f"{line}, {'trained' if t.requires_grad else 'not trained'}" for line, (_, t) in zip(lines, named, strict=True)
-    ]

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_async.errors import CollectiveError, GateMismatch, LayoutMismatch
 
-__all__ = ["Decision", "Gate", "Header", "Kind", "Stage", "decide", "shares"]
+__all__ = ["NOT_COMPARED", "UNLIKE", "Decision", "Gate", "Header", "Kind", "Stage", "decide", "shares"]
+
+NOT_COMPARED, UNLIKE = -1, -2
+"""In place of a digest: this rank has not looked yet; its replica shows what no other one does."""
 
 
 class Kind(enum.IntEnum):
@@ -41,6 +44,8 @@ class Gate(enum.IntEnum):
     TRAIN_END = 3
     STOP = 4
     """It leaves training early, because a rank was told to."""
+    SYNCHRONISE = 5
+    """It goes from local steps back to synchronous ones, for which all replicas must be equal."""
 
 
 class Stage(enum.Enum):
@@ -76,11 +81,13 @@ class Header(NamedTuple):
     Args:
         round: id of the round this rank would commit next.
         kind: what it has ready.
+        due: its schedule asked for the message; else it only sends along what it had when it came to a gate.
         length: elements of its message.
         layout: fingerprint of its parameters' layout.
-        work: work in its message.
-        steps: optimizer steps in its message.
-        unreported: its weight in a consensus: all its work that no committed round holds.
+        version: how often that layout has changed since training began.
+        work: work in its message that no agreement holds: its weight.
+        steps: optimizer steps in its message that no round holds.
+        unreported: its weight in a consensus: all its work since replicas last agreed.
         excused: nobody need wait for its message: it stands at a gate, is done, or has been silent for long.
         gate: where its training thread stands.
         gate_index: which of the gates of that kind (the epoch).
@@ -90,17 +97,24 @@ class Header(NamedTuple):
         samples: samples that it has seen in all.
         lr: its inner learning rate.
         mask: of gradients, a hash of which parameters have one.
-        healthy: its parameters are finite.
+        healthy: what it would send is finite.
         fresh: it has taken synchronous steps since the rule's state was begun: that begins anew with the next round.
         opened: gates that have opened for it.
-        agreed: round id of the consensus it holds unchanged; -1 if it has moved since.
+        last_gate: the last of them.
+        last_moved: whether the model had changed when that one opened.
+        last_clock: steps of all ranks at that time.
+        last_round: its `round` at that time.
+        digest: of the parameters that the rule applies to, see `engine.digest`; compared at gates.
+        digest_rest: of all else that replicas share.
         scalars: the rule's.
     """
 
     round: int
     kind: Kind = Kind.NONE
+    due: bool = False
     length: int = 0
     layout: int = 0
+    version: int = 0
     work: float = 0.0
     steps: float = 0.0
     unreported: float = 0.0
@@ -116,7 +130,12 @@ class Header(NamedTuple):
     healthy: bool = True
     fresh: bool = False
     opened: int = 0
-    agreed: int = -1
+    last_gate: Gate = Gate.NONE
+    last_moved: bool = False
+    last_clock: float = 0.0
+    last_round: int = 1
+    digest: int = NOT_COMPARED
+    digest_rest: int = NOT_COMPARED
     scalars: tuple[float, ...] = ()
 
     def pack(self) -> Tensor:
@@ -127,30 +146,12 @@ class Header(NamedTuple):
     def unpack(cls, row: Sequence[float]) -> Header:
         """The header in a gathered row."""
         fixed = len(cls._fields) - 1
-        names = dict(zip(cls._fields[:-1], row[:fixed], strict=True))
-        return cls(
-            round=int(names["round"]),
-            kind=Kind(int(names["kind"])),
-            length=int(names["length"]),
-            layout=int(names["layout"]),
-            work=names["work"],
-            steps=names["steps"],
-            unreported=names["unreported"],
-            excused=bool(names["excused"]),
-            gate=Gate(int(names["gate"])),
-            gate_index=int(names["gate_index"]),
-            stop=bool(names["stop"]),
-            end=bool(names["end"]),
-            clock=names["clock"],
-            samples=names["samples"],
-            lr=names["lr"],
-            mask=int(names["mask"]),
-            healthy=bool(names["healthy"]),
-            fresh=bool(names["fresh"]),
-            opened=int(names["opened"]),
-            agreed=int(names["agreed"]),
-            scalars=tuple(row[fixed:]),
-        )
+        named = zip(_TYPES, cls._fields[:-1], row[:fixed], strict=True)
+        values: dict[str, Any] = {name: kind(value) for kind, name, value in named}
+        return cls(**values, scalars=tuple(row[fixed:]))
+
+
+_TYPES = [type(default) for default in (0, *Header._field_defaults.values())][:-1]
 
 
 class Decision(NamedTuple):
@@ -159,11 +160,16 @@ class Decision(NamedTuple):
     Args:
         kind: what is exchanged now; NONE if nothing.
         weights: every rank's share in the mean; they add up to 1, a rank that is absent has 0.
+        source: the rank whose buffers are broadcast: the first that takes part; None where none does.
         void: all were ready for an averaging round, but nobody has work for it: the messages are dropped.
         fresh: some rank has taken synchronous steps since the rule's state was begun.
+        alike: of a consensus, all hold the same parameters, to the bit, and only the rest differs.
+        compare: all ranks stand at one gate and shall say in their next header what they hold.
         late: some ranks have seen the last gate open and others lost the answer; it opens for these now.
         catch_up: the round that some rank committed and others did not; those that did not commit it now.
-        opens: the gate at which every rank stands in agreement.
+        opens: the gate at which every rank stands in agreement; of ``late``, the one that has opened.
+        moved: whether the model has changed, on any rank, since the gate before that.
+        clock: steps of all ranks when that gate opens.
         validate: every rank is to validate.
         stop: every rank is to leave training at its next batch boundary.
         end: every rank is to end training as after its last epoch.
@@ -171,11 +177,16 @@ class Decision(NamedTuple):
 
     kind: Kind = Kind.NONE
     weights: tuple[float, ...] = ()
+    source: int | None = None
     void: bool = False
     fresh: bool = False
+    alike: bool = False
+    compare: bool = False
     late: bool = False
     catch_up: int | None = None
     opens: Gate = Gate.NONE
+    moved: bool = False
+    clock: float = 0.0
     validate: bool = False
     stop: bool = False
     end: bool = False
@@ -215,46 +226,63 @@ def decide(headers: Sequence[Header]) -> Decision:
         fresh=any(h.fresh for h in headers),
     )
     if len({h.opened for h in headers}) > 1:
-        return Decision(late=True, stop=votes.stop, end=votes.end)
-    if all(h.gate is not Gate.NONE for h in headers):
+        last = max(headers, key=lambda h: h.opened)
+        opening = Decision(late=True, opens=last.last_gate, moved=last.last_moved, clock=last.last_clock)
+        return opening._replace(stop=votes.stop, end=votes.end)
+    due = any(h.kind is Kind.ROUND and h.due for h in headers)
+    if all(h.gate is not Gate.NONE for h in headers) and not due:
         return _at_gates(headers, votes)
 
     gradients = any(h.kind is Kind.GRADIENTS for h in headers)
     kind = Kind.GRADIENTS if gradients else Kind.ROUND
-    work = [h.work if h.kind is kind else 0.0 for h in headers]
     # A rank that is ready for an averaging round, where others are at a synchronous step, need not be waited for.
     everyone = all(h.kind is kind or h.excused or (gradients and h.kind is Kind.ROUND) for h in headers)
-    if not everyone:
+    if not everyone or len({h.version for h in headers}) > 1:  # some have yet to follow a change of the layout
         return votes
-    if sum(work) <= 0.0:
+    work = [h.work if h.kind is kind else 0.0 for h in headers]
+    # At an agreement all stood where no work is counted since; what the anchor has yet to learn, one brings for all.
+    owing = [rank for rank, h in enumerate(headers) if h.kind is kind is Kind.ROUND and h.steps > 0.0 and h.healthy]
+    if sum(work) <= 0.0 and not owing:
         return votes._replace(void=True)
     _check_layouts(headers)
+    present = [rank for rank, h in enumerate(headers) if h.kind is kind and h.healthy]
     if kind is Kind.ROUND and votes.fresh:
         kind, work = Kind.START, [float(rank == work.index(max(work))) for rank in range(len(work))]
-    return votes._replace(kind=kind, weights=shares(work))
+    return votes._replace(kind=kind, weights=shares(work, owing[0] if owing else 0), source=min(present, default=None))
 
 
 def _at_gates(headers: Sequence[Header], votes: Decision) -> Decision:
-    """Every rank stands at a gate: make one model if there is more than one, else open."""
+    """Every rank stands at a gate, and no message is due: make one model if there is more than one, else open."""
     places = {(h.gate, h.gate_index if h.gate is Gate.EPOCH_END else 0) for h in headers}
-    if len(places) > 1:
-        if votes.validate or votes.stop:
-            return votes  # the others join that one and come back
+    gate = Gate.SYNCHRONISE if any(h.gate is Gate.SYNCHRONISE for h in headers) else headers[0].gate
+    if len(places) > 1 and (votes.validate or votes.stop):
+        return votes  # the others join that one and come back
+    if len(places) > 1 and gate is not Gate.SYNCHRONISE:  # that opens while others wait elsewhere
         where = ", ".join(f"rank {rank} at {h.gate.name} {h.gate_index}" for rank, h in enumerate(headers))
         raise GateMismatch(
             f"Ranks came to a rendezvous for different things: {where}. Epoch-end work (checkpoints, metrics, early "
             "stopping) needs the same number of epochs on every rank: limit training by `max_epochs` rather than by "
             "`max_steps`, or validate with `val_check_interval` instead of at the end of epochs."
         )
-    ((gate, _),) = places
     if votes.stop and gate is not Gate.STOP:
         return votes  # all leave together, by that one
-    if headers[0].agreed >= 0 and len({h.agreed for h in headers}) == 1:
-        return votes._replace(opens=gate)
     _check_layouts(headers)
+    held = [(h.digest, h.digest_rest) for h in headers]
+    if any(h.digest == NOT_COMPARED for h in headers):
+        return votes._replace(compare=True)
+    unlike = any(h.digest == UNLIKE for h in headers)
+    if len(set(held)) == 1 and not unlike:
+        clock = sum(h.clock for h in headers)
+        moved = clock != headers[0].last_clock or headers[0].round != headers[0].last_round
+        return votes._replace(opens=gate, moved=moved, clock=clock)
+    healthy = [rank for rank, h in enumerate(headers) if h.healthy]
     work = [h.unreported if h.healthy else 0.0 for h in headers]
-    stand_in = next((rank for rank, h in enumerate(headers) if h.healthy), 0)
-    return votes._replace(kind=Kind.CONSENSUS, weights=shares(work, stand_in))
+    if sum(work) <= 0.0:  # something has moved without a step
+        work = [float(rank in healthy) for rank in range(len(headers))]
+    alike = len({h.digest for h in headers}) == 1 and not unlike
+    return votes._replace(
+        kind=Kind.CONSENSUS, weights=shares(work), source=min(healthy, default=0), alike=alike, compare=True
+    )
 
 
 def _check_layouts(headers: Sequence[Header]) -> None:
@@ -263,5 +291,5 @@ def _check_layouts(headers: Sequence[Header]) -> None:
     if len(layouts) > 1:
         raise LayoutMismatch(
             f"The replicas' parameters differ: layout fingerprints by rank are {[h.layout for h in headers]}. Were "
-            "parameters added, removed or resized after training began?"
+            "parameters added, removed, resized, frozen or unfrozen after training began, on some ranks only?"
         )

@@ -10,19 +10,20 @@ from datetime import timedelta
 
 import torch
 
-from lightning_async import ops
 from lightning_async.comm.protocols import Collectives
 from lightning_async.comm.rendezvous import Membership
 from lightning_async.engine.commit import Commits
 from lightning_async.engine.config import AveragerConfig
-from lightning_async.engine.mailbox import Mailbox, Message
-from lightning_async.engine.payload import Exchange, Payload, mask_of
+from lightning_async.engine.mailbox import Mailbox
+from lightning_async.engine.own_header import OwnHeader
+from lightning_async.engine.payload import Exchange, Payload
 from lightning_async.engine.regroup import Regroup
 from lightning_async.engine.replica import Replica
 from lightning_async.engine.round import Decision, Gate, Header, Kind, Stage, decide
 from lightning_async.engine.streams import side_stream
 from lightning_async.engine.waiting import Closed, Waiter
 from lightning_async.errors import CollectiveError, GenerationChanged, PeerLost
+from lightning_async.flat import FlatLayout
 from lightning_async.rules.protocols import AveragingRule
 
 __all__ = ["RoundServer"]
@@ -66,6 +67,7 @@ class RoundServer:
         self._membership, self._replica, self._rule, self._mailbox = membership, replica, rule, mailbox
         self._config, self._deadlines, self._now = config, config.deadlines, now
         self._waiter = Waiter(mailbox, membership, now)
+        self._own = OwnHeader(replica, rule, mailbox, self.commits, config, now)
         self._regroup = Regroup(collectives, payload, membership, mailbox, config.deadlines, now)
         self._header = collectives.fork("header", timedelta(days=7))
         large = payload.fork("payload", config.deadlines.payload)
@@ -74,6 +76,7 @@ class RoundServer:
         self._prepared: Exchange | None = None
         self._attempts = 0
         self._some_silent = False
+        self._compare = False  # the next header says what this rank holds, at a gate
         self._thread = threading.Thread(target=self._run, name=f"lightning_async-rounds-{self.rank}", daemon=True)
 
     # ---- called by the training thread ----
@@ -97,6 +100,12 @@ class RoundServer:
     def _ring_for_this(self) -> None:
         """Ask every rank to answer the header that is under way."""
         self._membership.ring(self._seq)
+
+    def follow_layout(self, before: FlatLayout) -> None:
+        """The replica has another layout than ``before``: nothing of the old one is used any more."""
+        self.commits.follow_layout(before)
+        self.payload.follow_layout()
+        self._prepared = None
 
     def wake(self) -> None:
         """Something outside the mailbox has changed."""
@@ -147,14 +156,9 @@ class RoundServer:
 
     def _has_cause(self) -> bool:
         box = self._mailbox
-        if box.in_use or (box.arrived is not None and not self._is_stalled()):
+        if box.in_use or (box.arrived is not None and not self._own.is_stalled()):
             return False  # the training thread is about to take it
         return box.message is not None or box.gate is not Gate.NONE or self._membership.bell >= self._seq
-
-    def _is_stalled(self) -> bool:
-        box = self._mailbox
-        silent_s = self._now() - box.last_seen
-        return not box.synchronous and not box.fresh and silent_s > self._deadlines.grace.total_seconds()
 
     def _serve(self) -> None:
         """One cycle: header, and what it decides."""
@@ -162,13 +166,13 @@ class RoundServer:
         self._membership.check()
         with box.changed:
             box.changed.wait_for(lambda: not box.in_use)
-            header, message = self._compose()
+            header, message = self._own.composed()
             box.claimed, box.composed = True, self._seq
         self._replica.to_engine.take()
         if message is not None:
-            header = self._announce(header, message)
-        if header.gate is not Gate.NONE and header.agreed < 0:
-            header = header._replace(healthy=self._replica.is_finite())
+            header = self._own.announced(header, message)
+        if self._compare and header.gate is not Gate.NONE:
+            header = self._own.compared(header)
         self._to(Stage.HEADER)
         # A rank that is ready rings for those whose training threads are silent for long.
         patience = _PROMPT if self._some_silent else self._deadlines.grace
@@ -177,6 +181,7 @@ class RoundServer:
         self._seq += 1
         headers = [Header.unpack(row) for row in table]
         decision = decide(headers)
+        self._compare = decision.compare
         self._some_silent = any(h.excused and h.gate is Gate.NONE for h in headers)
         waited_s = self._now() - started
         with box.changed:
@@ -188,6 +193,7 @@ class RoundServer:
         elif decision.kind is not Kind.NONE:
             self._to(Stage.PAYLOAD)
             self._prepared = None
+            self._replica.to_engine.take()  # the training thread may have merged while the header waited
             exchange = self.payload.move(self.commits.next_round, decision, message, headers)
             exchange.header_s = waited_s
             self._commit(exchange)
@@ -196,65 +202,44 @@ class RoundServer:
             self._to(Stage.IDLE)
         with box.changed:
             if decision.void:
-                box.message = None
+                self._drop_void()
             box.claimed = False
             box.changed.notify_all()
 
-    def _compose(self) -> tuple[Header, Message | None]:
-        """This rank's header, but for its message, and that message. Under the lock."""
-        box = self._mailbox
-        header = Header(
-            round=self.commits.next_round,
-            length=self._replica.numel,
-            layout=self._replica.fingerprint,
-            unreported=self._config.weigh_at_gate(box.work, box.reported),
-            excused=box.gate is not Gate.NONE or self._is_stalled(),
-            gate=box.gate if box.arrived is None else Gate.NONE,
-            gate_index=box.gate_index,
-            stop=box.asked.stop,
-            end=box.asked.end,
-            clock=box.total.steps,
-            samples=box.total.samples,
-            fresh=box.fresh,
-            opened=box.opened_gates,
-            agreed=box.agreed,
-            scalars=(0.0,) * self._rule.num_scalars,
-        )
-        return header, box.message if box.arrived is None else None
-
-    def _announce(self, header: Header, message: Message) -> Header:
-        """The header with its message, which becomes the rule's on its first header."""
-        if message.kind is Kind.ROUND and not message.announced and not header.fresh:
-            part = self._replica.of_rule(self._replica.sent)
-            message.healthy, message.announced = ops.all_finite(part), True
-            if message.healthy:  # else the rule's state would learn of it
-                message.scalars = self._rule.message_(part, self.commits.rule_state)
-            else:
-                log.warning(
-                    "Rank %d: its parameters are not finite at step %d; it takes part in round %d with weight zero "
-                    "and takes over the other replicas' model. Lower its learning rate or clip its gradients.",
-                    self.rank, message.step, self.commits.next_round,
-                )  # fmt: skip
-        return header._replace(
-            kind=message.kind,
-            work=self._config.weigh(message.work) if message.healthy else 0.0,
-            steps=message.work.steps,
-            mask=mask_of(message.used),
-            lr=message.lr,
-            scalars=message.scalars or header.scalars,
-        )
-
     def _note(self, decision: Decision, headers: list[Header]) -> None:
-        """Tell the training thread what was agreed."""
+        """Tell the training thread what was agreed. Under the lock."""
         box = self._mailbox
         votes = box.agreed_votes
         votes.stop |= decision.stop
         votes.end |= decision.end
         votes.validate |= decision.validate and decision.opens is Gate.NONE
         late = decision.late and box.opened_gates < max(h.opened for h in headers)
-        if decision.opens is not Gate.NONE or late:
-            box.open_gate(self._now())
+        if late or (decision.opens is not Gate.NONE and not decision.late):
+            self._open(decision)
         box.changed.notify_all()
+
+    def _open(self, decision: Decision) -> None:
+        """A gate opens: all replicas hold one model, which is the last target from now on."""
+        box, replica = self._mailbox, self._replica
+        box.opened_gates += 1
+        box.last_gate, box.moved, box.last_clock = decision.opens, decision.moved, decision.clock
+        box.last_round = self.commits.next_round
+        if not self._rule.restores_local:
+            box.agree()
+            if not box.at_target:  # equal without an exchange
+                replica.pack_(replica.received)
+                box.at_target = True
+        box.open_gate(decision.opens, self._now())
+
+    def _drop_void(self) -> None:
+        """Nobody has anything to average. Under the lock."""
+        message, self._mailbox.message = self._mailbox.message, None
+        if message is not None and not message.healthy:
+            log.error(
+                "Rank %d: no replica is finite at step %d, so there is no model to take over: training has diverged. "
+                "Lower the learning rate, clip gradients, or resume from the last checkpoint.",
+                self.rank, message.step,
+            )  # fmt: skip
 
     # ---- commit ----
 
@@ -314,8 +299,9 @@ class RoundServer:
             self._seq = _first_seq(generation)
             self._to(Stage.IDLE)
             with self._mailbox.changed:
-                waits = self._mailbox.gate is not Gate.NONE
-            if waits:
+                box = self._mailbox
+                waits = box.gate is not Gate.NONE or box.asked.stop or box.asked.end
+            if waits:  # the bell of the header that failed is gone with it, and some may have lost its answer
                 self._ring_for_this()
             return
 

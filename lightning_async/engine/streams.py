@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
 __all__ = ["Handover", "side_stream"]
 
@@ -26,10 +27,14 @@ class Handover:
         if self._device.type == "cuda":
             self._event = torch.cuda.current_stream(self._device).record_event()
 
-    def take(self) -> None:
-        """What this thread's stream does from now on comes after."""
-        if self._event is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._event)
+    def take(self, *tensors: Tensor) -> None:
+        """What this thread's stream does from now on comes after; ``tensors`` live for as long as it uses them."""
+        if self._event is None:
+            return
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(self._event)
+        for tensor in tensors:
+            tensor.record_stream(stream)
 
 
 def side_stream(device: torch.device) -> AbstractContextManager[object]:

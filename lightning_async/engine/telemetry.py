@@ -26,6 +26,7 @@ class RoundReport:
         blocked_s: how much of all that the training thread stood still for.
         merge_s: packing and merging, on the training thread.
         spread: root of the work-weighted mean squared distance of the replicas' messages from their mean.
+        healed: this replica was not finite and took over the others' model.
     """
 
     id: int
@@ -39,6 +40,7 @@ class RoundReport:
     blocked_s: float
     merge_s: float
     spread: float
+    healed: bool = False
 
 
 @dataclass
@@ -52,6 +54,7 @@ class RunSummary:
     synchronous_steps: int = 0
     failed_rounds: int = 0
     absent_rounds: int = 0
+    healed: int = 0
     samples: float = 0.0
     steps: int = 0
     payload_bytes: int = 0
@@ -75,6 +78,7 @@ class RunSummary:
             self.blocked_s += report.blocked_s
             self.staleness_steps += report.staleness_steps
             self.spread = report.spread
+        self.healed += report.healed
         self.merge_s += report.merge_s
         self.payload_bytes += report.payload_bytes
 

@@ -166,7 +166,9 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         replica = Replica(self.module, self.buffers, self.bucket_device)
         if self.optimizer_state_policy == "average":
             materialise(self.optimizers)
-            replica.build(state_tensors(self.optimizers))
+            replica.build(lambda: state_tensors(self.optimizers))
+        else:
+            replica.watched = lambda: state_tensors(self.optimizers)
         connection = self._connection
         self.averager = BackgroundAverager(
             connection.root, connection.membership, replica, self.rule, self.schedule, self.config,
@@ -278,7 +280,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
             self._samples = 0.0
         lr = float(self.optimizers[0].param_groups[0]["lr"]) if self.optimizers else 0.0
         report = self.averager.tick(action, samples, stepped=stepped, lr=lr)
-        if report is not None and self.optimizer_state_policy == "reset":
+        if report is not None and (self.optimizer_state_policy == "reset" or report.healed):
             reset(self.optimizers)
 
     def _count_step(self, *_: Any) -> None:

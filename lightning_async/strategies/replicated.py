@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from lightning_async.engine.replica import describe
+from lightning_async.engine.tensors import describe
 from lightning_async.errors import LayoutMismatch
 from lightning_async.flat import FlatLayout
 from lightning_async.namespace import fabric, pytorch

@@ -19,7 +19,7 @@ from lightning_async.comm.rendezvous import Membership
 from lightning_async.engine.averager import BackgroundAverager
 from lightning_async.engine.config import AveragerConfig, Deadlines
 from lightning_async.engine.replica import Replica
-from lightning_async.engine.round import Header, Kind, decide
+from lightning_async.engine.round import Gate, Header, Kind, decide
 from lightning_async.rules import DeltaMean, EveryNSteps
 from tests.engine.ranks import Rank
 
@@ -45,13 +45,13 @@ class Ledger:
     """The engine has sent a header with a message."""
 
     def work(self) -> float:
-        """Work that rounds and consensuses have counted; right where none of them failed."""
+        """Work that rounds and agreements have counted; right where none of them failed."""
         total = 0.0
         for headers in self.tables:
-            kind = decide(headers).kind
-            if kind is Kind.ROUND:
+            decision = decide(headers)
+            if decision.kind is Kind.ROUND:
                 total += sum(h.work for h in headers if h.kind is Kind.ROUND)
-            elif kind is Kind.CONSENSUS:
+            elif decision.kind is Kind.CONSENSUS or (decision.opens is not Gate.NONE and not decision.late):
                 total += sum(h.unreported for h in headers)
         return total
 

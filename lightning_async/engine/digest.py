@@ -1,0 +1,73 @@
+"""A fingerprint of what tensors hold: replicas compare it to learn whether they are one model, to the bit."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from lightning_async import ops
+
+__all__ = ["digest", "digests", "is_finite", "real"]
+
+_BLOCK = 1 << 20
+_PRIME = (1 << 61) - 1
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+
+
+def real(tensor: Tensor) -> Tensor:
+    """The same memory as real numbers: a complex tensor as pairs of them."""
+    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+
+
+def digest(tensors: Iterable[Tensor]) -> int:
+    r"""A number of 52 bits, which a float64 holds exactly; equal for equal bits, on any device.
+
+    .. math:: h = \sum_b p_b \sum_i w_i\, x_{b,i}
+
+    :math:`x_{b,i}` are the tensors' words in blocks, as integers; the weights depend on the place, so a permutation
+    changes the number. Integer arithmetic only: unlike machines agree.
+
+    >>> digest([torch.tensor([1.0, 2.0])]) == digest([torch.tensor([1.0, 2.0])])
+    True
+    >>> digest([torch.tensor([0.0])]) == digest([torch.tensor([-0.0])])
+    False
+    """
+    return _combined([block for tensor in tensors for block in _blocks(tensor)])
+
+
+def digests(tensors: Iterable[Tensor]) -> list[int]:
+    """The `digest` of each tensor alone."""
+    return [_combined(_blocks(tensor)) for tensor in tensors]
+
+
+def is_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether all elements are finite; waits for a GPU once."""
+    present = [real(tensor) for tensor in tensors if tensor.numel()]
+    on_gpu = [torch.isfinite(tensor).all() for tensor in present if tensor.device.type != "cpu"]
+    return all(ops.all_finite(tensor) for tensor in present if tensor.device.type == "cpu") and (
+        not on_gpu or bool(torch.stack(on_gpu).all())
+    )
+
+
+def _blocks(tensor: Tensor) -> list[Tensor]:
+    flat = real(tensor).contiguous().reshape(-1)
+    words = flat.view(_WORDS[flat.element_size()])
+    return [(part * _weights(words.device)[: len(part)]).sum() for part in words.split(_BLOCK) if len(part)]
+
+
+def _combined(blocks: list[Tensor]) -> int:
+    if not blocks:
+        return 0
+    total = 0
+    for value in torch.stack([block.to(blocks[0].device) for block in blocks]).tolist():
+        total = (total * 1_000_003 + value) % _PRIME
+    return total & ((1 << 52) - 1)
+
+
+@functools.cache
+def _weights(device: torch.device) -> Tensor:
+    """Odd numbers of 31 bits: times a word of 32 bits they fit an int64."""
+    return (torch.arange(_BLOCK, device=device) * 2_654_435_761 + 40_503) % 2_147_483_647 | 1

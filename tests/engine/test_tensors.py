@@ -1,0 +1,352 @@
+"""Every tensor of a replica has a policy: by its kind, and wherever the module keeps it now."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_async.comm.inprocess import InProcessWorld
+from lightning_async.engine.averager import Arrival
+from lightning_async.engine.digest import digest
+from lightning_async.engine.replica import Replica
+from lightning_async.engine.round import Gate
+from lightning_async.errors import AsyncTrainingError
+from lightning_async.rules import DiLoCo, EveryNSteps
+from lightning_async.rules.protocols import Action
+from tests.engine.fault_ranks import NEVER
+from tests.engine.ranks import Rank, bits, rank_of
+
+BLOCKING = {"overlap": False}
+
+
+class Model(nn.Module):
+    """One weight, and what a test adds."""
+
+    def __init__(self, **tensors: Tensor | nn.Module) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, 8))
+        for name, tensor in tensors.items():
+            if isinstance(tensor, nn.Parameter | nn.Module):
+                setattr(self, name, tensor)
+            else:
+                self.register_buffer(name, tensor)
+
+
+def on_ranks(make: Any, body: Any, world_size: int = 2, **kwargs: Any) -> list[Any]:
+    """Run ``body(rank, module, number)`` on every rank, with a module of its own."""
+    world = InProcessWorld(world_size)
+
+    def on_rank(collectives: Any) -> Any:
+        module = make()
+        with rank_of(collectives, world.store, float(collectives.rank), module=module, **kwargs) as rank:
+            return body(rank, module, collectives.rank)
+
+    return world.run(on_rank)
+
+
+def test_kinds_of_buffers_at_a_gate() -> None:
+    rotary = torch.polar(torch.ones(4), torch.tensor([0.1, 0.5, 1.0, 1.5]))
+
+    def make() -> Model:
+        return Model(
+            rotary=rotary.clone(),
+            phase=torch.zeros(2, dtype=torch.complex128),
+            seen=torch.zeros(3, dtype=torch.bool),
+            count=torch.zeros((), dtype=torch.int64),
+            byte=torch.zeros(2, dtype=torch.uint8),
+            fine=torch.full((3,), 1 / 3, dtype=torch.float64),
+        )
+
+    def body(rank: Rank, module: Any, number: int) -> Any:
+        module.phase += complex(number, 1 - number)
+        module.seen[number] = True
+        module.count += 5 + number
+        module.byte[number] = 200
+        module.fine += number
+        rank.train(3)
+        assert rank.meet(Gate.VALIDATE) is Arrival.OPEN
+        return {name: b.clone() for name, b in module.named_buffers()}
+
+    for found in on_ranks(make, body, schedule=NEVER):
+        assert torch.equal(torch.view_as_real(found["rotary"]), torch.view_as_real(rotary)), "constant, to the bit"
+        assert found["phase"].tolist() == [0.5 + 0.5j] * 2
+        assert found["seen"].tolist() == [True, True, False]
+        assert found["count"].item() == 6
+        assert found["byte"].tolist() == [200, 200]
+        torch.testing.assert_close(
+            found["fine"], torch.full((3,), 1 / 3 + 0.5, dtype=torch.float64), rtol=0, atol=1e-15
+        )
+
+
+def test_complex_parameters_are_pairs_of_real_ones() -> None:
+    class Complex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+    def body(rank: Rank, module: Any, number: int) -> Any:
+        with torch.no_grad():
+            module.weight.add_(complex(number, 2 * number))
+        rank.averager.tick(Action.ROUND, 1.0)
+        return module.weight.detach().clone()
+
+    for x in on_ranks(Complex, body, config=BLOCKING):
+        assert x.tolist() == [1.5 + 1j] * 3
+    module = Complex()
+    module.weight.grad = torch.full((3,), 2 - 1j)
+    replica = Replica(module)
+    replica.pack_gradients_(replica.sent)
+    assert replica.sent.tolist() == [2.0, -1.0] * 3
+    replica.unpack_gradients_(torch.arange(6.0), replica.used())
+    assert module.weight.grad.tolist() == [1j, 2 + 3j, 4 + 5j]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.eye(3).to_sparse(), torch.zeros(3, dtype=torch.float8_e4m3fn), torch.zeros(2, dtype=torch.uint64)],
+    ids=["sparse", "float8", "uint64"],
+)
+def test_other_kinds_are_refused_by_name(tensor) -> None:
+    with pytest.raises(ValueError, match="odd_one"):
+        Replica(Model(odd_one=tensor))
+
+
+def test_buffers_that_are_assigned_anew_are_followed() -> None:
+    def body(rank: Rank, module: Any, number: int) -> Any:
+        for _ in range(6):
+            module.ema = module.ema * 0.5 + (1.0 + number)
+            module.steps = module.steps + 1 + number
+            rank.train(1)
+        before = module.ema.clone()
+        assert rank.meet(Gate.VALIDATE) is Arrival.OPEN
+        return before, module.ema.clone(), module.steps.item()
+
+    (a, ema, steps), (b, ema2, steps2) = on_ranks(
+        lambda: Model(ema=torch.zeros(2), steps=torch.zeros((), dtype=torch.int32)), body, schedule=NEVER
+    )
+    assert a[0] == pytest.approx(1.96875) and b[0] == pytest.approx(3.9375)
+    assert torch.equal(ema, ema2)
+    torch.testing.assert_close(ema, (a + b) / 2)
+    assert steps == steps2 == 12
+
+
+def test_a_buffer_that_changes_its_shape_is_refused_by_name() -> None:
+    def body(rank: Rank, module: Any, number: int) -> None:
+        module.cache = torch.zeros(5)
+        rank.train(2)
+        rank.meet(Gate.VALIDATE)
+
+    with pytest.raises(AsyncTrainingError, match=r"Buffers \['cache'\]"):
+        on_ranks(lambda: Model(cache=torch.zeros(2)), body, schedule=NEVER)
+    on_ranks(lambda: Model(cache=torch.zeros(2)), body, schedule=NEVER, buffers="keep")
+
+
+@pytest.mark.parametrize("by_data", [False, True], ids=["in place", "new data"])
+def test_frozen_parameters_that_the_user_moves_are_agreed_on(by_data) -> None:
+    """A momentum teacher: it follows the student, which differs between replicas until they meet."""
+
+    def make() -> Model:
+        still = nn.Parameter(torch.full((4,), 0.1), requires_grad=False)
+        return Model(teacher=nn.Parameter(torch.ones(1, 8), requires_grad=False), still=still)
+
+    def body(rank: Rank, module: Any, number: int) -> Any:
+        for _ in range(10):
+            rank.train(1)
+            if by_data:
+                module.teacher.data = module.teacher.data * 0.9 + module.weight.data * 0.1
+            else:
+                with torch.no_grad():
+                    module.teacher.lerp_(module.weight, 0.1)
+        before = module.teacher.detach().clone()
+        assert rank.meet(Gate.VALIDATE) is Arrival.OPEN
+        return before, module.teacher.detach().clone(), module.still.detach().clone()
+
+    (a, teacher, still), (b, teacher2, _) = on_ranks(make, body, schedule=NEVER)
+    assert not torch.equal(a, b)
+    assert torch.equal(teacher, teacher2)
+    torch.testing.assert_close(teacher, (a + b) / 2)
+    assert torch.equal(bits(still), bits(torch.full((4,), 0.1))), "what did not move keeps its bits"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_float64_is_not_cut_at_gates_or_rounds(overlap) -> None:
+    class Double(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((1, 8), 1 / 3, dtype=torch.float64))
+
+    def body(rank: Rank, module: Any, number: int) -> Any:
+        rank.train(8)
+        assert rank.meet(Gate.VALIDATE) is Arrival.OPEN
+        return rank.x.clone()
+
+    a, b = on_ranks(Double, body, config={"overlap": overlap}, schedule=EveryNSteps(100))
+    x = [1 / 3, 1 / 3]
+    for _ in range(8):
+        x = [each - 0.1 * (each - goal) for each, goal in zip(x, (0.0, 1.0), strict=True)]
+    assert torch.equal(a, b)
+    torch.testing.assert_close(a, torch.full((1, 8), sum(x) / 2, dtype=torch.float64), rtol=0, atol=1e-15)
+    alone = on_ranks(Double, body, world_size=1, config=BLOCKING, schedule=EveryNSteps(1))[0]
+    torch.testing.assert_close(alone, torch.full((1, 8), x[0], dtype=torch.float64), rtol=0, atol=1e-15)
+
+
+def test_buffers_that_move_without_a_step_are_agreed_on() -> None:
+    """Gradients are accumulated, or mixed precision skips the step, and BatchNorm goes on."""
+
+    def body(rank: Rank, module: Any, number: int) -> Any:
+        rank.train(2)
+        assert rank.meet(Gate.VALIDATE) is Arrival.OPEN
+        rank.averager.resume()
+        shown = rank.x.clone()
+        module.norm.running_mean += number
+        rank.averager.tick(Action.LOCAL, 1.0, stepped=False)
+        assert rank.meet(Gate.VALIDATE) is Arrival.OPEN
+        return shown, rank.x.clone(), module.norm.running_mean.clone(), rank.averager.moved_at_gate
+
+    for shown, x, mean, moved in on_ranks(lambda: Model(norm=nn.BatchNorm1d(3, affine=False)), body, 3, schedule=NEVER):
+        torch.testing.assert_close(mean, torch.ones(3))
+        assert torch.equal(bits(shown), bits(x)), "parameters that are alike keep their bits"
+        assert moved
+
+
+def test_a_variance_of_one_replica_that_is_not_finite_reaches_no_other(caplog) -> None:
+    caplog.set_level(logging.WARNING, "lightning_async")
+
+    def make() -> Model:
+        return Model(norm=nn.BatchNorm1d(3, affine=False), mask=torch.full((2, 2), -torch.inf).triu(1))
+
+    def body(rank: Rank, module: Any, number: int) -> Any:
+        rank.train(2)
+        if number == 1:
+            module.norm.running_var.fill_(float("nan"))
+        rank.train(2)
+        rank.meet(Gate.VALIDATE)
+        return module.norm.running_var.clone(), module.mask.clone(), rank.averager.summary.healed
+
+    for schedule in (EveryNSteps(2), NEVER):
+        healed = []
+        for variance, mask, count in on_ranks(make, body, schedule=schedule, config=BLOCKING):
+            assert torch.equal(variance, torch.ones(3))
+            assert torch.equal(mask, torch.full((2, 2), -torch.inf).triu(1)), "a mask is meant to be infinite"
+            healed.append(count)
+        assert healed == [0, 1]
+
+
+def test_broadcast_buffers_come_from_a_replica_that_is_finite() -> None:
+    def body(rank: Rank, module: Any, number: int) -> Any:
+        module.norm.running_mean.fill_(float("nan") if number == 0 else number)
+        rank.train(2)
+        rank.meet(Gate.VALIDATE)
+        return module.norm.running_mean.clone()
+
+    found = on_ranks(lambda: Model(norm=nn.BatchNorm1d(3, affine=False)), body, 3, schedule=NEVER, buffers="broadcast")
+    for mean in found:
+        assert torch.equal(mean, torch.ones(3))
+
+
+def test_one_gradient_that_is_not_finite_does_not_disable_a_replica(caplog) -> None:
+    """Under Adam it stays in the moments for good, so they begin anew with the replica's parameters."""
+    caplog.set_level(logging.WARNING, "lightning_async")
+
+    def body(rank: Rank, module: Any, number: int) -> Any:
+        optimizer, averager = torch.optim.Adam([module.weight], lr=0.05), rank.averager
+        averager.replica.watched = lambda: [v for s in optimizer.state.values() for v in s.values()]
+        finite = 0
+        for i in range(40):
+            action = averager.plan()
+            module.weight.grad = (module.weight - rank.goal).detach()
+            if number == 1 and i == 5:
+                module.weight.grad.fill_(float("nan"))
+            optimizer.step()
+            report = averager.tick(action, 1.0)
+            if report is not None and report.healed:
+                optimizer.state.clear()  # as the strategy does
+            finite += bool(torch.isfinite(module.weight).all())
+        rank.meet()
+        return finite, rank.x.clone(), averager.summary
+
+    (all_, a, _), (most, b, summary) = on_ranks(Model, body, schedule=EveryNSteps(4), config=BLOCKING)
+    assert (all_, most) == (40, 38)
+    assert torch.equal(a, b)
+    assert summary.healed == 1
+    assert caplog.text.count("not finite") == 1
+
+
+def test_healing_that_repeats_is_an_error_in_the_log(caplog) -> None:
+    caplog.set_level(logging.WARNING, "lightning_async")
+
+    def body(rank: Rank, module: Any, number: int) -> None:
+        for _ in range(3):
+            rank.train(1)
+            if number == 1:
+                rank.x.fill_(float("nan"))
+            rank.train(1)
+            rank.meet(Gate.VALIDATE)
+
+    on_ranks(Model, body, schedule=NEVER)
+    levels = [record.levelname for record in caplog.records if "not finite" in record.getMessage()]
+    assert levels == ["WARNING", "ERROR", "ERROR"]
+    assert "needed 2 time(s) before" in caplog.text
+
+
+@pytest.mark.parametrize("rule", [None, DiLoCo()], ids=["DeltaMean", "DiLoCo"])
+def test_parameters_that_are_unfrozen_at_a_gate_travel_from_then_on(rule) -> None:
+    def make() -> Model:
+        return Model(backbone=nn.Parameter(torch.full((1, 8), 2.0), requires_grad=False))
+
+    def body(rank: Rank, module: Any, number: int) -> Any:
+        rank.train(5)
+        assert rank.meet(Gate.EPOCH_END) is Arrival.OPEN
+        anchor = rank.averager.state_dict()["rule_state"].get("anchor")
+        module.backbone.requires_grad_(True)
+        rank.averager.resume()
+        carried = rank.averager.state_dict()["rule_state"].get("anchor")
+        with torch.no_grad():
+            module.backbone.add_(number)
+        rank.train(4)
+        assert rank.meet(Gate.EPOCH_END, 1) is Arrival.OPEN
+        return anchor, carried, module.backbone.detach().clone(), rank.x.clone()
+
+    (anchor, carried, left, x), (_, _, right, x2) = on_ranks(make, body, rule=rule, schedule=EveryNSteps(4))
+    assert torch.equal(left, right)
+    assert torch.equal(x, x2)
+    assert not torch.equal(left, torch.full((1, 8), 2.0))
+    if rule is None:
+        torch.testing.assert_close(left, torch.full((1, 8), 2.5))
+    else:
+        assert torch.equal(carried[:8], anchor), "the state of the others goes on"
+        assert carried[8:].tolist() == [2.0] * 8
+
+
+def test_parameters_that_are_unfrozen_between_gates_are_refused_by_name() -> None:
+    def body(rank: Rank, module: Any, number: int) -> None:
+        rank.train(2)
+        module.backbone.requires_grad_(True)
+        rank.train(8)
+
+    def make() -> Model:
+        return Model(backbone=nn.Parameter(torch.ones(2), requires_grad=False))
+
+    with pytest.raises(AsyncTrainingError, match=r"\['backbone'\] were frozen"):
+        on_ranks(make, body)
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        (torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])),
+        (torch.tensor([0.0]), torch.tensor([-0.0])),
+        (torch.tensor([True, False]), torch.tensor([False, True])),
+        (torch.tensor([1j, 0]), torch.tensor([0, 1j])),
+        (torch.tensor([1.0], dtype=torch.float64), torch.tensor([1.0 + 2**-52], dtype=torch.float64)),
+        (torch.zeros(3, dtype=torch.bfloat16), torch.tensor([0, 0, 1], dtype=torch.bfloat16)),
+    ],
+)
+def test_digests_tell_tensors_apart_to_the_bit(left, right) -> None:
+    assert digest([left]) != digest([right])
+    assert digest([left, left]) == digest([left.clone(), left.clone()])
+    assert digest([left.repeat(3)[::2]]) == digest([left.repeat(3)[::2].contiguous()])
