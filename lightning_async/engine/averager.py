@@ -10,15 +10,18 @@ from typing import Any, Generic, TypeVar
 
 from lightning_async.comm.protocols import Collectives
 from lightning_async.comm.rendezvous import Membership
+from lightning_async.engine.calls import Calls, Recovery
 from lightning_async.engine.config import AveragerConfig
 from lightning_async.engine.digest import is_finite
 from lightning_async.engine.gate import Arrival, Gates
-from lightning_async.engine.mailbox import Arrived, Mailbox, Message, Work
+from lightning_async.engine.mailbox import Mailbox, Message, Work
 from lightning_async.engine.merge import Merger
 from lightning_async.engine.replica import Replica
+from lightning_async.engine.reports import Reports
 from lightning_async.engine.round import Gate, Kind
 from lightning_async.engine.rounds import RoundServer
 from lightning_async.engine.telemetry import RoundReport, RunSummary
+from lightning_async.errors import CollectiveError
 from lightning_async.rules.protocols import Action, AveragingRule, Clock, Schedule
 
 __all__ = ["Arrival", "BackgroundAverager"]
@@ -43,6 +46,7 @@ class BackgroundAverager(Gates, Generic[S]):
         schedule: when they do.
         config: the rest.
         now: a monotonic clock, in seconds.
+        calls: further calls of the training thread's over all ranks, which the engine carries over to new groups.
 
     Raises:
         ValueError: a rule that ``config`` cannot carry out, see `AveragerConfig.check_rule`.
@@ -59,6 +63,7 @@ class BackgroundAverager(Gates, Generic[S]):
         *,
         payload: Collectives | None = None,
         now: Callable[[], float] = time.monotonic,
+        calls: Calls | None = None,
     ) -> None:
         self.config = config or AveragerConfig()
         self.config.check_rule(type(self).__name__, rule)
@@ -68,12 +73,13 @@ class BackgroundAverager(Gates, Generic[S]):
         self.epoch = 0
         self._now = now
         self._box = Mailbox()
-        self._step_s = self._round_s = self._since_commit_s = 0.0
-        self.started_at = self._last_tick = self._merge_s = self._blocked_s = 0.0
+        self._reports = Reports(self.summary)
+        self._step_s = self._since_commit_s = self.started_at = self._last_tick = 0.0
         replica.pack_(replica.received)
         self._server = RoundServer(
-            collectives, payload or collectives, membership, replica, rule, self._box, self.config, now
+            collectives, payload or collectives, membership, replica, rule, self._box, self.config, now, calls
         )
+        self._calls = calls
         exact = self.config.compression == "none"
         self._merger = Merger(replica, rule, self._server.commits, self._box, exact)
 
@@ -89,7 +95,18 @@ class BackgroundAverager(Gates, Generic[S]):
             self._box.fresh = self.schedule.next(Clock(0, 0, 0, 0.0)) is Action.GRADIENTS
             self._box.synchronous = self._box.fresh
         self.replica.settle(self._server.payload.registered)
+        if self._calls is not None:
+            self._calls.recovery = Recovery(self._report_trouble, self._check_engine)
         self._server.start()
+
+    def _report_trouble(self, error: CollectiveError) -> None:
+        with self._box.changed:
+            self._box.trouble = error
+            self._box.changed.notify_all()
+
+    def _check_engine(self) -> None:
+        with self._box.changed:
+            self._see()
 
     def close(self, timeout: timedelta = timedelta(seconds=10)) -> None:
         """End the engine's thread. Waits for no peer; idempotent."""
@@ -119,7 +136,7 @@ class BackgroundAverager(Gates, Generic[S]):
                 steps_since_round=int(since),
                 seconds_since_round=self._now() - committed,
                 step_s=self._step_s,
-                round_s=self._round_s,
+                round_s=self._reports.round_s,
             )
         )
         if action is Action.GRADIENTS and not box.synchronous and self.rendezvous(Gate.SYNCHRONISE) is not Arrival.OPEN:
@@ -229,7 +246,7 @@ class BackgroundAverager(Gates, Generic[S]):
             self._wait(lambda: not box.claimed)
             report = self._take() or report
         self._wait(lambda: box.message is None)
-        self._blocked_s = self._now() - started
+        self._reports.blocked_s = self._now() - started
         return self._take() or report
 
     def _has_news(self) -> bool:
@@ -250,7 +267,7 @@ class BackgroundAverager(Gates, Generic[S]):
             self.replica.tensors.check_unchanged()
             self.replica.pack_(self.replica.sent)
             message.healthy = is_finite(self.replica.watched())
-        self._merge_s += self._now() - started
+        self._reports.merge_s += self._now() - started
         return True
 
     def _take(self) -> RoundReport | None:
@@ -266,44 +283,9 @@ class BackgroundAverager(Gates, Generic[S]):
             self._merger.merge(arrived, self.step)
             with box.changed:
                 box.arrived = None
-        self._merge_s += self._now() - started
-        return self._report(arrived)
-
-    def _report(self, arrived: Arrived) -> RoundReport:
-        report = RoundReport(
-            id=arrived.round.id,
-            kind=arrived.kind,
-            share=arrived.share,
-            num_present=arrived.num_present,
-            staleness_steps=self.step - arrived.message.step if arrived.message is not None else 0,
-            payload_bytes=arrived.message_bytes,
-            header_s=arrived.header_s,
-            exchange_s=arrived.exchange_s,
-            blocked_s=min(self._blocked_s, arrived.exchange_s),
-            merge_s=self._merge_s,
-            spread=arrived.spread,
-            healed=arrived.healed,
-        )
-        if report.healed:
-            self._warn_of_healing(arrived)
-        self._blocked_s = self._merge_s = 0.0
-        self._round_s = arrived.exchange_s
-        self.summary.add(report)
-        self.summary.failed_rounds = self._box.failed_rounds
-        self.summary.samples_by_rank = list(self._box.samples_by_rank)
-        return report
-
-    def _warn_of_healing(self, arrived: Arrived) -> None:
-        """Once as a warning; a replica that is healed again and again has a cause that averaging cannot mend."""
-        again = self.summary.healed
-        log.log(
-            logging.ERROR if again else logging.WARNING,
-            "Rank %d: its parameters, buffers or optimizer state are not finite at step %d; it takes part in round %d "
-            "with weight zero, takes over the other replicas' model, and its optimizer state begins anew.%s Lower its "
-            "learning rate or clip its gradients.",
-            self.summary.rank, self.step, arrived.round.id,
-            f" That was needed {again} time(s) before: the cause goes on." if again else "",
-        )  # fmt: skip
+        self._reports.merge_s += self._now() - started
+        box = self._box
+        return self._reports.add(arrived, self.step, box.failed_rounds, box.samples_by_rank)
 
     def global_step(self) -> int:
         """Optimizer steps per replica: the mean over all at the last header, and since then at the same pace."""

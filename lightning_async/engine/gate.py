@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from lightning_async.engine.digest import is_finite
 from lightning_async.engine.mailbox import Mailbox, Message
 from lightning_async.engine.replica import Replica
+from lightning_async.engine.reports import Reports
 from lightning_async.engine.round import Gate, Kind
 from lightning_async.engine.rounds import RoundServer
 from lightning_async.engine.telemetry import RoundReport, RunSummary
@@ -35,7 +36,7 @@ class Gates(ABC):
     _box: Mailbox
     _server: RoundServer
     _now: Callable[[], float]
-    _blocked_s: float
+    _reports: Reports
     summary: RunSummary
     step: int
     replica: Replica
@@ -122,7 +123,7 @@ class Gates(ABC):
         try:
             while True:
                 if in_flight:
-                    self._blocked_s = self._now() - started
+                    self._reports.blocked_s = self._now() - started
                 if (report := self._take()) is not None:
                     in_flight = False
                     box.state_healthy |= report.healed  # that begins anew

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from lightning_async.engine.round import Gate, Kind
+from lightning_async.errors import CollectiveError
 from lightning_async.rules.protocols import Round
 
 __all__ = ["Arrived", "Mailbox", "Message", "Votes", "Work"]
@@ -143,6 +144,8 @@ class Mailbox:
     """The replica takes synchronous steps: nobody goes on without it, and it is not excused for being slow."""
     last_seen: float = 0.0
     """When the training thread was last heard of."""
+    trouble: CollectiveError | None = None
+    """A call of the training thread's has failed: the groups are to be formed anew."""
     closing: bool = False
     error: BaseException | None = None
     failed_rounds: int = 0

@@ -7,12 +7,15 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import NoReturn
 
-from lightning_async.comm.protocols import Collectives, ElasticCollectives
+from torch import Tensor
+
+from lightning_async.comm.protocols import Collectives, ElasticCollectives, Pending
 from lightning_async.comm.rendezvous import Membership
-from lightning_async.engine.config import Deadlines
+from lightning_async.engine.calls import Calls
+from lightning_async.engine.config import AveragerConfig
 from lightning_async.engine.mailbox import Mailbox
 from lightning_async.engine.round import Gate
-from lightning_async.engine.waiting import Closed
+from lightning_async.engine.waiting import Closed, Waiter
 from lightning_async.errors import CollectiveTimeout, PeerLost
 
 __all__ = ["Regroup"]
@@ -24,32 +27,39 @@ class Regroup:
     """Forms the groups anew, with all ranks or not at all.
 
     Args:
-        collectives, payload: the root communicators, which may be one.
+        roots: the root communicators: for CPU tensors, and for payloads, which may be the same.
+        header: a fork of the first, over which ranks compare their calls in the new groups.
         membership: knows who lives, and which generation is next.
         mailbox: says when the engine closes.
-        deadlines: how long to wait for the others.
+        waiter: waits for the operations.
+        calls: of the training thread, which go on in the new groups.
+        config: how long to wait for the others.
         now: a monotonic clock, in seconds.
     """
 
     def __init__(
         self,
-        collectives: Collectives,
-        payload: Collectives,
+        roots: tuple[Collectives, Collectives],
+        header: Collectives,
         membership: Membership,
         mailbox: Mailbox,
-        deadlines: Deadlines,
+        waiter: Waiter,
+        calls: Calls | None,
+        config: AveragerConfig,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        roots = [collectives] if payload is collectives else [collectives, payload]
-        self._roots = [root for root in roots if isinstance(root, ElasticCollectives)]
-        self.possible = len(self._roots) == len(roots)
+        first, second = roots
+        distinct = [first] if second is first else [first, second]
+        self._roots = [root for root in distinct if isinstance(root, ElasticCollectives)]
+        self.possible = len(self._roots) == len(distinct)
         """False where the transport cannot: then the first failure is the last."""
-        self._rank, self._world_size = collectives.rank, collectives.world_size
+        self._rank, self._world_size = first.rank, first.world_size
         self._membership, self._mailbox = membership, mailbox
-        self._deadlines, self._now = deadlines, now
+        self._header, self._waiter, self._calls = header, waiter, calls
+        self._deadlines, self._now = config.deadlines, now
 
     def __call__(self, round_id: int) -> int:
-        """The new generation, once all ranks are in it.
+        """The new generation, once all ranks are in it and their training threads' calls go on there.
 
         Raises:
             PeerLost: names the ranks that are lost.
@@ -57,6 +67,8 @@ class Regroup:
             Closed: the engine closes.
         """
         started = self._now()
+        if self._calls is not None:
+            self._calls.suspend()
         while True:
             if self._mailbox.closing:
                 raise Closed
@@ -71,7 +83,21 @@ class Regroup:
             self._end_without(missing, round_id)
         for root in self._roots:
             root.reconfigure(quorum)
+        self._mailbox.trouble = None
+        if self._calls is not None:
+            self._calls.settle(
+                lambda row: self._result(self._header.all_gather(row)),
+                lambda data, source: self._result(self._header.broadcast(data, source)),
+            )
         return quorum.generation
+
+    def _result(self, pending: Pending[Tensor]) -> Tensor:
+        return self._waiter.result(pending, self._deadlines.payload)
+
+    def close(self) -> None:
+        """The engine ends: from now on nothing is formed anew."""
+        if self._calls is not None:
+            self._calls.abandon()
 
     def _end_without(self, missing: list[int], round_id: int) -> NoReturn:
         """Some ranks are not in the next generation: no round comes any more."""

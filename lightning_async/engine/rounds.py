@@ -12,6 +12,7 @@ import torch
 
 from lightning_async.comm.protocols import Collectives
 from lightning_async.comm.rendezvous import Membership
+from lightning_async.engine.calls import Calls
 from lightning_async.engine.commit import Commits
 from lightning_async.engine.config import AveragerConfig
 from lightning_async.engine.mailbox import Mailbox
@@ -48,6 +49,7 @@ class RoundServer:
         mailbox: what is shared with the training thread.
         config: weights, sizes, deadlines.
         now: a monotonic clock, in seconds.
+        calls: of the training thread, which go on in the new groups when these are formed anew.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class RoundServer:
         mailbox: Mailbox,
         config: AveragerConfig,
         now: Callable[[], float] = time.monotonic,
+        calls: Calls | None = None,
     ) -> None:
         self.rank = collectives.rank
         self.stage = Stage.IDLE
@@ -68,8 +71,9 @@ class RoundServer:
         self._config, self._deadlines, self._now = config, config.deadlines, now
         self._waiter = Waiter(mailbox, membership, now)
         self._own = OwnHeader(replica, rule, mailbox, self.commits, config, now)
-        self._regroup = Regroup(collectives, payload, membership, mailbox, config.deadlines, now)
         self._header = collectives.fork("header", timedelta(days=7))
+        roots = (collectives, payload)
+        self._regroup = Regroup(roots, self._header, membership, mailbox, self._waiter, calls, config, now)
         large = payload.fork("payload", config.deadlines.payload)
         self.payload = Payload(self._header, large, replica, mailbox, config, self._waiter, now)
         self._seq = _first_seq(membership.generation)
@@ -120,7 +124,7 @@ class RoundServer:
             with side_stream(self._replica.device):
                 self._serve_all()
         except Closed:
-            return
+            pass
         except BaseException as error:  # handed to the training thread, which raises it
             with box.changed:
                 box.error = box.error or error
@@ -128,6 +132,8 @@ class RoundServer:
                 box.changed.notify_all()
             if not box.closing and not isinstance(error, PeerLost):  # who lost a peer is not to blame
                 self._membership.fail(f"{type(error).__name__}: {error}")
+        finally:
+            self._regroup.close()
 
     def _serve_all(self) -> None:
         while self._wait_for_cause():
@@ -147,11 +153,13 @@ class RoundServer:
             while not box.closing:
                 if self._has_cause():
                     return True
+                if box.trouble is not None:
+                    return True  # `_serve` meets it again, where it is handled
                 box.changed.wait(1.0)
                 try:
                     self._membership.check()
                 except GenerationChanged:
-                    return True  # `_serve` meets it again, where it is handled
+                    return True
         return False
 
     def _has_cause(self) -> bool:
@@ -163,7 +171,7 @@ class RoundServer:
     def _serve(self) -> None:
         """One cycle: header, and what it decides."""
         box, started = self._mailbox, self._now()
-        self._membership.check()
+        self._waiter.check()
         with box.changed:
             box.changed.wait_for(lambda: not box.in_use)
             header, message = self._own.composed()

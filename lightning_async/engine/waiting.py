@@ -58,7 +58,10 @@ class Waiter:
         return pending.result(timedelta(0))
 
     def check(self) -> None:
-        """Raise what there is to raise: `Closed`, `PeerLost`, `GenerationChanged`."""
-        if self._mailbox.closing:
+        """Raise what there is to raise: `Closed`, `PeerLost`, or a `CollectiveError` to form the groups anew for."""
+        box = self._mailbox
+        if box.closing:
             raise Closed
         self._membership.check()
+        if box.trouble is not None:
+            raise box.trouble

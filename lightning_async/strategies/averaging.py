@@ -172,7 +172,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         connection = self._connection
         self.averager = BackgroundAverager(
             connection.root, connection.membership, replica, self.rule, self.schedule, self.config,
-            payload=connection.payload,
+            payload=connection.payload, calls=connection.world.calls,
         )  # fmt: skip
         self.summary = self.averager.summary
         if self._saved_state is not None:

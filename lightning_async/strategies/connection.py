@@ -31,7 +31,8 @@ class Connection:
     def __init__(self, root: Collectives, payload: Collectives, membership: Membership | None) -> None:
         self.root, self.payload, self._membership = root, payload, membership
         self._roots = [root] if payload is root else [root, payload]
-        self.world = World(root) if membership is None else World(root, membership.check)
+        lightning = root.fork("lightning")
+        self.world = World(lightning) if membership is None else World(lightning, membership.check)
 
     @property
     def membership(self) -> Membership:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -12,7 +11,9 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from lightning_async.comm.protocols import Collectives, Pending, ReduceOp
+from lightning_async.comm.frames import decode, encode
+from lightning_async.comm.protocols import Collectives, ReduceOp
+from lightning_async.engine.calls import Calls
 from lightning_async.errors import GateMismatch
 
 __all__ = ["World"]
@@ -33,7 +34,7 @@ class World:
     other metrics, say), all get an error that names both, instead of a hang.
 
     Args:
-        collectives: a communicator for CPU tensors.
+        collectives: a communicator of its own, for CPU tensors.
         check: raises if a peer was lost; called while waiting.
         deadline: for each operation.
     """
@@ -47,7 +48,7 @@ class World:
         self.rank, self.world_size = collectives.rank, collectives.world_size
         self.drifting = False
         self._collectives = collectives
-        self._check, self._deadline = check, deadline
+        self.calls = Calls(collectives, check, deadline)
         self._warned: set[str] = set()
 
     def barrier(self, name: str = "") -> None:
@@ -55,7 +56,6 @@ class World:
         if self._is_local(f"barrier({name!r})", "does not wait for the other replicas"):
             return
         self._compare(f"barrier({name!r})")
-        self._wait(self._collectives.barrier())
 
     def reduce(self, tensor: Tensor, op: Any = "mean") -> Tensor:
         """The reduction of ``tensor`` over all ranks: "mean" ("avg"), "sum", "min", "max" or "product"."""
@@ -67,11 +67,11 @@ class World:
         buffer = _to_cpu(tensor)
         self._compare(f"reduce({kind}) of shape {tuple(tensor.shape)}, {tensor.dtype}")
         if kind == "product":
-            return self._wait(self._collectives.all_gather(buffer)).prod(dim=0).to(tensor.device)
+            return self._gather(buffer).prod(dim=0).to(tensor.device)
         if kind in ("mean", "avg") and not buffer.is_floating_point():
             buffer = buffer.to(torch.float64)
         op_ = {"min": ReduceOp.MIN, "max": ReduceOp.MAX}.get(kind, ReduceOp.SUM)
-        out = self._wait(self._collectives.all_reduce(buffer, op_))
+        out = self.calls(f"reduce({kind})", lambda c: c.all_reduce(buffer.clone(), op_))
         if kind in ("mean", "avg"):
             out = out / self.world_size
             out = out if tensor.is_floating_point() else out.to(torch.get_default_dtype())
@@ -87,7 +87,7 @@ class World:
         if sync_grads and tensor.requires_grad:
             return _GatherWithGrad.apply(tensor, self)
         self._compare(f"all_gather of shape {tuple(tensor.shape)}, {tensor.dtype}")
-        return self._wait(self._collectives.all_gather(_to_cpu(tensor))).to(tensor.device)
+        return self._gather(_to_cpu(tensor)).to(tensor.device)
 
     def gather_uneven(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's tensor; shapes may differ in size, not in number of dimensions."""
@@ -95,36 +95,44 @@ class World:
             return [tensor]
         self._compare(f"gather of {tensor.ndim} dimensions, {tensor.dtype}")
         shape = torch.tensor([*tensor.shape], dtype=torch.int64)
-        shapes = self._wait(self._collectives.all_gather(shape)).tolist() if tensor.ndim else [[]] * self.world_size
+        shapes = self._gather(shape).tolist() if tensor.ndim else [[]] * self.world_size
         largest = [max(sizes) for sizes in zip(*shapes, strict=True)]
         padded = torch.zeros(largest, dtype=tensor.dtype)
         padded[tuple(slice(n) for n in tensor.shape)] = tensor.detach().cpu()
-        rows = self._wait(self._collectives.all_gather(padded)).to(tensor.device)
+        rows = self._gather(padded).to(tensor.device)
         return [row[tuple(slice(n) for n in sizes)] for row, sizes in zip(rows, shapes, strict=True)]
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """Rank ``src``'s object (picklable)."""
+        """Rank ``src``'s object: plain values and tensors as they are, others of Lightning's and the user's pickled."""
         if self._is_local("broadcast", "returns this replica's own object"):
             return obj
         self._compare(f"broadcast from rank {src}")
-        data = _pickled(obj) if self.rank == src else torch.empty(0, dtype=torch.uint8)
-        size = torch.tensor([data.numel()])
-        self._wait(self._collectives.broadcast(size, src))
-        if self.rank != src:
-            data = torch.empty(int(size), dtype=torch.uint8)
-        self._wait(self._collectives.broadcast(data, src))
-        return cast(T, pickle.loads(data.numpy().tobytes()))
+        data, pickled = torch.empty(0, dtype=torch.uint8), False
+        if self.rank == src:
+            data, pickled = _encoded(obj)
+        head = torch.tensor([data.numel(), pickled])
+        size, pickled = self.calls("broadcast", lambda c: c.broadcast(head.clone(), src)).tolist()
+        room = data if self.rank == src else torch.empty(size, dtype=torch.uint8)
+        data = self.calls("broadcast", lambda c: c.broadcast(room.clone(), src))
+        return cast(T, pickle.loads(data.numpy().tobytes()) if pickled else decode(data))
 
     def gather_objects(self, obj: T) -> list[T]:
-        """Every rank's object (picklable)."""
-        return [pickle.loads(row.numpy().tobytes()) for row in self.gather_uneven(_pickled(obj))]
+        """Every rank's object: plain values and tensors, see `comm.frames`.
+
+        Raises:
+            TypeError: there is something else in it.
+        """
+        return [decode(row) for row in self.gather_uneven(encode(obj))]
 
     def make_equal_(self, tensors: list[Tensor], src: int = 0) -> None:
-        """Overwrite ``tensors`` with rank ``src``'s."""
+        """Overwrite ``tensors`` with rank ``src``'s; all travel at once."""
         under_way = [(tensor, self._collectives.broadcast(_to_cpu(tensor), src)) for tensor in tensors]
         with torch.no_grad():
             for tensor, pending in under_way:
-                tensor.copy_(self._wait(pending))
+                tensor.copy_(self.calls("the broadcast of the model", lambda c, pending=pending: pending))
+
+    def _gather(self, tensor: Tensor) -> Tensor:
+        return self.calls("all_gather", lambda c: c.all_gather(tensor))
 
     def _is_local(self, what: str, instead: str) -> bool:
         if self.world_size == 1:
@@ -142,7 +150,7 @@ class World:
         text = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
         data = what.encode()[:_TEXT_BYTES]
         text[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        rows = self._wait(self._collectives.all_gather(text))
+        rows = self.calls(what, lambda c: c.all_gather(text))
         if (rows == rows[0]).all():
             return
         calls = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
@@ -151,12 +159,6 @@ class World:
             + ", ".join(f"rank {rank} calls {call}" for rank, call in enumerate(calls))
             + ". Do all of them log the same metrics with `sync_dist=True`, and call the same hooks?"
         )
-
-    def _wait(self, pending: Pending[T]) -> T:
-        started = time.monotonic()
-        while not pending.wait(timedelta(seconds=0.2)) and time.monotonic() - started < self._deadline.total_seconds():
-            self._check()
-        return pending.result(timedelta(0))
 
 
 class _GatherWithGrad(torch.autograd.Function):
@@ -172,8 +174,12 @@ class _GatherWithGrad(torch.autograd.Function):
         return ctx.world.reduce(grad.contiguous(), "sum")[ctx.world.rank], None
 
 
-def _pickled(obj: object) -> Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+def _encoded(obj: object) -> tuple[Tensor, bool]:
+    """``obj`` as bytes, and whether these are a pickle."""
+    try:
+        return encode(obj), False
+    except TypeError:
+        return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8), True
 
 
 def _to_cpu(tensor: Tensor) -> Tensor:

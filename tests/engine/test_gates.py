@@ -13,7 +13,7 @@ from lightning_async.engine.averager import Arrival
 from lightning_async.engine.round import Gate
 from lightning_async.rules import DeltaMean, DiLoCo, EveryNSteps
 from lightning_async.rules.protocols import Action, Clock
-from tests.engine.fault_ranks import HEADER, NEVER, PAYLOAD, FaultyRank, values
+from tests.engine.fault_ranks import HEADER, NEVER, PAYLOAD, FaultyRank, Turnstile, values
 from tests.engine.ranks import Rank, bits, run
 
 
@@ -129,6 +129,8 @@ def test_seconds_go_on_over_gates() -> None:
 def test_a_consensus_that_fails_leaves_no_message_behind(stops) -> None:
     """What a replica had packed on its way to a gate does not go out with what the consensus left in the bucket."""
 
+    turn, sent = Turnstile(), []
+
     def body(rank: FaultyRank) -> Any:
         server, averager = rank.averager._server, rank.averager
         recover = server._recover
@@ -142,6 +144,13 @@ def test_a_consensus_that_fails_leaves_no_message_behind(stops) -> None:
         server._recover = recover_and_stop
         rank.train(3)
         mine = rank.x.clone()
+        if rank.number == 0:
+            sent.append(rank.ledger.message_sent)
+            turn.set("here")
+        else:  # the other one waits at the gate, and has said what it brings along
+            turn.wait("here")
+            rank.averager.vote(end=True)
+            assert sent[0].wait(20.0)
         arrival = rank.meet(Gate.EPOCH_END)
         if arrival is Arrival.STOP:
             assert rank.meet(Gate.STOP) is Arrival.OPEN

@@ -1,0 +1,177 @@
+"""Numbered collective calls of the training thread, which outlive the groups that they began in.
+
+The engine may form all groups anew at any time, and then a call is broken off that some ranks have their answer to and
+others have not. So calls are numbered, and each rank keeps its last answer. After every re-forming the ranks compare
+numbers: who is one ahead hands its answer over, and the others take it; where none is, all repeat the call.
+
+    usable --(the engine begins to form groups)--> forming --(the ranks have compared)--> usable
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_async.comm.frames import decode, encode
+from lightning_async.comm.protocols import Collectives, Pending
+from lightning_async.errors import AsyncTrainingError, CollectiveError, CollectiveTimeout, PeerLost
+
+__all__ = ["Calls", "Recovery"]
+
+_BEAT = timedelta(seconds=0.2)
+_REASON_S = 3.0
+
+
+class Recovery(NamedTuple):
+    """What an engine does about a call that failed."""
+
+    report: Callable[[CollectiveError], None]
+    """Has the groups formed anew, because of this error."""
+    check: Callable[[], None]
+    """Raises if the engine has failed itself."""
+
+
+class Calls:
+    """Calls over all ranks, one at a time and in the same order everywhere, whose answers are equal on all ranks.
+
+    Args:
+        collectives: a communicator of their own, for CPU tensors.
+        check: raises if a peer was lost; called while waiting.
+        deadline: for each call.
+    """
+
+    def __init__(self, collectives: Collectives, check: Callable[[], None], deadline: timedelta) -> None:
+        self._collectives, self._check, self._deadline = collectives, check, deadline
+        self.recovery: Recovery | None = None
+        """Set while an engine runs that can form groups anew."""
+        self._changed = threading.Condition()
+        self._begun = self._done = 0
+        self._answer: Tensor | None = None
+        self._forming = False
+        self._formed = 0
+
+    # ---- the training thread ----
+
+    def __call__(self, what: str, start: Callable[[Collectives], Pending[Any]]) -> Any:
+        """The answer to one call.
+
+        Args:
+            what: names the call, for messages.
+            start: begins it; called again where it must be repeated, so it leaves its tensors as they are.
+
+        Raises:
+            PeerLost: names the rank that is gone.
+            CollectiveTimeout, CollectiveError: it did not come to an end, and no rank is to blame.
+        """
+        started = time.monotonic()
+        with self._changed:
+            self._begun += 1
+        while True:
+            formed = self._usable(started)
+            if self._done == self._begun:
+                return self._answer
+            try:
+                answer = self._wait(start(self._collectives), started)
+            except PeerLost:
+                raise
+            except CollectiveError as error:
+                self._explain(what, error, started, formed)
+                continue
+            with self._changed:
+                if not self._forming and self._formed == formed:
+                    self._done, self._answer = self._begun, answer
+                    return answer
+                # The groups go: an answer that the others were not told of does not count.
+
+    def _usable(self, started: float) -> int:
+        """Wait until the groups are usable; how often they were formed."""
+        with self._changed:
+            while self._forming:
+                self._changed.wait(_BEAT.total_seconds())
+                self._recheck(started)
+            return self._formed
+
+    def _recheck(self, started: float) -> None:
+        if self.recovery is not None:
+            self.recovery.check()
+        if time.monotonic() - started > self._deadline.total_seconds():
+            raise CollectiveTimeout(f"rank {self._collectives.rank}: no answer within {self._deadline}.")
+
+    def _wait(self, pending: Pending[Any], started: float) -> Any:
+        while not pending.wait(_BEAT) and time.monotonic() - started < self._deadline.total_seconds():
+            self._check()
+        return pending.result(timedelta(0))
+
+    def _explain(self, what: str, error: CollectiveError, started: float, formed: int) -> None:
+        """Find the cause of a failure: a rank that is gone, which is raised, or none, and the call is repeated."""
+        recovery = self.recovery
+        if recovery is not None and not isinstance(error, CollectiveTimeout):
+            with self._changed:
+                if self._formed == formed and not self._forming:
+                    recovery.report(error)
+                while self._formed == formed and self.recovery is not None:
+                    self._changed.wait(_BEAT.total_seconds())
+                    self._recheck(started)
+            return
+        until = time.monotonic() + _REASON_S  # a peer's connections close before its death is known
+        while time.monotonic() < until:
+            try:
+                self._check()
+            except PeerLost:
+                raise
+            except CollectiveError:
+                pass
+            time.sleep(_BEAT.total_seconds())
+        raise type(error)(
+            f"Rank {self._collectives.rank}: {what} failed {time.monotonic() - started:.1f} s after it began, and no "
+            f"rank is known to be lost. {error}"
+        ) from error
+
+    # ---- the engine's thread ----
+
+    def suspend(self) -> None:
+        """The groups are about to be formed anew: what is under way now does not count any more."""
+        with self._changed:
+            self._forming = True
+            self._changed.notify_all()
+
+    def abandon(self) -> None:
+        """The engine ends: calls that fail from now on are not repeated."""
+        with self._changed:
+            self.recovery, self._forming = None, False
+            self._changed.notify_all()
+
+    def settle(self, gather: Callable[[Tensor], Tensor], broadcast: Callable[[Tensor, int], Tensor]) -> None:
+        """All ranks' engines compare their calls, and those that are one ahead hand over what they know.
+
+        Args:
+            gather: of every rank's row, over the new groups.
+            broadcast: from one rank.
+
+        Raises:
+            CollectiveError: the groups failed again.
+            AsyncTrainingError: ranks are more than one call apart, so they do not run the same program.
+        """
+        with self._changed:
+            done, answer = self._done, encode(self._answer)
+        table = gather(torch.tensor([done, answer.numel()]))
+        counts = table[:, 0].tolist()
+        newest = max(counts)
+        if min(counts) < newest - 1:
+            raise AsyncTrainingError(f"The ranks have the answers to {counts} calls: they are more than one apart.")
+        if min(counts) < newest:
+            source = counts.index(newest)
+            data = answer if done == newest else torch.empty(int(table[source, 1]), dtype=torch.uint8)
+            data = broadcast(data, source)
+            if done < newest:
+                with self._changed:
+                    self._done, self._answer = newest, decode(data)
+        with self._changed:
+            self._forming, self._formed = False, self._formed + 1
+            self._changed.notify_all()

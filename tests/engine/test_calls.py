@@ -1,0 +1,182 @@
+"""Calls of the training thread's over all ranks go on when the groups are formed anew."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_async.comm.faulty import Fail, Fault, FaultyCollectives
+from lightning_async.comm.inprocess import InProcessWorld
+from lightning_async.comm.rendezvous import Membership
+from lightning_async.engine.averager import Arrival, BackgroundAverager
+from lightning_async.engine.config import AveragerConfig
+from lightning_async.engine.replica import Replica
+from lightning_async.engine.round import Gate
+from lightning_async.errors import AsyncTrainingError, CollectiveError, PeerLost
+from lightning_async.rules import DeltaMean
+from lightning_async.strategies.world import World
+from tests.engine.fault_ranks import DEADLINES, HEADER, NEVER
+
+LIGHTNING = "world/lightning"
+
+
+class Caller:
+    """A rank with an engine, and Lightning's collectives beside it."""
+
+    def __init__(self, collectives: Any, store: Any, script: Sequence[Fault]) -> None:
+        self.number = collectives.rank
+        self.membership = Membership(
+            store, collectives.rank, collectives.world_size, interval=timedelta(seconds=0.02)
+        )  # fmt: skip
+        self.membership.start()
+        faulty: Any = FaultyCollectives(collectives, script)
+        self.world = World(faulty.fork("lightning"), self.membership.check, timedelta(seconds=20))
+        self.module = torch.nn.Linear(4, 1, bias=False)
+        torch.nn.init.constant_(self.module.weight, float(self.number))
+        self.averager = BackgroundAverager(
+            faulty, self.membership, Replica(self.module), DeltaMean(), NEVER, AveragerConfig(deadlines=DEADLINES),
+            calls=self.world.calls,
+        )  # fmt: skip
+        self.membership.on_change = self.averager.wake
+
+    def close(self) -> None:
+        self.averager.close()
+        self.membership.close()
+
+
+def call(world_size: int, body: Any, scripts: dict[int, Sequence[Fault]] | None = None) -> list[Any]:
+    world = InProcessWorld(world_size)
+
+    def on_rank(collectives: Any) -> Any:
+        caller = Caller(collectives, world.store, (scripts or {}).get(collectives.rank, ()))
+        try:
+            caller.averager.start()
+            return body(caller)
+        except BaseException as error:
+            caller.membership.fail(f"{type(error).__name__}: {error}")
+            return error
+        finally:
+            caller.close()
+
+    return world.run(on_rank, timedelta(seconds=40))
+
+
+def gate_and_calls(caller: Caller) -> Any:
+    """What a validation does: a gate, and then Lightning's collectives, one after the other."""
+    caller.averager.tick(caller.averager.plan(), 1.0)
+    assert caller.averager.rendezvous(Gate.VALIDATE) is Arrival.OPEN
+    world, number = caller.world, caller.number
+    found = [
+        float(world.reduce(torch.tensor(float(number)), "sum")),
+        world.broadcast({"path": "a", "scores": (1.5, None)} if number == 0 else None),
+        world.broadcast({3, 4} if number == 1 else None, src=1),
+        world.gather_objects({"rank": number, "x": torch.full((number + 1,), 2.0)}),
+        float(world.reduce(torch.tensor(float(number)), "max")),
+    ]
+    world.barrier("last")
+    return found, caller.averager.summary
+
+
+def expected(world_size: int) -> list[Any]:
+    return [
+        float(sum(range(world_size))),
+        {"path": "a", "scores": (1.5, None)},
+        {3, 4},
+        [{"rank": rank, "x": [2.0] * (rank + 1)} for rank in range(world_size)],
+        float(world_size - 1),
+    ]
+
+
+def plain(found: list[Any]) -> list[Any]:
+    return [[{**each, "x": each["x"].tolist()} for each in part] if isinstance(part, list) else part for part in found]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("nth", range(1, 9))
+def test_losing_the_answer_that_opens_a_gate_costs_no_call(world_size, nth) -> None:
+    script = [Fault(op="all_gather", nth=nth, action=Fail(after=True), name=HEADER)]
+    for found, _ in call(world_size, gate_and_calls, {1: script}):
+        assert plain(found) == expected(world_size)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["nobody has it", "others have it"])
+@pytest.mark.parametrize(
+    ("op", "nth"), [("all_gather", n) for n in range(1, 8)] + [("all_reduce", 1), ("all_reduce", 2)]
+)
+def test_a_call_that_fails_is_repeated_or_its_answer_handed_over(op, nth, after) -> None:
+    script = [Fault(op=op, nth=nth, action=Fail(after=after), name=LIGHTNING)]
+    ended = call(3, gate_and_calls, {1: script})
+    for found, _ in ended:
+        assert plain(found) == expected(3)
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3, 4])
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_broadcast_whose_source_is_ahead_reaches_the_others(nth, culprit) -> None:
+    for after in (False, True):
+        script = [Fault(op="broadcast", nth=nth, action=Fail(after=after), name=LIGHTNING)]
+        for found, _ in call(2, gate_and_calls, {culprit: script}):
+            assert plain(found) == expected(2)
+
+
+def test_a_rank_that_fails_in_a_call_is_named_with_its_cause() -> None:
+    def body(caller: Caller) -> Any:
+        if caller.number == 1:
+            raise OSError(28, "No space left on device")
+        return caller.world.gather_objects(caller.number)
+
+    left, right = call(2, body)
+    assert isinstance(right, OSError)
+    assert isinstance(left, PeerLost)
+    assert "rank 1 failed" in str(left) and "No space left on device" in str(left)
+
+
+def test_without_an_engine_a_failure_names_the_rank_that_is_gone() -> None:
+    world, known = InProcessWorld(2), threading.Event()
+
+    def on_rank(collectives: Any) -> Any:
+        membership = Membership(world.store, collectives.rank, 2, interval=timedelta(seconds=0.02))
+        membership.start()
+        lightning = World(collectives.fork("lightning"), membership.check, timedelta(seconds=20))
+        try:
+            lightning.barrier("both are here")
+            if collectives.rank == 1:
+                collectives.abort()  # its connections close first
+                known.wait(0.5)
+                membership.fail("MemoryError: 3 GiB")
+                return None
+            return lightning.reduce(torch.ones(1))
+        except AsyncTrainingError as error:
+            return error
+        finally:
+            known.set()
+            membership.close()
+
+    error, _ = world.run(on_rank)
+    assert isinstance(error, PeerLost)
+    assert "rank 1 failed: MemoryError: 3 GiB" in str(error)
+
+
+def test_a_failure_that_nobody_is_to_blame_for_names_the_call() -> None:
+    world = InProcessWorld(2)
+
+    def on_rank(collectives: Any) -> Any:
+        script = [Fault(op="all_reduce", nth=1)] if collectives.rank == 0 else []
+        faulty: Any = FaultyCollectives(collectives, script)
+        try:
+            return World(faulty.fork("lightning")).reduce(torch.ones(1))
+        except CollectiveError as error:
+            return str(error)
+
+    for text in world.run(on_rank):
+        assert "reduce(mean) failed" in text and "no rank is known to be lost" in text
+
+
+def test_only_plain_values_are_gathered() -> None:
+    with pytest.raises(TypeError, match="a set cannot be sent"):
+        World(InProcessWorld(1).collectives(0)).gather_objects({1})
