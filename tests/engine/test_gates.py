@@ -153,6 +153,7 @@ def test_a_consensus_that_fails_leaves_no_message_behind(stops) -> None:
             assert sent[0].wait(20.0)
         arrival = rank.meet(Gate.EPOCH_END)
         if arrival is Arrival.STOP:
+            turn.event("never").wait(0.3)  # as long as a large model takes
             assert rank.meet(Gate.STOP) is Arrival.OPEN
         return mine, rank.x.clone(), rank.rule_state["anchor"].clone(), averager.summary.rounds
 
