@@ -28,6 +28,7 @@ from lightning_async.strategies.glue import allow_compiled_modules, rank_zero_in
 from lightning_async.strategies.optimizer_state import materialise, reset, state_tensors
 from lightning_async.strategies.recompute import RECENT_BATCHES, recompute_batch_norm
 from lightning_async.strategies.replicated import EngineName, ReplicatedStrategy, StartMethod
+from lightning_async.strategies.saved_state import SavedState, state_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -125,8 +126,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         self.summary = RunSummary()
         self._trainer: Any = None
         self._patches: DriftPatches | None = None
-        self._saved_state: dict[str, Any] | None = None  # of the checkpoint that a fit resumes from
-        self._last_state: dict[str, Any] | None = None
+        self._saved = SavedState(self.checkpoint_key)
         self._samples = 0.0
         self._batch_action: Action | None = None
         self._steps_seen = self._steps_counted = 0
@@ -136,10 +136,12 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self.failed = False
+        self._saved.begin_run()
 
     def setup(self, trainer: pl.Trainer) -> None:
-        self._trainer, self._last_state = trainer, None
+        self._trainer = trainer
         fitting = trainer.state.fn == "fit"
+        self._saved.begin_stage(trainer.lightning_module, fitting)
         if self.world_size > 1 and fitting:
             checks.check_setup(trainer, self._layer_sync)
         self.setup_replica(trainer)
@@ -173,11 +175,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
             payload=connection.payload,
         )  # fmt: skip
         self.summary = self.averager.summary
-        if self._saved_state is not None:
-            replicas = self._saved_state["replicas"]
-            own = replicas[self.global_rank] if len(replicas) == self.world_size else {**replicas[0], "rule_state": {}}
-            self.averager.load_state_dict(self._saved_state, own)
-            self._saved_state = None
+        self._saved.resume(self.averager, self.global_rank, self.world_size)
         connection.membership.on_change = self.averager.wake
         for optimizer in self.optimizers:
             self._hooks.append(optimizer.register_step_post_hook(self._count_step))
@@ -300,26 +298,18 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
             return
         self.summary.elapsed_s = time.monotonic() - self.averager.started_at
         self.summary.samples_by_rank = self.world.gather_objects(self.summary.samples)
-        self._last_state = self._state(self.averager)
+        self._saved.keep(state_of(self.averager, self.world))
         rank_zero_info(f"Asynchronous averaging, as rank 0 saw it:\n{self.summary}")
 
     # ---- checkpoints ----
 
-    def _state(self, averager: BackgroundAverager) -> dict[str, Any]:
-        """The engine's state; at a gate with every replica's clocks, between gates with this one's for all."""
-        own, world = averager.clocks(), self.world
-        replicas = [own] if world is None or world.drifting else world.gather_objects(own)
-        return {**averager.state_dict(), "replicas": replicas}
-
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        state = self._state(self.averager) if self.averager is not None else self._last_state
-        if state is not None:
-            checkpoint[self.checkpoint_key] = state
+        self._saved.write(checkpoint, None if self.averager is None else state_of(self.averager, self.world))
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        self._saved_state = checkpoint.get(self.checkpoint_key)
+        self._saved.load(checkpoint)
         return checkpoint
 
     def __repr__(self) -> str:
