@@ -29,6 +29,7 @@ from lightning_async.strategies.optimizer_state import materialise, reset, state
 from lightning_async.strategies.recompute import RECENT_BATCHES, recompute_batch_norm
 from lightning_async.strategies.replicated import EngineName, ReplicatedStrategy, StartMethod
 from lightning_async.strategies.saved_state import SavedState, state_of
+from lightning_async.strategies.settings import check_settings
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -142,7 +143,8 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         self._trainer = trainer
         fitting = trainer.state.fn == "fit"
         self._saved.begin_stage(trainer.lightning_module, fitting)
-        if self.world_size > 1 and fitting:
+        if self.world is not None and fitting:
+            check_settings(self, trainer, self.world, self._saved.origin)
             checks.check_setup(trainer, self._layer_sync)
         self.setup_replica(trainer)
         if fitting:

@@ -36,7 +36,7 @@ class SavedState:
         self.origin, self._has_loaded, self._loaded = "none", False, None
 
     def begin_stage(self, module: Any, fitting: bool) -> None:
-        """The run's checkpoint is loaded, if it has one: a fit goes on from it, evaluation leaves it with the weights."""
+        """The run has loaded its checkpoint, if any: a fit goes on from it, evaluation leaves it with the weights."""
         if fitting:
             self._last = None
         elif self._has_loaded:
@@ -106,6 +106,6 @@ def _describe(checkpoint: dict[str, Any], state: dict[str, Any] | None) -> str:
 def _checksum(values: Iterable[Any], start: int) -> int:
     for value in values:
         if isinstance(value, Tensor):
-            data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            start = zlib.crc32(memoryview(data.numpy()), start)
+            data: Any = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            start = zlib.crc32(data, start)
     return start
