@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -20,16 +19,16 @@ from lightning_async.errors import PeerLost
 from lightning_async.namespace import name as namespace
 from lightning_async.namespace import pytorch
 from lightning_async.rules import DeltaMean, EveryNSteps
-from lightning_async.rules.protocols import Action, AveragingRule, Schedule
+from lightning_async.rules.protocols import AveragingRule, Schedule
 from lightning_async.strategies import checks
-from lightning_async.strategies.batch import batch_size
 from lightning_async.strategies.drift import DriftPatches
 from lightning_async.strategies.glue import allow_compiled_modules, rank_zero_info
 from lightning_async.strategies.optimizer_state import materialise, reset, state_tensors
-from lightning_async.strategies.recompute import RECENT_BATCHES, recompute_batch_norm
+from lightning_async.strategies.recompute import recompute_batch_norm
 from lightning_async.strategies.replicated import EngineName, ReplicatedStrategy, StartMethod
 from lightning_async.strategies.saved_state import SavedState, state_of
 from lightning_async.strategies.settings import check_settings
+from lightning_async.strategies.stepping import Stepping
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -128,11 +127,9 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         self._trainer: Any = None
         self._patches: DriftPatches | None = None
         self._saved = SavedState(self.checkpoint_key)
-        self._samples = 0.0
-        self._batch_action: Action | None = None
-        self._steps_seen = self._steps_counted = 0
-        self._hooks: list[Any] = []
-        self._recent: deque[Any] = deque(maxlen=RECENT_BATCHES)
+        self._stepping: Stepping | None = None
+        self._monitor: AveragingMonitor | None = None
+        self._begins_anew = False
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -153,10 +150,18 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
                 self._patches.install()
             callbacks: list[Any] = self._trainer.callbacks
             if not any(isinstance(callback, AveragingMonitor) for callback in callbacks):
-                callbacks.insert(0, AveragingMonitor())
+                self._monitor = AveragingMonitor()
+                callbacks.insert(0, self._monitor)
 
     def on_train_start(self) -> None:
         """All ranks hold the same model: replicas part from here."""
+        if self.averager is not None:  # a loop within this fit, such as the LearningRateFinder's
+            self._start_over()
+        self.begin_averaging()
+
+    def begin_averaging(self) -> None:
+        """Let this replica drift, if the others are here to begin with it."""
+        self._begins_anew = False
         self.summary = RunSummary(rank=self.global_rank, world_size=self.world_size)
         if self.world_size == 1:
             rank_zero_info(
@@ -179,10 +184,31 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         self.summary = self.averager.summary
         self._saved.resume(self.averager, self.global_rank, self.world_size)
         connection.membership.on_change = self.averager.wake
-        for optimizer in self.optimizers:
-            self._hooks.append(optimizer.register_step_post_hook(self._count_step))
+        self._stepping = Stepping(self, self.averager)
         connection.open()
         self.averager.start()
+
+    def _end_averaging(self) -> None:
+        if self.averager is not None:
+            self.averager.close()
+            self.averager = None
+        if self._stepping is not None:
+            self._stepping.close()
+            self._stepping = None
+
+    def _start_over(self) -> None:
+        """All ranks are here, between two trainings of one fit: the next begins on a connection of its own."""
+        self._end_averaging()
+        self.disconnect(in_order=True)
+        self.connect_ranks()
+        self._begins_anew = True
+        if self._patches is not None:
+            self._patches.start_over()
+
+    def begin_again(self) -> None:
+        """Before a batch or a gate: if a checkpoint was restored during training, average from there."""
+        if self._begins_anew:
+            self.begin_averaging()
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the peers, so that they end with this rank's error instead of waiting for it."""
@@ -194,45 +220,29 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
                 self._connection.membership.fail(f"{type(exception).__name__}: {exception}")
 
     def teardown(self) -> None:
-        if self.averager is not None:
-            self.averager.close()
-            self.averager = None
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        self._recent.clear()
-        self._samples = 0.0
+        self._end_averaging()
+        self._begins_anew = False
         if self._patches is not None:
             self._patches.remove()
             self._patches = None
+        if self._monitor is not None and self._monitor in self._trainer.callbacks:
+            self._trainer.callbacks.remove(self._monitor)
         self.disconnect(in_order=not self.failed)
-        self._trainer = None
+        self._trainer = self._monitor = None
         super().teardown()
 
     # ---- steps ----
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.averager is None:
-            return
-        self.finish_batch()
-        assert self._connection is not None
-        self._connection.world.drifting = True
-        self.averager.resume()
-        self._samples += batch_size(batch)
-        if self.buffers == "recompute":
-            self._recent.append(batch)
-        if not self.module.automatic_optimization:
-            self._batch_action = self.averager.plan()
-            self._steps_counted = self._steps_seen
+        self.begin_again()
+        if self._stepping is not None and self.world is not None:
+            self.world.drifting = True
+            self._stepping.start_batch(batch)
 
     def finish_batch(self) -> None:
-        """Manual optimization: a batch is one step, and merges happen between batches.
-
-        Between the steps of two losses a merge would break their graphs.
-        """
-        action, self._batch_action = self._batch_action, None
-        if action is not None and self.averager is not None:
-            self._tick(action, stepped=self._steps_seen > self._steps_counted)
+        """See `Stepping.finish_batch`."""
+        if self._stepping is not None:
+            self._stepping.finish_batch()
 
     def optimizer_step(
         self,
@@ -241,49 +251,16 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         model: pl.LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        averager = self.averager
-        if averager is None or not self.module.automatic_optimization:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
-        action = averager.plan()
-        before = self._steps_seen
-        step = self._synchronised(closure) if action is Action.GRADIENTS else closure
-        output = super().optimizer_step(optimizer, step, model, **kwargs)
-        self._tick(action, stepped=self._steps_seen > before)
-        return output
+        def run(closure: Callable[[], Any]) -> Any:
+            return ReplicatedStrategy.optimizer_step(self, optimizer, closure, model, **kwargs)
 
-    def _synchronised(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """``closure``, then the mean of all replicas' gradients: before they are unscaled and clipped."""
-
-        def wrapped() -> Any:
-            result = closure()
-            self._reduce_gradients()
-            return result
-
-        return wrapped
+        if self._stepping is None or not self.module.automatic_optimization:
+            return run(closure)
+        return self._stepping.step(closure, run)
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        if self._batch_action is Action.GRADIENTS:  # manual optimization
-            self._reduce_gradients()
-
-    def _reduce_gradients(self) -> None:
-        assert self.averager is not None
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
-        self.averager.reduce_gradients_(self._samples, scale)
-
-    def _tick(self, action: Action, stepped: bool) -> None:
-        assert self.averager is not None
-        samples = self._samples
-        if stepped or self.module.automatic_optimization:  # else: manual accumulation, the step is yet to come
-            self._samples = 0.0
-        lr = float(self.optimizers[0].param_groups[0]["lr"]) if self.optimizers else 0.0
-        report = self.averager.tick(action, samples, stepped=stepped, lr=lr)
-        if report is not None and self.optimizer_state_policy == "reset":
-            reset(self.optimizers)
-
-    def _count_step(self, *_: Any) -> None:
-        """After every real optimizer step: mixed precision skips some, and users step optimizers themselves."""
-        self._steps_seen += 1
+        if self._stepping is not None:
+            self._stepping.after_backward()
 
     # ---- gates ----
 
@@ -291,8 +268,8 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         """A gate has given all replicas another model."""
         if self.optimizer_state_policy == "reset":
             reset(self.optimizers)
-        if self.buffers == "recompute" and self.world is not None:
-            recompute_batch_norm(self.module, list(self._recent), self.world)
+        if self.buffers == "recompute" and self.world is not None and self._stepping is not None:
+            recompute_batch_norm(self.module, list(self._stepping.recent), self.world)
 
     def summarise(self) -> None:
         """All replicas are at the last gate: one summary of the run, on rank 0."""
@@ -311,6 +288,8 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        if self.averager is not None:
+            self._start_over()
         self._saved.load(checkpoint)
         return checkpoint
 

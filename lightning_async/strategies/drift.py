@@ -71,6 +71,12 @@ class DriftPatches:
         while self._undo:
             self._undo.pop()()
 
+    def start_over(self) -> None:
+        """Training begins anew within this fit."""
+        self._due = self._held = 0
+        self._due_at_end = self._validated = False
+        self._stepped.clear()
+
     def _set(self, owner: Any, name: str, value: Any) -> None:
         self._undo.append(set_for_now(owner, name, value))
 
@@ -85,7 +91,9 @@ class DriftPatches:
 
     def rendezvous(self, gate: Gate, index: int = 0) -> None:
         """Wait until every rank is at this gate with the same model; join what others ask for meanwhile."""
-        strategy, averager = self._strategy, self._strategy.averager
+        strategy = self._strategy
+        strategy.begin_again()
+        averager = strategy.averager
         if averager is None or strategy.world is None or strategy.failed:
             return
         strategy.finish_batch()
@@ -204,6 +212,7 @@ class DriftPatches:
 
     def _end_epoch(self, original: Any) -> Any:
         def on_advance_end() -> None:
+            self._strategy.begin_again()
             averager, world = self._strategy.averager, self._strategy.world
             if self.gates_epochs and averager is not None and world is not None:
                 self.rendezvous(Gate.EPOCH_END, self._trainer.current_epoch)

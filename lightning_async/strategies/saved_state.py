@@ -47,7 +47,7 @@ class SavedState:
 
     def load(self, checkpoint: dict[str, Any]) -> None:
         """A checkpoint was read."""
-        self._has_loaded, self._loaded = True, checkpoint.get(self._key)
+        self._has_loaded, self._loaded, self._last = True, checkpoint.get(self._key), None
         self.origin = _describe(checkpoint, self._loaded)
 
     def take(self) -> dict[str, Any] | None:
