@@ -21,6 +21,7 @@ from lightning_async.namespace import pytorch
 from lightning_async.rules import DeltaMean, EveryNSteps
 from lightning_async.rules.protocols import AveragingRule, Schedule
 from lightning_async.strategies import checks
+from lightning_async.strategies.averaged_models import AveragedModels
 from lightning_async.strategies.drift import DriftPatches
 from lightning_async.strategies.glue import allow_compiled_modules, rank_zero_info
 from lightning_async.strategies.optimizer_state import materialise, reset, state_tensors
@@ -127,6 +128,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         self._trainer: Any = None
         self._patches: DriftPatches | None = None
         self._saved = SavedState(self.checkpoint_key)
+        self.averaged_models: AveragedModels | None = None
         self._stepping: Stepping | None = None
         self._monitor: AveragingMonitor | None = None
         self._begins_anew = False
@@ -146,8 +148,9 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         self.setup_replica(trainer)
         if fitting:
             self._patches = DriftPatches(self, trainer)
-            if self.world_size > 1:
+            if self.world is not None:
                 self._patches.install()
+                AveragedModels(trainer, self.world).make_equal()
             callbacks: list[Any] = self._trainer.callbacks
             if not any(isinstance(callback, AveragingMonitor) for callback in callbacks):
                 self._monitor = AveragingMonitor()
@@ -172,6 +175,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         assert self._connection is not None
         assert self._patches is not None
         self._patches.gates_epochs = checks.check_fit(self._trainer, self._connection.world)
+        self.averaged_models = AveragedModels(self._trainer, self._connection.world)
         replica = Replica(self.module, self.buffers, self.bucket_device)
         if self.optimizer_state_policy == "average":
             materialise(self.optimizers)
@@ -194,7 +198,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
             self.averager = None
         if self._stepping is not None:
             self._stepping.close()
-            self._stepping = None
+        self._stepping = self.averaged_models = None
 
     def _start_over(self) -> None:
         """All ranks are here, between two trainings of one fit: the next begins on a connection of its own."""

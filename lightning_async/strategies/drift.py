@@ -96,7 +96,9 @@ class DriftPatches:
         averager = strategy.averager
         if averager is None or strategy.world is None or strategy.failed:
             return
+        assert strategy.averaged_models is not None
         strategy.finish_batch()
+        share_averages = strategy.averaged_models.before_gate()
         while (arrival := averager.rendezvous(gate, index)) is not Arrival.OPEN:
             if arrival is Arrival.STOP:
                 self._stop(averager)
@@ -108,6 +110,7 @@ class DriftPatches:
             self._validated = False
             self._forget_saved()
             strategy.on_model_changed()
+        share_averages()
 
     def _stop(self, averager: BackgroundAverager) -> None:
         """A rank was told to stop: all leave from here, with one model."""
