@@ -221,6 +221,22 @@ def test_optimizer_state_policies(ranks: Outcomes) -> None:
         assert_equal_models(told)
 
 
+def test_optimizer_state_of_all_kinds_is_averaged(ranks: Outcomes) -> None:
+    first, second = ranks("optimizer_states_of_all_kinds")
+    for name, averaged, own in (
+        ("Adafactor", {"row_var", "col_var", "variance"}, {"step"}),
+        ("momentum", {"momentum_buffer"}, set()),
+        ("NAdam", {"exp_avg", "exp_avg_sq"}, {"mu_product", "step"}),
+        ("Rprop", {"prev", "step_size"}, {"step"}),
+    ):
+        assert set(first[name]) == set(second[name]) == averaged | own
+        for key in averaged:
+            assert first[name][key] == second[name][key]
+            assert max(map(abs, first[name][key])) > 0.0
+        for key in own:
+            assert first[name][key] != second[name][key]
+
+
 # ---- entry points and data ----
 
 
