@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -23,7 +24,7 @@ from lightning_async.rules.protocols import AveragingRule, Schedule
 from lightning_async.strategies import checks
 from lightning_async.strategies.averaged_models import AveragedModels
 from lightning_async.strategies.drift import DriftPatches
-from lightning_async.strategies.glue import allow_compiled_modules, rank_zero_info
+from lightning_async.strategies.glue import allow_compiled_modules, in_words, rank_zero_info, shorten
 from lightning_async.strategies.optimizer_state import materialise, reset, state_tensors
 from lightning_async.strategies.recompute import recompute_batch_norm
 from lightning_async.strategies.replicated import EngineName, ReplicatedStrategy, StartMethod
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncAveragingStrategy"]
 
+T = TypeVar("T")
+log = logging.getLogger(__name__)
 LrClock = Literal["local", "global"]
 
 
@@ -218,10 +221,12 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         """Tell the peers, so that they end with this rank's error instead of waiting for it."""
         agreed = self.averager is not None and self.averager.stop_agreed
         self.failed = not (agreed and isinstance(exception, SystemExit))  # Lightning's SIGTERMException is one
+        if isinstance(exception, PeerLost):  # who lost a peer is not to blame, and where it stood says nothing
+            shorten(exception)
         if self._connection is not None:
             self._connection.world.drifting = True
-            if self.failed and not isinstance(exception, PeerLost):  # who lost a peer is not to blame
-                self._connection.membership.fail(f"{type(exception).__name__}: {exception}")
+            if self.failed and not isinstance(exception, PeerLost):
+                self._connection.membership.fail(in_words(exception))
 
     def teardown(self) -> None:
         self._end_averaging()
@@ -279,10 +284,30 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         """All replicas are at the last gate: one summary of the run, on rank 0."""
         if self.averager is None or self.world is None:
             return
-        self.summary.elapsed_s = time.monotonic() - self.averager.started_at
-        self.summary.samples_by_rank = self.world.gather_objects(self.summary.samples)
+        summary = self.summary
+        summary.elapsed_s = time.monotonic() - self.averager.started_at
+        summary.samples_by_rank = self.world.gather_objects(summary.samples)
         self._saved.keep(state_of(self.averager, self.world))
-        rank_zero_info(f"Asynchronous averaging, as rank 0 saw it:\n{self.summary}")
+        if self._searches_lr:
+            return
+        rank_zero_info(f"Asynchronous averaging, as rank 0 saw it:\n{summary}")
+        if summary.rank == 0 and summary.steps and not summary.rounds and not summary.synchronous_steps:
+            log.warning(
+                "No averaging round took place in %d steps, as `schedule=%r` did not ask for one: the replicas became "
+                "one model at gates only (%d times). Shorten the period.",
+                summary.steps, self.schedule, summary.consensuses,
+            )  # fmt: skip
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        if self._searches_lr and self.world is not None and self.world.drifting:
+            return obj  # whether this rank's search is over, after every batch: the others hear it by a vote
+        return super().broadcast(obj, src)
+
+    @property
+    def _searches_lr(self) -> bool:
+        """A search for a learning rate runs, which is no training of the user's."""
+        callback = pytorch("tuner.lr_finder")._LRCallback
+        return self._trainer is not None and any(isinstance(c, callback) for c in self._trainer.callbacks)
 
     # ---- checkpoints ----
 

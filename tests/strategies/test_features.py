@@ -349,7 +349,7 @@ def test_one_summary_and_the_progress_bar(ranks: Outcomes) -> None:
     assert second["summaries"] == []
     assert "samples" in first["summaries"][0] and "of 240" in first["summaries"][0]
     for told in (first, second):
-        assert {"rounds", "hidden"} <= set(told["shown"])
+        assert {"averaging/rounds", "averaging/hidden_share"} <= set(told["shown"])
 
 
 def test_memory_is_two_buckets_and_the_rules_state(ranks: Outcomes) -> None:
