@@ -14,6 +14,7 @@ __all__ = [
     "GenerationChanged",
     "LayoutMismatch",
     "PeerLost",
+    "SettingsMismatch",
 ]
 
 
@@ -47,3 +48,7 @@ class LayoutMismatch(AsyncTrainingError):
 
 class GateMismatch(AsyncTrainingError):
     """Ranks came to a rendezvous for different things, and none of them can give way."""
+
+
+class SettingsMismatch(AsyncTrainingError):
+    """The ranks were started with different settings."""

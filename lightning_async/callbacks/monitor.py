@@ -15,13 +15,14 @@ __all__ = ["AveragingMonitor"]
 
 
 class AveragingMonitor(Callback):
-    """Logs the strategy's running totals after every round, to every logger and to the progress bar.
+    """Logs the strategy's running totals after every round, to every logger; two of them to the progress bar.
 
-    The strategy adds one by itself. Names: ``averaging/rounds``, ``/staleness_steps`` (local steps between snapshot
-    and merge, on average), ``/bytes`` (sent by this replica), ``/hidden_share`` (of communication), ``/spread`` (root
-    of the work-weighted mean squared distance from the mean, at the last round), ``/samples`` (of this replica;
-    ``/samples/rank_0`` and so on: of each, at the last header), ``/round_s``, ``/idle_s`` (waiting at gates),
-    ``/failed_rounds``. They are rank 0's; the summary at the end of training names all replicas' samples.
+    The strategy adds one for the time of a fit, unless there is one. Names: ``averaging/rounds``, ``/staleness_steps``
+    (local steps between snapshot and merge, on average), ``/bytes`` (sent by this replica), ``/hidden_share`` (of
+    communication), ``/spread`` (root of the work-weighted mean squared distance from the mean, at the last round),
+    ``/samples`` (of this replica; ``/samples/rank_0`` and so on: of each, at the last header), ``/round_s``,
+    ``/idle_s`` (waiting at gates), ``/failed_rounds``; what is of rounds, from the first one on. They are rank 0's; the
+    summary at the end of training names all replicas' samples.
 
     Between rounds it costs nothing: `LightningModule.log` takes milliseconds for so many names at every step.
     """
@@ -38,5 +39,5 @@ class AveragingMonitor(Callback):
         step = trainer.fit_loop.epoch_loop._batches_that_stepped  # as Lightning's own metrics
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
-        shown = {"rounds": metrics["averaging/rounds"], "hidden": summary.hidden_share}
+        shown = {name: metrics[name] for name in ("averaging/rounds", "averaging/hidden_share") if name in metrics}
         pl_module.log_dict(shown, on_step=True, on_epoch=False, prog_bar=True, logger=False, batch_size=1)

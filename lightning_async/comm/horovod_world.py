@@ -40,7 +40,7 @@ def load() -> ModuleType:
     except ImportError as error:
         raise ModuleNotFoundError(
             f"Horovod for this torch ({torch.__version__}) is not installed ({error}). Build it with "
-            "`python -m lightning_async.build_horovod`, or pass `engine='torch'`."
+            "`python -m lightning_async.build_horovod`, or train without it: `AsyncAveragingStrategy(engine='torch')`."
         ) from error
 
 

@@ -74,6 +74,8 @@ class BackgroundAverager(Gates, Generic[S]):
         self._now = now
         self._box = Mailbox()
         self._reports = Reports(self.summary)
+        self.on_healed: Callable[[], None] = lambda: None
+        """Called when this replica was not finite and has taken over the others' model."""
         self._step_s = self._since_commit_s = self.started_at = self._last_tick = 0.0
         replica.pack_(replica.received)
         self._server = RoundServer(
@@ -96,17 +98,13 @@ class BackgroundAverager(Gates, Generic[S]):
             self._box.synchronous = self._box.fresh
         self.replica.settle(self._server.payload.registered)
         if self._calls is not None:
-            self._calls.recovery = Recovery(self._report_trouble, self._check_engine)
+            self._calls.recovery = Recovery(self._report_trouble, super().resume)
         self._server.start()
 
     def _report_trouble(self, error: CollectiveError) -> None:
         with self._box.changed:
             self._box.trouble = error
             self._box.changed.notify_all()
-
-    def _check_engine(self) -> None:
-        with self._box.changed:
-            self._see()
 
     def close(self, timeout: timedelta = timedelta(seconds=10)) -> None:
         """End the engine's thread. Waits for no peer; idempotent."""
@@ -284,7 +282,8 @@ class BackgroundAverager(Gates, Generic[S]):
             with box.changed:
                 box.arrived = None
         self._reports.merge_s += self._now() - started
-        box = self._box
+        if arrived.healed:
+            self.on_healed()
         return self._reports.add(arrived, self.step, box.failed_rounds, box.samples_by_rank)
 
     def global_step(self) -> int:

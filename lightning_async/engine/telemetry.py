@@ -59,6 +59,7 @@ class RunSummary:
     steps: int = 0
     payload_bytes: int = 0
     exchange_s: float = 0.0
+    gate_exchange_s: float = 0.0
     blocked_s: float = 0.0
     merge_s: float = 0.0
     idle_s: float = 0.0
@@ -71,6 +72,7 @@ class RunSummary:
         """Count one round."""
         if report.kind is Kind.CONSENSUS:
             self.consensuses += 1
+            self.gate_exchange_s += report.exchange_s
         else:
             self.rounds += 1
             self.absent_rounds += report.share == 0.0
@@ -95,19 +97,27 @@ class RunSummary:
         return self.staleness_steps / self.rounds if self.rounds else 0.0
 
     def metrics(self) -> dict[str, float]:
-        """The run so far under the names that are logged."""
-        return {
-            "averaging/rounds": float(self.rounds),
+        """The run so far under the names that are logged; what is of rounds, from the first one on."""
+        of_rounds = {
             "averaging/staleness_steps": self.mean_staleness_steps,
-            "averaging/bytes": float(self.payload_bytes),
             "averaging/hidden_share": self.hidden_share,
             "averaging/spread": self.spread,
+            "averaging/round_s": self.exchange_s / max(1, self.rounds),
+        }
+        return {
+            "averaging/rounds": float(self.rounds),
+            "averaging/bytes": float(self.payload_bytes),
+            **(of_rounds if self.rounds else {}),
             "averaging/samples": self.samples,
             **{f"averaging/samples/rank_{rank}": samples for rank, samples in enumerate(self.samples_by_rank)},
-            "averaging/round_s": self.exchange_s / self.rounds if self.rounds else 0.0,
             "averaging/idle_s": self.idle_s,
             "averaging/failed_rounds": float(self.failed_rounds),
         }
+
+    def _hidden(self) -> str:
+        if not self.rounds:
+            return "no round"
+        return f"in rounds {self.exchange_s:.2f} s, {100 * self.hidden_share:.1f}% hidden"
 
     def state_dict(self) -> dict[str, float]:
         """The counters as plain numbers."""
@@ -131,8 +141,8 @@ class RunSummary:
                 "samples": f"{self.samples:.0f}"
                 + (f" of {sum(self.samples_by_rank):.0f}" if self.samples_by_rank else ""),
                 "sent": f"{self.payload_bytes / 2**20:.1f} MiB",
-                "communication": f"{self.exchange_s:.2f} s, {100 * self.hidden_share:.1f}% hidden",
-                "staleness": f"{self.mean_staleness_steps:.1f} steps",
+                "communication": f"{self._hidden()}; at gates {self.gate_exchange_s:.2f} s",
+                "staleness": f"{self.mean_staleness_steps:.1f} steps" if self.rounds else "no round",
                 "packing and merging": f"{self.merge_s:.2f} s",
                 "waiting at rendezvous": f"{self.idle_s:.2f} s of {self.elapsed_s:.1f} s",
             }

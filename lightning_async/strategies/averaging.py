@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,20 +20,25 @@ from lightning_async.errors import PeerLost
 from lightning_async.namespace import name as namespace
 from lightning_async.namespace import pytorch
 from lightning_async.rules import DeltaMean, EveryNSteps
-from lightning_async.rules.protocols import Action, AveragingRule, Schedule
+from lightning_async.rules.protocols import AveragingRule, Schedule
 from lightning_async.strategies import checks
-from lightning_async.strategies.batch import batch_size
+from lightning_async.strategies.averaged_models import AveragedModels
 from lightning_async.strategies.drift import DriftPatches
-from lightning_async.strategies.glue import allow_compiled_modules, rank_zero_info
-from lightning_async.strategies.optimizer_state import materialise, reset, state_tensors
-from lightning_async.strategies.recompute import RECENT_BATCHES, recompute_batch_norm
+from lightning_async.strategies.glue import allow_compiled_modules, in_words, rank_zero_info, shorten
+from lightning_async.strategies.optimizer_state import AveragedState, every_tensor, reset
+from lightning_async.strategies.recompute import recompute_batch_norm
 from lightning_async.strategies.replicated import EngineName, ReplicatedStrategy, StartMethod
+from lightning_async.strategies.saved_state import SavedState, state_of
+from lightning_async.strategies.settings import check_settings
+from lightning_async.strategies.stepping import Stepping
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 __all__ = ["AsyncAveragingStrategy"]
 
+T = TypeVar("T")
+log = logging.getLogger(__name__)
 LrClock = Literal["local", "global"]
 
 
@@ -125,34 +130,44 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         self.summary = RunSummary()
         self._trainer: Any = None
         self._patches: DriftPatches | None = None
-        self._saved_state: dict[str, Any] | None = None  # of the checkpoint that a fit resumes from
-        self._last_state: dict[str, Any] | None = None
-        self._samples = 0.0
-        self._batch_action: Action | None = None
-        self._steps_seen = self._steps_counted = 0
-        self._hooks: list[Any] = []
-        self._recent: deque[Any] = deque(maxlen=RECENT_BATCHES)
+        self._saved = SavedState(self.checkpoint_key)
+        self.averaged_models: AveragedModels | None = None
+        self._stepping: Stepping | None = None
+        self._monitor: AveragingMonitor | None = None
+        self._begins_anew = False
 
     def setup_environment(self) -> None:
         super().setup_environment()
         self.failed = False
+        self._saved.begin_run()
 
     def setup(self, trainer: pl.Trainer) -> None:
-        self._trainer, self._last_state = trainer, None
+        self._trainer = trainer
         fitting = trainer.state.fn == "fit"
-        if self.world_size > 1 and fitting:
+        self._saved.begin_stage(trainer.lightning_module, fitting)
+        if self.world is not None and fitting:
+            check_settings(self, trainer, self.world, self._saved.origin)
             checks.check_setup(trainer, self._layer_sync)
         self.setup_replica(trainer)
         if fitting:
             self._patches = DriftPatches(self, trainer)
-            if self.world_size > 1:
+            if self.world is not None:
                 self._patches.install()
+                AveragedModels(trainer, self.world).make_equal()
             callbacks: list[Any] = self._trainer.callbacks
             if not any(isinstance(callback, AveragingMonitor) for callback in callbacks):
-                callbacks.insert(0, AveragingMonitor())
+                self._monitor = AveragingMonitor()
+                callbacks.insert(0, self._monitor)
 
     def on_train_start(self) -> None:
         """All ranks hold the same model: replicas part from here."""
+        if self.averager is not None:  # a loop within this fit, such as the LearningRateFinder's
+            self._start_over()
+        self.begin_averaging()
+
+    def begin_averaging(self) -> None:
+        """Let this replica drift, if the others are here to begin with it."""
+        self._begins_anew = False
         self.summary = RunSummary(rank=self.global_rank, world_size=self.world_size)
         if self.world_size == 1:
             rank_zero_info(
@@ -163,78 +178,80 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         assert self._connection is not None
         assert self._patches is not None
         self._patches.gates_epochs = checks.check_fit(self._trainer, self._connection.world)
+        self.averaged_models = AveragedModels(self._trainer, self._connection.world)
         replica = Replica(self.module, self.buffers, self.bucket_device)
         if self.optimizer_state_policy == "average":
-            materialise(self.optimizers)
-            replica.build(lambda: state_tensors(self.optimizers))
-        else:
-            replica.watched = lambda: state_tensors(self.optimizers)
+            replica.build(AveragedState(self.optimizers))
+        replica.watched = lambda: every_tensor(self.optimizers)
         connection = self._connection
         self.averager = BackgroundAverager(
             connection.root, connection.membership, replica, self.rule, self.schedule, self.config,
             payload=connection.payload, calls=connection.world.calls,
         )  # fmt: skip
         self.summary = self.averager.summary
-        if self._saved_state is not None:
-            replicas = self._saved_state["replicas"]
-            own = replicas[self.global_rank] if len(replicas) == self.world_size else {**replicas[0], "rule_state": {}}
-            self.averager.load_state_dict(self._saved_state, own)
-            self._saved_state = None
+        self._saved.resume(self.averager, self.global_rank, self.world_size)
         connection.membership.on_change = self.averager.wake
-        for optimizer in self.optimizers:
-            self._hooks.append(optimizer.register_step_post_hook(self._count_step))
+        self._stepping = Stepping(self, self.averager)
         connection.open()
         self.averager.start()
+
+    def _end_averaging(self) -> None:
+        if self.averager is not None:
+            self.averager.close()
+            self.averager = None
+        if self._stepping is not None:
+            self._stepping.close()
+        self._stepping = self.averaged_models = None
+
+    def _start_over(self) -> None:
+        """All ranks are here, between two trainings of one fit: the next begins on a connection of its own."""
+        self._end_averaging()
+        self.disconnect(in_order=True)
+        self.connect_ranks()
+        self._begins_anew = True
+        if self._patches is not None:
+            self._patches.start_over()
+
+    def begin_again(self) -> None:
+        """Before a batch or a gate: if a checkpoint was restored during training, average from there."""
+        if self._begins_anew:
+            self.begin_averaging()
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the peers, so that they end with this rank's error instead of waiting for it."""
         agreed = self.averager is not None and self.averager.stop_agreed
         self.failed = not (agreed and isinstance(exception, SystemExit))  # Lightning's SIGTERMException is one
+        if isinstance(exception, PeerLost):  # who lost a peer is not to blame, and where it stood says nothing
+            shorten(exception)
         if self._connection is not None:
             self._connection.world.drifting = True
-            if self.failed and not isinstance(exception, PeerLost):  # who lost a peer is not to blame
-                self._connection.membership.fail(f"{type(exception).__name__}: {exception}")
+            if self.failed and not isinstance(exception, PeerLost):
+                self._connection.membership.fail(in_words(exception))
 
     def teardown(self) -> None:
-        if self.averager is not None:
-            self.averager.close()
-            self.averager = None
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        self._recent.clear()
-        self._samples = 0.0
+        self._end_averaging()
+        self._begins_anew = False
         if self._patches is not None:
             self._patches.remove()
             self._patches = None
+        if self._monitor is not None and self._monitor in self._trainer.callbacks:
+            self._trainer.callbacks.remove(self._monitor)
         self.disconnect(in_order=not self.failed)
-        self._trainer = None
+        self._trainer = self._monitor = None
         super().teardown()
 
     # ---- steps ----
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.averager is None:
-            return
-        self.finish_batch()
-        assert self._connection is not None
-        self._connection.world.drifting = True
-        self.averager.resume()
-        self._samples += batch_size(batch)
-        if self.buffers == "recompute":
-            self._recent.append(batch)
-        if not self.module.automatic_optimization:
-            self._batch_action = self.averager.plan()
-            self._steps_counted = self._steps_seen
+        self.begin_again()
+        if self._stepping is not None and self.world is not None:
+            self.world.drifting = True
+            self._stepping.start_batch(batch)
 
     def finish_batch(self) -> None:
-        """Manual optimization: a batch is one step, and merges happen between batches.
-
-        Between the steps of two losses a merge would break their graphs.
-        """
-        action, self._batch_action = self._batch_action, None
-        if action is not None and self.averager is not None:
-            self._tick(action, stepped=self._steps_seen > self._steps_counted)
+        """See `Stepping.finish_batch`."""
+        if self._stepping is not None:
+            self._stepping.finish_batch()
 
     def optimizer_step(
         self,
@@ -243,49 +260,16 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         model: pl.LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        averager = self.averager
-        if averager is None or not self.module.automatic_optimization:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
-        action = averager.plan()
-        before = self._steps_seen
-        step = self._synchronised(closure) if action is Action.GRADIENTS else closure
-        output = super().optimizer_step(optimizer, step, model, **kwargs)
-        self._tick(action, stepped=self._steps_seen > before)
-        return output
+        def run(closure: Callable[[], Any]) -> Any:
+            return ReplicatedStrategy.optimizer_step(self, optimizer, closure, model, **kwargs)
 
-    def _synchronised(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """``closure``, then the mean of all replicas' gradients: before they are unscaled and clipped."""
-
-        def wrapped() -> Any:
-            result = closure()
-            self._reduce_gradients()
-            return result
-
-        return wrapped
+        if self._stepping is None or not self.module.automatic_optimization:
+            return run(closure)
+        return self._stepping.step(closure, run)
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        if self._batch_action is Action.GRADIENTS:  # manual optimization
-            self._reduce_gradients()
-
-    def _reduce_gradients(self) -> None:
-        assert self.averager is not None
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
-        self.averager.reduce_gradients_(self._samples, scale)
-
-    def _tick(self, action: Action, stepped: bool) -> None:
-        assert self.averager is not None
-        samples = self._samples
-        if stepped or self.module.automatic_optimization:  # else: manual accumulation, the step is yet to come
-            self._samples = 0.0
-        lr = float(self.optimizers[0].param_groups[0]["lr"]) if self.optimizers else 0.0
-        report = self.averager.tick(action, samples, stepped=stepped, lr=lr)
-        if report is not None and (self.optimizer_state_policy == "reset" or report.healed):
-            reset(self.optimizers)
-
-    def _count_step(self, *_: Any) -> None:
-        """After every real optimizer step: mixed precision skips some, and users step optimizers themselves."""
-        self._steps_seen += 1
+        if self._stepping is not None:
+            self._stepping.after_backward()
 
     # ---- gates ----
 
@@ -293,35 +277,49 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         """A gate has given all replicas another model."""
         if self.optimizer_state_policy == "reset":
             reset(self.optimizers)
-        if self.buffers == "recompute" and self.world is not None:
-            recompute_batch_norm(self.module, list(self._recent), self.world)
+        if self.buffers == "recompute" and self.world is not None and self._stepping is not None:
+            recompute_batch_norm(self.module, list(self._stepping.recent), self.world)
 
     def summarise(self) -> None:
         """All replicas are at the last gate: one summary of the run, on rank 0."""
         if self.averager is None or self.world is None:
             return
-        self.summary.elapsed_s = time.monotonic() - self.averager.started_at
-        self.summary.samples_by_rank = self.world.gather_objects(self.summary.samples)
-        self._last_state = self._state(self.averager)
-        rank_zero_info(f"Asynchronous averaging, as rank 0 saw it:\n{self.summary}")
+        summary = self.summary
+        summary.elapsed_s = time.monotonic() - self.averager.started_at
+        summary.samples_by_rank = self.world.gather_objects(summary.samples)
+        self._saved.keep(state_of(self.averager, self.world))
+        if self._searches_lr:
+            return
+        rank_zero_info(f"Asynchronous averaging, as rank 0 saw it:\n{summary}")
+        if summary.rank == 0 and summary.steps and not summary.rounds and not summary.synchronous_steps:
+            log.warning(
+                "No averaging round took place in %d steps, as `schedule=%r` did not ask for one: the replicas became "
+                "one model at gates only (%d times). Shorten the period.",
+                summary.steps, self.schedule, summary.consensuses,
+            )  # fmt: skip
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        if self._searches_lr and self.world is not None and self.world.drifting:
+            return obj  # whether this rank's search is over, after every batch: the others hear it by a vote
+        return super().broadcast(obj, src)
+
+    @property
+    def _searches_lr(self) -> bool:
+        """A search for a learning rate runs, which is no training of the user's."""
+        callback = pytorch("tuner.lr_finder")._LRCallback
+        return self._trainer is not None and any(isinstance(c, callback) for c in self._trainer.callbacks)
 
     # ---- checkpoints ----
 
-    def _state(self, averager: BackgroundAverager) -> dict[str, Any]:
-        """The engine's state; at a gate with every replica's clocks, between gates with this one's for all."""
-        own, world = averager.clocks(), self.world
-        replicas = [own] if world is None or world.drifting else world.gather_objects(own)
-        return {**averager.state_dict(), "replicas": replicas}
-
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        state = self._state(self.averager) if self.averager is not None else self._last_state
-        if state is not None:
-            checkpoint[self.checkpoint_key] = state
+        self._saved.write(checkpoint, None if self.averager is None else state_of(self.averager, self.world))
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        self._saved_state = checkpoint.get(self.checkpoint_key)
+        if self.averager is not None:
+            self._start_over()
+        self._saved.load(checkpoint)
         return checkpoint
 
     def __repr__(self) -> str:

@@ -114,6 +114,8 @@ def _epoch_end_users(trainer: Any) -> list[str]:
                 at_epoch_end = trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1
             if at_epoch_end:
                 users.append("EarlyStopping")
+        if isinstance(callback, callbacks.StochasticWeightAveraging):
+            users.append("StochasticWeightAveraging")
     from torchmetrics import Metric
 
     users += [f"the metric `{n}`" for n, m in trainer.lightning_module.named_modules() if isinstance(m, Metric)]

@@ -71,6 +71,12 @@ class DriftPatches:
         while self._undo:
             self._undo.pop()()
 
+    def start_over(self) -> None:
+        """Training begins anew within this fit."""
+        self._due = self._held = 0
+        self._due_at_end = self._validated = False
+        self._stepped.clear()
+
     def _set(self, owner: Any, name: str, value: Any) -> None:
         self._undo.append(set_for_now(owner, name, value))
 
@@ -85,10 +91,14 @@ class DriftPatches:
 
     def rendezvous(self, gate: Gate, index: int = 0) -> None:
         """Wait until every rank is at this gate with the same model; join what others ask for meanwhile."""
-        strategy, averager = self._strategy, self._strategy.averager
+        strategy = self._strategy
+        strategy.begin_again()
+        averager = strategy.averager
         if averager is None or strategy.world is None or strategy.failed:
             return
+        assert strategy.averaged_models is not None
         strategy.finish_batch()
+        share_averages = strategy.averaged_models.before_gate()
         while (arrival := averager.rendezvous(gate, index)) is not Arrival.OPEN:
             if arrival is Arrival.STOP:
                 self._stop(averager)
@@ -100,6 +110,7 @@ class DriftPatches:
             self._validated = False
             self._forget_saved()
             strategy.on_model_changed()
+        share_averages()
 
     def _stop(self, averager: BackgroundAverager) -> None:
         """A rank was told to stop: all leave from here, with one model."""
@@ -204,6 +215,7 @@ class DriftPatches:
 
     def _end_epoch(self, original: Any) -> Any:
         def on_advance_end() -> None:
+            self._strategy.begin_again()
             averager, world = self._strategy.averager, self._strategy.world
             if self.gates_epochs and averager is not None and world is not None:
                 self.rendezvous(Gate.EPOCH_END, self._trainer.current_epoch)

@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from lightning_async.namespace import pytorch
 from lightning_async.strategies.world import World
 
-__all__ = ["allow_compiled_modules", "rank_zero_info", "set_for_now", "sync_metrics_through"]
+__all__ = [
+    "allow_compiled_modules",
+    "in_words",
+    "rank_zero_info",
+    "set_for_now",
+    "shorten",
+    "sync_metrics_through",
+]
 
+log = logging.getLogger(__name__)
 Undo = Callable[[], None]
 
 
 def rank_zero_info(text: str) -> None:
     """One INFO line, on rank 0, by Lightning's logger."""
     pytorch("utilities.rank_zero").rank_zero_info(text)
+
+
+def in_words(exception: BaseException) -> str:
+    """What the other ranks are told of this rank's end."""
+    if isinstance(exception, KeyboardInterrupt):
+        return "it was interrupted by hand (KeyboardInterrupt), which is no error of the program"
+    return f"{type(exception).__name__}: {exception}"
+
+
+def shorten(exception: BaseException) -> None:
+    """Leave the message, without the places in Lightning and in this package that it came through; they are logged."""
+    log.debug("Where it was noticed:", exc_info=exception)
+    exception.__cause__ = exception.__context__ = None
+    exception.__suppress_context__ = True
+    exception.__traceback__ = None
 
 
 def allow_compiled_modules(strategy_class: type) -> None:

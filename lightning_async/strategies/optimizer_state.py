@@ -1,59 +1,179 @@
-"""The optimizers' state as tensors that can be averaged or reset."""
+"""The optimizers' state as tensors that can be averaged or reset.
+
+Optimizers make their state at the first step that has a gradient. To be averaged it must be there from the start on
+every replica, one without any data too, and must begin as the optimizer itself would begin it. What an optimizer does
+is found out with a small stand-in: the same class and options, a parameter of a few elements.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["materialise", "reset", "state_tensors"]
+from lightning_async.engine.digest import real
+
+__all__ = ["AveragedState", "every_tensor", "materialise", "reset"]
+
+Group = dict[str, Any]
 
 
 def materialise(optimizers: Iterable[Optimizer]) -> None:
-    """Give every optimizer its state before its first step, by a step with zero gradients and learning rate zero.
+    """Give every trained parameter the state with which its optimizer would begin; where it has one, that stays.
 
-    So every replica has the same tensors to average from the start, one without any data too. Parameters do not
-    change; the state is zeroed afterwards. An optimizer that has state already (after a resume) is left alone.
+    Raises:
+        ValueError: an optimizer that trains otherwise with such a state than without; names it and its options.
     """
     for optimizer in optimizers:
-        if optimizer.state:
-            continue
-        groups = optimizer.param_groups
-        params = [p for group in groups for p in group["params"] if p.requires_grad]
-        rates = [group["lr"] for group in groups]
-        kept = [(p, p.grad, p.detach().clone()) for p in params]
-        for group in groups:
-            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-        for p in params:
-            p.grad = torch.zeros_like(p)
-        optimizer.step()
-        with torch.no_grad():
-            for p, grad, value in kept:
-                p.copy_(value)
-                p.grad = grad
-            for state in optimizer.state.values():
-                for value in state.values():
-                    if isinstance(value, Tensor):
-                        value.zero_()
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate
+        checked = set()
+        for group, param in _params(optimizer):
+            if not param.requires_grad or optimizer.state.get(param):
+                continue
+            if (kind := _kind(group, param)) not in checked:
+                _check(optimizer, group, param)
+                checked.add(kind)
+            optimizer.state[param] = _begun(optimizer, group, param)
 
 
-def state_tensors(optimizers: Iterable[Optimizer]) -> list[Tensor]:
-    """Floating-point state with more than one element: moments and momenta, not step counts."""
-    return [
-        value
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for p in group["params"]
-        for _, value in sorted(optimizer.state[p].items(), key=lambda item: str(item[0]))
-        if isinstance(value, Tensor) and value.is_floating_point() and value.shape == p.shape
-    ]
+class AveragedState:
+    """The state that has a value for each element of its parameter, or for each row: moments, not step counts.
+
+    Calling it gives the tensors as they are now, of every trained parameter; complex ones as views of real numbers.
+
+    Args:
+        optimizers: what `materialise` has not given its state yet is given that when it is asked for.
+
+    Raises:
+        ValueError: see `materialise`.
+    """
+
+    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+        self._optimizers = list(optimizers)
+        self._known: dict[Any, list[str]] = {}
+
+    def __call__(self) -> list[Tensor]:
+        materialise(self._optimizers)
+        found = []
+        for optimizer in self._optimizers:
+            for group, param in _params(optimizer):
+                if not (state := optimizer.state.get(param)):
+                    continue
+                kind = (id(optimizer), *_kind(group, param))
+                if kind not in self._known:
+                    self._known[kind] = _names(optimizer, group, param)
+                found += [real(state[name]) for name in self._known[kind] if name in state]
+        return found
+
+
+def every_tensor(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    """All floating-point state, for a look at its health."""
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    tensors = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+    return [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
 
 
 def reset(optimizers: Iterable[Optimizer]) -> None:
     """Forget the state: the next step begins as the first."""
     for optimizer in optimizers:
         optimizer.state.clear()
+
+
+def _params(optimizer: Optimizer) -> Iterator[tuple[Group, nn.Parameter]]:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            yield group, param
+
+
+def _begun(optimizer: Optimizer, group: Group, param: Tensor) -> dict[str, Any]:
+    """The state with which this optimizer begins this parameter; the parameter itself is left alone."""
+    twin = nn.Parameter(param.detach().clone())
+    twin.grad = torch.zeros_like(twin)
+    stand_in = _stand_in(optimizer, group, twin)
+    begin: Any = getattr(stand_in, "_init_group", None)  # of torch's own: makes the state, takes no step
+    if begin is not None:
+        lists = [[] for _ in list(inspect.signature(begin).parameters)[1:]]
+        begin(stand_in.param_groups[0], *lists)
+    if not stand_in.state.get(twin):  # it begins with zeros, or `_check` refuses it
+        stand_in.param_groups[0]["lr"] = 0.0
+        type(optimizer).step(stand_in)
+        for name, value in stand_in.state[twin].items():
+            if isinstance(value, Tensor):
+                value.zero_()
+            elif type(value) in (int, float):
+                stand_in.state[twin][name] = type(value)(0)
+    return stand_in.state[twin]
+
+
+def _check(optimizer: Optimizer, group: Group, param: Tensor) -> None:
+    """Raise unless a few steps from the state of `_begun` end, to the bit, where they end without it."""
+    why = ""
+    try:
+        alone, _ = _trained(optimizer, group, param, begun=False)
+        averaged, replaced = _trained(optimizer, group, param, begun=True)
+        if not torch.equal(alone, averaged):
+            why = "it makes its state of the first gradient, so there is none yet for all replicas to share"
+        elif replaced:
+            why = f"it replaces {replaced} at every step, where tensors are to be averaged in place"
+    except Exception as error:
+        why = f"its state cannot be made before its first step ({error})"
+    if why:
+        options = ", ".join(f"{key}={value!r}" for key, value in group.items() if key != "params")
+        raise ValueError(
+            f"`AsyncAveragingStrategy(optimizer_state='average')` cannot be used with `{type(optimizer).__name__}"
+            f"({options})`: {why}. Pass `optimizer_state='keep'` or `'reset'`, or another optimizer."
+        )
+
+
+def _trained(optimizer: Optimizer, group: Group, param: Tensor, begun: bool) -> tuple[Tensor, list[str]]:
+    """A small parameter after three steps, and which of its state's tensors were replaced meanwhile."""
+    small = _small(param)
+    stand_in = _stand_in(optimizer, group, small)
+    if begun:
+        stand_in.state[small] = _begun(optimizer, group, small)
+    before = dict(stand_in.state[small])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for _ in range(3):
+            small.grad = torch.randn(small.shape).to(small)
+            type(optimizer).step(stand_in)
+    after = stand_in.state[small]
+    replaced = [n for n, old in before.items() if isinstance(old, Tensor) and old.numel() > 1 and after[n] is not old]
+    return small.detach(), replaced
+
+
+def _names(optimizer: Optimizer, group: Group, param: Tensor) -> list[str]:
+    """The tensors of a parameter's state that are more than one number, whatever the parameter's size."""
+    state = _begun(optimizer, group, _small(param))
+    return sorted(
+        name
+        for name, value in state.items()
+        if isinstance(value, Tensor) and value.numel() > 1 and (value.is_floating_point() or value.is_complex())
+    )
+
+
+def _kind(group: Group, param: Tensor) -> tuple[Any, ...]:
+    """Parameters of one kind are treated alike by their optimizer."""
+    return id(group), max(param.ndim, 1), param.dtype, param.device
+
+
+def _small(param: Tensor) -> nn.Parameter:
+    """A parameter of a few elements, of the same kind."""
+    shape = (3,) if param.ndim < 2 else (3, 2, *(1 for _ in range(param.ndim - 2)))
+    return nn.Parameter(torch.linspace(-1.0, 1.0, torch.Size(shape).numel()).view(shape).to(param))
+
+
+def _stand_in(optimizer: Optimizer, group: Group, param: nn.Parameter) -> Any:
+    """An optimizer of this class with this group's options, for one parameter, without hooks or history."""
+    stand_in: Any = copy.copy(optimizer)
+    vars(stand_in).pop("step", None)  # a scheduler's wrapper around the real one's
+    stand_in.state = defaultdict(dict)
+    stand_in.param_groups = [{**group, "params": [param]}]
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        setattr(stand_in, name, OrderedDict())
+    return stand_in

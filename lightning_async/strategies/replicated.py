@@ -127,6 +127,10 @@ class ReplicatedStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self.set_world_ranks()
+        self.connect_ranks()
+
+    def connect_ranks(self) -> None:
+        """Join the other ranks, if there are any; all call this together."""
         if self.world_size > 1:
             self._runs += 1
             self._connection = self.engine.connect(

@@ -22,6 +22,7 @@ from lightning_async import (
 )
 from lightning_async.namespace import pl, pytorch
 from tests.strategies import problem
+from tests.strategies.test_optimizer_state import OPTIMIZERS
 from tests.strategies.workers import Net, Recorder, fit, loader, logged, make_trainer, rank, report, scenario, shard
 
 
@@ -334,6 +335,23 @@ def optimizer_states() -> Any:
             "exp_avg": [v for s in states for v in s["exp_avg"].flatten().tolist()],
             "step": [float(s["step"]) for s in states],
             "digest": problem.digest(module),
+        }
+    return told
+
+
+@scenario
+def optimizer_states_of_all_kinds() -> Any:
+    """Rank 0 has less data: at the end it has the state of rank 1."""
+    told = {}
+    for name in ("Adafactor", "momentum", "NAdam", "Rprop"):
+        module = Net(optimizer=OPTIMIZERS[name])
+        strategy = AsyncAveragingStrategy(schedule=EveryNSteps(2), overlap=False, optimizer_state="average")
+        trainer = make_trainer(strategy)
+        trainer.fit(module, loader(shard((3, 7))))
+        states = [trainer.optimizers[0].state[p] for p in module.parameters()]
+        told[name] = {
+            key: [v for state in states if key in state for v in state[key].flatten().tolist()]
+            for key in sorted({key for state in states for key in state})
         }
     return told
 

@@ -81,6 +81,44 @@ def saved_after_fit(folder: Path) -> Any:
 
 
 @scenario
+def saved_after_an_evaluation(folder: Path) -> Any:
+    """By hand, after the fitted model was validated; and after weights of an earlier epoch were loaded into it."""
+    module, data = Net(), loader(shard((6, 6), (3, 9)))
+    checkpoint = pl.callbacks.ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1)
+    trainer = make_trainer(diloco(), max_epochs=2, callbacks=[checkpoint], enable_checkpointing=True)
+    trainer.fit(module, data)
+    trainer.validate(module, data, verbose=False)
+    trainer.save_checkpoint(folder / "end.ckpt")
+    trainer.validate(module, data, ckpt_path=folder / "epoch=0.ckpt", verbose=False)
+    trainer.save_checkpoint(folder / "earlier.ckpt")
+    trainer.validate(Net(), data, verbose=False)
+    trainer.save_checkpoint(folder / "other.ckpt")
+    trainer.strategy.barrier()
+    saved = {name: torch.load(folder / f"{name}.ckpt", weights_only=True) for name in ("end", "earlier", "other")}
+    states = {name: c["lightning_async"] for name, c in saved.items() if "lightning_async" in c}
+    weights = {name: torch.cat([t.flatten() for t in c["state_dict"].values()]) for name, c in saved.items()}
+    return {
+        "steps": {name: _plain(state)["step"] for name, state in states.items()},
+        "gap": {name: float((s["rule_state"]["anchor"] - weights[name]).abs().max()) for name, s in states.items()},
+    }
+
+
+@scenario
+def fit_after_an_evaluation(folder: Path) -> Any:
+    """A checkpoint that was only looked at has no part in a fit: at a learning rate of zero nothing moves."""
+    _train(1, save=folder)
+    moved = {}
+    for name, strategy in (("same rule", diloco()), ("other rule", AsyncAveragingStrategy(DeltaMean()))):
+        data, trainer = loader(shard((6, 6))), make_trainer(strategy)
+        trainer.validate(Net(), data, ckpt_path=folder / "epoch=0.ckpt", verbose=False)
+        module = Net(optimizer=lambda ps: torch.optim.SGD(ps, lr=0.0))
+        before = problem.flat(module)
+        trainer.fit(module, data)
+        moved[name] = problem.distance(before, problem.flat(module))
+    return moved
+
+
+@scenario
 def loads_without_this_package(folder: Path) -> Any:
     """A checkpoint is an ordinary Lightning checkpoint."""
     told = _train(1, save=folder)

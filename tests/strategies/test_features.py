@@ -221,6 +221,22 @@ def test_optimizer_state_policies(ranks: Outcomes) -> None:
         assert_equal_models(told)
 
 
+def test_optimizer_state_of_all_kinds_is_averaged(ranks: Outcomes) -> None:
+    first, second = ranks("optimizer_states_of_all_kinds")
+    for name, averaged, own in (
+        ("Adafactor", {"row_var", "col_var", "variance"}, {"step"}),
+        ("momentum", {"momentum_buffer"}, set()),
+        ("NAdam", {"exp_avg", "exp_avg_sq"}, {"mu_product", "step"}),
+        ("Rprop", {"prev", "step_size"}, {"step"}),
+    ):
+        assert set(first[name]) == set(second[name]) == averaged | own
+        for key in averaged:
+            assert first[name][key] == second[name][key]
+            assert max(map(abs, first[name][key])) > 0.0
+        for key in own:
+            assert first[name][key] != second[name][key]
+
+
 # ---- entry points and data ----
 
 
@@ -333,7 +349,7 @@ def test_one_summary_and_the_progress_bar(ranks: Outcomes) -> None:
     assert second["summaries"] == []
     assert "samples" in first["summaries"][0] and "of 240" in first["summaries"][0]
     for told in (first, second):
-        assert {"rounds", "hidden"} <= set(told["shown"])
+        assert {"averaging/rounds", "averaging/hidden_share"} <= set(told["shown"])
 
 
 def test_memory_is_two_buckets_and_the_rules_state(ranks: Outcomes) -> None:

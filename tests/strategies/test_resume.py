@@ -54,5 +54,16 @@ def test_a_checkpoint_saved_after_the_fit_holds_the_rules_state(ranks: Outcomes)
     assert first["state"]["step"] == 12
 
 
+def test_a_checkpoint_saved_after_an_evaluation_holds_the_state_that_goes_with_its_weights(ranks: Outcomes) -> None:
+    for told in ranks("saved_after_an_evaluation"):
+        assert told["steps"] == {"end": 12, "earlier": 6}, "another module's weights have no state"
+        assert max(told["gap"].values()) < 1e-6
+
+
+def test_a_checkpoint_that_was_only_evaluated_has_no_part_in_a_fit(ranks: Outcomes) -> None:
+    for told in ranks("fit_after_an_evaluation"):
+        assert told == {"same rule": 0.0, "other rule": 0.0}
+
+
 def test_a_checkpoint_is_an_ordinary_one(ranks: Outcomes) -> None:
     assert all(told["same"] for told in ranks("loads_without_this_package"))

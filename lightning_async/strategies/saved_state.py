@@ -1,0 +1,99 @@
+"""Averaging's state in checkpoints: it goes with the weights that it belongs to, and with no others."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_async.engine.averager import BackgroundAverager
+from lightning_async.strategies.world import World
+
+__all__ = ["SavedState", "state_of"]
+
+
+class SavedState:
+    """What a checkpoint holds of averaging: loaded by this run, or left by the last one.
+
+    Args:
+        key: under which a checkpoint holds it.
+    """
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+        self.origin = "none"
+        """Says which checkpoint this run goes on from; equal on all ranks that go on from the same one."""
+        self._has_loaded = False
+        self._loaded: dict[str, Any] | None = None
+        self._last: dict[str, Any] | None = None
+        self._owner: Any = None
+
+    def begin_run(self) -> None:
+        """A run begins: what an earlier one has loaded is not its own."""
+        self.origin, self._has_loaded, self._loaded = "none", False, None
+
+    def begin_stage(self, module: Any, fitting: bool) -> None:
+        """The run has loaded its checkpoint, if any: a fit goes on from it, evaluation leaves it with the weights."""
+        if fitting:
+            self._last = None
+        elif self._has_loaded:
+            self._last, self._loaded = self._loaded, None
+        elif module is not self._owner:
+            self._last = None
+        self._owner = module
+
+    def load(self, checkpoint: dict[str, Any]) -> None:
+        """A checkpoint was read."""
+        self._has_loaded, self._loaded, self._last = True, checkpoint.get(self._key), None
+        self.origin = _describe(checkpoint, self._loaded)
+
+    def take(self) -> dict[str, Any] | None:
+        """What the fit goes on from, once."""
+        loaded, self._loaded = self._loaded, None
+        return loaded
+
+    def keep(self, state: dict[str, Any]) -> None:
+        """The state at the end of a fit, for checkpoints that are saved after it."""
+        self._last = state
+
+    def write(self, checkpoint: dict[str, Any], now: dict[str, Any] | None) -> None:
+        """Into a checkpoint: the state ``now``; before a fit's start and after its end what goes with the weights."""
+        state = now or self._loaded or self._last
+        if state is not None:
+            checkpoint[self._key] = state
+
+    def resume(self, averager: BackgroundAverager, rank: int, world_size: int) -> None:
+        """Let the averager go on from what was loaded, if anything was. Of another number of ranks: from rank 0's."""
+        saved = self.take()
+        if saved is not None:
+            replicas = saved["replicas"]
+            own = replicas[rank] if len(replicas) == world_size else {**replicas[0], "rule_state": {}}
+            averager.load_state_dict(saved, own)
+
+
+def state_of(averager: BackgroundAverager, world: World | None) -> dict[str, Any]:
+    """The engine's state; at a gate with every replica's clocks, between gates with this one's for all."""
+    own = averager.clocks()
+    replicas = [own] if world is None or world.drifting else world.gather_objects(own)
+    return {**averager.state_dict(), "replicas": replicas}
+
+
+def _describe(checkpoint: dict[str, Any], state: dict[str, Any] | None) -> str:
+    """Progress and a checksum of the weights and of what all replicas share of the rule's state."""
+    steps, epochs = checkpoint.get("global_step"), checkpoint.get("epoch")
+    checksum = _checksum(checkpoint.get("state_dict", {}).values(), 0)
+    if state is not None:
+        checksum = _checksum(state["rule_state"].values(), checksum)
+    rounds = f", round {state['round']} of {state['rule']}" if state is not None else ""
+    return f"epoch {epochs}, step {steps}{rounds}, checksum {checksum:08x}"
+
+
+def _checksum(values: Iterable[Any], start: int) -> int:
+    for value in values:
+        if isinstance(value, Tensor):
+            data: Any = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            start = zlib.crc32(data, start)
+    return start

@@ -1,0 +1,123 @@
+"""Ranks that were started with different settings are refused before the first round, by name and with the values.
+
+Settings decide what a message means and how large it is. Where they differ the model comes out wrong without a word,
+or the transport aborts the process because of unequal sizes. So they are compared by text, ahead of all that depends
+on them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_async.errors import SettingsMismatch
+from lightning_async.namespace import name as namespace
+from lightning_async.namespace import pl
+from lightning_async.strategies.world import World
+
+if TYPE_CHECKING:
+    from lightning_async.strategies.averaging import AsyncAveragingStrategy
+
+__all__ = ["check_settings"]
+
+log = logging.getLogger(__name__)
+
+_PRECISION = ("precision", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
+_LIMITS = (
+    "max_epochs", "max_steps", "min_epochs", "min_steps", "limit_train_batches", "limit_val_batches", "overfit_batches",
+    "val_check_interval", "check_val_every_n_epoch", "reload_dataloaders_every_n_epochs", "num_sanity_val_steps",
+    "enable_validation",
+)  # fmt: skip
+
+Settings = dict[str, str]
+
+
+def check_settings(strategy: AsyncAveragingStrategy, trainer: Any, world: World, checkpoint: str) -> None:
+    """Compare what the ranks were started with; all call this together, before anything else of a fit.
+
+    Args:
+        checkpoint: says which one this rank goes on from.
+
+    Raises:
+        SettingsMismatch: on every rank; names each setting that differs, and its values.
+    """
+    told = world.gather_objects(
+        {"same": _same(strategy, trainer) | {"ckpt_path": checkpoint}, "usual": _usual(trainer)}
+    )
+    strangers = [rank for rank, settings in enumerate(told) if not isinstance(settings, dict) or "same" not in settings]
+    if strangers:
+        raise SettingsMismatch(
+            f"Rank {world.rank}: ranks {strangers} run a version of lightning_async that does not compare settings; "
+            f"this is version {_version()}. Install the same version on every host."
+        )
+    if different := _differences([settings["same"] for settings in told]):
+        raise SettingsMismatch(
+            f"Rank {world.rank}: the ranks were started with different settings: {different}. Replicas that become one "
+            "model must agree on these: start every rank with the same versions and arguments, and to go on, with the "
+            "same checkpoint."
+        )
+    if world.rank == 0 and (different := _differences([settings["usual"] for settings in told])):
+        log.warning("The ranks were started with different settings: %s. Is that meant?", different)
+
+
+def _same(strategy: AsyncAveragingStrategy, trainer: Any) -> Settings:
+    """What must be equal on all ranks."""
+    config, backend = strategy.config, getattr(strategy.engine, "backend", None)
+    values = {
+        "version of lightning_async": _version(),
+        "version of torch": ".".join(torch.__version__.split(".")[:2]),
+        "namespace of Lightning": namespace,
+        "strategy": type(strategy).__qualname__,
+        "rule": strategy.rule,
+        "schedule": strategy.schedule,
+        "overlap": config.overlap,
+        "weighting": config.weighting,
+        "buffers": strategy.buffers,
+        "optimizer_state": strategy.optimizer_state_policy,
+        "lr_clock": strategy.lr_clock,
+        "compression": config.compression,
+        "part_mb": config.part_bytes / 2**20,
+        "process_group_backend": backend(strategy.root_device) if backend is not None else None,
+        **{name: getattr(trainer, name) for name in _PRECISION},
+    }
+    return {name: _text(value) for name, value in values.items()}
+
+
+def _usual(trainer: Any) -> Settings:
+    """What need not be equal, but commonly is."""
+    values = {
+        "version of Lightning": ".".join(pl.__version__.split(".")[:2]),
+        "callbacks": sorted(type(callback).__name__ for callback in trainer.callbacks),
+        "deadlines": trainer.strategy.config.deadlines,
+        **{name: getattr(trainer, name) for name in _LIMITS},
+    }
+    return {name: _text(value) for name, value in values.items()}
+
+
+def _text(value: object) -> str:
+    """The value as it was written; without the address in memory of an object that has no text of its own."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", value if isinstance(value, str) else repr(value))
+
+
+def _differences(told: list[Settings]) -> str:
+    """Each setting that is not equal on all ranks, with the ranks that have each value; "" if all are."""
+    found = []
+    for name in dict.fromkeys(name for settings in told for name in settings):
+        ranks: dict[str, list[int]] = {}
+        for rank, settings in enumerate(told):
+            ranks.setdefault(settings.get(name, "unknown"), []).append(rank)
+        if len(ranks) > 1:
+            found.append(f"`{name}` is " + ", ".join(f"{value} on {_those(who)}" for value, who in ranks.items()))
+    return "; ".join(found)
+
+
+def _those(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
+
+
+def _version() -> str:
+    return importlib.import_module(__name__.partition(".")[0]).__version__

@@ -1,0 +1,109 @@
+"""One replica's optimizer steps, as the averager sees them: planned before, counted after."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lightning_async.engine.averager import BackgroundAverager
+from lightning_async.rules.protocols import Action
+from lightning_async.strategies.batch import batch_size
+from lightning_async.strategies.optimizer_state import reset
+from lightning_async.strategies.recompute import RECENT_BATCHES
+
+if TYPE_CHECKING:
+    from lightning_async.strategies.averaging import AsyncAveragingStrategy
+
+__all__ = ["Stepping"]
+
+
+class Stepping:
+    """Tells the averager of every step; closed by `close`.
+
+    Args:
+        strategy: its module, optimizers and precision.
+        averager: started.
+    """
+
+    def __init__(self, strategy: AsyncAveragingStrategy, averager: BackgroundAverager) -> None:
+        self._strategy, self._averager = strategy, averager
+        averager.on_healed = self._forget_state
+        self._samples = 0.0
+        self._batch_action: Action | None = None
+        self._seen = self._counted = 0
+        self.recent: deque[Any] = deque(maxlen=RECENT_BATCHES)
+        """Batches for recomputing BatchNorm's statistics, where that is asked for."""
+        self._hooks = [optimizer.register_step_post_hook(self._count) for optimizer in strategy.optimizers]
+
+    def close(self) -> None:
+        """Let go of the optimizers."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def start_batch(self, batch: Any) -> None:
+        """The training thread has a batch."""
+        self.finish_batch()
+        self._averager.resume()
+        self._samples += batch_size(batch)
+        if self._strategy.buffers == "recompute":
+            self.recent.append(batch)
+        if not self._strategy.module.automatic_optimization:
+            self._batch_action = self._averager.plan()
+            self._counted = self._seen
+
+    def finish_batch(self) -> None:
+        """Manual optimization: a batch is one step, and merges happen between batches.
+
+        Between the steps of two losses a merge would break their graphs.
+        """
+        action, self._batch_action = self._batch_action, None
+        if action is not None:
+            self._tick(action, stepped=self._seen > self._counted)
+
+    def step(self, closure: Callable[[], Any], run: Callable[[Callable[[], Any]], Any]) -> Any:
+        """Automatic optimization: ``run`` the optimizer's step with this ``closure``, or its synchronous kind."""
+        action = self._averager.plan()
+        before = self._seen
+        output = run(self._synchronised(closure) if action is Action.GRADIENTS else closure)
+        self._tick(action, stepped=self._seen > before)
+        return output
+
+    def after_backward(self) -> None:
+        """Manual optimization: gradients are there."""
+        if self._batch_action is Action.GRADIENTS:
+            self._reduce_gradients()
+
+    def _synchronised(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """``closure``, then the mean of all replicas' gradients: before they are unscaled and clipped."""
+
+        def wrapped() -> Any:
+            result = closure()
+            self._reduce_gradients()
+            return result
+
+        return wrapped
+
+    def _reduce_gradients(self) -> None:
+        scaler = getattr(self._strategy.precision_plugin, "scaler", None)
+        scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
+        self._averager.reduce_gradients_(self._samples, scale)
+
+    def _tick(self, action: Action, stepped: bool) -> None:
+        strategy, samples = self._strategy, self._samples
+        if stepped or strategy.module.automatic_optimization:  # else: manual accumulation, the step is yet to come
+            self._samples = 0.0
+        lr = float(strategy.optimizers[0].param_groups[0]["lr"]) if strategy.optimizers else 0.0
+        report = self._averager.tick(action, samples, stepped=stepped, lr=lr)
+        if report is not None and strategy.optimizer_state_policy == "reset":
+            reset(strategy.optimizers)
+
+    def _forget_state(self) -> None:
+        """This replica was not finite: what its optimizers remember is not either, where it is not averaged."""
+        if self._strategy.optimizer_state_policy != "average":
+            reset(self._strategy.optimizers)
+
+    def _count(self, *_: Any) -> None:
+        """After every real optimizer step: mixed precision skips some, and users step optimizers themselves."""
+        self._seen += 1

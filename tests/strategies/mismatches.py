@@ -1,0 +1,122 @@
+"""Scenarios of ranks that were started with different settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+import lightning_async
+from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, EveryNSteps, EverySeconds, Synchronous, Warmup
+from lightning_async.errors import AsyncTrainingError
+from lightning_async.namespace import pl
+from tests.strategies import problem
+from tests.strategies.workers import Net, fit, loader, logged, make_trainer, rank, scenario, shard
+
+STRATEGIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "rule": ({"rule": DeltaMean()}, {"rule": DiLoCo()}),
+    "outer_lr": ({"rule": DiLoCo(outer_lr=0.7)}, {"rule": DiLoCo(outer_lr=0.1)}),
+    "schedule": ({"schedule": EveryNSteps(4)}, {"schedule": EverySeconds(0.5)}),
+    "synchronous": ({"schedule": EveryNSteps(4)}, {"schedule": Synchronous()}),
+    "warm-up": ({"schedule": EveryNSteps(4)}, {"schedule": Warmup(EveryNSteps(4), steps=3)}),
+    "overlap": ({"overlap": True}, {"overlap": False}),
+    "weighting": ({"weighting": "samples"}, {"weighting": "equal"}),
+    "buffers": ({"buffers": "average"}, {"buffers": "recompute"}),
+    "optimizer_state": ({"optimizer_state": "keep"}, {"optimizer_state": "average"}),
+    "lr_clock": ({"lr_clock": "local"}, {"lr_clock": "global"}),
+    "compression": (
+        {"rule": DiLoCo(), "compression": "int8"},
+        {"rule": DiLoCo(), "compression": "fp8"},
+    ),
+    "one compresses": ({"compression": "none"}, {"compression": "bf16"}),
+    "part_mb": ({"part_mb": 16.0}, {"part_mb": 0.25}),
+}
+TRAINERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "precision": ({}, {"precision": "bf16-mixed"}),
+    "accumulate_grad_batches": ({}, {"accumulate_grad_batches": 2}),
+    "gradient_clip_val": ({"gradient_clip_val": 1.0}, {"gradient_clip_val": 2.0}),
+}
+WIDE = 60_000
+"""Parameters enough that half of them are more than a quarter of a MiB."""
+
+
+def _refused(strategy: dict[str, Any], **options: Any) -> str:
+    try:
+        fit(
+            AsyncAveragingStrategy(**strategy),
+            loader(shard((6, 6))),
+            Net(network=lambda: problem.network(WIDE)),
+            **options,
+        )
+    except AsyncTrainingError as error:
+        return f"{type(error).__name__}: {error}"
+    return "trained"
+
+
+@scenario
+def settings() -> Any:
+    told = {name: _refused(values[rank()]) for name, values in STRATEGIES.items()}
+    return told | {name: _refused({}, **values[rank()]) for name, values in TRAINERS.items()}
+
+
+@scenario
+def versions() -> Any:
+    """Another version of this package, and of torch, on rank 1; only torch's major and minor numbers count."""
+    told = {}
+    for name, module, others in (
+        ("lightning_async", lightning_async, "99.0.0"),
+        ("torch", torch, "1.0.0"),
+        ("patch of torch", torch, ".".join(torch.__version__.split(".")[:2]) + ".99"),
+    ):
+        with mock.patch.object(module, "__version__", others if rank() else module.__version__):
+            told[name] = _refused({})
+    return told
+
+
+@scenario
+def rules_without_a_text_of_their_own() -> Any:
+    """Objects that say no more of themselves than their address are equal if their kind is."""
+
+    class Own:
+        def next(self, clock: Any) -> Any:
+            return EveryNSteps(2).next(clock)
+
+    elsewhere = [Own() for _ in range(1 + rank())]
+    return fit(AsyncAveragingStrategy(schedule=elsewhere[-1]), loader(shard((6, 6))))
+
+
+@scenario
+def usual_settings() -> Any:
+    """What may differ: it trains, and rank 0 says what does."""
+    options: tuple[dict[str, Any], ...] = ({}, {"limit_train_batches": 3, "callbacks": [pl.callbacks.Timer()]})
+    with logged() as messages:
+        told = fit(None, loader(shard((6, 6))), **options[rank()])
+    return told | {"warnings": [m for m in messages if "different settings" in m]}
+
+
+@scenario
+def checkpoints(folder: Path) -> Any:
+    """Rank 1 goes on from none, from an earlier one, or from one of another run that is as far; then all from one."""
+    for seed in range(2):
+        checkpoint = pl.callbacks.ModelCheckpoint(dirpath=folder / str(seed), filename="{epoch}", save_top_k=-1)
+        trainer = make_trainer(
+            AsyncAveragingStrategy(DiLoCo(), EveryNSteps(2)), callbacks=[checkpoint], max_epochs=2,
+            enable_checkpointing=True,
+        )  # fmt: skip
+        trainer.fit(Net(), loader(problem.batches(rank(), 4, offset=10 * seed)))
+    mine, told = folder / "0" / "epoch=1.ckpt", {}
+    for name, theirs in (
+        ("none", None),
+        ("earlier", folder / "0" / "epoch=0.ckpt"),
+        ("another run", folder / "1" / "epoch=1.ckpt"),
+        ("same", mine),
+    ):
+        trainer = make_trainer(AsyncAveragingStrategy(DiLoCo(), EveryNSteps(2)), max_epochs=3)
+        try:
+            trainer.fit(Net(), loader(shard((4, 4))), ckpt_path=theirs if rank() else mine)
+            told[name] = "trained"
+        except AsyncTrainingError as error:
+            told[name] = f"{type(error).__name__}: {error}"
+    return told

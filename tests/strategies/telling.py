@@ -1,0 +1,115 @@
+"""Scenarios of what users are told: metrics, the summary, and short errors."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+from lightning_async import AsyncAveragingStrategy, AveragingMonitor, EveryNSteps, Synchronous
+from lightning_async.namespace import pl, pytorch
+from tests.strategies.callbacks import Tuned
+from tests.strategies.workers import Net, loader, logged, make_trainer, rank, scenario, shard
+
+
+class Logging(Net):
+    """Has metrics of its own with short names."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("rounds", 7.0, prog_bar=True, on_step=True)
+        self.log("hidden", 128.0, on_step=True, on_epoch=True, prog_bar=True)
+        return super().training_step(batch, batch_idx)
+
+
+class LoggingToo(pl.Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        pl_module.log("rounds", 3.0, on_step=False, on_epoch=True)
+
+
+@scenario
+def names() -> Any:
+    trainer = make_trainer(AsyncAveragingStrategy(schedule=EveryNSteps(2), overlap=False), callbacks=[LoggingToo()])
+    module = Logging()
+    trainer.fit(module, loader(shard((8, 8))))
+    told = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return {"metrics": told, "callbacks": [type(c).__name__ for c in trainer.callbacks]}
+
+
+@scenario
+def monitors() -> Any:
+    """The strategy's own leaves with the fit, also one that failed; the user's stays."""
+
+    class Broken(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise RuntimeError("broken")
+
+    told = []
+    for module, callbacks in ((Net(), []), (Broken(), []), (Net(), [AveragingMonitor()])):
+        trainer = make_trainer(callbacks=callbacks)
+        with contextlib.suppress(RuntimeError):
+            trainer.fit(module, loader(shard((2, 2))))
+        told.append([type(callback).__name__ for callback in trainer.callbacks])
+    return told
+
+
+def _summary(schedule: Any, **options: Any) -> Any:
+    trainer = make_trainer(AsyncAveragingStrategy(schedule=schedule, overlap=False), **options)
+    with logged() as messages:
+        trainer.fit(Net(), loader(shard((6, 6))))
+    summary = trainer.strategy.summary
+    return {
+        "rows": dict(line.strip().split("  ", 1) for line in str(summary).splitlines()),
+        "metrics": summary.metrics(),
+        "hints": [m for m in messages if "No averaging round" in m],
+        "gate_s": summary.gate_exchange_s,
+    }
+
+
+@scenario
+def summaries() -> Any:
+    return {
+        "rounds": _summary(EveryNSteps(2)),
+        "no round": _summary(EveryNSteps(32), max_epochs=2),
+        "synchronous": _summary(Synchronous()),
+    }
+
+
+@scenario
+def search_for_a_learning_rate(folder: Path) -> Any:
+    finder = pytorch("callbacks").LearningRateFinder(num_training_steps=20)
+    trainer = make_trainer(AsyncAveragingStrategy(schedule=EveryNSteps(2)), callbacks=[finder], default_root_dir=folder)
+    with logged() as messages, warnings.catch_warnings(record=True) as caught:
+        trainer.fit(Tuned(), loader(shard((6, 6))))
+    ours = [m for m in messages if "rendezvous" in m and not m.startswith("Asynchronous")]
+    return {"warnings": ours, "summaries": sum(m.startswith("Asynchronous averaging") for m in messages),
+            "caught": [str(w.message) for w in caught if "lightning_async" in w.filename]}  # fmt: skip
+
+
+def _ends(error: BaseException) -> Any:
+    class Ends(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if rank() == 1 and batch_idx == 5:
+                raise error
+            return super().training_step(batch, batch_idx)
+
+    trainer = make_trainer(AsyncAveragingStrategy(schedule=EveryNSteps(2)))
+    try:
+        trainer.fit(Ends(), loader(shard((2000, 2000), 1)))
+    except BaseException as raised:
+        return {
+            "error": f"{type(raised).__name__}: {raised}",
+            "lines": sum(text.count("\n") for text in traceback.format_exception(raised)),
+            "causes": [type(cause).__name__ for cause in (raised.__cause__, raised.__context__) if cause is not None],
+        }
+
+
+@scenario
+def errors() -> Any:
+    return _ends(ValueError("a bad sample"))
+
+
+@scenario
+def interruptions() -> Any:
+    return _ends(KeyboardInterrupt())

@@ -1,0 +1,61 @@
+"""Ranks that were started with different settings are refused on all ranks, by name and with both values."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.strategies.mismatches import STRATEGIES, TRAINERS
+from tests.strategies.workers import Outcomes
+
+SCENARIOS = "tests.strategies.mismatches"
+
+NAMES = {"outer_lr": "rule", "synchronous": "schedule", "warm-up": "schedule", "one compresses": "compression"}
+VALUES = {"precision": ("32-true", "bf16-mixed"), "accumulate_grad_batches": ("1", "2")}
+
+
+@pytest.mark.parametrize("name", [*STRATEGIES, *TRAINERS])
+def test_different_settings_are_refused_with_both_values(ranks: Outcomes, name: str) -> None:
+    argument = NAMES.get(name, name)
+    if name in VALUES:
+        first, second = VALUES[name]
+    else:
+        first, second = (str(values[argument]) for values in {**STRATEGIES, **TRAINERS}[name])
+    for rank, told in enumerate(ranks("settings")):
+        assert told[name].startswith(f"SettingsMismatch: Rank {rank}: ")
+        assert f"`{argument}` is {first} on rank 0, {second} on rank 1." in told[name]
+
+
+def test_different_versions_are_refused(ranks: Outcomes) -> None:
+    for told in ranks("versions"):
+        assert "`version of lightning_async` is " in told["lightning_async"]
+        assert ", 99.0.0 on rank 1." in told["lightning_async"]
+        assert ", 1.0 on rank 1." in told["torch"]
+        assert told["patch of torch"] == "trained"
+
+
+def test_addresses_in_memory_are_no_settings(ranks: Outcomes) -> None:
+    first, second = ranks("rules_without_a_text_of_their_own")
+    assert first["digest"] == second["digest"]
+
+
+def test_limits_may_differ_and_are_told(ranks: Outcomes) -> None:
+    first, second = ranks("usual_settings")
+    assert first["digest"] == second["digest"]
+    assert [first["samples"], second["samples"]] == [6 * 4, 3 * 4]
+    (warning,) = first["warnings"]
+    assert "`limit_train_batches` is 1.0 on rank 0, 3 on rank 1" in warning
+    assert "Timer" in warning and "max_epochs" not in warning
+    assert second["warnings"] == []
+
+
+def test_different_checkpoints_are_refused(ranks: Outcomes) -> None:
+    for told in ranks("checkpoints"):
+        assert told["same"] == "trained"
+        for name, theirs in (
+            ("none", "none"),
+            ("earlier", "epoch 0, step 4, round "),
+            ("another run", "epoch 1, step 8, round "),
+        ):
+            assert told[name].startswith("SettingsMismatch")
+            assert "`ckpt_path` is epoch 1, step 8, round " in told[name]
+            assert f" on rank 0, {theirs}" in told[name]

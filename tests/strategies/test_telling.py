@@ -1,0 +1,59 @@
+"""What users are told: names that clash with none of theirs, a summary of what happened, short errors."""
+
+from __future__ import annotations
+
+from tests.strategies.workers import Outcomes
+
+SCENARIOS = "tests.strategies.telling"
+
+
+def test_metrics_of_the_users_keep_their_names(ranks: Outcomes) -> None:
+    for told in ranks("names"):
+        assert told["metrics"]["rounds"] == 3.0
+        assert told["metrics"]["hidden"] == told["metrics"]["hidden_epoch"] == 128.0
+        assert told["metrics"]["averaging/rounds"] == 4.0
+        assert 0.0 <= told["metrics"]["averaging/hidden_share"] <= 1.0
+        assert not any(name.startswith(("rounds/", "hidden/")) for name in told["metrics"])
+
+
+def test_the_monitor_that_the_strategy_adds_leaves_with_the_fit(ranks: Outcomes) -> None:
+    for told in ranks("monitors"):
+        assert told == [[], [], ["AveragingMonitor"]]
+
+
+def test_a_summary_says_what_happened(ranks: Outcomes) -> None:
+    for rank, told in enumerate(ranks("summaries")):
+        rounds, none, synchronous = told["rounds"], told["no round"], told["synchronous"]
+        assert rounds["rows"]["averaging rounds"].strip() == "3"
+        assert "% hidden" in rounds["rows"]["communication"]
+        assert rounds["metrics"]["averaging/hidden_share"] <= 1.0
+        assert none["rows"]["averaging rounds"].strip() == "0"
+        for row in ("communication", "staleness"):
+            assert none["rows"][row].strip().startswith("no round")
+        assert none["gate_s"] > 0.0 and f"at gates {none['gate_s']:.2f} s" in none["rows"]["communication"]
+        assert not {"averaging/hidden_share", "averaging/round_s", "averaging/spread"} & set(none["metrics"])
+        assert none["metrics"]["averaging/bytes"] == 2 * 4 * 65
+        for quiet in (rounds, synchronous):
+            assert quiet["hints"] == []
+        assert len(none["hints"]) == (rank == 0)
+        if rank == 0:
+            assert "in 12 steps" in none["hints"][0] and "EveryNSteps(n=32)" in none["hints"][0]
+
+
+def test_a_search_for_a_learning_rate_warns_of_nothing(ranks: Outcomes) -> None:
+    for rank, told in enumerate(ranks("search_for_a_learning_rate")):
+        assert told == {"warnings": [], "summaries": int(rank == 0), "caught": []}
+
+
+def test_an_error_on_one_rank_is_one_short_error_on_the_others(ranks: Outcomes) -> None:
+    survivor, culprit = ranks("errors")
+    assert survivor["error"].startswith("PeerLost: ") and "ValueError: a bad sample" in survivor["error"]
+    assert survivor["causes"] == []
+    assert survivor["lines"] <= 12
+    assert culprit["error"] == "ValueError: a bad sample"
+
+
+def test_an_interruption_is_told_as_one(ranks: Outcomes) -> None:
+    survivor, interrupted = ranks("interruptions")
+    assert "interrupted by hand (KeyboardInterrupt)" in survivor["error"]
+    assert interrupted["error"] == "SystemExit: 1"
