@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -10,9 +11,22 @@ from typing import Any
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-_REFUSALS = 10
+from lightning_async.comm.sockets import connects, opened_since, snapshot
 
-__all__ = ["Contact", "HashStore", "PollingStore", "PrefixStore", "Store", "own_client", "reachable", "read_all"]
+__all__ = [
+    "Contact",
+    "HashStore",
+    "PollingStore",
+    "PrefixStore",
+    "Store",
+    "connect",
+    "own_client",
+    "reachable",
+    "read_all",
+]
+
+_REFUSALS = 10
+_connecting = threading.Lock()
 
 
 class Contact:
@@ -42,7 +56,7 @@ class Contact:
         """Why the store is lost; None where it is not. To be asked now and then."""
         # A request may hang (the host is stopped), so the silence is measured by the one who asks; in portions,
         # because this process may have been the one that was stopped.
-        self._silent_s += min(now - self._asked_at, self._dead_s / 4)
+        self._silent_s += min(now - max(self._asked_at, self._answered_at), self._dead_s / 4)
         self._asked_at = now
         refuses = self.refusals >= _REFUSALS and now - self._answered_at >= self._dead_s / 4
         if not refuses and self._silent_s < self._dead_s:
@@ -63,12 +77,22 @@ def own_client(store: Store, timeout: timedelta) -> Store:
     Raises:
         RuntimeError: the store is out of reach.
     """
+    return connect(store, timeout)[0]
+
+
+def connect(store: Store, timeout: timedelta) -> tuple[Store, dict[int, int]]:
+    """See `own_client`; with the client's sockets, by which a request that hangs can be ended."""
     client: Any = store
-    client = client.clone()
+    with _connecting:  # or another thread's client would be taken for ours
+        before = snapshot()
+        client = client.clone()
+        base = _base(client)
+        ports = {base.port} if isinstance(base, TCPStore) else set()
+        opened = {fd: inode for fd, inode in opened_since(before) if connects(fd, set(), ports)}
     # A HashStore has no clients: its clone is itself, and its timeout everybody's.
-    if not isinstance(_base(client), HashStore):
+    if not isinstance(base, HashStore):
         client.set_timeout(timeout)
-    return client
+    return client, opened
 
 
 class PollingStore(Store):
