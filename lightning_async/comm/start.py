@@ -85,14 +85,20 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-def open_store(address: str, port: int, serve: bool, patience: Patience) -> Store:
+def open_store(
+    address: str, port: int, serve: bool, patience: Patience, timeout: timedelta = timedelta(minutes=30)
+) -> Store:
     """The store at an address: its server, or a client of it. A server on loopback listens there only.
+
+    Args:
+        port: 0 for one that is free.
+        serve: whether this rank has the server.
+        timeout: of requests that block.
 
     Raises:
         AsyncTrainingError: the server cannot listen.
         CollectiveTimeout: nobody answers.
     """
-    timeout = timedelta(minutes=30)  # what torch's own would have
     if not serve:
         _wait_for_server(address, port, patience)
         return TCPStore(address, port, None, False, timeout, wait_for_workers=False)
