@@ -11,10 +11,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
+from lightning_async.strategies.launcher import _Watch
 from tests.support import ROOT, free_port, rank_environment
 
 SCRIPT = str(ROOT / "tests/strategies/launch_script.py")
@@ -141,6 +143,24 @@ def test_an_exception_on_one_rank_ends_all_at_once_whatever_started_them(method:
         r"ProcessRaisedException: \s*-- Process 1 terminated.*ValueError: the data ran dry", text, re.DOTALL
     ), text
     assert "forcefully exiting via SIGKILL" not in text, text
+
+
+def test_a_watcher_goes_on_although_the_others_cannot_be_told(caplog: pytest.LogCaptureFixture) -> None:
+    """The store may be gone with the rank that died."""
+
+    def on_death(local_rank: int, status: int) -> timedelta:
+        raise RuntimeError("Connection reset by peer")
+
+    died, other, main = (
+        subprocess.Popen([sys.executable, "-S", "-c", code])
+        for code in ("raise SystemExit(3)", *["import time; time.sleep(60)"] * 2)
+    )
+    watch = _Watch([died, other], on_death)
+    watch._main_pid = main.pid  # in this process's place
+    died.wait(10.0)
+    assert watch._run()
+    assert [other.wait(10.0), main.wait(10.0)] == [-signal.SIGKILL] * 2
+    assert "could not be told" in caplog.text and "Connection reset by peer" in caplog.text
 
 
 def test_a_launcher_that_is_killed_while_it_starts_the_others_leaves_none(tmp_path: Path) -> None:
