@@ -18,6 +18,8 @@ BENCH_ARGS ?= --out runs/bench
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install $(PIP_ARGS)
 
+# Torch alone comes from its own index, and what it needs from the usual one: with both at once, pip would take any package
+# from whichever has the higher version.
 # On Linux a plain "torch" is the CUDA build, with gigabytes of libraries: it comes only when it is asked for.
 ASKED := $(if $(TORCH),ask)
 ifeq ($(shell uname -sm),Linux x86_64)
@@ -38,7 +40,8 @@ $(BIN)/python:
 $(VENV)/.torch: $(ASKED) | $(BIN)/python
 	@if [ -n "$(ASKED)" ] || ! $(BIN)/python -c 'import importlib.metadata as m; m.version("torch")' 2>/dev/null; then \
 	  echo "pip install $(TORCH)"; \
-	  $(PIP) --quiet "$(TORCH)" || $(PIP) --quiet --extra-index-url $(TORCH_CPU_INDEX) "$(TORCH)" || { echo; \
+	  $(PIP) --quiet "$(TORCH)" || { \
+	    $(PIP) --quiet --no-deps --index-url $(TORCH_CPU_INDEX) "$(TORCH)" && $(PIP) --quiet "$(TORCH)"; } || { echo; \
 	    echo "pip found no $(TORCH). Say where the CPU build is, or ask for another build:"; \
 	    echo "  make $(firstword $(MAKECMDGOALS) test) TORCH_CPU_INDEX=<an index with the CPU build>"; \
 	    echo "  make $(firstword $(MAKECMDGOALS) test) TORCH=torch==2.13.0     (on Linux: with CUDA, several gigabytes)"; \

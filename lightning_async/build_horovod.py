@@ -9,6 +9,7 @@ folder outside the project for the next environment with the same torch, and ins
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.metadata
 import importlib.util
 import os
@@ -29,7 +30,8 @@ VERSION = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 PATCHES = 1
 """To be raised with every change of `patch`: kept wheels are told apart by it."""
-TOOLS = ("setuptools", "wheel")
+TOOLS = ("setuptools==84.2.1", "wheel==0.48.0")
+CMAKE = "cmake==4.4.4"
 RUNTIME = ("cloudpickle", "psutil", "pyyaml", "packaging", "cffi>=1.4.0")
 
 
@@ -185,7 +187,7 @@ def build(spec: Build, cache: Path, jobs: int) -> Path:
     """The wheel, from ``cache`` where it is there."""
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
     pattern = f"horovod-{VERSION}+{spec.local_version}-{tag}-*.whl"
-    if found := next(cache.glob(pattern), None):
+    if found := kept(cache, pattern):
         print(f"found {found}", flush=True)
         return found
     with tempfile.TemporaryDirectory(prefix="horovod-") as name:
@@ -195,18 +197,52 @@ def build(spec: Build, cache: Path, jobs: int) -> Path:
         patch(source, spec.cxx)
         env = spec.environment(prepare_nccl(folder / "nccl") if spec.nccl else None, jobs)
         if shutil.which("cmake") is None:
-            pip("install", "--quiet", "cmake>=3.18")
+            pip("install", "--quiet", CMAKE)
             env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', '')}"
         print(f"building for torch {spec.torch} with C++{spec.cxx}: some minutes", flush=True)
         # A relative folder would be looked for in the sources.
         pip("wheel", "--quiet", "--no-deps", "--no-build-isolation", f"--wheel-dir={folder / 'wheel'}", str(source),
             env=env)  # fmt: skip
         wheel = next((folder / "wheel").glob("*.whl"))
-        cache.mkdir(parents=True, exist_ok=True)
-        # Under another name first: builds may run at the same time.
-        half = cache / f".{os.getpid()}-{wheel.name}"
-        shutil.copyfile(wheel, half)
-        return half.replace(cache / wheel.name)
+        return keep(cache, wheel)
+
+
+def kept(cache: Path, pattern: str) -> Path | None:
+    """The wheel that was kept, if it is what was kept.
+
+    Raises:
+        BuildError: other users may write into the folder, so that they could have it installed.
+    """
+    if not cache.is_dir():
+        return None
+    status = cache.stat()
+    if status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o022:
+        raise BuildError(
+            f"other users may write into {cache}: `chmod go-w` it, or pass `--cache` a folder of your own."
+        )
+    for wheel in cache.glob(pattern):
+        note = wheel.with_name(f"{wheel.name}.sha256")
+        if note.is_file() and note.read_text() == checksum(wheel):
+            return wheel
+        print(f"{wheel} is not what was kept there, and is built again", flush=True)
+    return None
+
+
+def keep(cache: Path, wheel: Path) -> Path:
+    """Copy a wheel to where the next build looks for it, with its checksum."""
+    cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+    place = cache / wheel.name
+    # Under other names first: builds may run at the same time.
+    half, note = (cache / f".{os.getpid()}-{wheel.name}{kind}" for kind in ("", ".sha256"))
+    shutil.copyfile(wheel, half)
+    note.write_text(checksum(half))
+    half.replace(place)
+    note.replace(cache / f"{wheel.name}.sha256")
+    return place
+
+
+def checksum(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _finds_mpi_headers() -> bool:

@@ -1,7 +1,6 @@
-"""Forming, breaking off and disposing of torch's process group objects.
+"""Torch's process group objects: watching their work, breaking them off, and disposing of them.
 
-Groups are built directly from a store, without the default group, so that any number of them can be formed
-again under the next generation. What torch 2.13 cannot do for Gloo is to cancel: ``abort()`` leaves a pending
+What torch 2.13 cannot do for Gloo is to cancel: ``abort()`` leaves a pending
 operation waiting, and destroying the group then blocks until its timeout. Shutting down the group's own
 sockets does cancel, here and at the peers, within milliseconds; hence the bookkeeping of sockets. Only a message
 that is half sent or half received is not told of its connection's end (Pair::signalException passes over it), and
@@ -12,34 +11,22 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import json
-import logging
-import os
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lightning_async.comm import nccl
-from lightning_async.comm.pending import Operation, Where
-from lightning_async.comm.sockets import connects, is_open, listening_port, opened_since, shut_down, snapshot
-from lightning_async.comm.stores import PollingStore, PrefixStore, Store, own_client, read_all
-from lightning_async.errors import CollectiveError, CollectiveTimeout
+from lightning_async.comm.pending import Operation
+from lightning_async.comm.sockets import is_open, shut_down
 
-__all__ = ["Group", "form"]
+__all__ = ["Group", "swap", "sweep"]
 
-_log = logging.getLogger(__name__)
-
-_PREFIX = "lightning_async"
 _DISPOSE_S = 0.25
 _EXIT_S = 10.0
 _LOOK_S = 0.05
-_device = threading.Lock()
 # Strong references: the destructor of a group joins the group's threads, so it must never run on one of them
 # (a callback holding the last reference), nor during the interpreter's shutdown.
 _open: set[Group] = set()
@@ -137,7 +124,7 @@ class Group:
         if self not in _open:
             return
         _open.discard(self)
-        _sweep()
+        sweep()
         if self.busy() or self._broken or self.aborts:  # NCCL's orderly end would wait for its peers
             self.break_off()
             deadline = time.monotonic() + _DISPOSE_S
@@ -156,7 +143,8 @@ class Group:
         return self._lets_go_at - time.monotonic()
 
 
-def _sweep() -> None:
+def sweep() -> None:
+    """Let go of groups in which torch works no more."""
     for group in [group for group in _undead if not group.busy()]:
         _undead.remove(group)
         group.pg = None
@@ -198,125 +186,6 @@ def swap(
     return pg._end_coalescing() if coalesce else tuple(works)
 
 
-def form(
-    store: Store,
-    where: Where,
-    backend: str,
-    timeout: timedelta,
-    device: torch.device | None,
-    max_ctas: int,
-    cancelled: Callable[[], bool],
-) -> Group:
-    """Form the group ``where`` names: wait for every member to come, then connect.
-
-    Args:
-        store: never blocked in, so that any number of threads may share it.
-
-    Raises:
-        CollectiveTimeout: not all members came in time; the message names them.
-        CollectiveError: the store is out of reach, or ``cancelled`` became true.
-    """
-    if backend == "mpi":
-        return Group(dist.new_group(backend="mpi"), {}, callbacks=False)
-    _sweep()
-    try:
-        meeting = _Meeting(store, where, timeout, cancelled)
-        if backend == "gloo":
-            return _gloo(meeting)
-        meeting.meet("ready", [])
-        # NCCL's own threads use the store for as long as the group lives.
-        client = PrefixStore(meeting.base, own_client(store, timeout))
-        return Group(nccl.connect(client, where, timeout, device, max_ctas), {}, callbacks=False, aborts=True)
-    except CollectiveError:
-        raise
-    except RuntimeError as error:
-        raise CollectiveError(
-            f"{where}: forming the group failed: {error}. A member died while connecting, or the store is gone; "
-            "ask the membership who is alive, then reconfigure()."
-        ) from error
-
-
-class _Meeting:
-    """The members of a group to be, waiting for each other in the store until the deadline."""
-
-    def __init__(self, store: Store, where: Where, timeout: timedelta, cancelled: Callable[[], bool]) -> None:
-        self.store, self.where = store, where
-        self._started, self._timeout_s = time.monotonic(), timeout.total_seconds()
-        self._cancelled = cancelled
-        self._keys: list[str] = []
-        base = f"{_PREFIX}/{where.generation}/{where.name}"
-        # The same name may be formed again later in the same program; old addresses must not be read then.
-        self.base = f"{base}/{store.add(f'{base}/attempt/{where.rank}', 1)}"
-
-    def left(self) -> timedelta:
-        return timedelta(seconds=max(self._started + self._timeout_s - time.monotonic(), 1.0))
-
-    def check(self) -> None:
-        """Raise when it is time to give up."""
-        if self._cancelled():
-            raise CollectiveError(f"{self.where}: forming the group was aborted.")
-        elapsed_s = time.monotonic() - self._started
-        if elapsed_s >= self._timeout_s:
-            missing = [rank for rank, key in enumerate(self._keys) if not self.store.check([key])]
-            raise CollectiveTimeout(
-                f"{self.where}: forming the group: after {elapsed_s:.1f} s still without rank(s) {missing}. Ask the "
-                "membership who is alive, then reconfigure()."
-            )
-
-    def say(self, phase: str, ports: list[int] | None) -> None:
-        self.store.set(f"{self.base}/{phase}/{self.where.rank}", json.dumps(ports))
-
-    def meet(self, phase: str, ports: list[int]) -> list[list[int] | None]:
-        """Wait until every member has said something; returns what they said."""
-        self._keys = [f"{self.base}/{phase}/{rank}" for rank in range(self.where.world_size)]
-        self.say(phase, ports)
-        PollingStore(self.store, "", self.check).wait(self._keys)
-        return [json.loads(value) for value in read_all(self.store, self._keys)]
-
-
-def _gloo(meeting: _Meeting) -> Group:
-    gloo: Any = dist.ProcessGroupGloo
-    where, options = meeting.where, gloo._Options()
-    with _device:  # or another thread's listening socket would be taken for ours
-        before = snapshot()
-        options._devices = _devices()
-        ports = [port for fd, inode in opened_since(before) if (port := listening_port(fd)) is not None]
-    options._threads = len(options._devices)
-    everyones = meeting.meet("ready", ports)
-    options._timeout = meeting.left()
-    before = snapshot()
-    try:
-        pg = gloo(PollingStore(meeting.store, f"{meeting.base}/", meeting.check), where.rank, where.world_size, options)
-    except Exception:
-        meeting.say("formed", None)
-        meeting.check()  # torch may have lost the type of what this raised
-        raise
-    # Other threads open sockets too. Ours have one of our listening ports at this end, or a peer's at the other.
-    own, peers = set(ports), {port for theirs in everyones for port in theirs or []}
-    group = Group(pg, {fd: inode for fd, inode in opened_since(before) if connects(fd, own, peers)}, callbacks=True)
-    try:
-        # Torch returns when this rank has connected. One that closed now would fail a peer that still connects.
-        everyones = meeting.meet("formed", ports)
-        if failed := [rank for rank, theirs in enumerate(everyones) if theirs is None]:
-            raise CollectiveError(
-                f"{where}: rank(s) {failed} failed to connect. Ask the membership, then reconfigure()."
-            )
-    except BaseException:
-        group.break_off()
-        group.dispose()
-        raise
-    return group
-
-
-def _devices() -> list[Any]:
-    gloo: Any = dist.ProcessGroupGloo
-    # As torch does; lazily made connections could not be found for breaking them off.
-    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    if not names:
-        return [gloo.create_default_device(lazy_init=False)]
-    return [gloo.create_device(interface=name, lazy_init=False) for name in names]
-
-
 @atexit.register
 def _dispose_all() -> None:
     for group in list(_open):
@@ -324,6 +193,6 @@ def _dispose_all() -> None:
     # A thread of torch's that comes back while the interpreter shuts down aborts the process.
     while any(group.busy() and group.lets_go_in_s() < _EXIT_S for group in _undead):
         time.sleep(0.01)
-    _sweep()
+    sweep()
     for group in _undead:  # for hours yet: never to be destroyed, as that would wait for it
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

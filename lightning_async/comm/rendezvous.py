@@ -6,25 +6,29 @@ record per rank; every beat writes the own and reads all, in two requests.
 
 from __future__ import annotations
 
-import json
+import atexit
 import logging
-import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import timedelta
 
+from lightning_async.comm.board import Board, Waiting
 from lightning_async.comm.protocols import Quorum
-from lightning_async.comm.roster import FAILED, LEFT, PREFIX, UP, Peer, Record, describe, dump, key, load
-from lightning_async.comm.stores import Contact, Store, own_client, reachable, read_all
+from lightning_async.comm.roster import FAILED, LEFT, UP, Peer, Record, describe, new_life
+from lightning_async.comm.signing import Seal
+from lightning_async.comm.stores import Contact, Store
 from lightning_async.errors import CollectiveTimeout, GenerationChanged, PeerLost
 
 __all__ = ["HEARTBEAT", "Membership"]
 
 HEARTBEAT = timedelta(seconds=0.2)
 _log = logging.getLogger(__name__)
-_REQUEST_TIMEOUT, _GIVEUP = timedelta(seconds=2), 3  # refusals in a row: no use in saying goodbye
+_GOODBYE_S, _GIVEUP = 2.0, 3  # refusals in a row: no use in saying goodbye
+_MIN_PATIENCE = timedelta(seconds=2)
+_started: weakref.WeakSet[Membership] = weakref.WeakSet()
 
 
 class Membership:
@@ -40,6 +44,9 @@ class Membership:
         interval: between two beats.
         dead_after: the silence after which a peer, or the store, is lost. At least four intervals.
         start_timeout: the silence allowed to a peer that has not been seen yet.
+        fresh: the store holds no records of earlier lives of the ranks, as it is no older than the job: what is found
+            there lives, or has lived, so its silence is judged by ``dead_after`` from the first reading on.
+        seal: of the records; by default they are not signed.
         on_change: called on the heartbeat thread after a peer's bell, generation or liveness changed.
         clock: monotonic seconds; for tests.
 
@@ -56,6 +63,8 @@ class Membership:
         interval: timedelta = HEARTBEAT,
         dead_after: timedelta = timedelta(seconds=20),
         start_timeout: timedelta = timedelta(minutes=5),
+        fresh: bool = False,
+        seal: Seal | None = None,
         on_change: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -63,8 +72,10 @@ class Membership:
             raise ValueError(f"`Membership(rank={rank}, world_size={world_size})`: rank must be in [0, world_size).")
         if interval <= timedelta(0) or dead_after < 4 * interval:
             raise ValueError(f"`Membership(dead_after={dead_after})` must be at least four intervals of {interval}.")
-        self._store = store
-        self._rank, self._world_size = rank, world_size
+        # A stall of the store that is shorter costs nothing: the answer is waited for.
+        patience = max(_MIN_PATIENCE, dead_after / 3)
+        self._board = Board(store, rank, world_size, Seal() if seal is None else seal, patience)
+        self._rank = rank
         self._interval_s, self._dead_s = interval.total_seconds(), dead_after.total_seconds()
         self._start_s = start_timeout.total_seconds()
         self.on_change, self._clock = on_change, clock
@@ -73,15 +84,14 @@ class Membership:
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._stop = False
-        self._mine = Record(life=os.urandom(8).hex(), state=UP)
+        self._mine = Record(life=new_life(), state=UP)
         self._published = self._mine
-        self._peers = {other: Peer(Record()) for other in range(world_size) if other != rank}
+        self._peers = {other: Peer(Record(), fresh) for other in range(world_size) if other != rank}
         self._members = frozenset(range(world_size))
         self._generation = 0
         self._decided: Quorum | None = None
         self._read_at = clock()
         self._contact = Contact(self._read_at, self._dead_s)
-        self._broken = False
 
     @property
     def generation(self) -> int:
@@ -98,38 +108,43 @@ class Membership:
         """Publish the first record and start the heartbeat thread; does nothing where it runs.
 
         Raises:
+            AsyncTrainingError: another process lives under this rank; it is left alone.
             RuntimeError: the store is out of reach.
         """
         if self._thread is not None:
             return
-        self._connect()
-        for other in range(self._world_size):
-            # Reading many keys in one request blocks for missing ones. This sets only those that are missing.
-            self._store.compare_set(key(other), "", dump(Record()))
+        self._board.open(timedelta(seconds=self._interval_s))
         self._exchange()
         self._thread = threading.Thread(target=self._run, name="lightning_async heartbeat", daemon=True)
         self._thread.start()
+        _started.add(self)
 
     def close(self) -> None:
         """Say goodbye and end the thread; idempotent. A store out of reach delays it by a few seconds at most."""
         self._publish_end(LEFT, "")
+        self._end()
+
+    def _end(self) -> None:
         self._stop = True
         self._wake.set()
-        if self._thread is not None:
-            # A request to a stopped host of the store hangs in torch; the thread is a daemon, and ends with it.
-            self._thread.join(_REQUEST_TIMEOUT.total_seconds())
-            if self._thread.is_alive():
-                _log.warning("rank %s: the store does not answer; its heartbeat thread is left behind.", self._rank)
+        if self._thread is None:
+            return
+        self._thread.join(_GOODBYE_S)
+        if self._thread.is_alive():  # the store's host stands still, say
+            self._board.hang_up()
+            self._thread.join(_GOODBYE_S)
 
     def fail(self, text: str) -> None:
         """Tell the peers that this rank ends in an error; blocks until that is written, a few seconds at most."""
         self._publish_end(FAILED, text[:2000])
 
     def report_death(self, rank: int, text: str) -> None:
-        """Tell all ranks that a peer's process has ended in an error, so that none waits out its silence."""
-        record = load(self._store.get(key(rank)))
-        if record.state not in (LEFT, FAILED):
-            self._store.set(key(rank), dump(replace(record, state=FAILED, text=text)))
+        """Tell all ranks that a peer's process has ended in an error, so that none waits out its silence.
+
+        Raises:
+            RuntimeError: the store is out of reach.
+        """
+        self._board.report(rank, text)
 
     def ring(self, bell: int) -> None:
         """Say that this rank wants round ``bell`` now. Published at once, by the heartbeat thread."""
@@ -205,8 +220,11 @@ class Membership:
         before = self._view()
         try:
             self._exchange()
+        except Waiting:
+            pass
         except (RuntimeError, OSError) as error:
-            self._refused(error)
+            with self._lock:
+                self._contact.refused(error)
         with self._beaten:
             self._beaten.notify_all()
         if self.on_change is not None and self._view() != before:
@@ -221,25 +239,20 @@ class Membership:
         while not self._stop:
             self._wake.wait(self._interval_s)
             self._wake.clear()
-            self.beat()
+            try:
+                self.beat()
+            except Exception:
+                _log.exception("rank %d: a heartbeat failed; the next one comes.", self._rank)
 
     def _exchange(self) -> None:
         """Write the own record, read all, and take part in the decision on a generation.
 
         Raises:
-            RuntimeError, OSError: the store is out of reach.
+            Waiting, RuntimeError, OSError: see `Board.exchange`.
         """
-        if self._broken:
-            if not reachable(self._store, _REQUEST_TIMEOUT):
-                raise ConnectionError("connection refused")
-            self._connect()
-            self._broken = False
         with self._lock:
             self._mine = mine = replace(self._mine, beat=self._mine.beat + 1)
-        self._store.set(key(self._rank), dump(mine))
-        keys = [key(rank) for rank in self._peers]
-        values = read_all(self._store, keys)
-        records = dict(zip(self._peers, map(load, values), strict=True))
+        records = self._board.exchange(mine)
         with self._lock:
             self._published = mine
             now = self._clock()
@@ -252,29 +265,9 @@ class Membership:
             deciding = wanted > self._generation and (self._decided is None or self._decided.generation < wanted)
             proposal = None if self._awaited() else [self._rank, *(r for r, peer in self._peers.items() if peer.up)]
         if deciding:
-            self._decide(wanted, None if proposal is None else sorted(proposal))
-
-    def _decide(self, wanted: int, proposal: list[int] | None) -> None:
-        """The first proposal stands for all; whoever comes later takes it."""
-        name = f"{PREFIX}/quorum/{wanted}"
-        if proposal is not None:
-            value = self._store.compare_set(name, "", json.dumps(proposal))
-        elif self._store.check([name]):
-            value = self._store.get(name)
-        else:
-            return
-        with self._lock:
-            self._decided = Quorum(wanted, tuple(json.loads(value)))
-
-    def _refused(self, error: Exception) -> None:
-        with self._lock:
-            # Not to be used again: a late answer to a request given up would be taken for the next one's.
-            self._broken = True
-            self._contact.refused(error)
-
-    def _connect(self) -> None:
-        # A clone takes over the timeout: later ones, made of this one, do not try to connect for minutes.
-        self._store = own_client(self._store, _REQUEST_TIMEOUT)
+            quorum = self._board.decide(wanted, None if proposal is None else sorted(proposal))
+            with self._lock:
+                self._decided = self._decided if quorum is None else quorum
 
     # ------------------------------------------------------------------ under the lock
 
@@ -325,6 +318,13 @@ class Membership:
             if self._thread is None or not self._thread.is_alive():
                 return
             self._wake.set()
-            until = time.monotonic() + _REQUEST_TIMEOUT.total_seconds()
+            until = time.monotonic() + _GOODBYE_S
             while self._published.state == UP and self._contact.refusals < _GIVEUP and time.monotonic() < until:
                 self._beaten.wait(self._interval_s)
+
+
+@atexit.register
+def _end_all() -> None:
+    # A thread that comes back from torch while the interpreter shuts down aborts the process.
+    for membership in list(_started):
+        membership._end()

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 from dataclasses import dataclass
 
-__all__ = ["ABSENT", "FAILED", "LEFT", "PREFIX", "UP", "Peer", "Record", "describe", "dump", "key", "load"]
+__all__ = ["ABSENT", "FAILED", "LEFT", "PREFIX", "UP", "Peer", "Record", "describe", "dump", "key", "load", "new_life"]
 
 PREFIX = "lightning_async/membership"
 
 ABSENT, UP, LEFT, FAILED = "absent", "up", "left", "failed"
+_MAX_BYTES = 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
     """What one rank publishes. ``wanted`` is the generation it waits to enter, or is in."""
 
-    life: str = ""  # differs between processes that use the same rank one after the other
+    life: str = ""  # differs between processes that use the same rank
     beat: int = 0
     wanted: int = 0
     bell: int = 0
@@ -29,7 +32,8 @@ class Peer:
     """What this rank knows of another one. ``silent_s`` counts only time in which the store was read."""
 
     record: Record
-    confirmed: bool = False  # has been seen to change, or to appear, since this rank started
+    fresh: bool = False  # the store holds nothing of earlier lives, so what is found there is of this one
+    confirmed: bool = False  # lives, or has lived, since this rank started
     read: bool = False
     restarted: bool = False  # a new life under the old number: its groups are gone, it waits to be taken in
     silent_s: float = 0.0
@@ -44,21 +48,25 @@ class Peer:
     def has_left(self) -> bool:
         return self.record.state == LEFT and self.confirmed
 
-    def judge(self, record: Record, passed_s: float, dead_s: float, start_s: float) -> None:
-        """Take in a reading, ``passed_s`` after the last one."""
-        if record != self.record:
+    def judge(self, record: Record | None, passed_s: float, dead_s: float, start_s: float) -> None:
+        """Take in a reading, ``passed_s`` after the last one; None where it was no record."""
+        if record is not None and record != self.record and not self._is_older(record):
             # What the first reading finds may be of a life that ended before this one began.
             self.restarted = self.restarted or (self.confirmed and record.life != self.record.life)
-            self.confirmed = self.confirmed or self.read
+            self.confirmed = self.confirmed or self.read or self.fresh
             self.record = record
             self.silent_s = 0.0
         else:
             self.silent_s += passed_s
         self.read = True
         self.limit_s = dead_s if self.confirmed else start_s
-        failed = record.state == FAILED and self.confirmed
-        expected = record.state == UP or not self.confirmed
+        failed = self.record.state == FAILED and self.confirmed
+        expected = self.record.state == UP or not self.confirmed
         self.lost = failed or (expected and self.silent_s >= self.limit_s)
+
+    def _is_older(self, record: Record) -> bool:
+        """Whether somebody has written an earlier record of the same life again."""
+        return record.life == self.record.life and record.beat < self.record.beat
 
     def describe(self, rank: int) -> str:
         """Why the peer is lost, for messages."""
@@ -80,14 +88,31 @@ def describe(lost: dict[int, Peer]) -> str:
     )
 
 
+def new_life() -> str:
+    """Names this process, and no other, for good."""
+    return f"process {os.getpid()} on {socket.gethostname()} ({os.urandom(8).hex()})"
+
+
 def key(rank: int) -> str:
     """Where a rank's record lies in the store."""
     return f"{PREFIX}/{rank}"
 
 
-def dump(record: Record) -> str:
-    return json.dumps(vars(record))
+def dump(record: Record) -> bytes:
+    return json.dumps(vars(record)).encode()
 
 
-def load(value: bytes) -> Record:
-    return Record(**json.loads(value))
+def load(value: bytes) -> Record | None:
+    """The record, or None where that is no record of this version."""
+    try:
+        fields = json.loads(value) if len(value) <= _MAX_BYTES else None
+    except (ValueError, RecursionError):
+        return None
+    known = vars(Record())
+    if not isinstance(fields, dict) or not fields.keys() <= known.keys():
+        return None
+    if any(type(value) is not type(known[name]) for name, value in fields.items()):
+        return None
+    record = Record(**fields)
+    valid = record.state in (ABSENT, UP, LEFT, FAILED) and min(record.beat, record.wanted, record.bell) >= 0
+    return record if valid else None

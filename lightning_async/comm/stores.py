@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-_REFUSALS = 10
+from lightning_async.comm.signing import Seal
+from lightning_async.comm.sockets import connects, opened_since, snapshot
 
-__all__ = ["Contact", "HashStore", "PollingStore", "PrefixStore", "Store", "own_client", "reachable", "read_all"]
+__all__ = [
+    "Contact",
+    "HashStore",
+    "PollingStore",
+    "PrefixStore",
+    "Store",
+    "connect",
+    "own_client",
+    "reachable",
+    "read_all",
+]
+
+T = TypeVar("T")
+_REFUSALS = 10
+_connecting = threading.Lock()
 
 
 class Contact:
@@ -42,7 +58,7 @@ class Contact:
         """Why the store is lost; None where it is not. To be asked now and then."""
         # A request may hang (the host is stopped), so the silence is measured by the one who asks; in portions,
         # because this process may have been the one that was stopped.
-        self._silent_s += min(now - self._asked_at, self._dead_s / 4)
+        self._silent_s += min(now - max(self._asked_at, self._answered_at), self._dead_s / 4)
         self._asked_at = now
         refuses = self.refusals >= _REFUSALS and now - self._answered_at >= self._dead_s / 4
         if not refuses and self._silent_s < self._dead_s:
@@ -63,36 +79,61 @@ def own_client(store: Store, timeout: timedelta) -> Store:
     Raises:
         RuntimeError: the store is out of reach.
     """
+    return connect(store, timeout)[0]
+
+
+def connect(store: Store, timeout: timedelta) -> tuple[Store, dict[int, int]]:
+    """See `own_client`; with the client's sockets, by which a request that hangs can be ended."""
     client: Any = store
-    client = client.clone()
+    with _connecting:  # or another thread's client would be taken for ours
+        before = snapshot()
+        client = client.clone()
+        base = _base(client)
+        ports = {base.port} if isinstance(base, TCPStore) else set()
+        opened = {fd: inode for fd, inode in opened_since(before) if connects(fd, set(), ports)}
     # A HashStore has no clients: its clone is itself, and its timeout everybody's.
-    if not isinstance(_base(client), HashStore):
+    if not isinstance(base, HashStore):
         client.set_timeout(timeout)
-    return client
+    return client, opened
 
 
 class PollingStore(Store):
     """What torch forms a group through: a view of a store that never blocks in it.
 
-    Any number of threads can share the client below, and forming a group can be given up.
+    Any number of threads can share the client below, and forming a group can be given up. What is not signed as it must
+    be counts as not there.
 
     Args:
         store: the store.
         prefix: of all keys.
         check: called again and again while a key is waited for; raises to give up.
+        seal: of the values.
     """
 
-    def __init__(self, store: Store, prefix: str, check: Callable[[], None]) -> None:
+    def __init__(self, store: Store, prefix: str, check: Callable[[], None], seal: Seal) -> None:
         super().__init__()
         self._store: Any = store
-        self._prefix, self._check = prefix, check
+        self._prefix, self._check, self._seal = prefix, check, seal
 
     def set(self, key: str, value: Any) -> None:
-        self._store.set(self._prefix + key, value)
+        name = self._prefix + key
+        self._store.set(name, self._seal.sign(name, value.encode() if isinstance(value, str) else bytes(value)))
 
     def get(self, key: str) -> bytes:
-        self.wait([key])
-        return self._store.get(self._prefix + key)
+        return self.read([key], bytes)[0]
+
+    def read(self, keys: Sequence[str], parse: Callable[[bytes], T | None]) -> list[T]:
+        """The values of all keys, once they are there and ``parse`` makes something of each."""
+        self.wait(list(keys))
+        names = [self._prefix + key for key in keys]
+        while True:
+            opened = map(self._seal.open, names, read_all(self._store, names))
+            values = [None if value is None else parse(value) for value in opened]
+            good = [value for value in values if value is not None]
+            if len(good) == len(names):
+                return good
+            self._check()
+            time.sleep(0.02)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # pyright: ignore
         names, pause = [self._prefix + key for key in keys], 0.001

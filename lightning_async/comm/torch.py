@@ -14,12 +14,13 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from lightning_async.comm import groups
 from lightning_async.comm.communicator import ElasticCommunicator
+from lightning_async.comm.forming import Terms, form
 from lightning_async.comm.nccl import RegisteredMemory
 from lightning_async.comm.pending import Operation, Where
 from lightning_async.comm.protocols import Quorum, ReduceOp
 from lightning_async.comm.reductions import as_bytes, check_buffer, check_rows, reducible, room_for, sum_rows
 from lightning_async.comm.stores import Store
-from lightning_async.errors import CollectiveError
+from lightning_async.errors import AsyncTrainingError, CollectiveError
 
 __all__ = ["TorchCollectives"]
 
@@ -53,6 +54,7 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         generation: of the first group.
         device: where NCCL's barrier lives and connects; the current CUDA device by default.
         max_ctas: how many blocks of the GPU NCCL may take from the training beside it.
+        terms: on which members meet.
 
     Raises:
         ValueError: an argument is out of range, or torch was built without the backend.
@@ -71,12 +73,13 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         generation: int = 0,
         device: torch.device | None = None,
         max_ctas: int = 4,
+        terms: Terms | None = None,
     ) -> None:
         _check_arguments(rank, world_size, backend, timeout, form_timeout)
         super().__init__(Where(rank, world_size, name, generation), timeout)
         self._store = store
         self._backend, self._device, self._max_ctas = backend, device, max_ctas
-        self._form_timeout = form_timeout
+        self._form_timeout, self._terms = form_timeout, Terms() if terms is None else terms
         self._lock = threading.Lock()
         self._group: groups.Group | None = None
         self._pending: dict[int, Operation[Any]] = {}
@@ -156,9 +159,7 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
 
     def reconfigure(self, quorum: Quorum) -> None:
         if self._backend == "mpi":
-            raise ValueError(
-                "TorchCollectives(backend='mpi') cannot be reconfigured: torch forms MPI groups only once."
-            )
+            raise CollectiveError(f"{self._where}: torch forms groups of MPI only once. It failed by: {self._failure}")
         super().reconfigure(quorum)
 
     def fork(self, name: str, timeout: timedelta | None = None) -> TorchCollectives:
@@ -260,7 +261,7 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         if self._group is None:
             self._check_usable()
             try:
-                group = groups.form(
+                group = form(
                     self._store,
                     self._where,
                     self._backend,
@@ -268,9 +269,10 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
                     self._token_device() if self._backend == "nccl" else None,
                     self._max_ctas,
                     cancelled=lambda: self._failure is not None or self._closed,
+                    terms=self._terms,
                 )
-            except CollectiveError as error:
-                self._fail(error)
+            except AsyncTrainingError as error:
+                self._fail(error if isinstance(error, CollectiveError) else CollectiveError(str(error)))
                 raise
             self._memory.register(group.pg)
             with self._lock:
@@ -290,6 +292,7 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
             generation=where.generation,
             device=self._device,
             max_ctas=self._max_ctas,
+            terms=self._terms,
         )
 
     def _enter(self, where: Where) -> None:

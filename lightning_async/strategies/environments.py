@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from pathlib import Path
 from typing import Any
 
 from lightning_async.comm.horovod_world import HorovodWorld
@@ -17,16 +18,18 @@ _VARIABLES = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_NODE_RANK"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "PMI_NODE_RANK"),
 )
+_LAUNCHERS = ("mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy")
 
 
 class MPIRunEnvironment(ClusterEnvironment):
     """Ranks started by ``mpirun`` (Open MPI, MPICH, Intel MPI), read from its variables; needs no mpi4py.
 
     The address of rank 0 is ``MASTER_ADDR``, or this host where all ranks run on one. The port is
-    ``MASTER_PORT``, or derived from the job's id, so that jobs on one host do not meet.
+    ``MASTER_PORT``, or derived from the job's id, so that jobs on one host do not meet. Where mpirun gives none, as
+    MPICH's, mpirun's own process on this host stands for the job.
 
     Raises:
-        RuntimeError: ranks on several hosts without ``MASTER_ADDR``.
+        RuntimeError: ranks on several hosts without ``MASTER_ADDR``; neither a port, nor what it could be derived from.
     """
 
     def __init__(self) -> None:
@@ -70,12 +73,18 @@ class MPIRunEnvironment(ClusterEnvironment):
     def main_port(self) -> int:
         if "MASTER_PORT" in os.environ:
             return int(os.environ["MASTER_PORT"])
-        job = (
-            os.environ.get("PMIX_NAMESPACE")
-            or os.environ.get("OMPI_MCA_ess_base_jobid")  # noqa: SIM112
-            or os.environ.get("PMI_JOBID", "")
-        )
-        return 20000 + int.from_bytes(hashlib.sha256(job.encode()).digest()[:2], "big") % 10000
+        if not self.job:
+            raise RuntimeError(
+                "This mpirun says nothing by which its jobs could be told apart, and is not among the parents of this "
+                "process: export MASTER_PORT, a port of rank 0's host that is free (`mpirun -genv MASTER_PORT ...`)."
+            )
+        return 20000 + int.from_bytes(hashlib.sha256(self.job.encode()).digest()[:2], "big") % 10000
+
+    @property
+    def job(self) -> str:
+        """What tells this job apart from others; "" where nothing does."""
+        found = (os.environ.get(name) for name in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID"))
+        return next(filter(None, found), "") or (_launcher_above() if self._local_size == self._size else "")
 
     def world_size(self) -> int:
         return self._size
@@ -103,6 +112,22 @@ class MPIRunEnvironment(ClusterEnvironment):
                 f"mpirun started {self._size}: set `devices` to {self._local_size} and `num_nodes` to "
                 f"{self._size // max(1, self._local_size)}."
             )
+
+
+def _launcher_above() -> str:
+    """The process among this one's parents that started all ranks of this host; "" where none is known as such."""
+    pid, found = os.getpid(), ""
+    while pid > 1:
+        try:
+            text = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            break
+        name, _, rest = text.partition("(")[2].rpartition(")")
+        fields = rest.split()
+        if name in _LAUNCHERS:
+            found = f"{name} {pid} since {fields[19]}"  # numbers of processes come again
+        pid = int(fields[1])
+    return found
 
 
 class HorovodEnvironment(ClusterEnvironment):

@@ -10,11 +10,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore
 
 from lightning_async.comm.horovod import HorovodCollectives
 from lightning_async.comm.horovod_world import HorovodWorld, load
 from lightning_async.comm.rendezvous import Membership
+from lightning_async.comm.signing import Seal
+from lightning_async.comm.start import Patience, open_store
 from lightning_async.errors import PeerLost
 from lightning_async.strategies.connection import Connection
 from lightning_async.strategies.environments import HorovodEnvironment
@@ -76,7 +78,7 @@ class HorovodEngine:
         root = _collectives(world)
         membership = None
         if dead_after is not None:
-            membership = _Membership(world, PrefixStore(root.name, _store(world, root)), dead_after)
+            membership = _Membership(world, PrefixStore(root.name, _store(world, root)), root.name, dead_after)
             membership.start()
         return Connection(root, root, membership)
 
@@ -93,8 +95,10 @@ class HorovodEngine:
 class _Membership(Membership):
     """Heartbeats beside Horovod: who is lost takes Horovod's world along."""
 
-    def __init__(self, world: HorovodWorld, store: Any, dead_after: timedelta) -> None:
-        super().__init__(store, world.rank, world.size, dead_after=dead_after)
+    def __init__(self, world: HorovodWorld, store: Any, name: str, dead_after: timedelta) -> None:
+        # The store is no older than Horovod's world.
+        seal = Seal.of_job().within(name)
+        super().__init__(store, world.rank, world.size, dead_after=dead_after, fresh=True, seal=seal)
         self._horovod = world
 
     def check(self) -> None:
@@ -114,10 +118,11 @@ def _store(world: HorovodWorld, root: HorovodCollectives) -> Any:
     """Horovod's world has one store, on rank 0; its address goes round by Horovod itself."""
     if world.store is None:
         timeout = timedelta(minutes=1)
+        patience = Patience(root.rank, timeout, check=lambda: None)
         address = "127.0.0.1" if world.one_host else os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
         if root.rank == 0:
-            world.store = TCPStore(address, 0, None, True, timeout, wait_for_workers=False)
+            world.store = open_store(address, 0, True, patience, timeout)
         place = World(root, deadline=timeout).broadcast((address, getattr(world.store, "port", 0)))
         if root.rank != 0:
-            world.store = TCPStore(*place, None, False, timeout, wait_for_workers=False)
+            world.store = open_store(*place, False, patience, timeout)
     return world.store

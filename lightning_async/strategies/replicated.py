@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -27,6 +29,8 @@ else:
 
 __all__ = ["EngineName", "ReplicatedStrategy", "StartMethod"]
 
+log = logging.getLogger(__name__)
+_runs = itertools.count(1)  # of this process, by any strategy: what a run leaves in the store is not the next one's
 T = TypeVar("T")
 
 
@@ -121,7 +125,10 @@ class ReplicatedStrategy(ParallelStrategy):
         if connection is None or self._dead_after is None:
             return timedelta(0)
         rank = self.node_rank * self.num_processes + local_rank
-        connection.membership.report_death(rank, f"its process ended with status {returncode}")
+        try:
+            connection.membership.report_death(rank, f"its process ended with status {returncode}")
+        except Exception as error:  # then the others find out by its silence
+            log.warning("Rank %d: the others could not be told that rank %d died: %s", self.global_rank, rank, error)
         return self._dead_after
 
     def setup_environment(self) -> None:
@@ -132,7 +139,7 @@ class ReplicatedStrategy(ParallelStrategy):
     def connect_ranks(self) -> None:
         """Join the other ranks, if there are any; all call this together."""
         if self.world_size > 1:
-            self._runs += 1
+            self._runs = next(_runs)
             self._connection = self.engine.connect(
                 self.cluster_environment, self.root_device, f"lightning_async/{self._runs}", self._dead_after
             )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import os
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -13,20 +15,25 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from lightning_async.comm import nccl
+from lightning_async.comm.forming import Terms
 from lightning_async.comm.rendezvous import Membership
+from lightning_async.comm.signing import SECRET, Seal
 from lightning_async.comm.staged import StagedCollectives
+from lightning_async.comm.start import Patience, greet, is_loopback, open_store
 from lightning_async.comm.torch import TorchCollectives
-from lightning_async.namespace import fabric, pytorch
+from lightning_async.namespace import fabric
 from lightning_async.strategies.checks import check_choice
 from lightning_async.strategies.connection import Connection
 from lightning_async.strategies.environments import MPIRunEnvironment
-from lightning_async.strategies.launcher import ScriptLauncher
+from lightning_async.strategies.glue import rank_zero_info
+from lightning_async.strategies.launcher import ProcessLauncher, ScriptLauncher, check_launcher
 from lightning_async.strategies.world import World
 
 __all__ = ["StartMethod", "TorchEngine"]
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
-_FORM_TIMEOUT = timedelta(minutes=5)
+_FORM_TIMEOUT, _START_TIMEOUT = timedelta(minutes=5), timedelta(minutes=30)
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 class TorchEngine:
@@ -63,8 +70,7 @@ class TorchEngine:
     ) -> Any:
         if self._start_method == "popen":
             return ScriptLauncher(strategy.cluster_environment, num_processes, num_nodes, on_death)
-        launcher = pytorch("strategies.launchers.multiprocessing")._MultiProcessingLauncher
-        return launcher(strategy, start_method=self._start_method)
+        return ProcessLauncher(strategy, self._start_method)
 
     def root_device(self, devices: Sequence[torch.device], local_rank: int) -> torch.device:
         return devices[local_rank]
@@ -84,30 +90,39 @@ class TorchEngine:
         backend = self.backend(root_device)
         if backend == "nccl":
             nccl.set_variables()
-        _join_default_group(environment, backend, timedelta(minutes=30))
-        rank, world_size = environment.global_rank(), environment.world_size()
-        store = distributed_c10d.PrefixStore(name, _store(environment, rank, _FORM_TIMEOUT))
+        _join_default_group(environment, backend)
+        rank, world_size, seal = environment.global_rank(), environment.world_size(), Seal.of_job().within(name)
+        store = distributed_c10d.PrefixStore(name, _store(environment, rank))
+        terms = Terms(seal, host=_host(environment))
         small = "mpi" if backend == "mpi" else "gloo"
-        root = TorchCollectives(store, rank, world_size, backend=small, timeout=timedelta(days=7))
+        root = TorchCollectives(
+            store, rank, world_size, backend=small, timeout=timedelta(days=7), form_timeout=_FORM_TIMEOUT, terms=terms
+        )
         payload: Any = root
         if self.bucket_device(root_device).type == "cuda":
-            payload = TorchCollectives(store, rank, world_size, backend=backend, name="device", device=root_device)
+            payload = TorchCollectives(
+                store, rank, world_size, backend=backend, name="device", device=root_device,
+                form_timeout=_FORM_TIMEOUT, terms=terms,
+            )  # fmt: skip
             payload = StagedCollectives(payload, root_device) if backend == "gloo" else payload
         membership = None
         if dead_after is not None:
-            membership = Membership(store, rank, world_size, dead_after=dead_after)
+            # The store is no older than the job, and all ranks have met in it.
+            membership = Membership(store, rank, world_size, dead_after=dead_after, fresh=True, seal=seal)
             membership.start()
+            terms.check = membership.check
         return Connection(root, payload, membership)
 
     @contextmanager
     def short_world(self, environment: Any, name: str) -> Iterator[World]:
-        rank, timeout = environment.global_rank(), timedelta(minutes=30)
+        rank = environment.global_rank()
         root = TorchCollectives(
-            distributed_c10d.PrefixStore(name, _store(environment, rank, timeout)),
+            distributed_c10d.PrefixStore(name, _store(environment, rank)),
             rank,
             environment.world_size(),
-            timeout=timeout,
-            form_timeout=timeout,
+            timeout=_START_TIMEOUT,
+            form_timeout=_START_TIMEOUT,
+            terms=Terms(Seal.of_job().within(name), host=_host(environment)),
         )
         try:
             yield World(root)
@@ -116,11 +131,14 @@ class TorchEngine:
             root.close()
 
 
-def _join_default_group(environment: Any, backend: str, timeout: timedelta) -> None:
+def _join_default_group(environment: Any, backend: str) -> None:
     """Torch's default group, for code of the user's that expects one; this package forms its own beside it."""
     if dist.is_initialized():
         return
-    fabric("utilities.distributed")._init_dist_connection(environment, backend, timeout=timeout)
+    store = None if backend == "mpi" else _open_store(environment, environment.global_rank())
+    with _gloo_at(_host(environment)):
+        connect = fabric("utilities.distributed")._init_dist_connection
+        connect(environment, backend, timeout=_START_TIMEOUT, store=store)
     if backend != "nccl":  # for NCCL Lightning does the same; without it some exits abort
         atexit.register(_leave_default_group)
 
@@ -130,10 +148,53 @@ def _leave_default_group() -> None:
         dist.destroy_process_group()
 
 
-def _store(environment: Any, rank: int, timeout: timedelta) -> Any:
+def _store(environment: Any, rank: int) -> Any:
     """The default group's store; MPI's group has none, there rank 0 opens one."""
     if dist.get_backend() == "mpi":
-        return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-            environment.main_address, environment.main_port, is_master=rank == 0, timeout=timeout
-        )
+        return _open_store(environment, rank)
     return distributed_c10d._get_default_store()
+
+
+def _open_store(environment: Any, rank: int) -> Any:
+    """The store of all ranks, in which all have met."""
+    patience = Patience(rank, _START_TIMEOUT, check_launcher)
+    address, seal = _address(environment), Seal.of_job()
+    # Under torchrun its agent serves the store, and starts all ranks again after a failure.
+    launcher_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = open_store(address, environment.main_port, rank == 0 and not launcher_serves, patience)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    room = distributed_c10d.PrefixStore(f"lightning_async/attempt{attempt}", store)
+    greet(room, rank, environment.world_size(), getattr(environment, "job", ""), seal, patience)
+    if not is_loopback(address) and not seal.signs:
+        rank_zero_info(
+            f"The ranks' records in the store at {address} are not signed: whoever reaches it can speak for a rank. "
+            f"Export the same {SECRET} on all hosts, see docs/security.md."
+        )
+    return store
+
+
+def _address(environment: Any) -> str:
+    """Where rank 0 is: on loopback where the launcher says that there is one host."""
+    slurm = fabric("plugins.environments").SLURMEnvironment
+    one_host = isinstance(environment, slurm) and os.environ.get("SLURM_NNODES") == "1"
+    return "127.0.0.1" if one_host else environment.main_address
+
+
+def _host(environment: Any) -> str | None:
+    """Where Gloo is to listen: on loopback where all ranks find rank 0 there; else as Gloo does."""
+    address = _address(environment)
+    return {"localhost": "127.0.0.1"}.get(address, address) if is_loopback(address) else None
+
+
+@contextmanager
+def _gloo_at(host: str | None) -> Iterator[None]:
+    """While torch makes a group of its own, its Gloo is to listen on loopback only, if ``host`` is there."""
+    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if host is None or not names or _INTERFACE in os.environ:
+        yield
+        return
+    os.environ[_INTERFACE] = names[0]
+    try:
+        yield
+    finally:
+        del os.environ[_INTERFACE]

@@ -90,7 +90,7 @@ def contract(
     until = time.monotonic() + 6.0 * (backend == "gloo")  # what got stuck in a check ends by its own timeout
     while native_threads() >= 8 and time.monotonic() < until:
         time.sleep(0.05)
-        groups._sweep()
+        groups.sweep()
     threads = other_threads()
     meet(store, "end")
     return told | {"threads": threads, "native": native_threads()}

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 from typing import Any
 
 from lightning_async import AsyncAveragingStrategy, EveryNSteps
+from lightning_async.comm.sockets import listening_port, snapshot
 from tests.strategies.failure_workers import Tiny, digest, finite, loader, make_trainer
 
 
 class SaysHow(Tiny):
     """Prints from every process, whoever started it."""
 
-    dies = False
+    dies = fails = False
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.fails and self.trainer.global_rank == 1 and batch_idx == 10:
+            raise ValueError("the data ran dry")
         if self.dies and self.trainer.global_rank == 1 and batch_idx == 10:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().training_step(batch, batch_idx)
@@ -30,25 +34,39 @@ class SaysHow(Tiny):
             f"{finite(self)}\n".encode(),
         )
 
+        os.write(1, f"\nLISTENS {strategy.global_rank} {' '.join(listens_at())}\n".encode())
+
     def on_test_end(self) -> None:
         loss = float(self.trainer.callback_metrics["test_loss"])
         os.write(1, f"\nTEST {self.trainer.strategy.global_rank} {loss!r}\n".encode())
 
 
+def listens_at() -> list[str]:
+    """The addresses of this process's listening sockets."""
+    found = []
+    for fd in snapshot():
+        if listening_port(fd) is not None:
+            with socket.socket(fileno=os.dup(fd)) as sock:
+                found.append(sock.getsockname()[0])
+    return sorted(found)
+
+
 def main(start_method: str, devices: str, *what: str) -> None:
     module = SaysHow()
     for each in what:
-        if each in ("fit", "refit", "killed"):
+        if each in ("fit", "refit", "killed", "fails"):
             how: dict[str, Any] = {"engine": "horovod"} if start_method == "horovod" else {"start_method": start_method}
             strategy = AsyncAveragingStrategy(schedule=EveryNSteps(4), **how)
             trainer = make_trainer(strategy, int(devices))
         if each == "fit":
             module = SaysHow()
-        module.dies = each == "killed"
+        module.dies, module.fails = each == "killed", each == "fails"
         if each == "test":
             trainer.test(module, loader(5))  # pyright: ignore[reportPossiblyUnboundVariable]
         else:
-            trainer.fit(module, loader(20 if each != "killed" else 100_000))  # pyright: ignore[reportPossiblyUnboundVariable]
+            trainer.fit(module, loader(20 if each in ("fit", "refit") else 100_000))  # pyright: ignore[reportPossiblyUnboundVariable]
+            summary = trainer.strategy.summary  # pyright: ignore[reportPossiblyUnboundVariable]
+            os.write(1, f"\nSUMMARY {summary.rounds} {summary.samples}\n".encode())
     print("\nDONE", flush=True)
 
 

@@ -11,10 +11,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
+from lightning_async.strategies.launcher import _Watch
 from tests.support import ROOT, free_port, rank_environment
 
 SCRIPT = str(ROOT / "tests/strategies/launch_script.py")
@@ -83,6 +85,10 @@ def test_plain_python_with_two_fits_and_a_test_in_a_row(tmp_path: Path) -> None:
     assert_two_ranks_fitted(text, times=2)
     assert_one_test_result(text)
     assert text.count("DONE") == 2
+    heard = lines(text, "LISTENS")
+    assert [each[0] for each in heard] == ["0", "0", "1", "1"]
+    assert {address for each in heard for address in each[1:]} == {"127.0.0.1"}  # the store, and Gloo
+    assert all(len(each) > 2 for each in heard)
 
 
 def test_plain_python_names_a_rank_that_is_killed(tmp_path: Path) -> None:
@@ -121,6 +127,71 @@ def test_start_methods(method: str, what: list[str], tmp_path: Path) -> None:
     assert_two_ranks_fitted(text, times=what.count("fit") + what.count("refit"))
     if "test" in what:
         assert_one_test_result(text)
+    # The process that has started them knows what rank 0 knew.
+    ((rounds, samples), *_) = lines(text, "SUMMARY")
+    assert rounds == lines(text, "FIT")[0][2] and float(samples) == 40.0
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_an_exception_on_one_rank_ends_all_at_once_whatever_started_them(method: str, tmp_path: Path) -> None:
+    """In processes that Lightning starts so, it calls no hook after an exception."""
+    with pytest.raises(AssertionError):
+        launch([[sys.executable, SCRIPT, method, "2", "fails"]], tmp_path)
+    text = (tmp_path / "log").read_text()
+    # The launcher's error is that of the rank that failed, and the other one has not waited until it was killed.
+    assert re.search(
+        r"ProcessRaisedException: \s*-- Process 1 terminated.*ValueError: the data ran dry", text, re.DOTALL
+    ), text
+    assert "forcefully exiting via SIGKILL" not in text, text
+
+
+def test_a_watcher_goes_on_although_the_others_cannot_be_told(caplog: pytest.LogCaptureFixture) -> None:
+    """The store may be gone with the rank that died."""
+
+    def on_death(local_rank: int, status: int) -> timedelta:
+        raise RuntimeError("Connection reset by peer")
+
+    died, other, main = (
+        subprocess.Popen([sys.executable, "-S", "-c", code])
+        for code in ("raise SystemExit(3)", *["import time; time.sleep(60)"] * 2)
+    )
+    watch = _Watch([died, other], on_death)
+    watch._main_pid = main.pid  # in this process's place
+    died.wait(10.0)
+    assert watch._run()
+    assert [other.wait(10.0), main.wait(10.0)] == [-signal.SIGKILL] * 2
+    assert "could not be told" in caplog.text and "Connection reset by peer" in caplog.text
+
+
+def test_a_launcher_that_is_killed_while_it_starts_the_others_leaves_none(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, SCRIPT, "popen", "2", "fit"], cwd=tmp_path, env=environment(),
+            stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
+        )  # fmt: skip
+        try:
+            deadline = time.monotonic() + 30.0
+            while len(group_members(process.pid)) < 2 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert len(group_members(process.pid)) == 2
+            process.kill()
+            process.wait()
+            wait_for_group_to_end(process.pid, 25.0)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    text = (tmp_path / "log").read_text()
+    assert f"the process that started this rank ({process.pid}) has died" in text, text[-4000:]
+
+
+def group_members(group: int) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = path.read_text().rpartition(")")[2].split()
+            if int(fields[2]) == group and fields[0] != "Z":
+                found.append(int(path.parent.name))
+    return found
 
 
 def test_torchrun(tmp_path: Path) -> None:

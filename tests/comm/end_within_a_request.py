@@ -1,0 +1,34 @@
+"""A script that ends while its heartbeat waits for a store whose host stands still, and goes on just then."""
+
+import atexit
+import os
+import signal
+import subprocess
+import sys
+import time
+
+HOST = """
+import sys
+from datetime import timedelta
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=20), wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+host = subprocess.Popen([sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+assert host.stdout is not None
+# Registered first, so called last: when all that could have ended the heartbeat has been called.
+atexit.register(lambda: os.kill(host.pid, signal.SIGCONT))
+
+from datetime import timedelta  # noqa: E402
+
+from torch.distributed import TCPStore  # noqa: E402
+
+from lightning_async.comm.rendezvous import Membership  # noqa: E402
+
+port = int(host.stdout.readline())
+store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=20), wait_for_workers=False)
+Membership(store, 0, 2).start()
+os.kill(host.pid, signal.SIGSTOP)
+time.sleep(0.5)

@@ -1,0 +1,245 @@
+"""What lies in the store is judged before it is believed, and a store that is slow is waited for."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_async.comm.board import Board
+from lightning_async.comm.protocols import Quorum
+from lightning_async.comm.rendezvous import Membership
+from lightning_async.comm.roster import PREFIX, Record, dump, key, load
+from lightning_async.comm.signing import SECRET, Seal
+from lightning_async.comm.stores import HashStore
+from lightning_async.errors import AsyncTrainingError, PeerLost
+from tests.comm.proxy import Proxy
+from tests.comm.test_rendezvous import Hand, running, until
+from tests.support import ROOT, run_ranks
+
+ALIVE = {"life": "x", "beat": 1, "wanted": 0, "bell": 0, "state": "up", "text": ""}
+NO_RECORDS = [
+    b"not json",
+    b"",
+    b"\xff\xfe",
+    b"[1, 2]",
+    b"null",
+    b"[" * 5_000,
+    b'{"text": "' + b"x" * 100_000 + b'"}',
+    json.dumps({"extra": 1}).encode(),
+    json.dumps(ALIVE | {"bell": "x"}).encode(),
+    json.dumps(ALIVE | {"beat": True}).encode(),
+    json.dumps(ALIVE | {"beat": -1}).encode(),
+    json.dumps(ALIVE | {"wanted": 1.5}).encode(),
+    json.dumps(ALIVE | {"state": "asleep"}).encode(),
+]
+
+
+@pytest.mark.parametrize("value", NO_RECORDS, ids=lambda value: repr(value[:24]))
+def test_what_is_no_record_is_none(value: bytes) -> None:
+    assert load(value) is None
+
+
+def test_a_record_comes_back_as_it_was() -> None:
+    record = Record(**ALIVE)
+    assert load(dump(record)) == record
+
+
+# ---- who is dead, from the first reading on ----
+
+
+def test_a_peer_that_died_before_it_was_seen_to_change_is_lost_after_dead_after() -> None:
+    hand = Hand(2, fresh=True, dead_after=timedelta(seconds=20), start_timeout=timedelta(seconds=300))
+    hand.store.compare_set(key(0), "", "{}")
+    hand.beat(1)  # once; then it dies
+    hand.beat(0, times=20, seconds=1.0)
+    hand.ranks[0].check()
+    hand.beat(0, times=2, seconds=1.0)
+    with pytest.raises(PeerLost, match=r"rank 1 was last seen 2\d\.\d s ago"):
+        hand.ranks[0].check()
+
+
+@pytest.mark.parametrize("how", ["fails", "leaves"])
+def test_a_peer_that_ended_before_the_first_reading_is_believed(how: str) -> None:
+    hand = Hand(2, fresh=True)
+    hand.store.compare_set(key(0), "", "{}")
+    (hand.ranks[1].fail if how == "fails" else lambda text: hand.ranks[1].close())("out of memory")
+    hand.beat(1, 0)
+    if how == "fails":
+        with pytest.raises(PeerLost, match="rank 1 failed: out of memory"):
+            hand.ranks[0].check()
+    else:
+        assert hand.ranks[0].left() == {1}
+
+
+# ---- strangers ----
+
+
+@pytest.mark.parametrize("value", NO_RECORDS, ids=lambda value: repr(value[:24]))
+def test_a_heartbeat_goes_on_over_what_is_no_record(value: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    hand = Hand(2)
+    hand.everybody_is_seen()
+    caplog.set_level(logging.WARNING)
+    for _ in range(5):
+        hand.store.set(key(1), value)  # type: ignore[arg-type]
+        hand.beat(0, seconds=1.0)
+    hand.ranks[0].check()
+    assert len([record for record in caplog.records if key(1) in record.getMessage()]) == 1
+    hand.ranks[1].ring(3)
+    hand.beat(1, 0)
+    assert hand.ranks[0].bell == 3
+
+
+def test_the_heartbeat_thread_survives_garbage_and_hears_the_peer_again() -> None:
+    store = HashStore()
+    with running(2, store=store) as ranks:
+        until(lambda: ranks[0]._peers[1].confirmed)
+        for _ in range(50):
+            store.set(key(1), "not json")
+            threading.Event().wait(0.002)
+        ranks[1].ring(5)
+        until(lambda: ranks[0].bell == 5)
+        ranks[0].check()
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        Record(life="stranger", state="failed", text="I am a stranger", beat=1),
+        Record(life="stranger", state="left", beat=10**6),
+        Record(life="stranger", state="up", wanted=7, beat=10**6),
+    ],
+    ids=lambda record: record.state,
+)
+@pytest.mark.parametrize("forged", ["unsigned", "another secret", "moved"])
+def test_only_signed_records_are_believed(record: Record, forged: str, caplog: pytest.LogCaptureFixture) -> None:
+    seal = Seal("of the job", "run 1")
+    hand = Hand(2, seal=seal)
+    for rank in range(2):
+        hand.store.set(key(rank), seal.sign(key(rank), dump(Record())))  # type: ignore[arg-type]
+    hand.beat(0, 1, times=3, seconds=0.2)
+    values = {
+        "unsigned": dump(record),
+        "another secret": Seal("guessed", "run 1").sign(key(1), dump(record)),
+        "moved": seal.sign(key(0), dump(record)),
+    }
+    for _ in range(5):
+        hand.store.set(key(1), values[forged])  # type: ignore[arg-type]
+        hand.beat(0, seconds=0.2)
+    hand.ranks[0].check()
+    assert hand.ranks[0]._peers[1].record.life != "stranger" and hand.ranks[0].left() == frozenset()
+    warnings = [each.getMessage() for each in caplog.records if key(1) in each.getMessage()]
+    assert len(warnings) == 1 and SECRET in warnings[0]
+
+
+def test_a_record_written_again_does_not_raise_the_dead() -> None:
+    hand = Hand(2, dead_after=timedelta(seconds=20))
+    hand.everybody_is_seen()
+    old = hand.store.get(key(1))
+    hand.beat(1, 0, times=3, seconds=0.2)
+    new = hand.store.get(key(1))
+    for i in range(22):  # by a stranger that recorded both
+        hand.store.set(key(1), (old, new)[i % 2])  # type: ignore[arg-type]
+        hand.beat(0, seconds=1.0)
+    with pytest.raises(PeerLost, match="rank 1 was last seen"):
+        hand.ranks[0].check()
+
+
+def test_a_forged_decision_is_replaced() -> None:
+    store, seal = HashStore(), Seal("of the job")
+    board = Board(store, 0, 3, seal, timedelta(seconds=2))
+    store.set(f"{PREFIX}/quorum/1", "[0]")
+    assert board.decide(1, None) is None
+    assert board.decide(1, [0, 1, 2]) == Quorum(1, (0, 1, 2))
+    assert Board(store, 1, 3, seal, timedelta(seconds=2)).decide(1, [1]) == Quorum(1, (0, 1, 2))
+
+
+@pytest.mark.parametrize("value", ["no", "{}", "[]", "[0, 7]", "[1, 0]", "[0, 0]", '["0"]', "[[0]]"])
+def test_a_decision_that_is_none_is_replaced(value: str) -> None:
+    store = HashStore()
+    store.set(f"{PREFIX}/quorum/1", value)
+    assert Board(store, 0, 3, Seal(), timedelta(seconds=2)).decide(1, [0, 1, 2]) == Quorum(1, (0, 1, 2))
+
+
+# ---- a rank that is taken ----
+
+
+def test_a_second_process_with_a_taken_rank_ends_and_the_others_go_on() -> None:
+    store = HashStore()
+    with running(2, store=store) as ranks:
+        until(lambda: all(rank._peers[1 - i].confirmed for i, rank in enumerate(ranks)))
+        for i in range(10):
+            newcomer = Membership(store, i % 2, 2, interval=timedelta(seconds=0.02))
+            with pytest.raises(AsyncTrainingError, match=rf"rank {i % 2} is taken: process \d+ on .* goes on"):
+                newcomer.start()
+            for rank in ranks:
+                rank.check()
+
+
+# ---- a store that is slow ----
+
+
+@contextmanager
+def over_proxy(dead_after: float) -> Iterator[tuple[Proxy, list[Membership]]]:
+    limit = timedelta(seconds=20)
+    server: Any = torch.distributed.TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False)
+    with Proxy(server.port) as proxy:
+        ranks = []
+        for rank in range(2):
+            client = torch.distributed.TCPStore("127.0.0.1", proxy.port, None, False, limit, wait_for_workers=False)
+            ranks.append(Membership(client, rank, 2, dead_after=timedelta(seconds=dead_after), fresh=True))
+        try:
+            for rank in ranks:
+                rank.start()
+            until(lambda: all(rank._peers[1 - i].confirmed for i, rank in enumerate(ranks)))
+            yield proxy, ranks
+        finally:
+            proxy.flow()
+            for rank in ranks:
+                rank.close()
+
+
+def beats(ranks: list[Membership]) -> list[int]:
+    return [rank._published.beat for rank in ranks]
+
+
+def test_a_store_that_stalls_for_each_new_client_is_given_none() -> None:
+    """Torch's store looks up the name of each new client, and answers nobody meanwhile."""
+    with over_proxy(dead_after=12.0) as (proxy, ranks):
+        proxy.lookup_s = 3.0
+        before, beaten = proxy.connections, beats(ranks)
+        with socket.create_connection(("127.0.0.1", proxy.port)):
+            for _ in range(50):
+                for rank in ranks:
+                    rank.check()
+                threading.Event().wait(0.1)
+        assert proxy.connections == before + 1
+        assert all(now - then > 3 for now, then in zip(beats(ranks), beaten, strict=True))
+
+
+def test_a_stall_longer_than_an_answer_may_take_is_recovered_from() -> None:
+    with over_proxy(dead_after=6.0) as (proxy, ranks):
+        before, beaten = proxy.connections, beats(ranks)
+        proxy.stall()
+        for i in range(70):
+            if i == 35:
+                proxy.flow()
+            for rank in ranks:
+                rank.check()
+            threading.Event().wait(0.1)
+        assert proxy.connections <= before + 4  # for each rank: is somebody there, and a client
+        assert all(now - then > 3 for now, then in zip(beats(ranks), beaten, strict=True))
+
+
+def test_a_process_that_ends_within_a_request_ends_in_order() -> None:
+    """As left behind, the heartbeat's thread would come back to an interpreter that shuts down: SIGABRT."""
+    (result,) = run_ranks(ROOT / "tests/comm/end_within_a_request.py", 1, timeout=40)
+    assert "terminate called" not in result.stderr
