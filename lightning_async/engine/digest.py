@@ -18,8 +18,8 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 def real(tensor: Tensor) -> Tensor:
-    """The same memory as real numbers: a complex tensor as pairs of them."""
-    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    """The same memory as real numbers: a complex tensor as pairs of them, others as they are."""
+    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
 
 
 def digest(tensors: Iterable[Tensor]) -> int:
@@ -45,7 +45,7 @@ def digests(tensors: Iterable[Tensor]) -> list[int]:
 
 def is_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether all elements are finite; waits for a GPU once."""
-    present = [real(tensor) for tensor in tensors if tensor.numel()]
+    present = [real(tensor.detach()) for tensor in tensors if tensor.numel()]
     on_gpu = [torch.isfinite(tensor).all() for tensor in present if tensor.device.type != "cpu"]
     return all(ops.all_finite(tensor) for tensor in present if tensor.device.type == "cpu") and (
         not on_gpu or bool(torch.stack(on_gpu).all())
@@ -53,7 +53,7 @@ def is_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 def _blocks(tensor: Tensor) -> list[Tensor]:
-    flat = real(tensor).contiguous().reshape(-1)
+    flat = real(tensor.detach()).contiguous().reshape(-1)
     words = flat.view(_WORDS[flat.element_size()])
     return [(part * _weights(words.device)[: len(part)]).sum() for part in words.split(_BLOCK) if len(part)]
 

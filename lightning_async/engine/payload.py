@@ -199,7 +199,7 @@ class Payload:
                 "and 8-bit floating numbers cannot be averaged. Keep it as it is, or as another type."
             )
         wide = torch.float64 if tensor.dtype is torch.float64 else torch.float32
-        flat = tensor.to(self._replica.device, wide, copy=True).reshape(-1)
+        flat = tensor.detach().to(self._replica.device, wide, copy=True).reshape(-1)
         flat = flat.zero_() if share == 0.0 else flat.mul_(share)
         self._all_reduce(flat)
         return flat.view(tensor.shape)
