@@ -293,10 +293,7 @@ class RoundServer:
                     f"Rank {self.rank}: round {self.commits.next_round} failed {self._attempts} times in a row; the "
                     f"last time: {error} If the network is slow, raise `Deadlines(payload=...)`."
                 ) from error
-            log.warning(
-                "Rank %d: round %d failed and is repeated by re-formed groups; no weight has changed. %s",
-                self.rank, self.commits.next_round, error,
-            )  # fmt: skip
+            log.info("Rank %d: round %d failed: %s", self.rank, self.commits.next_round, error)
             try:
                 generation = self._regroup(self.commits.next_round)
             except PeerLost:
@@ -304,6 +301,10 @@ class RoundServer:
             except CollectiveError as again:
                 error = again
                 continue
+            log.warning(
+                "Rank %d: round %d failed and is repeated by re-formed groups (number %d); no weight has changed. %s",
+                self.rank, self.commits.next_round, generation, error,
+            )  # fmt: skip
             self._seq = _first_seq(generation)
             self._to(Stage.IDLE)
             with self._mailbox.changed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -163,3 +164,40 @@ def test_an_exchange_without_a_transport_is_refused() -> None:
     collectives: Any = SimpleNamespace(rank=0, world_size=2)
     with pytest.raises(ValueError, match=r"PushSum\(\).*DirectedRing\(\).*only AllMean\(\)"):
         BackgroundAverager(collectives, None, Replica(torch.nn.Linear(2, 2)), PushSum(), EveryNSteps(3))  # type: ignore
+
+
+@dataclass(frozen=True)
+class SlowlyMerged(DiLoCo):
+    """Half of the anchor has moved while the other half waits."""
+
+    def merge_(self, sent, received, state, round):
+        state.anchor[:4] += 1.0
+        entered.set()
+        assert go_on.wait(10)
+        state.anchor[4:] += 1.0
+        received.copy_(state.anchor)
+        return state
+
+
+entered, go_on = threading.Event(), threading.Event()
+
+
+def test_a_checkpoint_between_gates_holds_a_state_that_was_there() -> None:
+    entered.clear(), go_on.clear()
+
+    def body(rank: Rank):
+        if rank.averager.summary.rank == 0:
+            rank.train(4)
+            assert entered.wait(10)
+            threading.Timer(0.3, go_on.set).start()
+            anchor = rank.averager.state_dict()["rule_state"]["anchor"]
+            seen = anchor.clone()
+            rank.meet()
+            return seen.tolist(), torch.equal(anchor, seen)
+        rank.train(4)
+        rank.meet()
+        return None
+
+    (seen, unchanged), _ = run(2, body, rule=SlowlyMerged(), schedule=EveryNSteps(4))
+    assert seen == [2.0] * 8
+    assert unchanged, "a copy: what comes after the checkpoint is not in it"
