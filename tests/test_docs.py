@@ -55,6 +55,9 @@ COMMANDS = {
     ),
     "python -m tests.benchmarks.averaging --out runs/int8 --scenario speed --replicas 2 --slot-ms 75 "
     '--peers single apart "ours DiLoCo H=8" "ours int8 H=8"': "tests/benchmarks/test_benchmarks.py",
+    "export LIGHTNING_ASYNC_SECRET=$(openssl rand -hex 32)": (
+        "tests/strategies/test_failures.py::test_a_second_rank_1_and_a_stranger_do_not_disturb_a_run"
+    ),
     "make bench": "tests/benchmarks/test_benchmarks.py",
     "python examples/char_lm.py --strategy async_averaging --devices 2": (
         "tests/examples/test_char_lm.py::test_a_short_run_ends_with_numbers_and_a_picture"

@@ -34,6 +34,7 @@ __all__ = ["StartMethod", "TorchEngine"]
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 _FORM_TIMEOUT, _START_TIMEOUT = timedelta(minutes=5), timedelta(minutes=30)
 _INTERFACE = "GLOO_SOCKET_IFNAME"
+_beside_mpi: list[Any] = []
 
 
 class TorchEngine:
@@ -149,22 +150,24 @@ def _leave_default_group() -> None:
 
 
 def _store(environment: Any, rank: int) -> Any:
-    """The default group's store; MPI's group has none, there rank 0 opens one."""
-    if dist.get_backend() == "mpi":
-        return _open_store(environment, rank)
-    return distributed_c10d._get_default_store()
+    """The default group's store; MPI's group has none, there rank 0 opens one, for all runs of the process."""
+    if dist.get_backend() != "mpi":
+        return distributed_c10d._get_default_store()
+    if not _beside_mpi:
+        _beside_mpi.append(_open_store(environment, rank))
+    return _beside_mpi[0]
 
 
 def _open_store(environment: Any, rank: int) -> Any:
     """The store of all ranks, in which all have met."""
     patience = Patience(rank, _START_TIMEOUT, check_launcher)
     address, seal = _address(environment), Seal.of_job()
-    # Under torchrun its agent serves the store, and starts all ranks again after a failure.
-    launcher_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    launcher_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent
     store = open_store(address, environment.main_port, rank == 0 and not launcher_serves, patience)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    room = distributed_c10d.PrefixStore(f"lightning_async/attempt{attempt}", store)
-    greet(room, rank, environment.world_size(), getattr(environment, "job", ""), seal, patience)
+    if launcher_serves:  # it may outlive the ranks, and start them again
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = distributed_c10d.PrefixStore(f"lightning_async/attempt{attempt}", store)
+    greet(store, rank, environment.world_size(), getattr(environment, "job", ""), seal, patience)
     if not is_loopback(address) and not seal.signs:
         rank_zero_info(
             f"The ranks' records in the store at {address} are not signed: whoever reaches it can speak for a rank. "

@@ -183,7 +183,8 @@ entered, go_on = threading.Event(), threading.Event()
 
 
 def test_a_checkpoint_between_gates_holds_a_state_that_was_there() -> None:
-    entered.clear(), go_on.clear()
+    entered.clear()
+    go_on.clear()
 
     def body(rank: Rank):
         if rank.averager.summary.rank == 0:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import time
 from datetime import timedelta
 from typing import Any
@@ -37,7 +38,7 @@ class Tiny(pl.LightningModule):
 
     Args:
         pause_s: sleep in every step.
-        at: rank, step, and what happens there: "raise", "sleep".
+        at: rank, step, and what happens there: "raise", "sleep", "die".
         for_s: how long the sleep is.
     """
 
@@ -58,6 +59,8 @@ class Tiny(pl.LightningModule):
         if self.at is not None and (self.trainer.global_rank, self.taken) == tuple(self.at[:2]):
             if self.at[2] == "raise":
                 raise ValueError("the data ran dry")
+            if self.at[2] == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(self.for_s)
         return (self.layer(batch) - self.trainer.global_rank).pow(2).mean()
 

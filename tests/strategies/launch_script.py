@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from lightning_async import AsyncAveragingStrategy, EveryNSteps
+from lightning_async.comm.signing import Seal
 from lightning_async.comm.sockets import listening_port, snapshot
 from tests.strategies.failure_workers import Tiny, digest, finite, loader, make_trainer
 
@@ -34,6 +35,7 @@ class SaysHow(Tiny):
             f"{finite(self)}\n".encode(),
         )
 
+        os.write(1, f"\nSIGNED {strategy.global_rank} {Seal.of_job().signs}\n".encode())
         os.write(1, f"\nLISTENS {strategy.global_rank} {' '.join(listens_at())}\n".encode())
 
     def on_test_end(self) -> None:

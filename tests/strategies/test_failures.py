@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
-from tests.support import RankGroup, RankResult, start_ranks
+from lightning_async.comm.signing import SECRET
+from tests.support import ROOT, RankGroup, RankResult, free_port, rank_environment, start_ranks
 
 TRAIN = "tests.strategies.failure_workers:train"
 ENDLESS = 100_000
@@ -99,6 +104,53 @@ def test_a_rank_killed_while_others_wait_at_the_end_ends_them() -> None:
     assert not results[0].timed_out
     assert "rank 1" in told["error"]
     assert told["at"] - killed_at < 7.0
+
+
+def test_a_rank_that_dies_at_its_second_step_is_named_after_dead_after() -> None:
+    """Nobody has seen its heartbeat change yet."""
+    kwargs = {"batches": [ENDLESS] * 2, "at": [1, 2, "die"], "deadlines": {"dead_after": 3.0}}
+    with start_ranks(TRAIN, 2, kwargs=kwargs, timeout=50.0) as group:
+        group.processes[1].wait(40.0)
+        died_at = time.time()
+        results = group.join()
+    told = ended(results[0])
+    assert results[1].returncode == -signal.SIGKILL
+    assert "rank 1 was last seen" in told["error"] and told["ranks"] == [1]
+    assert told["at"] - died_at < 3.0 + 4.0
+
+
+# ---- who does not belong ----
+
+
+def test_a_second_rank_1_and_a_stranger_do_not_disturb_a_run() -> None:
+    port = free_port()
+    env = {"MASTER_PORT": str(port), SECRET: "of the job"}
+    kwargs = {"batches": [ENDLESS] * 2, "deadlines": {"dead_after": 5.0}}
+    with start_ranks(TRAIN, 2, kwargs=kwargs, timeout=90.0, env=env) as group:
+        wait_for_step(group, 20, 2)
+        command = [sys.executable, "-m", "tests.support", TRAIN, json.dumps(kwargs)]
+        newcomer = subprocess.Popen(
+            command, env=rank_environment(1, 2, port, env), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE, text=True, cwd=ROOT,
+        )  # fmt: skip
+        store: Any = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=5), wait_for_workers=False)
+        (name,) = [key for key in store.list_keys() if key.endswith("membership/1")]
+        record = {"life": "x", "beat": 10**6, "wanted": 0, "bell": 0, "state": "failed", "text": "I am a stranger"}
+        for forged in (json.dumps(record), json.dumps(record | {"state": "left"}), "garbage", "[" * 5000):
+            for _ in range(100):
+                store.set(name, forged)
+                time.sleep(0.005)
+        assert "rank 1 is taken: process" in newcomer.communicate(timeout=60)[1]
+        assert newcomer.returncode == 1
+        steps = [group.output(rank).count("step") for rank in range(2)]
+        for rank in range(2):
+            group.wait_for(rank, f"step {steps[rank] + 200}\n")
+        since = time.time()
+        group.signal(0, signal.SIGTERM)
+        results = group.join()
+    terminated(results, since)
+    for result in results:
+        assert result.stderr.count("is ignored: it is not signed with this job's secret") <= 1
 
 
 # ---- a rank that raises ----

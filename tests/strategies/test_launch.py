@@ -85,6 +85,7 @@ def test_plain_python_with_two_fits_and_a_test_in_a_row(tmp_path: Path) -> None:
     assert_two_ranks_fitted(text, times=2)
     assert_one_test_result(text)
     assert text.count("DONE") == 2
+    assert lines(text, "SIGNED") == [["0", "True"]] * 2 + [["1", "True"]] * 2
     heard = lines(text, "LISTENS")
     assert [each[0] for each in heard] == ["0", "0", "1", "1"]
     assert {address for each in heard for address in each[1:]} == {"127.0.0.1"}  # the store, and Gloo
@@ -127,6 +128,7 @@ def test_start_methods(method: str, what: list[str], tmp_path: Path) -> None:
     assert_two_ranks_fitted(text, times=what.count("fit") + what.count("refit"))
     if "test" in what:
         assert_one_test_result(text)
+    assert {signed for _, signed in lines(text, "SIGNED")} == {"True"}
     # The process that has started them knows what rank 0 knew.
     ((rounds, samples), *_) = lines(text, "SUMMARY")
     assert rounds == lines(text, "FIT")[0][2] and float(samples) == 40.0
