@@ -69,14 +69,22 @@ def test_processes_that_saw_errors_still_train(ranks: Outcomes) -> None:
     assert first["samples_by_rank"] == [16, 16]
 
 
-def test_lightning_cli(ranks: Outcomes) -> None:
-    told = ranks("cli")
+@pytest.mark.parametrize("name", ["cli", "cli_with_short_names", "cli_with_arguments"])
+def test_lightning_cli(ranks: Outcomes, name: str) -> None:
+    told = ranks(name)
     for rank in told:
         assert rank["is_diloco"] is True
         assert "outer_lr=0.5" in rank["rule"] and "outer_momentum=0.8" in rank["rule"]
         assert rank["schedule"] == "Warmup(schedule=EveryNSteps(n=3), steps=2, epochs=None, warmup_sync_every=None)"
         assert (rank["synchronous_steps"], rank["rounds"]) == (2, 2)
     assert told[0]["digest"] == told[1]["digest"]
+
+
+def test_lightning_cli_says_what_is_wrong(ranks: Outcomes) -> None:
+    for told in ranks("cli_with_wrong_values"):
+        assert "`DiLoCo(outer_lr=-1.0)` must be > 0." in told["outer_lr: -1.0"]
+        assert "`EveryNSteps(n=0)` must be at least 1." in told["n: 0"]
+        assert "Got value: some" in told["buffers: some"]
 
 
 @pytest.mark.filterwarnings("ignore")
