@@ -48,6 +48,16 @@ def metric_on_step() -> Any:
 
 
 @scenario
+def pruning() -> Any:
+    return _fit(callbacks=[pl.callbacks.ModelPruning("l1_unstructured", amount=0.5)])
+
+
+@scenario
+def batch_size_finder() -> Any:
+    return _fit(callbacks=[pl.callbacks.BatchSizeFinder()])
+
+
+@scenario
 def lazy() -> Any:
     return _fit(Net(network=lambda: nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 1))))
 

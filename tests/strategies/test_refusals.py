@@ -50,6 +50,8 @@ def test_wrong_arguments_are_named(arguments: dict[str, Any], error: type[Except
         ("sync_batchnorm_module", ("ValueError", "SyncBatchNorm", "net.0")),
         ("checkpoint_every_n_train_steps", ("ValueError", "every_n_train_steps", "every_n_epochs")),
         ("metric_on_step", ("ValueError", "`metric`", "dist_sync_on_step=True")),
+        ("pruning", ("ValueError", "`ModelPruning` renames", "before training")),
+        ("batch_size_finder", ("ValueError", "`BatchSizeFinder`", "devices=1")),
         ("lazy", ("ValueError", "net.0.weight", "lazy")),
         ("different_shapes", ("LayoutMismatch", "net.0.weight", "8, 6", "9, 6")),
         ("different_dtypes", ("LayoutMismatch", "net.0.weight", "bfloat16", "float32")),
