@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 import pytest
 
-from lightning_async import AsyncAveragingStrategy, DeltaMean, EveryNSteps, Mean
+from lightning_async import AsyncAveragingStrategy, DeltaMean, EveryNSteps, HorovodStrategy, Mean
 from tests.strategies import problem
 from tests.strategies.workers import Outcomes, fit, loader, logged
 from tests.support import run_ranks
@@ -41,6 +42,14 @@ def test_wrong_arguments_are_named(arguments: dict[str, Any], error: type[Except
     with pytest.raises(error) as raised:
         AsyncAveragingStrategy(**arguments)
     assert all(text in str(raised.value) for text in texts), raised.value
+
+
+def test_without_horovod_the_advice_can_be_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "horovod", None)
+    with pytest.raises(ModuleNotFoundError, match=r"`AsyncAveragingStrategy\(engine='torch'\)`") as raised:
+        HorovodStrategy()
+    assert "pass `engine=" not in str(raised.value), "HorovodStrategy has no such argument"
+    AsyncAveragingStrategy(engine="torch")
 
 
 @pytest.mark.parametrize(
