@@ -119,6 +119,15 @@ class RunSummary:
             return "no round"
         return f"in rounds {self.exchange_s:.2f} s, {100 * self.hidden_share:.1f}% hidden"
 
+    def advice(self, schedule: object) -> str:
+        """What to do about a run without a round; "" where there is nothing to say."""
+        if self.rounds or self.synchronous_steps or not self.steps:
+            return ""
+        return (
+            f"No averaging round took place in {self.steps} steps, as `schedule={schedule!r}` did not ask for one: the "
+            f"replicas became one model at gates only ({self.consensuses} times). Shorten the period."
+        )
+
     def state_dict(self) -> dict[str, float]:
         """The counters as plain numbers."""
         return {k: v for k, v in asdict(self).items() if isinstance(v, (int, float))}

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from lightning_async.flat import FlatLayout
-from lightning_async.rules.protocols import AllMean, Round
+from lightning_async.rules.protocols import AllMean, AveragingRule, Round
 
 __all__ = ["RuleBase", "copy_saved_"]
 
 S = TypeVar("S", bound=NamedTuple)
 
 
-class RuleBase(ABC, Generic[S]):
+class RuleBase(AveragingRule[S], ABC):
     """An averaging rule over all replicas, without scalars, whose state is a ``NamedTuple`` of flat tensors."""
 
     # Without annotations: jsonargparse evaluates those of a dataclass's bases in the dataclass's own module.
-    exchange = AllMean()
+    exchange = AllMean()  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
     num_scalars = 0
     overlappable = True
     per_replica = frozenset[str]()

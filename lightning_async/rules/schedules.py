@@ -11,7 +11,7 @@ __all__ = ["EveryNSteps", "EverySeconds", "Synchronous", "Warmup"]
 
 
 @dataclass(frozen=True)
-class EveryNSteps:
+class EveryNSteps(Schedule):
     r"""A round after every ``n`` steps of a replica's own.
 
     .. math:: \text{round} \iff h + 1 \ge n
@@ -46,7 +46,7 @@ class EveryNSteps:
 
 
 @dataclass(frozen=True)
-class EverySeconds:
+class EverySeconds(Schedule):
     r"""A round whenever a time has passed since the last committed one, however many steps each replica took.
 
     .. math:: \text{round} \iff t \ge T
@@ -81,7 +81,7 @@ class EverySeconds:
 
 
 @dataclass(frozen=True)
-class Synchronous:
+class Synchronous(Schedule):
     r"""Every step on gradients averaged over all replicas: ordinary data-parallel training.
 
     .. math:: \text{gradients, always}
@@ -99,7 +99,7 @@ class Synchronous:
 
 
 @dataclass(frozen=True)
-class Warmup:
+class Warmup(Schedule):
     r"""Synchronous training at first (or frequent rounds), then another schedule: post-local SGD.
 
     .. math::

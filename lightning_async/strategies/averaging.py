@@ -24,7 +24,7 @@ from lightning_async.rules.protocols import AveragingRule, Schedule
 from lightning_async.strategies import checks
 from lightning_async.strategies.averaged_models import AveragedModels
 from lightning_async.strategies.drift import DriftPatches
-from lightning_async.strategies.glue import allow_compiled_modules, in_words, rank_zero_info, shorten
+from lightning_async.strategies.glue import allow_compiled_modules, in_words, rank_zero_info, searches_lr, shorten
 from lightning_async.strategies.optimizer_state import AveragedState, every_tensor, reset
 from lightning_async.strategies.recompute import recompute_batch_norm
 from lightning_async.strategies.replicated import EngineName, ReplicatedStrategy, StartMethod
@@ -140,6 +140,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         super().setup_environment()
         self.failed = False
         self._saved.begin_run()
+        checks.check_callbacks(self.module.trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
 
     def setup(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
@@ -288,26 +289,16 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         summary.elapsed_s = time.monotonic() - self.averager.started_at
         summary.samples_by_rank = self.world.gather_objects(summary.samples)
         self._saved.keep(state_of(self.averager, self.world))
-        if self._searches_lr:
+        if searches_lr(self._trainer):
             return
         rank_zero_info(f"Asynchronous averaging, as rank 0 saw it:\n{summary}")
-        if summary.rank == 0 and summary.steps and not summary.rounds and not summary.synchronous_steps:
-            log.warning(
-                "No averaging round took place in %d steps, as `schedule=%r` did not ask for one: the replicas became "
-                "one model at gates only (%d times). Shorten the period.",
-                summary.steps, self.schedule, summary.consensuses,
-            )  # fmt: skip
+        if summary.rank == 0 and (advice := summary.advice(self.schedule)):
+            log.warning(advice)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        if self._searches_lr and self.world is not None and self.world.drifting:
+        if self.world is not None and self.world.drifting and searches_lr(self._trainer):
             return obj  # whether this rank's search is over, after every batch: the others hear it by a vote
         return super().broadcast(obj, src)
-
-    @property
-    def _searches_lr(self) -> bool:
-        """A search for a learning rate runs, which is no training of the user's."""
-        callback = pytorch("tuner.lr_finder")._LRCallback
-        return self._trainer is not None and any(isinstance(c, callback) for c in self._trainer.callbacks)
 
     # ---- checkpoints ----
 

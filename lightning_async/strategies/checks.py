@@ -12,7 +12,7 @@ from lightning_async.namespace import pytorch
 from lightning_async.rules.protocols import AveragingRule, Schedule
 from lightning_async.strategies.world import World
 
-__all__ = ["check_arguments", "check_fit", "check_setup"]
+__all__ = ["check_arguments", "check_callbacks", "check_choice", "check_fit", "check_setup"]
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +31,27 @@ def check_arguments(rule: Any, schedule: Any, overlap: bool) -> None:
         raise TypeError(f"`AsyncAveragingStrategy(schedule={schedule!r})` must be a schedule such as EveryNSteps(32).")
     if not isinstance(overlap, bool):
         raise TypeError(f"`AsyncAveragingStrategy(overlap={overlap!r})` must be True or False.")
+
+
+def check_callbacks(callbacks: list[Any]) -> None:
+    """Before any callback is set up, and refuses the strategy in words of its own.
+
+    Raises:
+        ValueError: a callback that changes what all replicas must have alike.
+    """
+    kinds = pytorch("callbacks")
+    for callback in callbacks:
+        if isinstance(callback, kinds.ModelPruning):
+            raise ValueError(
+                "`ModelPruning` renames the parameters that it prunes and adds masks, while replicas average what they "
+                "had at the start. Prune before training (`torch.nn.utils.prune`, then `prune.remove`), or train with "
+                "`Trainer(devices=1)` or `strategy='ddp'`."
+            )
+        if isinstance(callback, kinds.BatchSizeFinder):
+            raise ValueError(
+                "`BatchSizeFinder` looks on one device only. Use it with `Trainer(devices=1)` and no strategy, then "
+                "train the replicas with the size that was found."
+            )
 
 
 def check_setup(trainer: Any, layer_sync: Any) -> None:

@@ -20,6 +20,7 @@ from lightning_async.namespace import pytorch
 if TYPE_CHECKING:
     from lightning_async.strategies.averaging import AsyncAveragingStrategy
 from lightning_async.strategies.glue import set_for_now, sync_metrics_through
+from lightning_async.strategies.spikes import Spikes
 
 __all__ = ["DriftPatches"]
 
@@ -42,6 +43,7 @@ class DriftPatches:
         self._validated = False
         """The model has not changed since it was validated."""
         self._stepped: dict[int, int] = {}
+        self._spikes = Spikes(trainer, self._vote_for_stopping)
         self._undo: list[Callable[[], None]] = []
 
     def install(self) -> None:
@@ -62,6 +64,7 @@ class DriftPatches:
             self._replace(checkpoint, "_monitor_candidates", self._from_rank_zero)
         for timer in self._callbacks("Timer"):
             self._replace(timer, "_check_time_remaining", self._time_remaining(timer))
+        self._undo += self._spikes.install()
         module = trainer.lightning_module
         self._set(module, "allow_zero_length_dataloader_with_multiple_devices", True)
         self._undo += sync_metrics_through(lambda: self._strategy.world, module)
@@ -115,10 +118,17 @@ class DriftPatches:
     def _stop(self, averager: BackgroundAverager) -> None:
         """A rank was told to stop: all leave from here, with one model."""
         averager.rendezvous(Gate.STOP)
+        if self._strategy.world is not None:
+            self._strategy.world.drifting = False
+            self._spikes.raise_agreed(self._strategy.world)
         self._trainer._signal_connector.received_sigterm = True
         raise pytorch("utilities.exceptions").SIGTERMException
 
     # ---- stopping ----
+
+    def _vote_for_stopping(self) -> None:
+        if self._strategy.averager is not None:
+            self._strategy.averager.vote(stop=True)
 
     def _on_sigterm(self, original: Any) -> Any:
         def notify(signum: int, frame: Any) -> None:

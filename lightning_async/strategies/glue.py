@@ -13,6 +13,7 @@ __all__ = [
     "allow_compiled_modules",
     "in_words",
     "rank_zero_info",
+    "searches_lr",
     "set_for_now",
     "shorten",
     "sync_metrics_through",
@@ -25,6 +26,12 @@ Undo = Callable[[], None]
 def rank_zero_info(text: str) -> None:
     """One INFO line, on rank 0, by Lightning's logger."""
     pytorch("utilities.rank_zero").rank_zero_info(text)
+
+
+def searches_lr(trainer: Any) -> bool:
+    """Whether a search for a learning rate runs, which is no training of the user's."""
+    callback = pytorch("tuner.lr_finder")._LRCallback
+    return trainer is not None and any(isinstance(c, callback) for c in trainer.callbacks)
 
 
 def in_words(exception: BaseException) -> str:

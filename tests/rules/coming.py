@@ -195,7 +195,7 @@ class PushSum(RuleBase[PushSumState]):
         return (state.weight.item(),)
 
     def merge_(self, sent: Tensor | None, received: Tensor, state: PushSumState, round: Round) -> PushSumState:
-        weight = sum(w * s[0] for w, s in zip(self.exchange.row(round), round.scalars, strict=True))
+        weight = sum(w * s[0] for w, s in zip(DirectedRing().row(round), round.scalars, strict=True))
         if sent is not None:
             sent.div_(state.weight)
         received.div_(weight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 from lightning_async import AsyncAveragingStrategy, DiLoCo, EveryNSteps, Mean
 from lightning_async.namespace import pl
 from tests.strategies import problem
-from tests.strategies.workers import Net, Recorder, fit, loader, make_trainer, rank, report, scenario, shard
+from tests.strategies.workers import Net, Recorder, fit, loader, logged, make_trainer, rank, report, scenario, shard
 
 
 def diloco() -> AsyncAveragingStrategy:
@@ -151,4 +152,33 @@ def swa_with_batch_norm() -> Any:
         "var": norm.running_var.tolist(),
         "batches": int(norm.num_batches_tracked),
         "momentum": norm.momentum,
+    }
+
+
+# ---- spikes ----
+
+
+@scenario
+def spike(folder: Path) -> Any:
+    """The loss of rank 1 jumps in its batch 12."""
+
+    class Spiking(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return loss * 1e4 if rank() == 1 and batch_idx == 12 else loss
+
+    detection = pl.callbacks.SpikeDetection(warmup=3, atol=100.0, exclude_batches_path=folder / "skip.json")
+    module = Spiking()
+    trainer = make_trainer(AsyncAveragingStrategy(schedule=EveryNSteps(4)), callbacks=[detection])
+    error = ""
+    with logged() as messages:
+        try:
+            trainer.fit(module, loader(shard((3000, 3000), 1)))
+        except RuntimeError as raised:
+            error = f"{type(raised).__name__}: {raised}"
+    return {
+        "error": error,
+        "digest": problem.digest(module),
+        "warnings": [m for m in messages if "rendezvous" in m],
+        "skip": json.loads((folder / "skip.json").read_text()) if rank() == 0 else None,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -73,6 +74,17 @@ def versions() -> Any:
         with mock.patch.object(module, "__version__", others if rank() else module.__version__):
             told[name] = _refused({})
     return told
+
+
+@scenario
+def a_version_without_this_check() -> Any:
+    """Rank 1 begins a fit as earlier versions did: with the lines that describe its model."""
+
+    def describe(strategy: Any, trainer: Any, world: Any, checkpoint: str) -> None:
+        world.gather_objects(["net.0.weight: 8, 6"])
+
+    with mock.patch("lightning_async.strategies.averaging.check_settings", describe) if rank() else nullcontext():
+        return _refused({})
 
 
 @scenario

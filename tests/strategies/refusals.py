@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import sys
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,16 @@ def metric_on_step() -> Any:
     module = Net()
     module.metric = MeanMetric(dist_sync_on_step=True)
     return _fit(module)
+
+
+@scenario
+def pruning() -> Any:
+    return _fit(callbacks=[pl.callbacks.ModelPruning("l1_unstructured", amount=0.5)])
+
+
+@scenario
+def batch_size_finder() -> Any:
+    return _fit(callbacks=[pl.callbacks.BatchSizeFinder()])
 
 
 @scenario
@@ -122,17 +134,19 @@ class FromYaml(Net):
         return loader(shard((8, 8)))
 
 
-@scenario
-def cli(folder: Path) -> Any:
-    config = folder / f"{rank()}.yaml"
-    config.write_text(CONFIG)
-    arguments, sys.argv = sys.argv, ["train.py"]
+def _cli(folder: Path, config: str, *arguments: str) -> Any:
+    file = folder / f"{rank()}.yaml"
+    file.write_text(config)
+    before, sys.argv = sys.argv, ["train.py"]
     try:
         made = pytorch("cli").LightningCLI(
-            FromYaml, args=["fit", "--config", str(config)], save_config_callback=None, seed_everything_default=False
+            FromYaml,
+            args=["fit", "--config", str(file), *arguments],
+            save_config_callback=None,
+            seed_everything_default=False,
         )
     finally:
-        sys.argv = arguments
+        sys.argv = before
     strategy = made.trainer.strategy
     assert isinstance(strategy, AsyncAveragingStrategy)
     return {
@@ -143,6 +157,38 @@ def cli(folder: Path) -> Any:
         "rounds": strategy.summary.rounds,
         "digest": problem.digest(made.model),
     }
+
+
+@scenario
+def cli(folder: Path) -> Any:
+    return _cli(folder, CONFIG)
+
+
+@scenario
+def cli_with_short_names(folder: Path) -> Any:
+    return _cli(folder, CONFIG.replace("lightning_async.", ""))
+
+
+@scenario
+def cli_with_arguments(folder: Path) -> Any:
+    """A rule by its name alone, and another value on the command line."""
+    config = CONFIG[: CONFIG.index("        class_path: lightning_async.DiLoCo")].rstrip() + " DiLoCo\n"
+    config += CONFIG[CONFIG.index("      schedule:") :].replace("lightning_async.", "")
+    return _cli(folder, config, "--trainer.strategy.rule.outer_lr=0.5", "--trainer.strategy.rule.outer_momentum=0.8")
+
+
+@scenario
+def cli_with_wrong_values(folder: Path) -> Any:
+    told = {}
+    for right, wrong in (("outer_lr: 0.5", "outer_lr: -1.0"), ("n: 3", "n: 0"), ("buffers: keep", "buffers: some")):
+        said = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
+                _cli(folder, CONFIG.replace("lightning_async.", "").replace(right, wrong))
+        except ValueError as error:
+            said.write(str(error))
+        told[wrong] = said.getvalue()
+    return told
 
 
 @scenario

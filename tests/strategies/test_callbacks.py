@@ -104,3 +104,12 @@ def test_swa_fills_batch_norm_from_the_batches_of_all_ranks(ranks: Outcomes) -> 
         assert distance(rank["mean"], mean) < 1e-5
         assert distance(rank["var"], var) < 1e-5
         assert (rank["batches"], rank["momentum"]) == (6, 0.1)
+
+
+def test_a_spike_on_one_rank_is_raised_on_all(ranks: Outcomes) -> None:
+    first, second = ranks("spike")
+    for told in (first, second):
+        assert told["error"] == "TrainingSpikeException: Training spike detected in batch 12"
+        assert told["warnings"] == []
+    assert first["digest"] == second["digest"]
+    assert first["skip"] == [11, 12]

@@ -33,6 +33,12 @@ def test_different_versions_are_refused(ranks: Outcomes) -> None:
         assert told["patch of torch"] == "trained"
 
 
+def test_a_version_that_does_not_compare_settings_is_refused(ranks: Outcomes) -> None:
+    first, second = ranks("a_version_without_this_check")
+    assert first.startswith("SettingsMismatch: Rank 0: ranks [1] run a version of lightning_async that does not")
+    assert second != "trained"
+
+
 def test_addresses_in_memory_are_no_settings(ranks: Outcomes) -> None:
     first, second = ranks("rules_without_a_text_of_their_own")
     assert first["digest"] == second["digest"]

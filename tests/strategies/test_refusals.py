@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 import pytest
 
-from lightning_async import AsyncAveragingStrategy, DeltaMean, EveryNSteps, Mean
+from lightning_async import AsyncAveragingStrategy, DeltaMean, EveryNSteps, HorovodStrategy, Mean
 from tests.strategies import problem
 from tests.strategies.workers import Outcomes, fit, loader, logged
 from tests.support import run_ranks
@@ -43,6 +44,14 @@ def test_wrong_arguments_are_named(arguments: dict[str, Any], error: type[Except
     assert all(text in str(raised.value) for text in texts), raised.value
 
 
+def test_without_horovod_the_advice_can_be_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "horovod", None)
+    with pytest.raises(ModuleNotFoundError, match=r"`AsyncAveragingStrategy\(engine='torch'\)`") as raised:
+        HorovodStrategy()
+    assert "pass `engine=" not in str(raised.value), "HorovodStrategy has no such argument"
+    AsyncAveragingStrategy(engine="torch")
+
+
 @pytest.mark.parametrize(
     ("name", "texts"),
     [
@@ -50,6 +59,8 @@ def test_wrong_arguments_are_named(arguments: dict[str, Any], error: type[Except
         ("sync_batchnorm_module", ("ValueError", "SyncBatchNorm", "net.0")),
         ("checkpoint_every_n_train_steps", ("ValueError", "every_n_train_steps", "every_n_epochs")),
         ("metric_on_step", ("ValueError", "`metric`", "dist_sync_on_step=True")),
+        ("pruning", ("ValueError", "`ModelPruning` renames", "before training")),
+        ("batch_size_finder", ("ValueError", "`BatchSizeFinder`", "devices=1")),
         ("lazy", ("ValueError", "net.0.weight", "lazy")),
         ("different_shapes", ("LayoutMismatch", "net.0.weight", "8, 6", "9, 6")),
         ("different_dtypes", ("LayoutMismatch", "net.0.weight", "bfloat16", "float32")),
@@ -69,14 +80,22 @@ def test_processes_that_saw_errors_still_train(ranks: Outcomes) -> None:
     assert first["samples_by_rank"] == [16, 16]
 
 
-def test_lightning_cli(ranks: Outcomes) -> None:
-    told = ranks("cli")
+@pytest.mark.parametrize("name", ["cli", "cli_with_short_names", "cli_with_arguments"])
+def test_lightning_cli(ranks: Outcomes, name: str) -> None:
+    told = ranks(name)
     for rank in told:
         assert rank["is_diloco"] is True
         assert "outer_lr=0.5" in rank["rule"] and "outer_momentum=0.8" in rank["rule"]
         assert rank["schedule"] == "Warmup(schedule=EveryNSteps(n=3), steps=2, epochs=None, warmup_sync_every=None)"
         assert (rank["synchronous_steps"], rank["rounds"]) == (2, 2)
     assert told[0]["digest"] == told[1]["digest"]
+
+
+def test_lightning_cli_says_what_is_wrong(ranks: Outcomes) -> None:
+    for told in ranks("cli_with_wrong_values"):
+        assert "`DiLoCo(outer_lr=-1.0)` must be > 0." in told["outer_lr: -1.0"]
+        assert "`EveryNSteps(n=0)` must be" in told["n: 0"]
+        assert "Got value: some" in told["buffers: some"]
 
 
 @pytest.mark.filterwarnings("ignore")
