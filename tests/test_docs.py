@@ -183,3 +183,15 @@ def test_an_open_fence_and_a_dead_link_are_found(tmp_path: Path):
         fences("```python\n")
     (tmp_path / "there.md").touch()
     assert dead_links("[a](there.md#x) [b](https://example.org) [c](absent.md)", tmp_path) == ["absent.md"]
+
+
+def test_every_line_on_failures_names_tests_that_exist() -> None:
+    text = (ROOT / "docs" / "failure-semantics.md").read_text(encoding="utf-8")
+    table = [line for line in text.splitlines() if line.startswith("| ")][2:]
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    assert len(table) > 25
+    for line in table:
+        names = re.findall(r"`(test_\w+)`", line)
+        assert names, f"no test holds: {line}"
+        missing = [name for name in names if f"def {name}(" not in sources]
+        assert not missing, f"{missing} are no tests: {line}"
