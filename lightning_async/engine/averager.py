@@ -12,7 +12,7 @@ from lightning_async.comm.protocols import Collectives
 from lightning_async.comm.rendezvous import Membership
 from lightning_async.engine.calls import Calls, Recovery
 from lightning_async.engine.config import AveragerConfig
-from lightning_async.engine.digest import is_finite
+from lightning_async.engine.digest import finite_later
 from lightning_async.engine.gate import Arrival, Gates
 from lightning_async.engine.mailbox import Mailbox, Message, Work
 from lightning_async.engine.merge import Merger
@@ -156,24 +156,24 @@ class BackgroundAverager(Gates, Generic[S]):
 
     def _follow_layout(self) -> None:
         """Parameters were unfrozen at a gate: they travel with the others from now on."""
-        replica, box = self.replica, self._box
+        replica, followed = self.replica, False
         replica.tensors.check_unchanged(thawed_too=False)
         if not (thawed := replica.tensors.thawed()):
             return
-        self._wait(lambda: not box.claimed)
-        self._take()
-        with self._using_buckets():
-            before = replica.layout
-            replica.take_thawed()
-            replica.settle(self._server.payload.registered)
-            replica.pack_(replica.received)
-            self._server.follow_layout(before)
+        while not followed:
+            self._take()
+            with self._using_buckets(alone=True):
+                if followed := self._box.arrived is None:  # nothing of the old layout is left
+                    before = replica.layout
+                    replica.take_thawed()
+                    replica.settle(self._server.payload.registered)
+                    replica.pack_(replica.received)
+                    self._server.follow_layout(before)
         log.info("Rank %d: %d parameters were unfrozen and are averaged from now on.", self.summary.rank, len(thawed))
 
     def _leave_synchronous(self) -> None:
         """Replicas part from here: this is where they come from, should one miss the next round."""
-        self._wait(lambda: not self._box.claimed)
-        with self._using_buckets():
+        with self._using_buckets(alone=True):
             self.replica.pack_(self.replica.received)
         self._box.work, self._box.since_round, self._box.at_target = Work(), 0.0, True
 
@@ -187,9 +187,9 @@ class BackgroundAverager(Gates, Generic[S]):
             scale: this replica's loss scale (mixed precision); replicas may have different ones.
         """
         box, replica = self._box, self.replica
-        self._wait(lambda: box.arrived is None and box.message is None and not box.claimed)
+        self._wait(lambda: box.arrived is None and box.message is None)
         message = Message(Kind.GRADIENTS, Work(samples, 1.0), self.step, steps=1.0, used=replica.used())
-        with self._using_buckets(message):
+        with self._using_buckets(message, alone=True):
             replica.pack_gradients_(replica.sent, 1.0 / scale)
         self._wait(lambda: box.message is None)
         arrived = box.arrived
@@ -264,7 +264,7 @@ class BackgroundAverager(Gates, Generic[S]):
         with self._using_buckets(message):
             self.replica.tensors.check_unchanged()
             self.replica.pack_(self.replica.sent)
-            message.healthy = is_finite(self.replica.watched())
+            message.state_is_finite = finite_later(self.replica.watched())
         self._reports.merge_s += self._now() - started
         return True
 

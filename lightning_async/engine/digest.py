@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 from lightning_async import ops
 
-__all__ = ["digest", "digests", "is_finite", "real"]
+__all__ = ["digest", "digests", "finite_later", "is_finite", "real"]
 
 _BLOCK = 1 << 20
 _PRIME = (1 << 61) - 1
@@ -45,11 +45,16 @@ def digests(tensors: Iterable[Tensor]) -> list[int]:
 
 def is_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether all elements are finite; waits for a GPU once."""
+    return finite_later(tensors)()
+
+
+def finite_later(tensors: Iterable[Tensor]) -> Callable[[], bool]:
+    """Look at the elements as they are now; the function that is returned says whether all are finite."""
     present = [real(tensor.detach()) for tensor in tensors if tensor.numel()]
     on_gpu = [torch.isfinite(tensor).all() for tensor in present if tensor.device.type != "cpu"]
-    return all(ops.all_finite(tensor) for tensor in present if tensor.device.type == "cpu") and (
-        not on_gpu or bool(torch.stack(on_gpu).all())
-    )
+    found = torch.stack(on_gpu).all() if on_gpu else None
+    on_cpu = all(ops.all_finite(tensor) for tensor in present if tensor.device.type == "cpu")
+    return lambda: on_cpu and (found is None or bool(found))
 
 
 def _blocks(tensor: Tensor) -> list[Tensor]:

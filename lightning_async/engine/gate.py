@@ -88,10 +88,17 @@ class Gates(ABC):
                 box.changed.wait(0.5)
 
     @contextmanager
-    def _using_buckets(self, message: Message | None = None) -> Iterator[None]:
-        """The engine's thread keeps off the buckets meanwhile; with the end, ``message`` is what they hold."""
+    def _using_buckets(self, message: Message | None = None, alone: bool = False) -> Iterator[None]:
+        """The engine's thread keeps off the buckets meanwhile; with the end, ``message`` is what they hold.
+
+        Args:
+            alone: first wait until no header is under way that may move them.
+        """
         box = self._box
         with box.changed:
+            while alone and box.claimed:
+                self._see()
+                box.changed.wait(0.5)
             box.in_use = True
         try:
             yield

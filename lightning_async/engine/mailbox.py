@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -47,6 +48,8 @@ class Message:
     """Whether a header has carried it: from then on the bucket holds the rule's message, not the snapshot."""
     healthy: bool = True
     """False if the snapshot, or the optimizers' state, is not finite: then it takes part with weight zero."""
+    state_is_finite: Callable[[], bool] = lambda: True
+    """Whether the optimizers' state is; waits for a GPU, so it is for the engine's thread to ask."""
     used: Tensor | None = None
     """Of gradients: which parameters have one."""
 

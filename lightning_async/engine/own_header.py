@@ -76,7 +76,7 @@ class OwnHeader:
         """The header with its message, which becomes the rule's on its first header."""
         if message.kind is Kind.ROUND and not message.announced and not header.fresh:
             sent, message.announced = self._replica.sent, True
-            message.healthy = message.healthy and self._replica.message_is_finite(sent)
+            message.healthy = message.state_is_finite() and self._replica.message_is_finite(sent)
             if message.healthy:  # else the rule's state would learn of it
                 message.scalars = self._rule.message_(self._replica.of_rule(sent), self._commits.rule_state)
         healthy = message.healthy

@@ -236,11 +236,14 @@ class Payload:
 
     def committed(self, exchange: Exchange) -> None:
         """The round is applied."""
-        if self._compressed is None:
-            return
-        if exchange.owed is not None:
+        if self._compressed is not None and exchange.owed is not None:
             self._compressed.owed = exchange.owed
         elif exchange.decision.kind is not Kind.GRADIENTS:  # what averages are averages of has moved itself
+            self.forget_debts()
+
+    def forget_debts(self) -> None:
+        """All replicas hold one model: nothing is owed."""
+        if self._compressed is not None:
             self._compressed.owed.zero_()
 
 

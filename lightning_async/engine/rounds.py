@@ -234,6 +234,7 @@ class RoundServer:
         box.last_round = self.commits.next_round
         if not self._rule.restores_local:
             box.agree()
+            self.payload.forget_debts()
             if not box.at_target:  # equal without an exchange
                 replica.pack_(replica.received)
                 box.at_target = True

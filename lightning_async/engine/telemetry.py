@@ -144,6 +144,7 @@ class RunSummary:
                 "replicas": f"{self.world_size}",
                 "averaging rounds": f"{self.rounds}"
                 + (f", absent in {self.absent_rounds}" if self.absent_rounds else "")
+                + (f", healed {self.healed} times" if self.healed else "")
                 + (f", {self.failed_rounds} failed and repeated" if self.failed_rounds else ""),
                 "consensuses": f"{self.consensuses}",
                 "synchronous steps": f"{self.synchronous_steps}",
