@@ -243,14 +243,14 @@ def train(job: Job, training: Training, store: Any) -> dict[str, Any]:
         now = time.monotonic()
         if now + 1.2 * (now - started) + END_S > job.until:
             break
-    store.set("end", "")
+    store.set("end", str(training.averager.summary.rounds))
     return {"pairs": [[asdict(block) for block in pair] for pair in pairs], "moves": training.moves}
 
 
 def accompany(averager: BackgroundAverager[Any], switch: Switch, store: Any) -> None:
-    """Rank 1: what would be steps are pauses, until rank 0 has ended."""
+    """Rank 1: what would be steps are pauses, until rank 0 has ended and all its rounds are merged here too."""
     told = 0
-    while not store.check(["end"]):
+    while not store.check(["end"]) or averager.summary.rounds < int(store.get("end")):
         averager.tick(averager.plan(), 1.0)
         while told < switch.started:
             store.set(f"snapshot/{told}", "")
