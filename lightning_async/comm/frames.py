@@ -16,7 +16,8 @@ _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
         torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool,
-        torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+        torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
+        torch.float8_e4m3fn, torch.float8_e5m2,
     )
 }  # fmt: skip
 _LENGTH = 8

@@ -76,6 +76,7 @@ class BackgroundAverager(Gates, Generic[S]):
         self._reports = Reports(self.summary)
         self.on_healed: Callable[[], None] = lambda: None
         """Called when this replica was not finite and has taken over the others' model."""
+        self._resumed = False
         self._step_s = self._since_commit_s = self.started_at = self._last_tick = 0.0
         replica.pack_(replica.received)
         self._server = RoundServer(
@@ -93,7 +94,7 @@ class BackgroundAverager(Gates, Generic[S]):
         self._box.last_commit = self.started_at - self._since_commit_s
         self.first_step = self.step
         self._box.last_round = self._server.commits.next_round
-        if not self.step:  # so that a rank without data, too, knows how training begins
+        if not self.step and not self._resumed:  # so that a rank without data, too, knows how training begins
             self._box.fresh = self.schedule.next(Clock(0, 0, 0, 0.0)) is Action.GRADIENTS
             self._box.synchronous = self._box.fresh
         self.replica.settle(self._server.payload.registered)
@@ -137,7 +138,8 @@ class BackgroundAverager(Gates, Generic[S]):
                 round_s=self._reports.round_s,
             )
         )
-        if action is Action.GRADIENTS and not box.synchronous and self.rendezvous(Gate.SYNCHRONISE) is not Arrival.OPEN:
+        apart = not box.synchronous or box.agreed_votes.synchronise
+        if action is Action.GRADIENTS and apart and self.rendezvous(Gate.SYNCHRONISE) is not Arrival.OPEN:
             action = Action.LOCAL  # others ask for a validation, or to stop: first that, at the end of this batch
         synchronous = action is Action.GRADIENTS
         if box.synchronous and not synchronous:
@@ -150,9 +152,7 @@ class BackgroundAverager(Gates, Generic[S]):
         """The training thread starts a batch: it is alive, and may have unfrozen parameters since the last gate."""
         super().resume()
         self._merger.restore_local()
-        if self._at_gate:
-            self._at_gate = False
-            self._follow_layout()
+        self._leave_gate()
 
     def _follow_layout(self) -> None:
         """Parameters were unfrozen at a gate: they travel with the others from now on."""
@@ -241,7 +241,7 @@ class BackgroundAverager(Gates, Generic[S]):
         while not self._pack(lr):
             if not self._has_news():
                 return report
-            self._wait(lambda: not box.claimed)
+            self._wait(lambda: not box.claimed and box.message is None)
             report = self._take() or report
         self._wait(lambda: box.message is None)
         self._reports.blocked_s = self._now() - started
@@ -263,7 +263,7 @@ class BackgroundAverager(Gates, Generic[S]):
             box.in_use = True
         with self._using_buckets(message):
             self.replica.tensors.check_unchanged()
-            self.replica.pack_(self.replica.sent)
+            self.replica.pack_(self.replica.sent, for_round=True)
             message.state_is_finite = finite_later(self.replica.watched())
         self._reports.merge_s += self._now() - started
         return True
@@ -322,6 +322,7 @@ class BackgroundAverager(Gates, Generic[S]):
         self.step, self.epoch = int(clocks["step"]), int(clocks["epoch"])
         box.synchronous, box.fresh = bool(clocks["synchronous"]), bool(clocks["fresh"])
         box.since_round = float(clocks.get("steps_since_round", 0.0))
+        self._resumed = True
         self._since_commit_s = float(clocks.get("seconds_since_round", 0.0))
         self.summary.load_state_dict(clocks["summary"])
         box.steps_then = box.mean_steps = float(self.step)

@@ -1,8 +1,8 @@
 """Numbered collective calls of the training thread, which outlive the groups that they began in.
 
 The engine may form all groups anew at any time, and then a call is broken off that some ranks have their answer to and
-others have not. So calls are numbered, and each rank keeps its last answer. After every re-forming the ranks compare
-numbers: who is one ahead hands its answer over, and the others take it; where none is, all repeat the call.
+others have not. So calls are numbered, and each rank keeps its last answers. After every re-forming the ranks compare
+numbers: who is ahead hands its answers over, and the others take them; where none is, all repeat the call.
 
     usable --(the engine begins to form groups)--> forming --(the ranks have compared)--> usable
 """
@@ -26,6 +26,8 @@ __all__ = ["Calls", "Recovery"]
 
 _BEAT = timedelta(seconds=0.2)
 _REASON_S = 3.0
+_KEPT = 3
+"""Answers: a broadcast's source may be done while others have yet to hear of the call before."""
 
 
 class Recovery(NamedTuple):
@@ -52,7 +54,8 @@ class Calls:
         """Set while an engine runs that can form groups anew."""
         self._changed = threading.Condition()
         self._begun = self._done = 0
-        self._answer: Tensor | None = None
+        self._answers: dict[int, Tensor | None] = {}
+        """The last ones, by number."""
         self._forming = False
         self._formed = 0
 
@@ -74,8 +77,8 @@ class Calls:
             self._begun += 1
         while True:
             formed = self._usable(started)
-            if self._done == self._begun:
-                return self._answer
+            if self._done >= self._begun:
+                return _copy(self._answers[self._begun])
             try:
                 answer = self._wait(start(self._collectives), started)
             except PeerLost:
@@ -85,21 +88,29 @@ class Calls:
                 continue
             with self._changed:
                 if not self._forming and self._formed == formed:
-                    self._done, self._answer = self._begun, answer
+                    self._keep({self._begun: _copy(answer)})
                     return answer
                 # The groups go: an answer that the others were not told of does not count.
 
+    def _keep(self, answers: dict[int, Tensor | None]) -> None:
+        """Under the lock."""
+        self._answers.update(answers)
+        self._done = max(self._answers)
+        for number in [number for number in self._answers if number <= self._done - _KEPT]:
+            del self._answers[number]
+
     def _usable(self, started: float) -> int:
         """Wait until the groups are usable; how often they were formed."""
+        recovery = self.recovery
         with self._changed:
             while self._forming:
                 self._changed.wait(_BEAT.total_seconds())
-                self._recheck(started)
+                self._recheck(recovery, started)
             return self._formed
 
-    def _recheck(self, started: float) -> None:
-        if self.recovery is not None:
-            self.recovery.check()
+    def _recheck(self, recovery: Recovery | None, started: float) -> None:
+        if recovery is not None:  # also one that is abandoned by now: its engine's failure is the cause
+            recovery.check()
         if time.monotonic() - started > self._deadline.total_seconds():
             raise CollectiveTimeout(f"rank {self._collectives.rank}: no answer within {self._deadline}.")
 
@@ -117,7 +128,8 @@ class Calls:
                     recovery.report(error)
                 while self._formed == formed and self.recovery is not None:
                     self._changed.wait(_BEAT.total_seconds())
-                    self._recheck(started)
+                    self._recheck(recovery, started)
+            recovery.check()
             return
         until = time.monotonic() + _REASON_S  # a peer's connections close before its death is known
         while time.monotonic() < until:
@@ -148,7 +160,7 @@ class Calls:
             self._changed.notify_all()
 
     def settle(self, gather: Callable[[Tensor], Tensor], broadcast: Callable[[Tensor, int], Tensor]) -> None:
-        """All ranks' engines compare their calls, and those that are one ahead hand over what they know.
+        """All ranks' engines compare their calls, and those that are ahead hand over what they know.
 
         Args:
             gather: of every rank's row, over the new groups.
@@ -156,22 +168,27 @@ class Calls:
 
         Raises:
             CollectiveError: the groups failed again.
-            AsyncTrainingError: ranks are more than one call apart, so they do not run the same program.
+            AsyncTrainingError: ranks are further apart than they can be if they run the same program.
         """
         with self._changed:
-            done, answer = self._done, encode(self._answer)
+            done, answer = self._done, encode([list(item) for item in self._answers.items()])
         table = gather(torch.tensor([done, answer.numel()]))
         counts = table[:, 0].tolist()
         newest = max(counts)
-        if min(counts) < newest - 1:
-            raise AsyncTrainingError(f"The ranks have the answers to {counts} calls: they are more than one apart.")
+        if min(counts) < newest - _KEPT:
+            raise AsyncTrainingError(f"The ranks have the answers to {counts} calls: they are too far apart.")
         if min(counts) < newest:
             source = counts.index(newest)
             data = answer if done == newest else torch.empty(int(table[source, 1]), dtype=torch.uint8)
             data = broadcast(data, source)
             if done < newest:
                 with self._changed:
-                    self._done, self._answer = newest, decode(data)
+                    self._keep(dict(decode(data)))
         with self._changed:
             self._forming, self._formed = False, self._formed + 1
             self._changed.notify_all()
+
+
+def _copy(answer: Any) -> Any:
+    """What callers do to an answer is not to reach others."""
+    return answer.clone() if isinstance(answer, Tensor) else answer

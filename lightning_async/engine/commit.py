@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -54,17 +54,20 @@ class Commits:
 
     def state_dict(self) -> dict[str, Any]:
         """What is equal on all replicas, copied."""
-        return {
-            "round": self.next_round,
-            "rule": type(self._rule).__qualname__,
-            "rule_state": self.rule_state_dict(own=False),
-        }
+        with self.rule_lock:
+            round_id, state = self.next_round, self._copied(own=False)
+        layout = self._replica.layout
+        places = [[name, size] for name, size in zip(layout.names, layout.sizes, strict=True)]
+        return {"round": round_id, "rule": type(self._rule).__qualname__, "rule_state": state, "parameters": places}
 
     def rule_state_dict(self, own: bool) -> dict[str, Any]:
         """Of the rule's state what is this replica's ``own``, or else what is equal on all; copied."""
         with self.rule_lock:
-            state = self._rule.state_dict(self.rule_state)
-            return {k: copy.deepcopy(v) for k, v in state.items() if (k in self._rule.per_replica) == own}
+            return self._copied(own)
+
+    def _copied(self, own: bool) -> dict[str, Any]:
+        state = self._rule.state_dict(self.rule_state)
+        return {k: copy.deepcopy(v) for k, v in state.items() if (k in self._rule.per_replica) == own}
 
     def load_state_dict(self, saved: dict[str, Any], own: dict[str, Any]) -> None:
         """Go on from `state_dict`; what ``own`` lacks of the rule's state begins anew.
@@ -78,8 +81,26 @@ class Commits:
                 f"`rule={self._rule!r}` cannot go on from a checkpoint that `{saved['rule']}` wrote: pass that rule."
             )
         self.next_round = int(saved["round"])
-        whole = {**self.rule_state_dict(own=True), **saved["rule_state"], **own}
+        state = self._fitted(saved["rule_state"], saved.get("parameters"))
+        whole = {**self.rule_state_dict(own=True), **state, **own}
         self.rule_state = self._rule.load_state_dict(self.rule_state, whole)
+
+    def _fitted(self, state: dict[str, Any], places: Sequence[Any] | None) -> dict[str, Any]:
+        """A saved state for this layout: parameters may have been frozen or unfrozen since; new ones begin anew."""
+        layout = self._replica.layout
+        if places is None or [name for name, _ in places] == list(layout.names):
+            return state
+        sizes, now = [size for _, size in places], self.rule_state_dict(own=False)
+        fitted = dict(state)
+        for field, old in state.items():
+            new = now.get(field)
+            if isinstance(old, Tensor) and isinstance(new, Tensor) and old.shape == (sum(sizes),):
+                was = dict(zip((name for name, _ in places), old.split(sizes), strict=True))
+                for name, part in zip(layout.names, new.split(layout.sizes), strict=True):
+                    if name in was and was[name].shape == part.shape:
+                        part.copy_(was[name])
+                fitted[field] = new
+        return fitted
 
     def follow_layout(self, before: FlatLayout) -> None:
         """Begin the rule's state anew for another layout, with what is known of the parameters that were there before.
@@ -105,7 +126,7 @@ class Commits:
             if kind is Kind.START:
                 self.init_rule(target)
             elif kind is Kind.ROUND:
-                sent = replica.of_rule(replica.sent) if message is not None and message.healthy else None
+                sent = replica.of_rule(replica.sent) if message is not None and exchange.healthy else None
                 self.rule_state = self._rule.merge_(sent, target, self.rule_state, exchange.round)
             elif kind is Kind.CONSENSUS:
                 agreed = self._rule.agree(target, self.rule_state)
@@ -113,7 +134,7 @@ class Commits:
                     target.copy_(agreed)
                 if exchange.decision.fresh:
                     self.init_rule(target)
-        self.next_round += 1
+            self.next_round += 1
         replica.to_training.give()
         with self._mailbox.changed:
             self._mailbox.changed.wait_for(lambda: not self._mailbox.in_use)
@@ -125,7 +146,7 @@ class Commits:
         if exchange.decision.kind is not Kind.ROUND:
             return None
         if message is not None:
-            return replica.sent if message.healthy else None
+            return replica.sent if exchange.healthy else None
         if not self._rule.absent_follow:
             return None
         # Absent: from the last target to the new one. With a round that is not merged yet, from where that began.
@@ -144,9 +165,11 @@ class Commits:
             box.fresh = False
             return
         if kind is Kind.GRADIENTS:
-            # Shared already: what is kept is only who has the newest model, should a rendezvous come next.
-            box.work, box.reported = message.work.copy() if message is not None else Work(), Work()
-            box.fresh, box.since_round, box.last_commit = True, 0.0, self._now()
+            box.fresh, box.last_commit = True, self._now()
+            if message is not None or box.synchronous:  # else it has gone on to local steps, which count
+                # Shared already: what is kept is only who has the newest model, should a rendezvous come next.
+                box.work, box.reported = message.work.copy() if message is not None else Work(), Work()
+                box.since_round = 0.0
             if box.message is not None and box.message.announced and message is None:
                 box.message = None  # made with a rule state that begins anew; its work stays for another one
             if message is None:
@@ -181,7 +204,7 @@ class Commits:
             message_bytes=exchange.message_bytes,
             used=exchange.used,
             apart=exchange.apart,
-            healed=not (exchange.healthy if message is None else message.healthy),
+            healed=not exchange.healthy or (pending is not None and pending.healed),
         )
         box.changed.notify_all()
 

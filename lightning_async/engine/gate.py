@@ -45,8 +45,8 @@ class Gates(ABC):
     """Set by a signal handler, which may touch nothing else: a vote for stopping follows."""
     moved_at_gate = False
     """Whether the model had changed, on any rank, between the last two gates."""
-    _at_gate = False
-    """No batch has begun since the last gate."""
+    _at_gate = True
+    """No batch has begun since the last gate, or since training began."""
 
     @abstractmethod
     def _take(self) -> RoundReport | None:
@@ -55,6 +55,16 @@ class Gates(ABC):
     @abstractmethod
     def _pack(self, lr: float = 0.0, due: bool = True) -> bool:
         """Make what is left of the work a message, if the buckets are free."""
+
+    @abstractmethod
+    def _follow_layout(self) -> None:
+        """Take up parameters that were unfrozen at the last gate."""
+
+    def _leave_gate(self) -> None:
+        """A batch begins, or another gate: what was done at the last one counts from now on."""
+        if self._at_gate:
+            self._at_gate = False
+            self._follow_layout()
 
     def _see(self) -> None:
         """Under the lock: the training thread shows itself, and learns of a failure."""
@@ -119,6 +129,7 @@ class Gates(ABC):
         no bit: where no rank has moved since the last one, nothing is exchanged.
         """
         box, started = self._box, self._now()
+        self._leave_gate()
         self.replica.tensors.check_unchanged()
         self.replica.to_engine.give()
         healthy = is_finite(self.replica.watched())
@@ -152,6 +163,8 @@ class Gates(ABC):
             with box.changed:
                 box.gate = Gate.NONE
                 box.last_seen = self._now()
+                if not box.claimed:
+                    box.drop_left_over()
             self.summary.idle_s += self._now() - started
 
     def resume(self) -> None:

@@ -48,6 +48,8 @@ class Message:
     """Whether a header has carried it: from then on the bucket holds the rule's message, not the snapshot."""
     healthy: bool = True
     """False if the snapshot, or the optimizers' state, is not finite: then it takes part with weight zero."""
+    sound: bool = True
+    """False if buffers in it are not finite; that counts where other replicas' are."""
     state_is_finite: Callable[[], bool] = lambda: True
     """Whether the optimizers' state is; waits for a GPU, so it is for the engine's thread to ask."""
     used: Tensor | None = None
@@ -89,6 +91,7 @@ class Votes:
     stop: bool = False
     end: bool = False
     validate: bool = False
+    synchronise: bool = False
 
 
 @dataclass
@@ -165,8 +168,10 @@ class Mailbox:
 
     def open_gate(self, gate: Gate, now: float) -> None:
         """Let the training thread go, if that is where it stands. Under the lock."""
-        if gate is Gate.SYNCHRONISE and self.gate is not gate:
-            return
+        if gate is Gate.SYNCHRONISE:
+            self.agreed_votes.synchronise = False
+            if self.gate is not gate:
+                return
         if self.gate is Gate.VALIDATE:
             self.agreed_votes.validate = False
         self.drop_left_over()

@@ -51,11 +51,11 @@ class Merger:
             with_state=message is not None or consensus,
             buffers_too=arrived.has_source,
             still=stood_still and not consensus and arrived.base is not None,
+            of_round=arrived.kind is Kind.ROUND,
         )
         self._mailbox.at_target = copies
         if consensus:
             replica.tensors.set_apart(arrived.apart)
-            replica.tensors.accept_infinite()
             self._mailbox.showing = self._local is not None
 
     def _mix(self, arrived: Arrived, base: Tensor) -> Tensor:

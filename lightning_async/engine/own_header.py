@@ -76,7 +76,8 @@ class OwnHeader:
         """The header with its message, which becomes the rule's on its first header."""
         if message.kind is Kind.ROUND and not message.announced and not header.fresh:
             sent, message.announced = self._replica.sent, True
-            message.healthy = message.state_is_finite() and self._replica.message_is_finite(sent)
+            message.healthy, message.sound = self._replica.judge(sent)
+            message.healthy = message.healthy and message.state_is_finite()
             if message.healthy:  # else the rule's state would learn of it
                 message.scalars = self._rule.message_(self._replica.of_rule(sent), self._commits.rule_state)
         healthy = message.healthy
@@ -86,6 +87,7 @@ class OwnHeader:
             work=self._config.weigh(message.work) if healthy else 0.0,
             steps=message.steps if healthy else 0.0,
             healthy=healthy,
+            sound=message.sound,
             mask=mask_of(message.used),
             lr=message.lr,
             scalars=message.scalars or header.scalars,
@@ -96,5 +98,6 @@ class OwnHeader:
         whole, rest = self._replica.digests()
         if self._rule.restores_local and not self._mailbox.showing:
             whole = UNLIKE  # a replica's own model, in place of the one that the gate shows
-        healthy = self._mailbox.state_healthy and self._replica.is_finite()
-        return header._replace(digest=whole, digest_rest=rest, healthy=healthy)
+        healthy, sound = self._replica.judge()
+        healthy = healthy and self._mailbox.state_healthy
+        return header._replace(digest=whole, digest_rest=rest, healthy=healthy, sound=sound)

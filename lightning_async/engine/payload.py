@@ -17,7 +17,7 @@ from lightning_async.engine.config import AveragerConfig
 from lightning_async.engine.digest import digests
 from lightning_async.engine.mailbox import Mailbox, Message
 from lightning_async.engine.replica import Replica
-from lightning_async.engine.round import Decision, Header, Kind
+from lightning_async.engine.round import Decision, Header, Kind, able_to_share
 from lightning_async.engine.waiting import Waiter
 from lightning_async.errors import AsyncTrainingError
 from lightning_async.flat import FlatLayout
@@ -40,7 +40,7 @@ class Exchange:
         spread: this rank's part of the replicas' squared spread; after the commit the root of the sum.
         used: of gradients, which parameters any replica used.
         apart: of a consensus, what moved beside the bucket, by name.
-        healthy: whether what this rank holds is finite, as its header said.
+        healthy: whether what this rank holds may be shared, see `able_to_share`.
         message_bytes: what this rank's message takes on the wire.
         owed: of compressed messages, see `CompressedMean.owed`.
     """
@@ -127,7 +127,7 @@ class Payload:
             ),
             has_source=decision.source is not None,
             message_bytes=4 * self._replica.numel,
-            healthy=headers[self._rank].healthy,
+            healthy=able_to_share(headers)[self._rank],
         )
         if kind is Kind.START:
             self._broadcast(exchange)
@@ -185,6 +185,8 @@ class Payload:
             if differs:
                 exchange.apart[name] = self._agree_on(name, tensor, share)
                 exchange.message_bytes += tensor.nbytes
+            elif tensor.dtype is torch.float64:  # the bucket has cut it
+                exchange.apart[name] = tensor.detach().clone()
 
     def _agree_on(self, name: str, tensor: Tensor, share: float) -> Tensor:
         """The largest of integers and bools, the mean of others."""

@@ -103,7 +103,7 @@ class Regroup:
         """Some ranks are not in the next generation: no round comes any more."""
         box, left = self._mailbox, self._membership.left()
         with box.changed:
-            if box.gate is not Gate.NONE and left.issuperset(missing):
+            if box.gate in (Gate.TRAIN_END, Gate.STOP) and left.issuperset(missing):
                 # Nobody leaves in order but through the last gate, whose answer this rank has lost.
                 box.open_gate(box.gate, self._now())
                 raise Closed

@@ -81,6 +81,9 @@ class Replica:
         """How often the layout has changed since training began."""
         self._remainders: dict[str, Tensor] = {}
         self._state: Callable[[], Sequence[Tensor]] = tuple
+        self._reference = torch.empty(0)
+        """The buffers when replicas last agreed: in rounds they travel as differences from that, so that those that
+        never change keep their bits."""
         self._sections: list[_Section] = []
         self.build()
 
@@ -100,9 +103,19 @@ class Replica:
         pin = self.device.type == "cpu" and any(p.is_cuda for p in self.parameters)
         self.sent = whole.empty(self.device, pin_memory=pin)
         self.received = whole.empty(self.device, pin_memory=pin)
+        self.note_agreed()
         described = [line for section in self._sections for line in section.plan.layout.describe()]
         self.fingerprint = FlatLayout([torch.empty(0)] * len(described), described).fingerprint()
         """Equal on all ranks whose messages have the same layout."""
+
+    def note_agreed(self) -> None:
+        """All replicas hold the same model now: what in its buffers is infinite is meant."""
+        self.refresh()
+        self.tensors.accept_infinite()
+        buffers = self._sections[1]
+        self._reference = torch.empty(buffers.plan.layout.numel, device=self.device)
+        buffers.plan.pack_(self._reference)
+        self._reference.nan_to_num_(0.0, 0.0, 0.0)
 
     def take_thawed(self) -> None:
         """Lay out the buckets with what is trained now. All replicas hold the same model, and do the same."""
@@ -121,6 +134,9 @@ class Replica:
             AsyncTrainingError: what was assigned does not fit in the old one's place.
         """
         parameters, buffers, state = self._sections
+        if any(p.is_complex() for p in self.tensors.trained.values()):  # views do not follow new memory
+            tensors = [real(p) for p in self.tensors.trained.values()]
+            self._sections[0] = _Section(ops.Plan(parameters.plan.layout, tensors, parameters.plan.remainders), 0)
         if self.tensors.follow_buffers():
             mean = self._mean_buffers()
             self._sections[1] = _Section(ops.Plan(FlatLayout(mean), mean), parameters.end)
@@ -159,19 +175,23 @@ class Replica:
         rest = [*buffers.tensors, *state.tensors, *self.tensors.apart.values()]
         return digest([*self.parameters, *self._remainders.values()]), digest(rest)
 
-    def is_finite(self) -> bool:
-        """Whether all that travels or is watched is finite, but for buffers that were not when replicas agreed."""
-        self.refresh()
-        _, buffers, state = self._sections
-        return is_finite([*self.parameters, *self._judged(buffers.tensors), *state.tensors, *self.watched()])
+    def judge(self, bucket: Tensor | None = None) -> tuple[bool, bool]:
+        """Whether parameters, and the optimizers' state that travels, are finite; and whether the rest is, but for what
+        was not when replicas agreed.
 
-    def message_is_finite(self, bucket: Tensor) -> bool:
-        """As `is_finite`, of what was packed; without what is watched."""
-        if ops.all_finite(bucket):
-            return True
+        Args:
+            bucket: what was packed. Default: the tensors as they are now, with what is watched and frozen.
+        """
+        if bucket is not None and ops.all_finite(bucket):
+            return True, True
+        if bucket is None:
+            self.refresh()
         parameters, buffers, state = self._sections
+        if bucket is None:
+            rest = [*self._judged(buffers.tensors), *self.tensors.judged_frozen]
+            return is_finite([*parameters.tensors, *state.tensors, *self.watched()]), is_finite(rest)
         views = buffers.plan.layout.views(buffers.of(bucket))
-        return is_finite([parameters.of(bucket), *self._judged(views), state.of(bucket)])
+        return is_finite([parameters.of(bucket), state.of(bucket)]), is_finite(self._judged(views))
 
     def _judged(self, buffers: Iterable[Tensor]) -> list[Tensor]:
         return [b for b, judged in zip(buffers, self.tensors.judged, strict=True) if judged]
@@ -186,12 +206,14 @@ class Replica:
         """The rest of a bucket: buffers and optimizer state, which take the plain mean."""
         return bucket[self._sections[0].end :]
 
-    def pack_(self, bucket: Tensor) -> None:
-        """Parameters, buffers and optimizer state into ``bucket``, as fp32."""
+    def pack_(self, bucket: Tensor, for_round: bool = False) -> None:
+        """Parameters, buffers and optimizer state into ``bucket``, as fp32; ``for_round``: buffers as differences."""
         self.refresh()
         self.pack_parameters_(self.of_rule(bucket))
         for section in self._sections[1:]:
             section.plan.pack_(section.of(bucket))
+        if for_round:
+            self._sections[1].of(bucket).sub_(self._reference)
 
     def pack_parameters_(self, part: Tensor) -> None:
         """The parameters into the rule's part of a bucket, as fp32."""
@@ -220,7 +242,13 @@ class Replica:
 
     @torch.no_grad()
     def merge_(
-        self, target: Tensor, base: Tensor | None, with_state: bool, buffers_too: bool = True, still: bool = False
+        self,
+        target: Tensor,
+        base: Tensor | None,
+        with_state: bool,
+        buffers_too: bool = True,
+        still: bool = False,
+        of_round: bool = False,
     ) -> None:
         """Move the parameters by ``target - base`` (``base`` is used up), or copy ``target`` if ``base`` is None.
 
@@ -228,8 +256,12 @@ class Replica:
             with_state: also overwrite buffers and optimizer state.
             buffers_too: False where no rank's buffers are in ``target`` (one rank broadcasts them and was absent).
             still: the parameters are what was packed: what fp32 does not hold of a float64 stays.
+            of_round: buffers in ``target`` are differences.
         """
         self.refresh()
+        if of_round and with_state and buffers_too and self._reference.numel():
+            self._merge_buffers(self._sections[1].of(target) + self._reference)
+            buffers_too = False
         finer = [(p, p - p.float()) for p in self.parameters if still and p.dtype is torch.float64]
         for i, section in enumerate(self._sections):
             if i == 0:
@@ -239,6 +271,13 @@ class Replica:
                 section.plan.apply_(section.of(target))
         for p, rest in finer:
             p.add_(rest)
+
+    def _merge_buffers(self, mean: Tensor) -> None:
+        section = self._sections[1]
+        before = [(b, b.clone()) for b in section.tensors if b.dtype is torch.float64]
+        section.plan.apply_(mean)
+        for buffer, old in before:  # one that is the mean, as far as fp32 can tell, is not cut
+            buffer.copy_(torch.where(buffer == old.float(), old, buffer))
 
     @torch.no_grad()
     def pack_gradients_(self, bucket: Tensor, scale: float = 1.0) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_async.errors import CollectiveError, GateMismatch, LayoutMismatch
 
-__all__ = ["NOT_COMPARED", "UNLIKE", "Decision", "Gate", "Header", "Kind", "Stage", "decide", "shares"]
+__all__ = ["NOT_COMPARED", "UNLIKE", "Decision", "Gate", "Header", "Kind", "Stage", "able_to_share", "decide", "shares"]
 
 NOT_COMPARED, UNLIKE = -1, -2
 """In place of a digest: this rank has not looked yet; its replica shows what no other one does."""
@@ -97,7 +97,8 @@ class Header(NamedTuple):
         samples: samples that it has seen in all.
         lr: its inner learning rate.
         mask: of gradients, a hash of which parameters have one.
-        healthy: what it would send is finite.
+        healthy: its parameters and its optimizers' state are finite.
+        sound: its buffers and frozen parameters are; looked at where some rank's are.
         fresh: it has taken synchronous steps since the rule's state was begun: that begins anew with the next round.
         opened: gates that have opened for it.
         last_gate: the last of them.
@@ -128,6 +129,7 @@ class Header(NamedTuple):
     lr: float = 0.0
     mask: int = 0
     healthy: bool = True
+    sound: bool = True
     fresh: bool = False
     opened: int = 0
     last_gate: Gate = Gate.NONE
@@ -171,6 +173,7 @@ class Decision(NamedTuple):
         moved: whether the model has changed, on any rank, since the gate before that.
         clock: steps of all ranks when that gate opens.
         validate: every rank is to validate.
+        synchronise: some rank waits for the others to be equal, before it takes synchronous steps with them.
         stop: every rank is to leave training at its next batch boundary.
         end: every rank is to end training as after its last epoch.
     """
@@ -188,6 +191,7 @@ class Decision(NamedTuple):
     moved: bool = False
     clock: float = 0.0
     validate: bool = False
+    synchronise: bool = False
     stop: bool = False
     end: bool = False
 
@@ -212,26 +216,27 @@ def decide(headers: Sequence[Header]) -> Decision:
         LayoutMismatch: the messages differ in layout.
         CollectiveError: the ranks' round ids differ by more than one.
     """
+    votes = Decision(
+        stop=any(h.stop or h.gate is Gate.STOP for h in headers),
+        end=any(h.end for h in headers),
+        validate=any(h.gate is Gate.VALIDATE for h in headers),
+        synchronise=any(h.gate is Gate.SYNCHRONISE for h in headers),
+        fresh=any(h.fresh for h in headers),
+    )
     newest = max(h.round for h in headers)
     behind = [rank for rank, h in enumerate(headers) if h.round < newest]
     if behind:
         if any(headers[rank].round != newest - 1 for rank in behind):
             raise CollectiveError(f"Ranks {behind} have missed more than one round (newest is {newest - 1}).")
-        return Decision(catch_up=newest - 1)
-
-    votes = Decision(
-        stop=any(h.stop or h.gate is Gate.STOP for h in headers),
-        end=any(h.end for h in headers),
-        validate=any(h.gate is Gate.VALIDATE for h in headers),
-        fresh=any(h.fresh for h in headers),
-    )
+        return Decision(catch_up=newest - 1, stop=votes.stop, end=votes.end)
     if len({h.opened for h in headers}) > 1:
         last = max(headers, key=lambda h: h.opened)
         opening = Decision(late=True, opens=last.last_gate, moved=last.last_moved, clock=last.last_clock)
         return opening._replace(stop=votes.stop, end=votes.end)
-    due = any(h.kind is Kind.ROUND and h.due for h in headers)
-    if all(h.gate is not Gate.NONE for h in headers) and not due:
-        return _at_gates(headers, votes)
+    if all(h.gate is not Gate.NONE for h in headers):
+        _check_layouts(headers)
+        if not any(h.kind is Kind.ROUND and h.due for h in headers):
+            return _at_gates(headers, votes)
 
     gradients = any(h.kind is Kind.GRADIENTS for h in headers)
     kind = Kind.GRADIENTS if gradients else Kind.ROUND
@@ -239,15 +244,16 @@ def decide(headers: Sequence[Header]) -> Decision:
     everyone = all(h.kind is kind or h.excused or (gradients and h.kind is Kind.ROUND) for h in headers)
     if not everyone or len({h.version for h in headers}) > 1:  # some have yet to follow a change of the layout
         return votes
-    work = [h.work if h.kind is kind else 0.0 for h in headers]
+    present = [rank for rank, able in enumerate(able_to_share(headers)) if able and headers[rank].kind is kind]
+    work = [h.work if rank in present else 0.0 for rank, h in enumerate(headers)]
     # At an agreement all stood where no work is counted since; what the anchor has yet to learn, one brings for all.
-    owing = [rank for rank, h in enumerate(headers) if h.kind is kind is Kind.ROUND and h.steps > 0.0 and h.healthy]
+    owing = [rank for rank in present if kind is Kind.ROUND and headers[rank].steps > 0.0]
     if sum(work) <= 0.0 and not owing:
         return votes._replace(void=True)
     _check_layouts(headers)
-    present = [rank for rank, h in enumerate(headers) if h.kind is kind and h.healthy]
     if kind is Kind.ROUND and votes.fresh:
-        kind, work = Kind.START, [float(rank == work.index(max(work))) for rank in range(len(work))]
+        first = max(present, key=lambda rank: work[rank])
+        kind, work = Kind.START, [float(rank == first) for rank in range(len(work))]
     return votes._replace(kind=kind, weights=shares(work, owing[0] if owing else 0), source=min(present, default=None))
 
 
@@ -266,7 +272,6 @@ def _at_gates(headers: Sequence[Header], votes: Decision) -> Decision:
         )
     if votes.stop and gate is not Gate.STOP:
         return votes  # all leave together, by that one
-    _check_layouts(headers)
     held = [(h.digest, h.digest_rest) for h in headers]
     if any(h.digest == NOT_COMPARED for h in headers):
         return votes._replace(compare=True)
@@ -275,14 +280,20 @@ def _at_gates(headers: Sequence[Header], votes: Decision) -> Decision:
         clock = sum(h.clock for h in headers)
         moved = clock != headers[0].last_clock or headers[0].round != headers[0].last_round
         return votes._replace(opens=gate, moved=moved, clock=clock)
-    healthy = [rank for rank, h in enumerate(headers) if h.healthy]
-    work = [h.unreported if h.healthy else 0.0 for h in headers]
+    able = able_to_share(headers)
+    work = [h.unreported if ok else 0.0 for h, ok in zip(headers, able, strict=True)]
     if sum(work) <= 0.0:  # something has moved without a step
-        work = [float(rank in healthy) for rank in range(len(headers))]
+        work = [float(ok) for ok in able]
     alike = len({h.digest for h in headers}) == 1 and not unlike
-    return votes._replace(
-        kind=Kind.CONSENSUS, weights=shares(work), source=min(healthy, default=0), alike=alike, compare=True
-    )
+    return votes._replace(kind=Kind.CONSENSUS, weights=shares(work), source=able.index(True), alike=alike, compare=True)
+
+
+def able_to_share(headers: Sequence[Header]) -> list[bool]:
+    """Which ranks hold what others may take over. Where none does at a gate, nobody is to be healed: all do."""
+    some_sound = any(h.sound and h.healthy for h in headers)
+    able = [h.healthy and (h.sound or not some_sound) for h in headers]
+    at_gates = all(h.gate is not Gate.NONE for h in headers)
+    return able if any(able) or not at_gates else [True] * len(headers)
 
 
 def _check_layouts(headers: Sequence[Header]) -> None:

@@ -79,7 +79,7 @@ class RoundServer:
         self._seq = _first_seq(membership.generation)
         self._prepared: Exchange | None = None
         self._attempts = 0
-        self._some_silent = False
+        self._some_silent = self._diverged = False
         self._compare = False  # the next header says what this rank holds, at a gate
         self._thread = threading.Thread(target=self._run, name=f"lightning_async-rounds-{self.rank}", daemon=True)
 
@@ -221,6 +221,7 @@ class RoundServer:
         votes.stop |= decision.stop
         votes.end |= decision.end
         votes.validate |= decision.validate and decision.opens is Gate.NONE
+        votes.synchronise |= decision.synchronise and decision.opens is Gate.NONE
         late = decision.late and box.opened_gates < max(h.opened for h in headers)
         if late or (decision.opens is not Gate.NONE and not decision.late):
             self._open(decision)
@@ -232,9 +233,11 @@ class RoundServer:
         box.opened_gates += 1
         box.last_gate, box.moved, box.last_clock = decision.opens, decision.moved, decision.clock
         box.last_round = self.commits.next_round
+        self._attempts = 0
         if not self._rule.restores_local:
             box.agree()
             self.payload.forget_debts()
+            replica.note_agreed()
             if not box.at_target:  # equal without an exchange
                 replica.pack_(replica.received)
                 box.at_target = True
@@ -243,7 +246,8 @@ class RoundServer:
     def _drop_void(self) -> None:
         """Nobody has anything to average. Under the lock."""
         message, self._mailbox.message = self._mailbox.message, None
-        if message is not None and not message.healthy:
+        if message is not None and not message.healthy and not self._diverged:
+            self._diverged = True
             log.error(
                 "Rank %d: no replica is finite at step %d, so there is no model to take over: training has diverged. "
                 "Lower the learning rate, clip gradients, or resume from the last checkpoint.",

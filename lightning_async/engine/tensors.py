@@ -46,7 +46,6 @@ class ModuleTensors:
         self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         """What the rule applies to."""
         self._infinite: frozenset[str] = frozenset()
-        self.accept_infinite()
 
     @property
     def averaged(self) -> dict[str, Tensor]:
@@ -87,7 +86,13 @@ class ModuleTensors:
                 f"Buffers {wrong} were added or removed, or changed their shape or type, after training began, so "
                 f"replicas cannot be compared. Register them in `__init__` with the shape that they keep{keep}."
             )
-        self._buffers = now
+        odd = [name for name, b in now.items() if b is not known.get(name) and _is_odd(b) and self._policy != "keep"]
+        if odd:
+            raise AsyncTrainingError(
+                f"Buffers {odd} were assigned tensors that cannot be written in place (expanded, sparse, conjugated, "
+                "or made in inference mode). Assign a copy: `self.name = tensor.clone()`."
+            )
+        self._buffers = {name: now[name] for name in (*known, *now) if name in now}  # as they lie in the bucket
         return True
 
     def _fits(self, before: Tensor | None, now: Tensor | None) -> bool:
@@ -126,9 +131,20 @@ class ModuleTensors:
         names = {*self.trained, *self.thawed()}
         self.trained = {name: p for name, p in self.parameters.items() if name in names}
 
+    @property
+    def _frozen(self) -> dict[str, Tensor]:
+        real_ones = {n: p for n, p in self.parameters.items() if p.is_floating_point() or p.is_complex()}
+        return {n: p for n, p in real_ones.items() if n not in self.trained and p.dtype in _KINDS}
+
     def accept_infinite(self) -> None:
-        """All replicas agree: infinite elements that a buffer has now (a mask) are meant."""
-        self._infinite = frozenset(name for name, b in self.averaged.items() if not is_finite([b]))
+        """All replicas agree: infinite elements that a buffer or a frozen parameter has now (a mask) are meant."""
+        fp32 = {name: b.float() if b.dtype is torch.float64 else b for name, b in self.averaged.items()}
+        self._infinite = frozenset(name for name, t in {**fp32, **self._frozen}.items() if not is_finite([t]))
+
+    @property
+    def judged_frozen(self) -> list[Tensor]:
+        """The frozen parameters that must be finite."""
+        return [p for name, p in self._frozen.items() if name not in self._infinite]
 
     @property
     def judged(self) -> list[bool]:
@@ -149,16 +165,23 @@ def alike(left: Tensor, right: Tensor) -> bool:
 def _check_kinds(module: nn.Module, policy: BufferPolicy) -> None:
     """Refuse what can be neither averaged, by mean or maximum, nor compared."""
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    sparse = [n for n, t in tensors if t.layout is not torch.strided or t.is_quantized or t.is_conj() or t.is_neg()]
+    sparse = [n for n, t in tensors if _is_odd(t)]
     frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
     kept = [name for name, b in module.named_buffers() if b.is_floating_point() and policy == "keep"]
     odd = [f"{n} ({t.dtype})" for n, t in tensors if t.dtype not in _KINDS and n not in {*sparse, *frozen, *kept}]
     if sparse or odd:
         raise ValueError(
             f"{[*sparse, *odd]}: a replica holds dense tensors of real, complex, integer or bool numbers; sparse, "
-            "quantised, lazily conjugated and 8-bit floating ones can be neither averaged nor compared. Keep them as "
-            "plain attributes of the module, or convert them."
+            "quantised, expanded, lazily conjugated and 8-bit floating ones can be neither averaged nor compared. Keep "
+            "them as plain attributes of the module, or convert them."
         )
+
+
+def _is_odd(t: Tensor) -> bool:
+    """Whether its elements cannot all be written in place."""
+    if t.layout is not torch.strided or t.is_quantized or t.is_conj() or t.is_neg() or t.is_inference():
+        return True
+    return any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True))
 
 
 def _check_materialised(module: nn.Module) -> None:

@@ -111,7 +111,7 @@ class World:
         if self.rank == src:
             data, pickled = _encoded(obj)
         head = torch.tensor([data.numel(), pickled])
-        size, pickled = self.calls("broadcast", lambda c: c.broadcast(head.clone(), src)).tolist()
+        size, pickled = self._gather(head)[src].tolist()
         room = data if self.rank == src else torch.empty(size, dtype=torch.uint8)
         data = self.calls("broadcast", lambda c: c.broadcast(room.clone(), src))
         return cast(T, pickle.loads(data.numpy().tobytes()) if pickled else decode(data))

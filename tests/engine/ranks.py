@@ -79,13 +79,15 @@ def rank_of(collectives: Any, store: Any, goal: float, **kwargs: Any) -> Iterato
         store, collectives.rank, collectives.world_size, interval=timedelta(seconds=0.05), dead_after=dead_after
     )
     membership.start()
-    averager = BackgroundAverager(collectives, membership, Replica(module, buffers), rule, schedule, config)
-    membership.on_change = averager.wake
     try:
-        averager.start()
-        yield Rank(averager, module, goal, lr)
+        averager = BackgroundAverager(collectives, membership, Replica(module, buffers), rule, schedule, config)
+        membership.on_change = averager.wake
+        try:
+            averager.start()
+            yield Rank(averager, module, goal, lr)
+        finally:
+            averager.close()
     finally:
-        averager.close()
         membership.close()
 
 

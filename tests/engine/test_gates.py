@@ -197,8 +197,8 @@ def test_what_was_packed_is_what_is_sent(monkeypatch) -> None:
     announced: list[bool] = []
     pack, announce = Replica.pack_, own_header.OwnHeader.announced
 
-    def noted_pack(self: Replica, bucket: torch.Tensor) -> None:
-        pack(self, bucket)
+    def noted_pack(self: Replica, bucket: torch.Tensor, for_round: bool = False) -> None:
+        pack(self, bucket, for_round)
         if bucket is self.sent:
             packed[id(self)] = bucket[0].item()
 

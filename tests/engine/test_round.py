@@ -102,13 +102,37 @@ CASES: dict[str, tuple[list[Header], dict[str, Any]]] = {
     "one validates, the other is done": ([held(5), held(5, gate=Gate.TRAIN_END)], {"validate": True}),
     "back to synchronous steps, while one is done": (
         [held(5, gate=Gate.SYNCHRONISE), held(5, gate=Gate.TRAIN_END)],
-        {"opens": Gate.SYNCHRONISE, "moved": True, "clock": 10.0},
+        {"opens": Gate.SYNCHRONISE, "moved": True, "clock": 10.0, "synchronise": True},
     ),
     "one lost the answer that opened a gate": (
         [TRAINS._replace(opened=2, last_gate=Gate.VALIDATE, last_moved=True, last_clock=9.0), held(5, opened=1)],
         {"late": True, "opens": Gate.VALIDATE, "moved": True, "clock": 9.0},
     ),
-    "one lost the last answer of a round": ([TRAINS, READY._replace(round=4)], {"catch_up": 3}),
+    "one lost the last answer of a round": (
+        [TRAINS._replace(stop=True), READY._replace(round=4)],
+        {"catch_up": 3, "stop": True},
+    ),
+    "one waits for the others at synchronous steps": (
+        [STEPS, at(Gate.SYNCHRONISE)],
+        {
+            "kind": Kind.GRADIENTS,
+            "weights": (1, 0),
+            "source": 0,
+            "synchronise": True,
+        },
+    ),
+    "one's buffers are not finite": (
+        [READY._replace(sound=False), READY],
+        {"kind": Kind.ROUND, "weights": (0, 1), "source": 1},
+    ),
+    "nobody's buffers are finite: they are meant so": (
+        [READY._replace(sound=False)] * 2,
+        {"kind": Kind.ROUND, "weights": (0.5, 0.5), "source": 0},
+    ),
+    "none at a gate is finite": (
+        [held(5, healthy=False), held(6, healthy=False)],
+        {"validate": True, "kind": Kind.CONSENSUS, "weights": (0.5, 0.5), "compare": True, "source": 0},
+    ),
 }
 
 
@@ -124,6 +148,13 @@ def test_decide(name: str) -> None:
         ([TRAINS, TRAINS._replace(round=5)], CollectiveError),
         ([READY, READY._replace(layout=9)], LayoutMismatch),
         ([held(5, version=1, layout=9), held(5)], LayoutMismatch),
+        (
+            [
+                held(5, version=1, layout=9, gate=Gate.EPOCH_END, kind=Kind.ROUND, due=True),
+                held(5, gate=Gate.EPOCH_END),
+            ],
+            LayoutMismatch,
+        ),
         ([held(5, gate=Gate.EPOCH_END), held(5, gate=Gate.TRAIN_END)], GateMismatch),
         ([held(5, gate=Gate.EPOCH_END), held(5, gate=Gate.EPOCH_END, gate_index=1)], GateMismatch),
     ],
@@ -136,7 +167,7 @@ def test_what_cannot_be_is_an_error(headers, error) -> None:
 def test_a_header_survives_its_row() -> None:
     header = Header(
         7, Kind.ROUND, True, 10, 2**52 - 1, 1, 0.1, 2.0, 0.3, True, Gate.EPOCH_END, 4, False, True, 1e9, 0.7, 1e-3,
-        2**48, False, True, 3, Gate.STOP, True, 5.0, 6, 2**52 - 1, NOT_COMPARED, (0.5, -1.0),
+        2**48, False, True, True, 3, Gate.STOP, True, 5.0, 6, 2**52 - 1, NOT_COMPARED, (0.5, -1.0),
     )  # fmt: skip
     assert Header.unpack(header.pack().tolist()) == header
 
