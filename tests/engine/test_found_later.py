@@ -260,7 +260,7 @@ class BackAt11:
 
 def test_a_rank_that_comes_late_to_synchronous_steps_is_taken_in() -> None:
     def body(rank: Rank) -> Any:
-        seen = {}
+        seen, x = {}, torch.empty(0)
         for epoch in range(5):
             for _ in range(5 + rank.averager.summary.rank):
                 rank.averager.resume()
