@@ -177,10 +177,7 @@ class Membership:
             self._check_peers(frozenset(), restarts=True)
             newer = [rank for rank, peer in self._peers.items() if peer.up and peer.record.wanted > self._generation]
             if newer:
-                text = (
-                    f"rank {self._rank}: rank(s) {newer} left generation {self._generation} of the groups for a newer"
-                )
-                raise GenerationChanged(f"{text} one.")
+                raise GenerationChanged(f"rank {self._rank}: rank(s) {newer} left generation {self._generation}.")
 
     def next_generation(self, timeout: timedelta) -> Quorum:
         """Enter the next generation together with every rank that lives; all members get the same quorum.

@@ -215,7 +215,7 @@ def beats(ranks: list[Membership]) -> list[int]:
 def test_a_store_that_stalls_for_each_new_client_is_given_none() -> None:
     """Torch's store looks up the name of each new client, and answers nobody meanwhile."""
     with over_proxy(dead_after=12.0) as (proxy, ranks):
-        proxy.lookup_s = 3.0
+        proxy.lookup_s = 2.0
         before, beaten = proxy.connections, beats(ranks)
         with socket.create_connection(("127.0.0.1", proxy.port)):
             for _ in range(50):
