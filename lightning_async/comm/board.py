@@ -21,7 +21,6 @@ __all__ = ["Board", "Waiting"]
 
 _LOOKS = 5
 _PROBE = timedelta(seconds=2)
-_LONGEST_PAUSE_S = 5.0
 
 
 class Waiting(Exception):
@@ -163,7 +162,7 @@ class Board:
     def _reconnect(self) -> None:
         if self._now() < self._next_try:
             raise Waiting
-        if not reachable(self._store, _PROBE):
+        if not reachable(self._store, min(_PROBE, self._patience)):
             raise ConnectionError("connection refused")  # which costs nobody anything
         asked = self._now()
         try:
@@ -174,7 +173,9 @@ class Board:
         self._broken = False
 
     def _pause(self, waited_s: float) -> None:
-        if waited_s >= self._patience.total_seconds() / 2:  # it does not refuse, it is slow
+        patience_s = self._patience.total_seconds()
+        if waited_s >= patience_s / 2:  # it does not refuse, it is slow
             self._timeouts += 1
-            pause_s = min(2.0**self._timeouts, _LONGEST_PAUSE_S)
+            # An attempt must be under way, or begin, shortly before the store is taken for lost.
+            pause_s = min(patience_s * 2.0 ** (self._timeouts - 3), patience_s / 2)
             self._next_try = self._now() + pause_s * random.uniform(0.5, 1.0)

@@ -144,7 +144,7 @@ class ElasticCommunicator(Communicator[E]):
 
     def abort(self) -> None:
         """See `ElasticCollectives`. Peers that wait for this rank fail too, as its connections close."""
-        self._fail(CollectiveError(f"{self._where}: aborted. reconfigure() before the next operation."))
+        self._fail(CollectiveError(f"{self._where}: aborted."))
         for fork in self._forks:
             fork.abort()
 
@@ -169,9 +169,7 @@ class ElasticCommunicator(Communicator[E]):
         super()._check_usable()
         if self._failure is not None:
             kind = CollectiveTimeout if isinstance(self._failure, CollectiveTimeout) else CollectiveError
-            raise kind(
-                f"{self._where}: unusable since an earlier failure; reconfigure() first. It was: {self._failure}"
-            )
+            raise kind(f"{self._where}: unusable since an earlier failure. It was: {self._failure}")
 
     @abc.abstractmethod
     def _fail(self, error: CollectiveError) -> None:

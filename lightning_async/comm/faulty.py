@@ -109,7 +109,7 @@ class FaultyCollectives(Wrapper):
     def _call(self, op: str, call: Callable[[], Pending[T]]) -> Pending[T]:
         self._seq += 1
         if self._failure is not None:
-            raise CollectiveError(f"{self._where()}: unusable, reconfigure() first. It was: {self._failure}")
+            raise CollectiveError(f"{self._where()}: unusable since an earlier failure. It was: {self._failure}")
         if self._late is not None:
             # The transport's order is the order of calls.
             self._late.wait_until_sent()

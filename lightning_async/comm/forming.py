@@ -87,8 +87,8 @@ def form(
         raise
     except RuntimeError as error:
         raise CollectiveError(
-            f"{where}: forming the group failed: {error}. A member died while connecting, or the store is gone; "
-            "ask the membership who is alive, then reconfigure()."
+            f"{where}: forming the group failed: {str(error).rstrip('.')}. A rank died while connecting, or the store "
+            "is gone: see the logs of the other ranks."
         ) from error
 
 
@@ -118,8 +118,8 @@ class _Meeting:
         if elapsed_s >= self._timeout_s:
             missing = [rank for rank, key in enumerate(self._keys) if not self.store.check([key])]
             raise CollectiveTimeout(
-                f"{self.where}: forming the group: after {elapsed_s:.1f} s still without rank(s) {missing}. Ask the "
-                "membership who is alive, then reconfigure()."
+                f"{self.where}: forming the group: after {elapsed_s:.1f} s still without rank(s) {missing}. See "
+                "the logs of those."
             )
 
     def view(self, prefix: str = "") -> PollingStore:
@@ -171,9 +171,7 @@ def _gloo(meeting: _Meeting, host: str | None) -> Group:
         # Torch returns when this rank has connected. One that closed now would fail a peer that still connects.
         everyones = meeting.meet("formed", ports)
         if failed := [rank for rank, theirs in enumerate(everyones) if theirs is None]:
-            raise CollectiveError(
-                f"{where}: rank(s) {failed} failed to connect. Ask the membership, then reconfigure()."
-            )
+            raise CollectiveError(f"{where}: rank(s) {failed} failed to connect. See the logs of those.")
     except BaseException:
         group.break_off()
         group.dispose()

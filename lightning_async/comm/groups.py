@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from torch import Tensor
 from lightning_async.comm.pending import Operation
 from lightning_async.comm.sockets import is_open, shut_down
 
-__all__ = ["Group", "swap", "sweep"]
+__all__ = ["Group", "keep_for_good", "swap", "sweep"]
 
 _DISPOSE_S = 0.25
 _EXIT_S = 10.0
@@ -52,7 +53,13 @@ class Group:
         self._broken = False
         self._lost_at: float | None = None
         self._lets_go_at = 0.0
+        self._pid = os.getpid()
         _open.add(self)
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this is a fork of the process that made the group: its connections are the parent's."""
+        return os.getpid() != self._pid
 
     def watch(
         self, operation: Operation[Any], works: Any, ended: Callable[[Exception | None], None], backstop: timedelta
@@ -111,7 +118,7 @@ class Group:
 
         Never blocks, but for as long as NCCL takes to abort a communicator.
         """
-        if self._broken:
+        if self._broken or self.inherited:
             return
         self._broken = True
         for fd, inode in self._sockets.items():
@@ -121,7 +128,7 @@ class Group:
 
     def dispose(self) -> None:
         """Destroy the group, soon: what torch still waits in is kept until it lets go. Idempotent."""
-        if self not in _open:
+        if self not in _open or self.inherited:
             return
         _open.discard(self)
         sweep()
@@ -145,7 +152,7 @@ class Group:
 
 def sweep() -> None:
     """Let go of groups in which torch works no more."""
-    for group in [group for group in _undead if not group.busy()]:
+    for group in [group for group in _undead if not group.busy() and not group.inherited]:
         _undead.remove(group)
         group.pg = None
 
@@ -186,13 +193,22 @@ def swap(
     return pg._end_coalescing() if coalesce else tuple(works)
 
 
+def keep_for_good(thing: object) -> None:
+    """Never to be destroyed, as that would wait: for hours, or for a thread that a fork does not have."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
 @atexit.register
 def _dispose_all() -> None:
     for group in list(_open):
         group.dispose()
+    for group in [group for group in (*_open, *_undead) if group.inherited]:
+        keep_for_good(group)
+        _open.discard(group)
+        _undead[:] = [each for each in _undead if each is not group]
     # A thread of torch's that comes back while the interpreter shuts down aborts the process.
     while any(group.busy() and group.lets_go_in_s() < _EXIT_S for group in _undead):
         time.sleep(0.01)
     sweep()
-    for group in _undead:  # for hours yet: never to be destroyed, as that would wait for it
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    for group in _undead:
+        keep_for_good(group)

@@ -87,7 +87,7 @@ class _Board:
                     missing = sorted(set(range(self.world_size)) - self.joined)
                     raise CollectiveTimeout(
                         f"{where}: forming the group: after {timeout.total_seconds():g} s still without rank(s) "
-                        f"{missing}. Ask the membership who is alive, then reconfigure()."
+                        f"{missing}. See the logs of those."
                     )
             if self.reason is not None:
                 raise CollectiveError(f"{where}: forming the group failed: {self.reason}")
@@ -270,7 +270,7 @@ class InProcessCollectives(ElasticCommunicator["InProcessCollectives"]):
     def _check_usable(self) -> None:
         super()._check_usable()
         if self._board.reason is not None:
-            raise CollectiveError(f"{self._where}: unusable, reconfigure() first: {self._board.reason}")
+            raise CollectiveError(f"{self._where}: unusable since an earlier failure. It was: {self._board.reason}")
 
 
 def _write(buffer: Tensor, value: Tensor) -> Tensor:

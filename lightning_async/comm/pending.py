@@ -46,7 +46,7 @@ class Operation(Generic[T]):
     """
 
     late: type[CollectiveTimeout] = CollectiveTimeout
-    remedy = "Ask the membership who is alive, then abort() and reconfigure()."
+    remedy = "See the logs of the other ranks, and start again from the last checkpoint."
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Operation(Generic[T]):
     def failure(self, error: Exception) -> CollectiveError:
         """The transport's own error, in words of this package."""
         kind = CollectiveTimeout if "timed out" in str(error).lower() else CollectiveError
-        return kind(f"{self} failed after {self.elapsed_s():.2f} s: {error}. {self.remedy}")
+        return kind(f"{self} failed after {self.elapsed_s():.2f} s: {str(error).rstrip('.')}. {self.remedy}")
 
     def ended(self) -> bool:
         """Like `done`, but neither polls nor looks at the deadline."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 import time
 import weakref
@@ -27,7 +28,7 @@ __all__ = ["HEARTBEAT", "Membership"]
 HEARTBEAT = timedelta(seconds=0.2)
 _log = logging.getLogger(__name__)
 _GOODBYE_S, _GIVEUP = 2.0, 3  # refusals in a row: no use in saying goodbye
-_MIN_PATIENCE = timedelta(seconds=2)
+_MIN_PATIENCE = timedelta(seconds=0.5)
 _started: weakref.WeakSet[Membership] = weakref.WeakSet()
 
 
@@ -73,7 +74,7 @@ class Membership:
         if interval <= timedelta(0) or dead_after < 4 * interval:
             raise ValueError(f"`Membership(dead_after={dead_after})` must be at least four intervals of {interval}.")
         # A stall of the store that is shorter costs nothing: the answer is waited for.
-        patience = max(_MIN_PATIENCE, dead_after / 3)
+        patience = max(_MIN_PATIENCE, dead_after / 4)
         self._board = Board(store, rank, world_size, Seal() if seal is None else seal, patience)
         self._rank = rank
         self._interval_s, self._dead_s = interval.total_seconds(), dead_after.total_seconds()
@@ -90,7 +91,7 @@ class Membership:
         self._members = frozenset(range(world_size))
         self._generation = 0
         self._decided: Quorum | None = None
-        self._read_at = clock()
+        self._read_at, self._pid = clock(), os.getpid()
         self._contact = Contact(self._read_at, self._dead_s)
 
     @property
@@ -126,9 +127,9 @@ class Membership:
 
     def _end(self) -> None:
         self._stop = True
-        self._wake.set()
-        if self._thread is None:
+        if self._thread is None or os.getpid() != self._pid:  # a fork that leaves: the rank is its parent's
             return
+        self._wake.set()
         self._thread.join(_GOODBYE_S)
         if self._thread.is_alive():  # the store's host stands still, say
             self._board.hang_up()
@@ -176,11 +177,7 @@ class Membership:
             self._check_peers(frozenset(), restarts=True)
             newer = [rank for rank, peer in self._peers.items() if peer.up and peer.record.wanted > self._generation]
             if newer:
-                raise GenerationChanged(
-                    f"rank {self._rank}: rank(s) {newer} left generation {self._generation} of the groups and wait in "
-                    f"generation {max(self._peers[rank].record.wanted for rank in newer)}; join them by "
-                    "next_generation()."
-                )
+                raise GenerationChanged(f"rank {self._rank}: rank(s) {newer} left generation {self._generation}.")
 
     def next_generation(self, timeout: timedelta) -> Quorum:
         """Enter the next generation together with every rank that lives; all members get the same quorum.
@@ -312,6 +309,8 @@ class Membership:
             raise PeerLost(f"rank {self._rank}, generation {self._generation}: {describe(lost)}", tuple(sorted(lost)))
 
     def _publish_end(self, state: str, text: str) -> None:
+        if os.getpid() != self._pid:
+            return
         with self._beaten:
             if self._mine.state == UP:
                 self._mine = replace(self._mine, state=state, text=text)

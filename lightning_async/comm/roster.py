@@ -72,8 +72,10 @@ class Peer:
         """Why the peer is lost, for messages."""
         if self.record.state == FAILED and self.confirmed:
             return f"rank {rank} failed: {self.record.text}"
-        if not self.lost:
+        if self.restarted and not self.lost:
             return f"rank {rank} was restarted"
+        if not self.lost:
+            return f"rank {rank} has left" if self.has_left else f"rank {rank} was missed, and is back"
         if not self.confirmed:
             return f"rank {rank} has not come within {self.limit_s:g} s"
         return f"rank {rank} was last seen {self.silent_s:.1f} s ago"
@@ -81,11 +83,8 @@ class Peer:
 
 def describe(lost: dict[int, Peer]) -> str:
     """Why the peers are lost, and what to do about it."""
-    reasons = "; ".join(peer.describe(rank) for rank, peer in lost.items())
-    return (
-        f"{reasons}. See the log of rank(s) {sorted(lost)}. next_generation() goes on without; else start again from "
-        "the last checkpoint."
-    )
+    reasons = "; ".join(peer.describe(rank) for rank, peer in lost.items()).rstrip(".")
+    return f"{reasons}. See the log of rank(s) {sorted(lost)}, and start again from the last checkpoint."
 
 
 def new_life() -> str:

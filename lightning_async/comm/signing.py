@@ -46,16 +46,16 @@ class Seal:
 
     @classmethod
     def of_job(cls) -> Seal:
-        """With the secret that the environment holds, if any."""
-        return cls(os.environ.get(SECRET))
+        """With the secret that the environment holds, if any, for this attempt at the job, as torchrun counts them."""
+        return cls(os.environ.get(SECRET), f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}")
 
     @property
     def signs(self) -> bool:
         return bool(self._secret)
 
     def within(self, scope: str) -> Seal:
-        """The same secret, for the keys of another scope."""
-        return Seal(self._secret.decode(), scope)
+        """The same secret, for the keys of a scope within this one."""
+        return Seal(self._secret.decode(), f"{self._scope}/{scope}")
 
     def sign(self, key: str, value: bytes) -> bytes:
         """What to write under ``key``."""

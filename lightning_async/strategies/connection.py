@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -17,6 +19,7 @@ from lightning_async.strategies.world import World
 __all__ = ["Connection", "Engine"]
 
 log = logging.getLogger(__name__)
+_HEARSAY_S = 2.0
 
 
 class Connection:
@@ -32,6 +35,7 @@ class Connection:
         self.root, self.payload, self._membership = root, payload, membership
         self._roots = [root] if payload is root else [root, payload]
         lightning = root.fork("lightning")
+        self._pid = os.getpid()
         self.world = World(lightning) if membership is None else World(lightning, membership.check)
 
     @property
@@ -45,16 +49,31 @@ class Connection:
             root.open()
 
     def close(self, in_order: bool) -> None:
-        """Release everything; with ``in_order``, first wait shortly until no rank needs the groups any more."""
+        """Release everything; with ``in_order``, first wait shortly until no rank needs the groups any more.
+
+        In a fork of the process that made it this does nothing: all of it is the parent's.
+        """
+        if os.getpid() != self._pid:
+            return
         if in_order:
             try:
                 self.root.barrier().result(timedelta(seconds=30))
             except Exception as error:
-                log.warning("Rank %d: the last barrier failed: %s", self.root.rank, error)
+                log.warning("Rank %d has ended its run; another rank has not: %s.", self.root.rank, self._why(error))
         if self._membership is not None:
             self._membership.close()
         for root in self._roots:
             root.close()
+
+    def _why(self, error: Exception) -> str:
+        """Who is gone, and why, as soon as the heartbeats tell; in short."""
+        until = time.monotonic() + _HEARSAY_S
+        while self._membership is not None and time.monotonic() < until:
+            gone = sorted({*self._membership.lost(), *self._membership.left()})
+            if gone:
+                return self._membership.why(gone).splitlines()[0].rstrip(".")
+            time.sleep(0.05)
+        return f"its connection ended ({type(error).__name__}); see the logs of the other ranks"
 
 
 class Engine(Protocol):

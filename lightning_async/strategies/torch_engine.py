@@ -16,6 +16,8 @@ from torch.distributed import distributed_c10d
 
 from lightning_async.comm import nccl
 from lightning_async.comm.forming import Terms
+from lightning_async.comm.groups import keep_for_good
+from lightning_async.comm.presence import Presence
 from lightning_async.comm.rendezvous import Membership
 from lightning_async.comm.signing import SECRET, Seal
 from lightning_async.comm.staged import StagedCollectives
@@ -33,8 +35,11 @@ __all__ = ["StartMethod", "TorchEngine"]
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 _FORM_TIMEOUT, _START_TIMEOUT = timedelta(minutes=5), timedelta(minutes=30)
+_DEAD_AFTER = timedelta(minutes=1)  # between the runs of strategies that have no heartbeats
 _INTERFACE = "GLOO_SOCKET_IFNAME"
+_FIRST_BEAT = timedelta(seconds=30)  # of a rank that has just been met
 _beside_mpi: list[Any] = []
+_presences: list[Presence] = []  # of this process: one, from its first run on
 
 
 class TorchEngine:
@@ -93,8 +98,9 @@ class TorchEngine:
             nccl.set_variables()
         _join_default_group(environment, backend)
         rank, world_size, seal = environment.global_rank(), environment.world_size(), Seal.of_job().within(name)
+        presence = _meet(environment, name, dead_after)
         store = distributed_c10d.PrefixStore(name, _store(environment, rank))
-        terms = Terms(seal, host=_host(environment))
+        terms = Terms(seal, presence.check, _host(environment))
         small = "mpi" if backend == "mpi" else "gloo"
         root = TorchCollectives(
             store, rank, world_size, backend=small, timeout=timedelta(days=7), form_timeout=_FORM_TIMEOUT, terms=terms
@@ -109,27 +115,40 @@ class TorchEngine:
         membership = None
         if dead_after is not None:
             # The store is no older than the job, and all ranks have met in it.
-            membership = Membership(store, rank, world_size, dead_after=dead_after, fresh=True, seal=seal)
+            membership = Membership(
+                store, rank, world_size, dead_after=dead_after, start_timeout=max(dead_after, _FIRST_BEAT),
+                fresh=True, seal=seal,
+            )  # fmt: skip
             membership.start()
             terms.check = membership.check
         return Connection(root, payload, membership)
 
     @contextmanager
     def short_world(self, environment: Any, name: str) -> Iterator[World]:
-        rank = environment.global_rank()
+        rank, presence = environment.global_rank(), _meet(environment, name, None)
         root = TorchCollectives(
             distributed_c10d.PrefixStore(name, _store(environment, rank)),
             rank,
             environment.world_size(),
             timeout=_START_TIMEOUT,
             form_timeout=_START_TIMEOUT,
-            terms=Terms(Seal.of_job().within(name), host=_host(environment)),
+            terms=Terms(Seal.of_job().within(name), presence.check, _host(environment)),
         )
         try:
-            yield World(root)
+            yield World(root, presence.check)
             root.barrier().result()
         finally:
             root.close()
+
+
+def _meet(environment: Any, name: str, dead_after: timedelta | None) -> Presence:
+    """Wait for all ranks to come to a run, however late they are, while their processes live."""
+    rank, seal = environment.global_rank(), Seal.of_job()
+    if not _presences or _presences[0].inherited:
+        store, world_size = _store(environment, rank), environment.world_size()
+        _presences[:] = [Presence(store, rank, world_size, dead_after or _DEAD_AFTER, _START_TIMEOUT, seal)]
+    _presences[0].meet(name, getattr(environment, "job", ""), seal, _START_TIMEOUT)
+    return _presences[0]
 
 
 def _join_default_group(environment: Any, backend: str) -> None:
@@ -141,12 +160,17 @@ def _join_default_group(environment: Any, backend: str) -> None:
         connect = fabric("utilities.distributed")._init_dist_connection
         connect(environment, backend, timeout=_START_TIMEOUT, store=store)
     if backend != "nccl":  # for NCCL Lightning does the same; without it some exits abort
-        atexit.register(_leave_default_group)
+        atexit.register(_leave_default_group, os.getpid())
 
 
-def _leave_default_group() -> None:
-    if dist.is_available() and dist.is_initialized():
+def _leave_default_group(pid: int) -> None:
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    if os.getpid() == pid:
         dist.destroy_process_group()
+    else:  # a fork, in which the threads of its parent's group and store are not
+        keep_for_good(dist.group.WORLD)
+        keep_for_good(_store(None, 0))
 
 
 def _store(environment: Any, rank: int) -> Any:

@@ -6,6 +6,7 @@ import json
 import logging
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -214,7 +215,7 @@ def beats(ranks: list[Membership]) -> list[int]:
 def test_a_store_that_stalls_for_each_new_client_is_given_none() -> None:
     """Torch's store looks up the name of each new client, and answers nobody meanwhile."""
     with over_proxy(dead_after=12.0) as (proxy, ranks):
-        proxy.lookup_s = 3.0
+        proxy.lookup_s = 2.0
         before, beaten = proxy.connections, beats(ranks)
         with socket.create_connection(("127.0.0.1", proxy.port)):
             for _ in range(50):
@@ -239,7 +240,33 @@ def test_a_stall_longer_than_an_answer_may_take_is_recovered_from() -> None:
         assert all(now - then > 3 for now, then in zip(beats(ranks), beaten, strict=True))
 
 
+@pytest.mark.parametrize("part", [0.5, 0.7, 0.85])
+def test_a_stall_shorter_than_dead_after_is_survived(part: float) -> None:
+    dead_after = 3.0
+    with over_proxy(dead_after=dead_after) as (proxy, ranks):
+        until(lambda: min(beats(ranks)) > 2)
+        proxy.stall()
+        beaten, until_s = beats(ranks), time.monotonic() + part * dead_after
+        while time.monotonic() < until_s + 0.5 * dead_after:
+            if time.monotonic() >= until_s:
+                proxy.flow()
+            for rank in ranks:
+                rank.check()
+            threading.Event().wait(0.02)
+        assert all(now - then > 3 for now, then in zip(beats(ranks), beaten, strict=True))
+
+
 def test_a_process_that_ends_within_a_request_ends_in_order() -> None:
     """As left behind, the heartbeat's thread would come back to an interpreter that shuts down: SIGABRT."""
     (result,) = run_ranks(ROOT / "tests/comm/end_within_a_request.py", 1, timeout=40)
     assert "terminate called" not in result.stderr
+
+
+def test_attempts_of_torchrun_sign_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET, "of the job")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    first = Seal.of_job().within("run 1")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    second = Seal.of_job().within("run 1")
+    assert second.open("rank 1", first.sign("rank 1", b"failed")) is None
+    assert second.open("rank 1", second.sign("rank 1", b"up")) == b"up"

@@ -74,3 +74,11 @@ def test_wrong_arguments_raise_before_any_io() -> None:
     comm = TorchCollectives(store, 0, 2)
     assert store.num_keys() <= 1  # the store's own
     comm.close()
+
+
+def test_a_fork_that_leaves_takes_nothing_along_and_does_not_wait() -> None:
+    for result in run_ranks("tests.comm.workers:fork_within", 2, timeout=40):
+        told = result.value
+        assert told["ended"] and told["status"] == 0, result
+        assert told["took_s"] < 5.0
+        assert told["total"] == 2.0 and told["left"] == []

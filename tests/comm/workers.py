@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import sys
 import threading
 import time
 import traceback
@@ -197,3 +199,38 @@ def exit_in_order(times: int) -> int:
     meet(store, "end")
     time.sleep(0.2 * (RANK == 0))  # the host of the store goes last
     return times
+
+
+def fork_within() -> dict[str, Any]:
+    """A fork leaves by `sys.exit` while groups and heartbeats are up; then those are used again."""
+    store = open_store()
+    comm = TorchCollectives(store, RANK, WORLD_SIZE, timeout=TIMEOUT)
+    membership = Membership(PrefixStore("fork", store), RANK, WORLD_SIZE)
+    comm.open()
+    membership.start()
+    pid = os.fork()
+    if pid == 0:
+        groups.keep_for_good(store)  # its server's thread is the parent's
+        try:
+            sys.exit(0)
+        finally:
+            membership.fail("a fork ended")
+            membership.close()
+            comm.close()
+    began, ended = time.monotonic(), 0
+    while not ended and time.monotonic() - began < 8.0:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.02)
+    if not ended:
+        os.kill(pid, signal.SIGKILL)
+        return {"ended": False}
+    took_s = time.monotonic() - began
+    total = comm.all_reduce(torch.ones(1)).result().item()
+    meet(store, "both")
+    time.sleep(0.5)
+    membership.check()
+    left = sorted(membership.left())
+    meet(store, "end")
+    membership.close()
+    comm.close()
+    return {"ended": True, "status": status, "took_s": took_s, "total": total, "left": left}

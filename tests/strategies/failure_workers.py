@@ -130,3 +130,29 @@ def train(
             "absent": summary.absent_rounds,
         }
         print("ENDED " + json.dumps(told), flush=True)
+
+
+def between_runs(then: str, how: str, dead_after: float, folder: str) -> None:
+    """Fit; then rank 1 is gone, and the others go on with another call of the Trainer; say how that ended."""
+    num_ranks, own = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    strategy = AsyncAveragingStrategy(
+        schedule=EveryNSteps(4), deadlines=Deadlines(dead_after=timedelta(seconds=dead_after))
+    )
+    module, trainer = Tiny(), make_trainer(strategy, num_ranks)
+    trainer.fit(module, loader(8))
+    if own == 1:
+        if how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "leaves":
+            return
+        time.sleep(2.5 * dead_after)  # it lives, and comes late
+    told: dict[str, Any] = {"rank": own, "error": ""}
+    began = time.monotonic()
+    try:
+        if then == "save":
+            trainer.save_checkpoint(os.path.join(folder, "between.ckpt"))
+        else:
+            getattr(trainer, then)(module, loader(8))
+    except Exception as error:
+        told |= {"error": f"{type(error).__name__}: {error}"}
+    print("ENDED " + json.dumps(told | {"took_s": time.monotonic() - began}), flush=True)

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,6 +105,22 @@ def test_a_rank_killed_while_others_wait_at_the_end_ends_them() -> None:
     assert not results[0].timed_out
     assert "rank 1" in told["error"]
     assert told["at"] - killed_at < 7.0
+
+
+@pytest.mark.parametrize(("then", "how"), [("fit", "dies"), ("test", "leaves"), ("save", "dies"), ("save", "is late")])
+def test_a_rank_that_is_gone_between_two_runs_is_named_and_one_that_is_late_is_waited_for(
+    then: str, how: str, tmp_path: Path
+) -> None:
+    dead_after = 2.0
+    kwargs = {"then": then, "how": how, "dead_after": dead_after, "folder": str(tmp_path)}
+    with start_ranks("tests.strategies.failure_workers:between_runs", 2, kwargs=kwargs, timeout=30.0) as group:
+        results = group.join()
+    if how == "is late":
+        assert [ended(result)["error"] for result in results] == ["", ""]
+        return
+    told = ended(results[0])
+    assert told["error"].startswith("PeerLost: rank 0") and "rank 1" in told["error"].replace("rank(s) [1]", "rank 1")
+    assert told["took_s"] < dead_after + 3.0
 
 
 def test_a_rank_that_dies_at_its_second_step_is_named_after_dead_after() -> None:
