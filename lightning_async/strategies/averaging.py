@@ -171,6 +171,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         self._begins_anew = False
         self.summary = RunSummary(rank=self.global_rank, world_size=self.world_size)
         if self.world_size == 1:
+            self._saved.take()  # it goes with weights that this training leaves behind
             rank_zero_info(
                 "AsyncAveragingStrategy: there is one replica only, so there is nothing to average; it trains as with "
                 "a single device. Pass `Trainer(devices=2)` or more."
