@@ -29,7 +29,7 @@ from lightning_async.strategies.optimizer_state import AveragedState, every_tens
 from lightning_async.strategies.recompute import recompute_batch_norm
 from lightning_async.strategies.replicated import EngineName, ReplicatedStrategy, StartMethod
 from lightning_async.strategies.saved_state import SavedState, state_of
-from lightning_async.strategies.settings import check_settings
+from lightning_async.strategies.settings import check_checkpoint, check_settings
 from lightning_async.strategies.stepping import Stepping
 
 if TYPE_CHECKING:
@@ -140,14 +140,17 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         super().setup_environment()
         self.failed = False
         self._saved.begin_run()
-        checks.check_callbacks(self.module.trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
+        trainer: Any = self.module.trainer
+        checks.check_callbacks(trainer.callbacks)
+        if self.world is not None:
+            check_settings(self, trainer, self.world)
 
     def setup(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
         fitting = trainer.state.fn == "fit"
         self._saved.begin_stage(trainer.lightning_module, fitting)
         if self.world is not None and fitting:
-            check_settings(self, trainer, self.world, self._saved.origin)
+            check_checkpoint(self.world, self._saved.origin)
             checks.check_setup(trainer, self._layer_sync)
         self.setup_replica(trainer)
         if fitting:
@@ -171,6 +174,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         self._begins_anew = False
         self.summary = RunSummary(rank=self.global_rank, world_size=self.world_size)
         if self.world_size == 1:
+            self._saved.take()  # it goes with weights that this training leaves behind
             rank_zero_info(
                 "AsyncAveragingStrategy: there is one replica only, so there is nothing to average; it trains as with "
                 "a single device. Pass `Trainer(devices=2)` or more."

@@ -16,13 +16,13 @@ import torch
 
 from lightning_async.errors import SettingsMismatch
 from lightning_async.namespace import name as namespace
-from lightning_async.namespace import pl
+from lightning_async.namespace import pl, pytorch
 from lightning_async.strategies.world import World
 
 if TYPE_CHECKING:
     from lightning_async.strategies.averaging import AsyncAveragingStrategy
 
-__all__ = ["check_settings"]
+__all__ = ["check_checkpoint", "check_settings"]
 
 log = logging.getLogger(__name__)
 
@@ -33,44 +33,70 @@ _LIMITS = (
     "enable_validation",
 )  # fmt: skip
 
+_COLLECTIVE = ("Checkpoint", "EarlyStopping", "LearningRateFinder", "StochasticWeightAveraging", "WeightAveraging")
+
 Settings = dict[str, str]
 
 
-def check_settings(strategy: AsyncAveragingStrategy, trainer: Any, world: World, checkpoint: str) -> None:
-    """Compare what the ranks were started with; all call this together, before anything else of a fit.
-
-    Args:
-        checkpoint: says which one this rank goes on from.
+def check_settings(strategy: AsyncAveragingStrategy, trainer: Any, world: World) -> None:
+    """Compare what the ranks were started with; all call this together, before anything else of a run.
 
     Raises:
         SettingsMismatch: on every rank; names each setting that differs, and its values.
     """
-    told = world.gather_objects(
-        {"same": _same(strategy, trainer) | {"ckpt_path": checkpoint}, "usual": _usual(trainer)}
-    )
+    stage = trainer.state.fn.value
+    same = _everywhere(trainer) | (_same(strategy, trainer) if stage == "fit" else {})
+    told = world.gather_objects({"stage": stage, "same": same, "usual": _usual(trainer) if stage == "fit" else {}})
     strangers = [rank for rank, settings in enumerate(told) if not isinstance(settings, dict) or "same" not in settings]
     if strangers:
         raise SettingsMismatch(
             f"Rank {world.rank}: ranks {strangers} run a version of lightning_async that does not compare settings; "
             f"this is version {_version()}. Install the same version on every host."
         )
-    if different := _differences([settings["same"] for settings in told]):
+    stages = [settings["stage"] for settings in told]
+    if len(set(stages)) > 1:
+        calls = ", ".join(f"rank {rank} calls `trainer.{stage}`" for rank, stage in enumerate(stages))
+        raise SettingsMismatch(f"Rank {world.rank}: {calls}. All ranks must call the same, in the same order.")
+    _refuse(world, [settings["same"] for settings in told])
+    if world.rank == 0 and (different := _differences([settings["usual"] for settings in told])):
+        log.warning("The ranks were started with different settings: %s. Is that meant?", different)
+
+
+def check_checkpoint(world: World, checkpoint: str) -> None:
+    """Compare the checkpoints that the ranks go on from, as soon as they are read.
+
+    Raises:
+        SettingsMismatch: on every rank; says what each rank has read.
+    """
+    _refuse(world, world.gather_objects({"ckpt_path": checkpoint}))
+
+
+def _refuse(world: World, told: list[Settings]) -> None:
+    if different := _differences(told):
         raise SettingsMismatch(
             f"Rank {world.rank}: the ranks were started with different settings: {different}. Replicas that become one "
             "model must agree on these: start every rank with the same versions and arguments, and to go on, with the "
             "same checkpoint."
         )
-    if world.rank == 0 and (different := _differences([settings["usual"] for settings in told])):
-        log.warning("The ranks were started with different settings: %s. Is that meant?", different)
 
 
-def _same(strategy: AsyncAveragingStrategy, trainer: Any) -> Settings:
-    """What must be equal on all ranks."""
-    config, backend = strategy.config, getattr(strategy.engine, "backend", None)
+def _everywhere(trainer: Any) -> Settings:
+    """What must be equal in evaluation too: callbacks that work on all ranks together would wait for one another."""
+    kinds = tuple(getattr(pytorch("callbacks"), kind, ()) for kind in _COLLECTIVE)
+    together = sorted(type(callback).__name__ for callback in trainer.callbacks if isinstance(callback, kinds))
     values = {
         "version of lightning_async": _version(),
         "version of torch": ".".join(torch.__version__.split(".")[:2]),
         "namespace of Lightning": namespace,
+        "callbacks of all ranks": together,
+    }
+    return {name: _text(value) for name, value in values.items()}
+
+
+def _same(strategy: AsyncAveragingStrategy, trainer: Any) -> Settings:
+    """What must be equal on all ranks in a fit."""
+    config, backend = strategy.config, getattr(strategy.engine, "backend", None)
+    values = {
         "strategy": type(strategy).__qualname__,
         "rule": strategy.rule,
         "schedule": strategy.schedule,

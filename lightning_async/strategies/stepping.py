@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from lightning_async.engine.averager import BackgroundAverager
@@ -15,7 +15,14 @@ from lightning_async.strategies.recompute import RECENT_BATCHES
 if TYPE_CHECKING:
     from lightning_async.strategies.averaging import AsyncAveragingStrategy
 
-__all__ = ["Stepping"]
+__all__ = ["Stepping", "learning_rate"]
+
+
+def learning_rate(optimizers: Iterable[Any]) -> float:
+    """That of the first optimizer's first group; 0.0 where there is none, as optimizers of users' own may have it."""
+    groups = next((optimizer.param_groups for optimizer in optimizers), ())
+    lr = groups[0].get("lr") if groups else None
+    return 0.0 if lr is None else float(lr)
 
 
 class Stepping:
@@ -32,6 +39,8 @@ class Stepping:
         self._samples = 0.0
         self._batch_action: Action | None = None
         self._seen = self._counted = 0
+        self._reduced = False
+        """Manual optimization: gradients were averaged since the last batch with a step."""
         self.recent: deque[Any] = deque(maxlen=RECENT_BATCHES)
         """Batches for recomputing BatchNorm's statistics, where that is asked for."""
         self._hooks = [optimizer.register_step_post_hook(self._count) for optimizer in strategy.optimizers]
@@ -60,7 +69,9 @@ class Stepping:
         """
         action, self._batch_action = self._batch_action, None
         if action is not None:
-            self._tick(action, stepped=self._seen > self._counted)
+            stepped = self._seen > self._counted
+            self._reduced &= not stepped
+            self._tick(action, stepped)
 
     def step(self, closure: Callable[[], Any], run: Callable[[Callable[[], Any]], Any]) -> Any:
         """Automatic optimization: ``run`` the optimizer's step with this ``closure``, or its synchronous kind."""
@@ -74,6 +85,7 @@ class Stepping:
         """Manual optimization: gradients are there."""
         if self._batch_action is Action.GRADIENTS:
             self._reduce_gradients()
+            self._reduced = True
 
     def _synchronised(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """``closure``, then the mean of all replicas' gradients: before they are unscaled and clipped."""
@@ -94,8 +106,7 @@ class Stepping:
         strategy, samples = self._strategy, self._samples
         if stepped or strategy.module.automatic_optimization:  # else: manual accumulation, the step is yet to come
             self._samples = 0.0
-        lr = float(strategy.optimizers[0].param_groups[0]["lr"]) if strategy.optimizers else 0.0
-        report = self._averager.tick(action, samples, stepped=stepped, lr=lr)
+        report = self._averager.tick(action, samples, stepped=stepped, lr=learning_rate(strategy.optimizers))
         if report is not None and strategy.optimizer_state_policy == "reset":
             reset(strategy.optimizers)
 
@@ -107,3 +118,9 @@ class Stepping:
     def _count(self, *_: Any) -> None:
         """After every real optimizer step: mixed precision skips some, and users step optimizers themselves."""
         self._seen += 1
+        if self._batch_action is Action.GRADIENTS and not self._reduced:
+            raise RuntimeError(
+                f"Rank {self._strategy.global_rank}: `schedule={self._strategy.schedule!r}` asks for a step on "
+                "averaged gradients, and the optimizer has stepped on this replica's own. With manual optimization "
+                "`self.manual_backward(loss)` is what averages them; `loss.backward()` does not."
+            )

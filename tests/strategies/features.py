@@ -94,6 +94,40 @@ def gan() -> Any:
     return _gan(every_step())
 
 
+class Plain(Net):
+    """Manual optimization with `loss.backward()`; or, accumulated, with a step on the gradients of the batch before."""
+
+    def __init__(self, accumulated: bool = False) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.accumulated = accumulated
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer, loss = self.optimizers(), problem.loss_of(self, batch)
+        if not self.accumulated:
+            loss.backward()
+        elif batch_idx % 2 == 0:
+            self.manual_backward(loss)
+            return
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@scenario
+def plain_backward_synchronous() -> Any:
+    return fit(AsyncAveragingStrategy(schedule=Synchronous()), loader(shard((4, 4))), Plain())
+
+
+@scenario
+def accumulated_synchronous() -> Any:
+    return fit(AsyncAveragingStrategy(schedule=Synchronous()), loader(shard((4, 4))), Plain(accumulated=True))
+
+
+@scenario
+def no_optimizer() -> Any:
+    return fit(None, loader(shard((4, 4))), Net(optimizer=lambda ps: None))  # pyright: ignore[reportArgumentType]
+
+
 @scenario
 def gan_with_raw_optimizers() -> Any:
     return _gan(every_step(), raw=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,17 @@ TRAINERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "accumulate_grad_batches": ({}, {"accumulate_grad_batches": 2}),
     "gradient_clip_val": ({"gradient_clip_val": 1.0}, {"gradient_clip_val": 2.0}),
 }
+
+
+class Evaluated(Net):
+    """A network for every stage."""
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+    predict_step = test_step
+
+
 WIDE = 60_000
 """Parameters enough that half of them are more than a quarter of a MiB."""
 
@@ -80,11 +92,53 @@ def versions() -> Any:
 def a_version_without_this_check() -> Any:
     """Rank 1 begins a fit as earlier versions did: with the lines that describe its model."""
 
-    def describe(strategy: Any, trainer: Any, world: Any, checkpoint: str) -> None:
+    def describe(strategy: Any, trainer: Any, world: Any) -> None:
         world.gather_objects(["net.0.weight: 8, 6"])
 
     with mock.patch("lightning_async.strategies.averaging.check_settings", describe) if rank() else nullcontext():
         return _refused({})
+
+
+def _error(call: Callable[..., Any], *args: Any) -> str:
+    try:
+        call(*args)
+    except AsyncTrainingError as error:
+        return f"{type(error).__name__}: {error}"
+    return "done"
+
+
+@scenario
+def stages() -> Any:
+    """What each rank calls; the errors that say so are cut to the rank that told them."""
+    told = {}
+    for calls in (("fit", "validate"), ("validate", "fit"), ("test", "predict"), ("validate", "validate")):
+        module, trainer = Evaluated(), make_trainer()
+        said = _error(getattr(trainer, calls[rank()]), module, loader(shard((2, 2))))
+        told[", ".join(calls)] = said.removeprefix("SettingsMismatch: ").removesuffix(
+            f": rank 0 calls `trainer.{calls[0]}`, rank 1 calls `trainer.{calls[1]}`. All ranks must call the same, in "
+            "the same order."
+        )
+    return told
+
+
+@scenario
+def callbacks_of_all_ranks(folder: Path) -> Any:
+    told = {}
+    for stage in ("fit", "validate"):
+        callbacks: list[Any] = [pl.callbacks.EarlyStopping("val_loss")]
+        if rank() == 0:
+            callbacks.append(pl.callbacks.ModelCheckpoint(dirpath=folder))
+        trainer = make_trainer(callbacks=callbacks, enable_checkpointing=rank() == 0)
+        told[stage] = _error(getattr(trainer, stage), Evaluated(), loader(shard((2, 2))))
+    return told
+
+
+@scenario
+def validation_on_one_rank() -> Any:
+    """It may fail, where it works on all ranks together; what differs was told before."""
+    with logged() as messages:
+        _error(make_trainer().fit, Net(), loader(shard((2, 2))), loader(shard((1, 1))) if rank() == 0 else None)
+    return [m for m in messages if "different settings" in m]
 
 
 @scenario

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_async.strategies.stepping import learning_rate
 from tests.strategies import problem
 from tests.strategies.features import Gan, Odd
 from tests.strategies.problem import batches, distance, flat, joined, train_alone
@@ -21,6 +22,18 @@ def assert_equal_models(told: list[Any]) -> None:
 
 
 # ---- manual optimization ----
+
+
+def test_a_plain_backward_in_synchronous_training_is_an_error(ranks: Outcomes) -> None:
+    for rank, error in enumerate(ranks.errors("plain_backward_synchronous")):
+        assert error.startswith(f"RuntimeError: Rank {rank}: `schedule=Synchronous()` asks for a step on averaged")
+        assert "`self.manual_backward(loss)` is what averages them" in error
+
+
+def test_gradients_may_be_averaged_in_an_earlier_batch_than_the_step(ranks: Outcomes) -> None:
+    first, second = ranks("accumulated_synchronous")
+    assert first["digest"] == second["digest"]
+    assert first["steps"] == second["steps"] == 2
 
 
 @pytest.mark.parametrize("name", ["gan", "gan_with_raw_optimizers", "gan_synchronous", "gan_synchronous_raw"])
@@ -356,3 +369,30 @@ def test_memory_is_two_buckets_and_the_rules_state(ranks: Outcomes) -> None:
     for told in ranks("memory"):
         assert 2.0 <= max(told["DeltaMean"]) < 2.01
         assert 2.0 <= max(told["DiLoCo"]) < 4.01
+
+
+class _Without(torch.optim.SGD):
+    """An optimizer whose groups are set by hand."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        super().__init__([torch.zeros(1, requires_grad=True)], lr=0.5)
+        self.param_groups = groups
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "lr"),
+    [
+        ([], 0.0),
+        ([_Without([])], 0.0),
+        ([_Without([{"params": []}])], 0.0),
+        ([_Without([{"params": [], "lr": None}])], 0.0),
+        ([_Without([{"lr": torch.tensor(0.25)}]), _Without([{"lr": 1.0}])], 0.25),
+    ],
+)
+def test_an_optimizer_may_have_no_learning_rate(optimizers: list[torch.optim.Optimizer], lr: float) -> None:
+    assert learning_rate(optimizers) == lr
+
+
+def test_a_module_without_optimizers_trains(ranks: Outcomes) -> None:
+    first, second = ranks("no_optimizer")
+    assert first["digest"] == second["digest"]

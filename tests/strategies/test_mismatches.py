@@ -39,6 +39,26 @@ def test_a_version_that_does_not_compare_settings_is_refused(ranks: Outcomes) ->
     assert second != "trained"
 
 
+def test_ranks_that_call_different_things_are_refused(ranks: Outcomes) -> None:
+    for rank, told in enumerate(ranks("stages")):
+        assert told["fit, validate"] == told["validate, fit"] == told["test, predict"] == f"Rank {rank}"
+        assert told["validate, validate"] == "done"
+
+
+def test_a_callback_of_all_ranks_on_one_rank_only_is_refused(ranks: Outcomes) -> None:
+    for rank, told in enumerate(ranks("callbacks_of_all_ranks")):
+        for stage in ("fit", "validate"):
+            assert told[stage].startswith(f"SettingsMismatch: Rank {rank}: ")
+            assert "`callbacks of all ranks` is ['EarlyStopping', 'ModelCheckpoint'] on rank 0, " in told[stage]
+            assert ", ['EarlyStopping'] on rank 1." in told[stage]
+
+
+def test_a_validation_on_one_rank_only_is_told_of(ranks: Outcomes) -> None:
+    first, _ = ranks("validation_on_one_rank")
+    (warning,) = first
+    assert "`enable_validation` is True on rank 0, False on rank 1" in warning
+
+
 def test_addresses_in_memory_are_no_settings(ranks: Outcomes) -> None:
     first, second = ranks("rules_without_a_text_of_their_own")
     assert first["digest"] == second["digest"]

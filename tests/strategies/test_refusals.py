@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
@@ -99,12 +98,8 @@ def test_lightning_cli_says_what_is_wrong(ranks: Outcomes) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_world_of_one_says_so_and_trains_as_a_single_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "OMP_NUM_THREADS"):
-        if variable not in os.environ:  # Lightning sets it
-            monkeypatch.setenv(variable, "")
-            monkeypatch.delenv(variable)
-    monkeypatch.setenv("RANK", "0")  # for the network, which asks for its rank
+@pytest.mark.usefixtures("alone")
+def test_a_world_of_one_says_so_and_trains_as_a_single_device() -> None:
     with logged() as messages:
         told = fit(None, loader(problem.batches(0, 6)), val=loader(problem.batches(1, 1)), devices=1)
     assert len({message for message in messages if "nothing to average" in message}) == 1

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.strategies import problem
 from tests.strategies.problem import distance
-from tests.strategies.workers import Outcomes
+from tests.strategies.resume import diloco
+from tests.strategies.workers import Net, Outcomes, loader, make_trainer
 
 SCENARIOS = "tests.strategies.resume"
 
@@ -67,3 +74,21 @@ def test_a_checkpoint_that_was_only_evaluated_has_no_part_in_a_fit(ranks: Outcom
 
 def test_a_checkpoint_is_an_ordinary_one(ranks: Outcomes) -> None:
     assert all(told["same"] for told in ranks("loads_without_this_package"))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("alone")
+def test_a_world_of_one_leaves_the_state_of_an_older_checkpoint_behind(ranks: Outcomes, tmp_path: Path) -> None:
+    """Else replicas that go on from what it saved would begin with the older checkpoint's model."""
+    ranks("interrupted")
+    older = ranks.folder("interrupted") / "epoch=1.ckpt"
+    trainer = make_trainer(diloco(), max_epochs=3, devices=1)
+    trainer.fit(Net(), loader(problem.batches(0, 6)), ckpt_path=older)
+    trainer.save_checkpoint(tmp_path / "later.ckpt")
+    saved = {
+        name: torch.load(file, weights_only=True)
+        for name, file in (("older", older), ("later", tmp_path / "later.ckpt"))
+    }
+    assert {name: ("lightning_async" in c, c["global_step"]) for name, c in saved.items()} == {
+        "older": (True, 12), "later": (False, 18),
+    }  # fmt: skip

@@ -52,6 +52,10 @@ class Outcomes:
         )
         self._story = "\n".join(map(str, results))
 
+    def folder(self, name: str) -> Path:
+        """What all ranks shared in this scenario."""
+        return self._folder / name
+
     def _answers(self, name: str) -> list[dict[str, Any]]:
         files = [self._folder / f"{name}.{rank}.json" for rank in range(self._nprocs)]
         missing = [file.name for file in files if not file.exists()]
