@@ -77,7 +77,8 @@ class Membership:
         patience = max(_MIN_PATIENCE, dead_after / 4)
         self._board = Board(store, rank, world_size, Seal() if seal is None else seal, patience)
         self._rank = rank
-        self._interval_s, self._dead_s = interval.total_seconds(), dead_after.total_seconds()
+        self.dead_after, self._dead_s = dead_after, dead_after.total_seconds()
+        self._interval_s = interval.total_seconds()
         self._start_s = start_timeout.total_seconds()
         self.on_change, self._clock = on_change, clock
         self._lock = threading.Lock()

@@ -25,7 +25,6 @@ from lightning_async.errors import AsyncTrainingError, CollectiveError, Collecti
 __all__ = ["Calls", "Recovery"]
 
 _BEAT = timedelta(seconds=0.2)
-_REASON_S = 3.0
 _KEPT = 3
 """Answers: a broadcast's source may be done while others have yet to hear of the call before."""
 
@@ -46,10 +45,17 @@ class Calls:
         collectives: a communicator of their own, for CPU tensors.
         check: raises if a peer was lost; called while waiting.
         deadline: for each call.
+        blame: after a failure without an engine, how long it may take until a dead rank is known.
     """
 
-    def __init__(self, collectives: Collectives, check: Callable[[], None], deadline: timedelta) -> None:
-        self._collectives, self._check, self._deadline = collectives, check, deadline
+    def __init__(
+        self,
+        collectives: Collectives,
+        check: Callable[[], None],
+        deadline: timedelta,
+        blame: timedelta = timedelta(seconds=3),
+    ) -> None:
+        self._collectives, self._check, self._deadline, self._blame = collectives, check, deadline, blame
         self.recovery: Recovery | None = None
         """Set while an engine runs that can form groups anew."""
         self._changed = threading.Condition()
@@ -131,7 +137,7 @@ class Calls:
                     self._recheck(recovery, started)
             recovery.check()
             return
-        until = time.monotonic() + _REASON_S  # a peer's connections close before its death is known
+        until = time.monotonic() + self._blame.total_seconds()  # a peer's connections close before its death is known
         while time.monotonic() < until:
             try:
                 self._check()

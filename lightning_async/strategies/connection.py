@@ -36,7 +36,10 @@ class Connection:
         self._roots = [root] if payload is root else [root, payload]
         lightning = root.fork("lightning")
         self._pid = os.getpid()
-        self.world = World(lightning) if membership is None else World(lightning, membership.check)
+        if membership is None:
+            self.world = World(lightning)
+        else:
+            self.world = World(lightning, membership.check, blame=membership.dead_after + timedelta(seconds=1))
 
     @property
     def membership(self) -> Membership:

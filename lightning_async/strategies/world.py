@@ -37,6 +37,7 @@ class World:
         collectives: a communicator of its own, for CPU tensors.
         check: raises if a peer was lost; called while waiting.
         deadline: for each operation.
+        blame: how long it may take until a dead rank is known.
     """
 
     def __init__(
@@ -44,11 +45,12 @@ class World:
         collectives: Collectives,
         check: Callable[[], None] = lambda: None,
         deadline: timedelta = timedelta(minutes=30),
+        blame: timedelta = timedelta(seconds=3),
     ) -> None:
         self.rank, self.world_size = collectives.rank, collectives.world_size
         self.drifting = False
         self._collectives = collectives
-        self.calls = Calls(collectives, check, deadline)
+        self.calls = Calls(collectives, check, deadline, blame)
         self._warned: set[str] = set()
 
     def barrier(self, name: str = "") -> None:

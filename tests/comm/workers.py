@@ -217,7 +217,7 @@ def fork_within() -> dict[str, Any]:
             membership.fail("a fork ended")
             membership.close()
             comm.close()
-    began, ended = time.monotonic(), 0
+    began, ended, status = time.monotonic(), 0, 0
     while not ended and time.monotonic() - began < 8.0:
         ended, status = os.waitpid(pid, os.WNOHANG)
         time.sleep(0.02)
