@@ -1,0 +1,54 @@
+"""The end of a run in which another rank has ended before."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from datetime import timedelta
+
+import pytest
+
+from lightning_async.comm.rendezvous import Membership
+from lightning_async.comm.stores import HashStore
+from lightning_async.comm.torch import TorchCollectives
+from lightning_async.strategies.connection import Connection
+from tests.comm.test_rendezvous import in_thread, until
+
+
+def connections() -> list[Connection]:
+    store = HashStore()
+    memberships = [Membership(store, rank, 2, fresh=True) for rank in range(2)]
+    roots = [TorchCollectives(store, rank, 2, timeout=timedelta(seconds=20)) for rank in range(2)]
+    for membership in memberships:
+        membership.start()
+    made = [Connection(root, root, membership) for root, membership in zip(roots, memberships, strict=True)]
+    for join in [in_thread(connection.open) for connection in made]:
+        join()
+    until(lambda: all(membership._peers[1 - rank].confirmed for rank, membership in enumerate(memberships)))
+    return made
+
+
+def test_the_last_barrier_names_who_is_gone_in_one_short_line(caplog: pytest.LogCaptureFixture) -> None:
+    first, second = connections()
+    second.membership.fail("ValueError: the data ran dry.")
+    second.close(in_order=False)
+    caplog.clear()
+    began = time.monotonic()
+    first.close(in_order=True)
+    assert time.monotonic() - began < 5.0
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert line == "Rank 0 has ended its run; another rank has not: rank 1 failed: ValueError: the data ran dry."
+
+
+def test_a_fork_closes_nothing_of_its_parents() -> None:
+    made = connections()
+    if (pid := os.fork()) == 0:
+        for connection in made:
+            connection.close(in_order=True)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    for join in [in_thread(lambda c=c: c.root.barrier().result()) for c in made]:
+        join()
+    for join in [in_thread(lambda c=c: c.close(in_order=True)) for c in made]:
+        join()
