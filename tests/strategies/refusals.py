@@ -123,6 +123,7 @@ trainer:
           steps: 2
       overlap: false
       buffers: keep
+      deadlines: {dead_after: "0:00:12", attempts: 3}
 """
 
 
@@ -155,6 +156,7 @@ def _cli(folder: Path, config: str, *arguments: str) -> Any:
         "schedule": repr(strategy.schedule),
         "synchronous_steps": strategy.summary.synchronous_steps,
         "rounds": strategy.summary.rounds,
+        "deadlines": [strategy.config.deadlines.dead_after.total_seconds(), strategy.config.deadlines.attempts],
         "digest": problem.digest(made.model),
     }
 
@@ -174,7 +176,8 @@ def cli_with_arguments(folder: Path) -> Any:
     """A rule by its name alone, and another value on the command line."""
     config = CONFIG[: CONFIG.index("        class_path: lightning_async.DiLoCo")].rstrip() + " DiLoCo\n"
     config += CONFIG[CONFIG.index("      schedule:") :].replace("lightning_async.", "")
-    return _cli(folder, config, "--trainer.strategy.rule.outer_lr=0.5", "--trainer.strategy.rule.outer_momentum=0.8")
+    values = {"rule.outer_lr": "0.5", "rule.outer_momentum": "0.8", "deadlines.dead_after": "0:00:20"}
+    return _cli(folder, config, *(f"--trainer.strategy.{name}={value}" for name, value in values.items()))
 
 
 @scenario

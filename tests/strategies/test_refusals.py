@@ -87,6 +87,7 @@ def test_lightning_cli(ranks: Outcomes, name: str) -> None:
         assert "outer_lr=0.5" in rank["rule"] and "outer_momentum=0.8" in rank["rule"]
         assert rank["schedule"] == "Warmup(schedule=EveryNSteps(n=3), steps=2, epochs=None, warmup_sync_every=None)"
         assert (rank["synchronous_steps"], rank["rounds"]) == (2, 2)
+        assert rank["deadlines"] == [20.0 if name == "cli_with_arguments" else 12.0, 3]
     assert told[0]["digest"] == told[1]["digest"]
 
 
