@@ -38,7 +38,7 @@ class Tiny(pl.LightningModule):
 
     Args:
         pause_s: sleep in every step.
-        at: rank, step, and what happens there: "raise", "sleep", "die".
+        at: rank, step, and what happens there: "raise", "sleep", "die"; or "raise in validation".
         for_s: how long the sleep is.
     """
 
@@ -63,6 +63,11 @@ class Tiny(pl.LightningModule):
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(self.for_s)
         return (self.layer(batch) - self.trainer.global_rank).pow(2).mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.at is not None and self.trainer.global_rank == self.at[0]:
+            raise ValueError("the data ran dry")
+        self.log("val_loss", self.layer(batch).pow(2).mean(), sync_dist=True)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("test_loss", self.layer(batch).pow(2).mean(), sync_dist=True)
@@ -113,7 +118,8 @@ def train(
     trainer = make_trainer(strategy, len(batches), **options)
     told: dict[str, Any] = {"rank": own}
     try:
-        trainer.fit(module, loader(batches[own]))
+        validates = at is not None and at[2] == "raise in validation"
+        trainer.fit(module, loader(batches[own]), loader(2) if validates else None)
     except BaseException as error:
         told |= {"error": f"{type(error).__name__}: {error}", "ranks": list(getattr(error, "ranks", ()))}
         raise

@@ -173,6 +173,20 @@ def test_a_second_rank_1_and_a_stranger_do_not_disturb_a_run() -> None:
 # ---- a rank that raises ----
 
 
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_an_exception_in_validation_ends_the_others_with_its_text(culprit: int) -> None:
+    """They wait in a collective of Lightning's."""
+    kwargs = {"batches": [20, 20], "at": [culprit, 0, "raise in validation"]}
+    with start_ranks(TRAIN, 2, kwargs=kwargs, timeout=60.0) as group:
+        results = group.join()
+    for result in results:
+        assert not result.timed_out and result.returncode == 1, result
+    assert ended(results[culprit])["error"] == "ValueError: the data ran dry"
+    error = ended(results[1 - culprit])["error"]
+    assert error.startswith("PeerLost")
+    assert f"rank {culprit} failed: ValueError: the data ran dry" in error
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_an_exception_on_one_rank_ends_the_others_with_its_text(overlap: bool) -> None:
     kwargs = {"batches": [ENDLESS] * 3, "at": [1, 25, "raise"], "overlap": overlap}
