@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 
 import torch
@@ -12,7 +11,7 @@ from lightning_async import ops
 
 __all__ = ["digest", "digests", "finite_later", "is_finite", "real"]
 
-_BLOCK = 1 << 20
+_BLOCK = 1 << 18
 _PRIME = (1 << 61) - 1
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
@@ -35,12 +34,14 @@ def digest(tensors: Iterable[Tensor]) -> int:
     >>> digest([torch.tensor([0.0])]) == digest([torch.tensor([-0.0])])
     False
     """
-    return _combined([block for tensor in tensors for block in _blocks(tensor)])
+    weights: dict[torch.device, Tensor] = {}
+    return _combined([block for tensor in tensors for block in _blocks(tensor, weights)])
 
 
 def digests(tensors: Iterable[Tensor]) -> list[int]:
     """The `digest` of each tensor alone."""
-    return [_combined(_blocks(tensor)) for tensor in tensors]
+    weights: dict[torch.device, Tensor] = {}
+    return [_combined(_blocks(tensor, weights)) for tensor in tensors]
 
 
 def is_finite(tensors: Iterable[Tensor]) -> bool:
@@ -57,10 +58,13 @@ def finite_later(tensors: Iterable[Tensor]) -> Callable[[], bool]:
     return lambda: on_cpu and (found is None or bool(found))
 
 
-def _blocks(tensor: Tensor) -> list[Tensor]:
+def _blocks(tensor: Tensor, weights: dict[torch.device, Tensor]) -> list[Tensor]:
     flat = real(tensor.detach()).contiguous().reshape(-1)
     words = flat.view(_WORDS[flat.element_size()])
-    return [(part * _weights(words.device)[: len(part)]).sum() for part in words.split(_BLOCK) if len(part)]
+    if words.device not in weights:  # odd numbers of 31 bits: times a word of 32 bits they fit an int64
+        places = torch.arange(_BLOCK, device=words.device)
+        weights[words.device] = (places * 2_654_435_761 + 40_503) % 2_147_483_647 | 1
+    return [(part * weights[words.device][: len(part)]).sum() for part in words.split(_BLOCK) if len(part)]
 
 
 def _combined(blocks: list[Tensor]) -> int:
@@ -70,9 +74,3 @@ def _combined(blocks: list[Tensor]) -> int:
     for value in torch.stack([block.to(blocks[0].device) for block in blocks]).tolist():
         total = (total * 1_000_003 + value) % _PRIME
     return total & ((1 << 52) - 1)
-
-
-@functools.cache
-def _weights(device: torch.device) -> Tensor:
-    """Odd numbers of 31 bits: times a word of 32 bits they fit an int64."""
-    return (torch.arange(_BLOCK, device=device) * 2_654_435_761 + 40_503) % 2_147_483_647 | 1
