@@ -165,7 +165,7 @@ def spike(folder: Path) -> Any:
     class Spiking(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
-            return loss * 1e4 if rank() == 1 and batch_idx == 12 else loss
+            return loss + 1e4 if rank() == 1 and batch_idx == 12 else loss
 
     detection = pl.callbacks.SpikeDetection(warmup=3, atol=100.0, exclude_batches_path=folder / "skip.json")
     module = Spiking()
