@@ -44,7 +44,8 @@ def test_wrong_arguments_are_named(arguments: dict[str, Any], error: type[Except
 
 
 def test_without_horovod_the_advice_can_be_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "horovod", None)
+    for name in ("horovod", *(name for name in sys.modules if name.startswith("horovod."))):
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ModuleNotFoundError, match=r"`AsyncAveragingStrategy\(engine='torch'\)`") as raised:
         HorovodStrategy()
     assert "pass `engine=" not in str(raised.value), "HorovodStrategy has no such argument"
