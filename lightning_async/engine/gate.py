@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from lightning_async.engine.digest import is_finite
 from lightning_async.engine.mailbox import Mailbox, Message
 from lightning_async.engine.replica import Replica
 from lightning_async.engine.reports import Reports
@@ -132,9 +131,8 @@ class Gates(ABC):
         self._leave_gate()
         self.replica.tensors.check_unchanged()
         self.replica.to_engine.give()
-        healthy = is_finite(self.replica.watched())
         with box.changed:
-            box.gate, box.gate_index, box.opened, box.state_healthy = gate, index, False, healthy
+            box.gate, box.gate_index, box.opened = gate, index, False
             in_flight = box.message is not None and box.message.kind is Kind.ROUND
             box.changed.notify_all()
         self._server.ring()
@@ -142,9 +140,8 @@ class Gates(ABC):
             while True:
                 if in_flight:
                     self._reports.blocked_s = self._now() - started
-                if (report := self._take()) is not None:
+                if self._take() is not None:
                     in_flight = False
-                    box.state_healthy |= report.healed  # that begins anew
                 if not box.synchronous:
                     self._pack(due=False)  # what is left over counts, even if the gate does not open for long
                 with box.changed:

@@ -120,8 +120,6 @@ class Mailbox:
     """No step was taken since the parameters were the last target, to the bit."""
     showing: bool = False
     """The parameters only show the model of a rendezvous, and are not this replica's own."""
-    state_healthy: bool = True
-    """Of a replica at a gate, whether its optimizers' state is finite."""
     gate: Gate = Gate.NONE
     gate_index: int = 0
     opened: bool = False

@@ -99,5 +99,4 @@ class OwnHeader:
         if self._rule.restores_local and not self._mailbox.showing:
             whole = UNLIKE  # a replica's own model, in place of the one that the gate shows
         healthy, sound = self._replica.judge()
-        healthy = healthy and self._mailbox.state_healthy
         return header._replace(digest=whole, digest_rest=rest, healthy=healthy, sound=sound)
