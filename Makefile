@@ -62,7 +62,7 @@ test: $(VENV)/.ready-test
 	$(BIN)/python -m pytest $(TEST_ARGS)
 
 horovod: $(VENV)/.ready-test
-	$(BIN)/python -m lightning_async.build_horovod $(HOROVOD_ARGS)
+	$(BIN)/python -m lightning_async.commands.build_horovod $(HOROVOD_ARGS)
 
 native: $(VENV)/.ready-test
 	$(BIN)/python cuda_ext/build.py

@@ -240,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     trainer.fit(model, data)
 
     if trainer.is_global_zero:
-        from lightning_async.callbacks.plot import plot_run
+        from lightning_async.monitor.plot import plot_run
 
         picture = plot_run(Path(logger.log_dir) / "metrics.csv", options.out / "run.png")
         loss, accuracy = (float(trainer.callback_metrics[name]) for name in ("val/loss", "val/accuracy"))

@@ -32,7 +32,7 @@ COMMANDS = {
     "make horovod": ".ci/run",
     "make native": ".ci/run",
     "make gpu": "tests/ops/test_gpu_script.py::test_without_a_gpu_it_says_so_and_fails",
-    "lightning-async doctor": "tests/test_doctor.py::test_it_says_what_runs_and_how_it_was_built",
+    "lightning-async doctor": "tests/commands/test_doctor.py::test_it_says_what_runs_and_how_it_was_built",
     "LIGHTNING_ASYNC_BUILD=cuda pip install .": (
         "tests/test_packaging.py::test_without_a_compiler_the_wheel_is_pure_and_says_why"
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_async.namespace import pytorch
+from lightning_async.trainer.namespace import pytorch
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from lightning_async.comm.pending import Where
+from lightning_async.comm.operation import Where
 from lightning_async.comm.protocols import Quorum
 from lightning_async.errors import CollectiveError, CollectiveTimeout
 

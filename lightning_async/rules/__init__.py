@@ -1,9 +1,10 @@
 """The algorithms as small values: how replicas become one model again, and when. No I/O, no threads, no clocks."""
 
-from lightning_async.rules.averaging import AveragingState, DeltaMean, Mean
-from lightning_async.rules.outer import DiLoCo, DiLoCoState
-from lightning_async.rules.protocols import Action, AllMean, AveragingRule, Clock, Exchange, Round, Schedule
-from lightning_async.rules.schedules import EveryNSteps, EverySeconds, Synchronous, Warmup
+from lightning_async.rules.averaging.diloco import DiLoCo, DiLoCoState
+from lightning_async.rules.averaging.mean import AveragingState, DeltaMean, Mean
+from lightning_async.rules.averaging.protocol import AllMean, AveragingRule, Round, Topology
+from lightning_async.rules.schedules.fixed import EveryNSteps, EverySeconds, Synchronous, Warmup
+from lightning_async.rules.schedules.protocol import Action, Clock, Schedule
 
 __all__ = [
     "Action",
@@ -16,10 +17,10 @@ __all__ = [
     "DiLoCoState",
     "EveryNSteps",
     "EverySeconds",
-    "Exchange",
     "Mean",
     "Round",
     "Schedule",
     "Synchronous",
+    "Topology",
     "Warmup",
 ]

@@ -10,27 +10,29 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_async.arguments import check_choice
 from lightning_async.callbacks.monitor import AveragingMonitor
-from lightning_async.engine.averager import BackgroundAverager
-from lightning_async.engine.compressed import Compression
-from lightning_async.engine.config import AveragerConfig, Deadlines, Weighting
+from lightning_async.engine.averaging.averager import BackgroundAverager
+from lightning_async.engine.averaging.batch_norm import recompute_batch_norm
+from lightning_async.engine.averaging.config import AveragerConfig, Deadlines, Weighting
+from lightning_async.engine.averaging.optimizer_state import AveragedState, every_tensor, reset
+from lightning_async.engine.averaging.report import RunSummary
+from lightning_async.engine.codes import Compression
 from lightning_async.engine.replica import BufferPolicy, OptimizerPolicy, Replica
-from lightning_async.engine.telemetry import RunSummary
 from lightning_async.errors import PeerLost
-from lightning_async.namespace import name as namespace
-from lightning_async.namespace import pytorch
 from lightning_async.rules import DeltaMean, EveryNSteps
-from lightning_async.rules.protocols import AveragingRule, Schedule
-from lightning_async.strategies import checks
-from lightning_async.strategies.averaged_models import AveragedModels
+from lightning_async.rules.averaging.protocol import AveragingRule
+from lightning_async.rules.schedules.protocol import Schedule
+from lightning_async.strategies.base import EngineName, ReplicatedStrategy, StartMethod
 from lightning_async.strategies.drift import DriftPatches
-from lightning_async.strategies.glue import allow_compiled_modules, in_words, rank_zero_info, searches_lr, shorten
-from lightning_async.strategies.optimizer_state import AveragedState, every_tensor, reset
-from lightning_async.strategies.recompute import recompute_batch_norm
-from lightning_async.strategies.replicated import EngineName, ReplicatedStrategy, StartMethod
 from lightning_async.strategies.saved_state import SavedState, state_of
 from lightning_async.strategies.settings import check_checkpoint, check_settings
 from lightning_async.strategies.stepping import Stepping
+from lightning_async.trainer import refusals
+from lightning_async.trainer.averaged_models import AveragedModels
+from lightning_async.trainer.namespace import name as namespace
+from lightning_async.trainer.namespace import pytorch
+from lightning_async.trainer.patches import allow_compiled_modules, in_words, rank_zero_info, searches_lr, shorten
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -111,11 +113,11 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         )
         self.rule = DeltaMean() if rule is None else rule
         self.schedule = EveryNSteps(32) if schedule is None else schedule
-        checks.check_arguments(self.rule, self.schedule, overlap)
+        refusals.check_arguments(self.rule, self.schedule, overlap)
         owner = type(self).__name__
-        checks.check_choice(owner, "buffers", buffers, get_args(BufferPolicy))
-        checks.check_choice(owner, "optimizer_state", optimizer_state, get_args(OptimizerPolicy))
-        checks.check_choice(owner, "lr_clock", lr_clock, get_args(LrClock))
+        check_choice(owner, "buffers", buffers, get_args(BufferPolicy))
+        check_choice(owner, "optimizer_state", optimizer_state, get_args(OptimizerPolicy))
+        check_choice(owner, "lr_clock", lr_clock, get_args(LrClock))
         if not part_mb > 0:
             raise ValueError(f"`AsyncAveragingStrategy(part_mb={part_mb!r})` must be > 0.")
         self.config = AveragerConfig(
@@ -141,7 +143,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         self.failed = False
         self._saved.begin_run()
         trainer: Any = self.module.trainer
-        checks.check_callbacks(trainer.callbacks)
+        refusals.check_callbacks(trainer.callbacks)
         if self.world is not None:
             check_settings(self, trainer, self.world)
 
@@ -151,7 +153,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         self._saved.begin_stage(trainer.lightning_module, fitting)
         if self.world is not None and fitting:
             check_checkpoint(self.world, self._saved.origin)
-            checks.check_setup(trainer, self._layer_sync)
+            refusals.check_setup(trainer, self._layer_sync)
         self.setup_replica(trainer)
         if fitting:
             self._patches = DriftPatches(self, trainer)
@@ -182,7 +184,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
             return
         assert self._connection is not None
         assert self._patches is not None
-        self._patches.gates_epochs = checks.check_fit(self._trainer, self._connection.world)
+        self._patches.gates_epochs = refusals.check_fit(self._trainer, self._connection.world)
         self.averaged_models = AveragedModels(self._trainer, self._connection.world)
         replica = Replica(self.module, self.buffers, self.bucket_device)
         if self.optimizer_state_policy == "average":

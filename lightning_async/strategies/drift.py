@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_async.engine.averager import BackgroundAverager
-from lightning_async.engine.gate import Arrival
-from lightning_async.engine.round import Gate
-from lightning_async.namespace import pytorch
+from lightning_async.engine.averaging.averager import BackgroundAverager
+from lightning_async.engine.averaging.ballot import Gate
+from lightning_async.engine.averaging.gate import Arrival
+from lightning_async.trainer.namespace import pytorch
 
 if TYPE_CHECKING:
     from lightning_async.strategies.averaging import AsyncAveragingStrategy
-from lightning_async.strategies.glue import set_for_now, sync_metrics_through
-from lightning_async.strategies.spikes import Spikes
+from lightning_async.trainer.patches import set_for_now, sync_metrics_through
+from lightning_async.trainer.spikes import Spikes
 
 __all__ = ["DriftPatches"]
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_async.comm.horovod import HorovodCollectives
-from lightning_async.engine.gradients import GradientReducer
-from lightning_async.namespace import pytorch
-from lightning_async.strategies.checks import check_choice
-from lightning_async.strategies.glue import allow_compiled_modules, rank_zero_info, sync_metrics_through
-from lightning_async.strategies.replicated import ReplicatedStrategy
+from lightning_async.arguments import check_choice
+from lightning_async.comm.horovod.collectives import HorovodCollectives
+from lightning_async.engine.gradients.reducer import GradientReducer
+from lightning_async.strategies.base import ReplicatedStrategy
+from lightning_async.trainer.namespace import pytorch
+from lightning_async.trainer.patches import allow_compiled_modules, rank_zero_info, sync_metrics_through
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_async.engine.averager import BackgroundAverager
-from lightning_async.strategies.world import World
+from lightning_async.engine.averaging.averager import BackgroundAverager
+from lightning_async.engine.world import World
 
 __all__ = ["SavedState", "state_of"]
 

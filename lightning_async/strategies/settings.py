@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_async.engine.world import World
 from lightning_async.errors import SettingsMismatch
-from lightning_async.namespace import name as namespace
-from lightning_async.namespace import pl, pytorch
-from lightning_async.strategies.world import World
+from lightning_async.trainer.namespace import name as namespace
+from lightning_async.trainer.namespace import pl, pytorch
 
 if TYPE_CHECKING:
     from lightning_async.strategies.averaging import AsyncAveragingStrategy

@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from lightning_async.engine.averager import BackgroundAverager
-from lightning_async.rules.protocols import Action
-from lightning_async.strategies.batch import batch_size
-from lightning_async.strategies.optimizer_state import reset
-from lightning_async.strategies.recompute import RECENT_BATCHES
+from lightning_async.engine.averaging.averager import BackgroundAverager
+from lightning_async.engine.averaging.batch_norm import RECENT_BATCHES
+from lightning_async.engine.averaging.optimizer_state import reset
+from lightning_async.rules.schedules.protocol import Action
+from lightning_async.trainer.batch import batch_size
 
 if TYPE_CHECKING:
     from lightning_async.strategies.averaging import AsyncAveragingStrategy

@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore
 from torch.nn import functional as F
 
-from lightning_async.comm.rendezvous import Membership
-from lightning_async.comm.staged import StagedCollectives
-from lightning_async.comm.torch import TorchCollectives
-from lightning_async.engine.averager import BackgroundAverager
-from lightning_async.engine.config import AveragerConfig, Deadlines
+from lightning_async.comm.membership.membership import Membership
+from lightning_async.comm.torch.collectives import TorchCollectives
+from lightning_async.comm.torch.staged import StagedCollectives
+from lightning_async.engine.averaging.averager import BackgroundAverager
+from lightning_async.engine.averaging.config import AveragerConfig, Deadlines
 from lightning_async.engine.replica import Replica
 from lightning_async.ops import native
 from lightning_async.rules import DeltaMean, EveryNSteps
-from lightning_async.rules.protocols import Action, Clock, Schedule
+from lightning_async.rules.schedules.protocol import Action, Clock, Schedule
 from tests.benchmarks.worker import die_with_parent
 
 __all__ = ["Block", "Job", "measure"]

@@ -25,7 +25,7 @@ from datetime import timedelta  # noqa: E402
 
 from torch.distributed import TCPStore  # noqa: E402
 
-from lightning_async.comm.rendezvous import Membership  # noqa: E402
+from lightning_async.comm.membership.membership import Membership  # noqa: E402
 
 port = int(host.stdout.readline())
 store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=20), wait_for_workers=False)

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from lightning_async.comm.horovod import HorovodCollectives
-from lightning_async.comm.horovod_world import HorovodWorld
+from lightning_async.comm.horovod.collectives import HorovodCollectives
+from lightning_async.comm.horovod.world import HorovodWorld
 from lightning_async.errors import CollectiveError
 from tests.comm.contract import CHECKS, LAST_CHECKS
 from tests.comm.workers import RANK, TIMEOUT, WORLD_SIZE, open_store, other_threads, run_checks

@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_async.comm.board import Board
+from lightning_async.comm.membership.board import Board
+from lightning_async.comm.membership.membership import Membership
+from lightning_async.comm.membership.roster import PREFIX, Record, dump, key, load
+from lightning_async.comm.membership.signing import SECRET, Seal
+from lightning_async.comm.membership.stores import HashStore
 from lightning_async.comm.protocols import Quorum
-from lightning_async.comm.rendezvous import Membership
-from lightning_async.comm.roster import PREFIX, Record, dump, key, load
-from lightning_async.comm.signing import SECRET, Seal
-from lightning_async.comm.stores import HashStore
 from lightning_async.errors import AsyncTrainingError, PeerLost
 from tests.comm.proxy import Proxy
-from tests.comm.test_rendezvous import Hand, running, until
+from tests.comm.test_membership import Hand, running, until
 from tests.support import ROOT, run_ranks
 
 ALIVE = {"life": "x", "beat": 1, "wanted": 0, "bell": 0, "state": "up", "text": ""}

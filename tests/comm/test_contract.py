@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_async.comm.faulty import FaultyCollectives
-from lightning_async.comm.inprocess import InProcessWorld
-from lightning_async.comm.staged import StagedCollectives
+from lightning_async.comm.simulated.faulty import FaultyCollectives
+from lightning_async.comm.simulated.inprocess import InProcessWorld
+from lightning_async.comm.torch.staged import StagedCollectives
 from tests.comm.contract import ALL_CHECKS, Check, Stage
 from tests.support import run_ranks
 

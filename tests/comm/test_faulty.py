@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_async.comm.faulty import Corrupt, Delay, Fail, Fault, FaultyCollectives, Hang, Kill
-from lightning_async.comm.inprocess import InProcessWorld
 from lightning_async.comm.protocols import Quorum
+from lightning_async.comm.simulated.faulty import Corrupt, Delay, Fail, Fault, FaultyCollectives, Hang, Kill
+from lightning_async.comm.simulated.inprocess import InProcessWorld
 from lightning_async.errors import CollectiveError, CollectiveTimeout
 
 SHORT = timedelta(seconds=0.3)

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_async.comm.forming import Terms
+from lightning_async.comm.membership.signing import Seal
+from lightning_async.comm.membership.stores import HashStore
 from lightning_async.comm.protocols import Quorum
-from lightning_async.comm.signing import Seal
-from lightning_async.comm.stores import HashStore
-from lightning_async.comm.torch import TorchCollectives
+from lightning_async.comm.torch.collectives import TorchCollectives
+from lightning_async.comm.torch.forming import Terms
 from lightning_async.errors import CollectiveError, PeerLost
-from tests.comm.test_rendezvous import in_thread, running, until
+from tests.comm.test_membership import in_thread, running, until
 
 LIMIT = timedelta(seconds=10)
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from lightning_async.comm.signing import Seal
-from lightning_async.comm.start import Patience, greet, is_loopback, open_store
-from lightning_async.comm.stores import HashStore
+from lightning_async.comm.membership.signing import Seal
+from lightning_async.comm.membership.start import Patience, greet, is_loopback, open_store
+from lightning_async.comm.membership.stores import HashStore
 from lightning_async.errors import AsyncTrainingError, CollectiveTimeout
-from tests.comm.test_rendezvous import Clock, in_thread
+from tests.comm.test_membership import Clock, in_thread
 from tests.support import free_port
 
 

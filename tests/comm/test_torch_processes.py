@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from lightning_async.comm.stores import HashStore
-from lightning_async.comm.torch import TorchCollectives
+from lightning_async.comm.membership.stores import HashStore
+from lightning_async.comm.torch.collectives import TorchCollectives
 from tests.support import run_ranks, start_ranks
 
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from lightning_async.comm import groups
+from lightning_async.comm.membership.membership import Membership
+from lightning_async.comm.membership.stores import PrefixStore
 from lightning_async.comm.protocols import Quorum
-from lightning_async.comm.rendezvous import Membership
-from lightning_async.comm.stores import PrefixStore
-from lightning_async.comm.torch import TorchCollectives
+from lightning_async.comm.torch import groups
+from lightning_async.comm.torch.collectives import TorchCollectives
 from lightning_async.errors import CollectiveError, PeerLost
 from tests.comm.contract import ALL_CHECKS, Check, Stage
 

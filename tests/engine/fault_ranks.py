@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_async.comm.faulty import Fault, FaultyCollectives
-from lightning_async.comm.inprocess import InProcessWorld
+from lightning_async.comm.membership.membership import Membership
 from lightning_async.comm.protocols import Pending
-from lightning_async.comm.rendezvous import Membership
-from lightning_async.engine.averager import BackgroundAverager
-from lightning_async.engine.config import AveragerConfig, Deadlines
+from lightning_async.comm.simulated.faulty import Fault, FaultyCollectives
+from lightning_async.comm.simulated.inprocess import InProcessWorld
+from lightning_async.engine.averaging.averager import BackgroundAverager
+from lightning_async.engine.averaging.ballot import Gate, Header, Kind, decide
+from lightning_async.engine.averaging.config import AveragerConfig, Deadlines
 from lightning_async.engine.replica import Replica
-from lightning_async.engine.round import Gate, Header, Kind, decide
 from lightning_async.rules import DeltaMean, EveryNSteps
 from tests.engine.ranks import Rank
 

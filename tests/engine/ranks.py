@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_async.comm.inprocess import InProcessWorld
-from lightning_async.comm.rendezvous import Membership
-from lightning_async.engine.averager import Arrival, BackgroundAverager
-from lightning_async.engine.config import AveragerConfig, Deadlines
+from lightning_async.comm.membership.membership import Membership
+from lightning_async.comm.simulated.inprocess import InProcessWorld
+from lightning_async.engine.averaging.averager import Arrival, BackgroundAverager
+from lightning_async.engine.averaging.ballot import Gate
+from lightning_async.engine.averaging.config import AveragerConfig, Deadlines
 from lightning_async.engine.replica import Replica
-from lightning_async.engine.round import Gate
 from lightning_async.rules import DeltaMean, EveryNSteps
-from lightning_async.rules.protocols import Action, AveragingRule, Schedule
+from lightning_async.rules.averaging.protocol import AveragingRule
+from lightning_async.rules.schedules.protocol import Action, Schedule
 
 QUICK = Deadlines(payload=timedelta(seconds=2), grace=timedelta(seconds=5), reform=timedelta(seconds=20))
 

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_async.comm.faulty import Fail, Fault, FaultyCollectives
-from lightning_async.comm.inprocess import InProcessWorld
-from lightning_async.comm.rendezvous import Membership
-from lightning_async.engine.averager import Arrival, BackgroundAverager
-from lightning_async.engine.config import AveragerConfig
+from lightning_async.comm.membership.membership import Membership
+from lightning_async.comm.simulated.faulty import Fail, Fault, FaultyCollectives
+from lightning_async.comm.simulated.inprocess import InProcessWorld
+from lightning_async.engine.averaging.averager import Arrival, BackgroundAverager
+from lightning_async.engine.averaging.ballot import Gate
+from lightning_async.engine.averaging.config import AveragerConfig
 from lightning_async.engine.replica import Replica
-from lightning_async.engine.round import Gate
+from lightning_async.engine.world import World
 from lightning_async.errors import AsyncTrainingError, CollectiveError, PeerLost
 from lightning_async.rules import DeltaMean
-from lightning_async.strategies.world import World
 from tests.engine.fault_ranks import DEADLINES, HEADER, NEVER
 
 LIGHTNING = "world/lightning"

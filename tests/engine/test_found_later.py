@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_async.comm.faulty import Fail, Fault
-from lightning_async.engine.averager import Arrival
+from lightning_async.comm.simulated.faulty import Fail, Fault
+from lightning_async.engine.averaging.averager import Arrival
+from lightning_async.engine.averaging.ballot import Gate
 from lightning_async.engine.digest import real
 from lightning_async.engine.replica import Replica
-from lightning_async.engine.round import Gate
 from lightning_async.errors import AsyncTrainingError, LayoutMismatch
 from lightning_async.rules import DiLoCo, EveryNSteps, Mean, Warmup
-from lightning_async.rules.protocols import Action, Clock
+from lightning_async.rules.schedules.protocol import Action, Clock
 from tests.engine.fault_ranks import HEADER, NEVER, FaultyRank, values
 from tests.engine.ranks import Rank, bits, run
 from tests.engine.test_calls import LIGHTNING, Caller, call

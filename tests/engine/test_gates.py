@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_async.comm.faulty import Fail, Fault
-from lightning_async.engine.averager import Arrival
-from lightning_async.engine.round import Gate
+from lightning_async.comm.simulated.faulty import Fail, Fault
+from lightning_async.engine.averaging.averager import Arrival
+from lightning_async.engine.averaging.ballot import Gate
 from lightning_async.rules import DeltaMean, DiLoCo, EveryNSteps
-from lightning_async.rules.protocols import Action, Clock
+from lightning_async.rules.schedules.protocol import Action, Clock
 from tests.engine.fault_ranks import HEADER, NEVER, PAYLOAD, FaultyRank, Turnstile, values
 from tests.engine.ranks import Rank, bits, run
 
@@ -190,7 +190,7 @@ def test_the_bell_of_a_vote_outlives_the_header_that_failed() -> None:
 
 def test_what_was_packed_is_what_is_sent(monkeypatch) -> None:
     """A round in which this replica is absent does not land in a bucket that it has just packed."""
-    from lightning_async.engine import own_header
+    from lightning_async.engine.averaging import own_header
     from lightning_async.engine.replica import Replica
 
     packed: dict[int, float] = {}

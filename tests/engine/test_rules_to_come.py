@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_async.engine.averager import Arrival, BackgroundAverager
+from lightning_async.engine.averaging.averager import Arrival, BackgroundAverager
+from lightning_async.engine.averaging.ballot import Gate
 from lightning_async.engine.replica import Replica
-from lightning_async.engine.round import Gate
 from lightning_async.rules import DeltaMean, DiLoCo, EveryNSteps, Synchronous, Warmup
 from tests.engine.ranks import Rank, bits, run
 from tests.rules.coming import Compressed, Eager, Elastic, PushSum
@@ -160,7 +160,7 @@ def test_a_checkpoint_holds_what_is_common_once_and_the_rest_for_each_replica() 
         assert torch.equal(clocks["rule_state"]["owed"], torch.zeros(8))
 
 
-def test_an_exchange_without_a_transport_is_refused() -> None:
+def test_a_topology_without_a_transport_is_refused() -> None:
     collectives: Any = SimpleNamespace(rank=0, world_size=2)
     with pytest.raises(ValueError, match=r"PushSum\(\).*DirectedRing\(\).*only AllMean\(\)"):
         BackgroundAverager(collectives, None, Replica(torch.nn.Linear(2, 2)), PushSum(), EveryNSteps(3))  # type: ignore

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_async.comm.inprocess import InProcessWorld
-from lightning_async.engine.averager import Arrival
+from lightning_async.comm.simulated.inprocess import InProcessWorld
+from lightning_async.engine.averaging.averager import Arrival
+from lightning_async.engine.averaging.ballot import Gate
 from lightning_async.engine.digest import digest
 from lightning_async.engine.replica import Replica
-from lightning_async.engine.round import Gate
 from lightning_async.errors import AsyncTrainingError
 from lightning_async.rules import DiLoCo, EveryNSteps
-from lightning_async.rules.protocols import Action
+from lightning_async.rules.schedules.protocol import Action
 from tests.engine.fault_ranks import NEVER
 from tests.engine.ranks import Rank, bits, rank_of
 

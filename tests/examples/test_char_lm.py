@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from examples.char_lm import CharData, CharLM, Windows, read_text
-from lightning_async.callbacks.plot import read_metrics
+from lightning_async.monitor.plot import read_metrics
 from tests.support import ROOT, rank_environment
 
 

@@ -89,7 +89,7 @@ if ! stage probe 30 "$PYTHON" -c "$probe"; then
 fi
 stage driver 5 nvidia-smi
 stage build 70 "$PYTHON" cuda_ext/build.py cuda
-stage doctor 15 "$PYTHON" -m lightning_async.doctor doctor
+stage doctor 15 "$PYTHON" -m lightning_async.commands.doctor doctor
 stage tests 50 "$PYTHON" -m pytest -m gpu tests/ops -p no:cacheprovider
 stage benchmark 30 "$PYTHON" -m tests.benchmarks.ops_gpu --out "$out"
 stage overlap 100 "$PYTHON" -m tests.benchmarks.overlap_gpu --seconds 85 --out "$out"

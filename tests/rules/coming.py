@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightning_async.flat import FlatLayout
 from lightning_async.rules import AveragingRule, Round
-from lightning_async.rules.base import RuleBase, copy_saved_
-from lightning_async.rules.protocols import Exchange
+from lightning_async.rules.averaging.base import RuleBase, copy_saved_
+from lightning_async.rules.averaging.protocol import Topology
 
 
 class CentreState(NamedTuple):
@@ -165,7 +165,7 @@ class Compressed(RuleBase[CompressedState]):
 
 
 @dataclass(frozen=True)
-class DirectedRing(Exchange):
+class DirectedRing(Topology):
     """Every replica keeps half of its message and sends half to the next one."""
 
     def row(self, round: Round) -> tuple[float, ...]:
@@ -182,7 +182,7 @@ class PushSumState(NamedTuple):
 class PushSum(RuleBase[PushSumState]):
     """Stochastic gradient push: gossip over a directed graph; https://arxiv.org/abs/1811.10792."""
 
-    exchange = DirectedRing()
+    topology = DirectedRing()
     num_scalars = 1
     per_replica = frozenset({"weight"})
     absent_follow = False

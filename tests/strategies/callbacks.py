@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_async import AsyncAveragingStrategy, DiLoCo, EveryNSteps, Mean
-from lightning_async.namespace import pl
+from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
 from tests.strategies.workers import Net, Recorder, fit, loader, logged, make_trainer, rank, report, scenario, shard
 

@@ -11,7 +11,7 @@ def train() -> dict[str, Any]:
 
     import pytorch_lightning as pl
 
-    from lightning_async import namespace
+    from lightning_async.trainer import namespace
     from tests.strategies.workers import Net, Recorder, loader, make_trainer, report, shard
 
     module, recorder = Net(), Recorder()

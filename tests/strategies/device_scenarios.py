@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from lightning_async import AsyncAveragingStrategy, DeltaMean, EveryNSteps, Synchronous
-from lightning_async.rules.protocols import Schedule
+from lightning_async.rules.schedules.protocol import Schedule
 from tests.strategies.numerics import momentum
 from tests.strategies.workers import Net, fit, loader, scenario, shard
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_async import HorovodStrategy, fit_elastic
-from lightning_async.namespace import pl
+from lightning_async.trainer.namespace import pl
 
 SAMPLES, BATCH = 240, 2
 

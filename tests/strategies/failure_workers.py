@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_async import AsyncAveragingStrategy, Deadlines, EveryNSteps
-from lightning_async.namespace import pl
+from lightning_async.trainer.namespace import pl
 
 pl_rank = "LOCAL_RANK"
 

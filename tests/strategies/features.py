@@ -20,7 +20,7 @@ from lightning_async import (
     Mean,
     Synchronous,
 )
-from lightning_async.namespace import pl, pytorch
+from lightning_async.trainer.namespace import pl, pytorch
 from tests.strategies import problem
 from tests.strategies.test_optimizer_state import OPTIMIZERS
 from tests.strategies.workers import Net, Recorder, fit, loader, logged, make_trainer, rank, report, scenario, shard

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_async import HorovodStrategy
-from lightning_async.namespace import pl
+from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
 from tests.strategies.numerics import adam, momentum
 from tests.strategies.workers import Net, loader, make_trainer, rank, scenario, shard

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_async import HorovodStrategy
-from lightning_async.namespace import pl
+from lightning_async.trainer.namespace import pl
 
 LR, STEPS, BATCH = 0.1, 4, 3
 

@@ -9,8 +9,8 @@ import sys
 from typing import Any
 
 from lightning_async import AsyncAveragingStrategy, EveryNSteps
-from lightning_async.comm.signing import Seal
-from lightning_async.comm.sockets import listening_port, snapshot
+from lightning_async.comm.membership.signing import Seal
+from lightning_async.comm.torch.sockets import listening_port, snapshot
 from tests.strategies.failure_workers import Tiny, digest, finite, loader, make_trainer
 
 

@@ -13,7 +13,7 @@ import torch
 import lightning_async
 from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, EveryNSteps, EverySeconds, Synchronous, Warmup
 from lightning_async.errors import AsyncTrainingError
-from lightning_async.namespace import pl
+from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
 from tests.strategies.workers import Net, fit, loader, logged, make_trainer, rank, scenario, shard
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, EveryNSteps, Mean, Synchronous, Warmup
-from lightning_async.namespace import pl
+from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
 from tests.strategies.workers import Net, fit, loader, logged, make_trainer, scenario, shard
 

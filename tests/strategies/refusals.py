@@ -13,7 +13,7 @@ from torch import nn
 from torchmetrics import MeanMetric
 
 from lightning_async import AsyncAveragingStrategy, DiLoCo
-from lightning_async.namespace import pl, pytorch
+from lightning_async.trainer.namespace import pl, pytorch
 from tests.strategies import problem
 from tests.strategies.workers import Net, fit, loader, rank, scenario, shard
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, EveryNSteps
-from lightning_async.namespace import pl
+from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
 from tests.strategies.workers import Net, Recorder, loader, make_trainer, rank, report, scenario, shard
 

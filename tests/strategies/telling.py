@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_async import AsyncAveragingStrategy, AveragingMonitor, EveryNSteps, Synchronous
-from lightning_async.namespace import pl, pytorch
+from lightning_async.trainer.namespace import pl, pytorch
 from tests.strategies.callbacks import Tuned
 from tests.strategies.workers import Net, loader, logged, make_trainer, rank, scenario, shard
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_async import AsyncAveragingStrategy, DiLoCo, EveryNSteps, Mean
-from lightning_async.namespace import pl
-from lightning_async.rules.protocols import Action, Clock, Schedule
+from lightning_async.rules.schedules.protocol import Action, Clock, Schedule
+from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
 from tests.strategies.workers import Net, Recorder, loader, make_trainer, rank, scenario, shard
 

@@ -9,11 +9,11 @@ from datetime import timedelta
 
 import pytest
 
-from lightning_async.comm.rendezvous import Membership
-from lightning_async.comm.stores import HashStore
-from lightning_async.comm.torch import TorchCollectives
-from lightning_async.strategies.connection import Connection
-from tests.comm.test_rendezvous import in_thread, until
+from lightning_async.comm.membership.membership import Membership
+from lightning_async.comm.membership.stores import HashStore
+from lightning_async.comm.torch.collectives import TorchCollectives
+from lightning_async.transports.transport import Connection
+from tests.comm.test_membership import in_thread, until
 
 
 def connections() -> list[Connection]:

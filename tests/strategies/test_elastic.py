@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
-from lightning_async.strategies.elastic import ElasticSampler
+from lightning_async.strategies.horovod_elastic import ElasticSampler
 from tests.horovod import needs_horovod
 from tests.strategies.elastic_script import SAMPLES
 from tests.strategies.test_launch import environment

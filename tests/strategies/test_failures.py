@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from lightning_async.comm.signing import SECRET
+from lightning_async.comm.membership.signing import SECRET
 from tests.support import ROOT, RankGroup, RankResult, free_port, rank_environment, start_ranks
 
 TRAIN = "tests.strategies.failure_workers:train"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_async.strategies.launcher import _Watch
+from lightning_async.trainer.popen import _Watch
 from tests.support import ROOT, free_port, rank_environment
 
 SCRIPT = str(ROOT / "tests/strategies/launch_script.py")

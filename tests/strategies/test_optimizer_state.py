@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from lightning_async.strategies.optimizer_state import AveragedState, materialise, reset
+from lightning_async.engine.averaging.optimizer_state import AveragedState, materialise, reset
 
 OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "Adadelta": lambda ps: optim.Adadelta(ps, 1.0),

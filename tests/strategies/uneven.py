@@ -10,7 +10,7 @@ import torch
 from torchmetrics import MeanMetric, SumMetric
 
 from lightning_async import AsyncAveragingStrategy, EveryNSteps, EverySeconds, Mean
-from lightning_async.namespace import pl
+from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
 from tests.strategies.workers import Net, Recorder, fit, loader, logged, make_trainer, rank, report, scenario, shard
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_async import AsyncAveragingStrategy
-from lightning_async.namespace import pl
+from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
 from tests.support import Environment, run_ranks
 

@@ -1,0 +1,41 @@
+"""Checks of constructor arguments, with one style of message."""
+
+from __future__ import annotations
+
+import math
+
+__all__ = ["check_choice", "check_int", "check_real"]
+
+
+def check_choice(owner: str, argument: str, value: object, allowed: tuple[object, ...]) -> None:
+    """Raise ValueError unless the argument is one of ``allowed``."""
+    if value not in allowed:
+        raise ValueError(f"`{owner}({argument}={value!r})` must be one of {allowed}.")
+
+
+def check_int(owner: object, argument: str, at_least: int) -> None:
+    """The argument must be an ``int`` (and not a ``bool``) that is at least ``at_least``."""
+    value = getattr(owner, argument)
+    shown = f"`{type(owner).__name__}({argument}={value!r})`"
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{shown} must be an int, got {type(value).__name__}.")
+    if value < at_least:
+        raise ValueError(f"{shown} must be >= {at_least}.")
+
+
+def check_real(
+    owner: object, argument: str, *, above: float | None = None, at_least: float | None = None, below: float = math.inf
+) -> None:
+    """The argument must be a finite number within the bounds that are given."""
+    value = getattr(owner, argument)
+    shown = f"`{type(owner).__name__}({argument}={value!r})`"
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{shown} must be a number, got {type(value).__name__}.")
+    if not math.isfinite(value):
+        raise ValueError(f"{shown} must be finite.")
+    if above is not None and not value > above:
+        raise ValueError(f"{shown} must be > {above:g}.")
+    if at_least is not None and not value >= at_least:
+        raise ValueError(f"{shown} must be >= {at_least:g}.")
+    if not value < below:
+        raise ValueError(f"{shown} must be < {below:g}.")

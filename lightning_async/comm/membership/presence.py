@@ -1,0 +1,87 @@
+"""That a rank's process lives, for as long as it does: by this, ranks wait for each other between two runs."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from datetime import timedelta
+
+from lightning_async.comm.membership.membership import Membership
+from lightning_async.comm.membership.signing import Seal
+from lightning_async.comm.membership.start import Patience, greet
+from lightning_async.comm.membership.stores import PrefixStore, Store
+from lightning_async.errors import AsyncTrainingError, PeerLost
+
+__all__ = ["Presence"]
+
+_INTERVAL = timedelta(seconds=1)
+_SEVERAL = 8  # beats within the silence after which a process is lost
+
+
+class Presence:
+    """This process's heartbeat beside those of its runs, slower, from its first run to its end.
+
+    A rank may compute for hours between two runs: its process lives, and the others wait. One whose process has died,
+    or ended, comes to no run any more.
+
+    Args:
+        store: of all ranks, no older than the job.
+        rank, world_size: of this rank.
+        dead_after: a process without a heartbeat for so long is lost.
+        start_timeout: the same before its first run.
+        seal: of the records.
+
+    Raises:
+        AsyncTrainingError: another process lives under this rank.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, world_size: int, dead_after: timedelta, start_timeout: timedelta, seal: Seal
+    ) -> None:
+        self._store, self._rank, self._world_size = store, rank, world_size
+        self._membership = Membership(
+            PrefixStore("lightning_async/presence", store), rank, world_size,
+            interval=min(_INTERVAL, dead_after / _SEVERAL), dead_after=dead_after, start_timeout=start_timeout,
+            fresh=True, seal=seal.within("presence"),
+        )  # fmt: skip
+        self._membership.start()
+        self._pid = os.getpid()
+        atexit.register(self._membership.close)
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this is a fork of the process that it speaks for."""
+        return os.getpid() != self._pid
+
+    def check(self) -> None:
+        """Raise if a process is gone. No I/O.
+
+        Raises:
+            PeerLost: names the ranks.
+        """
+        self._membership.check()
+        if left := sorted(self._membership.left()):
+            raise PeerLost(
+                f"rank {self._rank}: the process(es) of rank(s) {left} have ended, while this rank waits for them. All "
+                "ranks must make the same calls of the Trainer; see the log of those.",
+                tuple(left),
+            )
+
+    def meet(self, name: str, job: str, seal: Seal, timeout: timedelta) -> None:
+        """Wait until all ranks have come to the run ``name``, as long as they live; says what it waits for.
+
+        Raises:
+            PeerLost: a process is gone, or the store.
+            CollectiveTimeout: ranks live, but did not come; names them.
+        """
+        patience = Patience(self._rank, timeout, self.check)
+        try:
+            greet(PrefixStore(name, self._store), self._rank, self._world_size, job, seal.within(name), patience)
+        except AsyncTrainingError:
+            raise
+        except RuntimeError as error:
+            raise PeerLost(
+                f"rank {self._rank}: while it waited for the others, the store failed ({str(error).splitlines()[0]}). "
+                "Its host, rank 0 or the launcher, is gone: see the log of rank 0.",
+                () if self._rank == 0 else (0,),
+            ) from error

@@ -1,0 +1,330 @@
+"""Collectives through torch.distributed: Gloo, NCCL, and MPI where torch was built with it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
+
+from lightning_async.comm.communicator import ElasticCommunicator
+from lightning_async.comm.membership.stores import Store
+from lightning_async.comm.operation import Operation, Where
+from lightning_async.comm.protocols import Quorum, ReduceOp
+from lightning_async.comm.reductions import as_bytes, check_buffer, check_rows, reducible, room_for, sum_rows
+from lightning_async.comm.torch import groups
+from lightning_async.comm.torch.forming import Terms, form
+from lightning_async.comm.torch.nccl import RegisteredMemory
+from lightning_async.errors import AsyncTrainingError, CollectiveError
+
+__all__ = ["TorchCollectives"]
+
+T = TypeVar("T")
+
+_BACKENDS = ("gloo", "nccl", "mpi")
+# From so many bytes on, sends and receives are quicker than what Gloo makes of a gather, see `groups.swap`.
+_LARGE_BYTES = 1 << 16
+_LARGE_TAGS = 1 << 30  # those of `exchange` are below
+_OPS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.MIN: dist.ReduceOp.MIN, ReduceOp.MAX: dist.ReduceOp.MAX}
+
+
+class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
+    """One communicator over a torch process group formed from a store, without the default group.
+
+    The constructor does no I/O: `open`, or else the first operation, forms the group together with all
+    members, within ``form_timeout``. Forks made before are opened with it, forks made later open at once.
+
+    An operation that fails or passes its deadline breaks its communicator off: its sockets are shut down, so
+    that peers waiting in it fail as well, and every later operation raises at once; see `ElasticCommunicator`.
+
+    Args:
+        store: reachable by all members; keys lie below ``lightning_async/``. It may be used by other threads too, as
+            long as none blocks in it.
+        rank: this member's rank, also its name in every later `Quorum`.
+        world_size: number of members.
+        backend: "gloo" (CPU tensors), "nccl" (CUDA tensors) or "mpi".
+        name: differs between communicators that share a store.
+        timeout: deadline of each operation.
+        form_timeout: deadline of forming a group.
+        generation: of the first group.
+        device: where NCCL's barrier lives and connects; the current CUDA device by default.
+        max_ctas: how many blocks of the GPU NCCL may take from the training beside it.
+        terms: on which members meet.
+
+    Raises:
+        ValueError: an argument is out of range, or torch was built without the backend.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        *,
+        backend: str = "gloo",
+        name: str = "world",
+        timeout: timedelta = timedelta(minutes=5),
+        form_timeout: timedelta = timedelta(minutes=5),
+        generation: int = 0,
+        device: torch.device | None = None,
+        max_ctas: int = 4,
+        terms: Terms | None = None,
+    ) -> None:
+        _check_arguments(rank, world_size, backend, timeout, form_timeout)
+        super().__init__(Where(rank, world_size, name, generation), timeout)
+        self._store = store
+        self._backend, self._device, self._max_ctas = backend, device, max_ctas
+        self._form_timeout, self._terms = form_timeout, Terms() if terms is None else terms
+        self._lock = threading.Lock()
+        self._group: groups.Group | None = None
+        self._pending: dict[int, Operation[Any]] = {}
+        self._memory = RegisteredMemory()
+
+    def all_reduce(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Operation[Tensor]:
+        """See `Collectives`. Types that Gloo cannot reduce are widened for the way."""
+        check_buffer(buffer)
+        wire, torch_op, narrow = reducible(buffer, op)
+
+        def start(pg: Any) -> Any:
+            return pg.allreduce([wire], self._options(dist.AllreduceOptions, reduceOp=_OPS[torch_op]))
+
+        def finish() -> Tensor:
+            narrow(wire)
+            return buffer
+
+        return self._submit(f"all_reduce({op.value})", start, finish, (buffer, wire))
+
+    def all_gather(self, buffer: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
+        check_buffer(buffer)
+        gathered = room_for(buffer, self.world_size, out)
+        rows, mine = [as_bytes(row) for row in gathered], as_bytes(buffer)
+        large = self._large_tag(mine)
+
+        def start(pg: Any) -> Any:
+            if large is not None:
+                return groups.swap(pg, self.rank, dict.fromkeys(range(len(rows)), mine), dict(enumerate(rows)), large)
+            if self._backend == "nccl":  # the list form copies
+                return pg._allgather_base(as_bytes(gathered), mine, self._options(AllgatherOptions))
+            return pg.allgather([rows], [mine], self._options(AllgatherOptions))
+
+        return self._submit("all_gather", start, lambda: gathered, (buffer, gathered))
+
+    def reduce_scatter(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Operation[Tensor]:
+        """See `Collectives`. Rows are exchanged, then combined in the order of ranks, half types in fp32."""
+        # Gloo's own reduce_scatter has no future to wait on.
+        check_rows(buffer, self.world_size)
+        return self._all_to_all(buffer, f"reduce_scatter({op.value})", lambda rows: sum_rows(rows, op))
+
+    def all_to_all(self, buffer: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
+        check_rows(buffer, self.world_size)
+        return self._all_to_all(buffer, "all_to_all", lambda rows: rows, out)
+
+    def broadcast(self, buffer: Tensor, src: int = 0) -> Operation[Tensor]:
+        check_buffer(buffer)
+        self._check_peer(src, "src")
+        data = as_bytes(buffer)
+
+        def start(pg: Any) -> Any:
+            return pg.broadcast([data], self._options(dist.BroadcastOptions, rootRank=src, rootTensor=0))
+
+        return self._submit(f"broadcast(src={src})", start, lambda: buffer, (buffer,))
+
+    def exchange(self, buffer: Tensor, peer: int) -> Operation[Tensor]:
+        """See `Collectives`. Ranks that exchange with nobody need not call it."""
+        check_buffer(buffer)
+        self._check_peer(peer, "peer")
+        out = torch.empty_like(buffer)
+        mine, theirs = as_bytes(buffer), as_bytes(out)
+        kind = f"exchange(peer={peer})"
+        tag = self._exchanged[peer] = self._exchanged.get(peer, 0) + 1
+        if peer == self.rank:
+            out.copy_(buffer)
+            return self._submit(kind, None, lambda: out, (buffer, out))
+
+        def start(pg: Any) -> Any:
+            return groups.swap(pg, self.rank, {peer: mine}, {peer: theirs}, tag, self._backend == "nccl")
+
+        return self._submit(kind, start, lambda: out, (buffer, out))
+
+    def barrier(self) -> Operation[None]:
+        token = torch.zeros(1, device=self._token_device())
+        return self._submit(
+            "barrier", lambda pg: pg.allreduce([token], self._options(dist.AllreduceOptions)), lambda: None, (token,)
+        )
+
+    def reconfigure(self, quorum: Quorum) -> None:
+        if self._backend == "mpi":
+            raise CollectiveError(f"{self._where}: torch forms groups of MPI only once. It failed by: {self._failure}")
+        super().reconfigure(quorum)
+
+    def fork(self, name: str, timeout: timedelta | None = None) -> TorchCollectives:
+        """See `Collectives`. Opens the fork at once where this communicator is open."""
+        child = super().fork(name, timeout)
+        if self._group is not None:
+            child.open()
+        return child
+
+    def registered(self, buffer: Tensor) -> Tensor:
+        """See `Collectives`: NCCL registers memory; Gloo and MPI do not."""
+        if self._backend != "nccl":
+            return buffer
+        return self._memory.copy(self._open().pg, buffer)
+
+    def close(self) -> None:
+        self._closed = True
+        for fork in self._forks:
+            fork.close()
+        if self._pending:
+            self._fail(CollectiveError(f"{self._where}: closed with operations under way."))
+        if self._group is not None:
+            self._group.dispose()
+            self._group = None
+
+    # ------------------------------------------------------------------ the machinery
+
+    def _large_tag(self, data: Tensor) -> int | None:
+        """The tag of this gather or all-to-all, if it is to go by sends and receives."""
+        if self._backend != "gloo" or data.numel() < _LARGE_BYTES:
+            return None
+        return _LARGE_TAGS + self._num_collectives() % _LARGE_TAGS
+
+    def _all_to_all(
+        self, buffer: Tensor, kind: str, finish: Callable[[Tensor], T], out: Tensor | None = None
+    ) -> Operation[T]:
+        received = room_for(buffer[0], self.world_size, out)
+        mine, theirs = as_bytes(buffer), as_bytes(received)
+        large = self._large_tag(mine)
+
+        def start(pg: Any) -> Any:
+            if large is not None:
+                sent, rows = (dict(enumerate(each.chunk(self.world_size))) for each in (mine, theirs))
+                return groups.swap(pg, self.rank, sent, rows, large)
+            return pg.alltoall_base(theirs, mine, [], [], self._options(dist.AllToAllOptions))
+
+        return self._submit(kind, start, lambda: finish(received), (buffer, received))
+
+    def _submit(
+        self, kind: str, start: Callable[[Any], Any] | None, finish: Callable[[], T], tensors: tuple[Tensor, ...]
+    ) -> Operation[T]:
+        self._check_usable()
+        group = self._open()
+        self._seq += 1
+        operation: Operation[T] = Operation(self._where, kind, self._seq, self._timeout, self._fail)
+        if start is None:
+            operation.complete(finish())
+            return operation
+        self._pending[self._seq] = operation
+        group.in_flight[self._seq] = tensors
+        try:
+            works = start(group.pg)
+        except Exception as error:
+            self._end(operation, finish, error)
+            group.in_flight.pop(operation.seq, None)
+            return operation
+        group.watch(operation, works, lambda error: self._end(operation, finish, error), self._backstop())
+        if self._failure is not None:  # in this instant, by another thread that did not see this operation
+            operation.fail(CollectiveError(f"{operation} was broken off: {self._failure}"))
+        return operation
+
+    def _end(self, operation: Operation[T], finish: Callable[[], T], error: Exception | None) -> None:
+        if error is None and not operation.ended():
+            try:
+                value = finish()
+            except Exception as caught:
+                error = caught
+            else:
+                operation.complete(value)
+        if error is not None and not operation.ended():
+            self._fail(operation.failure(error), operation)
+        if self._pending.get(operation.seq) is operation:  # it may be of an earlier generation
+            del self._pending[operation.seq]
+
+    def _fail(self, error: CollectiveError, first: Operation[Any] | None = None) -> None:
+        """Break this communicator off: ``first`` fails with the error, everything else pending because of it."""
+        with self._lock:
+            if self._failure is None:
+                self._failure = error
+            group, pending = self._group, list(self._pending.values())
+        if first is not None:
+            first.fail(error)
+        for operation in pending:
+            operation.fail(CollectiveError(f"{operation} was broken off after {operation.elapsed_s():.2f} s: {error}"))
+        if group is not None:
+            group.break_off()
+
+    def _open(self) -> groups.Group:
+        if self._group is None:
+            self._check_usable()
+            try:
+                group = form(
+                    self._store,
+                    self._where,
+                    self._backend,
+                    self._form_timeout,
+                    self._token_device() if self._backend == "nccl" else None,
+                    self._max_ctas,
+                    cancelled=lambda: self._failure is not None or self._closed,
+                    terms=self._terms,
+                )
+            except AsyncTrainingError as error:
+                self._fail(error if isinstance(error, CollectiveError) else CollectiveError(str(error)))
+                raise
+            self._memory.register(group.pg)
+            with self._lock:
+                self._group = group
+        self._check_usable()
+        return self._group
+
+    def _child(self, where: Where, timeout: timedelta) -> TorchCollectives:
+        return TorchCollectives(
+            self._store,
+            where.rank,
+            where.world_size,
+            backend=self._backend,
+            name=where.name,
+            timeout=timeout,
+            form_timeout=self._form_timeout,
+            generation=where.generation,
+            device=self._device,
+            max_ctas=self._max_ctas,
+            terms=self._terms,
+        )
+
+    def _enter(self, where: Where) -> None:
+        if self._group is not None:
+            self._group.dispose()
+        with self._lock:
+            self._where, self._group, self._pending = where, None, {}
+
+    def _options(self, kind: Callable[[], Any], **fields: Any) -> Any:
+        options = kind()
+        for name, value in {"timeout": self._backstop(), **fields}.items():
+            setattr(options, name, value)
+        return options
+
+    def _backstop(self) -> timedelta:
+        # Ours comes first, with the better message; this one only ends what could not be broken off.
+        return self._timeout + timedelta(seconds=1)
+
+    def _token_device(self) -> torch.device:
+        if self._backend != "nccl":
+            return torch.device("cpu")
+        return self._device if self._device is not None else torch.device("cuda", torch.cuda.current_device())
+
+
+def _check_arguments(rank: int, world_size: int, backend: str, timeout: timedelta, form_timeout: timedelta) -> None:
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise ValueError(f"`TorchCollectives(rank={rank}, world_size={world_size})`: rank must be in [0, world_size).")
+    if backend not in _BACKENDS:
+        raise ValueError(f"`TorchCollectives(backend={backend!r})` must be one of {_BACKENDS}.")
+    available = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
+    if not available[backend]():
+        raise ValueError(f"`TorchCollectives(backend={backend!r})`: this torch ({torch.__version__}) has no {backend}.")
+    for argument, value in (("timeout", timeout), ("form_timeout", form_timeout)):
+        if value <= timedelta(0):
+            raise ValueError(f"`TorchCollectives({argument}={value})` must be positive.")

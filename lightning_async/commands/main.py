@@ -1,0 +1,36 @@
+"""The console script: ``lightning-async doctor | build-horovod``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+__all__ = ["main"]
+
+COMMANDS = {
+    "doctor": "say what is installed, what runs, and why not something better",
+    "build-horovod": "build Horovod for the installed torch (--mpi, --nccl)",
+}
+"""Each is a module of this package with a function ``main`` that takes the other arguments."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; its exit status."""
+    listed = "\n".join(f"  {name:<15} {what}" for name, what in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="lightning-async",
+        description="Tools of lightning_async.",
+        epilog=f"commands:\n{listed}\n\n`lightning-async <command> --help` tells more.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=COMMANDS, metavar="command")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the command")
+    options = parser.parse_args(arguments)
+    module = import_module(f"lightning_async.commands.{options.command.replace('-', '_')}")
+    return module.main(options.arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""What rounds report, and what a whole run adds up to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+from lightning_async.engine.averaging.ballot import Kind
+
+__all__ = ["RoundReport", "RunSummary"]
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """One committed round, as this replica saw it. Times in seconds, sizes in bytes.
+
+    Args:
+        id: number of the round.
+        kind: averaging round or consensus.
+        share: this replica's weight in the mean; 0 if it was absent.
+        num_present: replicas with a weight.
+        staleness_steps: local steps between the snapshot and the merge.
+        payload_bytes: what this replica's message takes on the wire.
+        header_s: waiting for the slowest replica's header; the training thread goes on meanwhile.
+        exchange_s: moving and committing the payload.
+        blocked_s: how much of all that the training thread stood still for.
+        merge_s: packing and merging, on the training thread.
+        spread: root of the work-weighted mean squared distance of the replicas' messages from their mean.
+        healed: this replica was not finite and took over the others' model.
+    """
+
+    id: int
+    kind: Kind
+    share: float
+    num_present: int
+    staleness_steps: int
+    payload_bytes: int
+    header_s: float
+    exchange_s: float
+    blocked_s: float
+    merge_s: float
+    spread: float
+    healed: bool = False
+
+
+@dataclass
+class RunSummary:
+    """Totals of one replica's run; grows with every report."""
+
+    rank: int = 0
+    world_size: int = 1
+    rounds: int = 0
+    consensuses: int = 0
+    synchronous_steps: int = 0
+    failed_rounds: int = 0
+    absent_rounds: int = 0
+    healed: int = 0
+    samples: float = 0.0
+    steps: int = 0
+    payload_bytes: int = 0
+    exchange_s: float = 0.0
+    gate_exchange_s: float = 0.0
+    blocked_s: float = 0.0
+    merge_s: float = 0.0
+    idle_s: float = 0.0
+    staleness_steps: int = 0
+    spread: float = 0.0
+    elapsed_s: float = 0.0
+    samples_by_rank: list[float] = field(default_factory=list)
+
+    def add(self, report: RoundReport) -> None:
+        """Count one round."""
+        if report.kind is Kind.CONSENSUS:
+            self.consensuses += 1
+            self.gate_exchange_s += report.exchange_s
+        else:
+            self.rounds += 1
+            self.absent_rounds += report.share == 0.0
+            self.exchange_s += report.exchange_s
+            self.blocked_s += report.blocked_s
+            self.staleness_steps += report.staleness_steps
+            self.spread = report.spread
+        self.healed += report.healed
+        self.merge_s += report.merge_s
+        self.payload_bytes += report.payload_bytes
+
+    @property
+    def hidden_share(self) -> float:
+        """Share of the rounds' communication that ran while the replica trained; 1.0 when there was none."""
+        if self.exchange_s <= 0.0:
+            return 1.0
+        return max(0.0, 1.0 - self.blocked_s / self.exchange_s)
+
+    @property
+    def mean_staleness_steps(self) -> float:
+        """Local steps between snapshot and merge, on average over rounds."""
+        return self.staleness_steps / self.rounds if self.rounds else 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """The run so far under the names that are logged; what is of rounds, from the first one on."""
+        of_rounds = {
+            "averaging/staleness_steps": self.mean_staleness_steps,
+            "averaging/hidden_share": self.hidden_share,
+            "averaging/spread": self.spread,
+            "averaging/round_s": self.exchange_s / max(1, self.rounds),
+        }
+        return {
+            "averaging/rounds": float(self.rounds),
+            "averaging/bytes": float(self.payload_bytes),
+            **(of_rounds if self.rounds else {}),
+            "averaging/samples": self.samples,
+            **{f"averaging/samples/rank_{rank}": samples for rank, samples in enumerate(self.samples_by_rank)},
+            "averaging/idle_s": self.idle_s,
+            "averaging/failed_rounds": float(self.failed_rounds),
+        }
+
+    def _hidden(self) -> str:
+        if not self.rounds:
+            return "no round"
+        return f"in rounds {self.exchange_s:.2f} s, {100 * self.hidden_share:.1f}% hidden"
+
+    def advice(self, schedule: object) -> str:
+        """What to do about a run without a round; "" where there is nothing to say."""
+        if self.rounds or self.synchronous_steps or not self.steps:
+            return ""
+        return (
+            f"No averaging round took place in {self.steps} steps, as `schedule={schedule!r}` did not ask for one: the "
+            f"replicas became one model at gates only ({self.consensuses} times). Shorten the period."
+        )
+
+    def state_dict(self) -> dict[str, float]:
+        """The counters as plain numbers."""
+        return {k: v for k, v in asdict(self).items() if isinstance(v, (int, float))}
+
+    def load_state_dict(self, saved: Mapping[str, float]) -> None:
+        """Go on counting from there."""
+        for name, value in saved.items():
+            if name not in ("rank", "world_size"):
+                setattr(self, name, value)
+
+    def __str__(self) -> str:
+        return _table(
+            {
+                "replicas": f"{self.world_size}",
+                "averaging rounds": f"{self.rounds}"
+                + (f", absent in {self.absent_rounds}" if self.absent_rounds else "")
+                + (f", healed {self.healed} times" if self.healed else "")
+                + (f", {self.failed_rounds} failed and repeated" if self.failed_rounds else ""),
+                "consensuses": f"{self.consensuses}",
+                "synchronous steps": f"{self.synchronous_steps}",
+                "samples": f"{self.samples:.0f}"
+                + (f" of {sum(self.samples_by_rank):.0f}" if self.samples_by_rank else ""),
+                "sent": f"{self.payload_bytes / 2**20:.1f} MiB",
+                "communication": f"{self._hidden()}; at gates {self.gate_exchange_s:.2f} s",
+                "staleness": f"{self.mean_staleness_steps:.1f} steps" if self.rounds else "no round",
+                "packing and merging": f"{self.merge_s:.2f} s",
+                "waiting at rendezvous": f"{self.idle_s:.2f} s of {self.elapsed_s:.1f} s",
+            }
+        )
+
+
+def _table(rows: Mapping[str, str]) -> str:
+    width = max(map(len, rows))
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items())

@@ -1,0 +1,48 @@
+"""What a schedule must answer. No I/O, no threads, no clocks."""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple, Protocol, runtime_checkable
+
+__all__ = ["Action", "Clock", "Schedule"]
+
+
+class Action(enum.Enum):
+    """What a replica does with the optimizer step that it is about to take."""
+
+    LOCAL = "local"
+    """Step alone."""
+    GRADIENTS = "gradients"
+    """Step with gradients averaged over all replicas (synchronous training)."""
+    ROUND = "round"
+    """Step alone, then start an averaging round."""
+
+
+class Clock(NamedTuple):
+    """One replica's own facts, before it takes its next optimizer step.
+
+    Args:
+        step: optimizer steps that this replica has completed.
+        epoch: epochs that it has completed.
+        steps_since_round: completed steps that no round's snapshot holds yet.
+        seconds_since_round: seconds since the last round was committed (or since training began).
+        step_s: measured seconds per local step, 0.0 while unknown.
+        round_s: measured seconds of one round's exchange, 0.0 while unknown.
+    """
+
+    step: int
+    epoch: int
+    steps_since_round: int
+    seconds_since_round: float
+    step_s: float = 0.0
+    round_s: float = 0.0
+
+
+@runtime_checkable
+class Schedule(Protocol):
+    """When replicas talk: a pure function of one replica's clock."""
+
+    def next(self, clock: Clock) -> Action:
+        """What to do with the step that comes after ``clock``."""
+        ...

@@ -1,0 +1,251 @@
+"""What every strategy of this package shares: ranks and their launch, one model at the start, collectives."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from lightning_async.engine.tensors import describe
+from lightning_async.engine.world import World
+from lightning_async.errors import LayoutMismatch
+from lightning_async.flat import FlatLayout
+from lightning_async.trainer.namespace import fabric, pytorch
+from lightning_async.transports.choose import EngineName, make_engine
+from lightning_async.transports.torch import StartMethod
+from lightning_async.transports.transport import Connection
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+    from lightning.pytorch.strategies import ParallelStrategy
+else:
+    ParallelStrategy = pytorch("strategies.parallel").ParallelStrategy
+
+__all__ = ["EngineName", "ReplicatedStrategy", "StartMethod"]
+
+log = logging.getLogger(__name__)
+_runs = itertools.count(1)  # of this process, by any strategy: what a run leaves in the store is not the next one's
+T = TypeVar("T")
+
+
+class ReplicatedStrategy(ParallelStrategy):
+    """One whole replica per rank, on the device of its local rank.
+
+    Args:
+        engine: "torch" (torch.distributed), "horovod", or "auto": Horovod where horovodrun has started the ranks.
+        dead_after: a rank without a heartbeat for so long is lost; None for no heartbeats.
+        process_group_backend: "gloo", "nccl" or "mpi". Default: "nccl" on CUDA, else "gloo". Torch only.
+        start_method: how Lightning starts the other ranks where no launcher did. Torch only.
+        gloo_timeout: after which Gloo inside Horovod gives up on a silent peer.
+
+    Raises:
+        ValueError: an unknown engine, backend or start method, or one that has no effect.
+        ModuleNotFoundError: Horovod is called for, but not installed.
+    """
+
+    is_distributed = True
+    strategy_name: str
+
+    def __init__(
+        self,
+        *,
+        engine: EngineName = "auto",
+        dead_after: timedelta | None,
+        process_group_backend: str | None = None,
+        start_method: StartMethod = "popen",
+        gloo_timeout: timedelta = timedelta(seconds=30),
+    ) -> None:
+        self.engine = make_engine(type(self).__name__, engine, process_group_backend, start_method, gloo_timeout)
+        self._environment: Any = None
+        super().__init__()
+        self._dead_after = dead_after
+        self._num_nodes = 1
+        self._connection: Connection | None = None
+        self.failed = False
+        """This rank has ended with an exception: nothing waits for others any more."""
+        self._runs = self._operations = 0
+
+    # ---- ranks and processes ----
+
+    @property
+    def cluster_environment(self) -> Any:
+        """Who this rank is."""
+        return self._environment
+
+    @cluster_environment.setter
+    def cluster_environment(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, environment: Any
+    ) -> None:
+        self._environment = self.engine.environment(environment)
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.engine.root_device(self.parallel_devices, self.local_rank)
+
+    @property
+    def num_nodes(self) -> int:
+        """Hosts that take part; set by the Trainer."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this host."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def set_world_ranks(self) -> None:
+        """Tell the environment its ranks, and Lightning's printing whether it is rank 0."""
+        environment = self.cluster_environment
+        if environment is not None:
+            environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            environment.set_world_size(self.num_nodes * self.num_processes)
+        for module in (fabric("utilities.rank_zero"), pytorch("utilities.rank_zero")):
+            module.rank_zero_only.rank = self.global_rank
+
+    def _configure_launcher(self) -> None:
+        self._launcher = self.engine.launcher(self, self.num_processes, self.num_nodes, self._child_died)
+
+    def _child_died(self, local_rank: int, returncode: int) -> timedelta:
+        """A rank that was started here is gone. Returns how long the others may take to end by themselves."""
+        connection = self._connection
+        if connection is None or self._dead_after is None:
+            return timedelta(0)
+        rank = self.node_rank * self.num_processes + local_rank
+        try:
+            connection.membership.report_death(rank, f"its process ended with status {returncode}")
+        except Exception as error:  # then the others find out by its silence
+            log.warning("Rank %d: the others could not be told that rank %d died: %s", self.global_rank, rank, error)
+        return self._dead_after
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.set_world_ranks()
+        self.connect_ranks()
+
+    def connect_ranks(self) -> None:
+        """Join the other ranks, if there are any; all call this together."""
+        if self.world_size > 1:
+            self._runs = next(_runs)
+            self._connection = self.engine.connect(
+                self.cluster_environment, self.root_device, f"lightning_async/{self._runs}", self._dead_after
+            )
+
+    @property
+    def bucket_device(self) -> torch.device:
+        """Where payloads are staged."""
+        return self.engine.bucket_device(self.root_device)
+
+    # ---- registration ----
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """The strategy's name, and the same with the start methods for notebooks."""
+        for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
+            strategy_registry.register(
+                cls.strategy_name + suffix,
+                cls,
+                description=f"{cls.__name__}; the other ranks are started by '{start_method}'.",
+                override=True,
+                start_method=start_method,
+            )
+
+    # ---- the model ----
+
+    @property
+    def module(self) -> LightningModule:
+        """The user's module, which is there from `connect` on."""
+        return cast("LightningModule", self.lightning_module)
+
+    def setup_replica(self, trainer: Any) -> None:
+        """What `setup` does in every strategy: one model on all ranks, its optimizers, its precision."""
+        fitting = trainer.state.fn == "fit"
+        cast(Any, self.accelerator).setup(trainer)
+        self.model = self.precision_plugin.convert_module(self.module)
+        self.model_to_device()
+        self.make_equal()
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fitting:
+            fabric("utilities.optimizer")._optimizers_to_device(self.optimizers, self.root_device)
+
+    def model_to_device(self) -> None:
+        self.module.to(self.root_device)
+
+    def make_equal(self) -> None:
+        """Compare the replicas' models, and start them all from rank 0's.
+
+        Raises:
+            LayoutMismatch: they differ; names the first difference.
+        """
+        if self.world is None:
+            return
+        mine = describe(self.module)
+        for rank, theirs in enumerate(self.world.gather_objects(mine)):
+            difference = FlatLayout.first_difference(mine, theirs)
+            if difference is not None:
+                raise LayoutMismatch(
+                    f"Rank {self.global_rank} and rank {rank} hold different models; the first difference is "
+                    f"{difference} (rank {self.global_rank} | rank {rank}). Build the same model on every rank."
+                )
+        self.world.make_equal_([*self.module.parameters(), *self.module.buffers()])
+
+    def disconnect(self, in_order: bool) -> None:
+        """Close the groups; with ``in_order``, when all ranks are here."""
+        if self._connection is not None:
+            self._connection.close(in_order)
+            self._connection = None
+
+    # ---- Lightning's collectives ----
+
+    @property
+    def world(self) -> World | None:
+        """Collectives over all ranks while the Trainer runs; None otherwise, and in a world of one."""
+        return self._connection.world if self._connection is not None else None
+
+    @contextmanager
+    def _together(self) -> Iterator[World | None]:
+        """`world`; after a run, one for this operation (`trainer.save_checkpoint` after `fit`, say)."""
+        if self._connection is not None:
+            yield self._connection.world
+        elif self.world_size > 1 and self._runs > 0 and not self.failed:
+            self._operations += 1
+            name = f"lightning_async/{self._runs}.{self._operations}"
+            with self.engine.short_world(self.cluster_environment, name) as world:
+                yield world
+        else:
+            yield None
+
+    def barrier(self, name: str | None = None) -> None:
+        with self._together() as world:
+            if world is not None:
+                world.barrier(name or "")
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        with self._together() as world:
+            return obj if world is None else world.broadcast(obj, src)
+
+    def reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: Any = "mean") -> Tensor | Any:
+        with self._together() as world:
+            return tensor if world is None or not isinstance(tensor, Tensor) else world.reduce(tensor, reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return bool(self.reduce(torch.tensor(float(decision)), reduce_op="min" if all else "max"))
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        with self._together() as world:
+            return tensor.unsqueeze(0) if world is None else world.all_gather(tensor, sync_grads)

@@ -1,0 +1,195 @@
+"""Cluster environments that Lightning does not know: ranks that ``mpirun`` or ``horovodrun`` started."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+from lightning_async.comm.horovod.world import HorovodWorld
+from lightning_async.trainer.namespace import fabric
+
+__all__ = ["HorovodEnvironment", "MPIRunEnvironment"]
+
+ClusterEnvironment: Any = fabric("plugins.environments").ClusterEnvironment
+
+_VARIABLES = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_NODE_RANK"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "PMI_NODE_RANK"),
+)
+_LAUNCHERS = ("mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy")
+
+
+class MPIRunEnvironment(ClusterEnvironment):
+    """Ranks started by ``mpirun`` (Open MPI, MPICH, Intel MPI), read from its variables; needs no mpi4py.
+
+    The address of rank 0 is ``MASTER_ADDR``, or this host where all ranks run on one. The port is
+    ``MASTER_PORT``, or derived from the job's id, so that jobs on one host do not meet. Where mpirun gives none, as
+    MPICH's, mpirun's own process on this host stands for the job.
+
+    Raises:
+        RuntimeError: ranks on several hosts without ``MASTER_ADDR``; neither a port, nor what it could be derived from.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        names = next((names for names in _VARIABLES if names[0] in os.environ), None)
+        if names is None:
+            raise RuntimeError(
+                "`MPIRunEnvironment()` found none of mpirun's variables (OMPI_COMM_WORLD_RANK, PMI_RANK)."
+            )
+        self._rank, self._size = int(os.environ[names[0]]), int(os.environ[names[1]])
+        self._local_rank = int(os.environ.get(names[2], self._rank))
+        self._local_size = int(
+            os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", os.environ.get("MPI_LOCALNRANKS", self._size))
+        )
+
+    @staticmethod
+    def detect() -> bool:
+        """Whether mpirun started this process and nothing else (torchrun, srun) says so too."""
+        return (
+            any(n[0] in os.environ for n in _VARIABLES)
+            and "RANK" not in os.environ
+            and "SLURM_PROCID" not in os.environ
+        )
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        if "MASTER_ADDR" in os.environ:
+            return os.environ["MASTER_ADDR"]
+        if self._local_size != self._size:
+            raise RuntimeError(
+                f"mpirun started {self._size} ranks on several hosts ({self._local_size} here): export MASTER_ADDR, "
+                "the address of rank 0's host (`mpirun -x MASTER_ADDR=...`)."
+            )
+        return "127.0.0.1"
+
+    @property
+    def main_port(self) -> int:
+        if "MASTER_PORT" in os.environ:
+            return int(os.environ["MASTER_PORT"])
+        if not self.job:
+            raise RuntimeError(
+                "This mpirun says nothing by which its jobs could be told apart, and is not among the parents of this "
+                "process: export MASTER_PORT, a port of rank 0's host that is free (`mpirun -genv MASTER_PORT ...`)."
+            )
+        return 20000 + int.from_bytes(hashlib.sha256(self.job.encode()).digest()[:2], "big") % 10000
+
+    @property
+    def job(self) -> str:
+        """What tells this job apart from others; "" where nothing does."""
+        found = (os.environ.get(name) for name in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID"))
+        return next(filter(None, found), "") or (_launcher_above() if self._local_size == self._size else "")
+
+    def world_size(self) -> int:
+        return self._size
+
+    def set_world_size(self, size: int) -> None:
+        """Nothing: mpirun has decided."""
+
+    def global_rank(self) -> int:
+        return self._rank
+
+    def set_global_rank(self, rank: int) -> None:
+        """Nothing: mpirun has decided."""
+
+    def local_rank(self) -> int:
+        return self._local_rank
+
+    def node_rank(self) -> int:
+        return self._rank // max(1, self._local_size)
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Compare the Trainer's numbers with mpirun's."""
+        if num_devices * num_nodes != self._size:
+            raise ValueError(
+                f"`Trainer(devices={num_devices}, num_nodes={num_nodes})` asks for {num_devices * num_nodes} ranks; "
+                f"mpirun started {self._size}: set `devices` to {self._local_size} and `num_nodes` to "
+                f"{self._size // max(1, self._local_size)}."
+            )
+
+
+def _launcher_above() -> str:
+    """The process among this one's parents that started all ranks of this host; "" where none is known as such."""
+    pid, found = os.getpid(), ""
+    while pid > 1:
+        try:
+            text = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            break
+        name, _, rest = text.partition("(")[2].rpartition(")")
+        fields = rest.split()
+        if name in _LAUNCHERS:
+            found = f"{name} {pid} since {fields[19]}"  # numbers of processes come again
+        pid = int(fields[1])
+    return found
+
+
+class HorovodEnvironment(ClusterEnvironment):
+    """Ranks of Horovod: from Horovod itself once it is initialised, before from horovodrun's or mpirun's variables.
+
+    One process trains on one device, that of its local rank, whatever the Trainer's ``devices`` and ``num_nodes`` say.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        prefixes = ("HOROVOD_", "OMPI_COMM_WORLD_", "PMI_")
+        found = next((prefix for prefix in prefixes if f"{prefix}RANK" in os.environ), "")
+
+        def number(name: str, default: int) -> int:
+            return int(os.environ.get(found + name, default))
+
+        self._rank, self._size = number("RANK", 0), number("SIZE", 1)
+        self._local_rank = number("LOCAL_RANK", int(os.environ.get("MPI_LOCALRANKID", self._rank)))
+        self._local_size = number("LOCAL_SIZE", int(os.environ.get("MPI_LOCALNRANKS", self._size)))
+
+    @property
+    def launched(self) -> int | None:
+        """How many ranks the launcher started; None under Horovod Elastic, where they come and go."""
+        return None if "HOROVOD_ELASTIC" in os.environ else self._size
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        raise RuntimeError("Under Horovod there is no torch.distributed: use the strategy's own collectives.")
+
+    @property
+    def main_port(self) -> int:
+        return int(self.main_address)
+
+    @staticmethod
+    def detect() -> bool:
+        """Whether horovodrun has started this process."""
+        return "HOROVOD_RANK" in os.environ and "HOROVOD_SIZE" in os.environ
+
+    def world_size(self) -> int:
+        world = HorovodWorld.current(self.launched)
+        return self._size if world is None else world.size
+
+    def set_world_size(self, size: int) -> None:
+        """Nothing: the launcher has decided."""
+
+    def global_rank(self) -> int:
+        world = HorovodWorld.current()
+        return self._rank if world is None else world.rank
+
+    def set_global_rank(self, rank: int) -> None:
+        """Nothing: the launcher has decided."""
+
+    def local_rank(self) -> int:
+        world = HorovodWorld.current()
+        return self._local_rank if world is None else world.local_rank
+
+    def node_rank(self) -> int:
+        return self.global_rank() // max(1, self._local_size)
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Nothing: the launcher has decided."""

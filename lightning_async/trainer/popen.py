@@ -1,0 +1,160 @@
+"""What starts the other ranks where no launcher did: it hands them the job's secret, and hears of their end."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from lightning_async.comm.membership.signing import SECRET, new_secret
+from lightning_async.errors import AsyncTrainingError, PeerLost
+from lightning_async.trainer.namespace import fabric, pytorch
+
+if TYPE_CHECKING:
+    from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+    from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
+    from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+else:
+    _ChildProcessObserver = fabric("strategies.launchers.subprocess_script")._ChildProcessObserver
+    _MultiProcessingLauncher = pytorch("strategies.launchers.multiprocessing")._MultiProcessingLauncher
+    _SubprocessScriptLauncher = pytorch("strategies.launchers.subprocess_script")._SubprocessScriptLauncher
+
+__all__ = ["ProcessLauncher", "ScriptLauncher", "check_launcher"]
+
+log = logging.getLogger(__name__)
+_LAUNCHER = "LIGHTNING_ASYNC_LAUNCHER"
+_AFTER_THE_CAUSE_S = 2.0
+
+
+def check_launcher() -> None:
+    """Whether the process that started this rank still lives, if it was one of the launchers here.
+
+    Raises:
+        AsyncTrainingError: it does not.
+    """
+    parent, pid = multiprocessing.parent_process(), os.environ.get(_LAUNCHER)
+    if (parent is not None and not parent.is_alive()) or (pid is not None and not _lives(int(pid))):
+        raise AsyncTrainingError(
+            f"Process {os.getpid()}: the process that started this rank ({pid or parent}) has died, so this ends too."
+        )
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        with open(f"/proc/{pid}/stat") as stat:  # one that has ended may not have been asked for its status yet
+            return stat.read().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's, or no /proc
+        return True
+
+
+def _introduce(num_nodes: int) -> None:
+    """What the processes to be started inherit: who starts them, and the job's secret where this is its only host."""
+    os.environ[_LAUNCHER] = str(os.getpid())
+    if num_nodes == 1:
+        os.environ.setdefault(SECRET, new_secret())
+
+
+class ProcessLauncher(_MultiProcessingLauncher):
+    """Lightning's launcher for "spawn", "fork" and "forkserver", but for what it does not hear from the processes.
+
+    Lightning calls `on_exception` around the launcher only, so never in a process that was started here: the others
+    would wait for its rank until they are killed. And what a strategy has learned stays in the processes.
+
+    Args:
+        strategy, start_method: see Lightning's.
+    """
+
+    def __init__(self, strategy: Any, start_method: Any) -> None:
+        super().__init__(strategy, start_method)
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """See Lightning's."""
+        _introduce(self._strategy.num_nodes)  # pyright: ignore[reportAttributeAccessIssue]
+        return super().launch(function, *args, trainer=trainer, **kwargs)
+
+    def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super()._wrapping_function(*args, **kwargs)
+        except BaseException as error:
+            try:
+                self._strategy.on_exception(error)
+                self._strategy.teardown()
+            except Exception:
+                log.exception("Ending this rank after an error failed.")
+            if isinstance(error, PeerLost):
+                # The launcher shows the error of the process that ends first: that shall be the rank that failed.
+                threading.Event().wait(_AFTER_THE_CAUSE_S)
+            raise
+
+    def get_extra_results(self, trainer: Any) -> dict[str, Any]:
+        """With the summary of the run, as rank 0 saw it."""
+        return {**super().get_extra_results(trainer), "summary": getattr(self._strategy, "summary", None)}
+
+    def update_main_process_results(self, trainer: Any, extra: dict[str, Any]) -> None:
+        """See `get_extra_results`."""
+        summary = extra.pop("summary")
+        if summary is not None:
+            self._strategy.summary = summary  # pyright: ignore[reportAttributeAccessIssue]
+        super().update_main_process_results(trainer, extra)
+
+
+class ScriptLauncher(_SubprocessScriptLauncher):
+    """Lightning's launcher, but for what happens when a rank dies.
+
+    Lightning then kills all others within seconds, without a word of what went wrong in training. Here the others are
+    told first, so that each ends with an error that names the rank; who has not ended in time is killed.
+
+    Args:
+        environment, num_processes, num_nodes: see Lightning's.
+        on_death: called with the local rank and the exit status of a process that died; returns how long the others
+            may take to end.
+    """
+
+    def __init__(
+        self,
+        environment: Any,
+        num_processes: int,
+        num_nodes: int,
+        on_death: Callable[[int, int], timedelta],
+    ) -> None:
+        super().__init__(environment, num_processes, num_nodes)
+        self._on_death = on_death
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """See Lightning's, which starts an observer of its own."""
+        environment = self.cluster_environment
+        environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not environment.creates_processes_externally:
+            _introduce(self.num_nodes)
+            self._call_children_scripts()
+            _Watch(self.procs, self._on_death).start()
+        fabric("utilities.distributed")._set_num_threads_if_needed(num_processes=self.num_processes)
+        return function(*args, **kwargs)
+
+
+class _Watch(_ChildProcessObserver):
+    """Looks after the processes once a second."""
+
+    def __init__(self, children: Sequence[subprocess.Popen[Any]], on_death: Callable[[int, int], timedelta]) -> None:
+        super().__init__(main_pid=os.getpid(), child_processes=list(children), sleep_period=1)
+        self._on_death = on_death
+
+    def _terminate_all(self) -> None:
+        patience = timedelta(0)
+        for local_rank, child in enumerate(self._child_processes, start=1):
+            if child.returncode:
+                log.error("The process of local rank %d ended with status %d.", local_rank, child.returncode)
+                try:
+                    patience = max(patience, self._on_death(local_rank, child.returncode))
+                except Exception:
+                    log.exception("The other ranks could not be told; they are ended.")
+        threading.Event().wait(patience.total_seconds())  # a daemon: it ends with the process
+        super()._terminate_all()

@@ -1,0 +1,140 @@
+"""What cannot work while replicas drift is refused before training, by name and with the numbers."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+from torch import nn
+
+from lightning_async.engine.world import World
+from lightning_async.rules.averaging.protocol import AveragingRule
+from lightning_async.rules.schedules.protocol import Schedule
+from lightning_async.trainer.namespace import pytorch
+
+__all__ = ["check_arguments", "check_callbacks", "check_fit", "check_setup"]
+
+log = logging.getLogger(__name__)
+
+
+def check_arguments(rule: Any, schedule: Any, overlap: bool) -> None:
+    """Whether the strategy's first three arguments are what they must be."""
+    if isinstance(rule, type) or not isinstance(rule, AveragingRule):
+        raise TypeError(f"`AsyncAveragingStrategy(rule={rule!r})` must be an averaging rule such as DeltaMean().")
+    if isinstance(schedule, type) or not isinstance(schedule, Schedule):
+        raise TypeError(f"`AsyncAveragingStrategy(schedule={schedule!r})` must be a schedule such as EveryNSteps(32).")
+    if not isinstance(overlap, bool):
+        raise TypeError(f"`AsyncAveragingStrategy(overlap={overlap!r})` must be True or False.")
+
+
+def check_callbacks(callbacks: list[Any]) -> None:
+    """Before any callback is set up, and refuses the strategy in words of its own.
+
+    Raises:
+        ValueError: a callback that changes what all replicas must have alike.
+    """
+    kinds = pytorch("callbacks")
+    for callback in callbacks:
+        if isinstance(callback, kinds.ModelPruning):
+            raise ValueError(
+                "`ModelPruning` renames the parameters that it prunes and adds masks, while replicas average what they "
+                "had at the start. Prune before training (`torch.nn.utils.prune`, then `prune.remove`), or train with "
+                "`Trainer(devices=1)` or `strategy='ddp'`."
+            )
+        if isinstance(callback, kinds.BatchSizeFinder):
+            raise ValueError(
+                "`BatchSizeFinder` looks on one device only. Use it with `Trainer(devices=1)` and no strategy, then "
+                "train the replicas with the size that was found."
+            )
+
+
+def check_setup(trainer: Any, layer_sync: Any) -> None:
+    """Before the model is set up.
+
+    Raises:
+        ValueError: something that waits for all ranks at every step, or between two gates.
+    """
+    module = trainer.lightning_module
+    batch_norms = [name for name, child in module.named_modules() if isinstance(child, nn.SyncBatchNorm)]
+    if layer_sync is not None or batch_norms:
+        what = "`Trainer(sync_batchnorm=True)`" if layer_sync is not None else f"SyncBatchNorm in {batch_norms}"
+        raise ValueError(
+            f"{what} waits for all replicas in every forward pass, and replicas run at their own pace here. Use plain "
+            'BatchNorm with `AsyncAveragingStrategy(buffers="average")` or `"recompute"`.'
+        )
+    for callback in trainer.callbacks:
+        if not isinstance(callback, pytorch("callbacks").ModelCheckpoint):
+            continue
+        if callback._every_n_train_steps > 0 or callback._train_time_interval is not None:
+            raise ValueError(
+                "`ModelCheckpoint(every_n_train_steps=... or train_time_interval=...)` saves between two gates, where "
+                "there is no model that all replicas agree on. Use `every_n_epochs`, or save after validation "
+                "(`Trainer(val_check_interval=...)`), which happens on one agreed model."
+            )
+    from torchmetrics import Metric
+
+    for name, child in module.named_modules():
+        if isinstance(child, Metric) and child.dist_sync_on_step:
+            raise ValueError(
+                f"The metric `{name}` has `dist_sync_on_step=True`: it waits for all replicas at every step, and they "
+                "run at their own pace. Leave it False; at the end of an epoch it is synchronised anyway."
+            )
+
+
+def check_fit(trainer: Any, world: World) -> bool:
+    """Before the first batch; whether all ranks are to meet at the end of each epoch.
+
+    Raises:
+        ValueError: the ranks have unequal numbers of epochs, and something happens at their ends on all ranks.
+    """
+    epochs = world.gather_objects(_epochs(trainer))
+    if len(set(epochs)) == 1:
+        return True
+    batches = world.gather_objects(trainer.num_training_batches)
+    users = _epoch_end_users(trainer)
+    numbers = (
+        f"With `max_steps={trainer.max_steps}` the ranks have {epochs} epochs, because their loaders hold {batches} "
+        "batches"
+    )
+    if users:
+        raise ValueError(
+            f"{numbers}, and these work on all ranks together at the end of an epoch: {', '.join(users)}. Limit "
+            "training by `max_epochs`, give every rank the same number of batches, or let them run after validations "
+            "(`val_check_interval` as a number of batches with `check_val_every_n_epoch=None`)."
+        )
+    log.warning("%s; they meet at validations and at the end of training only.", numbers)
+    return False
+
+
+def _epochs(trainer: Any) -> float:
+    """Epochs that this rank will train, given its number of batches."""
+    limit = math.inf if trainer.max_epochs in (None, -1) else float(trainer.max_epochs)
+    batches = trainer.num_training_batches
+    if trainer.max_steps in (None, -1) or math.isinf(batches):
+        return limit
+    steps_per_epoch = max(1, math.ceil(batches / trainer.accumulate_grad_batches))
+    return min(limit, float(math.ceil(trainer.max_steps / steps_per_epoch)))
+
+
+def _epoch_end_users(trainer: Any) -> list[str]:
+    """What is configured to happen at the end of an epoch on all ranks together."""
+    callbacks = pytorch("callbacks")
+    users = []
+    for callback in trainer.callbacks:
+        if isinstance(callback, callbacks.ModelCheckpoint) and callback._should_save_on_train_epoch_end(trainer):
+            users.append("ModelCheckpoint")
+        if isinstance(callback, callbacks.EarlyStopping):
+            at_epoch_end = callback._check_on_train_epoch_end
+            if at_epoch_end is None:
+                at_epoch_end = trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1
+            if at_epoch_end:
+                users.append("EarlyStopping")
+        if isinstance(callback, callbacks.StochasticWeightAveraging):
+            users.append("StochasticWeightAveraging")
+    from torchmetrics import Metric
+
+    users += [f"the metric `{n}`" for n, m in trainer.lightning_module.named_modules() if isinstance(m, Metric)]
+    if trainer.reload_dataloaders_every_n_epochs:
+        users.append("`reload_dataloaders_every_n_epochs`")
+    return users

@@ -1,0 +1,227 @@
+"""Ranks of torch.distributed, whoever started them; Lightning starts them where nobody did."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from lightning_async.arguments import check_choice
+from lightning_async.comm.membership.membership import Membership
+from lightning_async.comm.membership.presence import Presence
+from lightning_async.comm.membership.signing import SECRET, Seal
+from lightning_async.comm.membership.start import Patience, greet, is_loopback, open_store
+from lightning_async.comm.torch import nccl
+from lightning_async.comm.torch.collectives import TorchCollectives
+from lightning_async.comm.torch.forming import Terms
+from lightning_async.comm.torch.groups import keep_for_good
+from lightning_async.comm.torch.staged import StagedCollectives
+from lightning_async.engine.world import World
+from lightning_async.trainer.environments import MPIRunEnvironment
+from lightning_async.trainer.namespace import fabric
+from lightning_async.trainer.patches import rank_zero_info
+from lightning_async.trainer.popen import ProcessLauncher, ScriptLauncher, check_launcher
+from lightning_async.transports.transport import Connection
+
+__all__ = ["StartMethod", "TorchEngine"]
+
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+_FORM_TIMEOUT, _START_TIMEOUT = timedelta(minutes=5), timedelta(minutes=30)
+_DEAD_AFTER = timedelta(minutes=1)  # between the runs of strategies that have no heartbeats
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+_FIRST_BEAT = timedelta(seconds=30)  # of a rank that has just been met
+_beside_mpi: list[Any] = []
+_presences: list[Presence] = []  # of this process: one, from its first run on
+
+
+class TorchEngine:
+    """See `Engine`.
+
+    Args:
+        owner: the strategy's name, for messages.
+        process_group_backend: "gloo", "nccl" or "mpi", for payloads; everything small goes over Gloo (MPI: over MPI).
+            Default: "nccl" on CUDA, else "gloo".
+        start_method: how Lightning starts the other ranks where no launcher did.
+
+    Raises:
+        ValueError: an unknown backend or start method, or a backend that this torch was built without.
+    """
+
+    def __init__(self, owner: str, process_group_backend: str | None, start_method: StartMethod) -> None:
+        check_choice(owner, "process_group_backend", process_group_backend, (None, "gloo", "nccl", "mpi"))
+        check_choice(owner, "start_method", start_method, get_args(StartMethod))
+        available = {"mpi": dist.is_mpi_available, "nccl": dist.is_nccl_available}
+        if process_group_backend in available and not available[process_group_backend]():
+            raise ValueError(
+                f"`process_group_backend={process_group_backend!r}`: this build of torch ({torch.__version__}) has "
+                "none. Leave it out, or install a torch that has it."
+            )
+        self._backend, self._start_method = process_group_backend, start_method
+
+    def environment(self, lightnings: Any) -> Any:
+        """Lightning's own choice, except under a launcher that it does not know."""
+        own = fabric("plugins.environments").LightningEnvironment
+        return MPIRunEnvironment() if type(lightnings) is own and MPIRunEnvironment.detect() else lightnings
+
+    def launcher(
+        self, strategy: Any, num_processes: int, num_nodes: int, on_death: Callable[[int, int], timedelta]
+    ) -> Any:
+        if self._start_method == "popen":
+            return ScriptLauncher(strategy.cluster_environment, num_processes, num_nodes, on_death)
+        return ProcessLauncher(strategy, self._start_method)
+
+    def root_device(self, devices: Sequence[torch.device], local_rank: int) -> torch.device:
+        return devices[local_rank]
+
+    def backend(self, root_device: torch.device) -> str:
+        """What moves payloads."""
+        return self._backend or ("nccl" if root_device.type == "cuda" else "gloo")
+
+    def bucket_device(self, root_device: torch.device) -> torch.device:
+        """On the GPU, so that all arithmetic is; in the host's memory for MPI."""
+        on_gpu = root_device.type == "cuda" and self.backend(root_device) in ("nccl", "gloo")
+        return root_device if on_gpu else torch.device("cpu")
+
+    def connect(
+        self, environment: Any, root_device: torch.device, name: str, dead_after: timedelta | None
+    ) -> Connection:
+        backend = self.backend(root_device)
+        if backend == "nccl":
+            nccl.set_variables()
+        _join_default_group(environment, backend)
+        rank, world_size, seal = environment.global_rank(), environment.world_size(), Seal.of_job().within(name)
+        presence = _meet(environment, name, dead_after)
+        store = distributed_c10d.PrefixStore(name, _store(environment, rank))
+        terms = Terms(seal, presence.check, _host(environment))
+        small = "mpi" if backend == "mpi" else "gloo"
+        root = TorchCollectives(
+            store, rank, world_size, backend=small, timeout=timedelta(days=7), form_timeout=_FORM_TIMEOUT, terms=terms
+        )
+        payload: Any = root
+        if self.bucket_device(root_device).type == "cuda":
+            payload = TorchCollectives(
+                store, rank, world_size, backend=backend, name="device", device=root_device,
+                form_timeout=_FORM_TIMEOUT, terms=terms,
+            )  # fmt: skip
+            payload = StagedCollectives(payload, root_device) if backend == "gloo" else payload
+        membership = None
+        if dead_after is not None:
+            # The store is no older than the job, and all ranks have met in it.
+            membership = Membership(
+                store, rank, world_size, dead_after=dead_after, start_timeout=max(dead_after, _FIRST_BEAT),
+                fresh=True, seal=seal,
+            )  # fmt: skip
+            membership.start()
+            terms.check = membership.check
+        return Connection(root, payload, membership)
+
+    @contextmanager
+    def short_world(self, environment: Any, name: str) -> Iterator[World]:
+        rank, presence = environment.global_rank(), _meet(environment, name, None)
+        root = TorchCollectives(
+            distributed_c10d.PrefixStore(name, _store(environment, rank)),
+            rank,
+            environment.world_size(),
+            timeout=_START_TIMEOUT,
+            form_timeout=_START_TIMEOUT,
+            terms=Terms(Seal.of_job().within(name), presence.check, _host(environment)),
+        )
+        try:
+            yield World(root, presence.check)
+            root.barrier().result()
+        finally:
+            root.close()
+
+
+def _meet(environment: Any, name: str, dead_after: timedelta | None) -> Presence:
+    """Wait for all ranks to come to a run, however late they are, while their processes live."""
+    rank, seal = environment.global_rank(), Seal.of_job()
+    if not _presences or _presences[0].inherited:
+        store, world_size = _store(environment, rank), environment.world_size()
+        _presences[:] = [Presence(store, rank, world_size, dead_after or _DEAD_AFTER, _START_TIMEOUT, seal)]
+    _presences[0].meet(name, getattr(environment, "job", ""), seal, _START_TIMEOUT)
+    return _presences[0]
+
+
+def _join_default_group(environment: Any, backend: str) -> None:
+    """Torch's default group, for code of the user's that expects one; this package forms its own beside it."""
+    if dist.is_initialized():
+        return
+    store = None if backend == "mpi" else _open_store(environment, environment.global_rank())
+    with _gloo_at(_host(environment)):
+        connect = fabric("utilities.distributed")._init_dist_connection
+        connect(environment, backend, timeout=_START_TIMEOUT, store=store)
+    if backend != "nccl":  # for NCCL Lightning does the same; without it some exits abort
+        atexit.register(_leave_default_group, os.getpid())
+
+
+def _leave_default_group(pid: int) -> None:
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    if os.getpid() == pid:
+        dist.destroy_process_group()
+    else:  # a fork, in which the threads of its parent's group and store are not
+        keep_for_good(dist.group.WORLD)
+        keep_for_good(_store(None, 0))
+
+
+def _store(environment: Any, rank: int) -> Any:
+    """The default group's store; MPI's group has none, there rank 0 opens one, for all runs of the process."""
+    if dist.get_backend() != "mpi":
+        return distributed_c10d._get_default_store()
+    if not _beside_mpi:
+        _beside_mpi.append(_open_store(environment, rank))
+    return _beside_mpi[0]
+
+
+def _open_store(environment: Any, rank: int) -> Any:
+    """The store of all ranks, in which all have met."""
+    patience = Patience(rank, _START_TIMEOUT, check_launcher)
+    address, seal = _address(environment), Seal.of_job()
+    launcher_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent
+    store = open_store(address, environment.main_port, rank == 0 and not launcher_serves, patience)
+    if launcher_serves:  # it may outlive the ranks, and start them again
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = distributed_c10d.PrefixStore(f"lightning_async/attempt{attempt}", store)
+    greet(store, rank, environment.world_size(), getattr(environment, "job", ""), seal, patience)
+    if not is_loopback(address) and not seal.signs:
+        rank_zero_info(
+            f"The ranks' records in the store at {address} are not signed: whoever reaches it can speak for a rank. "
+            f"Export the same {SECRET} on all hosts, see docs/security.md."
+        )
+    return store
+
+
+def _address(environment: Any) -> str:
+    """Where rank 0 is: on loopback where the launcher says that there is one host."""
+    slurm = fabric("plugins.environments").SLURMEnvironment
+    one_host = isinstance(environment, slurm) and os.environ.get("SLURM_NNODES") == "1"
+    return "127.0.0.1" if one_host else environment.main_address
+
+
+def _host(environment: Any) -> str | None:
+    """Where Gloo is to listen: on loopback where all ranks find rank 0 there; else as Gloo does."""
+    address = _address(environment)
+    return {"localhost": "127.0.0.1"}.get(address, address) if is_loopback(address) else None
+
+
+@contextmanager
+def _gloo_at(host: str | None) -> Iterator[None]:
+    """While torch makes a group of its own, its Gloo is to listen on loopback only, if ``host`` is there."""
+    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if host is None or not names or _INTERFACE in os.environ:
+        yield
+        return
+    os.environ[_INTERFACE] = names[0]
+    try:
+        yield
+    finally:
+        del os.environ[_INTERFACE]

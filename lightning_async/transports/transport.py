@@ -1,0 +1,118 @@
+"""What one run holds open, and what an engine must offer for it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+
+from lightning_async.comm.membership.membership import Membership
+from lightning_async.comm.protocols import Collectives
+from lightning_async.engine.world import World
+
+__all__ = ["Connection", "Engine"]
+
+log = logging.getLogger(__name__)
+_HEARSAY_S = 2.0
+
+
+class Connection:
+    """Communicators, heartbeats, and Lightning's collectives over all ranks; closed by `close`.
+
+    Args:
+        root: for CPU tensors.
+        payload: for the buckets; may be ``root``.
+        membership: started; None where the transport alone tells who is gone.
+    """
+
+    def __init__(self, root: Collectives, payload: Collectives, membership: Membership | None) -> None:
+        self.root, self.payload, self._membership = root, payload, membership
+        self._roots = [root] if payload is root else [root, payload]
+        lightning = root.fork("lightning")
+        self._pid = os.getpid()
+        if membership is None:
+            self.world = World(lightning)
+        else:
+            self.world = World(lightning, membership.check, blame=membership.dead_after + timedelta(seconds=1))
+
+    @property
+    def membership(self) -> Membership:
+        assert self._membership is not None
+        return self._membership
+
+    def open(self) -> None:
+        """Form all groups now, those forked off too, rather than each at its first use."""
+        for root in self._roots:
+            root.open()
+
+    def close(self, in_order: bool) -> None:
+        """Release everything; with ``in_order``, first wait shortly until no rank needs the groups any more.
+
+        In a fork of the process that made it this does nothing: all of it is the parent's.
+        """
+        if os.getpid() != self._pid:
+            return
+        if in_order:
+            try:
+                self.root.barrier().result(timedelta(seconds=30))
+            except Exception as error:
+                log.warning("Rank %d has ended its run; another rank has not: %s.", self.root.rank, self._why(error))
+        if self._membership is not None:
+            self._membership.close()
+        for root in self._roots:
+            root.close()
+
+    def _why(self, error: Exception) -> str:
+        """Who is gone, and why, as soon as the heartbeats tell; in short."""
+        until = time.monotonic() + _HEARSAY_S
+        while self._membership is not None and time.monotonic() < until:
+            gone = sorted({*self._membership.lost(), *self._membership.left()})
+            if gone:
+                return self._membership.why(gone).splitlines()[0].rstrip(".")
+            time.sleep(0.05)
+        return f"its connection ended ({type(error).__name__}); see the logs of the other ranks"
+
+
+class Engine(Protocol):
+    """Who started the ranks, and what moves their bytes: torch.distributed or Horovod."""
+
+    def environment(self, lightnings: Any) -> Any:
+        """The cluster environment, given the one that Lightning has chosen."""
+        ...
+
+    def launcher(
+        self, strategy: Any, num_processes: int, num_nodes: int, on_death: Callable[[int, int], timedelta]
+    ) -> Any:
+        """What starts the other ranks of this host; None where that is done."""
+        ...
+
+    def root_device(self, devices: Sequence[torch.device], local_rank: int) -> torch.device:
+        """Where the replica lives."""
+        ...
+
+    def bucket_device(self, root_device: torch.device) -> torch.device:
+        """Where the buckets are."""
+        ...
+
+    def connect(
+        self, environment: Any, root_device: torch.device, name: str, dead_after: timedelta | None
+    ) -> Connection:
+        """Join all ranks for a run.
+
+        Args:
+            environment: says who this rank is.
+            root_device: of the replica.
+            name: differs between the runs of one process.
+            dead_after: a rank without a heartbeat for so long is lost; None for no heartbeats.
+        """
+        ...
+
+    def short_world(self, environment: Any, name: str) -> AbstractContextManager[World]:
+        """Collectives over all ranks for one operation outside of a run; all call it with the same name."""
+        ...
