@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_async.engine.averaging.averager import BackgroundAverager
-from lightning_async.engine.averaging.ballot import Gate
-from lightning_async.engine.averaging.gate import Arrival
+from lightning_async.engine.header import Arrival, Gate
 from lightning_async.trainer.namespace import pytorch
 
 if TYPE_CHECKING:

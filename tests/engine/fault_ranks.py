@@ -17,8 +17,9 @@ from lightning_async.comm.protocols import Pending
 from lightning_async.comm.simulated.faulty import Fault, FaultyCollectives
 from lightning_async.comm.simulated.inprocess import InProcessWorld
 from lightning_async.engine.averaging.averager import BackgroundAverager
-from lightning_async.engine.averaging.ballot import Gate, Header, Kind, decide
+from lightning_async.engine.averaging.ballot import Header, Kind, decide
 from lightning_async.engine.averaging.config import AveragerConfig, Deadlines
+from lightning_async.engine.header import Gate
 from lightning_async.engine.replica import Replica
 from lightning_async.rules import DeltaMean, EveryNSteps
 from tests.engine.ranks import Rank

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_async.engine.averaging.averager import Arrival
-from lightning_async.engine.averaging.ballot import Gate
+from lightning_async.engine.header import Arrival, Gate
 from lightning_async.rules import DeltaMean, DiLoCo, EveryNSteps, Mean, Synchronous, Warmup
 from tests.engine.ranks import run
 

@@ -13,9 +13,9 @@ import torch
 from lightning_async.comm.membership.membership import Membership
 from lightning_async.comm.simulated.faulty import Fail, Fault, FaultyCollectives
 from lightning_async.comm.simulated.inprocess import InProcessWorld
-from lightning_async.engine.averaging.averager import Arrival, BackgroundAverager
-from lightning_async.engine.averaging.ballot import Gate
+from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.config import AveragerConfig
+from lightning_async.engine.header import Arrival, Gate
 from lightning_async.engine.replica import Replica
 from lightning_async.engine.world import World
 from lightning_async.errors import AsyncTrainingError, CollectiveError, PeerLost

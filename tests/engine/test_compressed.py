@@ -12,9 +12,9 @@ from torch import Tensor
 
 from lightning_async.comm.simulated.faulty import Fail, Fault
 from lightning_async.comm.simulated.inprocess import InProcessWorld
-from lightning_async.engine.averaging.averager import Arrival
 from lightning_async.engine.averaging.config import AveragerConfig
 from lightning_async.engine.codes import CODES, CompressedMean
+from lightning_async.engine.header import Arrival
 from lightning_async.rules import DeltaMean, DiLoCo, EveryNSteps, Mean
 from tests.engine.fault_ranks import HEADER, PAYLOAD, FaultyRank, values
 from tests.engine.ranks import Rank, bits, run

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from lightning_async.comm.simulated.faulty import Delay, Fail, Fault, Hang, Kill
-from lightning_async.engine.averaging.averager import Arrival
-from lightning_async.engine.averaging.ballot import Gate
 from lightning_async.engine.averaging.config import Deadlines
+from lightning_async.engine.header import Arrival, Gate
 from lightning_async.errors import AsyncTrainingError, CollectiveError, GateMismatch, LayoutMismatch, PeerLost
 from lightning_async.rules import DeltaMean, DiLoCo, EveryNSteps, Synchronous, Warmup
 from tests.engine.fault_ranks import HEADER, NEVER, PAYLOAD, FaultyRank, Turnstile, outcomes, values

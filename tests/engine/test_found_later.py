@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from lightning_async.comm.simulated.faulty import Fail, Fault
-from lightning_async.engine.averaging.averager import Arrival
-from lightning_async.engine.averaging.ballot import Gate
 from lightning_async.engine.digest import real
+from lightning_async.engine.header import Arrival, Gate
 from lightning_async.engine.replica import Replica
 from lightning_async.errors import AsyncTrainingError, LayoutMismatch
 from lightning_async.rules import DiLoCo, EveryNSteps, Mean, Warmup

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from lightning_async.comm.simulated.faulty import Fail, Fault
-from lightning_async.engine.averaging.averager import Arrival
-from lightning_async.engine.averaging.ballot import Gate
+from lightning_async.engine.header import Arrival, Gate
 from lightning_async.rules import DeltaMean, DiLoCo, EveryNSteps
 from lightning_async.rules.schedules.protocol import Action, Clock
 from tests.engine.fault_ranks import HEADER, NEVER, PAYLOAD, FaultyRank, Turnstile, values

@@ -13,8 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_async.comm.simulated.faulty import Fail, Fault
-from lightning_async.engine.averaging.averager import Arrival
-from lightning_async.engine.averaging.ballot import Gate
+from lightning_async.engine.header import Arrival, Gate
 from lightning_async.rules import DeltaMean, DiLoCo, EveryNSteps, Synchronous, Warmup
 from tests.engine.fault_ranks import HEADER, NEVER, PAYLOAD, FaultyRank, values
 

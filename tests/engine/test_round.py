@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from lightning_async.engine.averaging.ballot import NOT_COMPARED, UNLIKE, Decision, Gate, Header, Kind, decide, shares
+from lightning_async.engine.averaging.ballot import NOT_COMPARED, UNLIKE, Decision, Header, Kind, decide, shares
+from lightning_async.engine.header import Gate
 from lightning_async.errors import CollectiveError, GateMismatch, LayoutMismatch
 
 TRAINS = Header(round=3)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_async.engine.averaging.averager import Arrival, BackgroundAverager
-from lightning_async.engine.averaging.ballot import Gate
+from lightning_async.engine.averaging.averager import BackgroundAverager
+from lightning_async.engine.header import Arrival, Gate
 from lightning_async.engine.replica import Replica
 from lightning_async.rules import DeltaMean, DiLoCo, EveryNSteps, Synchronous, Warmup
 from tests.engine.ranks import Rank, bits, run

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_async.comm.simulated.inprocess import InProcessWorld
-from lightning_async.engine.averaging.averager import Arrival
-from lightning_async.engine.averaging.ballot import Gate
 from lightning_async.engine.digest import digest
+from lightning_async.engine.header import Arrival, Gate
 from lightning_async.engine.replica import Replica
 from lightning_async.errors import AsyncTrainingError
 from lightning_async.rules import DiLoCo, EveryNSteps

@@ -10,9 +10,9 @@ from typing import Any, Generic, TypeVar
 
 from lightning_async.comm.membership.membership import Membership
 from lightning_async.comm.protocols import Collectives
-from lightning_async.engine.averaging.ballot import Gate, Kind
+from lightning_async.engine.averaging.ballot import Kind
 from lightning_async.engine.averaging.config import AveragerConfig
-from lightning_async.engine.averaging.gate import Arrival, Gates
+from lightning_async.engine.averaging.gate import Gates
 from lightning_async.engine.averaging.loop import RoundServer
 from lightning_async.engine.averaging.mailbox import Mailbox, Message, Work
 from lightning_async.engine.averaging.merge import Merger
@@ -20,12 +20,13 @@ from lightning_async.engine.averaging.report import RoundReport, RunSummary
 from lightning_async.engine.averaging.reports import Reports
 from lightning_async.engine.calls import Calls, Recovery
 from lightning_async.engine.digest import finite_later
+from lightning_async.engine.header import Arrival, Gate
 from lightning_async.engine.replica import Replica
 from lightning_async.errors import CollectiveError
 from lightning_async.rules.averaging.protocol import AveragingRule
 from lightning_async.rules.schedules.protocol import Action, Clock, Schedule
 
-__all__ = ["Arrival", "BackgroundAverager"]
+__all__ = ["BackgroundAverager"]
 
 log = logging.getLogger(__name__)
 S = TypeVar("S")

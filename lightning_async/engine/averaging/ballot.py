@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_async.engine.header import Gate
 from lightning_async.errors import CollectiveError, GateMismatch, LayoutMismatch
 
-__all__ = ["NOT_COMPARED", "UNLIKE", "Decision", "Gate", "Header", "Kind", "Stage", "able_to_share", "decide", "shares"]
+__all__ = ["NOT_COMPARED", "UNLIKE", "Decision", "Header", "Kind", "Stage", "able_to_share", "decide", "shares"]
 
 NOT_COMPARED, UNLIKE = -1, -2
 """In place of a digest: this rank has not looked yet; its replica shows what no other one does."""
@@ -32,20 +33,6 @@ class Kind(enum.IntEnum):
     """The parameters themselves, at a gate that every rank has reached."""
     START = 4
     """The parameters with which the rule's state begins, after synchronous steps: one rank's, for all."""
-
-
-class Gate(enum.IntEnum):
-    """Where a rank's training thread stands."""
-
-    NONE = 0
-    """Nowhere: it trains."""
-    VALIDATE = 1
-    EPOCH_END = 2
-    TRAIN_END = 3
-    STOP = 4
-    """It leaves training early, because a rank was told to."""
-    SYNCHRONISE = 5
-    """It goes from local steps back to synchronous ones, for which all replicas must be equal."""
 
 
 class Stage(enum.Enum):

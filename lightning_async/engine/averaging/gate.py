@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from lightning_async.engine.averaging.ballot import Gate, Kind
+from lightning_async.engine.averaging.ballot import Kind
 from lightning_async.engine.averaging.loop import RoundServer
 from lightning_async.engine.averaging.mailbox import Mailbox, Message
 from lightning_async.engine.averaging.report import RoundReport, RunSummary
 from lightning_async.engine.averaging.reports import Reports
+from lightning_async.engine.header import Arrival, Gate
 from lightning_async.engine.replica import Replica
 from lightning_async.errors import AsyncTrainingError
 
-__all__ = ["Arrival", "Gates"]
-
-
-class Arrival(enum.Enum):
-    """How a rendezvous ended."""
-
-    OPEN = "open"
-    """Every rank is here and holds the same model."""
-    VALIDATE = "validate"
-    """A rank asks for a validation: go to `Gate.VALIDATE`, then come back."""
-    STOP = "stop"
-    """A rank was told to stop: go to `Gate.STOP`."""
+__all__ = ["Gates"]
 
 
 class Gates(ABC):

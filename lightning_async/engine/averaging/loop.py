@@ -13,7 +13,7 @@ import torch
 from lightning_async.comm.membership.membership import Membership
 from lightning_async.comm.protocols import Collectives
 from lightning_async.engine.averaging.agreed import Commits
-from lightning_async.engine.averaging.ballot import Decision, Gate, Header, Kind, Stage, decide
+from lightning_async.engine.averaging.ballot import Decision, Header, Kind, Stage, decide
 from lightning_async.engine.averaging.config import AveragerConfig
 from lightning_async.engine.averaging.mailbox import Mailbox
 from lightning_async.engine.averaging.own_header import OwnHeader
@@ -21,6 +21,7 @@ from lightning_async.engine.averaging.payload import Exchange, Payload
 from lightning_async.engine.averaging.regroup import Regroup
 from lightning_async.engine.averaging.waiting import Closed, Waiter
 from lightning_async.engine.calls import Calls
+from lightning_async.engine.header import Gate
 from lightning_async.engine.replica import Replica
 from lightning_async.engine.streams import side_stream
 from lightning_async.errors import CollectiveError, GenerationChanged, PeerLost

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from lightning_async.engine.averaging.ballot import Gate, Kind
+from lightning_async.engine.averaging.ballot import Kind
+from lightning_async.engine.header import Gate
 from lightning_async.errors import CollectiveError
 from lightning_async.rules.averaging.protocol import Round
 

@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable
 
 from lightning_async.engine.averaging.agreed import Commits
-from lightning_async.engine.averaging.ballot import UNLIKE, Gate, Header, Kind
+from lightning_async.engine.averaging.ballot import UNLIKE, Header, Kind
 from lightning_async.engine.averaging.config import AveragerConfig
 from lightning_async.engine.averaging.mailbox import Mailbox, Message
 from lightning_async.engine.averaging.payload import mask_of
+from lightning_async.engine.header import Gate
 from lightning_async.engine.replica import Replica
 from lightning_async.rules.averaging.protocol import AveragingRule
 

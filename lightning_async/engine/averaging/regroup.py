@@ -11,11 +11,11 @@ from torch import Tensor
 
 from lightning_async.comm.membership.membership import Membership
 from lightning_async.comm.protocols import Collectives, ElasticCollectives, Pending
-from lightning_async.engine.averaging.ballot import Gate
 from lightning_async.engine.averaging.config import AveragerConfig
 from lightning_async.engine.averaging.mailbox import Mailbox
 from lightning_async.engine.averaging.waiting import Closed, Waiter
 from lightning_async.engine.calls import Calls
+from lightning_async.engine.header import Gate
 from lightning_async.errors import CollectiveTimeout, PeerLost
 
 __all__ = ["Regroup"]
