@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from lightning_async import ops
 
-__all__ = ["digest", "digests", "finite_later", "is_finite", "real"]
+__all__ = ["all_finite", "digest", "digests", "is_finite", "real"]
 
 _BLOCK = 1 << 18
 _PRIME = (1 << 61) - 1
@@ -46,16 +46,15 @@ def digests(tensors: Iterable[Tensor]) -> list[int]:
 
 def is_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether all elements are finite; waits for a GPU once."""
-    return finite_later(tensors)()
+    return bool(all_finite(tensors))
 
 
-def finite_later(tensors: Iterable[Tensor]) -> Callable[[], bool]:
-    """Look at the elements as they are now; the function that is returned says whether all are finite."""
+def all_finite(tensors: Iterable[Tensor]) -> Tensor:
+    """Whether all elements are finite as they are now, as a bool where the tensors are: no GPU is waited for."""
     present = [real(tensor.detach()) for tensor in tensors if tensor.numel()]
+    on_cpu = torch.tensor(all(ops.all_finite(tensor) for tensor in present if tensor.device.type == "cpu"))
     on_gpu = [torch.isfinite(tensor).all() for tensor in present if tensor.device.type != "cpu"]
-    found = torch.stack(on_gpu).all() if on_gpu else None
-    on_cpu = all(ops.all_finite(tensor) for tensor in present if tensor.device.type == "cpu")
-    return lambda: on_cpu and (found is None or bool(found))
+    return torch.stack(on_gpu).all() & on_cpu if on_gpu else on_cpu
 
 
 def _blocks(tensor: Tensor, weights: dict[torch.device, Tensor]) -> list[Tensor]:

@@ -1,10 +1,11 @@
-"""What every rank says in a header, whichever wing it is for: where it stands, and what it asks of all."""
+"""What every rank says in a header, whichever wing it is for."""
 
 from __future__ import annotations
 
 import enum
+from typing import NamedTuple
 
-__all__ = ["Arrival", "Gate"]
+__all__ = ["Arrival", "Gate", "Header", "Vote"]
 
 
 class Gate(enum.IntEnum):
@@ -30,3 +31,55 @@ class Arrival(enum.Enum):
     """A rank asks for a validation: go to `Gate.VALIDATE`, then come back."""
     STOP = "stop"
     """A rank was told to stop: go to `Gate.STOP`."""
+
+
+class Vote(enum.Flag):
+    """What one rank asks of all. All hear it with the next header, and do it from their next batch boundary on."""
+
+    NONE = 0
+    STOP = enum.auto()
+    """Leave training: this rank was told to."""
+    END = enum.auto()
+    """End training as after its last epoch: a time limit, `trainer.should_stop`."""
+    VALIDATE = enum.auto()
+    """Come to a validation: this rank waits there."""
+    SYNCHRONISE = enum.auto()
+    """Become equal: this rank is to take synchronous steps."""
+
+
+class Header(NamedTuple):
+    """The common part.
+
+    Args:
+        exchange: id of the exchange that this rank would commit next.
+        ready: priority of the kind of round that it has a message for; 0 for none.
+        votes: what it asks of all.
+        excused: nobody need wait for its message: it stands at a gate, is done, or has been silent for long.
+        gate: where its training thread stands.
+        gate_index: which of the gates of that kind (the epoch).
+        layout: fingerprint of what its buckets hold.
+        version: how often that has changed since training began.
+        clock: optimizer steps that it has taken in all.
+        samples: samples that it has seen in all.
+        opened: gates that have opened for it.
+        last_gate: the last of them.
+        last_moved: whether the model had changed when that one opened.
+        last_clock: steps of all ranks at that time.
+        last_exchange: its `exchange` at that time.
+    """
+
+    exchange: int = 1
+    ready: int = 0
+    votes: Vote = Vote.NONE
+    excused: bool = False
+    gate: Gate = Gate.NONE
+    gate_index: int = 0
+    layout: int = 0
+    version: int = 0
+    clock: float = 0.0
+    samples: float = 0.0
+    opened: int = 0
+    last_gate: Gate = Gate.NONE
+    last_moved: bool = False
+    last_clock: float = 0.0
+    last_exchange: int = 1

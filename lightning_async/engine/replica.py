@@ -1,7 +1,6 @@
-"""One replica's tensors and the two flat buckets in which they travel.
+"""One replica's tensors, and how they lie in a flat bucket.
 
-The training thread packs and merges (it is the only writer of the parameters); the engine's thread touches
-the buckets only.
+The training thread packs and merges: it is the only writer of the parameters.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 
 from lightning_async import ops
 from lightning_async.engine.digest import digest, is_finite, real
-from lightning_async.engine.streams import Handover
 from lightning_async.engine.tensors import BufferPolicy, ModuleTensors, same
 from lightning_async.errors import AsyncTrainingError
 from lightning_async.flat import FlatLayout
@@ -55,8 +53,8 @@ class Replica:
     What stands apart moves at a consensus only, in its own precision, and only where replicas differ: integer and bool
     buffers, by their maximum; frozen parameters, by their mean; and what a bucket of fp32 would cut: float64.
 
-    Buffers and optimizer state may be assigned anew while training; the replica follows them. Memory: two fp32 copies
-    of what the bucket holds, and an fp32 remainder per bf16 or fp16 parameter.
+    Buffers and optimizer state may be assigned anew while training; the replica follows them. Memory: an fp32 remainder
+    per bf16 or fp16 parameter.
 
     Args:
         module: the module whose parameters and buffers these are.
@@ -74,7 +72,6 @@ class Replica:
         self.tensors = ModuleTensors(module, buffers)
         self.policy: BufferPolicy = buffers
         self.device = torch.device(device)
-        self.to_engine, self.to_training = Handover(self.device), Handover(self.device)
         self.watched: Callable[[], Iterable[Tensor]] = tuple
         """Further tensors whose health is the replica's: the state that its optimizers keep."""
         self.version = 0
@@ -88,7 +85,7 @@ class Replica:
         self.build()
 
     def build(self, optimizer_state: Callable[[], Sequence[Tensor]] | None = None) -> None:
-        """Lay out the buckets anew, with what ``optimizer_state`` returns (default: as before) behind the rest."""
+        """Lay out a bucket anew, with what ``optimizer_state`` returns (default: as before) behind the rest."""
         if optimizer_state is not None:
             self._state = optimizer_state
         names, tensors = list(self.tensors.trained), [real(p) for p in self.tensors.trained.values()]
@@ -99,10 +96,6 @@ class Replica:
         self._sections = [_Section(plan, 0)]
         for extra in (self._mean_buffers(), list(self._state())):
             self._sections.append(_Section(ops.Plan(FlatLayout(extra), extra), self._sections[-1].end))
-        whole = FlatLayout([torch.empty(self._sections[-1].end, device="meta")])
-        pin = self.device.type == "cpu" and any(p.is_cuda for p in self.parameters)
-        self.sent = whole.empty(self.device, pin_memory=pin)
-        self.received = whole.empty(self.device, pin_memory=pin)
         self.note_agreed()
         described = [line for section in self._sections for line in section.plan.layout.describe()]
         self.fingerprint = FlatLayout([torch.empty(0)] * len(described), described).fingerprint()
@@ -118,14 +111,10 @@ class Replica:
         self._reference.nan_to_num_(0.0, 0.0, 0.0)
 
     def take_thawed(self) -> None:
-        """Lay out the buckets with what is trained now. All replicas hold the same model, and do the same."""
+        """Lay out a bucket with what is trained now. All replicas hold the same model, and do the same."""
         self.tensors.take_thawed()
         self.version += 1
         self.build()
-
-    def settle(self, registered: Callable[[Tensor], Tensor]) -> None:
-        """Put the buckets, with what they hold, where ``registered`` says."""
-        self.sent, self.received = registered(self.sent), registered(self.received)
 
     def refresh(self) -> None:
         """Follow buffers and optimizer state that were assigned anew.
@@ -164,7 +153,7 @@ class Replica:
     @property
     def numel(self) -> int:
         """Elements of a message."""
-        return self.sent.numel()
+        return self._sections[-1].end
 
     # ---- comparing and judging ----
 
@@ -175,21 +164,19 @@ class Replica:
         rest = [*buffers.tensors, *state.tensors, *self.tensors.apart.values()]
         return digest([*self.parameters, *self._remainders.values()]), digest(rest)
 
-    def judge(self, bucket: Tensor | None = None) -> tuple[bool, bool]:
-        """Whether parameters, and the optimizers' state that travels, are finite; and whether the rest is, but for what
-        was not when replicas agreed.
-
-        Args:
-            bucket: what was packed. Default: the tensors as they are now, with what is watched and frozen.
-        """
-        if bucket is not None and ops.all_finite(bucket):
-            return True, True
-        if bucket is None:
-            self.refresh()
+    def judge(self) -> tuple[bool, bool]:
+        """Whether parameters, and the optimizers' state with what is watched, are finite as they are now; and whether
+        buffers and frozen parameters are, but for what was not when replicas agreed."""
+        self.refresh()
         parameters, buffers, state = self._sections
-        if bucket is None:
-            rest = [*self._judged(buffers.tensors), *self.tensors.judged_frozen]
-            return is_finite([*parameters.tensors, *state.tensors, *self.watched()]), is_finite(rest)
+        rest = [*self._judged(buffers.tensors), *self.tensors.judged_frozen]
+        return is_finite([*parameters.tensors, *state.tensors, *self.watched()]), is_finite(rest)
+
+    def judge_packed(self, bucket: Tensor) -> tuple[bool, bool]:
+        """The same of what was packed in ``bucket``."""
+        if ops.all_finite(bucket):
+            return True, True
+        parameters, buffers, state = self._sections
         views = buffers.plan.layout.views(buffers.of(bucket))
         return is_finite([parameters.of(bucket), state.of(bucket)]), is_finite(self._judged(views))
 
@@ -278,27 +265,3 @@ class Replica:
         section.plan.apply_(mean)
         for buffer, old in before:  # one that is the mean, as far as fp32 can tell, is not cut
             buffer.copy_(torch.where(buffer == old.float(), old, buffer))
-
-    @torch.no_grad()
-    def pack_gradients_(self, bucket: Tensor, scale: float = 1.0) -> None:
-        """Gradients times ``scale`` into ``bucket``; a parameter without one counts as zero."""
-        trained = self.tensors.trained.values()
-        gradients = [real(torch.zeros_like(p) if p.grad is None else p.grad) for p in trained]
-        ops.Plan(self.layout, gradients).pack_(self.of_rule(bucket), weight=scale)
-
-    @torch.no_grad()
-    def used(self) -> Tensor:
-        """1.0 for every parameter that has a gradient."""
-        return torch.tensor([float(p.grad is not None) for p in self.tensors.trained.values()])
-
-    @torch.no_grad()
-    def unpack_gradients_(self, bucket: Tensor, used: Tensor, scale: float = 1.0) -> None:
-        """Gradients from ``bucket`` times ``scale``; those that no replica used stay None."""
-        part, trained = self.of_rule(bucket), self.tensors.trained.values()
-        if scale != 1.0:
-            part.mul_(scale)
-        gradients = [torch.empty_like(p) if p.grad is None else p.grad for p in trained]
-        ops.Plan(self.layout, [real(g) for g in gradients]).apply_(part)
-        for p, gradient, any_used in zip(trained, gradients, used.tolist(), strict=True):
-            if p.grad is None and any_used:
-                p.grad = gradient

@@ -21,7 +21,9 @@ from lightning_async.comm.membership.membership import Membership
 from lightning_async.comm.torch.collectives import TorchCollectives
 from lightning_async.comm.torch.staged import StagedCollectives
 from lightning_async.engine.averaging.averager import BackgroundAverager
-from lightning_async.engine.averaging.config import AveragerConfig, Deadlines
+from lightning_async.engine.averaging.config import AveragerConfig
+from lightning_async.engine.control import ControlPlane
+from lightning_async.engine.deadlines import Deadlines
 from lightning_async.engine.replica import Replica
 from lightning_async.ops import native
 from lightning_async.rules import DeltaMean, EveryNSteps
@@ -272,8 +274,9 @@ def averaging(rank: int, job: Job, module: nn.Module, schedule: Schedule) -> Ite
     # Blocks without averaging are no stalls.
     config = AveragerConfig(weighting="equal", deadlines=Deadlines(grace=timedelta(hours=1)))
     replica = Replica(module, device=device)
-    averager = BackgroundAverager(comm, membership, replica, DeltaMean(), schedule, config, payload=large)
-    membership.on_change = averager.wake
+    control = ControlPlane(comm, membership, replica, config.deadlines, payload=large)
+    membership.on_change = control.wake
+    averager = BackgroundAverager(control, DeltaMean(), schedule, config)
     try:
         comm.open()
         large.open()

@@ -16,13 +16,14 @@ from lightning_async.comm.membership.membership import Membership
 from lightning_async.comm.protocols import Pending
 from lightning_async.comm.simulated.faulty import Fault, FaultyCollectives
 from lightning_async.comm.simulated.inprocess import InProcessWorld
-from lightning_async.engine.averaging.averager import BackgroundAverager
-from lightning_async.engine.averaging.ballot import Header, Kind, decide
-from lightning_async.engine.averaging.config import AveragerConfig, Deadlines
-from lightning_async.engine.header import Gate
+from lightning_async.engine.averaging.config import AveragerConfig
+from lightning_async.engine.averaging.records import ROUND
+from lightning_async.engine.ballot import decide, from_rows
+from lightning_async.engine.deadlines import Deadlines
+from lightning_async.engine.header import Header
 from lightning_async.engine.replica import Replica
 from lightning_async.rules import DeltaMean, EveryNSteps
-from tests.engine.ranks import Rank
+from tests.engine.ranks import Rank, assemble
 
 PAYLOAD, HEADER = "world/payload", "world/header"
 NEVER = EveryNSteps(10**6)
@@ -41,19 +42,23 @@ class Outcome:
 class Ledger:
     """The header tables that one rank has seen; each decides the same on every rank."""
 
-    tables: list[list[Header]] = field(default_factory=list)
+    tables: list[list[list[float]]] = field(default_factory=list)
+    wings: list[Any] = field(default_factory=list)
     message_sent: threading.Event = field(default_factory=threading.Event)
     """The engine has sent a header with a message."""
 
     def work(self) -> float:
         """Work that rounds and agreements have counted; right where none of them failed."""
         total = 0.0
-        for headers in self.tables:
-            decision = decide(headers)
-            if decision.kind is Kind.ROUND:
-                total += sum(h.work for h in headers if h.kind is Kind.ROUND)
-            elif decision.kind is Kind.CONSENSUS or (decision.opens is not Gate.NONE and not decision.late):
-                total += sum(h.unreported for h in headers)
+        averaging = self.wings[0]
+        for table in self.tables:
+            headers, *parts = from_rows([Header(), *(wing.blank for wing in self.wings)], table)
+            verdict = decide(headers, parts, self.wings)
+            kind = verdict.plan.kind if verdict.plan is not None else None
+            if kind is averaging.average:
+                total += sum(part.work for part in parts[0])
+            elif kind is averaging.consensus or verdict.opens:
+                total += sum(part.unreported for part in parts[0])
         return total
 
 
@@ -69,7 +74,7 @@ class _Recorded(Pending[Tensor]):
 
     def result(self, timeout: timedelta | None = None) -> Tensor:
         table = self._inner.result(timeout)
-        self._ledger.tables.append([Header.unpack(row) for row in table.tolist()])
+        self._ledger.tables.append(table.tolist())
         return table
 
 
@@ -87,7 +92,7 @@ class Recording:
 
     def all_gather(self, buffer: Tensor, out: Tensor | None = None) -> Any:
         is_header = self._inner.name == HEADER and buffer.numel() > 1
-        if is_header and Header.unpack(buffer.tolist()).kind is Kind.ROUND:
+        if is_header and buffer[Header._fields.index("ready")] == ROUND:
             self._ledger.message_sent.set()
         pending = self._inner.all_gather(buffer, out)
         return _Recorded(pending, self._ledger) if is_header else pending
@@ -138,7 +143,7 @@ def faulty_rank(
     def die() -> None:
         membership._stop = True  # its heartbeats end without a word; `Kill` breaks its connections off too
 
-    averager = BackgroundAverager(
+    averager, gradients = assemble(
         FaultyCollectives(Recording(collectives, ledger), script, kill=die),  # pyright: ignore[reportArgumentType]
         membership,
         Replica(module),
@@ -148,11 +153,11 @@ def faulty_rank(
             overlap=overlap, deadlines=deadlines, weighting=weighting, part_bytes=part_bytes, compression=compression
         ),
     )
-    membership.on_change = averager.wake
+    ledger.wings = averager.control.wings
     try:
         averager.start()
         try:
-            yield FaultyRank(averager, module, goal, 0.1, membership, ledger)
+            yield FaultyRank(averager, gradients, module, goal, 0.1, membership, ledger)
         except BaseException as error:
             membership.fail(f"{type(error).__name__}: {error}")  # as the strategy does in `on_exception`
             raise

@@ -14,7 +14,10 @@ from torch import Tensor, nn
 from lightning_async.comm.membership.membership import Membership
 from lightning_async.comm.simulated.inprocess import InProcessWorld
 from lightning_async.engine.averaging.averager import BackgroundAverager
-from lightning_async.engine.averaging.config import AveragerConfig, Deadlines
+from lightning_async.engine.averaging.config import AveragerConfig
+from lightning_async.engine.control import ControlPlane
+from lightning_async.engine.deadlines import Deadlines
+from lightning_async.engine.gradients.synchronous import SynchronousGradients
 from lightning_async.engine.header import Arrival, Gate
 from lightning_async.engine.replica import Replica
 from lightning_async.rules import DeltaMean, EveryNSteps
@@ -34,6 +37,7 @@ class Rank:
     """One replica: SGD on ``0.5 * |x - goal|^2`` with a goal of its own."""
 
     averager: BackgroundAverager
+    gradients: SynchronousGradients
     module: nn.Module
     goal: float
     lr: float = 0.1
@@ -49,7 +53,7 @@ class Rank:
             action = self.averager.plan()
             weight.grad = (weight - self.goal).detach()
             if action is Action.GRADIENTS:
-                self.averager.reduce_gradients_(samples)
+                self.gradients.reduce_(samples)
             with torch.no_grad():
                 weight -= self.lr * weight.grad
             self.averager.tick(action, samples)
@@ -57,7 +61,23 @@ class Rank:
                 each(i)
 
     def meet(self, gate: Gate = Gate.TRAIN_END, index: int = 0) -> Arrival:
-        return self.averager.rendezvous(gate, index)
+        return self.averager.gates.rendezvous(gate, index)
+
+
+def assemble(
+    collectives: Any,
+    membership: Membership,
+    replica: Replica,
+    rule: AveragingRule,
+    schedule: Schedule,
+    config: AveragerConfig,
+    **kwargs: Any,
+) -> tuple[BackgroundAverager, SynchronousGradients]:
+    """An averager that takes synchronous steps too, as the strategy has it."""
+    control = ControlPlane(collectives, membership, replica, config.deadlines, part_bytes=config.part_bytes, **kwargs)
+    membership.on_change = control.wake
+    averager = BackgroundAverager(control, rule, schedule, config)
+    return averager, SynchronousGradients(control, averager.gates, averager.synchronous_step)
 
 
 @contextmanager
@@ -81,11 +101,10 @@ def rank_of(collectives: Any, store: Any, goal: float, **kwargs: Any) -> Iterato
     )
     membership.start()
     try:
-        averager = BackgroundAverager(collectives, membership, Replica(module, buffers), rule, schedule, config)
-        membership.on_change = averager.wake
+        averager, gradients = assemble(collectives, membership, Replica(module, buffers), rule, schedule, config)
         try:
             averager.start()
-            yield Rank(averager, module, goal, lr)
+            yield Rank(averager, gradients, module, goal, lr)
         finally:
             averager.close()
     finally:

@@ -13,7 +13,6 @@ import torch
 from lightning_async.comm.membership.membership import Membership
 from lightning_async.comm.simulated.faulty import Fail, Fault, FaultyCollectives
 from lightning_async.comm.simulated.inprocess import InProcessWorld
-from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.config import AveragerConfig
 from lightning_async.engine.header import Arrival, Gate
 from lightning_async.engine.replica import Replica
@@ -21,6 +20,7 @@ from lightning_async.engine.world import World
 from lightning_async.errors import AsyncTrainingError, CollectiveError, PeerLost
 from lightning_async.rules import DeltaMean
 from tests.engine.fault_ranks import DEADLINES, HEADER, NEVER
+from tests.engine.ranks import assemble
 
 LIGHTNING = "world/lightning"
 
@@ -38,11 +38,10 @@ class Caller:
         self.world = World(faulty.fork("lightning"), self.membership.check, timedelta(seconds=20))
         self.module = torch.nn.Linear(4, 1, bias=False)
         torch.nn.init.constant_(self.module.weight, float(self.number))
-        self.averager = BackgroundAverager(
-            faulty, self.membership, Replica(self.module), DeltaMean(), NEVER, AveragerConfig(deadlines=DEADLINES),
-            calls=self.world.calls,
-        )  # fmt: skip
-        self.membership.on_change = self.averager.wake
+        config = AveragerConfig(deadlines=DEADLINES)
+        self.averager, _ = assemble(
+            faulty, self.membership, Replica(self.module), DeltaMean(), NEVER, config, calls=self.world.calls
+        )
 
     def close(self) -> None:
         self.averager.close()
@@ -69,7 +68,7 @@ def call(world_size: int, body: Any, scripts: dict[int, Sequence[Fault]] | None 
 def gate_and_calls(caller: Caller) -> Any:
     """What a validation does: a gate, and then Lightning's collectives, one after the other."""
     caller.averager.tick(caller.averager.plan(), 1.0)
-    assert caller.averager.rendezvous(Gate.VALIDATE) is Arrival.OPEN
+    assert caller.averager.gates.rendezvous(Gate.VALIDATE) is Arrival.OPEN
     world, number = caller.world, caller.number
     found = [
         float(world.reduce(torch.tensor(float(number)), "sum")),

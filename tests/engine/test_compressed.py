@@ -220,7 +220,7 @@ def test_a_rank_that_loses_the_last_answer_owes_what_the_others_know(world_size:
     def body(rank: FaultyRank) -> dict[str, Any]:
         rank.goal = messages(world_size, 3000)[rank.number]  # pyright: ignore[reportAttributeAccessIssue]
         rank.train(12)
-        compressed = rank.averager._server.payload._compressed
+        compressed = rank.averager.wing.average._compressed
         assert compressed is not None
         return {"x": rank.x.clone(), "state": rank.rule_state, "owed": compressed.owed.clone()}
 
@@ -235,7 +235,7 @@ def test_a_rank_that_loses_the_last_answer_owes_what_the_others_know(world_size:
 
 def test_a_gate_ends_all_debts_so_that_a_checkpoint_needs_none() -> None:
     def body(rank: Rank) -> Any:
-        compressed = rank.averager._server.payload._compressed
+        compressed = rank.averager.wing.average._compressed
         assert compressed is not None
         rank.train(12)
         owed = compressed.owed.clone()

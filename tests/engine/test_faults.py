@@ -13,7 +13,7 @@ import torch
 
 from lightning_async.comm.simulated.faulty import Delay, Fail, Fault, Hang, Kill
 from lightning_async.engine.averaging.config import Deadlines
-from lightning_async.engine.header import Arrival, Gate
+from lightning_async.engine.header import Arrival, Gate, Vote
 from lightning_async.errors import AsyncTrainingError, CollectiveError, GateMismatch, LayoutMismatch, PeerLost
 from lightning_async.rules import DeltaMean, DiLoCo, EveryNSteps, Synchronous, Warmup
 from tests.engine.fault_ranks import HEADER, NEVER, PAYLOAD, FaultyRank, Turnstile, outcomes, values
@@ -371,7 +371,7 @@ def test_a_validation_that_one_rank_asks_for_opens_on_all() -> None:
             rank.train(3)
         elif rank.number == 1:
             deadline = time.monotonic() + 20
-            while not averager.validation_asked and time.monotonic() < deadline:
+            while Vote.VALIDATE not in averager.gates.agreed and time.monotonic() < deadline:
                 rank.train(1)
             assert rank.meet(Gate.VALIDATE) is Arrival.OPEN
             seen.append(rank.x.clone())
@@ -420,9 +420,9 @@ def test_the_first_round_of_a_vote_stops_all_ranks() -> None:
         averager = rank.averager
         if rank.number == 0:
             rank.train(5)
-            averager.stop_requested = True
+            averager.gates.request_stop()
         deadline = time.monotonic() + 20
-        while not averager.stop_agreed and time.monotonic() < deadline:
+        while Vote.STOP not in averager.gates.agreed and time.monotonic() < deadline:
             rank.train(1)
         assert rank.meet(Gate.STOP) is Arrival.OPEN
         turn.set(str(rank.number))
@@ -437,11 +437,11 @@ def test_a_vote_for_the_end_reaches_all_ranks() -> None:
     def body(rank: FaultyRank) -> Any:
         if rank.number == 0:
             rank.train(3)
-            rank.averager.vote(end=True)
+            rank.averager.gates.vote(Vote.END)
         deadline = time.monotonic() + 20
-        while not rank.averager.end_agreed and time.monotonic() < deadline:
+        while Vote.END not in rank.averager.gates.agreed and time.monotonic() < deadline:
             rank.train(1)
-        assert rank.averager.end_agreed
+        assert Vote.END in rank.averager.gates.agreed
         assert rank.meet(Gate.TRAIN_END) is Arrival.OPEN
         return rank.x.clone()
 
@@ -467,10 +467,10 @@ def test_a_header_without_a_round_leaves_a_waiting_message_as_it_is() -> None:
                 rank.train(1)
                 assert ready[0].wait(20.0)
                 if votes:
-                    rank.averager.vote(end=True)
+                    rank.averager.gates.vote(Vote.END)
                     deadline = time.monotonic() + 20
-                    while not rank.averager.end_agreed and time.monotonic() < deadline:
-                        rank.averager.resume()
+                    while Vote.END not in rank.averager.gates.agreed and time.monotonic() < deadline:
+                        rank.averager.gates.resume()
                 rank.train(3)
             return rank.rule_state["anchor"].clone()
 
@@ -494,17 +494,17 @@ def test_a_rank_at_the_end_of_its_epoch_that_is_told_to_stop_stops_all() -> None
         averager = rank.averager
         if rank.number == 0:
             rank.train(2)
-            threading.Timer(0.5, lambda: setattr(averager, "stop_requested", True)).start()
+            threading.Timer(0.5, averager.gates.request_stop).start()
             arrival = rank.meet(Gate.EPOCH_END)
             while arrival is not Arrival.OPEN:
                 arrival = rank.meet(Gate.STOP)
-            return averager.stop_agreed
+            return Vote.STOP in averager.gates.agreed
         rank.train(2)
         deadline = time.monotonic() + 6
-        while not averager.stop_agreed and time.monotonic() < deadline:
+        while Vote.STOP not in averager.gates.agreed and time.monotonic() < deadline:
             rank.train(1)
             turn.event("never").wait(0.001)
-        in_time = averager.stop_agreed
+        in_time = Vote.STOP in averager.gates.agreed
         rank.meet(Gate.STOP)
         return in_time
 
@@ -525,10 +525,10 @@ def test_a_validation_is_heard_of_while_the_asking_ranks_message_waits() -> None
             return True
         turn.wait("ready")
         deadline = time.monotonic() + 6
-        while not averager.validation_asked and time.monotonic() < deadline:
-            averager.resume()  # trains a long step
+        while Vote.VALIDATE not in averager.gates.agreed and time.monotonic() < deadline:
+            averager.gates.resume()  # trains a long step
             turn.event("never").wait(0.01)
-        in_time = averager.validation_asked
+        in_time = Vote.VALIDATE in averager.gates.agreed
         assert rank.meet(Gate.VALIDATE) is Arrival.OPEN
         return in_time
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_async.comm.simulated.faulty import Fail, Fault
 from lightning_async.engine.digest import real
-from lightning_async.engine.header import Arrival, Gate
+from lightning_async.engine.header import Arrival, Gate, Vote
 from lightning_async.engine.replica import Replica
 from lightning_async.errors import AsyncTrainingError, LayoutMismatch
 from lightning_async.rules import DiLoCo, EveryNSteps, Mean, Warmup
@@ -26,14 +26,14 @@ from tests.engine.test_tensors import BLOCKING, Model, on_ranks
 @pytest.mark.parametrize("batches", [(5, 10), (6, 7)])
 def test_unequal_shards_over_a_warm_up_have_no_negative_work(batches, overlap) -> None:
     def body(rank: Rank) -> Any:
-        box, seen = rank.averager._box, []
+        box, seen = rank.averager.ledger, []
         for epoch in range(3):
             rank.train(
                 batches[rank.averager.summary.rank], each=lambda _: seen.append((box.work.steps, box.since_round))
             )
             mine = rank.x[0, 0].item()
             assert rank.meet(Gate.EPOCH_END, epoch) is Arrival.OPEN
-            rank.averager.resume()
+            rank.averager.gates.resume()
             seen.append((box.work.steps, box.since_round))
             ends.append((epoch, mine, rank.x[0, 0].item()))
         return min(work for work, _ in seen), min(since for _, since in seen)
@@ -181,7 +181,7 @@ def test_constant_buffers_keep_their_bits_over_many_rounds(world_size) -> None:
 def test_one_rank_that_unfreezes_alone_is_named_even_if_a_round_is_due() -> None:
     def body(rank: Rank, module: Any, number: int) -> None:
         for epoch in range(2):
-            rank.averager.resume()
+            rank.averager.gates.resume()
             rank.train(6)
             rank.meet(Gate.EPOCH_END, epoch)
             if number == 0:
@@ -200,7 +200,7 @@ def test_a_rank_without_batches_follows_what_is_unfrozen() -> None:
             if epoch == 1:
                 module.backbone.requires_grad_(True)
             if number == 0:
-                rank.averager.resume()
+                rank.averager.gates.resume()
                 rank.train(6)
             assert rank.meet(Gate.EPOCH_END, epoch) is Arrival.OPEN
         return rank.x.tolist()
@@ -215,7 +215,7 @@ def test_a_rank_without_batches_follows_what_is_unfrozen() -> None:
 def test_parameters_may_be_unfrozen_before_the_first_batch() -> None:
     def body(rank: Rank, module: Any, number: int) -> Any:
         module.backbone.requires_grad_(True)
-        rank.averager.resume()
+        rank.averager.gates.resume()
         with torch.no_grad():
             module.backbone.add_(number)
         rank.train(4)
@@ -262,9 +262,9 @@ def test_a_rank_that_comes_late_to_synchronous_steps_is_taken_in() -> None:
         seen, x = {}, torch.empty(0)
         for epoch in range(5):
             for _ in range(5 + rank.averager.summary.rank):
-                rank.averager.resume()
+                rank.averager.gates.resume()
                 rank.train(1)
-                seen[epoch] = rank.averager._box.synchronous
+                seen[epoch] = rank.averager.ledger.synchronous
             x = rank.x.clone()
             assert rank.meet(Gate.EPOCH_END, epoch) is Arrival.OPEN
         return seen, x, rank.averager.summary.synchronous_steps
@@ -285,20 +285,20 @@ def test_a_vote_is_heard_of_although_its_header_only_says_to_catch_up() -> None:
 
     def body(rank: FaultyRank) -> bool:
         averager = rank.averager
-        recover = averager._server._recover
+        recover = averager.control._loop._recover
 
         def vote_and_recover(error: Any) -> None:
             if rank.number == 1:
-                averager.vote(stop=True)
+                averager.gates.vote(Vote.STOP)
             recover(error)
 
-        averager._server._recover = vote_and_recover
+        averager.control._loop._recover = vote_and_recover
         for _ in range(3000):
             rank.train(1)
-            if averager.stop_agreed:
+            if Vote.STOP in averager.gates.agreed:
                 break
             never.wait(0.001)
-        agreed = averager.stop_agreed
+        agreed = Vote.STOP in averager.gates.agreed
         rank.meet(Gate.STOP)
         return agreed
 
@@ -309,7 +309,7 @@ def test_a_vote_is_heard_of_although_its_header_only_says_to_catch_up() -> None:
 def test_what_a_caller_does_to_an_answer_reaches_no_other() -> None:
     def body(caller: Caller) -> Any:
         caller.averager.tick(caller.averager.plan(), 1.0)
-        assert caller.averager.rendezvous(Gate.VALIDATE) is Arrival.OPEN
+        assert caller.averager.gates.rendezvous(Gate.VALIDATE) is Arrival.OPEN
         total = caller.world.reduce(torch.tensor([1.0 + caller.number]), "sum")
         total /= 2
         caller.world.barrier("after")

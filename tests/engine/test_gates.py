@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
 from lightning_async.comm.simulated.faulty import Fail, Fault
-from lightning_async.engine.header import Arrival, Gate
+from lightning_async.engine.header import Arrival, Gate, Vote
 from lightning_async.rules import DeltaMean, DiLoCo, EveryNSteps
 from lightning_async.rules.schedules.protocol import Action, Clock
 from tests.engine.fault_ranks import HEADER, NEVER, PAYLOAD, FaultyRank, Turnstile, values
@@ -24,7 +26,7 @@ def in_stretches(steps: int, every: int | None):
             rank.train(1)
             if every and (i + 1) % every == 0:
                 assert rank.meet(Gate.VALIDATE) is Arrival.OPEN
-                rank.averager.resume()
+                rank.averager.gates.resume()
         summary = rank.averager.summary
         return rank.x.clone(), rank.averager.state_dict()["rule_state"], summary.rounds, summary.consensuses
 
@@ -69,7 +71,7 @@ def test_a_round_after_a_gate_weighs_the_work_since_and_learns_all_the_anchor_la
             move(rank, steps, speed)
             assert rank.meet(Gate.VALIDATE) is Arrival.OPEN
             shown = rank.x.clone()
-            rank.averager.resume()
+            rank.averager.gates.resume()
             move(rank, 2, (0.02, 0.01)[rank.averager.summary.rank], last=Action.ROUND)
             return shown, rank.x.clone()
 
@@ -91,7 +93,7 @@ def test_what_no_work_is_counted_for_is_brought_by_one_for_all() -> None:
     def body(rank: Rank) -> Any:
         move(rank, 4, 0.1)
         assert rank.meet(Gate.VALIDATE) is Arrival.OPEN
-        rank.averager.resume()
+        rank.averager.gates.resume()
         rank.averager.tick(Action.ROUND, 1.0, stepped=False)  # mixed precision skips a step
         return rank.x.clone(), rank.averager.summary.rounds
 
@@ -131,13 +133,13 @@ def test_a_consensus_that_fails_leaves_no_message_behind(stops) -> None:
     turn, sent = Turnstile(), []
 
     def body(rank: FaultyRank) -> Any:
-        server, averager = rank.averager._server, rank.averager
+        server, averager = rank.averager.control._loop, rank.averager
         recover = server._recover
 
         def recover_and_stop(error: Any) -> None:
             if stops:
-                averager.stop_requested = True
-                averager.vote(stop=True)
+                averager.gates.request_stop()
+                averager.gates.vote(Vote.STOP)
             recover(error)
 
         server._recover = recover_and_stop
@@ -148,7 +150,7 @@ def test_a_consensus_that_fails_leaves_no_message_behind(stops) -> None:
             turn.set("here")
         else:  # the other one waits at the gate, and has said what it brings along
             turn.wait("here")
-            rank.averager.vote(end=True)
+            rank.averager.gates.vote(Vote.END)
             assert sent[0].wait(20.0)
         arrival = rank.meet(Gate.EPOCH_END)
         if arrival is Arrival.STOP:
@@ -171,13 +173,13 @@ def test_the_bell_of_a_vote_outlives_the_header_that_failed() -> None:
     def body(rank: FaultyRank) -> bool:
         averager = rank.averager
         if rank.number == 0:
-            averager.stop_requested = True
+            averager.gates.request_stop()
         for _ in range(4000):
             rank.train(1)
             never.wait(0.001)  # a step takes time
-            if averager.stop_agreed:
+            if Vote.STOP in averager.gates.agreed:
                 break
-        agreed = averager.stop_agreed
+        agreed = Vote.STOP in averager.gates.agreed
         rank.meet(Gate.STOP)
         return agreed
 
@@ -189,25 +191,26 @@ def test_the_bell_of_a_vote_outlives_the_header_that_failed() -> None:
 
 def test_what_was_packed_is_what_is_sent(monkeypatch) -> None:
     """A round in which this replica is absent does not land in a bucket that it has just packed."""
-    from lightning_async.engine.averaging import own_header
-    from lightning_async.engine.replica import Replica
+    from lightning_async.engine.averaging.wing import AveragingWing
+    from lightning_async.engine.buckets import Buckets
 
     packed: dict[int, float] = {}
     announced: list[bool] = []
-    pack, announce = Replica.pack_, own_header.OwnHeader.announced
+    used, announce = Buckets.used, AveragingWing._announce
 
-    def noted_pack(self: Replica, bucket: torch.Tensor, for_round: bool = False) -> None:
-        pack(self, bucket, for_round)
-        if bucket is self.sent:
-            packed[id(self)] = bucket[0].item()
+    @contextmanager
+    def noted_use(self: Buckets, message: Any = None) -> Iterator[None]:
+        with used(self, message):
+            yield
+            if message is not None:
+                packed[id(self)] = self.sent[0].item()
 
-    def noted_announce(self: Any, header: Any, message: Any) -> Any:
-        if not message.announced:
-            announced.append(self._replica.sent[0].item() == packed[id(self._replica)])
-        return announce(self, header, message)
+    def noted_announce(self: AveragingWing, message: Any) -> None:
+        announced.append(self._buckets.sent[0].item() == packed[id(self._buckets)])
+        announce(self, message)
 
-    monkeypatch.setattr(Replica, "pack_", noted_pack)
-    monkeypatch.setattr(own_header.OwnHeader, "announced", noted_announce)
+    monkeypatch.setattr(Buckets, "used", noted_use)
+    monkeypatch.setattr(AveragingWing, "_announce", noted_announce)
 
     def body(rank: FaultyRank) -> None:
         for epoch in range(20):
@@ -255,9 +258,9 @@ def test_going_back_to_synchronous_steps_while_others_wait_or_validate() -> None
         validations = 0
         for _ in range(16 if rank.number else 5):
             rank.train(1)
-            if rank.averager.validation_asked or (rank.number and rank.averager.step == 5):
+            if Vote.VALIDATE in rank.averager.gates.agreed or (rank.number and rank.averager.step == 5):
                 assert rank.meet(Gate.VALIDATE) is Arrival.OPEN
-                rank.averager.resume()
+                rank.averager.gates.resume()
                 validations += 1
         while (arrival := rank.meet(Gate.TRAIN_END)) is not Arrival.OPEN:
             assert arrival is Arrival.VALIDATE

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_async.comm.simulated.faulty import Fail, Fault
-from lightning_async.engine.header import Arrival, Gate
+from lightning_async.engine.header import Arrival, Gate, Vote
 from lightning_async.rules import DeltaMean, DiLoCo, EveryNSteps, Synchronous, Warmup
 from tests.engine.fault_ranks import HEADER, NEVER, PAYLOAD, FaultyRank, values
 
@@ -45,7 +45,7 @@ def own_pace(plans: list[tuple[int, int]]):
             size = 1.0 + (i + rank.number) % 3
             rank.train(1, samples=size)
             samples += size
-            if averager.validation_asked or (every and (i + 1) % every == 0):
+            if Vote.VALIDATE in averager.gates.agreed or (every and (i + 1) % every == 0):
                 validate()
         while (arrival := rank.meet(Gate.TRAIN_END)) is not Arrival.OPEN:
             assert arrival is Arrival.VALIDATE, arrival
@@ -197,7 +197,7 @@ def test_a_vote_at_the_last_gate_is_the_same_for_all(switching) -> None:
     def body(rank: FaultyRank) -> Any:
         rank.train(3)
         if rank.number == 0:
-            rank.averager.stop_requested = True
+            rank.averager.gates.request_stop()
         arrival = rank.meet(Gate.TRAIN_END)
         if arrival is Arrival.STOP:
             assert rank.meet(Gate.STOP) is Arrival.OPEN

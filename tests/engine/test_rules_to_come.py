@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 
 from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.header import Arrival, Gate
-from lightning_async.engine.replica import Replica
 from lightning_async.rules import DeltaMean, DiLoCo, EveryNSteps, Synchronous, Warmup
 from tests.engine.ranks import Rank, bits, run
 from tests.rules.coming import Compressed, Eager, Elastic, PushSum
@@ -27,9 +25,9 @@ def test_a_rendezvous_shows_the_centre_and_training_goes_on_from_the_local_model
         assert rank.meet(Gate.VALIDATE) is Arrival.OPEN
         shown = rank.x.clone()
         assert rank.meet(Gate.EPOCH_END) is Arrival.OPEN
-        assert rank.averager._box.message is None, "what it shows is not its own to send"
+        assert rank.averager._buckets.message is None, "what it shows is not its own to send"
         again = rank.x.clone()
-        rank.averager.resume()
+        rank.averager.gates.resume()
         restored = rank.x.clone()
         rank.train(8)
         assert rank.meet() is Arrival.OPEN
@@ -65,8 +63,8 @@ def test_an_absent_replica_with_a_model_of_its_own_stays_where_it_is() -> None:
         if rank.averager.summary.rank == 0:
             rank.train(20)
         before = rank.x.clone()
-        rank.averager.rendezvous(Gate.TRAIN_END)
-        rank.averager.resume()
+        rank.averager.gates.rendezvous(Gate.TRAIN_END)
+        rank.averager.gates.resume()
         return before, rank.x.clone(), rank.averager.summary.rounds
 
     busy, absent = run(2, body, rule=Elastic(), schedule=EveryNSteps(4), config={"overlap": False})
@@ -161,9 +159,9 @@ def test_a_checkpoint_holds_what_is_common_once_and_the_rest_for_each_replica() 
 
 
 def test_a_topology_without_a_transport_is_refused() -> None:
-    collectives: Any = SimpleNamespace(rank=0, world_size=2)
+    control: Any = None
     with pytest.raises(ValueError, match=r"PushSum\(\).*DirectedRing\(\).*only AllMean\(\)"):
-        BackgroundAverager(collectives, None, Replica(torch.nn.Linear(2, 2)), PushSum(), EveryNSteps(3))  # type: ignore
+        BackgroundAverager(control, PushSum(), EveryNSteps(3))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_async.comm.simulated.inprocess import InProcessWorld
 from lightning_async.engine.digest import digest
+from lightning_async.engine.gradients import synchronous
 from lightning_async.engine.header import Arrival, Gate
 from lightning_async.engine.replica import Replica
 from lightning_async.errors import AsyncTrainingError
@@ -97,10 +98,10 @@ def test_complex_parameters_are_pairs_of_real_ones() -> None:
         assert x.tolist() == [1.5 + 1j] * 3
     module = Complex()
     module.weight.grad = torch.full((3,), 2 - 1j)
-    replica = Replica(module)
-    replica.pack_gradients_(replica.sent)
-    assert replica.sent.tolist() == [2.0, -1.0] * 3
-    replica.unpack_gradients_(torch.arange(6.0), replica.used())
+    replica, bucket = Replica(module), torch.zeros(6)
+    synchronous._pack_(replica, bucket, 1.0)
+    assert bucket.tolist() == [2.0, -1.0] * 3
+    synchronous._unpack_(replica, torch.arange(6.0), torch.ones(1), 1.0)
     assert module.weight.grad.tolist() == [1j, 2 + 3j, 4 + 5j]
 
 
@@ -199,12 +200,12 @@ def test_buffers_that_move_without_a_step_are_agreed_on() -> None:
     def body(rank: Rank, module: Any, number: int) -> Any:
         rank.train(2)
         assert rank.meet(Gate.VALIDATE) is Arrival.OPEN
-        rank.averager.resume()
+        rank.averager.gates.resume()
         shown = rank.x.clone()
         module.norm.running_mean += number
         rank.averager.tick(Action.LOCAL, 1.0, stepped=False)
         assert rank.meet(Gate.VALIDATE) is Arrival.OPEN
-        return shown, rank.x.clone(), module.norm.running_mean.clone(), rank.averager.moved_at_gate
+        return shown, rank.x.clone(), module.norm.running_mean.clone(), rank.averager.gates.moved_at_gate
 
     for shown, x, mean, moved in on_ranks(lambda: Model(norm=nn.BatchNorm1d(3, affine=False)), body, 3, schedule=NEVER):
         torch.testing.assert_close(mean, torch.ones(3))
@@ -301,7 +302,7 @@ def test_parameters_that_are_unfrozen_at_a_gate_travel_from_then_on(rule) -> Non
         assert rank.meet(Gate.EPOCH_END) is Arrival.OPEN
         anchor = rank.averager.state_dict()["rule_state"].get("anchor")
         module.backbone.requires_grad_(True)
-        rank.averager.resume()
+        rank.averager.gates.resume()
         carried = rank.averager.state_dict()["rule_state"].get("anchor")
         with torch.no_grad():
             module.backbone.add_(number)

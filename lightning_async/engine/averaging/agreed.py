@@ -1,73 +1,153 @@
-"""Applying a committed round: the rule's state, the work, the buckets' roles, and what the training thread takes."""
+"""What replicas have agreed on: the rule's state, and which work is in no agreement yet."""
 
 from __future__ import annotations
 
 import copy
-import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from lightning_async.engine.averaging.ballot import Kind
-from lightning_async.engine.averaging.mailbox import Arrived, Mailbox, Work
-from lightning_async.engine.averaging.payload import Exchange
-from lightning_async.engine.replica import Replica
+from lightning_async.engine.averaging.config import Weighting
+from lightning_async.engine.buckets import Buckets
+from lightning_async.engine.mailbox import Mailbox
 from lightning_async.flat import FlatLayout
 from lightning_async.rules.averaging.protocol import AveragingRule
 
-__all__ = ["Commits"]
+__all__ = ["Agreed", "Ledger", "Work"]
 
 
-class Commits:
-    """What all replicas have committed: equal on all of them between rounds.
+@dataclass(frozen=True)
+class Work:
+    """An amount of work of one replica."""
 
-    Args:
-        replica: the tensors and buckets.
-        rule: what a mean message means.
-        mailbox: what is shared with the training thread.
-        rank: this replica's.
-        now: a monotonic clock, in seconds.
+    samples: float = 0.0
+    steps: float = 0.0
+
+    def __sub__(self, other: Work) -> Work:
+        return Work(self.samples - other.samples, self.steps - other.steps)
+
+    def weight(self, weighting: Weighting) -> float:
+        """What it counts in a mean."""
+        if weighting == "equal":
+            return float(self.steps > 0 or self.samples > 0)
+        return self.steps if weighting == "steps" else self.samples
+
+
+@dataclass
+class Ledger:
+    """Two counts of one replica's work: counted when a step is done, counted off when a round that holds it commits.
+
+    ``work`` weighs it in the next mean, and an agreement ends it. ``since_round`` is the clock of rounds, and goes on
+    over agreements. Every field is read and written under `Mailbox.changed`.
     """
 
-    def __init__(
-        self,
-        replica: Replica,
-        rule: AveragingRule,
-        mailbox: Mailbox,
-        rank: int,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.next_round = 1
-        """The round that comes next; equal on all ranks, but for one that lost the last answer."""
+    now: Callable[[], float] = time.monotonic
+    work: Work = field(default_factory=Work)
+    """What no round holds, since replicas last agreed: its weight."""
+    since_round: float = 0.0
+    """Steps that no round holds."""
+    reported: Work = field(default_factory=Work)
+    """What the last committed message held; none after a consensus."""
+    last_round: float = 0.0
+    """When a round was last committed."""
+    fresh: bool = False
+    """Synchronous steps were taken since the rule's state was begun: that begins anew with the next round."""
+    synchronous: bool = False
+    """The replica takes synchronous steps: nobody goes on without it, and it is not excused for being slow."""
+
+    before_s: float = 0.0
+    """Seconds since the last round, where training goes on from a checkpoint."""
+
+    def start(self) -> None:
+        """Training begins."""
+        self.last_round = self.now() - self.before_s
+
+    def step(self, samples: float) -> None:
+        """A local step is done."""
+        self.work = Work(self.work.samples + samples, self.work.steps + 1)
+        self.since_round += 1
+
+    def agree(self) -> None:
+        """All replicas hold one model: what this one did is in it. The clock of rounds goes on."""
+        self.work, self.reported = Work(), Work()
+
+    def round(self, work: Work | None, steps: float = 0.0) -> None:
+        """A round is committed; ``work`` and ``steps`` are this replica's in it, None if it was absent."""
+        self.last_round = self.now()
+        if work is not None:
+            self.work, self.reported = self.work - work, work
+            self.since_round -= steps
+
+    def synchronous_step(self, work: Work | None) -> None:
+        """Gradients are averaged; ``work`` is this replica's share, None where it has gone on to local steps."""
+        self.fresh, self.last_round = True, self.now()
+        if work is not None or self.synchronous:
+            # Shared already: what is kept is only who has the newest model, should a rendezvous come next.
+            self.work, self.reported, self.since_round = work or Work(), Work(), 0.0
+
+    def begin(self) -> None:
+        """The rule's state begins here."""
+        if self.fresh:
+            self.fresh, self.since_round, self.last_round = False, 0.0, self.now()
+
+    def part(self) -> None:
+        """Synchronous steps are over: replicas part from here."""
+        self.work, self.since_round = Work(), 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The clock, and whether steps are synchronous."""
+        return {
+            "synchronous": self.synchronous,
+            "fresh": self.fresh,
+            "steps_since_round": self.since_round,
+            "seconds_since_round": self.now() - self.last_round,
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on from there; before `start`."""
+        self.synchronous, self.fresh = bool(saved["synchronous"]), bool(saved["fresh"])
+        self.since_round = float(saved.get("steps_since_round", 0.0))
+        self.before_s = float(saved.get("seconds_since_round", 0.0))
+
+
+class Agreed:
+    """The rule's state, equal on all replicas between rounds. Changes under `Mailbox.committing` only.
+
+    Args:
+        rule: what a mean message means.
+        buckets: `received` holds parameters that are equal on all ranks.
+        mailbox: holds the lock.
+    """
+
+    def __init__(self, rule: AveragingRule, buckets: Buckets, mailbox: Mailbox) -> None:
+        self.rule = rule
         self.rule_state: Any = None
-        self.rule_lock = threading.Lock()
-        """Held while the rule's state changes, or is read whole."""
-        self._replica, self._rule, self._mailbox = replica, rule, mailbox
-        self._rank, self._now = rank, now
-        self.init_rule(replica.of_rule(replica.received))
+        self._replica, self._buckets, self._mailbox = buckets.replica, buckets, mailbox
+        self.init_rule(self._replica.of_rule(buckets.received))
 
     def init_rule(self, params: Tensor) -> None:
         """Begin the rule's state with parameters that are equal on all ranks."""
-        self.rule_state = self._rule.init(params, self._replica.layout)
+        self.rule_state = self.rule.init(params, self._replica.layout)
 
     def state_dict(self) -> dict[str, Any]:
         """What is equal on all replicas, copied."""
-        with self.rule_lock:
-            round_id, state = self.next_round, self._copied(own=False)
+        with self._mailbox.committing:
+            round_id, state = self._mailbox.next_exchange, self._copied(own=False)
         layout = self._replica.layout
         places = [[name, size] for name, size in zip(layout.names, layout.sizes, strict=True)]
-        return {"round": round_id, "rule": type(self._rule).__qualname__, "rule_state": state, "parameters": places}
+        return {"round": round_id, "rule": type(self.rule).__qualname__, "rule_state": state, "parameters": places}
 
     def rule_state_dict(self, own: bool) -> dict[str, Any]:
         """Of the rule's state what is this replica's ``own``, or else what is equal on all; copied."""
-        with self.rule_lock:
+        with self._mailbox.committing:
             return self._copied(own)
 
     def _copied(self, own: bool) -> dict[str, Any]:
-        state = self._rule.state_dict(self.rule_state)
-        return {k: copy.deepcopy(v) for k, v in state.items() if (k in self._rule.per_replica) == own}
+        state = self.rule.state_dict(self.rule_state)
+        return {k: copy.deepcopy(v) for k, v in state.items() if (k in self.rule.per_replica) == own}
 
     def load_state_dict(self, saved: dict[str, Any], own: dict[str, Any]) -> None:
         """Go on from `state_dict`; what ``own`` lacks of the rule's state begins anew.
@@ -75,15 +155,15 @@ class Commits:
         Raises:
             ValueError: the state is another rule's.
         """
-        mine = type(self._rule).__qualname__
+        mine = type(self.rule).__qualname__
         if saved["rule"] != mine:
             raise ValueError(
-                f"`rule={self._rule!r}` cannot go on from a checkpoint that `{saved['rule']}` wrote: pass that rule."
+                f"`rule={self.rule!r}` cannot go on from a checkpoint that `{saved['rule']}` wrote: pass that rule."
             )
-        self.next_round = int(saved["round"])
+        self._mailbox.next_exchange = int(saved["round"])
         state = self._fitted(saved["rule_state"], saved.get("parameters"))
         whole = {**self.rule_state_dict(own=True), **state, **own}
-        self.rule_state = self._rule.load_state_dict(self.rule_state, whole)
+        self.rule_state = self.rule.load_state_dict(self.rule_state, whole)
 
     def _fitted(self, state: dict[str, Any], places: Sequence[Any] | None) -> dict[str, Any]:
         """A saved state for this layout: parameters may have been frozen or unfrozen since; new ones begin anew."""
@@ -92,121 +172,31 @@ class Commits:
             return state
         sizes, now = [size for _, size in places], self.rule_state_dict(own=False)
         fitted = dict(state)
-        for field, old in state.items():
-            new = now.get(field)
+        for key, old in state.items():
+            new = now.get(key)
             if isinstance(old, Tensor) and isinstance(new, Tensor) and old.shape == (sum(sizes),):
                 was = dict(zip((name for name, _ in places), old.split(sizes), strict=True))
                 for name, part in zip(layout.names, new.split(layout.sizes), strict=True):
                     if name in was and was[name].shape == part.shape:
                         part.copy_(was[name])
-                fitted[field] = new
+                fitted[key] = new
         return fitted
 
     def follow_layout(self, before: FlatLayout) -> None:
         """Begin the rule's state anew for another layout, with what is known of the parameters that were there before.
 
         Args:
-            before: the layout that the state was made for; the replica's `received` bucket holds the parameters now.
+            before: the layout that the state was made for; the `received` bucket holds the parameters now.
         """
         after = self._replica.layout
         old = _flat_tensors(self.rule_state, before.numel)
-        self.init_rule(self._replica.of_rule(self._replica.received))
+        self.init_rule(self._replica.of_rule(self._buckets.received))
         for name, tensor in _flat_tensors(self.rule_state, after.numel).items():
             if name in old:
                 was = dict(zip(before.names, before.views(old[name]), strict=True))
                 for parameter, view in zip(after.names, after.views(tensor), strict=True):
                     if parameter in was:
                         view.copy_(was[parameter])
-
-    def apply(self, exchange: Exchange) -> None:
-        """Advance the rule's state and hand the result to the training thread."""
-        replica, message, kind = self._replica, exchange.message, exchange.decision.kind
-        target = replica.of_rule(exchange.landing)
-        with self.rule_lock:
-            if kind is Kind.START:
-                self.init_rule(target)
-            elif kind is Kind.ROUND:
-                sent = replica.of_rule(replica.sent) if message is not None and exchange.healthy else None
-                self.rule_state = self._rule.merge_(sent, target, self.rule_state, exchange.round)
-            elif kind is Kind.CONSENSUS:
-                agreed = self._rule.agree(target, self.rule_state)
-                if agreed is not target:
-                    target.copy_(agreed)
-                if exchange.decision.fresh:
-                    self.init_rule(target)
-            self.next_round += 1
-        replica.to_training.give()
-        with self._mailbox.changed:
-            self._mailbox.changed.wait_for(lambda: not self._mailbox.in_use)
-            self._hand_over(exchange, self._base(exchange))
-
-    def _base(self, exchange: Exchange) -> Tensor | None:
-        """What the target is a displacement from, and the buckets' new roles."""
-        replica, message, pending = self._replica, exchange.message, self._mailbox.arrived
-        if exchange.decision.kind is not Kind.ROUND:
-            return None
-        if message is not None:
-            return replica.sent if exchange.healthy else None
-        if not self._rule.absent_follow:
-            return None
-        # Absent: from the last target to the new one. With a round that is not merged yet, from where that began.
-        last, replica.received = replica.received, exchange.landing
-        if exchange.landing is replica.sent:
-            replica.sent = last
-        if self._mailbox.synchronous:  # there is no last target, and all that it did is in the others' models
-            return None
-        return pending.base if pending is not None else last
-
-    def _hand_over(self, exchange: Exchange, base: Tensor | None) -> None:
-        """Count the work off and put the result where the training thread takes it."""
-        box, message, kind = self._mailbox, exchange.message, exchange.decision.kind
-        pending = box.arrived
-        if kind is Kind.START:
-            box.fresh = False
-            return
-        if kind is Kind.GRADIENTS:
-            box.fresh, box.last_commit = True, self._now()
-            if message is not None or box.synchronous:  # else it has gone on to local steps, which count
-                # Shared already: what is kept is only who has the newest model, should a rendezvous come next.
-                box.work, box.reported = message.work.copy() if message is not None else Work(), Work()
-                box.since_round = 0.0
-            if box.message is not None and box.message.announced and message is None:
-                box.message = None  # made with a rule state that begins anew; its work stays for another one
-            if message is None:
-                return
-        elif kind is Kind.CONSENSUS:
-            # Replicas agree: nothing is left to weigh. What the rule has yet to learn stays owed; its clock goes on.
-            if box.fresh:
-                box.fresh, box.since_round, box.last_commit = False, 0.0, self._now()
-            if not self._rule.restores_local:
-                box.agree()
-        else:
-            box.last_commit = self._now()
-            if message is not None:
-                box.work, box.reported = box.work - message.work, message.work
-                box.since_round -= message.steps
-            elif not self._rule.absent_follow:
-                return  # others have met; this replica stays where it is
-        if message is not None:
-            box.message = None
-        box.arrived = Arrived(
-            kind=kind,
-            round=exchange.round,
-            message=message or (pending.message if pending is not None else None),
-            target=exchange.landing,
-            base=base,
-            share=exchange.decision.weights[self._rank],
-            num_present=sum(w > 0.0 for w in exchange.decision.weights),
-            has_source=exchange.has_source,
-            header_s=exchange.header_s,
-            exchange_s=exchange.exchange_s,
-            spread=exchange.spread,
-            message_bytes=exchange.message_bytes,
-            used=exchange.used,
-            apart=exchange.apart,
-            healed=not exchange.healthy or (pending is not None and pending.healed),
-        )
-        box.changed.notify_all()
 
 
 def _flat_tensors(state: Any, numel: int) -> dict[str, Tensor]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from lightning_async.engine.averaging.ballot import Kind
+from lightning_async.engine.averaging.records import Merge
 
-__all__ = ["RoundReport", "RunSummary"]
+__all__ = ["Reports", "RoundReport", "RunSummary"]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -16,7 +20,7 @@ class RoundReport:
 
     Args:
         id: number of the round.
-        kind: averaging round or consensus.
+        is_consensus: the exchange was a consensus, not an averaging round.
         share: this replica's weight in the mean; 0 if it was absent.
         num_present: replicas with a weight.
         staleness_steps: local steps between the snapshot and the merge.
@@ -30,7 +34,7 @@ class RoundReport:
     """
 
     id: int
-    kind: Kind
+    is_consensus: bool
     share: float
     num_present: int
     staleness_steps: int
@@ -70,7 +74,7 @@ class RunSummary:
 
     def add(self, report: RoundReport) -> None:
         """Count one round."""
-        if report.kind is Kind.CONSENSUS:
+        if report.is_consensus:
             self.consensuses += 1
             self.gate_exchange_s += report.exchange_s
         else:
@@ -157,6 +161,60 @@ class RunSummary:
                 "waiting at rendezvous": f"{self.idle_s:.2f} s of {self.elapsed_s:.1f} s",
             }
         )
+
+
+class Reports:
+    """Makes reports and adds them to a summary.
+
+    Args:
+        summary: of the run.
+    """
+
+    def __init__(self, summary: RunSummary) -> None:
+        self.summary = summary
+        self.merge_s = 0.0
+        """Packing and merging since the last report."""
+        self.blocked_s = 0.0
+        """Standing still for the round under way."""
+        self.round_s = 0.0
+        """What the last round's exchange took."""
+
+    def add(self, arrived: Merge, step: int, failed_rounds: int, samples_by_rank: Sequence[float]) -> RoundReport:
+        """The report of a round that was merged at ``step``."""
+        report = RoundReport(
+            id=arrived.id,
+            is_consensus=arrived.is_consensus,
+            share=arrived.share,
+            num_present=sum(weight > 0.0 for weight in arrived.plan.weights),
+            staleness_steps=step - arrived.message.step if arrived.message is not None else 0,
+            payload_bytes=arrived.message_bytes,
+            header_s=arrived.header_s,
+            exchange_s=arrived.exchange_s,
+            blocked_s=min(self.blocked_s, arrived.exchange_s),
+            merge_s=self.merge_s,
+            spread=math.sqrt(arrived.tally),
+            healed=arrived.healed,
+        )
+        if report.healed:
+            self._warn_of_healing(step, report.id)
+        self.blocked_s = self.merge_s = 0.0
+        self.round_s = arrived.exchange_s
+        self.summary.add(report)
+        self.summary.failed_rounds = failed_rounds
+        self.summary.samples_by_rank = list(samples_by_rank)
+        return report
+
+    def _warn_of_healing(self, step: int, round_id: int) -> None:
+        """Once as a warning; a replica that is healed again and again has a cause that averaging cannot mend."""
+        again = self.summary.healed
+        log.log(
+            logging.ERROR if again else logging.WARNING,
+            "Rank %d: its parameters, buffers or optimizer state are not finite at step %d; it takes part in round %d "
+            "with weight zero, takes over the other replicas' model, and its optimizer state begins anew.%s Lower its "
+            "learning rate or clip its gradients.",
+            self.summary.rank, step, round_id,
+            f" That was needed {again} time(s) before: the cause goes on." if again else "",
+        )  # fmt: skip
 
 
 def _table(rows: Mapping[str, str]) -> str:

@@ -17,13 +17,34 @@ S = TypeVar("S")
 class Topology:
     r"""How messages travel: replica :math:`i` receives :math:`\sum_j W_{ij} u_j` of the messages :math:`u_j`.
 
-    One subclass per choice of weights :math:`W`. The engine refuses a rule with one that it does not know.
+    One subclass per choice of weights :math:`W`. The engine refuses a rule with one that it cannot serve.
     """
+
+    def row(self, round: Round) -> tuple[float, ...]:
+        r""":math:`W_{i\cdot}`: the weight, for the replica ``round.rank``, of every replica's message."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class AllMean(Topology):
-    r"""Every replica receives the work-weighted mean of all replicas' messages, :math:`W_{ij} = w_j`."""
+    r"""Every replica receives the work-weighted mean of all replicas' messages.
+
+    .. math:: W_{ij} = w_j = \frac{n_j}{\sum_k n_k}
+
+    :math:`n_j` is replica :math:`j`'s work. Where nobody has any, the first that brings steps stands for all.
+
+    >>> AllMean().row(Round(id=1, rank=0, work=(1.0, 3.0)))
+    (0.25, 0.75)
+    >>> AllMean().row(Round(id=1, rank=0, work=(0.0, 0.0), steps=(0.0, 2.0)))
+    (0.0, 1.0)
+    """
+
+    def row(self, round: Round) -> tuple[float, ...]:
+        total = sum(round.work)
+        if total > 0.0:
+            return tuple(work / total for work in round.work)
+        owing = [rank for rank, steps in enumerate(round.steps) if steps > 0.0]
+        return tuple(float(rank == (owing or [0])[0]) for rank in range(len(round.work)))
 
 
 class Round(NamedTuple):
@@ -102,6 +123,13 @@ class AveragingRule(Protocol[S]):
 
         ``sent`` is None on a replica that was absent, or whose parameters were not finite: that one takes over what is
         in ``received``. Returns the state after the round.
+        """
+        ...
+
+    def abandon_(self, sent: Tensor, state: S) -> S:
+        """This replica's message, in ``sent``, goes nowhere: no round will hold it.
+
+        Returns the state, of which only the fields in `per_replica` may have changed.
         """
         ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -10,16 +11,17 @@ from typing import NoReturn
 from torch import Tensor
 
 from lightning_async.comm.membership.membership import Membership
-from lightning_async.comm.protocols import Collectives, ElasticCollectives, Pending
-from lightning_async.engine.averaging.config import AveragerConfig
-from lightning_async.engine.averaging.mailbox import Mailbox
-from lightning_async.engine.averaging.waiting import Closed, Waiter
+from lightning_async.comm.protocols import Collectives, ElasticCollectives
 from lightning_async.engine.calls import Calls
+from lightning_async.engine.deadlines import Deadlines
 from lightning_async.engine.header import Gate
-from lightning_async.errors import CollectiveTimeout, PeerLost
+from lightning_async.engine.mailbox import Mailbox
+from lightning_async.engine.transfer import Closed, Transfer
+from lightning_async.errors import CollectiveError, CollectiveTimeout, PeerLost
 
 __all__ = ["Regroup"]
 
+log = logging.getLogger(__name__)
 _SLICE = timedelta(seconds=1)
 
 
@@ -28,24 +30,22 @@ class Regroup:
 
     Args:
         roots: the root communicators: for CPU tensors, and for payloads, which may be the same.
-        header: a fork of the first, over which ranks compare their calls in the new groups.
         membership: knows who lives, and which generation is next.
         mailbox: says when the engine closes.
-        waiter: waits for the operations.
+        transfer: by which ranks compare their calls in the new groups.
         calls: of the training thread, which go on in the new groups.
-        config: how long to wait for the others.
+        deadlines: how long to wait for the others.
         now: a monotonic clock, in seconds.
     """
 
     def __init__(
         self,
         roots: tuple[Collectives, Collectives],
-        header: Collectives,
         membership: Membership,
         mailbox: Mailbox,
-        waiter: Waiter,
+        transfer: Transfer,
         calls: Calls | None,
-        config: AveragerConfig,
+        deadlines: Deadlines,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         first, second = roots
@@ -55,17 +55,44 @@ class Regroup:
         """False where the transport cannot: then the first failure is the last."""
         self._rank, self._world_size = first.rank, first.world_size
         self._membership, self._mailbox = membership, mailbox
-        self._header, self._waiter, self._calls = header, waiter, calls
-        self._deadlines, self._now = config.deadlines, now
+        self._transfer, self._calls = transfer, calls
+        self._deadlines, self._now = deadlines, now
+        self.attempts = 0
+        """Failures in a row."""
 
-    def __call__(self, round_id: int) -> int:
-        """The new generation, once all ranks are in it and their training threads' calls go on there.
+    def after(self, error: CollectiveError) -> int:
+        """Try until all ranks have met again; the number of the generation in which they have.
 
         Raises:
             PeerLost: names the ranks that are lost.
-            CollectiveError: not everybody came, or the groups could not be formed.
+            CollectiveError: too many attempts have failed.
             Closed: the engine closes.
         """
+        box = self._mailbox
+        while True:
+            self.attempts += 1
+            box.failed += 1
+            if self.attempts >= self._deadlines.attempts:
+                raise CollectiveError(
+                    f"Rank {self._rank}: round {box.next_exchange} failed {self.attempts} times in a row; the "
+                    f"last time: {error} If the network is slow, raise `Deadlines(payload=...)`."
+                ) from error
+            log.info("Rank %d: round %d failed: %s", self._rank, box.next_exchange, error)
+            try:
+                generation = self._meet(box.next_exchange)
+            except PeerLost:
+                raise
+            except CollectiveError as again:
+                error = again
+                continue
+            log.warning(
+                "Rank %d: round %d failed and is repeated by re-formed groups (number %d); no weight has changed. %s",
+                self._rank, box.next_exchange, generation, error,
+            )  # fmt: skip
+            return generation
+
+    def _meet(self, round_id: int) -> int:
+        """The new generation, once all ranks are in it and their training threads' calls go on there."""
         started = self._now()
         if self._calls is not None:
             self._calls.suspend()
@@ -85,14 +112,11 @@ class Regroup:
             root.reconfigure(quorum)
         self._mailbox.trouble = None
         if self._calls is not None:
-            self._calls.settle(
-                lambda row: self._result(self._header.all_gather(row)),
-                lambda data, source: self._result(self._header.broadcast(data, source)),
-            )
+            self._calls.settle(self._transfer.gather, self._from)
         return quorum.generation
 
-    def _result(self, pending: Pending[Tensor]) -> Tensor:
-        return self._waiter.result(pending, self._deadlines.payload)
+    def _from(self, data: Tensor, source: int) -> Tensor:
+        return self._transfer.result(self._transfer.small.broadcast(data, source))
 
     def close(self) -> None:
         """The engine ends: from now on nothing is formed anew."""

@@ -1,0 +1,268 @@
+"""What all headers together decide: pure functions of the gathered rows, so that every rank decides alike.
+
+A row holds float64 numbers (exact for integers below 2**53): a header's common part, then each wing's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from lightning_async.engine.buckets import Kind, Message
+from lightning_async.engine.header import Gate, Header, Vote
+from lightning_async.errors import CollectiveError, GateMismatch, LayoutMismatch
+
+__all__ = [
+    "Decision",
+    "Plan",
+    "Verdict",
+    "Wing",
+    "decide",
+    "from_rows",
+    "ready_for",
+    "survey",
+    "to_row",
+]
+
+_ASKED_BY_STANDING = {Gate.VALIDATE: Vote.VALIDATE, Gate.STOP: Vote.STOP, Gate.SYNCHRONISE: Vote.SYNCHRONISE}
+
+
+class Plan(Protocol):
+    """What a wing makes of all headers, the same on every rank."""
+
+    @property
+    def kind(self) -> Kind | None:
+        """The kind of round that is to come; None where the messages that are ready hold nothing and are dropped."""
+        ...
+
+
+class Wing(Protocol):
+    """A capability, as the control plane sees it. All calls come on the engine's thread.
+
+    ``headers`` and ``parts`` hold the common and the wing's own part of every rank's header. What is made of them must
+    be a pure function, so that all ranks decide alike.
+    """
+
+    @property
+    def blank(self) -> tuple[Any, ...]:
+        """A part that says nothing."""
+        ...
+
+    def is_indispensable(self) -> bool:
+        """Whether nobody goes on without this rank, however late it is. Under the lock."""
+        ...
+
+    def compose(self) -> Any:
+        """This rank's part but for its message. Under the lock."""
+        ...
+
+    def complete(self, part: Any, message: Message | None, compare: bool) -> Any:
+        """The part with its message; ``compare``: all ranks stand at one gate, and say what they hold."""
+        ...
+
+    def is_due(self, parts: Sequence[Any]) -> bool:
+        """Whether a message is to be served before a gate can open."""
+        ...
+
+    def plan(self, priority: int, headers: Sequence[Header], parts: Sequence[Any]) -> Plan | None:
+        """What is exchanged where all are ready for the kind of round with this priority; None for another wing's."""
+        ...
+
+    def settle(self, headers: Sequence[Header], parts: Sequence[Any]) -> tuple[bool, Plan | None]:
+        """At a gate where all ranks stand: whether it may open, and else what is exchanged first, if anything."""
+        ...
+
+    def opened(self, here: bool) -> None:
+        """A gate has opened on all ranks, and all hold one model; ``here``: this one stood at it. Under the lock."""
+        ...
+
+    def drop(self) -> None:
+        """The messages that were ready hold nothing. Under the lock."""
+        ...
+
+
+class Verdict(NamedTuple):
+    """What all headers together decide.
+
+    Args:
+        common: what does not depend on a wing.
+        plan: what is exchanged.
+        wing: whose plan it is, by number.
+        opens: the gate at which all ranks stand opens.
+    """
+
+    common: Decision
+    plan: Plan | None = None
+    wing: int = 0
+    opens: bool = False
+
+    @property
+    def compare(self) -> bool:
+        """All ranks stand at one gate, which has yet to open: the next header says what they hold."""
+        return self.common.place is not Gate.NONE and not self.opens and not self.common.late
+
+
+def decide(headers: Sequence[Header], parts: Sequence[Sequence[Any]], wings: Sequence[Wing]) -> Verdict:
+    """What these headers mean; ``parts`` by wing, then by rank.
+
+    Raises:
+        GateMismatch, LayoutMismatch, CollectiveError: see `survey`.
+    """
+    due = any(wing.is_due(own) for wing, own in zip(wings, parts, strict=True))
+    common = survey(headers, busy=due)
+    if common.catch_up is not None or common.late:
+        return Verdict(common)
+    if not due and all(h.gate is not Gate.NONE for h in headers):
+        if common.place is Gate.NONE:
+            return Verdict(common)
+        settled = [wing.settle(headers, own) for wing, own in zip(wings, parts, strict=True)]
+        for number, (_, plan) in enumerate(settled):
+            if plan is not None:
+                return Verdict(common, plan, number)
+        return Verdict(common, opens=all(ok for ok, _ in settled))
+    priority = ready_for(headers)
+    for number, (wing, own) in enumerate(zip(wings, parts, strict=True)):
+        plan = wing.plan(priority, headers, own) if priority else None
+        if plan is not None:
+            if plan.kind is not None:
+                _check_layouts(headers)
+            return Verdict(common, plan, number)
+    return Verdict(common)
+
+
+class Decision(NamedTuple):
+    """What all headers together mean, the same on every rank, before any wing is asked.
+
+    Args:
+        votes: what some rank asks for.
+        catch_up: the exchange that some rank committed and others did not; those that did not commit it now.
+        late: some ranks have seen the last gate open and others lost the answer; it opens for these now.
+        place: the gate at which every rank stands, and which may open; of ``late``, the one that has opened.
+        moved: whether the model has changed, on any rank, since the gate before that.
+        clock: steps of all ranks when that gate opens.
+    """
+
+    votes: Vote = Vote.NONE
+    catch_up: int | None = None
+    late: bool = False
+    place: Gate = Gate.NONE
+    moved: bool = False
+    clock: float = 0.0
+
+
+def survey(headers: Sequence[Header], busy: bool = False) -> Decision:
+    """What these headers, one per rank, mean for all wings.
+
+    Args:
+        headers: by rank.
+        busy: a message is to be served before a gate can open.
+
+    Raises:
+        GateMismatch: all ranks stand at gates, at different ones.
+        LayoutMismatch: they do, and hold different parameters.
+        CollectiveError: the ranks' exchanges differ by more than one.
+    """
+    votes = Vote.NONE
+    for header in headers:
+        votes |= header.votes | _ASKED_BY_STANDING.get(header.gate, Vote.NONE)
+    newest = max(h.exchange for h in headers)
+    behind = [rank for rank, h in enumerate(headers) if h.exchange < newest]
+    if behind:
+        if any(headers[rank].exchange != newest - 1 for rank in behind):
+            raise CollectiveError(f"Ranks {behind} have missed more than one round (newest is {newest - 1}).")
+        return Decision(votes=votes & (Vote.STOP | Vote.END), catch_up=newest - 1)
+    if len({h.opened for h in headers}) > 1:
+        last = max(headers, key=lambda h: h.opened)
+        at = {"place": last.last_gate, "moved": last.last_moved, "clock": last.last_clock}
+        return Decision(votes=votes & (Vote.STOP | Vote.END), late=True, **at)
+    if any(h.gate is Gate.NONE for h in headers):
+        return Decision(votes=votes)
+    _check_layouts(headers)
+    if busy or (place := _place(headers, votes)) is Gate.NONE:
+        return Decision(votes=votes)
+    clock, first = sum(h.clock for h in headers), headers[0]
+    moved = clock != first.last_clock or first.exchange != first.last_exchange
+    return Decision(votes=votes, place=place, moved=moved, clock=clock)
+
+
+def _place(headers: Sequence[Header], votes: Vote) -> Gate:
+    """The gate at which all stand; NONE where some of them must go to another one first."""
+    places = {(h.gate, h.gate_index if h.gate is Gate.EPOCH_END else 0) for h in headers}
+    gate = Gate.SYNCHRONISE if any(h.gate is Gate.SYNCHRONISE for h in headers) else headers[0].gate
+    if len(places) > 1 and votes & (Vote.VALIDATE | Vote.STOP):
+        return Gate.NONE  # the others join that one and come back
+    if len(places) > 1 and gate is not Gate.SYNCHRONISE:  # that opens while others wait elsewhere
+        where = ", ".join(f"rank {rank} at {h.gate.name} {h.gate_index}" for rank, h in enumerate(headers))
+        raise GateMismatch(
+            f"Ranks came to a rendezvous for different things: {where}. Epoch-end work (checkpoints, metrics, early "
+            "stopping) needs the same number of epochs on every rank: limit training by `max_epochs` rather than by "
+            "`max_steps`, or validate with `val_check_interval` instead of at the end of epochs."
+        )
+    if Vote.STOP in votes and gate is not Gate.STOP:
+        return Gate.NONE  # all leave together, by that one
+    return gate
+
+
+def ready_for(headers: Sequence[Header]) -> int:
+    """The kind of round that can go ahead, by its priority; 0: none can.
+
+    It is the highest that a rank has a message for, once every rank has one for it, or is excused. A rank that is ready
+    for a lower kind need not be waited for.
+
+    >>> ready_for([Header(ready=1), Header(excused=True)]), ready_for([Header(ready=1), Header()])
+    (1, 0)
+    """
+    wanted = max(h.ready for h in headers)
+    there = all(h.ready == wanted or h.excused or 0 < h.ready < wanted for h in headers)
+    # Where layouts differ for a while, some ranks have yet to follow a change of theirs.
+    return wanted if there and len({h.version for h in headers}) == 1 else 0
+
+
+def _check_layouts(headers: Sequence[Header]) -> None:
+    """Unequal sizes would abort the process inside the transport.
+
+    Raises:
+        LayoutMismatch: names every rank's fingerprint.
+    """
+    if len({h.layout for h in headers}) > 1:
+        raise LayoutMismatch(
+            f"The replicas' parameters differ: layout fingerprints by rank are {[h.layout for h in headers]}. Were "
+            "parameters added, removed, resized, frozen or unfrozen after training began, on some ranks only?"
+        )
+
+
+def to_row(parts: Sequence[tuple[Any, ...]]) -> list[float]:
+    """A header's parts, one behind the other, as numbers.
+
+    >>> to_row([Header(ready=2, votes=Vote.END)])[:3]
+    [1.0, 2.0, 2.0]
+    """
+    return [float(x.value) if isinstance(x, Vote) else float(x) for part in parts for x in _flat(part)]
+
+
+def from_rows(blanks: Sequence[tuple[Any, ...]], rows: Sequence[Sequence[float]]) -> list[list[Any]]:
+    """The parts that `to_row` laid out, each like its blank: by part, then by rank.
+
+    >>> from_rows([Header()], [to_row([Header(gate=Gate.STOP)])])[0][0].gate
+    <Gate.STOP: 4>
+    """
+    parts, start = [], 0
+    for blank in blanks:
+        end = start + len(_flat(blank))
+        parts.append([_like(blank, row[start:end]) for row in rows])
+        start = end
+    return parts
+
+
+def _flat(part: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A part's values; a tuple at its end is laid out behind the rest."""
+    return (*part[:-1], *part[-1]) if isinstance(part[-1], tuple) else part
+
+
+def _like(blank: tuple[Any, ...], row: Sequence[float]) -> Any:
+    """A part of the blank's type, with the row's numbers as what they were."""
+    has_tail = isinstance(blank[-1], tuple)
+    fixed = blank[:-1] if has_tail else blank
+    values = [x if isinstance(old, float) else type(old)(int(x)) for old, x in zip(fixed, row, strict=not has_tail)]
+    kind: Any = type(blank)
+    return kind(*values, *((tuple(row[len(fixed) :]),) if has_tail else ()))

@@ -1,0 +1,254 @@
+"""The flat memory in which a replica's values travel: two buckets, whose they are, and what they hold.
+
+    FREE --- the training thread packs ---> TRAINING --- a message is ready ---> FREE
+    FREE --- headers have decided on a payload ---> ENGINE --- committed: the result has arrived ---> FREE
+    FREE --- the training thread takes what has arrived ---> TRAINING --- merged ---> FREE
+
+From the moment in which a header is composed until it is served, no message may become ready: what the header said
+must stay true (`announced`). A rank whose training thread is late with taking a result may meanwhile miss further
+rounds. The engine leaves the two buckets alone then, and such a round lands in a third, borrowed one.
+
+`sent` holds the snapshot, from the first header on the message made of it, and after the round the snapshot again.
+`received` holds the last target: from there a replica moves that is absent from the next round.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_async.engine.mailbox import Mailbox
+from lightning_async.engine.replica import Replica
+
+__all__ = ["Buckets", "Exchange", "Kind", "Message", "Owner", "side_stream"]
+
+
+@dataclass
+class Message:
+    """A message that is packed in the `sent` bucket and waits for a round.
+
+    Args:
+        priority: of the kind of round that it is for.
+        step: the replica's step count at the snapshot.
+    """
+
+    priority: int
+    step: int
+
+
+class Kind(Protocol):
+    """One kind of round. All calls come on the engine's thread."""
+
+    def begin(self, plan: Any, id: int, parts: Sequence[Any]) -> Exchange:
+        """The record of what is to be exchanged: what this rank sends, and where the payload lands.
+
+        Args:
+            plan: what the headers decided, as the kind's wing says it.
+            id: of the exchange.
+            parts: the wing's part of every rank's header.
+        """
+        ...
+
+    def move(self, exchange: Any) -> None:
+        """Move the payload. Should that fail, nothing is lost that a commit, or the message, needs."""
+        ...
+
+    def commit(self, exchange: Any) -> None:
+        """Every rank has the payload: change what all replicas share. Under `Mailbox.committing`."""
+        ...
+
+    def hand_over(self, exchange: Any) -> None:
+        """Count the work off, and put the result where the training thread takes it. Under `Mailbox.changed`."""
+        ...
+
+
+@dataclass
+class Exchange:
+    """A payload on its way: one record, from the decision to the merge.
+
+    Args:
+        id: of the exchange, the same on all ranks.
+        kind: of the round.
+        message: this rank's; None if it is absent.
+        target: the bucket that the payload lands in.
+        tally: a number of this rank's; the commit makes it the sum over all ranks, but for one that lost its answer.
+        header_s: waiting for the slowest rank's header.
+        exchange_s: moving and committing the payload.
+    """
+
+    id: int
+    kind: Kind
+    message: Message | None
+    target: Tensor
+    tally: float = 0.0
+    header_s: float = 0.0
+    exchange_s: float = 0.0
+
+
+class Owner(enum.Enum):
+    """Who may touch the buckets."""
+
+    FREE = "free"
+    TRAINING = "training"
+    ENGINE = "engine"
+
+
+class Buckets:
+    """Two flat fp32 buckets of a replica, the one message and the one result that they can hold.
+
+    Args:
+        replica: says what there is to hold, and where.
+        mailbox: its lock is theirs.
+    """
+
+    def __init__(self, replica: Replica, mailbox: Mailbox) -> None:
+        self.replica, self._changed = replica, mailbox.changed
+        self.owner = Owner.FREE
+        self.announced = False
+        """A header is under way."""
+        self.message: Message | None = None
+        self.arrived: Any = None
+        """A committed exchange whose result the training thread has yet to take."""
+        self.at_target = True
+        """No step was taken since the parameters were the last target, to the bit."""
+        self.to_engine, self.to_training = _Handover(replica.device), _Handover(replica.device)
+        self.lay_out()
+
+    def lay_out(self, registered: Callable[[Tensor], Tensor] = lambda bucket: bucket) -> None:
+        """Make both anew for what the replica holds now, `received` with the parameters as they are.
+
+        Args:
+            registered: puts a bucket where the transport moves it best.
+        """
+        replica = self.replica
+        pin = replica.device.type == "cpu" and any(p.is_cuda for p in replica.parameters)
+        self.sent, self.received = (
+            registered(torch.zeros(replica.numel, device=replica.device, pin_memory=pin)) for _ in range(2)
+        )
+        replica.pack_(self.received)
+
+    def release(self) -> None:
+        """The engine is done with its header. Under the lock."""
+        self.announced = False
+        if self.owner is Owner.ENGINE:
+            self.owner = Owner.FREE
+        self._changed.notify_all()
+
+    # ---- the training thread ----
+
+    def can_pack(self) -> bool:
+        """Whether a message can become ready now. Under the lock."""
+        return self.message is None and self.arrived is None and not self.announced
+
+    def take(self) -> None:
+        """They are the training thread's, which goes on to use them by `used`. Under the lock."""
+        assert self.owner is Owner.FREE, self.owner
+        self.owner = Owner.TRAINING
+
+    def take_when(self, condition: Callable[[], bool], see: Callable[[], None]) -> None:
+        """Wait for ``condition``, then `take`; ``see`` raises if that is not to come."""
+        with self._changed:
+            while not condition():
+                see()
+                self._changed.wait(0.5)
+            self.take()
+
+    @contextmanager
+    def used(self, message: Message | None = None) -> Iterator[None]:
+        """The training thread uses what it took; with the end, ``message`` is what they hold."""
+        try:
+            yield
+        except BaseException:
+            message = None
+            raise
+        finally:
+            self.to_engine.give()
+            with self._changed:
+                self.message = message or self.message
+                self.owner = Owner.FREE
+                self._changed.notify_all()
+
+    # ---- the engine's thread ----
+
+    def announce(self) -> Message | None:
+        """A header is composed: the message that goes with it. Under the lock, when the training thread has let go."""
+        assert self.owner is not Owner.TRAINING, self.owner
+        self.announced = True
+        return self.message if self.arrived is None else None
+
+    def claim(self) -> None:
+        """Payload is to move: they are the engine's, unless the training thread has yet to take a result."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.owner is not Owner.TRAINING or self.arrived is not None)
+            if self.arrived is None:
+                self.owner = Owner.ENGINE
+        self.to_engine.take()  # the training thread may have merged while the header waited
+
+    def landing(self) -> Tensor:
+        """Where the result of a round lands that this rank has no message in."""
+        with self._changed:
+            sent_is_free = self.message is None and self.arrived is None
+        # `received` holds the last target: this rank moves from there. If `sent` is taken too (by a message of another
+        # kind, or a result that is not merged yet), a third bucket is borrowed until the training thread is back.
+        return self.sent if sent_is_free else torch.zeros_like(self.sent)
+
+    def turn(self, target: Tensor) -> Tensor:
+        """A round that this rank was absent from has landed: its target is the last one now. Returns the one before."""
+        before, self.received = self.received, target
+        if target is self.sent:
+            self.sent = before
+        return before
+
+    @contextmanager
+    def handing_over(self) -> Iterator[None]:
+        """Under the lock, and not while the training thread uses them: a result goes over to it."""
+        self.to_training.give()
+        with self._changed:
+            self._changed.wait_for(lambda: self.owner is not Owner.TRAINING)
+            yield
+            if self.owner is Owner.ENGINE:
+                self.owner = Owner.FREE
+            self._changed.notify_all()
+
+    def hand_over(self, exchange: Exchange) -> None:
+        """The training thread finds a result. Under the lock."""
+        if exchange.message is not None:
+            self.message = None
+        self.arrived = exchange
+
+
+class _Handover:
+    """Passes buckets from the work queued on one thread's CUDA stream to another's, without stopping either.
+
+    Args:
+        device: of the buckets. On the CPU there is nothing to do.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._event: Any = None
+
+    def give(self) -> None:
+        """What this thread's stream holds by now comes first."""
+        if self._device.type == "cuda":
+            self._event = torch.cuda.current_stream(self._device).record_event()
+
+    def take(self, *tensors: Tensor) -> None:
+        """What this thread's stream does from now on comes after; ``tensors`` live for as long as it uses them."""
+        if self._event is None:
+            return
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(self._event)
+        for tensor in tensors:
+            tensor.record_stream(stream)
+
+
+def side_stream(device: torch.device) -> AbstractContextManager[object]:
+    """A stream beside the training's, for the engine's thread."""
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()

@@ -1,0 +1,48 @@
+"""How long the engine waits for what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+from lightning_async.comm.membership.membership import HEARTBEAT
+
+__all__ = ["Deadlines"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deadlines:
+    """How long the engine waits for what.
+
+    Args:
+        payload: for each part of a payload. Default 60 s; the header before it has no deadline, because a late
+            rank is no failure.
+        grace: after this long without a step, a rank's engine answers rounds without it. Default 10 s.
+        dead_after: a rank that sent no heartbeat for so long is lost; at least four heartbeats. Default 30 s.
+        reform: for all ranks to meet again after a failure. Default 300 s.
+        attempts: failed rounds in a row before training ends with an error. Default 10.
+
+    Raises:
+        TypeError: a time that is no timedelta.
+        ValueError: a time that is not positive, or a `dead_after` that is too short.
+    """
+
+    payload: timedelta = timedelta(seconds=60)
+    grace: timedelta = timedelta(seconds=10)
+    dead_after: timedelta = timedelta(seconds=30)
+    reform: timedelta = timedelta(seconds=300)
+    attempts: int = 10
+
+    def __post_init__(self) -> None:
+        for name in ("payload", "grace", "dead_after", "reform"):
+            value = getattr(self, name)
+            if not isinstance(value, timedelta):
+                raise TypeError(f"`Deadlines({name}={value!r})` must be a datetime.timedelta.")
+            if value <= timedelta(0):
+                raise ValueError(f"`Deadlines({name}={value!r})` must be longer than zero.")
+        if self.dead_after < 4 * HEARTBEAT:
+            raise ValueError(
+                f"`Deadlines(dead_after={self.dead_after!r})` must be at least {4 * HEARTBEAT!r}: four heartbeats."
+            )
+        if self.attempts < 1:
+            raise ValueError(f"`Deadlines(attempts={self.attempts})` must be at least 1.")

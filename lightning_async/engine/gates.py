@@ -1,0 +1,126 @@
+"""Where all ranks meet, and what they vote for: all arrive, headers are served meanwhile, one model comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from lightning_async.engine.control import ControlPlane
+from lightning_async.engine.header import Arrival, Gate, Vote
+
+__all__ = ["Gates", "Visitor"]
+
+
+class Visitor(Protocol):
+    """What a wing does at gates, on the training thread."""
+
+    def come(self) -> None:
+        """The training thread is about to stand at a gate."""
+        ...
+
+    def stand(self) -> None:
+        """It stands there: called once, and after every event."""
+        ...
+
+    def go(self, waited_s: float) -> None:
+        """It stands there no more. Under the lock."""
+        ...
+
+    def leave(self) -> None:
+        """A batch begins, or another gate: what was done at the last one counts from now on."""
+        ...
+
+    def resume(self) -> None:
+        """A batch begins."""
+        ...
+
+
+class Gates:
+    """The training thread's meetings and votes.
+
+    Args:
+        control: the control plane, which serves headers meanwhile.
+        visitors: the wings that have something to do at gates.
+    """
+
+    def __init__(self, control: ControlPlane, *visitors: Visitor) -> None:
+        self._control, self._box, self._visitors = control, control.mailbox, visitors
+        self.moved_at_gate = False
+        """Whether the model had changed, on any rank, between the last two gates."""
+        self._at_gate = True
+        """No batch has begun since the last gate, or since training began."""
+
+    def rendezvous(self, gate: Gate, index: int = 0) -> Arrival:
+        """Wait, serving headers, until every rank stands at this gate and holds the same model.
+
+        The model is the work-weighted mean of all replicas (or what the rule says of it). Two in a row change
+        no bit: where no rank has moved since the last one, nothing is exchanged.
+        """
+        box, now = self._box, self._control.now
+        started = now()
+        self._leave()
+        for visitor in self._visitors:
+            visitor.come()
+        with box.changed:
+            box.gate, box.gate_index, box.opened = gate, index, False
+        self._control.ring()
+        try:
+            while True:
+                for visitor in self._visitors:
+                    visitor.stand()
+                with box.changed:
+                    self._control.see()
+                    if self._control.buckets.arrived is not None:
+                        continue
+                    if box.opened:
+                        self.moved_at_gate, self._at_gate = box.moved, True
+                        return Arrival.OPEN
+                    if Vote.STOP in box.agreed and gate is not Gate.STOP:
+                        return Arrival.STOP
+                    if Vote.VALIDATE in box.agreed and gate is not Gate.VALIDATE:
+                        return Arrival.VALIDATE
+                    box.changed.wait(1.0)
+        finally:
+            with box.changed:
+                box.gate = Gate.NONE
+                box.last_seen = now()
+                for visitor in self._visitors:
+                    visitor.go(now() - started)
+
+    def resume(self) -> None:
+        """The training thread starts a batch: it is alive."""
+        with self._box.changed:
+            self._control.see()
+        for visitor in self._visitors:
+            visitor.resume()
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._at_gate:
+            self._at_gate = False
+            for visitor in self._visitors:
+                visitor.leave()
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        """Stand still until the engine's thread has made ``condition`` true; its failures end the wait."""
+        with self._box.changed:
+            while not condition():
+                self._control.see()
+                self._box.changed.wait(0.5)
+
+    def vote(self, vote: Vote) -> None:
+        """Ask every rank for this."""
+        with self._box.changed:
+            news = vote not in self._box.asked
+            self._box.asked |= vote
+        if news:
+            self._control.ring()
+
+    def request_stop(self) -> None:
+        """Vote for stopping, from a signal handler: that may touch no lock."""
+        self._box.stop_requested = True
+
+    @property
+    def agreed(self) -> Vote:
+        """What all ranks do from the next batch boundary on."""
+        return self._box.agreed

@@ -1,0 +1,210 @@
+"""Synchronous steps through the engine: gradients averaged by samples, late and empty replicas counted in."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_async import ops
+from lightning_async.engine.buckets import Exchange, Kind, Message
+from lightning_async.engine.control import ControlPlane
+from lightning_async.engine.digest import real
+from lightning_async.engine.gates import Gates
+from lightning_async.engine.header import Header
+from lightning_async.engine.replica import Replica
+
+__all__ = ["SynchronousGradients"]
+
+GRADIENTS = 2
+"""The priority of synchronous steps: others have messages too while one rank is at such a step, and go with it."""
+
+
+class Part(NamedTuple):
+    """What one rank says of its gradients in a header.
+
+    Args:
+        samples: behind them.
+        mask: a hash of which parameters have one.
+    """
+
+    samples: float = 0.0
+    mask: int = 0
+
+
+@dataclass
+class GradientMessage(Message):
+    """Gradients in the `sent` bucket.
+
+    Args:
+        samples: behind them.
+        used: 1.0 for every parameter that has one.
+    """
+
+    samples: float
+    used: Tensor
+
+
+class GradientPlan(NamedTuple):
+    """Args:
+    kind: of the round; None where no replica has samples.
+    weights: every rank's share of the samples.
+    """
+
+    kind: Kind | None
+    weights: tuple[float, ...] = ()
+
+
+@dataclass(kw_only=True)
+class Reduction(Exchange):
+    """Gradients on their way.
+
+    Args:
+        share: this rank's share of the samples.
+        used: which parameters any replica used.
+        masks_differ: replicas used different ones.
+    """
+
+    share: float
+    used: Tensor
+    masks_differ: bool
+
+
+class SynchronousGradients:
+    """A wing, see `Wing`, and its one kind of round, see `Kind`.
+
+    Args:
+        control: the control plane; this registers with it.
+        gates: by which the training thread waits.
+        on_step: called under the lock where a step is committed, on all ranks, with this one's samples, or None where
+            it was without gradients.
+    """
+
+    blank = Part()
+
+    def __init__(self, control: ControlPlane, gates: Gates, on_step: Callable[[float | None], None]) -> None:
+        self._buckets, self._transfer, self._box = control.buckets, control.transfer, control.mailbox
+        self._replica: Replica = control.buckets.replica
+        self._control, self._gates, self._on_step = control, gates, on_step
+        control.register(self)
+
+    # ---- the training thread ----
+
+    def reduce_(self, samples: float, scale: float = 1.0) -> None:
+        r"""Replace the gradients by their sample-weighted mean over all replicas; stands still until it is there.
+
+        .. math:: g \leftarrow s \sum_i \frac{n_i}{\sum_j n_j} \frac{g_i}{s_i}
+
+        Args:
+            samples: samples behind the gradients of this replica.
+            scale: this replica's loss scale (mixed precision); replicas may have different ones.
+        """
+        buckets, replica = self._buckets, self._replica
+        message = GradientMessage(GRADIENTS, int(self._box.steps), samples, _used(replica))
+        buckets.take_when(buckets.can_pack, self._control.see)
+        with buckets.used(message):
+            _pack_(replica, buckets.sent, 1.0 / scale)
+        self._gates.wait(lambda: buckets.message is None)
+        arrived = buckets.arrived
+        if isinstance(arrived, Reduction):  # else no replica had samples
+            buckets.to_training.take()
+            _unpack_(replica, arrived.target, arrived.used, scale)
+        with self._box.changed:
+            buckets.arrived = None
+
+    # ---- headers ----
+
+    def is_indispensable(self) -> bool:
+        return False
+
+    def compose(self) -> Part:
+        return self.blank
+
+    def complete(self, part: Part, message: Message | None, compare: bool) -> Part:
+        return Part(message.samples, _mask(message.used)) if isinstance(message, GradientMessage) else part
+
+    def is_due(self, parts: Sequence[Part]) -> bool:
+        return False
+
+    def plan(self, priority: int, headers: Sequence[Header], parts: Sequence[Part]) -> GradientPlan | None:
+        if priority != GRADIENTS:
+            return None
+        total = sum(p.samples for p in parts)
+        return GradientPlan(self, tuple(p.samples / total for p in parts)) if total > 0.0 else GradientPlan(None)
+
+    def settle(self, headers: Sequence[Header], parts: Sequence[Part]) -> tuple[bool, None]:
+        return True, None
+
+    def opened(self, here: bool) -> None:
+        """Nothing is left over: a rank with gradients waits for them."""
+
+    def drop(self) -> None:
+        """No replica has samples."""
+        if isinstance(self._buckets.message, GradientMessage):
+            self._buckets.message = None
+
+    # ---- the round ----
+
+    def begin(self, plan: GradientPlan, id: int, parts: Sequence[Part]) -> Reduction:
+        buckets, message = self._buckets, self._buckets.message
+        mine = message if isinstance(message, GradientMessage) else None
+        return Reduction(
+            id=id,
+            kind=self,
+            message=mine,
+            target=buckets.landing() if mine is None else buckets.received,
+            share=plan.weights[self._transfer.rank],
+            used=torch.zeros(len(self._replica.layout)) if mine is None else mine.used.clone(),
+            masks_differ=len({p.mask for p in parts if p.mask}) > 1,
+        )
+
+    def move(self, exchange: Reduction) -> None:
+        if exchange.masks_differ:
+            self._transfer.largest_(exchange.used)
+        target = self._replica.of_rule(exchange.target)
+        self._replica.scaled_(target, self._replica.of_rule(self._buckets.sent), exchange.share)
+        self._transfer.sum_(target)
+
+    def commit(self, exchange: Reduction) -> None:
+        """Nothing is kept of a step."""
+
+    def hand_over(self, exchange: Reduction) -> None:
+        message = exchange.message
+        self._on_step(message.samples if isinstance(message, GradientMessage) else None)
+        if message is not None:
+            self._buckets.hand_over(exchange)
+
+
+def _mask(used: Tensor) -> int:
+    """A hash of which parameters have a gradient that a float64 holds exactly."""
+    return int.from_bytes(hashlib.sha256(bytes(used.to(torch.uint8).tolist())).digest()[:6], "big")
+
+
+def _used(replica: Replica) -> Tensor:
+    """1.0 for every parameter that has a gradient."""
+    return torch.tensor([float(p.grad is not None) for p in replica.tensors.trained.values()])
+
+
+@torch.no_grad()
+def _pack_(replica: Replica, bucket: Tensor, scale: float) -> None:
+    """Gradients times ``scale`` into ``bucket``; a parameter without one counts as zero."""
+    trained = replica.tensors.trained.values()
+    gradients = [real(torch.zeros_like(p) if p.grad is None else p.grad) for p in trained]
+    ops.Plan(replica.layout, gradients).pack_(replica.of_rule(bucket), weight=scale)
+
+
+@torch.no_grad()
+def _unpack_(replica: Replica, bucket: Tensor, used: Tensor, scale: float) -> None:
+    """Gradients from ``bucket`` times ``scale``; those that no replica used stay None."""
+    part, trained = replica.of_rule(bucket), replica.tensors.trained.values()
+    if scale != 1.0:
+        part.mul_(scale)
+    gradients: list[Any] = [torch.empty_like(p) if p.grad is None else p.grad for p in trained]
+    ops.Plan(replica.layout, [real(g) for g in gradients]).apply_(part)
+    for p, gradient, any_used in zip(trained, gradients, used.tolist(), strict=True):
+        if p.grad is None and any_used:
+            p.grad = gradient

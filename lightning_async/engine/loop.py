@@ -1,0 +1,286 @@
+"""The engine's thread: it answers every header for its rank, and has done what all headers together decide.
+
+    IDLE --> HEADER --> PAYLOAD --> COMMIT --> IDLE
+    any of these --(an operation fails)--> FAILED --(the groups are formed anew)--> IDLE
+
+An exchange commits in two steps: after the payload every rank says whether it has it, and only when all do is it
+applied. So a failed exchange forks nothing. A rank that loses the last answer holds the exchange as *prepared*; in the
+next generation's first header a higher id tells it that others committed.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from lightning_async.comm.membership.membership import Membership
+from lightning_async.engine.ballot import Decision, Plan, Verdict, Wing, decide, from_rows, to_row
+from lightning_async.engine.buckets import Buckets, Exchange, Kind, Message, Owner, side_stream
+from lightning_async.engine.deadlines import Deadlines
+from lightning_async.engine.header import Gate, Header, Vote
+from lightning_async.engine.mailbox import Mailbox
+from lightning_async.engine.regroup import Regroup
+from lightning_async.engine.transfer import Closed, Transfer
+from lightning_async.errors import CollectiveError, GenerationChanged, PeerLost
+
+__all__ = ["Loop", "Stage"]
+
+log = logging.getLogger(__name__)
+_PROMPT = timedelta(seconds=0.2)
+
+
+class Stage(enum.Enum):
+    """Where the exchange in flight stands on this rank."""
+
+    IDLE = "idle"
+    HEADER = "header"
+    PAYLOAD = "payload"
+    COMMIT = "commit"
+    FAILED = "failed"
+
+
+class Loop:
+    """Serves headers, for all wings of one rank.
+
+    Args:
+        wings: what takes part; may grow until `run`.
+        buckets: what is moved.
+        mailbox: what is shared with the training thread.
+        transfer: moves it.
+        membership: liveness, and the bell that calls for a header at once.
+        regroup: forms the groups anew after a failure.
+        deadlines: how long to wait for what.
+        now: a monotonic clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        wings: Sequence[Wing],
+        buckets: Buckets,
+        mailbox: Mailbox,
+        transfer: Transfer,
+        membership: Membership,
+        regroup: Regroup,
+        deadlines: Deadlines,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.stage = Stage.IDLE
+        self.seq = _first_seq(membership.generation)
+        """Number of the next header."""
+        self.prepared: Exchange | None = None
+        self._wings, self._buckets, self._box, self._transfer = wings, buckets, mailbox, transfer
+        self._membership, self._regroup, self._deadlines, self._now = membership, regroup, deadlines, now
+        self._some_silent = self._compare = False
+
+    def run(self) -> None:
+        """Until the training thread closes the engine, or an error ends it."""
+        box = self._box
+        try:
+            with side_stream(self._buckets.replica.device):
+                self._serve_all()
+        except Closed:
+            pass
+        except BaseException as error:  # handed to the training thread, which raises it
+            with box.changed:
+                box.error = box.error or error
+                self._buckets.release()
+            if not box.closing and not isinstance(error, PeerLost):  # who lost a peer is not to blame
+                self._membership.fail(f"{type(error).__name__}: {error}")
+        finally:
+            self._regroup.close()
+
+    def _serve_all(self) -> None:
+        while self._wait_for_cause():
+            try:
+                self._serve()
+            except PeerLost:
+                raise
+            except CollectiveError as error:
+                if not self._regroup.possible:
+                    raise
+                self._recover(error)
+
+    def _wait_for_cause(self) -> bool:
+        """Until this rank has a reason to answer the next header; False when closing."""
+        box = self._box
+        with box.changed:
+            while not box.closing:
+                if self._has_cause():
+                    return True
+                if box.trouble is not None:
+                    return True  # `_serve` meets it again, where it is handled
+                box.changed.wait(1.0)
+                try:
+                    self._membership.check()
+                except GenerationChanged:
+                    return True
+        return False
+
+    def _has_cause(self) -> bool:
+        box, buckets = self._box, self._buckets
+        if buckets.owner is Owner.TRAINING or (buckets.arrived is not None and not self._is_stalled()):
+            return False  # the training thread uses them, or is about to
+        return buckets.message is not None or box.gate is not Gate.NONE or self._membership.bell >= self.seq
+
+    def _is_stalled(self) -> bool:
+        """Whether the training thread has been silent for so long that nobody need wait for it. Under the lock."""
+        silent_s = self._now() - self._box.last_seen
+        return silent_s > self._deadlines.grace.total_seconds() and not any(w.is_indispensable() for w in self._wings)
+
+    def _serve(self) -> None:
+        """One cycle: header, and what it decides."""
+        box, buckets, started = self._box, self._buckets, self._now()
+        self._transfer.check()
+        with box.changed:
+            box.changed.wait_for(lambda: buckets.owner is not Owner.TRAINING)
+            message = buckets.announce()
+            header, drafts = self._header(message), [wing.compose() for wing in self._wings]
+            box.composed = self.seq
+        buckets.to_engine.take()
+        compare = self._compare and header.gate is not Gate.NONE
+        parts = [wing.complete(d, message, compare) for wing, d in zip(self._wings, drafts, strict=True)]
+        self._to(Stage.HEADER)
+        # A rank that is ready rings for those whose training threads are silent for long.
+        patience = _PROMPT if self._some_silent else self._deadlines.grace
+        row = torch.tensor(to_row([header, *parts]), dtype=torch.float64)
+        ring = None if message is None else (patience, self._ring_for_this)
+        blanks = [Header(), *(wing.blank for wing in self._wings)]
+        headers, *everyones = from_rows(blanks, self._transfer.meet(row, ring).tolist())
+        self.seq += 1
+        verdict = decide(headers, everyones, self._wings)
+        waited_s = self._now() - started
+        self._note(verdict, header, headers)
+        if verdict.common.catch_up is not None:
+            self._catch_up(verdict.common.catch_up)
+        elif verdict.plan is not None and verdict.plan.kind is not None:
+            self._exchange(verdict.plan.kind, verdict.plan, everyones[verdict.wing], waited_s)
+        else:
+            self.prepared = None
+        self._to(Stage.IDLE)
+        with box.changed:
+            if verdict.plan is not None and verdict.plan.kind is None:
+                self._wings[verdict.wing].drop()
+            buckets.release()
+
+    def _header(self, message: Message | None) -> Header:
+        """The common part of this rank's header. Under the lock."""
+        box, replica = self._box, self._buckets.replica
+        return Header(
+            exchange=box.next_exchange,
+            ready=message.priority if message is not None else 0,
+            votes=box.asked,
+            excused=box.gate is not Gate.NONE or self._is_stalled(),
+            gate=box.gate if self._buckets.arrived is None else Gate.NONE,
+            gate_index=box.gate_index,
+            layout=replica.fingerprint,
+            version=replica.version,
+            clock=box.steps,
+            samples=box.samples,
+            opened=box.num_opened,
+            last_gate=box.last_gate,
+            last_moved=box.moved,
+            last_clock=box.last_clock,
+            last_exchange=box.last_exchange,
+        )
+
+    def _note(self, verdict: Verdict, mine: Header, headers: Sequence[Header]) -> None:
+        """Tell the training thread what was agreed."""
+        box, common = self._box, verdict.common
+        self._compare = verdict.compare
+        self._some_silent = any(h.excused and h.gate is Gate.NONE for h in headers)
+        with box.changed:
+            box.mean_steps, box.steps_then = sum(h.clock for h in headers) / len(headers), mine.clock
+            box.samples_by_rank = tuple(h.samples for h in headers)
+            votes = common.votes & (Vote.STOP | Vote.END) if verdict.opens or common.late else common.votes
+            box.agreed |= votes
+            if verdict.opens or (common.late and box.num_opened < max(h.opened for h in headers)):
+                self._open(common)
+            box.changed.notify_all()
+
+    def _open(self, common: Decision) -> None:
+        """A gate opens: all replicas hold one model. Under the lock."""
+        box = self._box
+        box.num_opened += 1
+        box.last_gate, box.moved, box.last_clock = common.place, common.moved, common.clock
+        box.last_exchange = box.next_exchange
+        self._regroup.attempts = 0
+        for wing in self._wings:
+            wing.opened(box.stands_at(common.place))
+        self._buckets.release()  # no exchange follows: the first step from here on may already have a message
+        box.open_gate(common.place, self._now())
+
+    # ---- exchanges ----
+
+    def _exchange(self, kind: Kind, plan: Plan, parts: Sequence[Any], waited_s: float) -> None:
+        """Move a payload, and apply it if every rank has it: a rank that has not does not come to the last gather."""
+        self._to(Stage.PAYLOAD)
+        self.prepared = None
+        self._buckets.claim()
+        started = self._now()
+        exchange = kind.begin(plan, self._box.next_exchange, parts)
+        kind.move(exchange)
+        self._to(Stage.COMMIT)
+        self.prepared = exchange
+        exchange.tally = float(self._transfer.meet(torch.tensor([exchange.tally], dtype=torch.float64)).sum())
+        exchange.header_s, exchange.exchange_s = waited_s, self._now() - started
+        self._apply(exchange)
+
+    def _catch_up(self, id: int) -> None:
+        """Some ranks committed an exchange whose last answer others lost; those hold it prepared."""
+        prepared = self.prepared
+        if self._box.next_exchange > id:
+            return
+        if prepared is None or prepared.id != id:
+            raise RuntimeError(f"Rank {self._transfer.rank} is told to commit round {id}, but holds none prepared.")
+        log.warning("Rank %d: round %d was committed elsewhere; committing it here too.", self._transfer.rank, id)
+        self._apply(prepared)
+
+    def _apply(self, exchange: Exchange) -> None:
+        with self._box.committing:
+            exchange.kind.commit(exchange)
+            self._box.next_exchange += 1
+        with self._buckets.handing_over():
+            exchange.kind.hand_over(exchange)  # from here on the training thread may go on
+        self.prepared = None
+        self._regroup.attempts = 0
+
+    # ---- failing ----
+
+    def _recover(self, error: CollectiveError) -> None:
+        """Meet all ranks again in a new generation of the groups."""
+        self._to(Stage.FAILED)
+        box = self._box
+        self.seq = _first_seq(self._regroup.after(error))
+        self._to(Stage.IDLE)
+        with box.changed:
+            waits = box.gate is not Gate.NONE or bool(box.asked)
+        if waits:  # the bell of the header that failed is gone with it, and some may have lost its answer
+            self._ring_for_this()
+
+    def _ring_for_this(self) -> None:
+        """Ask every rank to answer the header that is under way."""
+        self._membership.ring(self.seq)
+
+    def _to(self, stage: Stage) -> None:
+        assert stage in _NEXT[self.stage] or stage is Stage.FAILED, f"{self.stage} -> {stage}"
+        self.stage = stage
+
+
+_NEXT = {
+    Stage.IDLE: {Stage.HEADER},
+    Stage.HEADER: {Stage.PAYLOAD, Stage.IDLE},
+    Stage.PAYLOAD: {Stage.COMMIT},
+    Stage.COMMIT: {Stage.IDLE},
+    Stage.FAILED: {Stage.IDLE},
+}
+
+
+def _first_seq(generation: int) -> int:
+    """Headers are numbered, so that a bell is for one header; the numbers of a new generation are all newer."""
+    return (generation << 32) + 1

@@ -1,0 +1,125 @@
+"""What moves between ranks: every wait has a deadline, and hears of deaths, of closing, and of the groups moving on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+from torch import Tensor
+
+from lightning_async.comm.membership.membership import Membership
+from lightning_async.comm.protocols import Collectives, Pending, ReduceOp
+from lightning_async.engine.mailbox import Mailbox
+from lightning_async.flat import FlatLayout
+
+__all__ = ["Closed", "Transfer"]
+
+T = TypeVar("T")
+_BEAT = timedelta(seconds=0.1)
+
+
+class Closed(Exception):
+    """The training thread has closed the engine."""
+
+
+class Transfer:
+    """Moves headers and payloads, for the engine's thread.
+
+    Args:
+        small: communicator for CPU tensors of a few numbers.
+        large: communicator for the buckets.
+        mailbox: says when the engine closes, or a call of the training thread's has failed.
+        membership: says when a peer is lost or has gone on to another generation.
+        deadline: for each part of a payload.
+        part_bytes: payloads move in parts of at most this size.
+        now: a monotonic clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        small: Collectives,
+        large: Collectives,
+        mailbox: Mailbox,
+        membership: Membership,
+        deadline: timedelta,
+        part_bytes: int,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.small, self.large, self.part_bytes = small, large, part_bytes
+        self._mailbox, self._membership = mailbox, membership
+        self._deadline, self._now = deadline, now
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the present generation."""
+        return self.small.rank
+
+    # ---- waiting ----
+
+    def check(self) -> None:
+        """Raise what there is to raise: `Closed`, `PeerLost`, or a `CollectiveError` to form the groups anew for."""
+        if self._mailbox.closing:
+            raise Closed
+        self._membership.check()
+        if self._mailbox.trouble is not None:
+            raise self._mailbox.trouble
+
+    def result(self, pending: Pending[T]) -> T:
+        """The result of one part of a payload.
+
+        Raises:
+            CollectiveTimeout: it is not there after the deadline.
+        """
+        return self._wait(pending, self._deadline, None)
+
+    def _wait(
+        self, pending: Pending[T], deadline: timedelta | None, every: tuple[timedelta, Callable[[], None]] | None
+    ) -> T:
+        started = last = self._now()
+        while not pending.wait(_BEAT):
+            self.check()
+            now = self._now()
+            if deadline is not None and now - started > deadline.total_seconds():
+                break
+            if every is not None and now - last > every[0].total_seconds():
+                every[1]()
+                last = now
+        return pending.result(timedelta(0))
+
+    # ---- a few numbers ----
+
+    def meet(self, row: Tensor, every: tuple[timedelta, Callable[[], None]] | None = None) -> Tensor:
+        """All ranks' rows; waits for as long as all of them live, because a late rank is no failure.
+
+        Args:
+            row: this rank's.
+            every: call a function each time that so much has passed.
+        """
+        return self._wait(self.small.all_gather(row), None, every)
+
+    def gather(self, row: Tensor) -> Tensor:
+        """All ranks' rows, with the deadline of a payload."""
+        return self.result(self.small.all_gather(row))
+
+    def largest_(self, flat: Tensor) -> None:
+        """The largest of all ranks' numbers on the CPU, element by element."""
+        for part in FlatLayout.parts(flat, self.part_bytes):
+            self.result(self.small.all_reduce(part, ReduceOp.MAX))
+
+    # ---- payloads ----
+
+    def sum_(self, bucket: Tensor) -> None:
+        """The sum over all ranks, part by part."""
+        for part in FlatLayout.parts(bucket, self.part_bytes):
+            self.result(self.large.all_reduce(part))
+
+    def broadcast_(self, bucket: Tensor, source: int) -> None:
+        """What one rank holds, part by part."""
+        for part in FlatLayout.parts(bucket, self.part_bytes):
+            self.result(self.large.broadcast(part, source))
+
+    def registered(self, buffer: Tensor) -> Tensor:
+        """A copy of a bucket in memory that the transport moves best, or the bucket itself."""
+        return self.large.registered(buffer)
