@@ -23,7 +23,7 @@ from lightning_async.errors import PeerLost
 from lightning_async.rules import DeltaMean, EveryNSteps
 from lightning_async.rules.averaging.protocol import AveragingRule
 from lightning_async.rules.schedules.protocol import Schedule
-from lightning_async.strategies.base import EngineName, ReplicatedStrategy, StartMethod
+from lightning_async.strategies.base import ReplicatedStrategy
 from lightning_async.strategies.drift import DriftPatches
 from lightning_async.strategies.saved_state import SavedState, state_of
 from lightning_async.strategies.settings import check_checkpoint, check_settings
@@ -33,6 +33,8 @@ from lightning_async.trainer.averaged_models import AveragedModels
 from lightning_async.trainer.namespace import name as namespace
 from lightning_async.trainer.namespace import pytorch
 from lightning_async.trainer.patches import allow_compiled_modules, in_words, rank_zero_info, searches_lr, shorten
+from lightning_async.transports.choose import TransportName
+from lightning_async.transports.transport import Transport
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -70,13 +72,11 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
             stays in the replica's parameters and goes with the next one. Gates exchange fp32.
         deadlines: how long to wait for what.
         part_mb: payloads move in parts of at most this many MiB. Default 16.
-        engine: what moves bytes: "torch", "horovod", or "auto" (default): Horovod where horovodrun started the ranks.
-        process_group_backend: of torch: "gloo", "nccl" or "mpi". Default: "nccl" on CUDA, else "gloo".
-        start_method: how Lightning starts the other ranks where no launcher did: "popen" runs the script again;
-            "spawn" and "fork" suit notebooks.
+        transport: who starts the ranks and what moves their bytes: `TorchTransport`, `HorovodTransport`, or a short
+            name, "torch", "horovod" or "auto" (default): Horovod where horovodrun started the ranks, else torch.
 
     Raises:
-        TypeError: ``rule`` or ``schedule`` lacks what a rule or a schedule must answer.
+        TypeError: ``rule``, ``schedule`` or ``transport`` lacks what one must answer.
         ValueError: an unknown policy, a rule that overwrites together with ``overlap=True``, or one that sends its
             parameters together with 8 bits of compression.
 
@@ -99,18 +99,10 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         compression: Compression = "none",
         deadlines: Deadlines | None = None,
         part_mb: float = 16.0,
-        engine: EngineName = "auto",
-        process_group_backend: str | None = None,
-        start_method: StartMethod = "popen",
+        transport: Transport | TransportName = "auto",
     ) -> None:
         deadlines = deadlines or Deadlines()
-        super().__init__(
-            engine=engine,
-            dead_after=deadlines.dead_after,
-            process_group_backend=process_group_backend,
-            start_method=start_method,
-            gloo_timeout=deadlines.dead_after,
-        )
+        super().__init__(transport=transport, dead_after=deadlines.dead_after, gloo_timeout=deadlines.dead_after)
         self.rule = DeltaMean() if rule is None else rule
         self.schedule = EveryNSteps(32) if schedule is None else schedule
         refusals.check_arguments(self.rule, self.schedule, overlap)

@@ -95,7 +95,7 @@ def _everywhere(trainer: Any) -> Settings:
 
 def _same(strategy: AsyncAveragingStrategy, trainer: Any) -> Settings:
     """What must be equal on all ranks in a fit."""
-    config, backend = strategy.config, getattr(strategy.engine, "backend", None)
+    config = strategy.config
     values = {
         "strategy": type(strategy).__qualname__,
         "rule": strategy.rule,
@@ -107,7 +107,7 @@ def _same(strategy: AsyncAveragingStrategy, trainer: Any) -> Settings:
         "lr_clock": strategy.lr_clock,
         "compression": config.compression,
         "part_mb": config.part_bytes / 2**20,
-        "process_group_backend": backend(strategy.root_device) if backend is not None else None,
+        "backend": strategy.transport.backend_on(strategy.root_device),
         **{name: getattr(trainer, name) for name in _PRECISION},
     }
     return {name: _text(value) for name, value in values.items()}
