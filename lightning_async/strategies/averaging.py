@@ -24,15 +24,15 @@ from lightning_async.rules import DeltaMean, EveryNSteps
 from lightning_async.rules.averaging.protocol import AveragingRule
 from lightning_async.rules.schedules.protocol import Schedule
 from lightning_async.strategies.base import ReplicatedStrategy
-from lightning_async.strategies.drift import DriftPatches
 from lightning_async.strategies.saved_state import SavedState, state_of
-from lightning_async.strategies.settings import check_checkpoint, check_settings
 from lightning_async.strategies.stepping import Stepping
 from lightning_async.trainer import refusals
 from lightning_async.trainer.averaged_models import AveragedModels
+from lightning_async.trainer.drift import DriftPatches
 from lightning_async.trainer.namespace import name as namespace
 from lightning_async.trainer.namespace import pytorch
 from lightning_async.trainer.patches import allow_compiled_modules, in_words, rank_zero_info, searches_lr, shorten
+from lightning_async.trainer.settings import check_checkpoint, check_settings
 from lightning_async.transports.choose import TransportName
 from lightning_async.transports.transport import Transport
 
@@ -125,7 +125,6 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         self._trainer: Any = None
         self._patches: DriftPatches | None = None
         self._saved = SavedState(self.checkpoint_key)
-        self.averaged_models: AveragedModels | None = None
         self._stepping: Stepping | None = None
         self._monitor: AveragingMonitor | None = None
         self._begins_anew = False
@@ -176,8 +175,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
             return
         assert self._connection is not None
         assert self._patches is not None
-        self._patches.gates_epochs = refusals.check_fit(self._trainer, self._connection.world)
-        self.averaged_models = AveragedModels(self._trainer, self._connection.world)
+        self._patches.begin(self._connection.world)
         replica = Replica(self.module, self.buffers, self.bucket_device)
         if self.optimizer_state_policy == "average":
             replica.build(AveragedState(self.optimizers))
@@ -190,7 +188,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         self.summary = self.averager.summary
         self._saved.resume(self.averager, self.global_rank, self.world_size)
         connection.membership.on_change = self.averager.wake
-        self._stepping = Stepping(self, self.averager)
+        self._stepping = Stepping(self, self.averager, self._patches.within_batch)
         connection.open()
         self.averager.start()
 
@@ -200,7 +198,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
             self.averager = None
         if self._stepping is not None:
             self._stepping.close()
-        self._stepping = self.averaged_models = None
+        self._stepping = None
 
     def _start_over(self) -> None:
         """All ranks are here, between two trainings of one fit: the next begins on a connection of its own."""
@@ -272,6 +270,23 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
 
     # ---- gates ----
 
+    @property
+    def gates(self) -> BackgroundAverager | None:
+        """Where this replica meets the others while it trains; see `Drifting`."""
+        return self.averager
+
+    @property
+    def shared_steps(self) -> tuple[int, int] | None:
+        """See `Drifting`."""
+        if self.averager is None or self.lr_clock == "local":
+            return None
+        return self.averager.first_step, self.averager.global_step()
+
+    def end_epoch(self) -> None:
+        """See `Drifting`."""
+        if self.averager is not None:
+            self.averager.epoch += 1
+
     def on_model_changed(self) -> None:
         """A gate has given all replicas another model."""
         if self.optimizer_state_policy == "reset":
@@ -297,6 +312,28 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         if self.world is not None and self.world.drifting and searches_lr(self._trainer):
             return obj  # whether this rank's search is over, after every batch: the others hear it by a vote
         return super().broadcast(obj, src)
+
+    # ---- settings ----
+
+    def settings(self) -> dict[str, object]:
+        """What must be equal on all ranks in a fit."""
+        return {
+            "strategy": type(self).__qualname__,
+            "rule": self.rule,
+            "schedule": self.schedule,
+            "overlap": self.config.overlap,
+            "weighting": self.config.weighting,
+            "buffers": self.buffers,
+            "optimizer_state": self.optimizer_state_policy,
+            "lr_clock": self.lr_clock,
+            "compression": self.config.compression,
+            "part_mb": self.config.part_bytes / 2**20,
+            "backend": self.transport.backend_on(self.root_device),
+        }
+
+    def usual_settings(self) -> dict[str, object]:
+        """What need not be equal, but commonly is."""
+        return {"deadlines": self.config.deadlines}
 
     # ---- checkpoints ----
 

@@ -10,9 +10,12 @@ from lightning_async.engine.world import World
 from lightning_async.trainer.namespace import pytorch
 
 __all__ = [
+    "Undo",
     "allow_compiled_modules",
+    "callbacks_of",
     "in_words",
     "rank_zero_info",
+    "replace",
     "searches_lr",
     "set_for_now",
     "shorten",
@@ -66,6 +69,17 @@ def set_for_now(owner: Any, name: str, value: Any) -> Undo:
     had, old = name in vars(owner), getattr(owner, name)
     setattr(owner, name, value)
     return lambda: setattr(owner, name, old) if had else delattr(owner, name)
+
+
+def replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Undo:
+    """Put what ``wrap`` makes of a method in its place; returns what sets it back."""
+    return set_for_now(owner, name, wrap(getattr(owner, name)))
+
+
+def callbacks_of(trainer: Any, kind: str) -> list[Any]:
+    """The Trainer's callbacks of one of Lightning's classes; none where this Lightning has no such class."""
+    wanted = getattr(pytorch("callbacks"), kind, ())
+    return [callback for callback in trainer.callbacks if isinstance(callback, wanted)]
 
 
 def sync_metrics_through(world: Callable[[], World | None], module: Any) -> list[Undo]:

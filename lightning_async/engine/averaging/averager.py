@@ -123,8 +123,8 @@ class BackgroundAverager(Gates, Generic[S]):
 
     # ---- stepping ----
 
-    def plan(self) -> Action:
-        """What to do with the step that the training thread is about to take."""
+    def plan(self, meet: Callable[[Gate], Arrival] | None = None) -> Action:
+        """What to do with the step that the training thread is about to take; ``meet`` is called for `rendezvous`."""
         box = self._box
         with box.changed:
             self._see()
@@ -141,7 +141,7 @@ class BackgroundAverager(Gates, Generic[S]):
             )
         )
         apart = not box.synchronous or box.agreed_votes.synchronise
-        if action is Action.GRADIENTS and apart and self.rendezvous(Gate.SYNCHRONISE) is not Arrival.OPEN:
+        if action is Action.GRADIENTS and apart and (meet or self.rendezvous)(Gate.SYNCHRONISE) is not Arrival.OPEN:
             action = Action.LOCAL  # others ask for a validation, or to stop: first that, at the end of this batch
         synchronous = action is Action.GRADIENTS
         if box.synchronous and not synchronous:
