@@ -16,7 +16,9 @@ from lightning_async.engine.tensors import describe
 from lightning_async.engine.world import World
 from lightning_async.errors import LayoutMismatch
 from lightning_async.flat import FlatLayout
+from lightning_async.trainer.compiled import CompiledMark
 from lightning_async.trainer.namespace import fabric, pytorch
+from lightning_async.trainer.patches import rank_zero_info, searches_lr
 from lightning_async.transports.choose import TransportName, choose_transport
 from lightning_async.transports.torch import TorchTransport
 from lightning_async.transports.transport import Connection, Transport
@@ -60,6 +62,7 @@ class ReplicatedStrategy(ParallelStrategy):
     ) -> None:
         self.transport = choose_transport(type(self).__name__, transport, gloo_timeout)
         self._environment: Any = None
+        self._compiled = CompiledMark()
         super().__init__()
         self._dead_after = dead_after
         self._num_nodes = 1
@@ -171,7 +174,34 @@ class ReplicatedStrategy(ParallelStrategy):
     @property
     def module(self) -> LightningModule:
         """The user's module, which is there from `connect` on."""
-        return cast("LightningModule", self.lightning_module)
+        return cast("LightningModule", self._lightning_module)
+
+    @property
+    def lightning_module(self) -> LightningModule | None:
+        self._compiled.hide_from_trainer(self._lightning_module)
+        return self._lightning_module
+
+    @property
+    def _lightning_module(self) -> LightningModule | None:
+        return self._users_module
+
+    @_lightning_module.setter
+    def _lightning_module(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, module: LightningModule | None
+    ) -> None:
+        """The Trainer hands over its module before it asks whether this strategy can train one that was compiled."""
+        self._users_module = module
+        self._compiled.hide(module)
+
+    @property
+    def launcher(self) -> Any:
+        """The Trainer asks for it as soon as a run begins."""
+        self._compiled.show()
+        return super().launcher
+
+    def connect(self, model: LightningModule) -> None:
+        super().connect(model)
+        self._compiled.show()
 
     def setup_replica(self, trainer: Any) -> None:
         """What `setup` does in every strategy: one model on all ranks, its optimizers, its precision."""
@@ -207,6 +237,11 @@ class ReplicatedStrategy(ParallelStrategy):
                 )
         self.world.make_equal_([*self.module.parameters(), *self.module.buffers()])
 
+    def tell_alone(self, why: str = "") -> None:
+        """Say that there is one rank, which needs nobody; and ``why`` that matters."""
+        rest = f", {why}" if why else ""
+        rank_zero_info(f"{type(self).__name__}: there is one rank only, and it trains as with a single device{rest}.")
+
     def disconnect(self, in_order: bool) -> None:
         """Close the groups; with ``in_order``, when all ranks are here."""
         if self._connection is not None:
@@ -239,6 +274,8 @@ class ReplicatedStrategy(ParallelStrategy):
                 world.barrier(name or "")
 
     def broadcast(self, obj: T, src: int = 0) -> T:
+        if self.world is not None and self.world.drifting and searches_lr(self.module.trainer):
+            return obj  # whether this rank's search is over, after every batch: the others hear it by a vote
         with self._together() as world:
             return obj if world is None else world.broadcast(obj, src)
 

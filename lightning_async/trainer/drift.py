@@ -10,6 +10,7 @@ from typing import Any
 from lightning_async.engine.header import Arrival, Gate
 from lightning_async.engine.world import World
 from lightning_async.trainer import refusals
+from lightning_async.trainer.averaged_models import AveragedModels
 from lightning_async.trainer.empty_shards import EmptyShards
 from lightning_async.trainer.learning_rates import LearningRates
 from lightning_async.trainer.meeting import Meeting
@@ -45,12 +46,14 @@ class DriftPatches:
         self._parts = (stopping, self._validation, saving, self._rates, EmptyShards(strategy, trainer))
         self._undo: list[Undo] = []
 
-    def install(self) -> None:
-        """Patch."""
+    def install(self, world: World) -> None:
+        """Patch, and begin all ranks' averages over time alike."""
         for part in self._parts:
-            self._undo += part.install()
+            for undo in part.install():
+                self._undo.append(undo)
         self._undo.append(replace(self._trainer.fit_loop, "on_run_end", self._end_training))
         self._undo += sync_metrics_through(lambda: self._strategy.world, self._trainer.lightning_module)
+        AveragedModels(self._trainer, world).make_equal()
 
     def remove(self) -> None:
         """Take every patch back."""

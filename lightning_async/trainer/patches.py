@@ -11,7 +11,6 @@ from lightning_async.trainer.namespace import pytorch
 
 __all__ = [
     "Undo",
-    "allow_compiled_modules",
     "callbacks_of",
     "in_words",
     "rank_zero_info",
@@ -50,18 +49,6 @@ def shorten(exception: BaseException) -> None:
     exception.__cause__ = exception.__context__ = None
     exception.__suppress_context__ = True
     exception.__traceback__ = None
-
-
-def allow_compiled_modules(strategy_class: type) -> None:
-    """Lightning lets only strategies on a list of its own train a module that `torch.compile` returned."""
-    trainer_module: Any = pytorch("trainer.trainer")
-    verify = trainer_module._verify_strategy_supports_compile
-
-    def verify_others(model: Any, strategy: Any) -> None:
-        if not isinstance(strategy, strategy_class):
-            verify(model, strategy)
-
-    trainer_module._verify_strategy_supports_compile = verify_others
 
 
 def set_for_now(owner: Any, name: str, value: Any) -> Undo:
