@@ -194,7 +194,7 @@ def make_strategy(options: Any) -> Any:
         EveryNSteps(options.sync_every),
         overlap=options.rule != "mean",  # Mean overwrites the parameters, so its rounds block
         compression=options.compression,
-        engine=options.engine,
+        transport=options.transport,
     )
 
 
@@ -205,7 +205,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rule", choices=["mean", "delta_mean", "diloco"], default="delta_mean")
     parser.add_argument("--sync-every", type=int, default=32, metavar="STEPS", help="a replica's steps per round")
     parser.add_argument("--compression", choices=["none", "bf16", "fp8", "int8"], default="none", help="of messages")
-    parser.add_argument("--engine", choices=["auto", "torch", "horovod"], default="auto", help="of averaging")
+    parser.add_argument("--transport", choices=["auto", "torch", "horovod"], default="auto", help="of averaging")
     parser.add_argument("--max-steps", type=int, default=800, metavar="STEPS", help="a replica's steps in all")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="FOLDER", help="metrics and picture")
     return parser.parse_args(argv)

@@ -1,12 +1,14 @@
 """Asynchronous, fault-tolerant distributed training for PyTorch Lightning."""
 
 from lightning_async.callbacks.monitor import AveragingMonitor
-from lightning_async.engine.averaging.config import Deadlines
+from lightning_async.engine.deadlines import Deadlines
 from lightning_async.errors import AsyncTrainingError, CollectiveError, CollectiveTimeout, PeerLost
 from lightning_async.rules import DeltaMean, DiLoCo, EveryNSteps, EverySeconds, Mean, Synchronous, Warmup
 from lightning_async.strategies.averaging import AsyncAveragingStrategy
 from lightning_async.strategies.horovod import HorovodStrategy
 from lightning_async.strategies.horovod_elastic import fit_elastic
+from lightning_async.transports.horovod import HorovodTransport
+from lightning_async.transports.torch import TorchTransport
 
 __version__ = "0.1.0"
 
@@ -22,9 +24,11 @@ __all__ = [
     "EveryNSteps",
     "EverySeconds",
     "HorovodStrategy",
+    "HorovodTransport",
     "Mean",
     "PeerLost",
     "Synchronous",
+    "TorchTransport",
     "Warmup",
     "fit_elastic",
 ]

@@ -47,7 +47,7 @@ COMMANDS = {
         "tests/examples/test_horovod.py"
     ),
     "mpirun -np 2 python examples/char_lm.py --strategy horovod --max-steps 20": "tests/examples/test_horovod.py",
-    "mpirun -np 2 python examples/char_lm.py --strategy async_averaging --engine horovod --max-steps 100": (
+    "mpirun -np 2 python examples/char_lm.py --strategy async_averaging --transport horovod --max-steps 100": (
         "tests/examples/test_horovod.py"
     ),
     "python examples/char_lm.py --rule diloco --sync-every 16 --max-steps 320 --compression int8": (

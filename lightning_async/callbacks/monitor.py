@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning_async.trainer.namespace import pytorch
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
 else:
     Callback = pytorch("callbacks").Callback
 
-__all__ = ["AveragingMonitor"]
+__all__ = ["AveragingMonitor", "monitor_for_now"]
 
 
 class AveragingMonitor(Callback):
@@ -41,3 +42,12 @@ class AveragingMonitor(Callback):
             logger.log_metrics(metrics, step=step)
         shown = {name: metrics[name] for name in ("averaging/rounds", "averaging/hidden_share") if name in metrics}
         pl_module.log_dict(shown, on_step=True, on_epoch=False, prog_bar=True, logger=False, batch_size=1)
+
+
+def monitor_for_now(trainer: Any) -> Callable[[], None]:
+    """Give the Trainer a monitor, unless it has one; returns what takes it away again."""
+    if any(isinstance(callback, AveragingMonitor) for callback in trainer.callbacks):
+        return lambda: None
+    monitor = AveragingMonitor()
+    trainer.callbacks.insert(0, monitor)
+    return lambda: trainer.callbacks.remove(monitor) if monitor in trainer.callbacks else None

@@ -2,46 +2,42 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_async.arguments import check_choice
-from lightning_async.callbacks.monitor import AveragingMonitor
+from lightning_async.callbacks.monitor import monitor_for_now
 from lightning_async.engine.averaging.averager import BackgroundAverager
-from lightning_async.engine.averaging.batch_norm import recompute_batch_norm
-from lightning_async.engine.averaging.config import AveragerConfig, Deadlines, Weighting
-from lightning_async.engine.averaging.optimizer_state import AveragedState, every_tensor, reset
+from lightning_async.engine.averaging.config import AveragerConfig, Weighting
 from lightning_async.engine.averaging.report import RunSummary
 from lightning_async.engine.codes import Compression
-from lightning_async.engine.replica import BufferPolicy, OptimizerPolicy, Replica
+from lightning_async.engine.deadlines import Deadlines
+from lightning_async.engine.gates import Gates
+from lightning_async.engine.header import Vote
+from lightning_async.engine.replica import BufferPolicy, OptimizerPolicy
 from lightning_async.errors import PeerLost
 from lightning_async.rules import DeltaMean, EveryNSteps
 from lightning_async.rules.averaging.protocol import AveragingRule
 from lightning_async.rules.schedules.protocol import Schedule
-from lightning_async.strategies.base import EngineName, ReplicatedStrategy, StartMethod
-from lightning_async.strategies.drift import DriftPatches
-from lightning_async.strategies.saved_state import SavedState, state_of
-from lightning_async.strategies.settings import check_checkpoint, check_settings
-from lightning_async.strategies.stepping import Stepping
+from lightning_async.strategies.base import ReplicatedStrategy
+from lightning_async.strategies.saved_state import SavedState
+from lightning_async.strategies.session import Session
 from lightning_async.trainer import refusals
-from lightning_async.trainer.averaged_models import AveragedModels
+from lightning_async.trainer.drift import DriftPatches
 from lightning_async.trainer.namespace import name as namespace
 from lightning_async.trainer.namespace import pytorch
-from lightning_async.trainer.patches import allow_compiled_modules, in_words, rank_zero_info, searches_lr, shorten
+from lightning_async.trainer.patches import Undo, in_words, searches_lr, shorten
+from lightning_async.trainer.settings import check_checkpoint, check_settings
+from lightning_async.transports.choose import TransportName
+from lightning_async.transports.transport import Transport
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 __all__ = ["AsyncAveragingStrategy"]
-
-T = TypeVar("T")
-log = logging.getLogger(__name__)
-LrClock = Literal["local", "global"]
 
 
 class AsyncAveragingStrategy(ReplicatedStrategy):
@@ -70,13 +66,11 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
             stays in the replica's parameters and goes with the next one. Gates exchange fp32.
         deadlines: how long to wait for what.
         part_mb: payloads move in parts of at most this many MiB. Default 16.
-        engine: what moves bytes: "torch", "horovod", or "auto" (default): Horovod where horovodrun started the ranks.
-        process_group_backend: of torch: "gloo", "nccl" or "mpi". Default: "nccl" on CUDA, else "gloo".
-        start_method: how Lightning starts the other ranks where no launcher did: "popen" runs the script again;
-            "spawn" and "fork" suit notebooks.
+        transport: who starts the ranks and what moves their bytes: `TorchTransport`, `HorovodTransport`, or a short
+            name, "torch", "horovod" or "auto" (default): Horovod where horovodrun started the ranks, else torch.
 
     Raises:
-        TypeError: ``rule`` or ``schedule`` lacks what a rule or a schedule must answer.
+        TypeError: ``rule``, ``schedule`` or ``transport`` lacks what one must answer.
         ValueError: an unknown policy, a rule that overwrites together with ``overlap=True``, or one that sends its
             parameters together with 8 bits of compression.
 
@@ -95,31 +89,19 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         weighting: Weighting = "samples",
         buffers: BufferPolicy = "average",
         optimizer_state: OptimizerPolicy = "keep",
-        lr_clock: LrClock = "local",
+        lr_clock: refusals.LrClock = "local",
         compression: Compression = "none",
         deadlines: Deadlines | None = None,
         part_mb: float = 16.0,
-        engine: EngineName = "auto",
-        process_group_backend: str | None = None,
-        start_method: StartMethod = "popen",
+        transport: Transport | TransportName = "auto",
     ) -> None:
         deadlines = deadlines or Deadlines()
-        super().__init__(
-            engine=engine,
-            dead_after=deadlines.dead_after,
-            process_group_backend=process_group_backend,
-            start_method=start_method,
-            gloo_timeout=deadlines.dead_after,
-        )
+        super().__init__(transport=transport, dead_after=deadlines.dead_after, gloo_timeout=deadlines.dead_after)
         self.rule = DeltaMean() if rule is None else rule
         self.schedule = EveryNSteps(32) if schedule is None else schedule
         refusals.check_arguments(self.rule, self.schedule, overlap)
         owner = type(self).__name__
-        check_choice(owner, "buffers", buffers, get_args(BufferPolicy))
-        check_choice(owner, "optimizer_state", optimizer_state, get_args(OptimizerPolicy))
-        check_choice(owner, "lr_clock", lr_clock, get_args(LrClock))
-        if not part_mb > 0:
-            raise ValueError(f"`AsyncAveragingStrategy(part_mb={part_mb!r})` must be > 0.")
+        refusals.check_policies(owner, buffers, optimizer_state, lr_clock, part_mb)
         self.config = AveragerConfig(
             overlap=overlap, weighting=weighting, compression=compression, deadlines=deadlines,
             part_bytes=max(4, int(part_mb * 2**20)),
@@ -127,15 +109,13 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         self.config.check_rule(owner, self.rule)
         self.buffers: BufferPolicy = buffers
         self.optimizer_state_policy: OptimizerPolicy = optimizer_state
-        self.lr_clock: LrClock = lr_clock
-        self.averager: BackgroundAverager | None = None
+        self.lr_clock: refusals.LrClock = lr_clock
+        self._session: Session | None = None
         self.summary = RunSummary()
         self._trainer: Any = None
         self._patches: DriftPatches | None = None
         self._saved = SavedState(self.checkpoint_key)
-        self.averaged_models: AveragedModels | None = None
-        self._stepping: Stepping | None = None
-        self._monitor: AveragingMonitor | None = None
+        self._undo: list[Undo] = []
         self._begins_anew = False
 
     def setup_environment(self) -> None:
@@ -158,12 +138,9 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         if fitting:
             self._patches = DriftPatches(self, trainer)
             if self.world is not None:
-                self._patches.install()
-                AveragedModels(trainer, self.world).make_equal()
-            callbacks: list[Any] = self._trainer.callbacks
-            if not any(isinstance(callback, AveragingMonitor) for callback in callbacks):
-                self._monitor = AveragingMonitor()
-                callbacks.insert(0, self._monitor)
+                self._undo.append(self._patches.remove)
+                self._patches.install(self.world)
+            self._undo.append(monitor_for_now(trainer))
 
     def on_train_start(self) -> None:
         """All ranks hold the same model: replicas part from here."""
@@ -177,38 +154,18 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         self.summary = RunSummary(rank=self.global_rank, world_size=self.world_size)
         if self.world_size == 1:
             self._saved.take()  # it goes with weights that this training leaves behind
-            rank_zero_info(
-                "AsyncAveragingStrategy: there is one replica only, so there is nothing to average; it trains as with "
-                "a single device. Pass `Trainer(devices=2)` or more."
-            )
+            self.tell_alone("so there is nothing to average. Pass `Trainer(devices=2)` or more")
             return
-        assert self._connection is not None
-        assert self._patches is not None
-        self._patches.gates_epochs = refusals.check_fit(self._trainer, self._connection.world)
-        self.averaged_models = AveragedModels(self._trainer, self._connection.world)
-        replica = Replica(self.module, self.buffers, self.bucket_device)
-        if self.optimizer_state_policy == "average":
-            replica.build(AveragedState(self.optimizers))
-        replica.watched = lambda: every_tensor(self.optimizers)
-        connection = self._connection
-        self.averager = BackgroundAverager(
-            connection.root, connection.membership, replica, self.rule, self.schedule, self.config,
-            payload=connection.payload, calls=connection.world.calls,
-        )  # fmt: skip
-        self.summary = self.averager.summary
-        self._saved.resume(self.averager, self.global_rank, self.world_size)
-        connection.membership.on_change = self.averager.wake
-        self._stepping = Stepping(self, self.averager)
-        connection.open()
-        self.averager.start()
+        assert self._connection is not None and self._patches is not None
+        self._patches.begin(self._connection.world)
+        self._session = Session(self, self._connection, self._patches.within_batch, self._saved)
+        self.summary = self._session.averager.summary
+        self._session.start()
 
     def _end_averaging(self) -> None:
-        if self.averager is not None:
-            self.averager.close()
-            self.averager = None
-        if self._stepping is not None:
-            self._stepping.close()
-        self._stepping = self.averaged_models = None
+        if self._session is not None:
+            self._session.close()
+            self._session = None
 
     def _start_over(self) -> None:
         """All ranks are here, between two trainings of one fit: the next begins on a connection of its own."""
@@ -226,7 +183,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the peers, so that they end with this rank's error instead of waiting for it."""
-        agreed = self.averager is not None and self.averager.stop_agreed
+        agreed = self.gates is not None and Vote.STOP in self.gates.agreed
         self.failed = not (agreed and isinstance(exception, SystemExit))  # Lightning's SIGTERMException is one
         if isinstance(exception, PeerLost):  # who lost a peer is not to blame, and where it stood says nothing
             shorten(exception)
@@ -236,29 +193,26 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
                 self._connection.membership.fail(in_words(exception))
 
     def teardown(self) -> None:
+        while self._undo:
+            self._undo.pop()()
         self._end_averaging()
         self._begins_anew = False
-        if self._patches is not None:
-            self._patches.remove()
-            self._patches = None
-        if self._monitor is not None and self._monitor in self._trainer.callbacks:
-            self._trainer.callbacks.remove(self._monitor)
+        self._patches = self._trainer = None
         self.disconnect(in_order=not self.failed)
-        self._trainer = self._monitor = None
         super().teardown()
 
     # ---- steps ----
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.begin_again()
-        if self._stepping is not None and self.world is not None:
+        if self._session is not None and self.world is not None:
             self.world.drifting = True
-            self._stepping.start_batch(batch)
+            self._session.stepping.start_batch(batch)
 
     def finish_batch(self) -> None:
         """See `Stepping.finish_batch`."""
-        if self._stepping is not None:
-            self._stepping.finish_batch()
+        if self._session is not None:
+            self._session.stepping.finish_batch()
 
     def optimizer_step(
         self,
@@ -267,49 +221,72 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         model: pl.LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        def run(closure: Callable[[], Any]) -> Any:
-            return ReplicatedStrategy.optimizer_step(self, optimizer, closure, model, **kwargs)
-
-        if self._stepping is None or not self.module.automatic_optimization:
+        run = partial(super().optimizer_step, optimizer, model=model, **kwargs)
+        if self._session is None or not self.module.automatic_optimization:
             return run(closure)
-        return self._stepping.step(closure, run)
+        return self._session.stepping.step(closure, run)
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        if self._stepping is not None:
-            self._stepping.after_backward()
+        if self._session is not None:
+            self._session.stepping.after_backward()
 
     # ---- gates ----
 
+    @property
+    def averager(self) -> BackgroundAverager | None:
+        """What averages this replica with the others, while it trains."""
+        return None if self._session is None else self._session.averager
+
+    @property
+    def gates(self) -> Gates | None:
+        """See `Drifting`."""
+        return None if self.averager is None else self.averager.gates
+
+    @property
+    def shared_steps(self) -> tuple[int, int] | None:
+        """See `Drifting`."""
+        if self.averager is None or self.lr_clock == "local":
+            return None
+        return self.averager.first_step, self.averager.global_step()
+
+    def end_epoch(self) -> None:
+        """See `Drifting`."""
+        if self.averager is not None:
+            self.averager.epoch += 1
+
     def on_model_changed(self) -> None:
-        """A gate has given all replicas another model."""
-        if self.optimizer_state_policy == "reset":
-            reset(self.optimizers)
-        if self.buffers == "recompute" and self.world is not None and self._stepping is not None:
-            recompute_batch_norm(self.module, list(self._stepping.recent), self.world)
+        """See `Drifting`."""
+        if self._session is not None:
+            self._session.on_model_changed()
 
     def summarise(self) -> None:
-        """All replicas are at the last gate: one summary of the run, on rank 0."""
-        if self.averager is None or self.world is None:
-            return
-        summary = self.summary
-        summary.elapsed_s = time.monotonic() - self.averager.started_at
-        summary.samples_by_rank = self.world.gather_objects(summary.samples)
-        self._saved.keep(state_of(self.averager, self.world))
-        if searches_lr(self._trainer):
-            return
-        rank_zero_info(f"Asynchronous averaging, as rank 0 saw it:\n{summary}")
-        if summary.rank == 0 and (advice := summary.advice(self.schedule)):
-            log.warning(advice)
+        """See `Drifting`."""
+        if self._session is not None:
+            self._session.sum_up()
+            self._saved.keep(self._session.state())
+            if not searches_lr(self._trainer):
+                self._session.tell()
 
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        if self.world is not None and self.world.drifting and searches_lr(self._trainer):
-            return obj  # whether this rank's search is over, after every batch: the others hear it by a vote
-        return super().broadcast(obj, src)
+    # ---- settings ----
+
+    def settings(self) -> dict[str, object]:
+        """What must be equal on all ranks in a fit."""
+        config = self.config
+        return {
+            "strategy": type(self).__qualname__, "rule": self.rule, "schedule": self.schedule,
+            "overlap": config.overlap, "weighting": config.weighting, "compression": config.compression,
+            "buffers": self.buffers, "optimizer_state": self.optimizer_state_policy, "lr_clock": self.lr_clock,
+            "part_mb": config.part_bytes / 2**20, "backend": self.transport.backend_on(self.root_device),
+        }  # fmt: skip
+
+    def usual_settings(self) -> dict[str, object]:
+        """What need not be equal, but commonly is."""
+        return {"deadlines": self.config.deadlines}
 
     # ---- checkpoints ----
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        self._saved.write(checkpoint, None if self.averager is None else state_of(self.averager, self.world))
+        self._saved.write(checkpoint, None if self._session is None else self._session.state())
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -324,4 +301,3 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
 
 
 AsyncAveragingStrategy.register_strategies(pytorch("strategies").StrategyRegistry)
-allow_compiled_modules(AsyncAveragingStrategy)

@@ -16,10 +16,12 @@ from lightning_async.engine.tensors import describe
 from lightning_async.engine.world import World
 from lightning_async.errors import LayoutMismatch
 from lightning_async.flat import FlatLayout
+from lightning_async.trainer.compiled import CompiledMark
 from lightning_async.trainer.namespace import fabric, pytorch
-from lightning_async.transports.choose import EngineName, make_engine
-from lightning_async.transports.torch import StartMethod
-from lightning_async.transports.transport import Connection
+from lightning_async.trainer.patches import rank_zero_info, searches_lr
+from lightning_async.transports.choose import TransportName, choose_transport
+from lightning_async.transports.torch import TorchTransport
+from lightning_async.transports.transport import Connection, Transport
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 else:
     ParallelStrategy = pytorch("strategies.parallel").ParallelStrategy
 
-__all__ = ["EngineName", "ReplicatedStrategy", "StartMethod"]
+__all__ = ["ReplicatedStrategy"]
 
 log = logging.getLogger(__name__)
 _runs = itertools.count(1)  # of this process, by any strategy: what a run leaves in the store is not the next one's
@@ -38,14 +40,13 @@ class ReplicatedStrategy(ParallelStrategy):
     """One whole replica per rank, on the device of its local rank.
 
     Args:
-        engine: "torch" (torch.distributed), "horovod", or "auto": Horovod where horovodrun has started the ranks.
+        transport: who starts the ranks and what moves their bytes, or a short name, see `choose_transport`.
         dead_after: a rank without a heartbeat for so long is lost; None for no heartbeats.
-        process_group_backend: "gloo", "nccl" or "mpi". Default: "nccl" on CUDA, else "gloo". Torch only.
-        start_method: how Lightning starts the other ranks where no launcher did. Torch only.
-        gloo_timeout: after which Gloo inside Horovod gives up on a silent peer.
+        gloo_timeout: after which Gloo inside Horovod gives up on a silent peer, where a short name chose Horovod.
 
     Raises:
-        ValueError: an unknown engine, backend or start method, or one that has no effect.
+        TypeError: ``transport`` is none.
+        ValueError: an unknown name, or a transport that has no effect here.
         ModuleNotFoundError: Horovod is called for, but not installed.
     """
 
@@ -55,14 +56,13 @@ class ReplicatedStrategy(ParallelStrategy):
     def __init__(
         self,
         *,
-        engine: EngineName = "auto",
+        transport: Transport | TransportName = "auto",
         dead_after: timedelta | None,
-        process_group_backend: str | None = None,
-        start_method: StartMethod = "popen",
         gloo_timeout: timedelta = timedelta(seconds=30),
     ) -> None:
-        self.engine = make_engine(type(self).__name__, engine, process_group_backend, start_method, gloo_timeout)
+        self.transport = choose_transport(type(self).__name__, transport, gloo_timeout)
         self._environment: Any = None
+        self._compiled = CompiledMark()
         super().__init__()
         self._dead_after = dead_after
         self._num_nodes = 1
@@ -82,12 +82,12 @@ class ReplicatedStrategy(ParallelStrategy):
     def cluster_environment(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, environment: Any
     ) -> None:
-        self._environment = self.engine.environment(environment)
+        self._environment = self.transport.environment(environment)
 
     @property
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
-        return self.engine.root_device(self.parallel_devices, self.local_rank)
+        return self.transport.root_device(self.parallel_devices, self.local_rank)
 
     @property
     def num_nodes(self) -> int:
@@ -117,7 +117,7 @@ class ReplicatedStrategy(ParallelStrategy):
             module.rank_zero_only.rank = self.global_rank
 
     def _configure_launcher(self) -> None:
-        self._launcher = self.engine.launcher(self, self.num_processes, self.num_nodes, self._child_died)
+        self._launcher = self.transport.launcher(self, self.num_processes, self.num_nodes, self._child_died)
 
     def _child_died(self, local_rank: int, returncode: int) -> timedelta:
         """A rank that was started here is gone. Returns how long the others may take to end by themselves."""
@@ -140,27 +140,33 @@ class ReplicatedStrategy(ParallelStrategy):
         """Join the other ranks, if there are any; all call this together."""
         if self.world_size > 1:
             self._runs = next(_runs)
-            self._connection = self.engine.connect(
+            self._connection = self.transport.connect(
                 self.cluster_environment, self.root_device, f"lightning_async/{self._runs}", self._dead_after
             )
 
     @property
     def bucket_device(self) -> torch.device:
         """Where payloads are staged."""
-        return self.engine.bucket_device(self.root_device)
+        return self.transport.bucket_device(self.root_device)
 
     # ---- registration ----
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """The strategy's name, and the same with the start methods for notebooks."""
-        for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
+        """The strategy's name, and the same with the ways to start ranks from a notebook."""
+        named: dict[str, Transport | TransportName] = {
+            "": "auto",
+            "_spawn": TorchTransport(start="spawn"),
+            "_fork": TorchTransport(start="fork"),
+            "_notebook": TorchTransport(start="fork"),
+        }
+        for suffix, transport in named.items():
             strategy_registry.register(
                 cls.strategy_name + suffix,
                 cls,
-                description=f"{cls.__name__}; the other ranks are started by '{start_method}'.",
+                description=f"{cls.__name__}(transport={transport!r})",
                 override=True,
-                start_method=start_method,
+                transport=transport,
             )
 
     # ---- the model ----
@@ -168,7 +174,34 @@ class ReplicatedStrategy(ParallelStrategy):
     @property
     def module(self) -> LightningModule:
         """The user's module, which is there from `connect` on."""
-        return cast("LightningModule", self.lightning_module)
+        return cast("LightningModule", self._lightning_module)
+
+    @property
+    def lightning_module(self) -> LightningModule | None:
+        self._compiled.hide_from_trainer(self._lightning_module)
+        return self._lightning_module
+
+    @property
+    def _lightning_module(self) -> LightningModule | None:
+        return self._users_module
+
+    @_lightning_module.setter
+    def _lightning_module(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, module: LightningModule | None
+    ) -> None:
+        """The Trainer hands over its module before it asks whether this strategy can train one that was compiled."""
+        self._users_module = module
+        self._compiled.hide(module)
+
+    @property
+    def launcher(self) -> Any:
+        """The Trainer asks for it as soon as a run begins."""
+        self._compiled.show()
+        return super().launcher
+
+    def connect(self, model: LightningModule) -> None:
+        super().connect(model)
+        self._compiled.show()
 
     def setup_replica(self, trainer: Any) -> None:
         """What `setup` does in every strategy: one model on all ranks, its optimizers, its precision."""
@@ -204,6 +237,11 @@ class ReplicatedStrategy(ParallelStrategy):
                 )
         self.world.make_equal_([*self.module.parameters(), *self.module.buffers()])
 
+    def tell_alone(self, why: str = "") -> None:
+        """Say that there is one rank, which needs nobody; and ``why`` that matters."""
+        rest = f", {why}" if why else ""
+        rank_zero_info(f"{type(self).__name__}: there is one rank only, and it trains as with a single device{rest}.")
+
     def disconnect(self, in_order: bool) -> None:
         """Close the groups; with ``in_order``, when all ranks are here."""
         if self._connection is not None:
@@ -225,7 +263,7 @@ class ReplicatedStrategy(ParallelStrategy):
         elif self.world_size > 1 and self._runs > 0 and not self.failed:
             self._operations += 1
             name = f"lightning_async/{self._runs}.{self._operations}"
-            with self.engine.short_world(self.cluster_environment, name) as world:
+            with self.transport.short_world(self.cluster_environment, name) as world:
                 yield world
         else:
             yield None
@@ -236,6 +274,8 @@ class ReplicatedStrategy(ParallelStrategy):
                 world.barrier(name or "")
 
     def broadcast(self, obj: T, src: int = 0) -> T:
+        if self.world is not None and self.world.drifting and searches_lr(self.module.trainer):
+            return obj  # whether this rank's search is over, after every batch: the others hear it by a vote
         with self._together() as world:
             return obj if world is None else world.broadcast(obj, src)
 

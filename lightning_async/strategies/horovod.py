@@ -16,7 +16,7 @@ from lightning_async.comm.horovod.collectives import HorovodCollectives
 from lightning_async.engine.gradients.reducer import GradientReducer
 from lightning_async.strategies.base import ReplicatedStrategy
 from lightning_async.trainer.namespace import pytorch
-from lightning_async.trainer.patches import allow_compiled_modules, rank_zero_info, sync_metrics_through
+from lightning_async.trainer.patches import sync_metrics_through
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -73,7 +73,7 @@ class HorovodStrategy(ReplicatedStrategy):
                 f"`HorovodStrategy(reduction='adasum', compression={compression!r})`: Adasum takes gradients as they "
                 "are; leave `compression` out."
             )
-        super().__init__(engine="horovod", dead_after=None, gloo_timeout=timeout)
+        super().__init__(transport="horovod", dead_after=None, gloo_timeout=timeout)
         self.compression: Compression = compression
         self.reduction: Reduction = reduction
         self.timeout = timeout
@@ -99,7 +99,7 @@ class HorovodStrategy(ReplicatedStrategy):
             )
         self.setup_replica(trainer)
         if self.world_size == 1:
-            rank_zero_info("HorovodStrategy: there is one rank only; it trains as with a single device.")
+            self.tell_alone()
             return
         self._undo = sync_metrics_through(lambda: self.world, self.module)
         if trainer.state.fn == "fit":
@@ -184,4 +184,3 @@ class HorovodStrategy(ReplicatedStrategy):
 
 
 HorovodStrategy.register_strategies(pytorch("strategies").StrategyRegistry)
-allow_compiled_modules(HorovodStrategy)

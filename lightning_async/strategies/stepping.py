@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.batch_norm import RECENT_BATCHES
 from lightning_async.engine.averaging.optimizer_state import reset
+from lightning_async.engine.gradients.synchronous import SynchronousGradients
+from lightning_async.engine.header import Arrival, Gate
 from lightning_async.rules.schedules.protocol import Action
 from lightning_async.trainer.batch import batch_size
 
@@ -31,10 +33,18 @@ class Stepping:
     Args:
         strategy: its module, optimizers and precision.
         averager: started.
+        gradients: makes synchronous steps.
+        meet: how a gate that a step needs is opened, so that all hear of it whom it concerns.
     """
 
-    def __init__(self, strategy: AsyncAveragingStrategy, averager: BackgroundAverager) -> None:
-        self._strategy, self._averager = strategy, averager
+    def __init__(
+        self,
+        strategy: AsyncAveragingStrategy,
+        averager: BackgroundAverager,
+        gradients: SynchronousGradients,
+        meet: Callable[[Gate], Arrival],
+    ) -> None:
+        self._strategy, self._averager, self._gradients, self._meet = strategy, averager, gradients, meet
         averager.on_healed = self._forget_state
         self._samples = 0.0
         self._batch_action: Action | None = None
@@ -54,12 +64,12 @@ class Stepping:
     def start_batch(self, batch: Any) -> None:
         """The training thread has a batch."""
         self.finish_batch()
-        self._averager.resume()
+        self._averager.gates.resume()
         self._samples += batch_size(batch)
         if self._strategy.buffers == "recompute":
             self.recent.append(batch)
         if not self._strategy.module.automatic_optimization:
-            self._batch_action = self._averager.plan()
+            self._batch_action = self._averager.plan(self._meet)
             self._counted = self._seen
 
     def finish_batch(self) -> None:
@@ -75,7 +85,7 @@ class Stepping:
 
     def step(self, closure: Callable[[], Any], run: Callable[[Callable[[], Any]], Any]) -> Any:
         """Automatic optimization: ``run`` the optimizer's step with this ``closure``, or its synchronous kind."""
-        action = self._averager.plan()
+        action = self._averager.plan(self._meet)
         before = self._seen
         output = run(self._synchronised(closure) if action is Action.GRADIENTS else closure)
         self._tick(action, stepped=self._seen > before)
@@ -100,7 +110,7 @@ class Stepping:
     def _reduce_gradients(self) -> None:
         scaler = getattr(self._strategy.precision_plugin, "scaler", None)
         scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
-        self._averager.reduce_gradients_(self._samples, scale)
+        self._gradients.reduce_(self._samples, scale)
 
     def _tick(self, action: Action, stepped: bool) -> None:
         strategy, samples = self._strategy, self._samples

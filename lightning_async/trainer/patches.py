@@ -10,9 +10,11 @@ from lightning_async.engine.world import World
 from lightning_async.trainer.namespace import pytorch
 
 __all__ = [
-    "allow_compiled_modules",
+    "Undo",
+    "callbacks_of",
     "in_words",
     "rank_zero_info",
+    "replace",
     "searches_lr",
     "set_for_now",
     "shorten",
@@ -49,23 +51,22 @@ def shorten(exception: BaseException) -> None:
     exception.__traceback__ = None
 
 
-def allow_compiled_modules(strategy_class: type) -> None:
-    """Lightning lets only strategies on a list of its own train a module that `torch.compile` returned."""
-    trainer_module: Any = pytorch("trainer.trainer")
-    verify = trainer_module._verify_strategy_supports_compile
-
-    def verify_others(model: Any, strategy: Any) -> None:
-        if not isinstance(strategy, strategy_class):
-            verify(model, strategy)
-
-    trainer_module._verify_strategy_supports_compile = verify_others
-
-
 def set_for_now(owner: Any, name: str, value: Any) -> Undo:
     """Set an attribute; returns what sets it back."""
     had, old = name in vars(owner), getattr(owner, name)
     setattr(owner, name, value)
     return lambda: setattr(owner, name, old) if had else delattr(owner, name)
+
+
+def replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Undo:
+    """Put what ``wrap`` makes of a method in its place; returns what sets it back."""
+    return set_for_now(owner, name, wrap(getattr(owner, name)))
+
+
+def callbacks_of(trainer: Any, kind: str) -> list[Any]:
+    """The Trainer's callbacks of one of Lightning's classes; none where this Lightning has no such class."""
+    wanted = getattr(pytorch("callbacks"), kind, ())
+    return [callback for callback in trainer.callbacks if isinstance(callback, wanted)]
 
 
 def sync_metrics_through(world: Callable[[], World | None], module: Any) -> list[Undo]:

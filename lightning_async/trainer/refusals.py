@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Any
+from typing import Any, Literal, get_args
 
 from torch import nn
 
+from lightning_async.arguments import check_choice
+from lightning_async.engine.replica import BufferPolicy, OptimizerPolicy
 from lightning_async.engine.world import World
 from lightning_async.rules.averaging.protocol import AveragingRule
 from lightning_async.rules.schedules.protocol import Schedule
 from lightning_async.trainer.namespace import pytorch
 
-__all__ = ["check_arguments", "check_callbacks", "check_fit", "check_setup"]
+__all__ = ["LrClock", "check_arguments", "check_callbacks", "check_fit", "check_policies", "check_setup"]
 
 log = logging.getLogger(__name__)
+LrClock = Literal["local", "global"]
 
 
 def check_arguments(rule: Any, schedule: Any, overlap: bool) -> None:
@@ -26,6 +29,15 @@ def check_arguments(rule: Any, schedule: Any, overlap: bool) -> None:
         raise TypeError(f"`AsyncAveragingStrategy(schedule={schedule!r})` must be a schedule such as EveryNSteps(32).")
     if not isinstance(overlap, bool):
         raise TypeError(f"`AsyncAveragingStrategy(overlap={overlap!r})` must be True or False.")
+
+
+def check_policies(owner: str, buffers: object, optimizer_state: object, lr_clock: object, part_mb: float) -> None:
+    """Whether the others that are the strategy's own are among what is allowed."""
+    check_choice(owner, "buffers", buffers, get_args(BufferPolicy))
+    check_choice(owner, "optimizer_state", optimizer_state, get_args(OptimizerPolicy))
+    check_choice(owner, "lr_clock", lr_clock, get_args(LrClock))
+    if not part_mb > 0:
+        raise ValueError(f"`{owner}(part_mb={part_mb!r})` must be > 0.")
 
 
 def check_callbacks(callbacks: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Which engine moves the bytes of a strategy."""
+"""Which transport a strategy uses: the one that it was given, or the one that a short name stands for."""
 
 from __future__ import annotations
 
@@ -6,36 +6,62 @@ import os
 from datetime import timedelta
 from typing import Literal, get_args
 
-from lightning_async.arguments import check_choice
 from lightning_async.trainer.environments import HorovodEnvironment
-from lightning_async.transports.horovod import HorovodEngine
-from lightning_async.transports.torch import StartMethod, TorchEngine
-from lightning_async.transports.transport import Engine
+from lightning_async.transports.horovod import HorovodTransport
+from lightning_async.transports.torch import TorchTransport
+from lightning_async.transports.transport import Transport
 
-__all__ = ["EngineName", "make_engine"]
+__all__ = ["TransportName", "choose_transport"]
 
-EngineName = Literal["auto", "torch", "horovod"]
+TransportName = Literal["auto", "torch", "horovod"]
 
 
-def make_engine(
-    owner: str, name: EngineName, process_group_backend: str | None, start_method: StartMethod, gloo_timeout: timedelta
-) -> Engine:
-    """The engine that ``name`` asks for.
+def choose_transport(owner: str, transport: Transport | TransportName, gloo_timeout: timedelta) -> Transport:
+    """The transport itself, or what its name stands for.
 
     "auto" is Horovod where horovodrun has started this process (``HOROVOD_RANK`` and ``HOROVOD_SIZE`` are set), else
     torch. Under mpirun alone Horovod must be asked for.
 
+    Args:
+        owner: the strategy's name, for messages.
+        transport: what the strategy was given.
+        gloo_timeout: of Horovod, where a name stands for it.
+
     Raises:
-        ValueError: an unknown name, or arguments that have no effect with the engine.
+        TypeError: it is no transport.
+        ValueError: an unknown name, or ranks that two launchers would start.
         ModuleNotFoundError: Horovod is called for, but not installed.
         RuntimeError: both torchrun and horovodrun say who this process is.
     """
-    check_choice(owner, "engine", name, get_args(EngineName))
-    if name == "torch" or (name == "auto" and not HorovodEnvironment.detect()):
-        return TorchEngine(owner, process_group_backend, start_method)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        raise RuntimeError(
-            f"`{owner}(engine={name!r})`: the environment holds torchrun's TORCHELASTIC_RUN_ID beside what asks for "
-            "Horovod, so there are two answers to who this process is. Launch by one of them, or pass `engine='torch'`."
+    if isinstance(transport, str):
+        chosen = _named(owner, transport, gloo_timeout)
+    elif isinstance(transport, type) or not isinstance(transport, Transport):
+        raise TypeError(
+            f"`{owner}(transport={transport!r})` must be a transport such as TorchTransport(), or one of "
+            f"{get_args(TransportName)}."
         )
-    return HorovodEngine(owner, process_group_backend, start_method, gloo_timeout)
+    else:
+        chosen = transport
+    if isinstance(chosen, HorovodTransport) and "TORCHELASTIC_RUN_ID" in os.environ:
+        raise RuntimeError(
+            f"`{owner}(transport={transport!r})`: the environment holds torchrun's TORCHELASTIC_RUN_ID beside what "
+            "asks for Horovod, so there are two answers to who this process is. Launch by one of them, or pass "
+            "`transport='torch'`."
+        )
+    if isinstance(chosen, TorchTransport) and chosen.start != "popen" and HorovodEnvironment.detect():
+        raise ValueError(
+            f"`{owner}(transport={transport!r})` has no effect under horovodrun, which has started the ranks: leave "
+            "`start` out."
+        )
+    return chosen
+
+
+def _named(owner: str, name: str, gloo_timeout: timedelta) -> Transport:
+    if name not in get_args(TransportName):
+        raise ValueError(
+            f"`{owner}(transport={name!r})` must be one of {get_args(TransportName)}, or a transport such as "
+            "TorchTransport(backend='gloo')."
+        )
+    if name == "torch" or (name == "auto" and not HorovodEnvironment.detect()):
+        return TorchTransport()
+    return HorovodTransport(gloo_timeout=gloo_timeout)

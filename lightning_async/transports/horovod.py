@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -20,51 +21,46 @@ from lightning_async.comm.membership.start import Patience, open_store
 from lightning_async.engine.world import World
 from lightning_async.errors import PeerLost
 from lightning_async.trainer.environments import HorovodEnvironment
-from lightning_async.transports.transport import Connection
+from lightning_async.transports.transport import Connection, Transport, short_world
 
-__all__ = ["HorovodEngine"]
+__all__ = ["HorovodTransport"]
 
 
-class HorovodEngine:
-    """See `Engine`.
+@dataclass(frozen=True, kw_only=True)
+class HorovodTransport(Transport):
+    """Horovod moves the bytes; horovodrun or mpirun starts the ranks. See `Transport`.
 
     Args:
-        owner: the strategy's name, for messages.
-        process_group_backend, start_method: of torch's engine; refused, as they would have no effect.
-        gloo_timeout: after which Gloo inside Horovod gives up on a silent peer.
+        gloo_timeout: after which Gloo inside Horovod gives up on a silent peer. The first transport to open Horovod in
+            a process decides. Default 30 seconds.
 
     Raises:
-        ValueError: an argument of the other engine.
+        ValueError: ``gloo_timeout`` is not longer than zero.
         ModuleNotFoundError: Horovod is not installed; says how to get it.
     """
 
-    def __init__(
-        self, owner: str, process_group_backend: str | None, start_method: str, gloo_timeout: timedelta
-    ) -> None:
-        for argument, value, default in (
-            ("process_group_backend", process_group_backend, None),
-            ("start_method", start_method, "popen"),
-        ):
-            if value != default:
-                raise ValueError(
-                    f"`{owner}({argument}={value!r})` has no effect with Horovod, whose launcher starts the ranks and "
-                    "whose build says what moves bytes: leave it out, or pass `engine='torch'`."
-                )
-        load()
-        self._gloo_timeout = gloo_timeout
+    gloo_timeout: timedelta = timedelta(seconds=30)
 
-    def environment(self, lightnings: Any) -> HorovodEnvironment:
+    def __post_init__(self) -> None:
+        if not self.gloo_timeout > timedelta(0):
+            raise ValueError(f"`HorovodTransport(gloo_timeout={self.gloo_timeout!r})` must be longer than zero.")
+        load()
+
+    def environment(self, lightnings: Any) -> Any:
         return HorovodEnvironment()
 
     def launcher(
         self, strategy: Any, num_processes: int, num_nodes: int, on_death: Callable[[int, int], timedelta]
-    ) -> None:
+    ) -> Any:
         return None
 
     def root_device(self, devices: Sequence[torch.device], local_rank: int) -> torch.device:
         """One device for each rank, whatever ``Trainer(devices=)`` says: by the local rank."""
         kind = devices[0].type
         return devices[0] if kind == "cpu" else torch.device(kind, local_rank)
+
+    def backend_on(self, root_device: torch.device) -> str:
+        return "horovod"
 
     def bucket_device(self, root_device: torch.device) -> torch.device:
         """On the GPU where Horovod was built with NCCL, else in the host's memory."""
@@ -73,8 +69,8 @@ class HorovodEngine:
     def connect(
         self, environment: Any, root_device: torch.device, name: str, dead_after: timedelta | None
     ) -> Connection:
-        """See `Engine`. Names are counted by Horovod's world, as ranks may join it that have run nothing yet."""
-        world = HorovodWorld.join(environment.launched, self._gloo_timeout)
+        """See `Transport`. Names are counted by Horovod's world, as ranks may join it that have run nothing yet."""
+        world = HorovodWorld.join(environment.launched, self.gloo_timeout)
         root = _collectives(world)
         membership = None
         if dead_after is not None:
@@ -82,14 +78,8 @@ class HorovodEngine:
             membership.start()
         return Connection(root, root, membership)
 
-    @contextmanager
-    def short_world(self, environment: Any, name: str) -> Iterator[World]:
-        root = _collectives(HorovodWorld.join(environment.launched, self._gloo_timeout))
-        try:
-            yield World(root)
-            root.barrier().result()
-        finally:
-            root.close()
+    def short_world(self, environment: Any, name: str) -> AbstractContextManager[World]:
+        return short_world(_collectives(HorovodWorld.join(environment.launched, self.gloo_timeout)))
 
 
 class _Membership(Membership):

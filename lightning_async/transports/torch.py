@@ -6,7 +6,8 @@ import atexit
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, get_args
 
@@ -29,9 +30,9 @@ from lightning_async.trainer.environments import MPIRunEnvironment
 from lightning_async.trainer.namespace import fabric
 from lightning_async.trainer.patches import rank_zero_info
 from lightning_async.trainer.popen import ProcessLauncher, ScriptLauncher, check_launcher
-from lightning_async.transports.transport import Connection
+from lightning_async.transports.transport import Connection, Transport, short_world
 
-__all__ = ["StartMethod", "TorchEngine"]
+__all__ = ["StartMethod", "TorchTransport"]
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 _FORM_TIMEOUT, _START_TIMEOUT = timedelta(minutes=5), timedelta(minutes=30)
@@ -42,29 +43,33 @@ _beside_mpi: list[Any] = []
 _presences: list[Presence] = []  # of this process: one, from its first run on
 
 
-class TorchEngine:
-    """See `Engine`.
+@dataclass(frozen=True, kw_only=True)
+class TorchTransport(Transport):
+    """torch.distributed moves the bytes; torchrun, SLURM, mpirun or Lightning starts the ranks. See `Transport`.
 
     Args:
-        owner: the strategy's name, for messages.
-        process_group_backend: "gloo", "nccl" or "mpi", for payloads; everything small goes over Gloo (MPI: over MPI).
-            Default: "nccl" on CUDA, else "gloo".
-        start_method: how Lightning starts the other ranks where no launcher did.
+        backend: "gloo", "nccl" or "mpi", for payloads; everything small goes over Gloo (MPI: over MPI). Default: "nccl"
+            on CUDA, else "gloo".
+        start: how Lightning starts the other ranks where no launcher did: "popen" (default) runs the script again;
+            "spawn", "fork" and "forkserver" suit notebooks.
 
     Raises:
-        ValueError: an unknown backend or start method, or a backend that this torch was built without.
+        ValueError: an unknown backend or way to start, or a backend that this torch was built without.
     """
 
-    def __init__(self, owner: str, process_group_backend: str | None, start_method: StartMethod) -> None:
-        check_choice(owner, "process_group_backend", process_group_backend, (None, "gloo", "nccl", "mpi"))
-        check_choice(owner, "start_method", start_method, get_args(StartMethod))
+    backend: str | None = None
+    start: StartMethod = "popen"
+
+    def __post_init__(self) -> None:
+        owner = type(self).__name__
+        check_choice(owner, "backend", self.backend, (None, "gloo", "nccl", "mpi"))
+        check_choice(owner, "start", self.start, get_args(StartMethod))
         available = {"mpi": dist.is_mpi_available, "nccl": dist.is_nccl_available}
-        if process_group_backend in available and not available[process_group_backend]():
+        if self.backend in available and not available[self.backend]():
             raise ValueError(
-                f"`process_group_backend={process_group_backend!r}`: this build of torch ({torch.__version__}) has "
-                "none. Leave it out, or install a torch that has it."
+                f"`{owner}(backend={self.backend!r})`: this build of torch ({torch.__version__}) has none. Leave it "
+                "out, or install a torch that has it."
             )
-        self._backend, self._start_method = process_group_backend, start_method
 
     def environment(self, lightnings: Any) -> Any:
         """Lightning's own choice, except under a launcher that it does not know."""
@@ -74,26 +79,25 @@ class TorchEngine:
     def launcher(
         self, strategy: Any, num_processes: int, num_nodes: int, on_death: Callable[[int, int], timedelta]
     ) -> Any:
-        if self._start_method == "popen":
+        if self.start == "popen":
             return ScriptLauncher(strategy.cluster_environment, num_processes, num_nodes, on_death)
-        return ProcessLauncher(strategy, self._start_method)
+        return ProcessLauncher(strategy, self.start)
 
     def root_device(self, devices: Sequence[torch.device], local_rank: int) -> torch.device:
         return devices[local_rank]
 
-    def backend(self, root_device: torch.device) -> str:
-        """What moves payloads."""
-        return self._backend or ("nccl" if root_device.type == "cuda" else "gloo")
+    def backend_on(self, root_device: torch.device) -> str:
+        return self.backend or ("nccl" if root_device.type == "cuda" else "gloo")
 
     def bucket_device(self, root_device: torch.device) -> torch.device:
         """On the GPU, so that all arithmetic is; in the host's memory for MPI."""
-        on_gpu = root_device.type == "cuda" and self.backend(root_device) in ("nccl", "gloo")
+        on_gpu = root_device.type == "cuda" and self.backend_on(root_device) in ("nccl", "gloo")
         return root_device if on_gpu else torch.device("cpu")
 
     def connect(
         self, environment: Any, root_device: torch.device, name: str, dead_after: timedelta | None
     ) -> Connection:
-        backend = self.backend(root_device)
+        backend = self.backend_on(root_device)
         if backend == "nccl":
             nccl.set_variables()
         _join_default_group(environment, backend)
@@ -123,8 +127,7 @@ class TorchEngine:
             terms.check = membership.check
         return Connection(root, payload, membership)
 
-    @contextmanager
-    def short_world(self, environment: Any, name: str) -> Iterator[World]:
+    def short_world(self, environment: Any, name: str) -> AbstractContextManager[World]:
         rank, presence = environment.global_rank(), _meet(environment, name, None)
         root = TorchCollectives(
             distributed_c10d.PrefixStore(name, _store(environment, rank)),
@@ -134,11 +137,7 @@ class TorchEngine:
             form_timeout=_START_TIMEOUT,
             terms=Terms(Seal.of_job().within(name), presence.check, _host(environment)),
         )
-        try:
-            yield World(root, presence.check)
-            root.barrier().result()
-        finally:
-            root.close()
+        return short_world(root, presence.check)
 
 
 def _meet(environment: Any, name: str, dead_after: timedelta | None) -> Presence:

@@ -1,14 +1,14 @@
-"""What one run holds open, and what an engine must offer for it."""
+"""What one run holds open, and what a transport must offer for it."""
 
 from __future__ import annotations
 
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -16,7 +16,7 @@ from lightning_async.comm.membership.membership import Membership
 from lightning_async.comm.protocols import Collectives
 from lightning_async.engine.world import World
 
-__all__ = ["Connection", "Engine"]
+__all__ = ["Connection", "Transport", "short_world"]
 
 log = logging.getLogger(__name__)
 _HEARSAY_S = 2.0
@@ -79,8 +79,22 @@ class Connection:
         return f"its connection ended ({type(error).__name__}); see the logs of the other ranks"
 
 
-class Engine(Protocol):
-    """Who started the ranks, and what moves their bytes: torch.distributed or Horovod."""
+@contextmanager
+def short_world(root: Collectives, check: Callable[[], None] = lambda: None) -> Iterator[World]:
+    """Lightning's collectives over ``root`` for one operation: closed when all ranks are done with it."""
+    try:
+        yield World(root, check)
+        root.barrier().result()
+    finally:
+        root.close()
+
+
+@runtime_checkable
+class Transport(Protocol):
+    """Who starts the ranks, and what moves their bytes: torch.distributed or Horovod.
+
+    A transport is a value: what it opens belongs to the `Connection`, so two strategies may share one.
+    """
 
     def environment(self, lightnings: Any) -> Any:
         """The cluster environment, given the one that Lightning has chosen."""
@@ -94,6 +108,10 @@ class Engine(Protocol):
 
     def root_device(self, devices: Sequence[torch.device], local_rank: int) -> torch.device:
         """Where the replica lives."""
+        ...
+
+    def backend_on(self, root_device: torch.device) -> str:
+        """What moves payloads of replicas on such a device; equal on all ranks."""
         ...
 
     def bucket_device(self, root_device: torch.device) -> torch.device:

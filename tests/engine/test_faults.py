@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_async.comm.simulated.faulty import Delay, Fail, Fault, Hang, Kill
-from lightning_async.engine.averaging.config import Deadlines
+from lightning_async.engine.deadlines import Deadlines
 from lightning_async.engine.header import Arrival, Gate, Vote
 from lightning_async.errors import AsyncTrainingError, CollectiveError, GateMismatch, LayoutMismatch, PeerLost
 from lightning_async.rules import DeltaMean, DiLoCo, EveryNSteps, Synchronous, Warmup

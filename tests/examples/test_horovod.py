@@ -42,13 +42,13 @@ MPI = pytest.param("mpirun -np 2", marks=needs_horovod_mpi, id="mpirun")
     ("options", "said"),
     [
         ("--strategy horovod --max-steps 20", "`max_steps=20` reached"),
-        ("--strategy async_averaging --engine horovod --max-steps 100", "Asynchronous averaging, as rank 0 saw it"),
+        ("--strategy async_averaging --transport horovod --max-steps 100", "Asynchronous averaging, as rank 0 saw it"),
     ],
     ids=["horovod", "async_averaging"],
 )
 def test_char_lm(launcher: str, options: str, said: str, tmp_path: Path) -> None:
     if launcher == GLOO:
-        options = options.replace("--engine horovod ", "")  # it is found out there
+        options = options.replace("--transport horovod ", "")  # it is found out there
     text = run(f"{launcher} python examples/char_lm.py {options}", tmp_path)
     assert said in text
     assert text.count("Next character right") == 1

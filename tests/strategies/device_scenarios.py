@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from lightning_async import AsyncAveragingStrategy, DeltaMean, EveryNSteps, Synchronous
+from lightning_async import AsyncAveragingStrategy, DeltaMean, EveryNSteps, Synchronous, TorchTransport
 from lightning_async.rules.schedules.protocol import Schedule
 from tests.strategies.numerics import momentum
 from tests.strategies.workers import Net, fit, loader, scenario, shard
@@ -16,7 +16,7 @@ BACKEND = "nccl" if ACCELERATOR == "cuda" else "gloo"
 
 def train(schedule: Schedule, overlap: bool = False, backend: str = BACKEND, pause_s: float = 0.0) -> dict[str, Any]:
     """Each rank is a node with one device, which may be the same for all."""
-    strategy = AsyncAveragingStrategy(DeltaMean(), schedule, overlap, process_group_backend=backend)
+    strategy = AsyncAveragingStrategy(DeltaMean(), schedule, overlap, transport=TorchTransport(backend=backend))
     data = loader(shard((12, 12), (3, 9)))
     return fit(strategy, data, Net((pause_s, pause_s), momentum), accelerator=ACCELERATOR, devices=1, num_nodes=2)
 

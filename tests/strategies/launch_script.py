@@ -1,4 +1,4 @@
-"""A user's script, for the tests of launchers: ``launch_script.py START_METHOD DEVICES WHAT...``."""
+"""A user's script, for the tests of launchers: ``launch_script.py HOW DEVICES WHAT...``."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import os
 import signal
 import socket
 import sys
-from typing import Any
+from typing import Any, cast
 
-from lightning_async import AsyncAveragingStrategy, EveryNSteps
+from lightning_async import AsyncAveragingStrategy, EveryNSteps, TorchTransport
 from lightning_async.comm.membership.signing import Seal
 from lightning_async.comm.torch.sockets import listening_port, snapshot
 from tests.strategies.failure_workers import Tiny, digest, finite, loader, make_trainer
@@ -53,12 +53,12 @@ def listens_at() -> list[str]:
     return sorted(found)
 
 
-def main(start_method: str, devices: str, *what: str) -> None:
+def main(how: str, devices: str, *what: str) -> None:
     module = SaysHow()
     for each in what:
         if each in ("fit", "refit", "killed", "fails"):
-            how: dict[str, Any] = {"engine": "horovod"} if start_method == "horovod" else {"start_method": start_method}
-            strategy = AsyncAveragingStrategy(schedule=EveryNSteps(4), **how)
+            transport: Any = "horovod" if how == "horovod" else TorchTransport(start=cast(Any, how))
+            strategy = AsyncAveragingStrategy(schedule=EveryNSteps(4), transport=transport)
             trainer = make_trainer(strategy, int(devices))
         if each == "fit":
             module = SaysHow()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torchmetrics import MeanMetric
 
-from lightning_async import AsyncAveragingStrategy, DiLoCo
+from lightning_async import AsyncAveragingStrategy, DiLoCo, TorchTransport
 from lightning_async.trainer.namespace import pl, pytorch
 from tests.strategies import problem
 from tests.strategies.workers import Net, fit, loader, rank, scenario, shard
@@ -123,6 +123,9 @@ trainer:
           steps: 2
       overlap: false
       buffers: keep
+      transport:
+        class_path: lightning_async.TorchTransport
+        init_args: {backend: gloo}
       deadlines: {dead_after: "0:00:12", attempts: 3}
 """
 
@@ -157,6 +160,7 @@ def _cli(folder: Path, config: str, *arguments: str) -> Any:
         "synchronous_steps": strategy.summary.synchronous_steps,
         "rounds": strategy.summary.rounds,
         "deadlines": [strategy.config.deadlines.dead_after.total_seconds(), strategy.config.deadlines.attempts],
+        "transport": repr(strategy.transport),
         "digest": problem.digest(made.model),
     }
 
@@ -192,6 +196,20 @@ def cli_with_wrong_values(folder: Path) -> Any:
             said.write(str(error))
         told[wrong] = said.getvalue()
     return told
+
+
+@scenario
+def a_shared_transport() -> Any:
+    """Two strategies, one transport: it holds nothing of either's run."""
+    transport = TorchTransport(backend="gloo")
+    strategies = [AsyncAveragingStrategy(transport=transport) for _ in range(2)]
+    modules = [Net() for _ in strategies]
+    for strategy, module in zip(strategies, modules, strict=True):
+        fit(strategy, loader(shard((4, 4))), module)
+    return {
+        "one": strategies[0].transport is strategies[1].transport,
+        "alike": problem.digest(modules[0]) == problem.digest(modules[1]),
+    }
 
 
 @scenario

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_async import AsyncAveragingStrategy, HorovodStrategy
+from lightning_async import AsyncAveragingStrategy, HorovodStrategy, HorovodTransport, TorchTransport
 from tests.horovod import horovod_environment, needs_horovod
 from tests.strategies import problem
 from tests.strategies.problem import batches, distance, flat, joined, train_alone
@@ -125,11 +126,13 @@ def test_wrong_arguments(arguments: dict[str, object], words: tuple[str, ...]) -
         assert word in str(caught.value)
 
 
-def test_arguments_of_the_other_engine_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"process_group_backend='gloo'.*no effect with Horovod"):
-        AsyncAveragingStrategy(engine="horovod", process_group_backend="gloo")
-    with pytest.raises(ValueError, match="engine='mpi'"):
-        AsyncAveragingStrategy(engine="mpi")  # type: ignore[arg-type]
+def test_a_transport_of_its_own_timeout() -> None:
+    with pytest.raises(ValueError, match=r"`HorovodTransport\(gloo_timeout=datetime.timedelta\(0\)\)` must be longer"):
+        HorovodTransport(gloo_timeout=timedelta(0))
+    transport = HorovodTransport(gloo_timeout=timedelta(seconds=7))
+    assert AsyncAveragingStrategy(transport=transport).transport is transport
+    dead_after = AsyncAveragingStrategy().config.deadlines.dead_after
+    assert AsyncAveragingStrategy(transport="horovod").transport == HorovodTransport(gloo_timeout=dead_after)
 
 
 def test_torchruns_variables_beside_horovods_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +141,9 @@ def test_torchruns_variables_beside_horovods_are_refused(monkeypatch: pytest.Mon
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     with pytest.raises(RuntimeError, match="TORCHELASTIC_RUN_ID"):
         AsyncAveragingStrategy()
-    assert type(AsyncAveragingStrategy(engine="torch").engine).__name__ == "TorchEngine"
+    with pytest.raises(RuntimeError, match="TORCHELASTIC_RUN_ID"):
+        AsyncAveragingStrategy(transport=HorovodTransport())
+    assert AsyncAveragingStrategy(transport="torch").transport == TorchTransport()
 
 
 def test_the_reference_moves() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from lightning_async import AsyncAveragingStrategy, DeltaMean, EveryNSteps, HorovodStrategy, Mean
+from lightning_async import AsyncAveragingStrategy, DeltaMean, EveryNSteps, HorovodStrategy, Mean, TorchTransport
+from lightning_async.trainer.namespace import pytorch
 from tests.strategies import problem
 from tests.strategies.workers import Outcomes, fit, loader, logged
 from tests.support import run_ranks
@@ -32,8 +33,9 @@ SCENARIOS = "tests.strategies.refusals"
         ({"compression": "int4"}, ValueError, ("compression='int4'", "int8")),
         ({"compression": "int8"}, ValueError, ("rule=DeltaMean()", "compression='int8'", "DiLoCo", "bf16")),
         ({"weighting": "loss"}, ValueError, ("weighting='loss'", "samples")),
-        ({"process_group_backend": "ucc"}, ValueError, ("process_group_backend='ucc'", "gloo")),
-        ({"start_method": "thread"}, ValueError, ("start_method='thread'", "popen")),
+        ({"transport": "mpi"}, ValueError, ("transport='mpi'", "'horovod'", "TorchTransport(backend='gloo')")),
+        ({"transport": TorchTransport}, TypeError, ("transport=", "TorchTransport()")),
+        ({"transport": 3}, TypeError, ("transport=3", "TorchTransport()", "'horovod'")),
         ({"part_mb": 0.0}, ValueError, ("part_mb=0.0", "> 0")),
     ],
 )
@@ -43,13 +45,50 @@ def test_wrong_arguments_are_named(arguments: dict[str, Any], error: type[Except
     assert all(text in str(raised.value) for text in texts), raised.value
 
 
+@pytest.mark.parametrize(
+    ("arguments", "texts"),
+    [
+        ({"backend": "ucc"}, ("`TorchTransport(backend='ucc')`", "gloo")),
+        ({"start": "thread"}, ("`TorchTransport(start='thread')`", "popen")),
+        ({"backend": "mpi"}, ("`TorchTransport(backend='mpi')`", "this build of torch")),
+    ],
+)
+def test_wrong_transports_are_named(
+    arguments: dict[str, Any], texts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.distributed.is_mpi_available", lambda: False)
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        TorchTransport(**arguments)
+    assert all(text in str(raised.value) for text in texts), raised.value
+
+
+@pytest.mark.parametrize(
+    ("suffix", "start"), [("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")]
+)
+def test_registered_names_say_how_ranks_are_started(suffix: str, start: str) -> None:
+    strategy = pytorch("strategies").StrategyRegistry.get(f"async_averaging{suffix}")
+    assert strategy.transport == TorchTransport(start=start)  # type: ignore[arg-type]
+
+
+def test_ranks_of_horovodrun_are_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_RANK", "0")
+    monkeypatch.setenv("HOROVOD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"start='fork'.*has no effect under horovodrun"):
+        pytorch("strategies").StrategyRegistry.get("async_averaging_notebook")
+
+
+def test_two_strategies_may_share_a_transport(ranks: Outcomes) -> None:
+    for told in ranks("a_shared_transport"):
+        assert told["one"] and told["alike"], told
+
+
 def test_without_horovod_the_advice_can_be_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("horovod", *(name for name in sys.modules if name.startswith("horovod."))):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ModuleNotFoundError, match=r"`AsyncAveragingStrategy\(engine='torch'\)`") as raised:
+    with pytest.raises(ModuleNotFoundError, match=r"`AsyncAveragingStrategy\(transport='torch'\)`") as raised:
         HorovodStrategy()
-    assert "pass `engine=" not in str(raised.value), "HorovodStrategy has no such argument"
-    AsyncAveragingStrategy(engine="torch")
+    assert "pass `transport=" not in str(raised.value), "HorovodStrategy has no such argument"
+    AsyncAveragingStrategy(transport="torch")
 
 
 @pytest.mark.parametrize(
@@ -88,6 +127,7 @@ def test_lightning_cli(ranks: Outcomes, name: str) -> None:
         assert "outer_lr=0.5" in rank["rule"] and "outer_momentum=0.8" in rank["rule"]
         assert rank["schedule"] == "Warmup(schedule=EveryNSteps(n=3), steps=2, epochs=None, warmup_sync_every=None)"
         assert (rank["synchronous_steps"], rank["rounds"]) == (2, 2)
+        assert rank["transport"] == "TorchTransport(backend='gloo', start='popen')"
         assert rank["deadlines"] == [20.0 if name == "cli_with_arguments" else 12.0, 3]
     assert told[0]["digest"] == told[1]["digest"]
 

@@ -40,7 +40,7 @@ def load() -> ModuleType:
     except ImportError as error:
         raise ModuleNotFoundError(
             f"Horovod for this torch ({torch.__version__}) is not installed ({error}). Build it with "
-            "`lightning-async build-horovod`, or train without it: `AsyncAveragingStrategy(engine='torch')`."
+            "`lightning-async build-horovod`, or train without it: `AsyncAveragingStrategy(transport='torch')`."
         ) from error
 
 

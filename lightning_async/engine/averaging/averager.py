@@ -89,8 +89,12 @@ class BackgroundAverager(Generic[S]):
 
     # ---- stepping ----
 
-    def plan(self) -> Action:
-        """What to do with the step that the training thread is about to take."""
+    def plan(self, meet: Callable[[Gate], Arrival] | None = None) -> Action:
+        """What to do with the step that the training thread is about to take.
+
+        Args:
+            meet: how a gate is opened that the step needs first. Default: by `Gates.rendezvous`.
+        """
         box, ledger = self._box, self.ledger
         with box.changed:
             self.control.see()
@@ -107,7 +111,8 @@ class BackgroundAverager(Generic[S]):
             )
         )
         apart = not ledger.synchronous or Vote.SYNCHRONISE in box.agreed
-        if action is Action.GRADIENTS and apart and self.gates.rendezvous(Gate.SYNCHRONISE) is not Arrival.OPEN:
+        meet = meet or self.gates.rendezvous
+        if action is Action.GRADIENTS and apart and meet(Gate.SYNCHRONISE) is not Arrival.OPEN:
             action = Action.LOCAL  # others ask for a validation, or to stop: first that, at the end of this batch
         synchronous = action is Action.GRADIENTS
         if ledger.synchronous and not synchronous:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import logging
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -19,10 +19,7 @@ from lightning_async.errors import SettingsMismatch
 from lightning_async.trainer.namespace import name as namespace
 from lightning_async.trainer.namespace import pl, pytorch
 
-if TYPE_CHECKING:
-    from lightning_async.strategies.averaging import AsyncAveragingStrategy
-
-__all__ = ["check_checkpoint", "check_settings"]
+__all__ = ["Compared", "check_checkpoint", "check_settings"]
 
 log = logging.getLogger(__name__)
 
@@ -38,15 +35,30 @@ _COLLECTIVE = ("Checkpoint", "EarlyStopping", "LearningRateFinder", "StochasticW
 Settings = dict[str, str]
 
 
-def check_settings(strategy: AsyncAveragingStrategy, trainer: Any, world: World) -> None:
+class Compared(Protocol):
+    """A strategy that says which of its settings the ranks compare."""
+
+    def settings(self) -> dict[str, object]:
+        """What must be equal on all ranks in a fit."""
+        ...
+
+    def usual_settings(self) -> dict[str, object]:
+        """What need not be equal, but commonly is."""
+        ...
+
+
+def check_settings(strategy: Compared, trainer: Any, world: World) -> None:
     """Compare what the ranks were started with; all call this together, before anything else of a run.
 
     Raises:
         SettingsMismatch: on every rank; names each setting that differs, and its values.
     """
     stage = trainer.state.fn.value
-    same = _everywhere(trainer) | (_same(strategy, trainer) if stage == "fit" else {})
-    told = world.gather_objects({"stage": stage, "same": same, "usual": _usual(trainer) if stage == "fit" else {}})
+    same, usual = _everywhere(trainer), {}
+    if stage == "fit":
+        same |= _texts(strategy.settings(), trainer, _PRECISION)
+        usual = _usual(strategy, trainer)
+    told = world.gather_objects({"stage": stage, "same": same, "usual": usual})
     strangers = [rank for rank, settings in enumerate(told) if not isinstance(settings, dict) or "same" not in settings]
     if strangers:
         raise SettingsMismatch(
@@ -93,34 +105,19 @@ def _everywhere(trainer: Any) -> Settings:
     return {name: _text(value) for name, value in values.items()}
 
 
-def _same(strategy: AsyncAveragingStrategy, trainer: Any) -> Settings:
-    """What must be equal on all ranks in a fit."""
-    config, backend = strategy.config, getattr(strategy.engine, "backend", None)
-    values = {
-        "strategy": type(strategy).__qualname__,
-        "rule": strategy.rule,
-        "schedule": strategy.schedule,
-        "overlap": config.overlap,
-        "weighting": config.weighting,
-        "buffers": strategy.buffers,
-        "optimizer_state": strategy.optimizer_state_policy,
-        "lr_clock": strategy.lr_clock,
-        "compression": config.compression,
-        "part_mb": config.part_bytes / 2**20,
-        "process_group_backend": backend(strategy.root_device) if backend is not None else None,
-        **{name: getattr(trainer, name) for name in _PRECISION},
-    }
-    return {name: _text(value) for name, value in values.items()}
-
-
-def _usual(trainer: Any) -> Settings:
+def _usual(strategy: Compared, trainer: Any) -> Settings:
     """What need not be equal, but commonly is."""
-    values = {
+    values: dict[str, object] = {
         "version of Lightning": ".".join(pl.__version__.split(".")[:2]),
         "callbacks": sorted(type(callback).__name__ for callback in trainer.callbacks),
-        "deadlines": trainer.strategy.config.deadlines,
-        **{name: getattr(trainer, name) for name in _LIMITS},
+        **strategy.usual_settings(),
     }
+    return _texts(values, trainer, _LIMITS)
+
+
+def _texts(values: dict[str, object], trainer: Any, arguments: tuple[str, ...]) -> Settings:
+    """These values and those arguments of the Trainer, as texts."""
+    values = values | {name: getattr(trainer, name) for name in arguments}
     return {name: _text(value) for name, value in values.items()}
 
 

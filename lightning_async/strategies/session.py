@@ -1,0 +1,98 @@
+"""One training of this replica among the others: what lives from its first batch to its last."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lightning_async.engine.averaging.averager import BackgroundAverager
+from lightning_async.engine.averaging.batch_norm import recompute_batch_norm
+from lightning_async.engine.averaging.optimizer_state import AveragedState, every_tensor, reset
+from lightning_async.engine.control import ControlPlane
+from lightning_async.engine.gradients.synchronous import SynchronousGradients
+from lightning_async.engine.header import Arrival, Gate
+from lightning_async.engine.replica import Replica
+from lightning_async.strategies.saved_state import SavedState, state_of
+from lightning_async.strategies.stepping import Stepping
+from lightning_async.trainer.patches import rank_zero_info
+from lightning_async.transports.transport import Connection
+
+if TYPE_CHECKING:
+    from lightning_async.strategies.averaging import AsyncAveragingStrategy
+
+__all__ = ["Session"]
+
+log = logging.getLogger(__name__)
+
+
+class Session:
+    """Averages in the background while the replica trains; closed by `close`.
+
+    A fit has one, and another one for each time that training begins anew within it.
+
+    Args:
+        strategy: its module, its optimizers and its policies.
+        connection: of all ranks.
+        meet: how a gate that a step needs is opened.
+        saved: averaging goes on from there, if it holds anything.
+    """
+
+    def __init__(
+        self,
+        strategy: AsyncAveragingStrategy,
+        connection: Connection,
+        meet: Callable[[Gate], Arrival],
+        saved: SavedState,
+    ) -> None:
+        self._strategy, self._connection, self._world = strategy, connection, connection.world
+        replica = Replica(strategy.module, strategy.buffers, strategy.bucket_device)
+        if strategy.optimizer_state_policy == "average":
+            replica.build(AveragedState(strategy.optimizers))
+        replica.watched = lambda: every_tensor(strategy.optimizers)
+        config = strategy.config
+        control = ControlPlane(
+            connection.root, connection.membership, replica, config.deadlines,
+            payload=connection.payload, part_bytes=config.part_bytes, calls=connection.world.calls,
+        )  # fmt: skip
+        connection.membership.on_change = control.wake
+        self.averager = BackgroundAverager(control, strategy.rule, strategy.schedule, config)
+        gradients = SynchronousGradients(control, self.averager.gates, self.averager.synchronous_step)
+        saved.resume(self.averager, strategy.global_rank, strategy.world_size)
+        self.stepping = Stepping(strategy, self.averager, gradients, meet)
+
+    def start(self) -> None:
+        """All ranks call this together, with equal replicas."""
+        self._connection.open()
+        self.averager.start()
+
+    def close(self) -> None:
+        """Waits for no other rank."""
+        self.averager.close()
+        self.stepping.close()
+
+    def on_model_changed(self) -> None:
+        """A gate has given all replicas another model."""
+        strategy = self._strategy
+        if strategy.optimizer_state_policy == "reset":
+            reset(strategy.optimizers)
+        if strategy.buffers == "recompute":
+            recompute_batch_norm(strategy.module, list(self.stepping.recent), self._world)
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return state_of(self.averager, self._world)
+
+    def sum_up(self) -> None:
+        """All replicas are at the last gate: complete the summary of the run."""
+        summary = self.averager.summary
+        summary.elapsed_s = time.monotonic() - self.averager.started_at
+        summary.samples_by_rank = self._world.gather_objects(summary.samples)
+
+    def tell(self) -> None:
+        """One summary of the run, on rank 0."""
+        summary = self.averager.summary
+        rank_zero_info(f"Asynchronous averaging, as rank 0 saw it:\n{summary}")
+        if summary.rank == 0 and (advice := summary.advice(self._strategy.schedule)):
+            log.warning(advice)

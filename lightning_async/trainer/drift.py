@@ -1,0 +1,87 @@
+"""What must change in Lightning's loops so that replicas may run at their own pace, and where they meet.
+
+Each patch replaces one method of one object of one Trainer, and is taken back at tear-down.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_async.engine.header import Arrival, Gate
+from lightning_async.engine.world import World
+from lightning_async.trainer import refusals
+from lightning_async.trainer.averaged_models import AveragedModels
+from lightning_async.trainer.empty_shards import EmptyShards
+from lightning_async.trainer.learning_rates import LearningRates
+from lightning_async.trainer.meeting import Meeting
+from lightning_async.trainer.patches import Undo, replace, sync_metrics_through
+from lightning_async.trainer.protocols import Drifting
+from lightning_async.trainer.saving import Saving
+from lightning_async.trainer.stopping import Stopping
+from lightning_async.trainer.validation import Validation
+
+__all__ = ["DriftPatches"]
+
+
+class DriftPatches:
+    """The patches on one Trainer.
+
+    Args:
+        strategy: has the gates and hears the votes.
+        trainer: its loops, its signal connector, and some of its callbacks are patched.
+    """
+
+    def __init__(self, strategy: Drifting, trainer: Any) -> None:
+        self._strategy, self._trainer = strategy, trainer
+        stopping = Stopping(strategy, trainer)
+        self._meeting = Meeting(strategy, trainer, stopping)
+        self._validation = Validation(strategy, trainer, self._meeting)
+        self._rates = LearningRates(strategy, trainer)
+        saving = Saving(strategy, trainer)
+        self._meeting.on_model_changed += [
+            self._validation.model_changed,
+            saving.model_changed,
+            strategy.on_model_changed,
+        ]
+        self._parts = (stopping, self._validation, saving, self._rates, EmptyShards(strategy, trainer))
+        self._undo: list[Undo] = []
+
+    def install(self, world: World) -> None:
+        """Patch, and begin all ranks' averages over time alike."""
+        for part in self._parts:
+            for undo in part.install():
+                self._undo.append(undo)
+        self._undo.append(replace(self._trainer.fit_loop, "on_run_end", self._end_training))
+        self._undo += sync_metrics_through(lambda: self._strategy.world, self._trainer.lightning_module)
+        AveragedModels(self._trainer, world).make_equal()
+
+    def remove(self) -> None:
+        """Take every patch back."""
+        while self._undo:
+            self._undo.pop()()
+
+    def begin(self, world: World) -> None:
+        """All ranks begin to train.
+
+        Raises:
+            ValueError: the ranks have unequal numbers of epochs, and something happens at their ends on all ranks.
+        """
+        self._validation.gates_epochs = refusals.check_fit(self._trainer, world)
+        self._meeting.begin(world)
+
+    def start_over(self) -> None:
+        """Training begins anew within this fit."""
+        self._validation.start_over()
+        self._rates.start_over()
+
+    def within_batch(self, gate: Gate) -> Arrival:
+        """See `Meeting.within_batch`."""
+        return self._meeting.within_batch(gate)
+
+    def _end_training(self, original: Any) -> Any:
+        def on_run_end() -> None:
+            self._meeting.rendezvous(Gate.TRAIN_END)
+            self._strategy.summarise()
+            original()
+
+        return on_run_end

@@ -1,0 +1,55 @@
+"""What a strategy whose replicas drift offers to the changes in Lightning's loops, whatever its replicas exchange."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from lightning_async.engine.gates import Gates
+from lightning_async.engine.world import World
+
+__all__ = ["Drifting"]
+
+
+class Drifting(Protocol):
+    """A strategy whose replicas run at their own pace between gates."""
+
+    failed: bool
+    """This rank has ended with an exception: it waits for nobody."""
+
+    @property
+    def gates(self) -> Gates | None:
+        """None before training has begun, and where there is one rank."""
+        ...
+
+    @property
+    def world(self) -> World | None:
+        """Collectives over all ranks; None in a world of one."""
+        ...
+
+    @property
+    def shared_steps(self) -> tuple[int, int] | None:
+        """Optimizer steps per replica, the mean over all: when training began, and now.
+
+        Learning rates that change per batch follow them; None: each replica's follow its own steps.
+        """
+        ...
+
+    def begin_again(self) -> None:
+        """Before a gate: if a checkpoint was restored during training, drift from there."""
+        ...
+
+    def finish_batch(self) -> None:
+        """Before a gate: the last batch is done with."""
+        ...
+
+    def on_model_changed(self) -> None:
+        """A gate has given all replicas another model."""
+        ...
+
+    def end_epoch(self) -> None:
+        """An epoch of this rank's is over."""
+        ...
+
+    def summarise(self) -> None:
+        """All replicas are at the last gate."""
+        ...

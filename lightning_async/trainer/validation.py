@@ -1,0 +1,104 @@
+"""Validations and ends of epochs, to which Lightning assumes that every rank comes after the same number of batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lightning_async.engine.header import Gate, Vote
+from lightning_async.trainer.meeting import Meeting, join_validation
+from lightning_async.trainer.patches import Undo, replace
+from lightning_async.trainer.protocols import Drifting
+
+__all__ = ["Validation"]
+
+
+class Validation:
+    """Patches when to validate, the validation itself, and the end of an epoch.
+
+    Args:
+        strategy: whose gates these are.
+        trainer: its loops.
+        meeting: opens the gates.
+    """
+
+    def __init__(self, strategy: Drifting, trainer: Any, meeting: Meeting) -> None:
+        self._strategy, self._trainer, self._meeting = strategy, trainer, meeting
+        self.gates_epochs = True
+        """Whether all ranks meet at the end of each epoch."""
+        self._due = self._held = 0
+        """Validations within this epoch: that this rank's clock has asked for, and that all have run."""
+        self._due_at_end = False
+        self._validated = False
+        """The model has not changed since it was validated."""
+
+    def install(self) -> list[Undo]:
+        """Patch; returns what takes it back."""
+        fit = self._trainer.fit_loop
+        return [
+            replace(fit.epoch_loop, "_should_check_val_fx", self._should_validate),
+            replace(fit.epoch_loop.val_loop, "run", self._validate),
+            replace(fit, "on_advance_end", self._end_epoch),
+        ]
+
+    def start_over(self) -> None:
+        """Training begins anew within this fit."""
+        self._due = self._held = 0
+        self._due_at_end = self._validated = False
+
+    def model_changed(self) -> None:
+        """What was validated is not the model any more."""
+        self._validated = False
+
+    def _should_validate(self, original: Any) -> Any:
+        """When to validate: on this rank's clock, or because another rank asks.
+
+        One that is due with the last batch of an epoch waits until all ranks are there (`_end_epoch`), so that it sees
+        the model of the whole epoch. Else the rank that comes first asks all, and what the others' clocks say
+        about the same validation, sooner or later, is done with it.
+        """
+
+        def should_check_val_fx(data_fetcher: Any) -> bool:
+            gates, epoch = self._strategy.gates, self._trainer.fit_loop.epoch_loop
+            if gates is None or epoch.restarting:
+                return original(data_fetcher)
+            due = original(data_fetcher)
+            stops = self._trainer.should_stop and self._trainer.fit_loop._can_stop_early
+            if due and self.gates_epochs and (epoch._is_training_done or stops):
+                self._due_at_end = True
+                return False
+            if due and self._trainer._val_check_time_interval is None:
+                self._due += 1
+                due = self._due > self._held
+            return due or (Vote.VALIDATE in gates.agreed and self._trainer.enable_validation)
+
+        return should_check_val_fx
+
+    def _validate(self, original: Any) -> Any:
+        def run() -> Any:
+            if self._strategy.gates is None:  # the sanity check, before training
+                return original()
+            self._meeting.rendezvous(Gate.VALIDATE)
+            self._held += 1
+            output = original()
+            self._validated = True
+            return output
+
+        return run
+
+    def _end_epoch(self, original: Any) -> Any:
+        def on_advance_end() -> None:
+            self._strategy.begin_again()
+            gates, world = self._strategy.gates, self._strategy.world
+            if self.gates_epochs and gates is not None and world is not None:
+                self._meeting.rendezvous(Gate.EPOCH_END, self._trainer.current_epoch)
+                due = torch.tensor(float(self._due_at_end))
+                if world.reduce(due, "max") > 0.0 and not self._validated:
+                    join_validation(self._trainer)
+                self._due_at_end = False
+                self._due = self._held = 0
+            original()
+            self._strategy.end_epoch()
+
+        return on_advance_end

@@ -1,0 +1,184 @@
+"""Scenarios of what is patched while a Trainer runs, and of gates within training that others must hear of."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+
+from lightning_async import AsyncAveragingStrategy, Mean
+from lightning_async.rules.schedules.protocol import Action, Clock
+from lightning_async.trainer.namespace import pl, pytorch
+from tests.strategies import problem
+from tests.strategies.workers import Net, fit, loader, make_trainer, rank, scenario, shard
+
+
+class Measured(Net):
+    """Has a metric, which is patched for the time of a fit."""
+
+    def __init__(self, fails_at: str = "") -> None:
+        super().__init__()
+        self.metric, self.fails_at = MeanMetric(), fails_at
+
+    def setup(self, stage: str) -> None:
+        self._fail("setup")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 2:
+            self._fail("training_step")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._fail("validation_step")
+        self.metric(problem.loss_of(self, batch))
+        self.log("loss", self.metric)
+
+    test_step = validation_step
+
+    def _fail(self, where: str) -> None:
+        if where == self.fails_at:
+            raise ValueError("on purpose")
+
+
+def own_objects(trainer: Any, module: Any) -> Iterator[tuple[str, Any]]:
+    """Lightning's and the user's, whose methods are what could be replaced."""
+    fit_loop = trainer.fit_loop
+    yield "trainer", trainer
+    yield "module", module
+    yield "signals", trainer._signal_connector
+    for name, child in module.named_modules():
+        yield f"module.{name}", child
+    for name in ("fit_loop", "validate_loop", "test_loop", "predict_loop"):
+        yield name, getattr(trainer, name)
+    for loop in (fit_loop.epoch_loop, fit_loop.epoch_loop.val_loop, fit_loop.epoch_loop.automatic_optimization):
+        yield type(loop).__name__, loop
+    for callback in trainer.callbacks:
+        yield type(callback).__name__, callback
+
+
+def patched(trainer: Any, module: Any) -> list[str]:
+    """Attributes that hold a function of this package."""
+    return [
+        f"{where}.{name}"
+        for where, owner in own_objects(trainer, module)
+        for name, value in vars(owner).items()
+        if callable(value) and str(getattr(value, "__module__", "")).startswith("lightning_async")
+    ]
+
+
+class Seen(pl.Callback):
+    """What is patched while batches run."""
+
+    def __init__(self) -> None:
+        self.patched: list[str] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.patched = patched(trainer, pl_module)
+
+
+def _run(fails_at: str, folder: Path) -> dict[str, Any]:
+    module, seen = Measured(fails_at), Seen()
+    spikes = pytorch("callbacks").SpikeDetection(finite_only=False) if hasattr(pl.callbacks, "SpikeDetection") else None
+    callbacks = [pl.callbacks.Timer("00:01:00:00"), pl.callbacks.ModelCheckpoint(folder), seen]
+    trainer = make_trainer(
+        None, callbacks=[*callbacks, *([spikes] if spikes else [])], enable_checkpointing=True, default_root_dir=folder
+    )
+    data = loader(shard((4, 4)))
+    before = [type(callback).__name__ for callback in trainer.callbacks]
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    names = {where: set(vars(owner)) for where, owner in own_objects(trainer, module)}
+    with contextlib.suppress(ValueError):
+        trainer.fit(module, data, data)
+    if not fails_at:
+        trainer.validate(module, data)
+        trainer.test(module, data)
+    new = {where: sorted(set(vars(owner)) - names.get(where, set())) for where, owner in own_objects(trainer, module)}
+    return {
+        "while": seen.patched,
+        "after": patched(trainer, module),
+        "new": {where: found for where, found in new.items() if found and where != "module"},
+        "callbacks": [before, [type(callback).__name__ for callback in trainer.callbacks]],
+        "handlers": all(signal.getsignal(number) == handler for number, handler in handlers.items()),
+        "zero length": module.allow_zero_length_dataloader_with_multiple_devices,
+    }
+
+
+@scenario
+def after_a_run(folder: Path) -> Any:
+    return _run("", folder)
+
+
+@scenario
+def after_an_exception(folder: Path) -> Any:
+    return {where: _run(where, folder) for where in ("setup", "training_step", "validation_step")}
+
+
+@scenario
+def compiled(folder: Path) -> Any:
+    """A module that was compiled is trained, validated with and without being named, and can be uncompiled after."""
+
+    class Quiet(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            validated.append(batch_idx)
+
+    validated: list[int] = []
+    module, data = Quiet(), loader(shard((2, 2)))
+    trainer = make_trainer(callbacks=[pl.callbacks.ModelCheckpoint(folder)], enable_checkpointing=True)
+    trainer.fit(torch.compile(module, backend="eager"), data)  # pyright: ignore[reportArgumentType]
+    trainer.validate(module, data)
+    trainer.validate(dataloaders=data)
+    marked = module._compiler_ctx is not None and trainer.lightning_module._compiler_ctx is not None
+    pytorch("utilities.compile").to_uncompiled(trainer.lightning_module)
+    return {"validated": validated, "marked": marked, "unmarked": module._compiler_ctx is None}
+
+
+# ---- back to synchronous steps ----
+
+
+class ThenSynchronous:
+    """Local steps, which make replicas different, and then synchronous ones."""
+
+    def next(self, clock: Clock) -> Action:
+        return Action.LOCAL if clock.step < 4 else Action.GRADIENTS
+
+
+class Stateful(Net):
+    """Momentum, and BatchNorm; notes what the first synchronous step begins with."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            optimizer=lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9),
+            network=lambda: nn.Sequential(nn.BatchNorm1d(problem.FEATURES), problem.network()),
+        )
+        self.begins_with: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 4:  # within the optimizer's step, after its gate
+            state = [s for s in self.trainer.optimizers[0].state.values() if s.get("momentum_buffer") is not None]
+            norm: Any = self.net[0]  # pyright: ignore[reportIndexIssue]
+            self.begins_with = [len(state), norm.running_mean.tolist(), self.trainer.strategy.world.drifting]
+        return super().training_step(batch, batch_idx)
+
+
+@scenario
+def back_to_synchronous_steps() -> Any:
+    module = Stateful()
+    strategy = AsyncAveragingStrategy(
+        Mean(), ThenSynchronous(), overlap=False, optimizer_state="reset", buffers="recompute"
+    )
+    data = shard((8, 8))
+    fit(strategy, loader(data), module)
+    batches = torch.cat([problem.batches(r, 8)[i][0] for r in range(2) for i in range(5)])
+    return {
+        "momenta": module.begins_with[0],
+        "mean": module.begins_with[1],
+        "of all batches": batches.mean(0).tolist(),
+        "drifting": module.begins_with[2],
+        "rank": rank(),
+    }
