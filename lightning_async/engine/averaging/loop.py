@@ -77,7 +77,7 @@ class RoundServer:
         self._regroup = Regroup(roots, self._header, membership, mailbox, self._waiter, calls, config, now)
         large = payload.fork("payload", config.deadlines.payload)
         self.payload = Payload(self._header, large, replica, mailbox, config, self._waiter, now)
-        self._seq = _first_seq(membership.generation)
+        self._seq = _first_seq(membership.generation.number)
         self._prepared: Exchange | None = None
         self._attempts = 0
         self._some_silent = self._diverged = False

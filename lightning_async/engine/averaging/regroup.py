@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from torch import Tensor
 
+from lightning_async.comm.membership.generation import listed
 from lightning_async.comm.membership.membership import Membership
 from lightning_async.comm.protocols import Collectives, ElasticCollectives, Pending
 from lightning_async.engine.averaging.config import AveragerConfig
@@ -53,7 +54,7 @@ class Regroup:
         self._roots = [root for root in distinct if isinstance(root, ElasticCollectives)]
         self.possible = len(self._roots) == len(distinct)
         """False where the transport cannot: then the first failure is the last."""
-        self._rank, self._world_size = first.rank, first.world_size
+        self._rank = first.rank
         self._membership, self._mailbox = membership, mailbox
         self._header, self._waiter, self._calls = header, waiter, calls
         self._deadlines, self._now = config.deadlines, now
@@ -66,30 +67,30 @@ class Regroup:
             CollectiveError: not everybody came, or the groups could not be formed.
             Closed: the engine closes.
         """
-        started = self._now()
+        started, members = self._now(), self._membership.generation.members
         if self._calls is not None:
             self._calls.suspend()
         while True:
             if self._mailbox.closing:
                 raise Closed
             try:
-                quorum = self._membership.next_generation(_SLICE)
+                generation = self._membership.next_generation(_SLICE)
                 break
             except CollectiveTimeout:
                 if self._now() - started > self._deadlines.reform.total_seconds():
                     raise
-        missing = sorted(set(range(self._world_size)) - set(quorum.ranks))
+        missing = [name for name in members if name not in generation.members]
         if missing:
             self._end_without(missing, round_id)
         for root in self._roots:
-            root.reconfigure(quorum)
+            root.reconfigure(generation)
         self._mailbox.trouble = None
         if self._calls is not None:
             self._calls.settle(
                 lambda row: self._result(self._header.all_gather(row)),
                 lambda data, source: self._result(self._header.broadcast(data, source)),
             )
-        return quorum.generation
+        return generation.number
 
     def _result(self, pending: Pending[Tensor]) -> Tensor:
         return self._waiter.result(pending, self._deadlines.payload)
@@ -99,7 +100,7 @@ class Regroup:
         if self._calls is not None:
             self._calls.abandon()
 
-    def _end_without(self, missing: list[int], round_id: int) -> NoReturn:
+    def _end_without(self, missing: list[str], round_id: int) -> NoReturn:
         """Some ranks are not in the next generation: no round comes any more."""
         box, left = self._mailbox, self._membership.left()
         with box.changed:
@@ -110,6 +111,6 @@ class Regroup:
         missing = [rank for rank in missing if rank not in left] or missing  # those that left may have lost a peer too
         raise PeerLost(
             f"Rank {self._rank}: lost in round {round_id}: {self._membership.why(missing)}. Training ends here; see "
-            f"the logs of rank(s) {missing} and resume from the last checkpoint.",
-            tuple(missing),
+            f"the logs of rank(s) {listed(missing)} and resume from the last checkpoint.",
+            tuple(map(int, missing)),  # of the first generation, which all of these were in
         )
