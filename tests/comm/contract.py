@@ -330,8 +330,8 @@ def a_split_of_all_is_a_fork(stage: Stage) -> None:
 def a_split_goes_on_with_those_of_its_ranks_that_are_left(stage: Stage) -> None:
     comm, size = stage.comm, stage.comm.world_size
     first, before = comm.generation.name == comm.generation.name_of(0), comm.generation
-    rest, both = comm.split(range(1, size), "rest"), comm.split(range(size), "both")
-    fork = None if rest is None else rest.fork("fork")
+    rest: Any = comm.split(range(1, size), "rest")
+    both, fork = comm.split(range(size), "both"), rest and rest.fork("fork")
     stage.meet("made")
     if first:
         comm.abort()

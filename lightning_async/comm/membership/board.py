@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
-from lightning_async.comm.membership.generation import in_order
-from lightning_async.comm.membership.roster import FAILED, LEFT, PREFIX, UP, Record, dump, is_name, key, load
+from lightning_async.comm.membership.generation import in_order, is_name
+from lightning_async.comm.membership.roster import FAILED, LEFT, PREFIX, UP, Record, dump, key, load
 from lightning_async.comm.membership.signing import Seal
 from lightning_async.comm.membership.stores import Store, connect, own_client, reachable, read_all
 from lightning_async.comm.torch.sockets import shut_down

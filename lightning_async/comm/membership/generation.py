@@ -5,12 +5,14 @@ A rank has a name for life, and a number only within a generation: numbers chang
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-__all__ = ["Generation", "in_order", "listed"]
+__all__ = ["Generation", "at_start", "in_order", "is_name", "listed"]
 
 _NOBODYS = -1
+_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,100}")  # keys in the store are made of it
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,28 @@ class Generation:
         if self.name not in members:
             return None
         return Generation(self.number if number is None else number, members, members.index(self.name))
+
+
+def at_start(who: str, rank: int, world_size: int, member: str | None) -> Generation:
+    """What a rank is in at first, from the arguments of ``who``: with all ranks, or, as the newcomer ``member``, alone.
+
+    Raises:
+        ValueError: they do not fit together.
+    """
+    if not 0 <= rank < world_size:
+        raise ValueError(f"`{who}(rank={rank}, world_size={world_size})`: rank must be in [0, world_size).")
+    if member is None:
+        return Generation.first(rank, world_size)
+    if not is_name(member):
+        raise ValueError(f"`{who}(member={member!r})` must be of 1 to 100 letters, digits, '_', '.', ':' and '-'.")
+    if world_size != 1:
+        raise ValueError(f"`{who}(member={member!r}, world_size={world_size})`: a newcomer is alone at first.")
+    return Generation.newcomer(member)
+
+
+def is_name(name: str) -> bool:
+    """Whether a rank may be called this."""
+    return _NAME.fullmatch(name) is not None
 
 
 def in_order(names: Iterable[str]) -> list[str]:

@@ -21,9 +21,9 @@ from datetime import timedelta
 
 from lightning_async.comm.membership.board import Board, Waiting
 from lightning_async.comm.membership.census import Census
-from lightning_async.comm.membership.generation import Generation, listed
+from lightning_async.comm.membership.generation import Generation, at_start, listed
 from lightning_async.comm.membership.heart import Heart
-from lightning_async.comm.membership.roster import FAILED, LEFT, OUTSIDE, UP, Record, check_name, describe, new_life
+from lightning_async.comm.membership.roster import FAILED, LEFT, OUTSIDE, UP, Record, describe, new_life
 from lightning_async.comm.membership.signing import Seal
 from lightning_async.comm.membership.stores import Contact, Store
 from lightning_async.errors import CollectiveTimeout, GenerationChanged, PeerLost
@@ -77,7 +77,7 @@ class Membership:
         on_change: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        generation = _first(rank, world_size, member)
+        generation = at_start("Membership", rank, world_size, member)
         if interval <= timedelta(0) or dead_after < 4 * interval:
             raise ValueError(f"`Membership(dead_after={dead_after})` must be at least four intervals of {interval}.")
         # A stall of the store that is shorter costs nothing: the answer is waited for.
@@ -292,14 +292,3 @@ class Membership:
             until = time.monotonic() + _GOODBYE_S
             while self._published.state == UP and self._contact.refusals < _GIVEUP and time.monotonic() < until:
                 self._beaten.wait(self._interval_s)
-
-
-def _first(rank: int, world_size: int, member: str | None) -> Generation:
-    if not 0 <= rank < world_size:
-        raise ValueError(f"`Membership(rank={rank}, world_size={world_size})`: rank must be in [0, world_size).")
-    if member is None:
-        return Generation.first(rank, world_size)
-    check_name(f"`Membership(member={member!r})`", member)
-    if world_size != 1:
-        raise ValueError(f"`Membership(member={member!r}, world_size={world_size})`: a newcomer is alone at first.")
-    return Generation.newcomer(member)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import socket
 from dataclasses import dataclass
 
 from lightning_async.comm.membership.generation import in_order, listed
 
 __all__ = [
-    "ABSENT", "FAILED", "LEFT", "OUTSIDE", "PREFIX", "UP", "Peer", "Record", "check_name", "describe", "dump",
-    "is_name", "key", "load", "new_life",
+    "ABSENT", "FAILED", "LEFT", "OUTSIDE", "PREFIX", "UP", "Peer", "Record", "describe", "dump", "key", "load",
+    "new_life",
 ]  # fmt: skip
 
 PREFIX = "lightning_async/membership"
@@ -20,7 +19,6 @@ PREFIX = "lightning_async/membership"
 ABSENT, UP, LEFT, FAILED = "absent", "up", "left", "failed"
 OUTSIDE = -1
 _MAX_BYTES = 1 << 14
-_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,100}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,17 +99,6 @@ def describe(lost: dict[str, Peer]) -> str:
 def new_life() -> str:
     """Names this process, and no other, for good."""
     return f"process {os.getpid()} on {socket.gethostname()} ({os.urandom(8).hex()})"
-
-
-def is_name(name: str) -> bool:
-    """Whether a rank may be called this: its record lies under it."""
-    return _NAME.fullmatch(name) is not None
-
-
-def check_name(what: str, name: str) -> None:
-    """Raise ValueError, which begins with ``what``, unless `is_name`."""
-    if not is_name(name):
-        raise ValueError(f"{what} must be of 1 to 100 letters, digits, '_', '.', ':' and '-'.")
 
 
 def key(name: str) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
 from lightning_async.comm.communicator import ElasticCommunicator
-from lightning_async.comm.membership.generation import Generation
+from lightning_async.comm.membership.generation import Generation, at_start
 from lightning_async.comm.membership.stores import Store
 from lightning_async.comm.operation import Operation, Where
 from lightning_async.comm.protocols import ReduceOp
@@ -76,9 +76,8 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         max_ctas: int = 4,
         terms: Terms | None = None,
     ) -> None:
-        _check_arguments(rank, world_size, member, backend, timeout, form_timeout)
-        generation = Generation.first(rank, world_size) if member is None else Generation.newcomer(member)
-        super().__init__(Where(name, generation), timeout)
+        _check_arguments(backend, timeout, form_timeout)
+        super().__init__(Where(name, at_start("TorchCollectives", rank, world_size, member)), timeout)
         self._store = store
         self._backend, self._device, self._max_ctas = backend, device, max_ctas
         self._form_timeout, self._terms = form_timeout, Terms() if terms is None else terms
@@ -279,15 +278,7 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         return self._device if self._device is not None else torch.device("cuda", torch.cuda.current_device())
 
 
-def _check_arguments(
-    rank: int, world_size: int, member: str | None, backend: str, timeout: timedelta, form_timeout: timedelta
-) -> None:
-    if world_size < 1 or not 0 <= rank < world_size:
-        raise ValueError(f"`TorchCollectives(rank={rank}, world_size={world_size})`: rank must be in [0, world_size).")
-    if member is not None and world_size != 1:
-        raise ValueError(
-            f"`TorchCollectives(member={member!r}, world_size={world_size})`: a newcomer is alone at first."
-        )
+def _check_arguments(backend: str, timeout: timedelta, form_timeout: timedelta) -> None:
     if backend not in _BACKENDS:
         raise ValueError(f"`TorchCollectives(backend={backend!r})` must be one of {_BACKENDS}.")
     available = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
