@@ -1,15 +1,19 @@
-"""What the package's own transports have in common: names, forks, and failures that stick."""
+"""What the package's own transports have in common: names, branches, and failures that stick.
+
+A communicator's branches are its forks, over the same ranks, and its splits, over some of them.
+"""
 
 from __future__ import annotations
 
 import abc
+from collections.abc import Collection
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
+from lightning_async.comm.membership.generation import Generation
 from lightning_async.comm.operation import Where
-from lightning_async.comm.protocols import Quorum
 from lightning_async.errors import CollectiveError, CollectiveTimeout
 
 __all__ = ["Communicator", "ElasticCommunicator", "Wrapper"]
@@ -23,8 +27,9 @@ class Communicator(abc.ABC, Generic[C]):
 
     def __init__(self, where: Where, timeout: timedelta) -> None:
         self._where, self._timeout = where, timeout
-        self._member = where.rank
-        self._forks: list[C] = []
+        self._among: frozenset[str] | None = None  # the names a split was made for, here now or not
+        self._branches: list[C] = []
+        self._names: set[str] = set()
         self._exchanged: dict[int, int] = {}
         self._seq = 0
         self._closed = False
@@ -42,7 +47,7 @@ class Communicator(abc.ABC, Generic[C]):
         return self._where.name
 
     @property
-    def generation(self) -> int:
+    def generation(self) -> Generation:
         return self._where.generation
 
     @property
@@ -58,24 +63,33 @@ class Communicator(abc.ABC, Generic[C]):
             CollectiveError: closed, failed, aborted, or the store is out of reach.
         """
         self._open()
-        for fork in self._forks:
-            fork.open()
+        for branch in self._branches:
+            branch.open()
 
     def fork(self, name: str, timeout: timedelta | None = None) -> C:
-        """See `Collectives`.
+        """See `Collectives`. Opens the fork at once where this communicator is open.
 
         Raises:
             ValueError: the name is taken.
             CollectiveError: this communicator is closed or has failed.
         """
-        self._check_usable()
-        where = Where(self.rank, self.world_size, f"{self.name}/{name}", self.generation)
-        if any(fork.name == where.name for fork in self._forks):
-            raise ValueError(f"{self._where}: there is a fork '{where.name}' already.")
-        child = self._child(where, self._timeout if timeout is None else timeout)
-        child._member = self._member
-        self._forks.append(child)
-        return child
+        return self._branch(Where(self._take(name), self.generation), self._among, timeout)
+
+    def split(self, ranks: Collection[int], name: str, timeout: timedelta | None = None) -> C | None:
+        """See `Collectives`, and `fork`.
+
+        Raises:
+            ValueError: the name is taken, or ``ranks`` are none, or not of this communicator.
+            CollectiveError: this communicator is closed or has failed.
+        """
+        if not ranks or not all(rank in range(self.world_size) for rank in ranks):
+            raise ValueError(
+                f"{self._where}: `split(ranks={sorted(ranks)})` must name at least one rank, each in "
+                f"[0, {self.world_size})."
+            )
+        path, among = self._take(name), frozenset(self.generation.name_of(rank) for rank in ranks)
+        generation = self.generation.only(among)
+        return None if generation is None else self._branch(Where(path, generation), among, timeout)
 
     def registered(self, buffer: Tensor) -> Tensor:
         """See `Collectives`. All memory is alike."""
@@ -90,7 +104,28 @@ class Communicator(abc.ABC, Generic[C]):
 
     @abc.abstractmethod
     def _child(self, where: Where, timeout: timedelta) -> C:
-        """Make a fork."""
+        """Make a branch."""
+
+    def _is_open(self) -> bool:
+        """Whether branches are to be opened at once."""
+        return False
+
+    def _take(self, name: str) -> str:
+        """The path of a new branch. A split takes its name on the ranks outside of it, too."""
+        self._check_usable()
+        path = f"{self.name}/{name}"
+        if path in self._names:
+            raise ValueError(f"{self._where}: there is a fork or split '{path}' already.")
+        self._names.add(path)
+        return path
+
+    def _branch(self, where: Where, among: frozenset[str] | None, timeout: timedelta | None) -> C:
+        child = self._child(where, self._timeout if timeout is None else timeout)
+        child._among = among
+        self._branches.append(child)
+        if self._is_open():
+            child.open()
+        return child
 
     def _num_collectives(self) -> int:
         """Operations so far that all ranks took part in: equal on all of them, unlike `_seq`."""
@@ -123,7 +158,7 @@ class Wrapper:
         return self.inner.name
 
     @property
-    def generation(self) -> int:
+    def generation(self) -> Generation:
         return self.inner.generation
 
     @property
@@ -134,8 +169,8 @@ class Wrapper:
 class ElasticCommunicator(Communicator[E]):
     """The part of `ElasticCollectives` that moves no bytes.
 
-    After a failure every operation raises, until `reconfigure` of the root. Forks are independent of each other and of
-    the root in this; `abort` and `reconfigure` take the forks along.
+    After a failure every operation raises, until `reconfigure` of the root. Branches are independent of each other and
+    of the root in this; `abort` and `reconfigure` take them along.
     """
 
     def __init__(self, where: Where, timeout: timedelta) -> None:
@@ -145,24 +180,24 @@ class ElasticCommunicator(Communicator[E]):
     def abort(self) -> None:
         """See `ElasticCollectives`. Peers that wait for this rank fail too, as its connections close."""
         self._fail(CollectiveError(f"{self._where}: aborted."))
-        for fork in self._forks:
-            fork.abort()
+        for branch in self._branches:
+            branch.abort()
 
-    def reconfigure(self, quorum: Quorum) -> None:
+    def reconfigure(self, generation: Generation) -> None:
         """See `ElasticCollectives`; blocks until the members have formed the new groups.
 
         Raises:
-            ValueError: this rank is not in the quorum, or the generation is not newer.
+            ValueError: it is another member's view of a generation, or one that is not newer.
             CollectiveTimeout, CollectiveError: as `open`.
         """
-        if self._member not in quorum.ranks:
-            raise ValueError(f"{self._where}: {quorum} does not contain this rank (member {self._member}).")
-        if quorum.generation <= self.generation:
-            raise ValueError(f"{self._where}: {quorum} is not newer than the present generation.")
+        if generation.name != self.generation.name:
+            raise ValueError(f"{self._where}: {generation} is not for this member, '{self.generation.name}'.")
+        if generation.number <= self.generation.number:
+            raise ValueError(f"{self._where}: {generation} is not newer than the present generation.")
         if self._closed:
             raise CollectiveError(f"{self._where}: closed.")
         self.abort()
-        self._renew(quorum)
+        self._renew(generation)
         self.open()
 
     def _check_usable(self) -> None:
@@ -179,8 +214,10 @@ class ElasticCommunicator(Communicator[E]):
     def _enter(self, where: Where) -> None:
         """Drop what belongs to the old generation and set `_where`."""
 
-    def _renew(self, quorum: Quorum) -> None:
-        self._enter(Where(quorum.ranks.index(self._member), len(quorum.ranks), self.name, quorum.generation))
+    def _renew(self, generation: Generation) -> None:
+        here = generation if self._among is None else generation.only(self._among)
+        assert here is not None  # a rank outside of a split has no part of it
+        self._enter(Where(self.name, here))
         self._failure, self._exchanged, self._seq = None, {}, 0
-        for fork in self._forks:
-            fork._renew(quorum)
+        for branch in self._branches:
+            branch._renew(generation)

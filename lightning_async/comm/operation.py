@@ -9,9 +9,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Generic, TypeVar
 
+from lightning_async.comm.membership.generation import Generation
 from lightning_async.errors import CollectiveError, CollectiveTimeout
 
 __all__ = ["Operation", "Where"]
@@ -21,14 +23,29 @@ T = TypeVar("T")
 _POLL_S = 0.005
 
 
+@dataclass(frozen=True)
 class Where:
-    """Names a communicator in messages: the rank, its world, the communicator and the generation."""
+    """One communicator in one generation: whose keys these are, and who speaks in messages.
 
-    def __init__(self, rank: int, world_size: int, name: str, generation: int) -> None:
-        self.rank, self.world_size, self.name, self.generation = rank, world_size, name, generation
+    Args:
+        name: of the communicator.
+        generation: its members, in the order of their ranks: all that the groups have, or some.
+    """
+
+    name: str
+    generation: Generation
+
+    @property
+    def rank(self) -> int:
+        return self.generation.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.generation.world_size
 
     def __str__(self) -> str:
-        return f"rank {self.rank} of {self.world_size}, communicator '{self.name}', generation {self.generation}"
+        number = self.generation.number
+        return f"rank {self.rank} of {self.world_size}, communicator '{self.name}', generation {number}"
 
 
 class Operation(Generic[T]):

@@ -7,13 +7,15 @@ operation is asynchronous and returns a ``Pending``; nothing blocks without a de
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Collection
 from datetime import timedelta
 from typing import Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
-__all__ = ["Collectives", "ElasticCollectives", "Pending", "Quorum", "ReduceOp"]
+from lightning_async.comm.membership.generation import Generation
+
+__all__ = ["Collectives", "ElasticCollectives", "Pending", "ReduceOp"]
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -24,19 +26,6 @@ class ReduceOp(enum.Enum):
     SUM = "sum"
     MIN = "min"
     MAX = "max"
-
-
-@dataclass(frozen=True)
-class Quorum:
-    """Who takes part in one generation of the groups.
-
-    Args:
-        generation: counts up with every re-forming; names the groups' keys in the store.
-        ranks: the members, in the order of their ranks within the new groups.
-    """
-
-    generation: int
-    ranks: tuple[int, ...]
 
 
 @runtime_checkable
@@ -70,14 +59,16 @@ class Collectives(Protocol):
     """
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """Of this generation, as `world_size` is: to be asked, not kept, where groups can be formed anew."""
+        ...
 
     @property
     def world_size(self) -> int: ...
 
     @property
     def name(self) -> str:
-        """Path of forks, ``"world/payload"``, for messages and for keys in the store."""
+        """Path of forks and splits, ``"world/payload"``, for messages and for keys in the store."""
         ...
 
     def all_reduce(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Pending[Tensor]:
@@ -116,17 +107,24 @@ class Collectives(Protocol):
         """A new communicator over the same ranks with an order of its own. All ranks fork in the same order."""
         ...
 
+    def split(self, ranks: Collection[int], name: str, timeout: timedelta | None = None) -> Collectives | None:
+        """A new communicator over some of the ranks, numbered in the order of these; None for a rank outside of it.
+
+        All ranks call it alike, those outside too, in the same order as forks; disjoint groups are splits of several
+        names. It goes on with the members that are left when groups are formed anew."""
+        ...
+
     def registered(self, buffer: Tensor) -> Tensor:
         """A copy of ``buffer`` in memory that this communicator moves best, now and in later generations, or
         ``buffer`` itself where all memory is alike."""
         ...
 
     def open(self) -> None:
-        """Form what the communicator and its forks need, with all ranks: now, rather than at the first operation."""
+        """Form what the communicator and its branches need, with all ranks: now, rather than at the first operation."""
         ...
 
     def close(self) -> None:
-        """Release the communicator and its forks. Never blocks on a peer; idempotent."""
+        """Release the communicator and its branches. Never blocks on a peer; idempotent."""
         ...
 
 
@@ -134,10 +132,17 @@ class Collectives(Protocol):
 class ElasticCollectives(Collectives, Protocol):
     """Collectives whose groups can be broken off and formed anew. Torch can, plain Horovod cannot."""
 
-    def reconfigure(self, quorum: Quorum) -> None:
-        """Abort what is pending here and in all forks, and form the groups of ``quorum.generation``."""
+    @property
+    def generation(self) -> Generation:
+        """Who is in it now, by name: of a communicator over some of the ranks, those."""
+        ...
+
+    def reconfigure(self, generation: Generation) -> None:
+        """Abort what is pending here and in all branches, and form the groups of ``generation``; of the root only.
+
+        Forks have all its members, splits those of theirs that are in it, newcomers none. Numbers are the new ones."""
         ...
 
     def abort(self) -> None:
-        """Fail everything pending, here and in all forks, at once, on this rank; peers notice by themselves."""
+        """Fail everything pending, here and in all branches, at once, on this rank; peers notice by themselves."""
         ...

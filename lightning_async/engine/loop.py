@@ -71,7 +71,7 @@ class Loop:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.stage = Stage.IDLE
-        self.seq = _first_seq(membership.generation)
+        self.seq = _first_seq(membership.generation.number)
         """Number of the next header."""
         self.prepared: Exchange | None = None
         self._wings, self._buckets, self._box, self._transfer = wings, buckets, mailbox, transfer

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from torch import Tensor
 
+from lightning_async.comm.membership.generation import listed
 from lightning_async.comm.membership.membership import Membership
 from lightning_async.comm.protocols import Collectives, ElasticCollectives
 from lightning_async.engine.calls import Calls
@@ -53,7 +54,6 @@ class Regroup:
         self._roots = [root for root in distinct if isinstance(root, ElasticCollectives)]
         self.possible = len(self._roots) == len(distinct)
         """False where the transport cannot: then the first failure is the last."""
-        self._rank, self._world_size = first.rank, first.world_size
         self._membership, self._mailbox = membership, mailbox
         self._transfer, self._calls = transfer, calls
         self._deadlines, self._now = deadlines, now
@@ -74,10 +74,10 @@ class Regroup:
             box.failed += 1
             if self.attempts >= self._deadlines.attempts:
                 raise CollectiveError(
-                    f"Rank {self._rank}: round {box.next_exchange} failed {self.attempts} times in a row; the "
+                    f"Rank {self._transfer.rank}: round {box.next_exchange} failed {self.attempts} times in a row; the "
                     f"last time: {error} If the network is slow, raise `Deadlines(payload=...)`."
                 ) from error
-            log.info("Rank %d: round %d failed: %s", self._rank, box.next_exchange, error)
+            log.info("Rank %d: round %d failed: %s", self._transfer.rank, box.next_exchange, error)
             try:
                 generation = self._meet(box.next_exchange)
             except PeerLost:
@@ -87,33 +87,33 @@ class Regroup:
                 continue
             log.warning(
                 "Rank %d: round %d failed and is repeated by re-formed groups (number %d); no weight has changed. %s",
-                self._rank, box.next_exchange, generation, error,
+                self._transfer.rank, box.next_exchange, generation, error,
             )  # fmt: skip
             return generation
 
     def _meet(self, round_id: int) -> int:
         """The new generation, once all ranks are in it and their training threads' calls go on there."""
-        started = self._now()
+        started, members = self._now(), self._membership.generation.members
         if self._calls is not None:
             self._calls.suspend()
         while True:
             if self._mailbox.closing:
                 raise Closed
             try:
-                quorum = self._membership.next_generation(_SLICE)
+                generation = self._membership.next_generation(_SLICE)
                 break
             except CollectiveTimeout:
                 if self._now() - started > self._deadlines.reform.total_seconds():
                     raise
-        missing = sorted(set(range(self._world_size)) - set(quorum.ranks))
+        missing = [name for name in members if name not in generation.members]
         if missing:
             self._end_without(missing, round_id)
         for root in self._roots:
-            root.reconfigure(quorum)
+            root.reconfigure(generation)
         self._mailbox.trouble = None
         if self._calls is not None:
             self._calls.settle(self._transfer.gather, self._from)
-        return quorum.generation
+        return generation.number
 
     def _from(self, data: Tensor, source: int) -> Tensor:
         return self._transfer.result(self._transfer.small.broadcast(data, source))
@@ -123,7 +123,7 @@ class Regroup:
         if self._calls is not None:
             self._calls.abandon()
 
-    def _end_without(self, missing: list[int], round_id: int) -> NoReturn:
+    def _end_without(self, missing: list[str], round_id: int) -> NoReturn:
         """Some ranks are not in the next generation: no round comes any more."""
         box, left = self._mailbox, self._membership.left()
         with box.changed:
@@ -133,7 +133,7 @@ class Regroup:
                 raise Closed
         missing = [rank for rank in missing if rank not in left] or missing  # those that left may have lost a peer too
         raise PeerLost(
-            f"Rank {self._rank}: lost in round {round_id}: {self._membership.why(missing)}. Training ends here; see "
-            f"the logs of rank(s) {missing} and resume from the last checkpoint.",
-            tuple(missing),
+            f"Rank {self._transfer.rank}: lost in round {round_id}: {self._membership.why(missing)}. Training ends here; see "
+            f"the logs of rank(s) {listed(missing)} and resume from the last checkpoint.",
+            tuple(map(int, missing)),  # of the first generation, which all of these were in
         )

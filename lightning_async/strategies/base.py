@@ -126,7 +126,7 @@ class ReplicatedStrategy(ParallelStrategy):
             return timedelta(0)
         rank = self.node_rank * self.num_processes + local_rank
         try:
-            connection.membership.report_death(rank, f"its process ended with status {returncode}")
+            connection.membership.report_death(str(rank), f"its process ended with status {returncode}")
         except Exception as error:  # then the others find out by its silence
             log.warning("Rank %d: the others could not be told that rank %d died: %s", self.global_rank, rank, error)
         return self._dead_after

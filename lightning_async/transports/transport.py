@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from lightning_async.comm.membership.generation import in_order
 from lightning_async.comm.membership.membership import Membership
 from lightning_async.comm.protocols import Collectives
 from lightning_async.engine.world import World
@@ -72,7 +73,7 @@ class Connection:
         """Who is gone, and why, as soon as the heartbeats tell; in short."""
         until = time.monotonic() + _HEARSAY_S
         while self._membership is not None and time.monotonic() < until:
-            gone = sorted({*self._membership.lost(), *self._membership.left()})
+            gone = in_order({*self._membership.lost(), *self._membership.left()})
             if gone:
                 return self._membership.why(gone).splitlines()[0].rstrip(".")
             time.sleep(0.05)

@@ -10,15 +10,16 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_async.comm.protocols import Quorum, ReduceOp
+from lightning_async.comm.membership.generation import Generation
+from lightning_async.comm.protocols import ReduceOp
 from lightning_async.errors import CollectiveError, CollectiveTimeout
 
 DTYPES = (
@@ -99,6 +100,12 @@ def use_connections(comm: Any) -> None:
     comm.barrier().result()
     if comm.rank < 2:
         comm.exchange(torch.ones(1), 1 - comm.rank).result()
+
+
+def renumbered(comm: Any, order: Sequence[int], later: int = 1) -> Generation:
+    """The present members of these numbers, in this order, in a later generation."""
+    members = tuple(comm.generation.name_of(rank) for rank in order)
+    return Generation(comm.generation.number + later, members, members.index(comm.generation.name))
 
 
 @check
@@ -240,10 +247,10 @@ def wrong_arguments_raise(stage: Stage) -> None:
 @elastic_check
 def wrong_quorums_raise(stage: Stage) -> None:
     comm = stage.comm
-    with pytest.raises(ValueError, match="not contain"):
-        comm.reconfigure(Quorum(comm.generation + 1, (97, 98)))
+    with pytest.raises(ValueError, match="not for this member"):
+        comm.reconfigure(Generation(comm.generation.number + 1, ("97", "98"), 0))
     with pytest.raises(ValueError, match="not newer"):
-        comm.reconfigure(Quorum(comm.generation, tuple(range(comm.world_size))))
+        comm.reconfigure(comm.generation)
     comm.barrier().result()
 
 
@@ -274,6 +281,79 @@ def forks_are_independent(stage: Stage) -> None:
         stage.comm.fork("other")
 
 
+@check
+def a_split_is_of_some_ranks(stage: Stage) -> None:
+    """All but the first, and the first alone; each numbered from 0, each with every operation."""
+    comm, size = stage.comm, stage.comm.world_size
+    rest = comm.split(range(1, size), "rest", timedelta(seconds=9))
+    alone = comm.split([0], "alone")
+    assert (rest is None) is (comm.rank == 0) and (alone is None) is (comm.rank != 0)
+    mine = rest if rest is not None else alone
+    assert mine.name == f"{comm.name}/{'alone' if rest is None else 'rest'}"
+    equal(comm.all_gather(torch.tensor([mine.rank])).result().view(-1), torch.tensor([0, *range(size - 1)]))
+    first = 0 if rest is None else 1  # the number, in the whole, of the first in it
+    everyones = torch.arange(mine.world_size) + first
+    one = torch.tensor([comm.rank])
+    equal(mine.all_gather(one).result().view(-1), everyones)
+    equal(mine.all_reduce(one.clone()).result().view(-1), everyones.sum()[None])
+    equal(mine.broadcast(one.clone(), mine.world_size - 1).result(), everyones[-1:])
+    rows = one.repeat(mine.world_size)[:, None]
+    equal(mine.all_to_all(rows).result().view(-1), everyones)
+    equal(mine.reduce_scatter(rows).result().view(-1), everyones.sum()[None])
+    if mine.world_size == 2:
+        equal(mine.exchange(one, 1 - mine.rank).result(), everyones[[1 - mine.rank]])
+    fork = mine.fork("fork")
+    assert fork.world_size == mine.world_size
+    fork.barrier().result()
+    mine.barrier().result()
+    if rest is not None:
+        assert rest.timeout == timedelta(seconds=9) and fork.timeout == timedelta(seconds=9)
+    comm.barrier().result()
+
+
+@check
+def a_split_of_all_is_a_fork(stage: Stage) -> None:
+    comm = stage.comm
+    both = comm.split({*range(comm.world_size)}, "both")
+    assert both.rank == comm.rank and both.world_size == comm.world_size
+    equal(both.all_gather(torch.tensor([both.rank])).result().view(-1), torch.arange(both.world_size))
+    for wrong in ([], [comm.world_size], [-1, 0]):
+        with pytest.raises(ValueError, match=r"split\(ranks=.*\)` must name"):
+            comm.split(wrong, "wrong")
+    for again in (comm.split, lambda ranks, name: comm.fork(name)):
+        with pytest.raises(ValueError, match="already"):
+            again([0], "both")
+    comm.barrier().result()
+
+
+@elastic_check
+def a_split_goes_on_with_those_of_its_ranks_that_are_left(stage: Stage) -> None:
+    comm, size = stage.comm, stage.comm.world_size
+    first, before = comm.generation.name == comm.generation.name_of(0), comm.generation
+    rest: Any = comm.split(range(1, size), "rest")
+    both, fork = comm.split(range(size), "both"), rest and rest.fork("fork")
+    stage.meet("made")
+    if first:
+        comm.abort()
+        with pytest.raises(CollectiveError):
+            both.barrier().result()
+    else:
+        comm.reconfigure(renumbered(comm, range(1, size)))  # the first rank is lost: all numbers change
+        for each in (rest, fork, both):
+            assert each.rank == comm.rank and each.world_size == size - 1
+            assert each.generation == comm.generation
+            equal(each.all_reduce(torch.ones(2)).result(), torch.full((2,), size - 1.0))
+    stage.meet("went on")
+    members = (*before.members[1:], before.members[0])  # it comes back, as the last
+    comm.reconfigure(Generation(before.number + 2, members, members.index(before.name)))
+    if first:
+        assert rest is None and both.rank == size - 1
+    else:
+        equal(rest.all_reduce(torch.ones(2)).result(), torch.full((2,), size - 1.0))
+        equal(fork.all_gather(torch.tensor([fork.rank])).result().view(-1), torch.arange(size - 1))
+    equal(both.all_reduce(torch.ones(2)).result(), torch.full((2,), float(size)))
+
+
 @last_check
 def a_late_peer_is_a_timeout(stage: Stage) -> None:
     comm = stage.comm.fork("late", SHORT)
@@ -284,7 +364,13 @@ def a_late_peer_is_a_timeout(stage: Stage) -> None:
             first.result()
         waited = time.monotonic() - started
         assert SHORT.total_seconds() <= waited < SHORT.total_seconds() + 0.5, waited
-        for part in (f"rank 0 of {comm.world_size}", "late'", f"generation {comm.generation}", "all_reduce", "#1"):
+        for part in (
+            f"rank 0 of {comm.world_size}",
+            "late'",
+            f"generation {comm.generation.number}",
+            "all_reduce",
+            "#1",
+        ):
             assert part in str(caught.value)
         with pytest.raises(CollectiveError):
             second.result()
@@ -327,6 +413,7 @@ def result_may_have_a_shorter_deadline(stage: Stage) -> None:
 @elastic_check
 def abort_wakes_and_reconfigure_renews(stage: Stage) -> None:
     comm, member = stage.comm, stage.comm.rank
+    members = comm.generation.members
     fork = comm.fork("payload")
     use_connections(fork)
     known = fork.registered(torch.zeros(3000))
@@ -344,16 +431,17 @@ def abort_wakes_and_reconfigure_renews(stage: Stage) -> None:
         with pytest.raises(CollectiveError):
             fork.barrier().result()
     stage.meet("aborted")
-    generation = comm.generation + 3
+    number = comm.generation.number + 3
     order = tuple(reversed(range(comm.world_size)))
     started = time.monotonic()
-    comm.reconfigure(Quorum(generation, order))
+    comm.reconfigure(renumbered(comm, order, 3))
     stage.timings["reconfigure_s"] = time.monotonic() - started
-    assert comm.generation == fork.generation == generation
+    assert comm.generation.number == fork.generation.number == number
+    assert comm.generation.members == tuple(reversed(members))
     assert comm.rank == fork.rank == order.index(member)
     for each in (comm, fork):
         equal(each.all_gather(torch.tensor([each.rank])).result().view(-1), torch.arange(comm.world_size))
-    comm.reconfigure(Quorum(generation + 1, tuple(range(comm.world_size))))
+    comm.reconfigure(renumbered(comm, order))
     fork.barrier().result()
     assert comm.rank == member
     equal(fork.all_reduce(known.fill_(1.0)).result(), torch.full_like(known, comm.world_size))
@@ -375,7 +463,7 @@ def abort_in_the_middle_of_large_messages(stage: Stage) -> None:
             for operation in pending:
                 operation.result()
         assert time.monotonic() - started < 3.0
-        comm.reconfigure(Quorum(comm.generation + 1, ranks))
+        comm.reconfigure(renumbered(comm, ranks))
         equal(fork.all_reduce(torch.ones(3)).result(), torch.full((3,), float(comm.world_size)))
 
 
@@ -395,7 +483,7 @@ def a_large_gather_that_is_broken_off_lets_go(stage: Stage) -> None:
     while any("all_gather" in thread.name for thread in threading.enumerate()) and time.monotonic() < until:
         time.sleep(0.02)
     assert not [thread.name for thread in threading.enumerate() if "all_gather" in thread.name]
-    comm.reconfigure(Quorum(comm.generation + 1, tuple(range(comm.world_size))))
+    comm.reconfigure(renumbered(comm, range(comm.world_size)))
     equal(fork.all_reduce(torch.ones(3)).result(), torch.full((3,), float(comm.world_size)))
 
 
@@ -404,15 +492,15 @@ def a_smaller_quorum_goes_on(stage: Stage) -> None:
     comm = stage.comm
     if comm.world_size < 2:
         return
-    last, generation = comm.world_size - 1, comm.generation
+    last, before = comm.world_size - 1, comm.generation
     if comm.rank == last:
         comm.abort()
     else:
-        comm.reconfigure(Quorum(generation + 1, tuple(range(last))))
+        comm.reconfigure(renumbered(comm, range(last)))
         assert comm.world_size == last
         equal(comm.all_reduce(torch.ones(2)).result(), torch.full((2,), float(last)))
     stage.meet("went on")
-    comm.reconfigure(Quorum(generation + 2, tuple(range(last + 1))))  # and it comes back
+    comm.reconfigure(replace(before, number=before.number + 2))  # and it comes back
     equal(comm.all_reduce(torch.ones(2)).result(), torch.full((2,), last + 1.0))
 
 

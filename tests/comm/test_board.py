@@ -20,7 +20,6 @@ from lightning_async.comm.membership.membership import Membership
 from lightning_async.comm.membership.roster import PREFIX, Record, dump, key, load
 from lightning_async.comm.membership.signing import SECRET, Seal
 from lightning_async.comm.membership.stores import HashStore
-from lightning_async.comm.protocols import Quorum
 from lightning_async.errors import AsyncTrainingError, PeerLost
 from tests.comm.proxy import Proxy
 from tests.comm.test_membership import Hand, running, until
@@ -59,7 +58,7 @@ def test_a_record_comes_back_as_it_was() -> None:
 
 def test_a_peer_that_died_before_it_was_seen_to_change_is_lost_after_dead_after() -> None:
     hand = Hand(2, fresh=True, dead_after=timedelta(seconds=20), start_timeout=timedelta(seconds=300))
-    hand.store.compare_set(key(0), "", "{}")
+    hand.store.compare_set(key("0"), "", "{}")
     hand.beat(1)  # once; then it dies
     hand.beat(0, times=20, seconds=1.0)
     hand.ranks[0].check()
@@ -71,14 +70,14 @@ def test_a_peer_that_died_before_it_was_seen_to_change_is_lost_after_dead_after(
 @pytest.mark.parametrize("how", ["fails", "leaves"])
 def test_a_peer_that_ended_before_the_first_reading_is_believed(how: str) -> None:
     hand = Hand(2, fresh=True)
-    hand.store.compare_set(key(0), "", "{}")
+    hand.store.compare_set(key("0"), "", "{}")
     (hand.ranks[1].fail if how == "fails" else lambda text: hand.ranks[1].close())("out of memory")
     hand.beat(1, 0)
     if how == "fails":
         with pytest.raises(PeerLost, match="rank 1 failed: out of memory"):
             hand.ranks[0].check()
     else:
-        assert hand.ranks[0].left() == {1}
+        assert hand.ranks[0].left() == {"1"}
 
 
 # ---- strangers ----
@@ -90,10 +89,10 @@ def test_a_heartbeat_goes_on_over_what_is_no_record(value: bytes, caplog: pytest
     hand.everybody_is_seen()
     caplog.set_level(logging.WARNING)
     for _ in range(5):
-        hand.store.set(key(1), value)  # type: ignore[arg-type]
+        hand.store.set(key("1"), value)  # type: ignore[arg-type]
         hand.beat(0, seconds=1.0)
     hand.ranks[0].check()
-    assert len([record for record in caplog.records if key(1) in record.getMessage()]) == 1
+    assert len([record for record in caplog.records if key("1") in record.getMessage()]) == 1
     hand.ranks[1].ring(3)
     hand.beat(1, 0)
     assert hand.ranks[0].bell == 3
@@ -102,9 +101,9 @@ def test_a_heartbeat_goes_on_over_what_is_no_record(value: bytes, caplog: pytest
 def test_the_heartbeat_thread_survives_garbage_and_hears_the_peer_again() -> None:
     store = HashStore()
     with running(2, store=store) as ranks:
-        until(lambda: ranks[0]._peers[1].confirmed)
+        until(lambda: ranks[0]._census.peers["1"].confirmed)
         for _ in range(50):
-            store.set(key(1), "not json")
+            store.set(key("1"), "not json")
             threading.Event().wait(0.002)
         ranks[1].ring(5)
         until(lambda: ranks[0].bell == 5)
@@ -125,30 +124,30 @@ def test_only_signed_records_are_believed(record: Record, forged: str, caplog: p
     seal = Seal("of the job", "run 1")
     hand = Hand(2, seal=seal)
     for rank in range(2):
-        hand.store.set(key(rank), seal.sign(key(rank), dump(Record())))  # type: ignore[arg-type]
+        hand.store.set(key(str(rank)), seal.sign(key(str(rank)), dump(Record())))  # type: ignore[arg-type]
     hand.beat(0, 1, times=3, seconds=0.2)
     values = {
         "unsigned": dump(record),
-        "another secret": Seal("guessed", "run 1").sign(key(1), dump(record)),
-        "moved": seal.sign(key(0), dump(record)),
+        "another secret": Seal("guessed", "run 1").sign(key("1"), dump(record)),
+        "moved": seal.sign(key("0"), dump(record)),
     }
     for _ in range(5):
-        hand.store.set(key(1), values[forged])  # type: ignore[arg-type]
+        hand.store.set(key("1"), values[forged])  # type: ignore[arg-type]
         hand.beat(0, seconds=0.2)
     hand.ranks[0].check()
-    assert hand.ranks[0]._peers[1].record.life != "stranger" and hand.ranks[0].left() == frozenset()
-    warnings = [each.getMessage() for each in caplog.records if key(1) in each.getMessage()]
+    assert hand.ranks[0]._census.peers["1"].record.life != "stranger" and hand.ranks[0].left() == frozenset()
+    warnings = [each.getMessage() for each in caplog.records if key("1") in each.getMessage()]
     assert len(warnings) == 1 and SECRET in warnings[0]
 
 
 def test_a_record_written_again_does_not_raise_the_dead() -> None:
     hand = Hand(2, dead_after=timedelta(seconds=20))
     hand.everybody_is_seen()
-    old = hand.store.get(key(1))
+    old = hand.store.get(key("1"))
     hand.beat(1, 0, times=3, seconds=0.2)
-    new = hand.store.get(key(1))
+    new = hand.store.get(key("1"))
     for i in range(22):  # by a stranger that recorded both
-        hand.store.set(key(1), (old, new)[i % 2])  # type: ignore[arg-type]
+        hand.store.set(key("1"), (old, new)[i % 2])  # type: ignore[arg-type]
         hand.beat(0, seconds=1.0)
     with pytest.raises(PeerLost, match="rank 1 was last seen"):
         hand.ranks[0].check()
@@ -156,18 +155,18 @@ def test_a_record_written_again_does_not_raise_the_dead() -> None:
 
 def test_a_forged_decision_is_replaced() -> None:
     store, seal = HashStore(), Seal("of the job")
-    board = Board(store, 0, 3, seal, timedelta(seconds=2))
-    store.set(f"{PREFIX}/quorum/1", "[0]")
+    board = Board(store, "0", "012", seal, timedelta(seconds=2))
+    store.set(f"{PREFIX}/generation/1", '["0"]')
     assert board.decide(1, None) is None
-    assert board.decide(1, [0, 1, 2]) == Quorum(1, (0, 1, 2))
-    assert Board(store, 1, 3, seal, timedelta(seconds=2)).decide(1, [1]) == Quorum(1, (0, 1, 2))
+    assert board.decide(1, ["0", "1", "2"]) == ("0", "1", "2")
+    assert Board(store, "1", "012", seal, timedelta(seconds=2)).decide(1, ["1"]) == ("0", "1", "2")
 
 
-@pytest.mark.parametrize("value", ["no", "{}", "[]", "[0, 7]", "[1, 0]", "[0, 0]", '["0"]', "[[0]]"])
+@pytest.mark.parametrize("value", ["no", "{}", "[]", '["0", "7"]', '["0", "0"]', "[0]", "[[0]]", "[" * 5_000])
 def test_a_decision_that_is_none_is_replaced(value: str) -> None:
     store = HashStore()
-    store.set(f"{PREFIX}/quorum/1", value)
-    assert Board(store, 0, 3, Seal(), timedelta(seconds=2)).decide(1, [0, 1, 2]) == Quorum(1, (0, 1, 2))
+    store.set(f"{PREFIX}/generation/1", value)
+    assert Board(store, "0", "012", Seal(), timedelta(seconds=2)).decide(1, ["0", "1", "2"]) == ("0", "1", "2")
 
 
 # ---- a rank that is taken ----
@@ -176,7 +175,7 @@ def test_a_decision_that_is_none_is_replaced(value: str) -> None:
 def test_a_second_process_with_a_taken_rank_ends_and_the_others_go_on() -> None:
     store = HashStore()
     with running(2, store=store) as ranks:
-        until(lambda: all(rank._peers[1 - i].confirmed for i, rank in enumerate(ranks)))
+        until(lambda: all(rank._census.peers[str(1 - i)].confirmed for i, rank in enumerate(ranks)))
         for i in range(10):
             newcomer = Membership(store, i % 2, 2, interval=timedelta(seconds=0.02))
             with pytest.raises(AsyncTrainingError, match=rf"rank {i % 2} is taken: process \d+ on .* goes on"):
@@ -200,7 +199,7 @@ def over_proxy(dead_after: float) -> Iterator[tuple[Proxy, list[Membership]]]:
         try:
             for rank in ranks:
                 rank.start()
-            until(lambda: all(rank._peers[1 - i].confirmed for i, rank in enumerate(ranks)))
+            until(lambda: all(rank._census.peers[str(1 - i)].confirmed for i, rank in enumerate(ranks)))
             yield proxy, ranks
         finally:
             proxy.flow()
@@ -270,3 +269,64 @@ def test_attempts_of_torchrun_sign_for_themselves(monkeypatch: pytest.MonkeyPatc
     second = Seal.of_job().within("run 1")
     assert second.open("rank 1", first.sign("rank 1", b"failed")) is None
     assert second.open("rank 1", second.sign("rank 1", b"up")) == b"up"
+
+
+# ---- names that appear ----
+
+
+class Counting:
+    """A store that counts requests."""
+
+    def __init__(self, store: Any) -> None:
+        self.store, self.requests = store, 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.requests += name != "has_extended_api"
+        return getattr(self.store, name)
+
+
+def boards(store: Any, *names: str, seal: Seal | None = None, elastic: bool = True) -> list[Board]:
+    made = [Board(store, name, names, seal or Seal(), timedelta(seconds=2), elastic) for name in names]
+    for board in made:
+        board._make_room(names)
+        store.compare_set(f"{PREFIX}/names/all", "", "\n")
+    return made
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_a_beat_is_two_requests(elastic: bool) -> None:
+    store = Counting(HashStore())
+    for board in boards(store, "0", "1", "2", elastic=elastic):
+        board.exchange(Record())
+        store.requests = 0
+        board.exchange(Record())
+        assert store.requests == 2
+
+
+def test_all_hear_of_a_name_that_is_signed_and_of_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    store, seal = HashStore(), Seal("of the job")
+    first, second = boards(store, "0", "1", seal=seal)
+    for board in (first, second):
+        board.exchange(Record(state="up"))
+    (late,) = boards(store, "late", seal=seal)
+    (stranger,) = boards(store, "stranger", seal=Seal("guessed"))
+    stranger.exchange(Record(state="up"))
+    store.append(f"{PREFIX}/names/all", "no line, no end")  # type: ignore[attr-defined]
+    late.exchange(Record(state="up"))
+    assert late.exchange(Record(state="up")).keys() == {"0", "1"}
+    for board, other in ((first, "1"), (second, "0")):
+        records = board.exchange(Record(state="up"))
+        assert records.keys() == {other, "late"} and records["late"] == Record(state="up")
+    assert any(SECRET in record.getMessage() for record in caplog.records)
+
+
+def test_names_that_somebody_overwrites_come_back() -> None:
+    store = HashStore()
+    for board in boards(store, "0", "1"):
+        board.exchange(Record())
+    store.set(f"{PREFIX}/names/all", "\n../../x\n")
+    for board in boards(store, "0", "1"):
+        board.exchange(Record())
+    (late,) = boards(store, "late")
+    late.exchange(Record())
+    assert late.exchange(Record()).keys() == {"0", "1"}

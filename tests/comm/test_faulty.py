@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_async.comm.protocols import Quorum
+from lightning_async.comm.membership.generation import Generation
 from lightning_async.comm.simulated.faulty import Corrupt, Delay, Fail, Fault, FaultyCollectives, Hang, Kill
 from lightning_async.comm.simulated.inprocess import InProcessWorld
 from lightning_async.errors import CollectiveError, CollectiveTimeout
@@ -145,7 +145,7 @@ def test_reconfigure_heals() -> None:
     def body(comm: Any) -> list[str]:
         fork = comm.fork("payload")
         told = outcomes(fork, 2)
-        comm.reconfigure(Quorum(1, (0, 1)))
+        comm.reconfigure(Generation(1, ("0", "1"), comm.rank))
         return told + outcomes(fork, 1)
 
     for told in run([Fault(op="all_reduce", nth=2, name="world/payload")], body):

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_async.comm.membership.generation import Generation
 from lightning_async.comm.membership.signing import Seal
 from lightning_async.comm.membership.stores import HashStore
-from lightning_async.comm.protocols import Quorum
 from lightning_async.comm.torch.collectives import TorchCollectives
 from lightning_async.comm.torch.forming import Terms
 from lightning_async.errors import CollectiveError, PeerLost
@@ -27,7 +27,7 @@ def collectives(store: Any, rank: int, world_size: int = 2, **kwargs: Any) -> To
 def test_a_peer_that_fails_while_groups_form_is_named_at_once() -> None:
     store = HashStore()
     with running(2, store=store) as ranks:
-        until(lambda: ranks[0]._peers[1].confirmed)
+        until(lambda: ranks[0]._census.peers["1"].confirmed)
         comm = collectives(store, 0, check=ranks[0].check)
         join = in_thread(comm.open)
         time.sleep(0.2)
@@ -44,18 +44,18 @@ def test_a_peer_that_fails_while_groups_form_is_named_at_once() -> None:
 def test_a_peer_that_dies_while_groups_form_anew_is_named_after_dead_after() -> None:
     store = HashStore()
     with running(2, store=store, dead_after=timedelta(seconds=0.5)) as ranks:
-        until(lambda: all(rank._peers[1 - i].confirmed for i, rank in enumerate(ranks)))
+        until(lambda: all(rank._census.peers[str(1 - i)].confirmed for i, rank in enumerate(ranks)))
         comms = [collectives(store, i, check=rank.check) for i, rank in enumerate(ranks)]
         join = in_thread(comms[1].open)
         comms[0].open()
         join()
         fork = comms[0].fork  # takes the terms along: a fork of the new generation is left by its peer too
-        ranks[1]._stop = True  # killed: no goodbye
+        ranks[1]._heart.stop()  # killed: no goodbye
         started = time.monotonic()
         with pytest.raises(PeerLost, match=r"rank 1 was last seen 0\.\d s ago"):
             fork("payload")
         with pytest.raises(PeerLost, match="rank 1 was last seen"):
-            comms[0].reconfigure(Quorum(1, (0, 1)))
+            comms[0].reconfigure(Generation(1, ("0", "1"), 0))
         assert time.monotonic() - started < 3.0
         for comm in comms:
             comm.close()
@@ -102,7 +102,7 @@ def test_reforming_mpi_names_the_first_failure(monkeypatch: pytest.MonkeyPatch) 
     comm = TorchCollectives(HashStore(), 0, 2, backend="mpi")
     comm._fail(CollectiveError("rank 1 closed its connection"))
     with pytest.raises(CollectiveError, match=r"MPI only once. It failed by: rank 1 closed its connection"):
-        comm.reconfigure(Quorum(1, (0, 1)))
+        comm.reconfigure(Generation(1, ("0", "1"), 0))
     comm.close()
 
 
@@ -113,9 +113,9 @@ def test_members_find_each_other_by_the_memberships_word() -> None:
     fork = comm.fork("payload")
     with running(2, store=store) as ranks:
         terms.check = ranks[0].check
-        until(lambda: ranks[0]._peers[1].confirmed)
+        until(lambda: ranks[0]._census.peers["1"].confirmed)
         ranks[1].fail("disk full")
-        until(lambda: ranks[0].lost() == (1,))
+        until(lambda: ranks[0].lost() == ("1",))
         with pytest.raises(PeerLost, match="disk full"):
             fork.open()
     comm.close()

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import pytest
 
+from lightning_async.comm.membership.generation import Generation
 from lightning_async.comm.membership.membership import Membership
 from lightning_async.comm.membership.stores import HashStore, PrefixStore
-from lightning_async.comm.protocols import Quorum
 from lightning_async.errors import CollectiveTimeout, GenerationChanged, PeerLost
 
 DEAD = timedelta(seconds=20)
@@ -88,6 +89,13 @@ def in_thread(fn: Callable[[], Any]) -> Callable[[], Any]:
     return join
 
 
+def agreed(generations: list[Generation]) -> tuple[int, tuple[str, ...]]:
+    """What all members' views have in common."""
+    ((number, members),) = {(each.number, each.members) for each in generations}
+    assert {each.name for each in generations} == {*members} and len(generations) == len(members)
+    return number, members
+
+
 def test_silence_is_death_only_after_dead_after() -> None:
     hand = Hand(3)
     hand.everybody_is_seen()
@@ -96,7 +104,7 @@ def test_silence_is_death_only_after_dead_after() -> None:
     hand.beat(0, 1, times=2, seconds=1.0)
     with pytest.raises(PeerLost, match=r"rank 0, generation 0: rank 2 was last seen 2\d\.\d s ago") as caught:
         hand.ranks[0].check()
-    assert caught.value.ranks == (2,) == hand.ranks[1].lost()
+    assert caught.value.ranks == (2,) and hand.ranks[1].lost() == ("2",)
 
 
 def test_a_peer_stopped_for_a_while_comes_back() -> None:
@@ -137,21 +145,21 @@ def test_a_record_of_an_earlier_life_is_nobody() -> None:
 
 def test_goodbye_is_no_death() -> None:
     with running(2, dead_after=timedelta(seconds=0.1)) as ranks:
-        until(lambda: ranks[0]._peers[1].confirmed)
+        until(lambda: ranks[0]._census.peers["1"].confirmed)
         ranks[1].close()
         ranks[1].close()
-        until(lambda: ranks[0]._peers[1].record.state == "left")
+        until(lambda: ranks[0]._census.peers["1"].record.state == "left")
         threading.Event().wait(0.3)
         ranks[0].check()
-        assert ranks[0].left() == {1} and ranks[0].lost() == ()
-        assert ranks[0].next_generation(timedelta(seconds=5)) == Quorum(1, (0,))
+        assert ranks[0].left() == {"1"} and ranks[0].lost() == ()
+        assert ranks[0].next_generation(timedelta(seconds=5)) == Generation(1, ("0",), 0)
 
 
 def test_a_failure_is_told() -> None:
     with running(2) as ranks:
-        until(lambda: ranks[0]._peers[1].confirmed)
+        until(lambda: ranks[0]._census.peers["1"].confirmed)
         ranks[1].fail("ValueError: no such label")
-        until(lambda: ranks[0].lost() == (1,))
+        until(lambda: ranks[0].lost() == ("1",))
         with pytest.raises(PeerLost, match="rank 1 failed: ValueError: no such label") as caught:
             ranks[0].check()
         assert caught.value.ranks == (1,)
@@ -160,7 +168,7 @@ def test_a_failure_is_told() -> None:
 def test_bells_are_heard_at_once() -> None:
     heard = threading.Event()
     with running(2, on_change=heard.set) as ranks:
-        until(lambda: all(rank._peers[1 - i].confirmed for i, rank in enumerate(ranks)))
+        until(lambda: all(rank._census.peers[str(1 - i)].confirmed for i, rank in enumerate(ranks)))
         heard.clear()
         ranks[1].ring(7)
         assert ranks[1].bell == 7
@@ -194,24 +202,24 @@ def test_a_bad_listener_does_not_stop_the_heart(caplog: pytest.LogCaptureFixture
 def test_all_enter_the_next_generation_together() -> None:
     with running(3) as ranks:
         join = in_thread(lambda: ranks[0].next_generation(timedelta(seconds=5)))
-        until(lambda: ranks[1]._peers[0].record.wanted == 1)
+        until(lambda: ranks[1]._census.peers["0"].record.wanted == 1)
         with pytest.raises(GenerationChanged, match=r"rank\(s\) \[0\] left generation 0"):
             ranks[1].check()
         others = [in_thread(lambda r=r: ranks[r].next_generation(timedelta(seconds=5))) for r in (1, 2)]
-        assert [join(), *(other() for other in others)] == [Quorum(1, (0, 1, 2))] * 3
+        assert agreed([join(), *(other() for other in others)]) == (1, ("0", "1", "2"))
         for rank in ranks:
-            assert rank.generation == 1
+            assert rank.generation.number == 1
             rank.check()
 
 
 def test_a_lost_rank_is_left_out_and_comes_back() -> None:
     with running(3, dead_after=timedelta(seconds=0.3)) as ranks:
-        until(lambda: all(peer.confirmed for rank in ranks for peer in rank._peers.values()))
+        until(lambda: all(peer.confirmed for rank in ranks for peer in rank._census.peers.values()))
         asleep = threading.Event()
         real, ranks[2].beat = ranks[2].beat, lambda: void(asleep.wait(10))  # type: ignore[method-assign]
-        until(lambda: ranks[0].lost() == (2,) == ranks[1].lost())
+        until(lambda: ranks[0].lost() == ("2",) == ranks[1].lost())
         joins = [in_thread(lambda r=r: ranks[r].next_generation(timedelta(seconds=5))) for r in (0, 1)]
-        assert [join() for join in joins] == [Quorum(1, (0, 1))] * 2
+        assert agreed([join() for join in joins]) == (1, ("0", "1"))
         ranks[0].check()  # it is no member any more
         ranks[2].beat = real  # type: ignore[method-assign]
         asleep.set()
@@ -222,7 +230,7 @@ def test_a_lost_rank_is_left_out_and_comes_back() -> None:
             with pytest.raises(GenerationChanged):
                 until(lambda r=r: bool(ranks[r].check()))
             joins.append(in_thread(lambda r=r: ranks[r].next_generation(timedelta(seconds=5))))
-        assert [join() for join in joins] == [Quorum(2, (0, 1, 2))] * 3
+        assert agreed([join() for join in joins]) == (2, ("0", "1", "2"))
 
 
 def void(_: object) -> None:
@@ -231,20 +239,20 @@ def void(_: object) -> None:
 
 def test_a_rank_that_fails_meanwhile_is_named_and_then_left_out() -> None:
     with running(3) as ranks:
-        until(lambda: all(peer.confirmed for rank in ranks for peer in rank._peers.values()))
+        until(lambda: all(peer.confirmed for rank in ranks for peer in rank._census.peers.values()))
         join = in_thread(lambda: ranks[0].next_generation(timedelta(seconds=5)))
-        until(lambda: ranks[1]._peers[0].record.wanted == 1)
+        until(lambda: ranks[1]._census.peers["0"].record.wanted == 1)
         ranks[2].fail("out of memory")
         with pytest.raises(PeerLost, match="rank 2 failed: out of memory"):
             join()
-        until(lambda: ranks[1].lost() == (2,))
+        until(lambda: ranks[1].lost() == ("2",))
         joins = [in_thread(lambda r=r: ranks[r].next_generation(timedelta(seconds=5))) for r in (0, 1)]
-        assert [join() for join in joins] == [Quorum(1, (0, 1))] * 2
+        assert agreed([join() for join in joins]) == (1, ("0", "1"))
 
 
 def test_a_rank_that_lives_but_does_not_come_is_a_timeout() -> None:
     with running(2) as ranks:
-        until(lambda: ranks[0]._peers[1].confirmed)
+        until(lambda: ranks[0]._census.peers["1"].confirmed)
         with pytest.raises(CollectiveTimeout, match=r"rank\(s\) \[1\] live but have not left"):
             ranks[0].next_generation(timedelta(seconds=0.1))
 
@@ -252,10 +260,8 @@ def test_a_rank_that_lives_but_does_not_come_is_a_timeout() -> None:
 def test_a_restarted_rank_is_lost_to_its_generation_and_taken_into_the_next() -> None:
     store = HashStore()
     with running(2, store=store) as ranks:
-        until(lambda: all(peer.confirmed for rank in ranks for peer in rank._peers.values()))
-        ranks[1]._stop = True  # killed: no goodbye
-        assert ranks[1]._thread is not None
-        ranks[1]._thread.join()
+        until(lambda: all(peer.confirmed for rank in ranks for peer in rank._census.peers.values()))
+        ranks[1]._heart.stop()  # killed: no goodbye
         again = Membership(store, 1, 2, interval=timedelta(seconds=0.01))
         again.start()
         with pytest.raises(PeerLost, match="rank 1 was restarted"):
@@ -263,7 +269,7 @@ def test_a_restarted_rank_is_lost_to_its_generation_and_taken_into_the_next() ->
         join = in_thread(lambda: ranks[0].next_generation(timedelta(seconds=5)))
         with pytest.raises(GenerationChanged):
             until(lambda: bool(again.check()))
-        assert again.next_generation(timedelta(seconds=5)) == join() == Quorum(1, (0, 1))
+        assert agreed([again.next_generation(timedelta(seconds=5)), join()]) == (1, ("0", "1"))
         ranks[0].check()
         again.close()
 
@@ -273,7 +279,7 @@ def test_two_memberships_on_one_store_need_a_prefix() -> None:
     for i in range(2):
         with running(2, store=PrefixStore(f"fit{i}", store)) as ranks:
             joins = [in_thread(lambda r=r: r.next_generation(timedelta(seconds=5))) for r in ranks]
-            assert [join() for join in joins] == [Quorum(1, (0, 1))] * 2
+            assert agreed([join() for join in joins]) == (1, ("0", "1"))
 
 
 class DeadStore:
@@ -296,7 +302,7 @@ class DeadStore:
 def test_a_store_that_is_gone_is_named() -> None:
     store = DeadStore(HashStore())
     with running(2, store=store, dead_after=timedelta(seconds=1)) as ranks:
-        until(lambda: ranks[1]._peers[0].confirmed)
+        until(lambda: ranks[1]._census.peers["0"].confirmed)
         store.dead = True
         with pytest.raises(PeerLost, match=r"the store has not answered for .*Connection reset") as caught:
             until(lambda: bool(ranks[1].check()))
@@ -311,3 +317,154 @@ def test_wrong_arguments_raise() -> None:
         Membership(HashStore(), 2, 2)
     with pytest.raises(ValueError, match="four intervals"):
         Membership(HashStore(), 0, 2, interval=timedelta(seconds=6), dead_after=DEAD)
+
+
+# ---- ranks that come and go ----
+
+
+class Growing(Hand):
+    """Ranks by name, some of which may join later."""
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__(world_size, elastic=True)
+        self.names = {str(number): rank for number, rank in enumerate(self.ranks)}
+        self.open(*self.names)
+        self.everybody(times=3)
+
+    def open(self, *names: str) -> None:
+        for name in names:
+            self.names[name]._board.open(timedelta(0))
+
+    def everybody(self, times: int = 1, seconds: float = 0.2) -> None:
+        for _ in range(times):
+            self.clock.now += seconds
+            for rank in self.names.values():
+                rank.beat()
+
+    def come(self, name: str) -> Membership:
+        self.names[name] = newcomer = Membership(self.store, 0, 1, member=name, clock=self.clock)
+        self.open(name)
+        self.everybody(times=3)
+        return newcomer
+
+    def die(self, name: str) -> Membership:
+        dead = self.names.pop(name)
+        self.everybody(times=110)
+        return dead
+
+    def meet(self) -> list[Generation]:
+        """All that live enter the next generation; nobody waits, as each asks again after every beat."""
+        entered: dict[str, Generation] = {}
+        for _ in range(8):
+            for name, rank in self.names.items():
+                if name not in entered:
+                    with suppress(CollectiveTimeout):
+                        entered[name] = rank.next_generation(timedelta(0))
+            self.everybody()
+        return [entered[name] for name in self.names]
+
+
+def test_names_are_for_life_and_numbers_for_a_generation() -> None:
+    hand = Growing(3)
+    hand.die("1")
+    assert agreed(hand.meet()) == (1, ("0", "2"))
+    assert [rank.generation.rank for rank in hand.names.values()] == [0, 1]
+    late = hand.come("host-7:4")
+    for rank in list(hand.names.values())[:2]:
+        rank.check()  # it has not asked yet
+    for _ in range(2):  # it hears that the present one is decided
+        with suppress(CollectiveTimeout):
+            late.next_generation(timedelta(0))
+        hand.everybody(times=2)
+    with pytest.raises(GenerationChanged, match=r"rank 0: rank\(s\) \[host-7:4\] left generation 1"):
+        hand.names["0"].check()
+    number, members = agreed(hand.meet())
+    assert number > 1 and members == ("0", "2", "host-7:4")
+    hand.everybody()
+    for rank in hand.names.values():
+        rank.check()
+    assert late.generation.rank_of("2") == 1 and late.generation.name_of(2) == "host-7:4"
+
+
+def test_rank_0_may_be_lost_and_comes_back_as_the_last() -> None:
+    hand = Growing(3)
+    hand.die("0")
+    with pytest.raises(PeerLost, match="rank 0 was last seen") as caught:
+        hand.names["1"].check()
+    assert caught.value.ranks == (0,)
+    assert agreed(hand.meet()) == (1, ("1", "2"))
+    hand.come("3")
+    number, members = agreed(hand.meet())
+    assert members == ("1", "2", "3")
+    hand.names["0"] = Membership(hand.store, 0, 3, elastic=True, clock=hand.clock)
+    assert hand.names["0"]._board.open(timedelta(0))  # there was one before
+    hand.names["0"]._mine = replace(hand.names["0"]._mine, since=-1)  # as `start` does
+    hand.everybody(times=3)
+    later, members = agreed(hand.meet())
+    assert later > number and members == ("1", "2", "3", "0")  # whoever has been in longest is first
+    hand.die("1")
+    with pytest.raises(PeerLost, match="rank 1 was last seen") as caught:
+        hand.names["3"].check()
+    assert caught.value.ranks == (0,)  # its number in that generation
+    assert agreed(hand.meet())[1] == ("2", "3", "0")
+
+
+def test_one_that_leaves_in_order_is_in_no_later_generation() -> None:
+    hand = Growing(3)
+    leaving = hand.names.pop("0")
+    leaving.close()
+    leaving.beat()
+    hand.everybody(times=2)
+    hand.names["1"].check()
+    assert hand.names["1"].left() == {"0"}
+    assert agreed(hand.meet()) == (1, ("1", "2"))
+
+
+def test_newcomers_alone_are_no_generation() -> None:
+    hand = Growing(2)
+    first = hand.come("a")
+    del hand.names["0"], hand.names["1"]
+    second = hand.come("b")
+    hand.everybody(times=110)
+    for newcomer in (first, second):
+        with pytest.raises(CollectiveTimeout):
+            newcomer.next_generation(timedelta(0))
+    hand.everybody(times=5)
+    assert first.generation == Generation.newcomer("a") and not hand.store.check(
+        ["lightning_async/membership/generation/1"]
+    )
+
+
+def test_a_smaller_part_sees_that_it_is_one() -> None:
+    """Of whom a rank saw in its last generation, it can tell who is missing in the next."""
+    hand = Growing(5)
+    before = hand.names["4"].generation
+    for name in ("0", "1", "2"):
+        del hand.names[name]
+    hand.everybody(times=110)
+    _, members = agreed(hand.meet())
+    assert 2 * len(set(members) & set(before.members)) < before.world_size
+
+
+def test_a_world_that_is_not_elastic_hears_of_nobody() -> None:
+    hand = Hand(2)
+    for rank in hand.ranks:
+        rank._board.open(timedelta(0))
+    hand.beat(0, 1, times=2)
+    late = Membership(hand.store, 0, 1, member="late", clock=hand.clock)
+    late._board.open(timedelta(0))
+    with suppress(CollectiveTimeout):
+        late.next_generation(timedelta(0))
+    for _ in range(5):
+        late.beat()
+        hand.beat(0, 1, seconds=0.2)
+    assert not hand.ranks[0]._census.peers.keys() & {"late"}
+    hand.ranks[0].check()
+
+
+def test_a_newcomers_name_is_a_name() -> None:
+    for name in ("", "a/b", "ü", "x" * 101):
+        with pytest.raises(ValueError, match="letters, digits"):
+            Membership(HashStore(), 0, 1, member=name)
+    with pytest.raises(ValueError, match="a newcomer is alone"):
+        Membership(HashStore(), 0, 2, member="late")

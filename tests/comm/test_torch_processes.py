@@ -27,7 +27,7 @@ def test_killed_in_an_all_reduce() -> None:
         assert "all_reduce(sum) #" in told["message"] and "generation 0" in told["message"]
         assert told["lost"] == [2] and "rank 2 was last seen" in told["text"]
         assert 0.8 < told["named"] - killed_at < 4.0
-        assert told["quorum"] == [0, 1] and told["total"] == 2.0
+        assert told["members"] == ["0", "1"] and told["total"] == 2.0
 
 
 def test_the_stores_host_killed() -> None:

@@ -10,14 +10,15 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 
+from lightning_async.comm.membership.generation import Generation
 from lightning_async.comm.membership.membership import Membership
 from lightning_async.comm.membership.stores import PrefixStore
-from lightning_async.comm.protocols import Quorum
 from lightning_async.comm.torch import groups
 from lightning_async.comm.torch.collectives import TorchCollectives
 from lightning_async.errors import CollectiveError, PeerLost
@@ -138,15 +139,16 @@ def lose_a_rank(dead_after: float) -> dict[str, Any]:
                 lost = caught
             time.sleep(0.01)
         named = time.time()
-        quorum = membership.next_generation(TIMEOUT)
+        generation = membership.next_generation(TIMEOUT)
         started = time.monotonic()
-        comm.reconfigure(quorum)
+        comm.reconfigure(generation)
         reformed_s = time.monotonic() - started
         total = comm.all_reduce(torch.ones(1)).result().item()
         comm.barrier().result()
         return {
             "collective_s": noticed - last, "noticed": noticed, "named": named, "message": message,
-            "lost": lost.ranks, "text": str(lost), "quorum": quorum.ranks, "total": total, "reformed_s": reformed_s,
+            "lost": lost.ranks, "text": str(lost), "members": generation.members, "total": total,
+            "reformed_s": reformed_s,
         }  # fmt: skip
 
 
@@ -194,7 +196,7 @@ def exit_in_order(times: int) -> int:
         if i < times - 1:
             comm.close()
         else:
-            comm.reconfigure(Quorum(1, tuple(range(WORLD_SIZE))))
+            comm.reconfigure(replace(Generation.first(RANK, WORLD_SIZE), number=1))
             fork.barrier().result()
     meet(store, "end")
     time.sleep(0.2 * (RANK == 0))  # the host of the store goes last

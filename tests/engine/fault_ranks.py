@@ -141,7 +141,7 @@ def faulty_rank(
     ledger = Ledger()
 
     def die() -> None:
-        membership._stop = True  # its heartbeats end without a word; `Kill` breaks its connections off too
+        membership._heart._stop = True  # its heartbeats end without a word; `Kill` breaks its connections off too
 
     averager, gradients = assemble(
         FaultyCollectives(Recording(collectives, ledger), script, kill=die),  # pyright: ignore[reportArgumentType]

@@ -178,7 +178,7 @@ def test_a_silent_rank_is_named_by_all_others() -> None:
     def body(rank: FaultyRank) -> None:
         rank.train(4)
         if rank.number == 1:
-            rank.membership._stop = True  # the heartbeat thread ends
+            rank.membership._heart._stop = True  # the heartbeat thread ends
             turn.wait("the others know", 20.0)
             return
         try:

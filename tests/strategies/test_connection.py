@@ -25,7 +25,7 @@ def connections() -> list[Connection]:
     made = [Connection(root, root, membership) for root, membership in zip(roots, memberships, strict=True)]
     for join in [in_thread(connection.open) for connection in made]:
         join()
-    until(lambda: all(membership._peers[1 - rank].confirmed for rank, membership in enumerate(memberships)))
+    until(lambda: all(membership._census.peers[str(1 - rank)].confirmed for rank, membership in enumerate(memberships)))
     return made
 
 

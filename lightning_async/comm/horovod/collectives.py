@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_async.comm.communicator import Communicator
 from lightning_async.comm.horovod.world import Flight, HorovodOperation, HorovodWorld, Start
+from lightning_async.comm.membership.generation import Generation
 from lightning_async.comm.operation import Operation, Where
 from lightning_async.comm.protocols import ReduceOp
 from lightning_async.comm.reductions import as_bytes, check_buffer, check_rows, reducible, room_for, sum_rows
@@ -25,7 +26,7 @@ _NATIVE = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
 
 
 class HorovodCollectives(Communicator["HorovodCollectives"]):
-    """One communicator over all of Horovod's ranks: a prefix of names, with an order of its own.
+    """One communicator over Horovod's ranks, or over a process set: a prefix of names, with an order of its own.
 
     Large buffers travel in pieces, one at a time, so that a small operation of another fork passes between them.
     Byte-moving operations see uint8; bools, small integers and half types are reduced as int64 or fp32, and rounded
@@ -57,8 +58,9 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
             raise ValueError(f"`HorovodCollectives(timeout={timeout!r})` must be longer than zero.")
         if piece_bytes < 8:
             raise ValueError(f"`HorovodCollectives(piece_bytes={piece_bytes})` must be at least 8.")
-        super().__init__(Where(world.rank, world.size, name, 0), timeout)
+        super().__init__(Where(name, Generation.first(world.rank, world.size)), timeout)
         self.horovod = world
+        self._process_set: Any = world.hvd.global_process_set
         self._piece_bytes, self._poll_s, self._native, self._recurring = piece_bytes, poll_s, native, recurring
 
     def for_gradients(self, timeout: timedelta, piece_bytes: int) -> HorovodCollectives:
@@ -67,6 +69,27 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
         fork._piece_bytes, fork._poll_s, fork._native = max(piece_bytes, PIECE_BYTES), 0.001, _NATIVE | {torch.float16}
         fork._recurring = True
         return fork
+
+    def split(self, ranks: Collection[int], name: str, timeout: timedelta | None = None) -> HorovodCollectives | None:
+        """See `Collectives`.
+
+        Raises:
+            ValueError: Horovod was not told at its start that these ranks will be by themselves.
+        """
+        child = super().split(ranks, name, timeout)
+        world_ranks = [self._world_rank(rank) for rank in sorted(set(ranks))]
+        # Making one is an operation of the whole world.
+        whole = self.world_size == self.horovod.size
+        process_set = (self.horovod.add_process_set if whole else self.horovod.process_set)(world_ranks)
+        if process_set is None:
+            raise ValueError(
+                f"{self._where}: `split(ranks={sorted(ranks)})`: Horovod knows some of its ranks by themselves only "
+                f"where it was told so at its start: `HorovodWorld.join(process_sets=[{world_ranks}])`, or by "
+                "HOROVOD_DYNAMIC_PROCESS_SETS=1."
+            )
+        if child is not None:
+            child._process_set = process_set
+        return child
 
     def check_adasum(self) -> None:
         """Raise ValueError where Horovod has no Adasum for this world."""
@@ -98,7 +121,9 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
             data = (outputs[0] if outputs else mine).view(buffer.dtype).view(self.world_size, *buffer.shape)
             return data if given is None else given.copy_(data)
 
-        starts = [lambda name: hvd.allgather_async(mine, name=name)] if mine.numel() else []
+        starts = (
+            [lambda name: hvd.allgather_async(mine, name=name, process_set=self._process_set)] if mine.numel() else []
+        )
         return self._submit("all_gather", starts, finish)
 
     def reduce_scatter(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Operation[Tensor]:
@@ -114,11 +139,11 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
     def broadcast(self, buffer: Tensor, src: int = 0) -> Operation[Tensor]:
         check_buffer(buffer)
         self._check_peer(src, "src")
-        hvd = self.horovod.hvd
+        hvd, root = self.horovod.hvd, self._world_rank(src)
         return self._submit(
             f"broadcast(src={src})",
             [
-                lambda name, piece=piece: hvd.broadcast_async_(piece, src, name=name)
+                lambda name, piece=piece: hvd.broadcast_async_(piece, root, name=name, process_set=self._process_set)
                 for piece in self._pieces(as_bytes(buffer))
             ],
             lambda _: buffer,
@@ -128,17 +153,19 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
         """See `Collectives`. Ranks that exchange with nobody need not call it.
 
         Raises:
-            ValueError: the two were not among the ``pairs`` of `HorovodWorld.join`, in a world of more than two.
+            ValueError: the two were not among the ``process_sets`` of `HorovodWorld.join`, in a world of more than two.
         """
         check_buffer(buffer)
         self._check_peer(peer, "peer")
         if peer == self.rank:
             return self._submit("exchange", [], lambda _: buffer.clone(), name="self")
-        hvd, mine, pair = self.horovod.hvd, as_bytes(buffer), self.horovod.pair(self.rank, peer)
+        hvd, mine = self.horovod.hvd, as_bytes(buffer)
+        two = sorted((self._world_rank(self.rank), self._world_rank(peer)))
+        pair = self.horovod.process_set(two)
         if pair is None:
             raise ValueError(
                 f"{self._where}: `peer={peer}`: Horovod moves bytes between two ranks only where it was told so at its "
-                f"start: `HorovodWorld.join(pairs=[({min(self.rank, peer)}, {max(self.rank, peer)})])`."
+                f"start: `HorovodWorld.join(process_sets=[{two}])`."
             )
         tag = self._exchanged[peer] = self._exchanged.get(peer, 0) + 1
         other = int(peer > self.rank)
@@ -156,18 +183,24 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
     def barrier(self) -> Operation[None]:
         token, hvd = torch.zeros(1, dtype=torch.int32), self.horovod.hvd
         return self._submit(
-            "barrier", [lambda name: hvd.allreduce_async_(token, name=name, op=hvd.Sum)], lambda _: None
+            "barrier",
+            [lambda name: hvd.allreduce_async_(token, name=name, op=hvd.Sum, process_set=self._process_set)],
+            lambda _: None,
         )
 
     def close(self) -> None:
         self._closed = True
-        for fork in self._forks:
-            fork.close()
+        for branch in self._branches:
+            branch.close()
         # What is under way cannot be called back: the world keeps its buffers.
         for flight in [each for each in self.horovod.flights if each.operation.where is self._where]:
             flight.operation.fail(CollectiveError(f"{self._where}: closed with operations under way."))
 
     # ------------------------------------------------------------------ the machinery
+
+    def _world_rank(self, rank: int) -> int:
+        """Horovod's own number of a rank."""
+        return int(self.generation.name_of(rank))  # of the first and only generation
 
     def _pieces(self, flat: Tensor) -> list[Tensor]:
         return list(flat.split(max(1, self._piece_bytes // flat.element_size())))
@@ -186,7 +219,9 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
         return self._submit(
             kind,
             [
-                lambda name, piece=piece: hvd.allreduce_async_(piece, name=name, op=horovod_op)
+                lambda name, piece=piece: hvd.allreduce_async_(
+                    piece, name=name, op=horovod_op, process_set=self._process_set
+                )
                 for piece in (self._pieces(wire) if in_pieces else [wire])
             ],
             finish,
@@ -201,7 +236,9 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
             received = outputs[0][0] if isinstance(outputs[0], tuple) else outputs[0]
             return finish(received.view(-1).view(buffer.dtype).view(buffer.shape))
 
-        return self._submit(kind, [lambda name: hvd.alltoall_async(mine, name=name)], end)
+        return self._submit(
+            kind, [lambda name: hvd.alltoall_async(mine, name=name, process_set=self._process_set)], end
+        )
 
     def _submit(
         self, kind: str, starts: Sequence[Start], finish: Callable[[list[Any]], T], name: str | None = None
@@ -222,7 +259,7 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
             self._where, kind, self._seq, self._timeout, self._fail, poll=lambda: flight.advance(finish)
         )
         operation.late, operation.poll_s = self.horovod.timeout_type, self._poll_s
-        flight = Flight(self.horovod, f"{self.name}/{self.generation}/{name}", starts, operation)
+        flight = Flight(self.horovod, f"{self.name}/{name}", starts, operation)
         self.horovod.flights.add(flight)
         flight.advance(finish)
         return operation
@@ -240,12 +277,9 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
         """Horovod has formed its groups."""
 
     def _child(self, where: Where, timeout: timedelta) -> HorovodCollectives:
-        return HorovodCollectives(
-            self.horovod,
-            name=where.name,
-            timeout=timeout,
-            piece_bytes=self._piece_bytes,
-            poll_s=self._poll_s,
-            native=self._native,
-            recurring=self._recurring,
-        )
+        child = HorovodCollectives(
+            self.horovod, name=where.name, timeout=timeout, piece_bytes=self._piece_bytes, poll_s=self._poll_s,
+            native=self._native, recurring=self._recurring,
+        )  # fmt: skip
+        child._where, child._process_set = where, self._process_set
+        return child

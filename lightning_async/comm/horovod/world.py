@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from types import ModuleType
 from typing import Any, TypeVar
@@ -49,10 +49,10 @@ class HorovodWorld:
 
     Args:
         hvd: the module.
-        pairs: process sets of two ranks.
+        process_sets: Horovod's, by their ranks in ascending order.
     """
 
-    def __init__(self, hvd: ModuleType, pairs: Mapping[tuple[int, int], Any]) -> None:
+    def __init__(self, hvd: ModuleType, process_sets: Mapping[tuple[int, ...], Any]) -> None:
         self.hvd: Any = hvd
         self.rank, self.size, self.local_rank = int(hvd.rank()), int(hvd.size()), int(hvd.local_rank())
         self.one_host = int(hvd.local_size()) == self.size
@@ -62,7 +62,7 @@ class HorovodWorld:
         self.store: Any = None
         """Of all ranks, for what is no collective; made by whoever needs it first."""
         self.life = hvd.mpi_ops._handle_map  # a new one comes with every init
-        self._pairs = pairs
+        self._process_sets = dict(process_sets)
         self.flights: set[Flight] = set()
         internal_error = importlib.import_module("horovod.common.exceptions").HorovodInternalError
 
@@ -79,7 +79,10 @@ class HorovodWorld:
 
     @classmethod
     def join(
-        cls, size: int | None = None, gloo_timeout: timedelta | None = None, pairs: Sequence[tuple[int, int]] = ()
+        cls,
+        size: int | None = None,
+        gloo_timeout: timedelta | None = None,
+        process_sets: Sequence[Collection[int]] = (),
     ) -> HorovodWorld:
         """Initialise Horovod where that is not done.
 
@@ -87,7 +90,8 @@ class HorovodWorld:
             size: what the launcher started; compared with Horovod's own number.
             gloo_timeout: after which Gloo inside Horovod gives up on a silent peer, unless
                 ``HOROVOD_GLOO_TIMEOUT_SECONDS`` says so. Read by Horovod at its start only.
-            pairs: ranks that will `HorovodCollectives.exchange`, in worlds of more than two; each costs a process set.
+            process_sets: the ranks of every `HorovodCollectives.split` to come, and every two that will
+                `HorovodCollectives.exchange` in worlds of more than two. Read by Horovod at its start only.
 
         Raises:
             ModuleNotFoundError: Horovod is not installed.
@@ -102,7 +106,7 @@ class HorovodWorld:
             os.environ.setdefault("HOROVOD_STALL_CHECK_DISABLE", "1")
             # What is worth fusing is fused before it comes here: Horovod's own buffer would cost two copies more.
             os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
-            sets = {(min(pair), max(pair)): hvd.ProcessSet(sorted(pair)) for pair in pairs}
+            sets = {tuple(sorted(ranks)): hvd.ProcessSet(sorted(ranks)) for ranks in process_sets}
             hvd.init(process_sets=list(sets.values()))
             _current = cls(hvd, sets)
         elif _current is None or _current.life is not hvd.mpi_ops._handle_map:
@@ -125,9 +129,18 @@ class HorovodWorld:
         """Shut Horovod down; with a rank that stands still this blocks until Gloo's timeout."""
         load().shutdown()
 
-    def pair(self, a: int, b: int) -> Any:
-        """The process set of two ranks; None where none was registered."""
-        return self.hvd.global_process_set if self.size == 2 else self._pairs.get((min(a, b), max(a, b)))
+    def process_set(self, ranks: Sequence[int]) -> Any:
+        """The process set of these ranks, in ascending order; None where there is none."""
+        if len(ranks) == self.size:
+            return self.hvd.global_process_set
+        return self._process_sets.get(tuple(ranks))
+
+    def add_process_set(self, ranks: Sequence[int]) -> Any:
+        """The same, made now where Horovod was started with ``HOROVOD_DYNAMIC_PROCESS_SETS=1``; all ranks call it."""
+        found = self.process_set(ranks)
+        if found is None and os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") == "1":
+            found = self._process_sets[tuple(ranks)] = self.hvd.add_process_set(list(ranks))
+        return found
 
     def poison(self, error: Exception) -> CollectiveError:
         """Fail what is under way, and all that is to come."""

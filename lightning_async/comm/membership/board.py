@@ -1,4 +1,7 @@
-"""The board in the store where all ranks pin their records: what a membership reads and writes."""
+"""The board in the store where all ranks pin their records: what a membership reads and writes.
+
+Where ranks may join, their names lie beside the records, a line each, which is only ever appended to.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,21 @@ import json
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
+from lightning_async.comm.membership.generation import in_order, is_name
 from lightning_async.comm.membership.roster import FAILED, LEFT, PREFIX, UP, Record, dump, key, load
 from lightning_async.comm.membership.signing import Seal
 from lightning_async.comm.membership.stores import Store, connect, own_client, reachable, read_all
-from lightning_async.comm.protocols import Quorum
 from lightning_async.comm.torch.sockets import shut_down
 from lightning_async.errors import AsyncTrainingError
 
 __all__ = ["Board", "Waiting"]
 
 _LOOKS = 5
+_NAMES = f"{PREFIX}/names/all"  # no name has a slash, so no record lies here
 _PROBE = timedelta(seconds=2)
 
 
@@ -35,53 +39,60 @@ class Board:
 
     Args:
         store: what the client is made of.
-        rank, world_size: of this rank.
+        me: this rank's name.
+        names: of all ranks known at the start.
         seal: of the records.
         patience: how long an answer may take.
+        elastic: whether ranks of other names may join.
         now: monotonic seconds.
     """
 
     def __init__(
         self,
         store: Store,
-        rank: int,
-        world_size: int,
+        me: str,
+        names: Iterable[str],
         seal: Seal,
         patience: timedelta,
+        elastic: bool = False,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store, self._rank, self._world_size, self._seal = store, rank, world_size, seal
-        self._patience, self._now = patience, now
-        self._peers = [other for other in range(world_size) if other != rank]
+        self._store, self._me, self._seal = store, me, seal
+        self._patience, self._elastic, self._now = patience, elastic, now
+        self._peers = [name for name in names if name != me]
         self._sockets: dict[int, int] = {}
         self._broken = False
         self._timeouts, self._next_try = 0, 0.0
 
-    def open(self, interval: timedelta) -> None:
-        """Make a client, a record for each rank that has none, and sure that no other process lives under this rank.
+    def open(self, interval: timedelta) -> bool:
+        """Make a client, a record for each rank that has none, and sure that no other process lives under this name.
+
+        Returns:
+            whether this name has had a life before.
 
         Raises:
             AsyncTrainingError: one does.
             RuntimeError: the store is out of reach.
         """
         self._connect()
-        for other in range(self._world_size):
-            # Reading many keys in one request blocks for missing ones. This sets only those that are missing.
-            self._store.compare_set(key(other), "", self._seal.sign(key(other), dump(Record())))  # type: ignore[arg-type]
-        found = self._read([self._rank])[0]
+        self._make_room([self._me, *self._peers])
+        if self._elastic:
+            self._store.compare_set(_NAMES, "", "\n")  # type: ignore[arg-type]
+        found = self._read([self._me])[0]
         for _ in range(_LOOKS):
             if found is None or found.state != UP:
-                return
+                break
             threading.Event().wait(interval.total_seconds())
-            again = self._read([self._rank])[0]
+            again = self._read([self._me])[0]
             if again is not None and again != found:
                 raise AsyncTrainingError(
-                    f"rank {self._rank} is taken: {again.life} lives under it, and goes on. Were two processes given "
+                    f"rank {self._me} is taken: {again.life} lives under it, and goes on. Were two processes given "
                     "the same rank, or do two jobs use one address and port (MASTER_ADDR, MASTER_PORT)?"
                 )
+        return found is not None and found.life != ""
 
-    def exchange(self, mine: Record) -> dict[int, Record | None]:
-        """Pin the own record, and read the others'; None for what is no record.
+    def exchange(self, mine: Record) -> dict[str, Record | None]:
+        """Pin the own record, and read the others'; None for what is no record. Who has joined is among them.
 
         Raises:
             Waiting: it is too early for another attempt.
@@ -91,8 +102,8 @@ class Board:
             self._reconnect()
         asked = self._now()
         try:
-            self._store.set(key(self._rank), self._seal.sign(key(self._rank), dump(mine)))  # type: ignore[arg-type]
-            records = self._read(self._peers)
+            self._store.set(key(self._me), self._seal.sign(key(self._me), dump(mine)))  # type: ignore[arg-type]
+            records = self._read_with_names() if self._elastic else self._read(self._peers)
         except (RuntimeError, OSError):
             # Not to be used again: a late answer to a request given up would be taken for the next one's.
             self._broken = True
@@ -101,37 +112,61 @@ class Board:
         self._timeouts = 0
         return dict(zip(self._peers, records, strict=True))
 
-    def decide(self, wanted: int, proposal: Sequence[int] | None) -> Quorum | None:
-        """The quorum of a generation, once there is one. The first proposal stands; whoever comes later takes it."""
-        name = f"{PREFIX}/quorum/{wanted}"
+    def decide(self, wanted: int, proposal: Sequence[str] | None) -> tuple[str, ...] | None:
+        """The members of a generation, once it is decided. The first proposal stands; whoever comes later takes it."""
+        name = f"{PREFIX}/generation/{wanted}"
         if proposal is not None:
             mine = self._seal.sign(name, json.dumps(list(proposal)).encode())
             value: bytes = self._store.compare_set(name, "", mine)  # type: ignore[arg-type, assignment]
-            if (ranks := self._ranks(name, value)) is None:  # a stranger's
-                ranks = self._ranks(name, self._store.compare_set(name, value, mine))  # type: ignore[arg-type]
-        elif self._store.check([name]):
-            ranks = self._ranks(name, self._store.get(name))
-        else:
-            return None
-        return None if ranks is None else Quorum(wanted, ranks)
+            if (members := self._members(name, value)) is None:  # a stranger's
+                members = self._members(name, self._store.compare_set(name, value, mine))  # type: ignore[arg-type]
+            return members
+        return self._members(name, self._store.get(name)) if self._store.check([name]) else None
 
-    def report(self, rank: int, text: str) -> None:
+    def report(self, name: str, text: str) -> None:
         """Say that a rank failed that cannot say so itself."""
         client = own_client(self._store, self._patience)  # this may be another thread
-        value = self._seal.open(key(rank), client.get(key(rank)))
+        value = self._seal.open(key(name), client.get(key(name)))
         record = (None if value is None else load(value)) or Record()
         if record.state not in (LEFT, FAILED):
             record = replace(record, state=FAILED, text=text)
-            client.set(key(rank), self._seal.sign(key(rank), dump(record)))  # type: ignore[arg-type]
+            client.set(key(name), self._seal.sign(key(name), dump(record)))  # type: ignore[arg-type]
 
     def hang_up(self) -> None:
         """End a request that hangs; any thread may call it. No other request is possible then."""
         for fd, inode in self._sockets.items():
             shut_down(fd, inode)
 
-    def _read(self, ranks: Sequence[int]) -> list[Record | None]:
-        keys = [key(rank) for rank in ranks]
+    def _make_room(self, names: Iterable[str]) -> None:
+        # Reading many keys in one request blocks for missing ones. This sets only those that are missing.
+        for name in names:
+            self._store.compare_set(key(name), "", self._seal.sign(key(name), dump(Record())))  # type: ignore[arg-type]
+
+    def _read(self, names: Sequence[str]) -> list[Record | None]:
+        keys = [key(name) for name in names]
         return [self._parse(name, value) for name, value in zip(keys, read_all(self._store, keys), strict=True)]
+
+    def _read_with_names(self) -> list[Record | None]:
+        """The same of all peers, and who they are: in one request, unless there are new ones."""
+        keys = [key(name) for name in self._peers]
+        *values, lines = read_all(self._store, [*keys, _NAMES])
+        records = [self._parse(name, value) for name, value in zip(keys, values, strict=True)]
+        names = [name for name in map(self._name, lines.split(b"\n")) if name is not None]
+        if self._me not in names:  # the first beat, or somebody has overwritten them
+            self._store.append(_NAMES, "\n" + self._seal.sign(_NAMES, self._me.encode()).decode() + "\n")  # type: ignore[attr-defined]
+        new = in_order({*names} - {*self._peers, self._me})
+        if new:
+            self._make_room(new)
+            records += self._read(new)
+            self._peers += new
+        return records
+
+    def _name(self, line: bytes) -> str | None:
+        sealed = self._seal.open(_NAMES, line) if line else None
+        name = "" if sealed is None else sealed.decode(errors="replace")
+        if name and not is_name(name):
+            self._seal.ignore(_NAMES, "has a line that is no name of a rank")
+        return name if is_name(name) else None
 
     def _parse(self, name: str, sealed: bytes) -> Record | None:
         value = self._seal.open(name, sealed)
@@ -141,19 +176,19 @@ class Board:
             self._seal.ignore(name, "is no record of a rank, or one of another version of this package")
         return record
 
-    def _ranks(self, name: str, sealed: bytes) -> tuple[int, ...] | None:
-        value = self._seal.open(name, sealed)
+    def _members(self, key_: str, sealed: bytes) -> tuple[str, ...] | None:
+        value = self._seal.open(key_, sealed)
         try:
-            ranks = None if value is None else json.loads(value)
-        except ValueError:
-            ranks = ()
-        if ranks is None:
+            names = None if value is None else json.loads(value)
+        except (ValueError, RecursionError):
+            names = ()
+        if names is None:
             return None
-        valid = isinstance(ranks, list) and ranks and all(rank in range(self._world_size) for rank in ranks)
-        if not valid or sorted(set(ranks)) != ranks:
-            self._seal.ignore(name, "names no quorum of this world's ranks")
+        valid = isinstance(names, list) and names and all(isinstance(name, str) and is_name(name) for name in names)
+        if not valid or len(set(names)) < len(names) or not (self._elastic or {*names} <= {*self._peers, self._me}):
+            self._seal.ignore(key_, "names no members of a generation of these ranks")
             return None
-        return tuple(ranks)
+        return tuple(names)
 
     def _connect(self) -> None:
         # A clone takes over the timeout: later ones, made of this one, do not try to connect for minutes.

@@ -2,25 +2,30 @@
 
 Liveness is independent of the collectives: a rank may wait in an operation for long, its heartbeat goes on. One
 record per rank; every beat writes the own and reads all, in two requests.
+
+A generation comes about in the store: whoever wants it says so in its record, and waits until all that live want
+it too. Whoever sees that first proposes those as its members, and the first proposal stands. No rank is special.
+
+    in generation g --(next_generation, or a peer wants more)--> wants g+1 --(decided with this rank)--> in g+1
+                                                   wants g+1 --(decided without it)--> wants g+2
 """
 
 from __future__ import annotations
 
-import atexit
 import logging
-import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import timedelta
 
 from lightning_async.comm.membership.board import Board, Waiting
-from lightning_async.comm.membership.roster import FAILED, LEFT, UP, Peer, Record, describe, new_life
+from lightning_async.comm.membership.census import Census
+from lightning_async.comm.membership.generation import Generation, at_start, listed
+from lightning_async.comm.membership.heart import Heart
+from lightning_async.comm.membership.roster import FAILED, LEFT, OUTSIDE, UP, Record, describe, new_life
 from lightning_async.comm.membership.signing import Seal
 from lightning_async.comm.membership.stores import Contact, Store
-from lightning_async.comm.protocols import Quorum
 from lightning_async.errors import CollectiveTimeout, GenerationChanged, PeerLost
 
 __all__ = ["HEARTBEAT", "Membership"]
@@ -29,7 +34,6 @@ HEARTBEAT = timedelta(seconds=0.2)
 _log = logging.getLogger(__name__)
 _GOODBYE_S, _GIVEUP = 2.0, 3  # refusals in a row: no use in saying goodbye
 _MIN_PATIENCE = timedelta(seconds=0.5)
-_started: weakref.WeakSet[Membership] = weakref.WeakSet()
 
 
 class Membership:
@@ -41,7 +45,9 @@ class Membership:
 
     Args:
         store: reachable by all ranks. Threads need a client each, so the heartbeat clones it.
-        rank, world_size: of this rank; ranks keep their numbers for life, whatever the groups call them.
+        rank, world_size: of this rank at the start; all that start together are named by their numbers, for life.
+        member: the name of a newcomer, of rank 0 in a world of 1, which is to be taken into a generation of the others.
+        elastic: whether newcomers are; all ranks say the same. Else nobody looks for them.
         interval: between two beats.
         dead_after: the silence after which a peer, or the store, is lost. At least four intervals.
         start_timeout: the silence allowed to a peer that has not been seen yet.
@@ -61,6 +67,8 @@ class Membership:
         rank: int,
         world_size: int,
         *,
+        member: str | None = None,
+        elastic: bool = False,
         interval: timedelta = HEARTBEAT,
         dead_after: timedelta = timedelta(seconds=20),
         start_timeout: timedelta = timedelta(minutes=5),
@@ -69,102 +77,88 @@ class Membership:
         on_change: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if not 0 <= rank < world_size:
-            raise ValueError(f"`Membership(rank={rank}, world_size={world_size})`: rank must be in [0, world_size).")
+        generation = at_start("Membership", rank, world_size, member)
         if interval <= timedelta(0) or dead_after < 4 * interval:
             raise ValueError(f"`Membership(dead_after={dead_after})` must be at least four intervals of {interval}.")
         # A stall of the store that is shorter costs nothing: the answer is waited for.
         patience = max(_MIN_PATIENCE, dead_after / 4)
-        self._board = Board(store, rank, world_size, Seal() if seal is None else seal, patience)
-        self._rank = rank
+        seal = Seal() if seal is None else seal
+        self._board = Board(store, generation.name, generation.members, seal, patience, elastic or member is not None)
         self.dead_after, self._dead_s = dead_after, dead_after.total_seconds()
+        self._census = Census(generation, fresh, self._dead_s, start_timeout.total_seconds())
         self._interval_s = interval.total_seconds()
-        self._start_s = start_timeout.total_seconds()
         self.on_change, self._clock = on_change, clock
         self._lock = threading.Lock()
         self._beaten = threading.Condition(self._lock)
-        self._wake = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._stop = False
-        self._mine = Record(life=new_life(), state=UP)
+        self._heart = Heart(lambda: self.beat(), self._interval_s, self._board.hang_up)
+        self._mine = Record(life=new_life(), state=UP, since=OUTSIDE if member is not None else 0)
         self._published = self._mine
-        self._peers = {other: Peer(Record(), fresh) for other in range(world_size) if other != rank}
-        self._members = frozenset(range(world_size))
-        self._generation = 0
-        self._decided: Quorum | None = None
-        self._read_at, self._pid = clock(), os.getpid()
+        self._decided: tuple[int, tuple[str, ...]] = (0, ())
+        self._read_at = clock()
         self._contact = Contact(self._read_at, self._dead_s)
 
     @property
-    def generation(self) -> int:
-        """The generation this rank is in: 0, then what `next_generation` returned last."""
-        return self._generation
+    def generation(self) -> Generation:
+        """The generation this rank is in: the first, then what `next_generation` returned last."""
+        return self._census.generation
 
     @property
     def bell(self) -> int:
         """The highest round that any rank has rung for."""
         with self._lock:
-            return max([self._mine.bell, *(peer.record.bell for peer in self._peers.values())])
+            return max(self._mine.bell, self._census.bell())
 
     def start(self) -> None:
         """Publish the first record and start the heartbeat thread; does nothing where it runs.
 
         Raises:
-            AsyncTrainingError: another process lives under this rank; it is left alone.
+            AsyncTrainingError: another process lives under this name; it is left alone.
             RuntimeError: the store is out of reach.
         """
-        if self._thread is not None:
+        if self._heart.started:
             return
-        self._board.open(timedelta(seconds=self._interval_s))
+        if self._board.open(timedelta(seconds=self._interval_s)):
+            self._mine = replace(self._mine, since=OUTSIDE)  # what it lived through in an earlier life is gone
         self._exchange()
-        self._thread = threading.Thread(target=self._run, name="lightning_async heartbeat", daemon=True)
-        self._thread.start()
-        _started.add(self)
+        self._heart.start()
 
     def close(self) -> None:
         """Say goodbye and end the thread; idempotent. A store out of reach delays it by a few seconds at most."""
         self._publish_end(LEFT, "")
-        self._end()
-
-    def _end(self) -> None:
-        self._stop = True
-        if self._thread is None or os.getpid() != self._pid:  # a fork that leaves: the rank is its parent's
-            return
-        self._wake.set()
-        self._thread.join(_GOODBYE_S)
-        if self._thread.is_alive():  # the store's host stands still, say
-            self._board.hang_up()
-            self._thread.join(_GOODBYE_S)
+        self._heart.stop()
 
     def fail(self, text: str) -> None:
         """Tell the peers that this rank ends in an error; blocks until that is written, a few seconds at most."""
         self._publish_end(FAILED, text[:2000])
 
-    def report_death(self, rank: int, text: str) -> None:
+    def report_death(self, name: str, text: str) -> None:
         """Tell all ranks that a peer's process has ended in an error, so that none waits out its silence.
 
         Raises:
             RuntimeError: the store is out of reach.
         """
-        self._board.report(rank, text)
+        self._board.report(name, text)
 
     def ring(self, bell: int) -> None:
         """Say that this rank wants round ``bell`` now. Published at once, by the heartbeat thread."""
         with self._lock:
             self._mine = replace(self._mine, bell=max(bell, self._mine.bell))
-        self._wake.set()
+        self._heart.wake()
 
-    def left(self) -> frozenset[int]:
-        """The peers that have closed in order, by this rank's view. No I/O."""
-        return frozenset(rank for rank, peer in self._peers.items() if peer.has_left)
+    def left(self) -> frozenset[str]:
+        """The names of the peers that have closed in order, by this rank's view. No I/O."""
+        with self._lock:
+            return frozenset(name for name, peer in self._census.peers.items() if peer.has_left)
 
-    def why(self, ranks: Iterable[int]) -> str:
+    def lost(self) -> tuple[str, ...]:
+        """The names of the members of this generation that are lost, by this rank's view. No I/O."""
+        with self._lock:
+            return tuple(self._census.gone())
+
+    def why(self, names: Iterable[str]) -> str:
         """Why these peers are lost, in words. No I/O."""
-        return "; ".join(self._peers[rank].describe(rank) for rank in ranks)
-
-    def lost(self) -> tuple[int, ...]:
-        """The members of this generation that are lost, by this rank's view. No I/O."""
-        return tuple(rank for rank, peer in self._peers.items() if peer.lost and rank in self._members)
+        with self._lock:
+            return "; ".join(self._census.peers[name].describe(name) for name in names)
 
     def check(self) -> None:
         """Raise if the present generation cannot go on. No I/O.
@@ -175,16 +169,18 @@ class Membership:
         """
         with self._lock:
             self._check_store()
-            self._check_peers(frozenset(), restarts=True)
-            newer = [rank for rank, peer in self._peers.items() if peer.up and peer.record.wanted > self._generation]
-            if newer:
-                raise GenerationChanged(f"rank {self._rank}: rank(s) {newer} left generation {self._generation}.")
+            self._check_members(frozenset(), restarts=True)
+            if newer := self._census.ahead():
+                raise GenerationChanged(
+                    f"rank {self._census.me}: rank(s) {listed(newer)} left generation {self.generation.number}."
+                )
 
-    def next_generation(self, timeout: timedelta) -> Quorum:
-        """Enter the next generation together with every rank that lives; all members get the same quorum.
+    def next_generation(self, timeout: timedelta) -> Generation:
+        """Enter the next generation together with every rank that lives; each member gets its view of the same one.
 
         Ranks lost before the call are left out. One that is lost during the call raises; call again to go on
-        without it. A rank that comes back, under its old number, is taken in.
+        without it. A rank that comes back, under its old name, is taken in, and so are newcomers where they may join.
+        Whoever misses most of the last generation's members is on the smaller side of a network that fell apart.
 
         Raises:
             PeerLost: names the ranks lost since the call began, or the store's host.
@@ -192,23 +188,23 @@ class Membership:
         """
         deadline = self._clock() + timeout.total_seconds()
         with self._beaten:
-            known = frozenset(rank for rank, peer in self._peers.items() if peer.lost)
-            self._want(self._generation + 1)
+            known = self._census.lost()
+            self._want(max(self.generation.number, 0) + 1)
             while True:
-                quorum = self._decided
-                if quorum is not None and quorum.generation == self._mine.wanted:
-                    if self._rank in quorum.ranks:
-                        self._enter(quorum)
-                        return quorum
+                number, members = self._decided
+                if number == self._mine.wanted:
+                    if self._census.me in members:
+                        return self._enter(number, members)
                     # Decided without this rank, when it was taken for dead: ask for another one.
-                    self._want(quorum.generation + 1)
+                    self._want(number + 1)
                 self._want(self._mine.wanted)
                 self._check_store()
-                self._check_peers(known)
+                self._check_members(known)
                 if self._clock() >= deadline:
+                    awaited = listed(self._census.awaited(self._mine.wanted))
                     raise CollectiveTimeout(
-                        f"rank {self._rank}: generation {self._mine.wanted} did not come about within "
-                        f"{timeout.total_seconds():g} s: rank(s) {self._awaited()} live but have not left their "
+                        f"rank {self._census.me}: generation {self._mine.wanted} did not come about within "
+                        f"{timeout.total_seconds():g} s: rank(s) {awaited} live but have not left their "
                         "generation. Are they in a long computation that never calls check()?"
                     )
                 self._beaten.wait(self._interval_s)
@@ -231,16 +227,7 @@ class Membership:
             except Exception:
                 _log.exception("on_change of the membership failed; the heartbeat goes on.")
 
-    # ------------------------------------------------------------------ the heartbeat thread
-
-    def _run(self) -> None:
-        while not self._stop:
-            self._wake.wait(self._interval_s)
-            self._wake.clear()
-            try:
-                self.beat()
-            except Exception:
-                _log.exception("rank %d: a heartbeat failed; the next one comes.", self._rank)
+    # ------------------------------------------------------------------ on the heartbeat thread
 
     def _exchange(self) -> None:
         """Write the own record, read all, and take part in the decision on a generation.
@@ -257,74 +244,51 @@ class Membership:
             passed = min(now - self._read_at, self._dead_s / 4)
             self._read_at = now
             self._contact.answered(now)
-            for rank, record in records.items():
-                self._peers[rank].judge(record, passed, self._dead_s, self._start_s)
+            self._census.judge(records, passed)
             wanted = self._mine.wanted
-            deciding = wanted > self._generation and (self._decided is None or self._decided.generation < wanted)
-            proposal = None if self._awaited() else [self._rank, *(r for r, peer in self._peers.items() if peer.up)]
-        if deciding:
-            quorum = self._board.decide(wanted, None if proposal is None else sorted(proposal))
+            deciding = wanted > max(self.generation.number, self._decided[0])
+            proposal = self._census.proposal(self._mine) if deciding else None
+        if deciding and (members := self._board.decide(wanted, proposal)) is not None:
             with self._lock:
-                self._decided = self._decided if quorum is None else quorum
+                self._decided = wanted, members
 
     # ------------------------------------------------------------------ under the lock
 
-    def _awaited(self) -> list[int]:
-        """The ranks without which the wanted generation cannot be decided."""
-        return [
-            rank
-            for rank, peer in self._peers.items()
-            if not peer.lost
-            and (
-                (peer.up and peer.record.wanted != self._mine.wanted) or (not peer.confirmed and rank in self._members)
-            )
-        ]
-
-    def _enter(self, quorum: Quorum) -> None:
-        self._generation, self._members = quorum.generation, frozenset(quorum.ranks)
-        for peer in self._peers.values():
-            peer.restarted = False
+    def _enter(self, number: int, members: tuple[str, ...]) -> Generation:
+        if self._mine.since == OUTSIDE or number != self.generation.number + 1:  # a newcomer, or left out meanwhile
+            self._mine = replace(self._mine, since=number)
+        self._census.enter(number, members)
+        return self.generation
 
     def _want(self, generation: int) -> None:
-        newest = max([peer.record.wanted for peer in self._peers.values() if peer.up], default=0)
-        wanted = max(generation, newest, self._mine.wanted)
+        wanted = max(generation, self._census.newest(), self._mine.wanted)
         if wanted > self._mine.wanted:
             self._mine = replace(self._mine, wanted=wanted)
-            self._wake.set()
+            self._heart.wake()
 
     def _view(self) -> object:
         with self._lock:
-            return [
-                (peer.record.bell, peer.record.wanted, peer.record.state, peer.record.life, peer.lost)
-                for peer in self._peers.values()
-            ], self._decided
+            return self._census.view(), self._decided
 
     def _check_store(self) -> None:
-        if self._thread is not None and (silence := self._contact.lost(self._clock())) is not None:
-            raise PeerLost(f"rank {self._rank}: {silence}", () if self._rank == 0 else (0,))
+        if self._heart.started and (silence := self._contact.lost(self._clock())) is not None:
+            me = self._census.me
+            raise PeerLost(f"rank {me}: {silence}", () if me == "0" else (0,))
 
-    def _check_peers(self, known: frozenset[int], restarts: bool = False) -> None:
-        gone = {rank: peer for rank, peer in self._peers.items() if peer.lost or (restarts and peer.restarted)}
-        lost = {rank: peer for rank, peer in gone.items() if rank in self._members - known}
-        if lost:
-            raise PeerLost(f"rank {self._rank}, generation {self._generation}: {describe(lost)}", tuple(sorted(lost)))
+    def _check_members(self, known: frozenset[str], restarts: bool = False) -> None:
+        if lost := self._census.gone(known, restarts):
+            text = f"rank {self._census.me}, generation {self.generation.number}: {describe(lost)}"
+            raise PeerLost(text, tuple(sorted(map(self.generation.rank_of, lost))))
 
     def _publish_end(self, state: str, text: str) -> None:
-        if os.getpid() != self._pid:
+        if self._heart.inherited:
             return
         with self._beaten:
             if self._mine.state == UP:
                 self._mine = replace(self._mine, state=state, text=text)
-            if self._thread is None or not self._thread.is_alive():
+            if not self._heart.beats:
                 return
-            self._wake.set()
+            self._heart.wake()
             until = time.monotonic() + _GOODBYE_S
             while self._published.state == UP and self._contact.refusals < _GIVEUP and time.monotonic() < until:
                 self._beaten.wait(self._interval_s)
-
-
-@atexit.register
-def _end_all() -> None:
-    # A thread that comes back from torch while the interpreter shuts down aborts the process.
-    for membership in list(_started):
-        membership._end()

@@ -6,6 +6,7 @@ import atexit
 import os
 from datetime import timedelta
 
+from lightning_async.comm.membership.generation import in_order, listed
 from lightning_async.comm.membership.membership import Membership
 from lightning_async.comm.membership.signing import Seal
 from lightning_async.comm.membership.start import Patience, greet
@@ -60,11 +61,11 @@ class Presence:
             PeerLost: names the ranks.
         """
         self._membership.check()
-        if left := sorted(self._membership.left()):
+        if left := in_order(self._membership.left()):
             raise PeerLost(
-                f"rank {self._rank}: the process(es) of rank(s) {left} have ended, while this rank waits for them. All "
-                "ranks must make the same calls of the Trainer; see the log of those.",
-                tuple(left),
+                f"rank {self._rank}: the process(es) of rank(s) {listed(left)} have ended, while this rank waits for "
+                "them. All ranks must make the same calls of the Trainer; see the log of those.",
+                tuple(map(self._membership.generation.rank_of, left)),
             )
 
     def meet(self, name: str, job: str, seal: Seal, timeout: timedelta) -> None:

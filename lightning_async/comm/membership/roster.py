@@ -7,21 +7,30 @@ import os
 import socket
 from dataclasses import dataclass
 
-__all__ = ["ABSENT", "FAILED", "LEFT", "PREFIX", "UP", "Peer", "Record", "describe", "dump", "key", "load", "new_life"]
+from lightning_async.comm.membership.generation import in_order, listed
+
+__all__ = [
+    "ABSENT", "FAILED", "LEFT", "OUTSIDE", "PREFIX", "UP", "Peer", "Record", "describe", "dump", "key", "load",
+    "new_life",
+]  # fmt: skip
 
 PREFIX = "lightning_async/membership"
 
 ABSENT, UP, LEFT, FAILED = "absent", "up", "left", "failed"
+OUTSIDE = -1
 _MAX_BYTES = 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What one rank publishes. ``wanted`` is the generation it waits to enter, or is in."""
+    """What one rank publishes. ``wanted`` is the generation it waits to enter, or is in.
 
-    life: str = ""  # differs between processes that use the same rank
+    ``since`` is the generation from which on it has been in all; `OUTSIDE` before its first one."""
+
+    life: str = ""  # differs between processes that use the same name
     beat: int = 0
     wanted: int = 0
+    since: int = OUTSIDE
     bell: int = 0
     state: str = ABSENT
     text: str = ""
@@ -31,11 +40,11 @@ class Record:
 class Peer:
     """What this rank knows of another one. ``silent_s`` counts only time in which the store was read."""
 
-    record: Record
+    record: Record = Record()
     fresh: bool = False  # the store holds nothing of earlier lives, so what is found there is of this one
     confirmed: bool = False  # lives, or has lived, since this rank started
     read: bool = False
-    restarted: bool = False  # a new life under the old number: its groups are gone, it waits to be taken in
+    restarted: bool = False  # a new life under the old name: its groups are gone, it waits to be taken in
     silent_s: float = 0.0
     limit_s: float = 0.0
     lost: bool = False
@@ -68,7 +77,7 @@ class Peer:
         """Whether somebody has written an earlier record of the same life again."""
         return record.life == self.record.life and record.beat < self.record.beat
 
-    def describe(self, rank: int) -> str:
+    def describe(self, rank: str) -> str:
         """Why the peer is lost, for messages."""
         if self.record.state == FAILED and self.confirmed:
             return f"rank {rank} failed: {self.record.text}"
@@ -81,10 +90,10 @@ class Peer:
         return f"rank {rank} was last seen {self.silent_s:.1f} s ago"
 
 
-def describe(lost: dict[int, Peer]) -> str:
+def describe(lost: dict[str, Peer]) -> str:
     """Why the peers are lost, and what to do about it."""
     reasons = "; ".join(peer.describe(rank) for rank, peer in lost.items()).rstrip(".")
-    return f"{reasons}. See the log of rank(s) {sorted(lost)}, and start again from the last checkpoint."
+    return f"{reasons}. See the log of rank(s) {listed(in_order(lost))}, and start again from the last checkpoint."
 
 
 def new_life() -> str:
@@ -92,9 +101,9 @@ def new_life() -> str:
     return f"process {os.getpid()} on {socket.gethostname()} ({os.urandom(8).hex()})"
 
 
-def key(rank: int) -> str:
+def key(name: str) -> str:
     """Where a rank's record lies in the store."""
-    return f"{PREFIX}/{rank}"
+    return f"{PREFIX}/{name}"
 
 
 def dump(record: Record) -> bytes:
@@ -113,5 +122,5 @@ def load(value: bytes) -> Record | None:
     if any(type(value) is not type(known[name]) for name, value in fields.items()):
         return None
     record = Record(**fields)
-    valid = record.state in (ABSENT, UP, LEFT, FAILED) and min(record.beat, record.wanted, record.bell) >= 0
-    return record if valid else None
+    counts = (record.beat, record.wanted, record.bell, record.since - OUTSIDE)
+    return record if record.state in (ABSENT, UP, LEFT, FAILED) and min(counts) >= 0 else None

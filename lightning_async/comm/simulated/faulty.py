@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from lightning_async.comm.communicator import Wrapper
+from lightning_async.comm.membership.generation import Generation
 from lightning_async.comm.operation import Operation, Where
-from lightning_async.comm.protocols import ElasticCollectives, Pending, Quorum, ReduceOp
+from lightning_async.comm.protocols import ElasticCollectives, Pending, ReduceOp
 from lightning_async.comm.simulated.faults import Corrupt, Delay, Fail, Fault, Hang, Kill, Script
 from lightning_async.errors import CollectiveError
 
@@ -46,7 +47,7 @@ class FaultyCollectives(Wrapper):
         self._failure: str | None = None
         self._held: list[Operation[Any]] = []
         self._late: _Late[Any] | None = None
-        self._forks: list[FaultyCollectives] = []
+        self._branches: list[FaultyCollectives] = []
         self._seq = 0
 
     @property
@@ -75,18 +76,19 @@ class FaultyCollectives(Wrapper):
         return self._call("barrier", lambda: self.inner.barrier())
 
     def fork(self, name: str, timeout: timedelta | None = None) -> FaultyCollectives:
-        child = FaultyCollectives(self.inner.fork(name, timeout), timeout=self._timeout if timeout is None else timeout)
-        child._script = self._script
-        self._forks.append(child)
-        return child
+        return self._branch(self.inner.fork(name, timeout), timeout)
+
+    def split(self, ranks: Collection[int], name: str, timeout: timedelta | None = None) -> FaultyCollectives | None:
+        inner = self.inner.split(ranks, name, timeout)
+        return None if inner is None else self._branch(inner, timeout)
 
     def abort(self) -> None:
         self._end_held("aborted")
         self.inner.abort()
 
-    def reconfigure(self, quorum: Quorum) -> None:
+    def reconfigure(self, generation: Generation) -> None:
         try:
-            self.inner.reconfigure(quorum)
+            self.inner.reconfigure(generation)
         except CollectiveError:
             self._end_held("aborted")
             raise
@@ -105,6 +107,12 @@ class FaultyCollectives(Wrapper):
         self.inner.close()
 
     # ------------------------------------------------------------------ the machinery
+
+    def _branch(self, inner: ElasticCollectives, timeout: timedelta | None) -> FaultyCollectives:
+        child = FaultyCollectives(inner, timeout=self._timeout if timeout is None else timeout)
+        child._script = self._script
+        self._branches.append(child)
+        return child
 
     def _call(self, op: str, call: Callable[[], Pending[T]]) -> Pending[T]:
         self._seq += 1
@@ -155,16 +163,16 @@ class FaultyCollectives(Wrapper):
         for operation in self._held:
             operation.fail(CollectiveError(f"{operation} was {why} after {operation.elapsed_s():.2f} s."))
         self._held, self._late = [], None
-        for fork in self._forks:
-            fork._end_held(why)
+        for branch in self._branches:
+            branch._end_held(why)
 
     def _renew(self) -> None:
         self._failure = None
-        for fork in self._forks:
-            fork._renew()
+        for branch in self._branches:
+            branch._renew()
 
     def _where(self) -> Where:
-        return Where(self.rank, self.world_size, self.name, self.generation)
+        return Where(self.name, self.generation)
 
 
 class _Late(Pending[T]):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_async.comm.communicator import ElasticCommunicator
+from lightning_async.comm.membership.generation import Generation
 from lightning_async.comm.membership.stores import HashStore
 from lightning_async.comm.operation import Operation, Where
 from lightning_async.comm.protocols import ReduceOp
@@ -116,14 +117,16 @@ class InProcessWorld:
         self.timeout = timeout
         self.store = HashStore()
         self._lock = threading.Lock()
-        self._boards: dict[tuple[int, str], _Board] = {}
-        self._ranks = [
-            InProcessCollectives(self, Where(rank, world_size, "world", 0), timeout) for rank in range(world_size)
-        ]
+        self._boards: dict[tuple[int, str, tuple[str, ...]], _Board] = {}
+        self._ranks = [self._root(Generation.first(rank, world_size)) for rank in range(world_size)]
 
     def collectives(self, rank: int) -> InProcessCollectives:
         """Rank ``rank``'s communicator: always the same object."""
         return self._ranks[rank]
+
+    def newcomer(self, name: str) -> InProcessCollectives:
+        """The communicator of one more rank, alone until it is reconfigured into the others' next generation."""
+        return self._root(Generation.newcomer(name))
 
     def run(self, fn: Callable[[InProcessCollectives], T], timeout: timedelta = timedelta(seconds=30)) -> list[T]:
         """Run ``fn`` once per rank, on a thread each, and return the results in the order of ranks.
@@ -165,7 +168,11 @@ class InProcessWorld:
 
     def board(self, where: Where) -> _Board:
         with self._lock:
-            return self._boards.setdefault((where.generation, where.name), _Board(where.world_size))
+            key = (where.generation.number, where.name, where.generation.members)
+            return self._boards.setdefault(key, _Board(where.world_size))
+
+    def _root(self, generation: Generation) -> InProcessCollectives:
+        return InProcessCollectives(self, Where("world", generation), self.timeout)
 
 
 class InProcessCollectives(ElasticCommunicator["InProcessCollectives"]):
@@ -224,8 +231,8 @@ class InProcessCollectives(ElasticCommunicator["InProcessCollectives"]):
         if self._closed:
             return
         self._closed = True
-        for fork in self._forks:
-            fork.close()
+        for branch in self._branches:
+            branch.close()
         self._board.break_off(f"rank {self.rank} has closed '{self.name}'")
 
     # ------------------------------------------------------------------ the machinery

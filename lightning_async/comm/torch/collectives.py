@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -13,11 +12,13 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
 from lightning_async.comm.communicator import ElasticCommunicator
+from lightning_async.comm.membership.generation import Generation, at_start
 from lightning_async.comm.membership.stores import Store
 from lightning_async.comm.operation import Operation, Where
-from lightning_async.comm.protocols import Quorum, ReduceOp
+from lightning_async.comm.protocols import ReduceOp
 from lightning_async.comm.reductions import as_bytes, check_buffer, check_rows, reducible, room_for, sum_rows
 from lightning_async.comm.torch import groups
+from lightning_async.comm.torch.flights import Flights
 from lightning_async.comm.torch.forming import Terms, form
 from lightning_async.comm.torch.nccl import RegisteredMemory
 from lightning_async.errors import AsyncTrainingError, CollectiveError
@@ -45,13 +46,13 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
     Args:
         store: reachable by all members; keys lie below ``lightning_async/``. It may be used by other threads too, as
             long as none blocks in it.
-        rank: this member's rank, also its name in every later `Quorum`.
-        world_size: number of members.
+        rank, world_size: of this member at the start; those of later generations come with `reconfigure`.
         backend: "gloo" (CPU tensors), "nccl" (CUDA tensors) or "mpi".
         name: differs between communicators that share a store.
         timeout: deadline of each operation.
         form_timeout: deadline of forming a group.
-        generation: of the first group.
+        member: the name of a newcomer, of rank 0 in a world of 1, which is to be reconfigured into the others' next
+            generation; by default ranks are named by their numbers.
         device: where NCCL's barrier lives and connects; the current CUDA device by default.
         max_ctas: how many blocks of the GPU NCCL may take from the training beside it.
         terms: on which members meet.
@@ -70,19 +71,17 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         name: str = "world",
         timeout: timedelta = timedelta(minutes=5),
         form_timeout: timedelta = timedelta(minutes=5),
-        generation: int = 0,
+        member: str | None = None,
         device: torch.device | None = None,
         max_ctas: int = 4,
         terms: Terms | None = None,
     ) -> None:
-        _check_arguments(rank, world_size, backend, timeout, form_timeout)
-        super().__init__(Where(rank, world_size, name, generation), timeout)
+        _check_arguments(backend, timeout, form_timeout)
+        super().__init__(Where(name, at_start("TorchCollectives", rank, world_size, member)), timeout)
         self._store = store
         self._backend, self._device, self._max_ctas = backend, device, max_ctas
         self._form_timeout, self._terms = form_timeout, Terms() if terms is None else terms
-        self._lock = threading.Lock()
-        self._group: groups.Group | None = None
-        self._pending: dict[int, Operation[Any]] = {}
+        self._flights = Flights(self._fail)
         self._memory = RegisteredMemory()
 
     def all_reduce(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Operation[Tensor]:
@@ -157,17 +156,17 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
             "barrier", lambda pg: pg.allreduce([token], self._options(dist.AllreduceOptions)), lambda: None, (token,)
         )
 
-    def reconfigure(self, quorum: Quorum) -> None:
+    def reconfigure(self, generation: Generation) -> None:
         if self._backend == "mpi":
             raise CollectiveError(f"{self._where}: torch forms groups of MPI only once. It failed by: {self._failure}")
-        super().reconfigure(quorum)
+        super().reconfigure(generation)
 
-    def fork(self, name: str, timeout: timedelta | None = None) -> TorchCollectives:
-        """See `Collectives`. Opens the fork at once where this communicator is open."""
-        child = super().fork(name, timeout)
-        if self._group is not None:
-            child.open()
-        return child
+    def split(self, ranks: Collection[int], name: str, timeout: timedelta | None = None) -> TorchCollectives | None:
+        if self._backend == "mpi" and len(set(ranks)) < self.world_size:
+            raise ValueError(
+                f"{self._where}: `split(ranks={sorted(ranks)})`: torch's MPI has groups of all ranks only."
+            )
+        return super().split(ranks, name, timeout)
 
     def registered(self, buffer: Tensor) -> Tensor:
         """See `Collectives`: NCCL registers memory; Gloo and MPI do not."""
@@ -177,13 +176,11 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
 
     def close(self) -> None:
         self._closed = True
-        for fork in self._forks:
-            fork.close()
-        if self._pending:
+        for branch in self._branches:
+            branch.close()
+        if len(self._flights):
             self._fail(CollectiveError(f"{self._where}: closed with operations under way."))
-        if self._group is not None:
-            self._group.dispose()
-            self._group = None
+        self._flights.land()
 
     # ------------------------------------------------------------------ the machinery
 
@@ -212,53 +209,25 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         self, kind: str, start: Callable[[Any], Any] | None, finish: Callable[[], T], tensors: tuple[Tensor, ...]
     ) -> Operation[T]:
         self._check_usable()
-        group = self._open()
+        self._open()
         self._seq += 1
         operation: Operation[T] = Operation(self._where, kind, self._seq, self._timeout, self._fail)
         if start is None:
             operation.complete(finish())
-            return operation
-        self._pending[self._seq] = operation
-        group.in_flight[self._seq] = tensors
-        try:
-            works = start(group.pg)
-        except Exception as error:
-            self._end(operation, finish, error)
-            group.in_flight.pop(operation.seq, None)
-            return operation
-        group.watch(operation, works, lambda error: self._end(operation, finish, error), self._backstop())
-        if self._failure is not None:  # in this instant, by another thread that did not see this operation
-            operation.fail(CollectiveError(f"{operation} was broken off: {self._failure}"))
+        else:
+            self._flights.start(operation, start, finish, tensors, self._backstop())
         return operation
 
-    def _end(self, operation: Operation[T], finish: Callable[[], T], error: Exception | None) -> None:
-        if error is None and not operation.ended():
-            try:
-                value = finish()
-            except Exception as caught:
-                error = caught
-            else:
-                operation.complete(value)
-        if error is not None and not operation.ended():
-            self._fail(operation.failure(error), operation)
-        if self._pending.get(operation.seq) is operation:  # it may be of an earlier generation
-            del self._pending[operation.seq]
-
     def _fail(self, error: CollectiveError, first: Operation[Any] | None = None) -> None:
-        """Break this communicator off: ``first`` fails with the error, everything else pending because of it."""
-        with self._lock:
-            if self._failure is None:
-                self._failure = error
-            group, pending = self._group, list(self._pending.values())
-        if first is not None:
-            first.fail(error)
-        for operation in pending:
-            operation.fail(CollectiveError(f"{operation} was broken off after {operation.elapsed_s():.2f} s: {error}"))
-        if group is not None:
-            group.break_off()
+        if self._failure is None:
+            self._failure = error
+        self._flights.break_off(error, first)
+
+    def _is_open(self) -> bool:
+        return self._flights.group is not None
 
     def _open(self) -> groups.Group:
-        if self._group is None:
+        if self._flights.group is None:
             self._check_usable()
             try:
                 group = form(
@@ -275,31 +244,23 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
                 self._fail(error if isinstance(error, CollectiveError) else CollectiveError(str(error)))
                 raise
             self._memory.register(group.pg)
-            with self._lock:
-                self._group = group
+            self._flights.over(group)
         self._check_usable()
-        return self._group
+        group = self._flights.group
+        assert group is not None
+        return group
 
     def _child(self, where: Where, timeout: timedelta) -> TorchCollectives:
-        return TorchCollectives(
-            self._store,
-            where.rank,
-            where.world_size,
-            backend=self._backend,
-            name=where.name,
-            timeout=timeout,
-            form_timeout=self._form_timeout,
-            generation=where.generation,
-            device=self._device,
-            max_ctas=self._max_ctas,
-            terms=self._terms,
-        )
+        child = TorchCollectives(
+            self._store, where.rank, where.world_size, backend=self._backend, name=where.name, timeout=timeout,
+            form_timeout=self._form_timeout, device=self._device, max_ctas=self._max_ctas, terms=self._terms,
+        )  # fmt: skip
+        child._where = where
+        return child
 
     def _enter(self, where: Where) -> None:
-        if self._group is not None:
-            self._group.dispose()
-        with self._lock:
-            self._where, self._group, self._pending = where, None, {}
+        self._flights.land()
+        self._where = where
 
     def _options(self, kind: Callable[[], Any], **fields: Any) -> Any:
         options = kind()
@@ -317,9 +278,7 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         return self._device if self._device is not None else torch.device("cuda", torch.cuda.current_device())
 
 
-def _check_arguments(rank: int, world_size: int, backend: str, timeout: timedelta, form_timeout: timedelta) -> None:
-    if world_size < 1 or not 0 <= rank < world_size:
-        raise ValueError(f"`TorchCollectives(rank={rank}, world_size={world_size})`: rank must be in [0, world_size).")
+def _check_arguments(backend: str, timeout: timedelta, form_timeout: timedelta) -> None:
     if backend not in _BACKENDS:
         raise ValueError(f"`TorchCollectives(backend={backend!r})` must be one of {_BACKENDS}.")
     available = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}

@@ -102,7 +102,7 @@ class _Meeting:
         self._started, self._timeout_s = time.monotonic(), timeout.total_seconds()
         self._cancelled, self._terms = cancelled, terms
         self._keys: list[str] = []
-        base = f"{_PREFIX}/{where.generation}/{where.name}"
+        base = f"{_PREFIX}/{where.generation.number}/{where.name}"
         # The same name may be formed again later in the same program; old addresses must not be read then.
         self.base = f"{base}/{store.add(f'{base}/attempt/{where.rank}', 1)}"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import Generic, TypeVar
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_async.comm.communicator import Wrapper
-from lightning_async.comm.protocols import ElasticCollectives, Pending, Quorum, ReduceOp
+from lightning_async.comm.membership.generation import Generation
+from lightning_async.comm.protocols import ElasticCollectives, Pending, ReduceOp
 from lightning_async.comm.reductions import check_buffer, check_rows, room_for
 
 __all__ = ["StagedCollectives"]
@@ -60,6 +61,10 @@ class StagedCollectives(Wrapper):
     def fork(self, name: str, timeout: timedelta | None = None) -> StagedCollectives:
         return StagedCollectives(self.inner.fork(name, timeout), self.device)
 
+    def split(self, ranks: Collection[int], name: str, timeout: timedelta | None = None) -> StagedCollectives | None:
+        inner = self.inner.split(ranks, name, timeout)
+        return None if inner is None else StagedCollectives(inner, self.device)
+
     def registered(self, buffer: Tensor) -> Tensor:
         """See `Collectives`. No transport sees the device's memory."""
         return buffer
@@ -67,8 +72,8 @@ class StagedCollectives(Wrapper):
     def open(self) -> None:
         self.inner.open()
 
-    def reconfigure(self, quorum: Quorum) -> None:
-        self.inner.reconfigure(quorum)
+    def reconfigure(self, generation: Generation) -> None:
+        self.inner.reconfigure(generation)
 
     def abort(self) -> None:
         self.inner.abort()

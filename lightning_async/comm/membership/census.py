@@ -1,0 +1,102 @@
+"""What one rank makes of everybody's records: who lives, who is lost, and what generation may come next.
+
+Without threads, store or clock: its owner reads the records, holds a lock, and says how much time has passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from lightning_async.comm.membership.generation import Generation, in_order
+from lightning_async.comm.membership.roster import OUTSIDE, Peer, Record
+
+__all__ = ["Census"]
+
+
+class Census:
+    """The others by name, and the generation this rank is in.
+
+    Args:
+        generation: the first; of a newcomer, itself alone.
+        fresh: see `Membership`.
+        dead_s, start_s: the silence that is death, of a peer that was seen and of one that was not yet.
+    """
+
+    def __init__(self, generation: Generation, fresh: bool, dead_s: float, start_s: float) -> None:
+        self.generation = generation
+        self.me = generation.name
+        self.peers: dict[str, Peer] = {}
+        self._fresh, self._dead_s, self._start_s = fresh, dead_s, start_s
+        self.hear_of(generation.members)
+
+    def hear_of(self, names: Iterable[str]) -> None:
+        """There are ranks of these names."""
+        for name in names:
+            if name != self.me and name not in self.peers:
+                self.peers[name] = Peer(fresh=self._fresh)
+
+    def judge(self, records: Mapping[str, Record | None], passed_s: float) -> None:
+        """Take in a reading, so long after the last one; None for what was no record."""
+        self.hear_of(records)
+        for name, record in records.items():
+            self.peers[name].judge(record, passed_s, self._dead_s, self._start_s)
+
+    def lost(self) -> frozenset[str]:
+        """All that are lost, whether they are in this generation or not."""
+        return frozenset(name for name, peer in self.peers.items() if peer.lost)
+
+    def gone(self, known: frozenset[str] = frozenset(), restarts: bool = False) -> dict[str, Peer]:
+        """The members of this generation that are lost, but for those that were ``known`` to be.
+
+        Args:
+            restarts: also those that live again, as another process.
+        """
+        others = {name: self.peers[name] for name in self.generation.members if name != self.me and name not in known}
+        return {name: peer for name, peer in others.items() if peer.lost or (restarts and peer.restarted)}
+
+    def bell(self) -> int:
+        """The highest that a peer has rung."""
+        return max([peer.record.bell for peer in self.peers.values()], default=0)
+
+    def view(self) -> object:
+        """What a listener is told of when it changes."""
+        return [
+            (name, peer.record.bell, peer.record.wanted, peer.record.state, peer.record.life, peer.lost)
+            for name, peer in self.peers.items()
+        ]
+
+    def newest(self) -> int:
+        """The newest generation that a living peer is in, or waits for."""
+        return max([peer.record.wanted for peer in self.peers.values() if peer.up], default=0)
+
+    def ahead(self) -> list[str]:
+        """The living peers that have left this generation for a newer one."""
+        number = self.generation.number
+        return in_order(name for name, peer in self.peers.items() if peer.up and peer.record.wanted > number)
+
+    def awaited(self, wanted: int) -> list[str]:
+        """The ranks without which the generation that is wanted cannot be decided."""
+        return in_order(
+            name
+            for name, peer in self.peers.items()
+            if not peer.lost
+            and ((peer.up and peer.record.wanted != wanted) or (not peer.confirmed and name in self.generation.members))
+        )
+
+    def proposal(self, mine: Record) -> list[str] | None:
+        """Who would be in the generation that ``mine`` wants, in the order of their ranks; None while it is too early.
+
+        Who has been in longest comes first: rank 0 has lived through what newcomers have not. A newcomer decides
+        nothing, as it may not have heard of all.
+        """
+        if self.generation.number < 0 or self.awaited(mine.wanted):
+            return None
+        since = {name: peer.record.since for name, peer in self.peers.items() if peer.up} | {self.me: mine.since}
+        return sorted(in_order(since), key=lambda name: mine.wanted if since[name] == OUTSIDE else since[name])
+
+    def enter(self, number: int, members: tuple[str, ...]) -> None:
+        """Be in this generation from now on."""
+        self.hear_of(members)
+        self.generation = Generation(number, members, members.index(self.me))
+        for peer in self.peers.values():
+            peer.restarted = False
