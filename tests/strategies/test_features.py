@@ -353,7 +353,7 @@ def test_metrics_reach_the_logger(ranks: Outcomes) -> None:
     assert samples == sorted(samples)
     assert 0 < samples[-1] <= 30 * 4
     assert float(rows[-1]["averaging/bytes"]) == 4 * len(flat(problem.network())) * rounds[-1]
-    assert float(rows[-1]["averaging/spread"]) > 0.0
+    assert max(float(row["averaging/spread"]) for row in rows) > 0.0  # a round with one contributor has none
 
 
 def test_one_summary_and_the_progress_bar(ranks: Outcomes) -> None:
