@@ -37,6 +37,7 @@ HARMLESS_COMMANDS = (
     "multiprocessing.resource_tracker",
     "multiprocessing.forkserver",
     "torch/_inductor/compile_worker",
+    "tests.forking",  # ranks come out of it; `tests.support` looks after them
 )
 HARMLESS_VARIABLES = {
     "PYTEST_CURRENT_TEST",

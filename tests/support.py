@@ -9,12 +9,15 @@ A test names a function of an importable module and gets what each rank returned
     assert first.value == "hello from 0"
 
 `start_ranks` is the same, but gives the test the ranks while they run: to send signals, or to wait for a line.
-Nothing outlives the test: each rank leads a process group of its own, which is killed at the end.
+Nothing outlives the test: each rank leads a process group of its own, which is killed at the end. Where that makes no
+difference, ranks are forked from a process that has torch and Lightning already, see `tests.forking`.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import importlib
 import json
 import os
@@ -27,13 +30,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from tests.forking import READ_LATE, ForkedRank, ForkServer, can_fork
 
 ROOT = Path(__file__).resolve().parent.parent
 
 Environment = Mapping[str, str] | Callable[[int], Mapping[str, str]]
+Process = subprocess.Popen[bytes] | ForkedRank
 
-__all__ = ["ROOT", "Environment", "RankGroup", "RankResult", "free_port", "run_ranks", "start_ranks"]
+__all__ = ["ROOT", "Environment", "RankGroup", "RankResult", "answer", "free_port", "run_ranks", "start_ranks"]
 
 
 def free_port() -> int:
@@ -70,7 +76,7 @@ class RankResult:
 class RankGroup:
     """The ranks of one test while they run; made by `start_ranks`."""
 
-    def __init__(self, processes: Sequence[subprocess.Popen[bytes]], folder: Path, deadline: float) -> None:
+    def __init__(self, processes: Sequence[Process], folder: Path, deadline: float) -> None:
         self.processes = processes
         self._folder = folder
         self._deadline = deadline
@@ -149,6 +155,45 @@ def rank_environment(rank: int, nprocs: int, port: int, env: Environment | None)
     return own | dict(env(rank) if callable(env) else env or {})
 
 
+@functools.cache
+def _fork_servers() -> tuple[ForkServer, ForkServer]:
+    """For even ranks and for odd ones: strings have other hashes in each, as they have in ranks that start anew."""
+    own = rank_environment(0, 1, 0, None)
+    environment = {name: value for name, value in own.items() if not name.startswith(READ_LATE)}
+    servers = ForkServer(environment, ROOT), ForkServer(environment, ROOT)
+    for server in servers:
+        atexit.register(server.close)
+    return servers
+
+
+def _start(
+    rank: int,
+    what: tuple[Path, Sequence[str]] | tuple[str, str],
+    environment: Mapping[str, str],
+    cwd: Path,
+    out: IO[bytes],
+    err: IO[bytes],
+    fresh: bool,
+) -> Process:
+    """One rank, from a script and its command line, or from a function's name and its arguments as JSON."""
+    target, given = what
+    if isinstance(target, str) and isinstance(given, str) and not fresh:
+        server = _fork_servers()[rank % 2]
+        if can_fork(environment, server.environment):
+            return server.start(target, given, cwd=cwd, environment=environment, out=out, err=err)
+    function = ["-m", "tests.support", target, given]
+    command = [sys.executable, *([str(target), *given] if isinstance(target, Path) else function)]
+    return subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=err,
+        start_new_session=True,
+    )
+
+
 @contextlib.contextmanager
 def start_ranks(
     target: str | Path,
@@ -159,6 +204,7 @@ def start_ranks(
     timeout: float = 60.0,
     env: Environment | None = None,
     cwd: Path | None = None,
+    fresh: bool = False,
 ) -> Iterator[RankGroup]:
     """Start ``nprocs`` Python processes, each knowing its rank, and kill what is left of them at the end.
 
@@ -170,12 +216,9 @@ def start_ranks(
         timeout: seconds that all ranks have together, from now.
         env: further environment variables, or each rank's; they win over those set here.
         cwd: where the ranks run; by default a folder of their own that vanishes.
+        fresh: each rank is an interpreter that has imported nothing, as it always is for a script.
     """
     port = free_port()
-    if isinstance(target, Path):
-        command = [sys.executable, str(target), *args]
-    else:
-        command = [sys.executable, "-m", "tests.support", target, json.dumps(dict(kwargs or {}))]
     with (
         tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as name,
         contextlib.ExitStack() as open_,
@@ -183,22 +226,13 @@ def start_ranks(
         folder = Path(name)
         (folder / "cwd").mkdir()
         group = RankGroup([], folder, time.monotonic() + timeout)
-        processes = []
+        processes: list[Process] = []
         try:
             for rank in range(nprocs):
                 out, err = (open_.enter_context((folder / f"{rank}.{kind}").open("wb")) for kind in ("out", "err"))
                 environment = rank_environment(rank, nprocs, port, env) | {"RANK_ANSWER": str(folder / f"{rank}.json")}
-                processes.append(
-                    subprocess.Popen(
-                        command,
-                        cwd=cwd or folder / "cwd",
-                        env=environment,
-                        stdin=subprocess.DEVNULL,
-                        stdout=out,
-                        stderr=err,
-                        start_new_session=True,
-                    )
-                )
+                what = (target, args) if isinstance(target, Path) else (target, json.dumps(dict(kwargs or {})))
+                processes.append(_start(rank, what, environment, cwd or folder / "cwd", out, err, fresh))
                 group.processes = processes
             yield group
         finally:
@@ -214,6 +248,7 @@ def run_ranks(
     timeout: float = 60.0,
     env: Environment | None = None,
     cwd: Path | None = None,
+    fresh: bool = False,
     check: bool = True,
 ) -> list[RankResult]:
     """Run ``target`` on ``nprocs`` ranks and return what became of each; the arguments are those of `start_ranks`.
@@ -221,14 +256,15 @@ def run_ranks(
     Raises:
         AssertionError: with ``check``, a rank was late or its exit status is not zero. It shows what all ranks wrote.
     """
-    with start_ranks(target, nprocs, kwargs=kwargs, args=args, timeout=timeout, env=env, cwd=cwd) as group:
+    with start_ranks(target, nprocs, kwargs=kwargs, args=args, timeout=timeout, env=env, cwd=cwd, fresh=fresh) as group:
         results = group.join()
     if check and any(result.timed_out or result.returncode for result in results):
         raise AssertionError(f"{target} failed on {nprocs} ranks\n" + "\n".join(map(str, results)))
     return results
 
 
-def _answer(target: str, kwargs: str) -> None:
+def answer(target: str, kwargs: str) -> None:
+    """In a rank: call the function, and leave what it returns for the test."""
     module, _, function = target.partition(":")
     value = getattr(importlib.import_module(module), function)(**json.loads(kwargs))
     partial = Path(os.environ["RANK_ANSWER"] + ".part")
@@ -237,4 +273,4 @@ def _answer(target: str, kwargs: str) -> None:
 
 
 if __name__ == "__main__":
-    _answer(*sys.argv[1:])
+    answer(*sys.argv[1:])

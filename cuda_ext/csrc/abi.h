@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-#define LA_ABI_VERSION 1
+#define LA_ABI_VERSION 2
 #if defined(__GNUC__)
 #define LA_EXPORT extern "C" __attribute__((visibility("default")))
 #else

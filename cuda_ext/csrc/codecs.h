@@ -9,7 +9,7 @@
 namespace la {
 
 constexpr int kBlock = 256;
-enum Format { kInt8 = 0, kFloat8 = 1, kBFloat16 = 2, kTwoBit = 3, kFloat32 = 4 };
+enum Format { kInt8 = 0, kFloat8 = 1, kBFloat16 = 2, kTwoBit = 3 };
 
 // round(absmax / largest): zero for blocks of zeros, NaN for blocks with anything that is not finite
 LA_INLINE float block_scale(uint32_t largest_magnitude, float largest_code) {
@@ -56,13 +56,6 @@ struct BFloat16Codec {
     code = (code & 0x7fffu) == 0x7f80u ? cut : code;
     return finite(v) ? code : (uint16_t)0x7fc0u;
   }
-};
-
-struct Float32Codec {
-  using Code = float;
-  static constexpr bool kScaled = false;
-  static constexpr float kLargest = 0.0f;
-  LA_INLINE float decode(float code, float) { return code; }
 };
 
 template <class C>

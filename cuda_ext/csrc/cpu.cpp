@@ -93,9 +93,9 @@ LA_EXPORT int la_cpu_quantize(int format, void* codes, float* scales, const floa
 
 LA_EXPORT int la_cpu_average(int format, const void* codes, const float* scales, const float* weights, int64_t peers,
                              int64_t n, float threshold, float* out, void* out_codes, float* out_scales,
-                             float* residual, double* spread, int threads) {
+                             float* residual, int threads) {
   return current->kernels->average(format, codes, scales, weights, peers, n, threshold, out, out_codes, out_scales,
-                                   residual, spread, threads);
+                                   residual, threads);
 }
 
 // The k elements of source + residual that are largest in magnitude (NaN above all; of equal ones the first), in

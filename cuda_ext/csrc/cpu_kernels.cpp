@@ -425,7 +425,6 @@ struct Average {
     if (format == kInt8) peer<Int8Codec>(k, at, decoded, m);
     else if (format == kFloat8) peer<Float8Codec>(k, at, decoded, m);
     else if (format == kBFloat16) peer<BFloat16Codec>(k, at, decoded, m);
-    else if (format == kFloat32) peer<Float32Codec>(k, at, decoded, m);
     else decode_two_bit(codes + k * ((n + 3) / 4), threshold, at, decoded, m);
   }
 
@@ -445,54 +444,32 @@ struct Average {
       }
     }
   }
-
-  double spread(int format, int64_t at, const float* mean, int m) const {
-    alignas(64) float decoded[kBlock];
-    double total = 0.0;
-    for (int64_t k = 0; k < peers; k++) {
-      decode(format, k, at, decoded, m);
-      total += (double)weights[k] * sum_of_squares(decoded, mean, m);
-    }
-    return total;
-  }
 };
 
 int average(int format, const void* codes, const float* scales, const float* weights, int64_t peers, int64_t n,
-            float threshold, float* out, void* out_codes, float* out_scales, float* residual, double* spread,
-            int threads) {
+            float threshold, float* out, void* out_codes, float* out_scales, float* residual, int threads) {
   bool again = out_codes != nullptr;
-  if (format < 0 || format > kFloat32 || peers < 1 || n < 0 || (again && format == kFloat32)) return LA_BAD_ARGUMENT;
+  if (format < 0 || format > kTwoBit || peers < 1 || n < 0) return LA_BAD_ARGUMENT;
   Average a = {(const char*)codes, scales, weights, peers, n, threshold};
-  int64_t count = chunks_of(n);
-  double* partials = spread ? (double*)malloc(sizeof(double) * (size_t)(count + 1)) : nullptr;
-  if (spread && !partials) return LA_NO_MEMORY;
   bool stream = !again && 4 * n > stream_from_bytes();
-  parallel(count, threads, [&](int64_t c) {
+  parallel(chunks_of(n), threads, [&](int64_t c) {
     alignas(64) float sum[kBlock];
     int64_t start = c * LA_CHUNK, end = start + LA_CHUNK < n ? start + LA_CHUNK : n;
-    double total = 0.0;
     for (int64_t at = start; at < end; at += kBlock) {
       int m = (int)(end - at < kBlock ? end - at : kBlock);
       a.block(format, at, sum, m);
-      if (spread) total += a.spread(format, at, sum, m);
       if (again) {
         if (format == kInt8) encode_blocks<Int8Codec>((int8_t*)out_codes + at, out_scales + at / kBlock, sum, residual + at, 0, m, 0.0f, false);
         else if (format == kFloat8) encode_blocks<Float8Codec>((uint8_t*)out_codes + at, out_scales + at / kBlock, sum, residual + at, 0, m, 0.0f, false);
         else if (format == kBFloat16) encode_blocks<BFloat16Codec>((uint16_t*)out_codes + at, nullptr, sum, residual + at, 0, m, 0.0f, false);
         else encode_blocks<Int8Codec>((uint8_t*)out_codes + at / 4, nullptr, sum, residual + at, 0, m, threshold, true);
-      } else if (out) {
+      } else {
         if (stream) copy_streaming(out + at, sum, 4 * (int64_t)m);
         else memcpy(out + at, sum, 4 * (size_t)m);
       }
     }
     if (stream) finish_streaming();
-    if (spread) partials[c] = total;
   });
-  if (spread) {
-    *spread = 0.0;
-    for (int64_t c = 0; c < count; c++) *spread += partials[c];
-  }
-  free(partials);
   return LA_OK;
 }
 

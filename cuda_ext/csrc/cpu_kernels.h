@@ -10,8 +10,7 @@ struct la_cpu_kernels {
   int (*quantize)(int format, void* codes, float* scales, const float* source, float* residual, int64_t n,
                   float threshold, int threads);
   int (*average)(int format, const void* codes, const float* scales, const float* weights, int64_t peers, int64_t n,
-                 float threshold, float* out, void* out_codes, float* out_scales, float* residual, double* spread,
-                 int threads);
+                 float threshold, float* out, void* out_codes, float* out_scales, float* residual, int threads);
 };
 
 extern "C" const la_cpu_kernels la_cpu_kernels_portable, la_cpu_kernels_v2, la_cpu_kernels_v3, la_cpu_kernels_v4;

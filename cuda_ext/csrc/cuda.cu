@@ -353,7 +353,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 template <class C, class Again, bool kAgain>
 __global__ void __launch_bounds__(kThreads, 2)
     average_kernel(const void* codes, const float* scales, const float* weights, int64_t peers, int64_t n, float threshold,
-                   float* out, void* out_codes, float* out_scales, float* residual, double* partials) {
+                   float* out, void* out_codes, float* out_scales, float* residual) {
   int64_t block = (int64_t)blockIdx.x * kWarps + threadIdx.x / 32, at = block * kBlock + (threadIdx.x % 32) * kLane;
   int m = length_of_lane(at, n);
   float v[kLane], sum[kLane];
@@ -365,20 +365,6 @@ __global__ void __launch_bounds__(kThreads, 2)
       float term = w * v[j];
       sum[j] = k == 0 ? term : sum[j] + term;
     }
-  }
-  if (partials) {
-    double total = 0.0;
-    for (int64_t k = 0; k < peers; k++) {
-      Decoder<C>::run(codes, scales, k, n, block, at, m, threshold, v);
-      double mine = 0.0;
-      for (int j = 0; j < m; j++) {
-        double d = (double)v[j] - (double)sum[j];
-        mine += d * d;
-      }
-      total += (double)weights[k] * mine;
-    }
-    total = block_sum(total);
-    if (threadIdx.x == 0) partials[blockIdx.x] = total;
   }
   if (kAgain) {
     float rest[kLane];
@@ -439,11 +425,11 @@ int status() { return (int)cudaGetLastError(); }
 
 template <class C>
 void launch_average(const void* codes, const float* scales, const float* weights, int64_t peers, int64_t n, float threshold,
-                    float* out, void* out_codes, float* out_scales, float* residual, double* partials, int64_t blocks, void* stream) {
+                    float* out, void* out_codes, float* out_scales, float* residual, int64_t blocks, void* stream) {
   if (out_codes)
-    LA_LAUNCH((average_kernel<C, C, true>), blocks, kThreads, stream, codes, scales, weights, peers, n, threshold, out, out_codes, out_scales, residual, partials);
+    LA_LAUNCH((average_kernel<C, C, true>), blocks, kThreads, stream, codes, scales, weights, peers, n, threshold, out, out_codes, out_scales, residual);
   else
-    LA_LAUNCH((average_kernel<C, TwoBitCodec, false>), blocks, kThreads, stream, codes, scales, weights, peers, n, threshold, out, out_codes, out_scales, residual, partials);
+    LA_LAUNCH((average_kernel<C, TwoBitCodec, false>), blocks, kThreads, stream, codes, scales, weights, peers, n, threshold, out, out_codes, out_scales, residual);
 }
 
 }  // namespace
@@ -514,22 +500,18 @@ LA_EXPORT int la_cuda_quantize(int format, void* codes, float* scales, const flo
   return status();
 }
 
-// `workspace` holds one double per 2048 elements where the spread is wanted (else both are null). Weights: on the device.
+// The weights are on the device.
 LA_EXPORT int la_cuda_average(int format, const void* codes, const float* scales, const float* weights, int64_t peers,
                               int64_t n, float threshold, float* out, void* out_codes, float* out_scales, float* residual,
-                              double* spread, double* workspace, void* stream) {
-  if (format < 0 || format > kFloat32 || peers < 1 || n < 0 || (out_codes && format == kFloat32)) return LA_BAD_ARGUMENT;
+                              void* stream) {
+  if (format < 0 || format > kTwoBit || peers < 1 || n < 0) return LA_BAD_ARGUMENT;
   int64_t blocks = (n + kBlock * kWarps - 1) / (kBlock * kWarps);
-  double* partials = spread ? workspace : nullptr;
   if (n) {
-#define LA_AVERAGE(C) launch_average<C>(codes, scales, weights, peers, n, threshold, out, out_codes, out_scales, residual, partials, blocks, stream)
+#define LA_AVERAGE(C) launch_average<C>(codes, scales, weights, peers, n, threshold, out, out_codes, out_scales, residual, blocks, stream)
     if (format == kInt8) LA_AVERAGE(Int8Codec);
     else if (format == kFloat8) LA_AVERAGE(Float8Codec);
     else if (format == kBFloat16) LA_AVERAGE(BFloat16Codec);
-    else if (format == kTwoBit) LA_AVERAGE(TwoBitCodec);
-    else
-      LA_LAUNCH((average_kernel<Float32Codec, TwoBitCodec, false>), blocks, kThreads, stream, codes, scales, weights, peers, n, threshold, out, out_codes, out_scales, residual, partials);
+    else LA_AVERAGE(TwoBitCodec);
   }
-  if (spread) LA_LAUNCH(sum_kernel, 1, kThreads, stream, workspace, blocks, 1, spread);
   return status();
 }

@@ -26,18 +26,16 @@ struct Pack {
   }
 };
 
-// v = (x + rest) + (target - base), x = cast(v), rest = v - x, base = v where a new snapshot is wanted.
-//                                                                                  n: target - base, v
-template <bool kSnapshot, bool kRest>
+// v = (x + rest) + (target - base), x = cast(v), rest = v - x.                     n: target - base, v
+template <bool kRest>
 struct Move {
   static constexpr int kArrays = 3 + kRest, kNorms = 2;
-  static constexpr unsigned kReads = kRest ? 15u : 7u, kWrites = 1u | (kSnapshot ? 4u : 0u) | (kRest ? 8u : 0u);
+  static constexpr unsigned kReads = kRest ? 15u : 7u, kWrites = 1u | (kRest ? 8u : 0u);
   template <class P>
   LA_INLINE void run(float* r, const float*, float* n) {
     float d = r[1] - r[2];
     float v = (kRest ? r[0] + r[3] : r[0]) + d;
     r[0] = v;
-    if (kSnapshot) r[2] = v;
     if (kRest) r[3] = v - rounded<P>(v);
     n[0] = d;
     n[1] = v;
@@ -70,66 +68,18 @@ struct Accumulate {
   }
 };
 
-// x = x + w (y - x).                                                 s: w          n: y - x
-struct Lerp {
-  static constexpr int kArrays = 2, kNorms = 1;
-  static constexpr unsigned kReads = 3u, kWrites = 1u;
-  template <class P>
-  LA_INLINE void run(float* r, const float* s, float* n) {
-    float d = r[1] - r[0];
-    float step = s[0] * d;
-    r[0] = r[0] + step;
-    n[0] = d;
-  }
-};
-
-// d = x - centre, x = x - alpha d, centre = centre + alpha d.        s: alpha      n: d
-struct Elastic {
-  static constexpr int kArrays = 2, kNorms = 1;
-  static constexpr unsigned kReads = 3u, kWrites = 3u;
-  template <class P>
-  LA_INLINE void run(float* r, const float* s, float* n) {
-    float d = r[0] - r[1];
-    float step = s[0] * d;
-    r[0] = r[0] - step;
-    r[1] = r[1] + step;
-    n[0] = d;
-  }
-};
-
-// Momentum on an anchor: m = mu m + c g, a = a - lr (c g + mu m) with nesterov, else a - lr m.
-LA_INLINE void momentum_step(float& a, float& m, float g, float lr, float mu, float c, float nesterov) {
-  float scaled = c * g;
+// Momentum on an anchor: m = mu m + g, a = a - lr (g + mu m) with nesterov, else a - lr m.
+LA_INLINE void momentum_step(float& a, float& m, float g, float lr, float mu, float nesterov) {
   float decayed = mu * m;
-  m = decayed + scaled;
+  m = decayed + g;
   float ahead = mu * m;
-  ahead = scaled + ahead;
+  ahead = g + ahead;
   float step = lr * (nesterov != 0.0f ? ahead : m);
   a = a - step;
 }
 
-// g = a - mean, momentum step, then x = a, or overlapped x = x + (a - snapshot).
-// arrays: x, mean, anchor, momentum, [snapshot]                      s: lr, mu, c, nesterov      n: g
-template <bool kOverlap>
-struct Outer {
-  static constexpr int kArrays = 4 + kOverlap, kNorms = 1;
-  static constexpr unsigned kReads = kOverlap ? 31u : 14u, kWrites = 13u;
-  template <class P>
-  LA_INLINE void run(float* r, const float* s, float* n) {
-    float g = r[2] - r[1];
-    momentum_step(r[2], r[3], g, s[0], s[1], s[2], s[3]);
-    if (kOverlap) {
-      float d = r[2] - r[4];
-      r[0] = r[0] + d;
-    } else {
-      r[0] = r[2];
-    }
-    n[0] = g;
-  }
-};
-
-// The same on message buckets. arrays: received (g, becomes the new anchor), anchor, momentum, [sent (old anchor minus
-// snapshot, becomes the snapshot)]                                   s: lr, mu, c, nesterov      n: g
+// A momentum step on message buckets. arrays: received (g, becomes the new anchor), anchor, momentum, [sent (old anchor
+// minus snapshot, becomes the snapshot)]                             s: lr, mu, nesterov         n: g
 template <bool kSent>
 struct OuterMerge {
   static constexpr int kArrays = 3 + kSent, kNorms = 1;
@@ -138,19 +88,8 @@ struct OuterMerge {
   LA_INLINE void run(float* r, const float* s, float* n) {
     n[0] = r[0];
     if (kSent) r[3] = r[1] - r[3];
-    momentum_step(r[1], r[2], r[0], s[0], s[1], s[2], s[3]);
+    momentum_step(r[1], r[2], r[0], s[0], s[1], s[2]);
     r[0] = r[1];
-  }
-};
-
-// arrays: gradient (only read), anchor, momentum                     s: lr, mu, c, nesterov      n: g
-struct OuterStep {
-  static constexpr int kArrays = 3, kNorms = 1;
-  static constexpr unsigned kReads = 7u, kWrites = 6u;
-  template <class P>
-  LA_INLINE void run(float* r, const float* s, float* n) {
-    momentum_step(r[1], r[2], r[0], s[0], s[1], s[2], s[3]);
-    n[0] = r[0];
   }
 };
 
@@ -167,15 +106,15 @@ LA_INLINE float stale(float g, float p, float backup, float scale, float lambda)
   return scale * g;
 }
 
-// arrays: gradient, params, momentum, [backup]                       s: lr, mu, c, nesterov, scale, lambda     n: g'
+// arrays: gradient, params, momentum, [backup]                       s: lr, mu, nesterov, scale, lambda        n: g'
 template <bool kDelay>
 struct ServerSgd {
   static constexpr int kArrays = 3 + kDelay, kNorms = 1;
   static constexpr unsigned kReads = kDelay ? 15u : 7u, kWrites = 6u;
   template <class P>
   LA_INLINE void run(float* r, const float* s, float* n) {
-    float g = stale<kDelay>(r[0], r[1], kDelay ? r[3] : 0.0f, s[4], s[5]);
-    momentum_step(r[1], r[2], g, s[0], s[1], s[2], s[3]);
+    float g = stale<kDelay>(r[0], r[1], kDelay ? r[3] : 0.0f, s[3], s[4]);
+    momentum_step(r[1], r[2], g, s[0], s[1], s[2]);
     n[0] = g;
   }
 };
@@ -237,20 +176,13 @@ constexpr int kMaxArrays = 6, kMaxNorms = 2, kMaxScalars = 9;
   X("pack_rest", (Pack<false, true>))             \
   X("pack_snapshot", (Pack<true, false>))         \
   X("pack_snapshot_rest", (Pack<true, true>))     \
-  X("move", (Move<false, false>))                 \
-  X("move_rest", (Move<false, true>))             \
-  X("move_snapshot", (Move<true, false>))         \
-  X("move_snapshot_rest", (Move<true, true>))     \
+  X("move", (Move<false>))                        \
+  X("move_rest", (Move<true>))                    \
   X("copy", (Copy<false>))                        \
   X("copy_rest", (Copy<true>))                    \
   X("accumulate", (Accumulate))                   \
-  X("lerp", (Lerp))                               \
-  X("elastic", (Elastic))                         \
-  X("outer", (Outer<false>))                      \
-  X("outer_overlapped", (Outer<true>))            \
   X("outer_merge", (OuterMerge<false>))           \
   X("outer_merge_sent", (OuterMerge<true>))       \
-  X("outer_step", (OuterStep))                    \
   X("server_sgd", (ServerSgd<false>))             \
   X("server_sgd_delay", (ServerSgd<true>))        \
   X("server_dana", (ServerDana<false>))           \

@@ -19,7 +19,7 @@ LA_EXPORT int la_cuda_list(int, int, const la_segment*, const int64_t*, int64_t,
 LA_EXPORT int la_cuda_sum(const double*, int64_t, double*, void*);
 LA_EXPORT int la_cuda_square(int, const void*, int, const void*, int64_t, double*, double*, void*);
 LA_EXPORT int la_cuda_quantize(int, void*, float*, const float*, float*, int64_t, float, void*);
-LA_EXPORT int la_cuda_average(int, const void*, const float*, const float*, int64_t, int64_t, float, float*, void*, float*, float*, double*, double*, void*);
+LA_EXPORT int la_cuda_average(int, const void*, const float*, const float*, int64_t, int64_t, float, float*, void*, float*, float*, void*);
 
 namespace {
 using namespace la;
@@ -185,30 +185,24 @@ void squares(int64_t n, size_t offset) {
 }
 
 void compression(int format, int64_t n, size_t offset) {
-  static const int kWidth[] = {1, 1, 2, 1, 4};
+  static const int kWidth[] = {1, 1, 2, 1};
   int64_t blocks = (n + kBlock - 1) / kBlock, peers = 3, bytes_of_codes = format == kTwoBit ? (n + 3) / 4 : n * kWidth[format];
   float weights[] = {0.2f, 0.3f, 0.5f};
   Buffer source = floats(n, offset), residual = floats(n, offset), codes = bytes(bytes_of_codes, 0), scales = floats(blocks, 0);
-  if (format != kFloat32) {
-    Buffer their_residual = residual, their_codes = codes, their_scales = scales;
-    CHECK(la_cuda_quantize(format, codes.data(), (float*)scales.data(), (float*)source.data(), (float*)residual.data(), n, 0.5f, nullptr));
-    CHECK(la_cpu_kernels_portable.quantize(format, their_codes.data(), (float*)their_scales.data(), (float*)source.data(), (float*)their_residual.data(), n, 0.5f, 1));
-    same(codes, their_codes, kWidth[format], kBFloat16, "quantize", n);
-    same(residual, their_residual, 4, 0, "residual", n);
-    same(scales, their_scales, 4, 0, "scales", n);
-  }
-  Buffer messages = format == kFloat32 ? floats(peers * n, 0) : bytes(peers * bytes_of_codes, 0), all_scales = floats(peers * blocks, 0, true);
+  Buffer their_residual = residual, their_codes = codes, their_scales = scales;
+  CHECK(la_cuda_quantize(format, codes.data(), (float*)scales.data(), (float*)source.data(), (float*)residual.data(), n, 0.5f, nullptr));
+  CHECK(la_cpu_kernels_portable.quantize(format, their_codes.data(), (float*)their_scales.data(), (float*)source.data(), (float*)their_residual.data(), n, 0.5f, 1));
+  same(codes, their_codes, kWidth[format], kBFloat16, "quantize", n);
+  same(residual, their_residual, 4, 0, "residual", n);
+  same(scales, their_scales, 4, 0, "scales", n);
+  Buffer messages = bytes(peers * bytes_of_codes, 0), all_scales = floats(peers * blocks, 0, true);
   Buffer out = floats(n, offset), their_out = out;
-  std::vector<double> work((size_t)(n / 2048 + 1));
-  double spread, their_spread;
-  CHECK(la_cuda_average(format, messages.data(), (float*)all_scales.data(), weights, peers, n, 0.5f, (float*)out.data(), nullptr, nullptr, nullptr, &spread, work.data(), nullptr));
-  CHECK(la_cpu_kernels_portable.average(format, messages.data(), (float*)all_scales.data(), weights, peers, n, 0.5f, (float*)their_out.data(), nullptr, nullptr, nullptr, &their_spread, 1));
+  CHECK(la_cuda_average(format, messages.data(), (float*)all_scales.data(), weights, peers, n, 0.5f, (float*)out.data(), nullptr, nullptr, nullptr, nullptr));
+  CHECK(la_cpu_kernels_portable.average(format, messages.data(), (float*)all_scales.data(), weights, peers, n, 0.5f, (float*)their_out.data(), nullptr, nullptr, nullptr, 1));
   same(out, their_out, 4, 0, "average", n);
-  close(spread, their_spread, "spread");
-  if (format == kFloat32) return;
   Buffer rest = floats(n, offset), their_rest = rest, again = bytes(bytes_of_codes, 0), their_again = again, new_scales = floats(blocks, 0), their_new = new_scales;
-  CHECK(la_cuda_average(format, messages.data(), (float*)all_scales.data(), weights, peers, n, 0.5f, nullptr, again.data(), (float*)new_scales.data(), (float*)rest.data(), nullptr, nullptr, nullptr));
-  CHECK(la_cpu_kernels_portable.average(format, messages.data(), (float*)all_scales.data(), weights, peers, n, 0.5f, nullptr, their_again.data(), (float*)their_new.data(), (float*)their_rest.data(), nullptr, 1));
+  CHECK(la_cuda_average(format, messages.data(), (float*)all_scales.data(), weights, peers, n, 0.5f, nullptr, again.data(), (float*)new_scales.data(), (float*)rest.data(), nullptr));
+  CHECK(la_cpu_kernels_portable.average(format, messages.data(), (float*)all_scales.data(), weights, peers, n, 0.5f, nullptr, their_again.data(), (float*)their_new.data(), (float*)their_rest.data(), 1));
   same(again, their_again, kWidth[format], kBFloat16, "requantize", n);
   same(rest, their_rest, 4, 0, "residual of the mean", n);
 }
@@ -220,18 +214,18 @@ int main(int count, char** arguments) {
     Buffer small = floats(10, 0), large = floats(11, 0);
     float scalars[kMaxScalars] = {0.5f};
     void* arrays[] = {large.data(), small.data()};
-    return la_cuda_flat(la_find("lerp"), 0, arrays, 11, scalars, nullptr, nullptr, nullptr);
+    return la_cuda_flat(la_find("accumulate"), 0, arrays, 11, scalars, nullptr, nullptr, nullptr);
   }
   const int64_t sizes[] = {0, 1, 7, 33, 2049};
   for (int op = 0; op < kCount; op++)
     for (int format = 0; format < 3; format++)
       for (int64_t n : sizes)
         for (size_t offset : {(size_t)0, (size_t)4}) elementwise(op, format, n, offset);
-  elementwise(la_find("lerp"), 0, 2 * LA_CHUNK + 5, 0);
-  elementwise(la_find("outer_overlapped"), 1, LA_CHUNK + 9, 0);
+  elementwise(la_find("accumulate"), 0, 2 * LA_CHUNK + 5, 0);
+  elementwise(la_find("outer_merge_sent"), 1, LA_CHUNK + 9, 0);
   for (int format = 0; format < 3; format++) lists(format, 1001);
   for (int64_t n : {(int64_t)0, (int64_t)5, (int64_t)1030, LA_CHUNK + 3}) squares(n, n % 2 ? 4 : 0);
-  for (int format = 0; format <= kFloat32; format++)
+  for (int format = 0; format <= kTwoBit; format++)
     for (int64_t n : {(int64_t)1, (int64_t)255, (int64_t)256, (int64_t)2050, (int64_t)4097})
       for (size_t offset : {(size_t)0, (size_t)4}) compression(format, n, offset);
   printf("%d comparisons agree\n", comparisons);

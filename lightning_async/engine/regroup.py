@@ -133,7 +133,7 @@ class Regroup:
                 raise Closed
         missing = [rank for rank in missing if rank not in left] or missing  # those that left may have lost a peer too
         raise PeerLost(
-            f"Rank {self._transfer.rank}: lost in round {round_id}: {self._membership.why(missing)}. Training ends here; "
-            f"see the logs of rank(s) {listed(missing)} and resume from the last checkpoint.",
+            f"Rank {self._transfer.rank}: lost in round {round_id}: {self._membership.why(missing)}. Training ends "
+            f"here; see the logs of rank(s) {listed(missing)} and resume from the last checkpoint.",
             tuple(map(int, missing)),  # of the first generation, which all of these were in
         )

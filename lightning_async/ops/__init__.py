@@ -1,6 +1,6 @@
 """Arithmetic on lists of tensors and on flat buckets. No I/O, no threads, no autograd."""
 
-from lightning_async.ops.compressed import (
+from lightning_async.ops.codes import (
     dequantize_2bit_average_,
     dequantize_average_,
     quantize_,
@@ -11,18 +11,10 @@ from lightning_async.ops.compressed import (
 )
 from lightning_async.ops.fused import (
     accumulate_,
-    delta_merge_,
-    delta_merge_norm_,
-    elastic_,
-    lerp_norm_,
-    mean_and_spread_,
-    nesterov_merge_,
     outer_merge_,
-    outer_nesterov_,
     server_adam_,
     server_dana_,
     server_sgd_,
-    slowmo_merge_,
 )
 from lightning_async.ops.plan import Plan, all_finite, apply_, pack_, scale_, sq_distance, sq_norm
 from lightning_async.ops.reference.compression import BLOCK, blocks
@@ -34,16 +26,9 @@ __all__ = [
     "all_finite",
     "apply_",
     "blocks",
-    "delta_merge_",
-    "delta_merge_norm_",
     "dequantize_2bit_average_",
     "dequantize_average_",
-    "elastic_",
-    "lerp_norm_",
-    "mean_and_spread_",
-    "nesterov_merge_",
     "outer_merge_",
-    "outer_nesterov_",
     "pack_",
     "quantize_",
     "quantize_2bit_",
@@ -52,7 +37,6 @@ __all__ = [
     "server_adam_",
     "server_dana_",
     "server_sgd_",
-    "slowmo_merge_",
     "sq_distance",
     "sq_norm",
     "topk_",

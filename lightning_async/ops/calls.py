@@ -19,7 +19,7 @@ __all__ = [
 
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Formats of parameters; state is fp32."""
-CODES = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.bfloat16: 2, torch.uint8: 3, torch.float32: 4}
+CODES = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.bfloat16: 2, torch.uint8: 3}
 """Formats of messages; uint8 holds four codes of 2 bits."""
 CHUNK = 65536
 MAX_SCALARS, MAX_NORMS = 9, 2
@@ -77,30 +77,20 @@ def _on(device: torch.device) -> tuple[ctypes.CDLL, int]:
     return cuda, torch.cuda.current_stream(device).cuda_stream
 
 
-def _chunks(numel: int, size: int = CHUNK) -> int:
-    return -(-numel // size)
+def _chunks(numel: int) -> int:
+    return -(-numel // CHUNK)
 
 
-def flat(name: str, arrays: Sequence[Tensor], scalars: Sequence[float] = (), norms: bool = False) -> Tensor | None:
-    """Run an elementwise op; with ``norms``, return its sums of squares, two float64 on the device."""
+def flat(name: str, arrays: Sequence[Tensor], scalars: Sequence[float] = ()) -> None:
+    """Run an elementwise op."""
     x = arrays[0]
     number, form, numel = find(x.device.type, name), FORMATS[x.dtype], x.numel()
-    sums = torch.empty(MAX_NORMS, dtype=torch.float64, device=x.device) if norms else None
+    arguments = (number, form, _pointers(arrays), numel, _scalars(scalars), None)
     if x.is_cuda:
         cuda, stream = _on(x.device)
-        work = sums.new_empty(max(1, MAX_NORMS * _chunks(numel))) if sums is not None else None
-        _ok(
-            cuda.la_cuda_flat(
-                number, form, _pointers(arrays), numel, _scalars(scalars), _pointer(sums), _pointer(work), stream
-            )
-        )
+        _ok(cuda.la_cuda_flat(*arguments, None, stream))
     else:
-        _ok(
-            library("cpu").la_cpu_flat(
-                number, form, _pointers(arrays), numel, _scalars(scalars), _pointer(sums), _threads(numel)
-            )
-        )
-    return sums
+        _ok(library("cpu").la_cpu_flat(*arguments, _threads(numel)))
 
 
 class SegmentTable:
@@ -186,22 +176,18 @@ def average(
     threshold: float = 0.0,
     out: Tensor | None = None,
     again: tuple[Tensor, Tensor | None, Tensor] | None = None,
-    spread: bool = False,
-) -> Tensor | None:
+) -> None:
     """The weighted sum of all peers' decoded codes: into ``out``, or encoded ``again`` (codes, scales, residual)."""
-    total = torch.zeros((), dtype=torch.float64, device=codes.device) if spread else None
     out_codes, out_scales, residual = again if again is not None else (None, None, None)
     arguments = (
         CODES[codes.dtype], codes.data_ptr(), _pointer(scales), weights.data_ptr(), weights.numel(), numel, threshold,
-        _pointer(out), _pointer(out_codes), _pointer(out_scales), _pointer(residual), _pointer(total),
+        _pointer(out), _pointer(out_codes), _pointer(out_scales), _pointer(residual),
     )  # fmt: skip
     if codes.is_cuda:
         cuda, stream = _on(codes.device)
-        work = total.new_empty(max(1, _chunks(numel, 2048))) if total is not None else None
-        _ok(cuda.la_cuda_average(*arguments, _pointer(work), stream))
+        _ok(cuda.la_cuda_average(*arguments, stream))
     else:
         _ok(library("cpu").la_cpu_average(*arguments, _threads(numel)))
-    return total
 
 
 def topk(values: Tensor, indices: Tensor, source: Tensor, residual: Tensor) -> None:

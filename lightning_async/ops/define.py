@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_async.ops import native
 from lightning_async.ops.checks import check_flat, check_no_grad
 
-__all__ = ["Arguments", "fused", "num_peers", "pair_like", "scalar_like"]
+__all__ = ["Arguments", "fused", "num_peers"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -27,7 +27,6 @@ def fused(
     *,
     dtypes: Mapping[str, tuple[torch.dtype, ...]] | None = None,
     check: Callable[[str, Arguments], Mapping[str, tuple[int, ...]] | None] | None = None,
-    fake: Callable[..., Any] = lambda *args, **kwargs: None,
 ) -> Callable[P, R]:
     """The op that ``reference`` specifies.
 
@@ -37,7 +36,6 @@ def fused(
         run: the native library's way, with the same arguments.
         dtypes: of arguments that may be other than fp32.
         check: looks at the arguments' values, and returns the shapes of those that differ from the first one's.
-        fake: what the op returns, for tracing.
     """
     name = reference.__name__
     by_torch: Callable[..., Any] = reference
@@ -63,7 +61,7 @@ def fused(
         return run(**given) if fast else by_torch(**given)
 
     operator = torch.library.custom_op(f"lightning_async::{name}", kernel, mutates_args=written, schema=schema)
-    operator.register_fake(fake)
+    operator.register_fake(lambda *args, **kwargs: None)
 
     @functools.wraps(reference)
     def op(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -73,18 +71,6 @@ def fused(
         return operator(*given.values())
 
     return op
-
-
-def scalar_like(*args: Any, **kwargs: Any) -> Tensor:
-    """A fake float64 number on the first argument's device."""
-    first = args[0] if args else next(iter(kwargs.values()))
-    return first.new_empty((), dtype=torch.float64)
-
-
-def pair_like(*args: Any, **kwargs: Any) -> Tensor:
-    """A fake pair of float64 numbers on the first argument's device."""
-    first = args[0] if args else next(iter(kwargs.values()))
-    return first.new_empty(2, dtype=torch.float64)
 
 
 def num_peers(op: str, rows: Tensor) -> int:

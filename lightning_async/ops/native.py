@@ -18,7 +18,7 @@ __all__ = ["Backend", "available", "backend", "build_record", "library", "use"]
 log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).resolve().parent / "lib"
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 Kind = Literal["cpu", "cuda"]
 
@@ -91,7 +91,7 @@ def _open_openmp() -> None:
 
 
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
-_AVERAGE = (_I, _P, _P, _P, _L, _L, _F, _P, _P, _P, _P, _P)
+_AVERAGE = (_I, _P, _P, _P, _L, _L, _F, _P, _P, _P, _P)
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "la_find": (ctypes.c_char_p,),
     "la_cpu_use_level": (ctypes.c_char_p,),
@@ -108,7 +108,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "la_cuda_sum": (_P, _L, _P, _P),
     "la_cuda_square": (_I, _P, _I, _P, _L, _P, _P, _P),
     "la_cuda_quantize": (_I, _P, _P, _P, _P, _L, _F, _P),
-    "la_cuda_average": (*_AVERAGE, _P, _P),
+    "la_cuda_average": (*_AVERAGE, _P),
 }
 
 

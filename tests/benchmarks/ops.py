@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_async import ops
+from lightning_async.flat import FlatLayout
 from lightning_async.ops import native
 from tests.benchmarks.report import Target, load_average, machine
 
@@ -74,60 +75,35 @@ def cases(n: int) -> list[Measured]:
     padded = n // 256 * 256
     quantized = (codes[:padded].view(-1, 256), scales[: padded // 256].view(-1, 1))
 
-    def delta_out() -> None:
+    layout = FlatLayout([x])
+    plan = ops.Plan(layout, [x])
+
+    def move_out() -> None:
         x.add_(torch.sub(y, s, out=tmp))
 
-    def delta_two() -> None:
+    def move_two() -> None:
         x.add_(y).sub_(s)
 
-    def delta_plain() -> None:
+    def move_plain() -> None:
         x.add_(y - s)
 
-    def delta_norms_plain() -> tuple[float, float]:
-        difference = y - s
-        x.add_(difference)
-        return difference.norm().item(), x.norm().item()
-
-    def delta_renew_plain() -> None:
-        x.add_(y - s)
-        s.copy_(x)
-
-    def delta_norms() -> None:
-        x.add_(torch.sub(y, s, out=tmp))
-        torch._foreach_norm([tmp, x])
-
-    def delta_renew() -> None:
-        x.add_(torch.sub(y, s, out=tmp))
-        s.copy_(x)
-
-    def nesterov_fused_sgd() -> None:
-        torch.sub(a, y, out=tmp)
+    def outer_fused_sgd() -> None:
+        torch.sub(a, s, out=s)
         torch._fused_sgd_(
-            [a], [tmp], [m], lr=0.7, momentum=0.9, nesterov=True, weight_decay=0.0, dampening=0.0, maximize=False,
+            [a], [y], [m], lr=0.7, momentum=0.9, nesterov=True, weight_decay=0.0, dampening=0.0, maximize=False,
             is_first_step=False,
         )  # fmt: skip
-        x.copy_(a)
+        y.copy_(a)
 
-    def nesterov_eager() -> None:
-        torch.sub(a, y, out=tmp)
-        m.mul_(0.9).add_(tmp)
-        a.add_(tmp.add_(m, alpha=0.9), alpha=-0.7)
-        x.copy_(a)
+    def outer_eager() -> None:
+        torch.sub(a, s, out=s)
+        m.mul_(0.9).add_(y)
+        a.add_(torch.add(y, m, alpha=0.9, out=tmp), alpha=-0.7)
+        y.copy_(a)
 
-    def lerp_norm() -> float:
-        distance = torch.linalg.vector_norm(torch.sub(y, x, out=tmp)).item()
-        x.lerp_(y, 0.1)
-        return distance
-
-    def lerp_plain() -> float:
-        distance = (y - x).norm().item()
-        x.lerp_(y, 0.1)
-        return distance
-
-    def lerp_dist() -> float:
-        distance = torch.dist(x, y).item()
-        x.lerp_(y, 0.1)
-        return distance
+    def pack_norm() -> float:
+        torch.mul(x, 0.5, out=y)
+        return torch.linalg.vector_norm(x).item()
 
     def int8() -> None:
         torch.add(x, s, out=s)
@@ -147,29 +123,18 @@ def cases(n: int) -> list[Measured]:
 
     return [
         Measured(
-            name="delta merge", streams=4, plain="x.add_(y - s)", speedup=1.45, bandwidth=0.9,
-            fused=lambda: ops.delta_merge_(x, y, s),
-            chains={"sub, add": delta_out, "add, sub": delta_two, "x.add_(y - s)": delta_plain},
+            name="apply", streams=4, plain="x.add_(y - s)", speedup=1.45, bandwidth=0.9,
+            fused=lambda: plan.apply_(y, s),
+            chains={"sub, add": move_out, "add, sub": move_two, "x.add_(y - s)": move_plain},
         ),
         Measured(
-            name="delta merge, norms", streams=4, plain="d = y - s; x.add_(d); norms", speedup=2.0, bandwidth=0.9,
-            fused=lambda: ops.delta_merge_norm_(x, y, s),
-            chains={"sub, add, norms": delta_norms, "d = y - s; x.add_(d); norms": delta_norms_plain},
+            name="pack, norm", streams=2, speedup=1.3,
+            fused=lambda: plan.pack_(y, weight=0.5, norm=True), chains={"mul, norm": pack_norm},
         ),
         Measured(
-            name="delta merge, new snapshot", streams=5, plain="x.add_(y - s); s.copy_(x)", speedup=2.0, bandwidth=0.9,
-            fused=lambda: ops.delta_merge_(x, y, s, renew=True),
-            chains={"sub, add, copy": delta_renew, "x.add_(y - s); s.copy_(x)": delta_renew_plain},
-        ),
-        Measured(
-            name="outer Nesterov", streams=6, speedup=2.0, bandwidth=0.9,
-            fused=lambda: ops.nesterov_merge_(x, y, a, m, None, 0.7, 0.9),
-            chains={"sub, _fused_sgd_, copy": nesterov_fused_sgd, "eager": nesterov_eager},
-        ),
-        Measured(
-            name="lerp with norm", streams=3, plain="(y - x).norm(); x.lerp_(y)", speedup=5.0, bandwidth=0.9,
-            fused=lambda: ops.lerp_norm_(x, y, 0.1).item(),
-            chains={"sub, norm, lerp": lerp_norm, "(y - x).norm(); x.lerp_(y)": lerp_plain, "dist, lerp": lerp_dist},
+            name="outer step on buckets", streams=8, speedup=1.3, bandwidth=0.9,
+            fused=lambda: ops.outer_merge_(a, m, y, s, 0.7, 0.9, True),
+            chains={"sub, _fused_sgd_, copy": outer_fused_sgd, "eager": outer_eager},
         ),
         Measured(
             name="int8, error feedback", streams=3.5, speedup=8.0, bandwidth=0.75,

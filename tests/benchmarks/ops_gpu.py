@@ -43,9 +43,12 @@ def measure() -> list[tuple[str, float, float, float]]:
     x, y, a, m = (torch.randn(n, device="cuda") * 1e-3 for _ in range(4))
     codes, scales = torch.zeros(n, dtype=torch.int8, device="cuda"), torch.zeros(-(-n // 256), device="cuda")
     rows = [("copy", 8.0 * n, seconds(lambda: y.copy_(x)), 0.0)]
-    rows.append(("delta merge", 16.0 * n, seconds(lambda: ops.delta_merge_(x, y, a)), 0.85))
-    rows.append(("lerp with norm", 12.0 * n, seconds(lambda: ops.lerp_norm_(x, y, 0.1)), 0.85))
-    rows.append(("outer Nesterov", 24.0 * n, seconds(lambda: ops.nesterov_merge_(x, y, a, m, None, 0.7, 0.9)), 0.85))
+    flat = FlatLayout([x])
+    one = ops.Plan(flat, [x])
+    rows.append(("apply", 16.0 * n, seconds(lambda: one.apply_(y, a)), 0.85))
+    rows.append(
+        ("outer step on buckets", 32.0 * n, seconds(lambda: ops.outer_merge_(a, m, y, x, 0.7, 0.9, True)), 0.85)
+    )
     rows.append(("int8, error feedback", 13.0 * n, seconds(lambda: ops.quantize_(codes, scales, x, y)), 0.75))
     tensors = [torch.randn(25_000_000 // 145 // 4 * 4, device="cuda") for _ in range(145)]
     layout = FlatLayout(tensors)

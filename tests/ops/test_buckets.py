@@ -156,7 +156,7 @@ def test_results_carry_no_graph_and_move_the_version() -> None:
     versions = [t._version for t in tensors]
     ops.pack_(bucket, FlatLayout([p]), [p])
     ops.scale_(out, bucket, 2.0)
-    ops.outer_nesterov_(anchor, momentum, out.clone(), 0.1, 0.9, True)
+    ops.outer_merge_(anchor, momentum, out.clone(), None, 0.1, 0.9, True)
     for t, version in zip(tensors, versions, strict=True):
         assert not t.requires_grad
         assert t._version > version
@@ -209,7 +209,7 @@ def test_all_finite_finds_one_bad_element_anywhere(bad, dtype) -> None:
 
 @settings(deadline=None, max_examples=30)
 @given(seed=SEEDS, size=st.integers(1, 200), lr=st.floats(1e-3, 2), mu=st.floats(0.01, 0.99), nesterov=st.booleans())
-def test_outer_nesterov_is_torch_sgd(seed, size, lr, mu, nesterov) -> None:
+def test_an_outer_step_is_one_of_torch_sgd(seed, size, lr, mu, nesterov) -> None:
     """Not to the bit: on processors with a fused multiply-add, torch rounds a product and a sum together."""
     anchor, *gradients = build([((size,), torch.float32)] * 6, seed)
     momentum, reference = torch.zeros(size), torch.nn.Parameter(anchor.double())
@@ -217,7 +217,7 @@ def test_outer_nesterov_is_torch_sgd(seed, size, lr, mu, nesterov) -> None:
     for gradient in gradients:
         reference.grad = gradient.double()
         optimizer.step()
-        ops.outer_nesterov_(anchor, momentum, gradient, lr, mu, nesterov)
+        ops.outer_merge_(anchor, momentum, gradient.clone(), None, lr, mu, nesterov)
     ulp = 2.0**-23
     torch.testing.assert_close(anchor.double(), reference.detach(), rtol=4 * ulp, atol=40 * ulp * max(1.0, lr))
     buffer = optimizer.state[reference]["momentum_buffer"]
@@ -255,7 +255,7 @@ GOOD = [torch.zeros(2), torch.zeros(3)]
         (lambda: ops.scale_(torch.zeros(2).half(), torch.zeros(2), 1.0), TypeError, "float16"),
         (lambda: ops.sq_distance(torch.zeros(2), torch.zeros(3)), ValueError, "equal shapes"),
         (
-            lambda: ops.outer_nesterov_(torch.zeros(2), torch.zeros(0), torch.zeros(2), 1.0, 0.0, True),
+            lambda: ops.outer_merge_(torch.zeros(2), torch.zeros(0), torch.zeros(2), None, 1.0, 0.0, True),
             ValueError,
             "equal shapes",
         ),

@@ -8,7 +8,7 @@ import torch
 from lightning_async import ops
 from lightning_async.flat import FlatLayout
 from lightning_async.ops import calls, native
-from tests.ops.cases import ROWS, Case, cloned, difference, same_sums, values
+from tests.ops.cases import ROWS, Case, cloned, difference, values
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,10 +27,9 @@ def library() -> None:
 def test_the_gpu_is_the_reference_to_the_bit(case: Case, dtype: torch.dtype, n: int, offset: int):
     arguments = case.make(values(n, offset=offset), n, dtype)
     expected, mine = cloned(arguments), cloned(arguments, "cuda")
-    returned = case.reference(*expected)
-    result = case.op(*mine)
+    case.reference(*expected)
+    case.op(*mine)
     assert not difference(mine, expected)
-    assert same_sums(result, returned)
 
 
 @pytest.mark.parametrize("rests", [True, False])
@@ -57,20 +56,21 @@ def test_more_than_two_to_the_31_elements_on_the_gpu():
     if torch.cuda.mem_get_info()[0] < 20 << 30:
         pytest.skip("needs 20 GB")
     x, y = (torch.zeros(numel, dtype=dtype, device="cuda") for dtype in (torch.bfloat16, torch.float32))
-    y[-1] = 4.0
-    assert ops.lerp_norm_(x, y, 0.5).item() == 16.0
-    assert x[-1].item() == 2.0 and not x[:-1].any()
+    x[-1], y[-1] = 2.0, 4.0
+    ops.accumulate_(y, x, 0.5)
+    assert y[-1].item() == 5.0 and not y[:-1].any()
+    assert ops.sq_norm(y) == 25.0
 
 
 def test_an_op_can_be_captured_in_a_graph():
-    x, y, s = (torch.randn(100_000, device="cuda") for _ in range(3))
-    expected = x + (y - s) + (y - s)
+    x, y = (torch.randn(100_000, device="cuda") for _ in range(2))
+    expected = x + y * 0.5 + y * 0.5
     start = x.clone()
-    ops.delta_merge_(x, y, s)
+    ops.accumulate_(x, y, 0.5)
     x.copy_(start)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        ops.delta_merge_(x, y, s)
+        ops.accumulate_(x, y, 0.5)
     x.copy_(start)
     graph.replay()
     graph.replay()

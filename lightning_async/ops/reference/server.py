@@ -51,7 +51,7 @@ def server_sgd_(
 
     Raises:
         TypeError: a tensor has another dtype.
-        ValueError: as of `delta_merge_`.
+        ValueError: as of `accumulate_`.
 
     Source: Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", 2017,
     https://arxiv.org/abs/1609.08326
@@ -97,7 +97,7 @@ def server_dana_(
 
     Raises:
         TypeError: a tensor has another dtype.
-        ValueError: as of `delta_merge_`.
+        ValueError: as of `accumulate_`.
 
     Source: Hakimi et al., "Taming Momentum in a Distributed Asynchronous Environment", 2019,
     https://arxiv.org/abs/1907.11612
@@ -151,7 +151,7 @@ def server_adam_(
 
     Raises:
         TypeError: a tensor has another dtype.
-        ValueError: as of `delta_merge_`, or ``step`` is below 1.
+        ValueError: as of `accumulate_`, or ``step`` is below 1.
 
     Source: Kingma and Ba, "Adam", 2015, https://arxiv.org/abs/1412.6980; for :math:`g'` see `server_sgd_`.
 

@@ -94,7 +94,7 @@ quantize_ = fused(
 dequantize_average_ = fused(
     compression.dequantize_average_,
     "(Tensor(a!) out, Tensor codes, Tensor? scales, Tensor weights) -> ()",
-    lambda out, codes, scales, weights: calls.average(codes, scales, weights, out.numel(), out=out) and None,
+    lambda out, codes, scales, weights: calls.average(codes, scales, weights, out.numel(), out=out),
     dtypes={"codes": _CODES},
     check=_check_average,
 )
