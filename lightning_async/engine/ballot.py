@@ -170,11 +170,11 @@ def survey(headers: Sequence[Header], busy: bool = False) -> Decision:
     if behind:
         if any(headers[rank].exchange != newest - 1 for rank in behind):
             raise CollectiveError(f"Ranks {behind} have missed more than one round (newest is {newest - 1}).")
-        return Decision(votes=votes & (Vote.STOP | Vote.END), catch_up=newest - 1)
+        return Decision(votes=votes.lasting, catch_up=newest - 1)
     if len({h.opened for h in headers}) > 1:
         last = max(headers, key=lambda h: h.opened)
         at = {"place": last.last_gate, "moved": last.last_moved, "clock": last.last_clock}
-        return Decision(votes=votes & (Vote.STOP | Vote.END), late=True, **at)
+        return Decision(votes=votes.lasting, late=True, **at)
     if any(h.gate is Gate.NONE for h in headers):
         return Decision(votes=votes)
     _check_layouts(headers)

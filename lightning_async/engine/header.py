@@ -46,6 +46,11 @@ class Vote(enum.Flag):
     SYNCHRONISE = enum.auto()
     """Become equal: this rank is to take synchronous steps."""
 
+    @property
+    def lasting(self) -> Vote:
+        """What is still to be done once a gate has opened: all but what asks for a gate."""
+        return self & ~(Vote.VALIDATE | Vote.SYNCHRONISE)
+
 
 class Header(NamedTuple):
     """The common part.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -11,13 +11,20 @@ from torch import Tensor
 from lightning_async.flat import FlatLayout
 from lightning_async.rules.averaging.protocol import AllMean, AveragingRule, Round
 
-__all__ = ["RuleBase", "copy_saved_"]
+__all__ = ["AveragingState", "RuleBase", "copy_saved_"]
 
 S = TypeVar("S", bound=NamedTuple)
 
 
+class AveragingState(NamedTuple):
+    """Nothing is remembered between rounds."""
+
+
 class RuleBase(AveragingRule[S], ABC):
-    """An averaging rule over all replicas, without scalars, whose state is a ``NamedTuple`` of flat tensors."""
+    """An averaging rule over all replicas, without scalars, whose state is a ``NamedTuple`` of flat tensors.
+
+    A rule states `message_` and `merge_`; `init` too, where it remembers anything.
+    """
 
     # Without annotations: jsonargparse evaluates those of a dataclass's bases in the dataclass's own module.
     topology = AllMean()  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
@@ -29,9 +36,9 @@ class RuleBase(AveragingRule[S], ABC):
     mixes = False
     sends_difference = False
 
-    @abstractmethod
     def init(self, params: Tensor, layout: FlatLayout) -> S:
-        """See `AveragingRule.init`."""
+        """Nothing to remember: an `AveragingState`."""
+        return cast(S, AveragingState())
 
     @abstractmethod
     def message_(self, out: Tensor, state: S) -> tuple[float, ...]:

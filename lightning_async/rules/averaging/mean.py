@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import Tensor
 
-from lightning_async.flat import FlatLayout
-from lightning_async.rules.averaging.base import RuleBase
+from lightning_async.rules.averaging.base import AveragingState, RuleBase
 from lightning_async.rules.averaging.protocol import Round
 
-__all__ = ["AveragingState", "DeltaMean", "Mean"]
-
-
-class AveragingState(NamedTuple):
-    """Plain averaging remembers nothing."""
+__all__ = ["DeltaMean", "Mean"]
 
 
 class _ParameterMean(RuleBase[AveragingState]):
     """The snapshot is the message and the mean message is the target: there is nothing to compute."""
-
-    def init(self, params: Tensor, layout: FlatLayout) -> AveragingState:
-        return AveragingState()
 
     def message_(self, out: Tensor, state: AveragingState) -> tuple[float, ...]:
         return ()
