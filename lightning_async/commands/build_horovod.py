@@ -9,7 +9,6 @@ folder outside the project for the next environment with the same torch, and ins
 from __future__ import annotations
 
 import argparse
-import hashlib
 import importlib.metadata
 import importlib.util
 import os
@@ -24,6 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_async.commands.wheels import BuildError, keep, kept
+
 __all__ = ["Build", "main"]
 
 VERSION = "0.28.1"
@@ -33,10 +34,6 @@ PATCHES = 1
 TOOLS = ("setuptools==84.2.1", "wheel==0.48.0")
 CMAKE = "cmake==4.4.4"
 RUNTIME = ("cloudpickle", "psutil", "pyyaml", "packaging", "cffi>=1.4.0")
-
-
-class BuildError(RuntimeError):
-    """What stands in the way of a build, and what to do about it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,44 +202,6 @@ def build(spec: Build, cache: Path, jobs: int) -> Path:
             env=env)  # fmt: skip
         wheel = next((folder / "wheel").glob("*.whl"))
         return keep(cache, wheel)
-
-
-def kept(cache: Path, pattern: str) -> Path | None:
-    """The wheel that was kept, if it is what was kept.
-
-    Raises:
-        BuildError: other users may write into the folder, so that they could have it installed.
-    """
-    if not cache.is_dir():
-        return None
-    status = cache.stat()
-    if status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o022:
-        raise BuildError(
-            f"other users may write into {cache}: `chmod go-w` it, or pass `--cache` a folder of your own."
-        )
-    for wheel in cache.glob(pattern):
-        note = wheel.with_name(f"{wheel.name}.sha256")
-        if note.is_file() and note.read_text() == checksum(wheel):
-            return wheel
-        print(f"{wheel} is not what was kept there, and is built again", flush=True)
-    return None
-
-
-def keep(cache: Path, wheel: Path) -> Path:
-    """Copy a wheel to where the next build looks for it, with its checksum."""
-    cache.mkdir(parents=True, exist_ok=True, mode=0o700)
-    place = cache / wheel.name
-    # Under other names first: builds may run at the same time.
-    half, note = (cache / f".{os.getpid()}-{wheel.name}{kind}" for kind in ("", ".sha256"))
-    shutil.copyfile(wheel, half)
-    note.write_text(checksum(half))
-    half.replace(place)
-    note.replace(cache / f"{wheel.name}.sha256")
-    return place
-
-
-def checksum(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _finds_mpi_headers() -> bool:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from lightning_async.commands import build_horovod
-from lightning_async.commands.build_horovod import Build, BuildError, build, keep, kept
+from lightning_async.commands.build_horovod import Build, build
+from lightning_async.commands.wheels import BuildError, keep, kept
 
 NAME = "horovod-0.28.1+torch2.13.0.cpu.gloo.p1-cp311-cp311-linux_x86_64.whl"
 PATTERN = "horovod-*.whl"
