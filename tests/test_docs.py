@@ -23,6 +23,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.support import ROOT, rank_environment
+from tests.test_layers import ALLOWED
 
 COMMANDS = {
     "make test": ".ci/run",
@@ -195,3 +196,15 @@ def test_every_line_on_failures_names_tests_that_exist() -> None:
         assert names, f"no test holds: {line}"
         missing = [name for name in names if f"def {name}(" not in sources]
         assert not missing, f"{missing} are no tests: {line}"
+
+
+def test_the_architecture_names_every_module_and_no_other() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    law = text[text.index("## The law of imports") : text.index("## One round")]
+    cells = re.findall(r"^\| (`.+?) \|", law, re.MULTILINE)
+    rooms = {room for cell in cells for room in re.findall(r"`([\w/<>]+)`", cell)}
+    assert rooms == {re.sub("^engine/.*", "engine/<wing>", room) for room in ALLOWED}
+    named = {Path(name).name for name in re.findall(r"`([\w/]+\.py)`", text)}
+    package = ROOT / "lightning_async"
+    there = {path.name for path in package.rglob("*.py") if path.parent.name != "reference"} - {"__init__.py"}
+    assert named == there, f"unnamed: {sorted(there - named)}; gone: {sorted(named - there)}"
