@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.batch_norm import RECENT_BATCHES
 from lightning_async.engine.averaging.optimizer_state import reset
 from lightning_async.engine.gradients.synchronous import SynchronousGradients
 from lightning_async.engine.header import Arrival, Gate
-from lightning_async.rules.schedules.protocol import Action, Step
+from lightning_async.engine.replica import BufferPolicy, OptimizerPolicy
+from lightning_async.rules.schedules.protocol import Action, Schedule, Step
 from lightning_async.trainer.batch import batch_size
 
-if TYPE_CHECKING:
-    from lightning_async.strategies.averaging import AsyncAveragingStrategy
-
-__all__ = ["Stepping", "learning_rate"]
+__all__ = ["Stepping", "Steps", "learning_rate"]
 
 
 def learning_rate(optimizers: Iterable[Any]) -> float:
@@ -25,6 +23,26 @@ def learning_rate(optimizers: Iterable[Any]) -> float:
     groups = next((optimizer.param_groups for optimizer in optimizers), ())
     lr = groups[0].get("lr") if groups else None
     return 0.0 if lr is None else float(lr)
+
+
+class Steps(Protocol):
+    """What a strategy has whose steps these are."""
+
+    buffers: BufferPolicy
+    optimizer_state_policy: OptimizerPolicy
+    schedule: Schedule
+
+    @property
+    def global_rank(self) -> int: ...
+
+    @property
+    def module(self) -> Any: ...
+
+    @property
+    def optimizers(self) -> list[Any]: ...
+
+    @property
+    def precision_plugin(self) -> Any: ...
 
 
 class Stepping:
@@ -39,7 +57,7 @@ class Stepping:
 
     def __init__(
         self,
-        strategy: AsyncAveragingStrategy,
+        strategy: Steps,
         averager: BackgroundAverager,
         gradients: SynchronousGradients,
         meet: Callable[[Gate], Arrival],
