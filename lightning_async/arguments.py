@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["check_choice", "check_int", "check_real"]
+__all__ = ["check_choice", "check_int", "check_protocol", "check_real"]
 
 
 def check_choice(owner: str, argument: str, value: object, allowed: tuple[object, ...]) -> None:
     """Raise ValueError unless the argument is one of ``allowed``."""
     if value not in allowed:
         raise ValueError(f"`{owner}({argument}={value!r})` must be one of {allowed}.")
+
+
+def check_protocol(owner: str, argument: str, value: object, protocol: type, what: str) -> None:
+    """Raise TypeError unless the argument is an object that answers all that ``protocol`` (runtime-checkable) asks."""
+    asked = sorted(
+        name for cls in protocol.__mro__[:-1] for name in {*vars(cls), *vars(cls).get("__annotations__", ())}
+        if not name.startswith("_") and cls.__module__ == protocol.__module__
+    )  # fmt: skip
+    missing = [name for name in asked if not hasattr(value, name)]
+    if isinstance(value, type) or missing:
+        lacks = "" if isinstance(value, type) or len(missing) == len(asked) else f" It lacks {missing}."
+        raise TypeError(f"`{owner}({argument}={value!r})` must be {what}.{lacks}")
 
 
 def check_int(owner: object, argument: str, at_least: int) -> None:

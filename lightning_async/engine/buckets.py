@@ -160,6 +160,13 @@ class Buckets:
             self.take()
 
     @contextmanager
+    def alone(self, see: Callable[[], None]) -> Iterator[None]:
+        """The training thread uses them, while no header is under way that may move them."""
+        self.take_when(lambda: not self.announced, see)
+        with self.used():
+            yield
+
+    @contextmanager
     def used(self, message: Message | None = None) -> Iterator[None]:
         """The training thread uses what it took; with the end, ``message`` is what they hold."""
         try:

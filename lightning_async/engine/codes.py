@@ -58,15 +58,16 @@ class CompressedMean:
         device: torch.device,
     ) -> None:
         self._collectives, self._result = collectives, result
-        self._world_size = collectives.world_size
+        self.world_size = collectives.world_size
+        """Of the generation that this has room for."""
         self._dtype = CODES[compression]
-        self._gathered = self._world_size <= _GATHERED
+        self._gathered = self.world_size <= _GATHERED
         self._part = max(ops.BLOCK, part_bytes // self._dtype.itemsize)
         sizes = [min(self._part, numel - start) for start in range(0, numel, self._part)]
         widths = [] if self._gathered else [self._width(size) for size in sizes]
-        room = max(self._world_size * width for width in widths) if widths else max(sizes, default=0)
+        room = max(self.world_size * width for width in widths) if widths else max(sizes, default=0)
         self._sent = _Room(1, room, self._dtype, device)
-        self._received = _Room(self._world_size if self._gathered else 1, room, self._dtype, device)
+        self._received = _Room(self.world_size if self._gathered else 1, room, self._dtype, device)
         self._own = torch.ones(1, device=device)
         self.owed = torch.zeros(sum(widths), device=device)
         """What this rank's part of the means has lost to their encoding and the next ones will bring."""
@@ -75,7 +76,7 @@ class CompressedMean:
 
     def _width(self, numel: int) -> int:
         """Elements of each rank's part of ``numel``: whole blocks."""
-        return ops.blocks(-(-numel // self._world_size)) * ops.BLOCK
+        return ops.blocks(-(-numel // self.world_size)) * ops.BLOCK
 
     def move_(self, out: Tensor, message: Tensor | None, weights: Sequence[float]) -> Tensor:
         """The weighted mean of all ranks' messages into ``out``, the same bits everywhere.
@@ -103,16 +104,16 @@ class CompressedMean:
     def _average(self, part: Tensor, message: Tensor | None, shares: Tensor) -> None:
         """Everyone gathers all messages and averages them."""
         self._encode(part, message, len(part))
-        peers = self._received.rows(self._world_size, len(part))
+        peers = self._received.rows(self.world_size, len(part))
         self._move(self._collectives.all_gather, self._sent.row(len(part)), peers)
         ops.dequantize_average_(part, *peers, shares)
 
     def _average_by_columns(self, part: Tensor, message: Tensor | None, shares: Tensor, owed: Tensor) -> None:
         """Each rank averages its own columns of all messages, and everyone gathers the averages."""
         width = len(owed)
-        self._encode(part, message, self._world_size * width)
-        peers, average = self._received.rows(self._world_size, width), self._sent.row(width)
-        self._move(self._collectives.all_to_all, self._sent.rows(self._world_size, width), peers)
+        self._encode(part, message, self.world_size * width)
+        peers, average = self._received.rows(self.world_size, width), self._sent.row(width)
+        self._move(self._collectives.all_to_all, self._sent.rows(self.world_size, width), peers)
         ops.requantize_average_(*average, owed, *peers, shares)
         self._move(self._collectives.all_gather, average, peers)
         ops.dequantize_average_(part, *self._received.rows(1, len(part)), self._own)

@@ -185,8 +185,12 @@ class Replica:
 
     # ---- moving ----
 
-    def of_rule(self, bucket: Tensor) -> Tensor:
-        """The part of a bucket that belongs to the rule: the parameters."""
+    num_fragments = 1
+    """Parts of the parameters that travel one at a time, each with a rule state of its own."""
+
+    def of_rule(self, bucket: Tensor, fragment: int = 0) -> Tensor:
+        """The part of a bucket that belongs to the rule: the parameters, or a fragment of them."""
+        assert fragment < self.num_fragments
         return self._sections[0].of(bucket)
 
     def beyond_rule(self, bucket: Tensor) -> Tensor:

@@ -47,11 +47,20 @@ class World:
         deadline: timedelta = timedelta(minutes=30),
         blame: timedelta = timedelta(seconds=3),
     ) -> None:
-        self.rank, self.world_size = collectives.rank, collectives.world_size
         self.drifting = False
         self._collectives = collectives
         self.calls = Calls(collectives, check, deadline, blame)
         self._warned: set[str] = set()
+
+    @property
+    def rank(self) -> int:
+        """This rank's number."""
+        return self._collectives.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return self._collectives.world_size
 
     def barrier(self, name: str = "") -> None:
         """Wait for all ranks; nothing while drifting."""

@@ -5,7 +5,7 @@ from lightning_async.rules.averaging.diloco import DiLoCo, DiLoCoState
 from lightning_async.rules.averaging.mean import DeltaMean, Mean
 from lightning_async.rules.averaging.protocol import AllMean, AveragingRule, Round, Topology
 from lightning_async.rules.schedules.fixed import EveryNSteps, EverySeconds, Synchronous, Warmup
-from lightning_async.rules.schedules.protocol import Action, Clock, Schedule
+from lightning_async.rules.schedules.protocol import Action, Clock, Schedule, Step
 
 __all__ = [
     "Action",
@@ -21,6 +21,7 @@ __all__ = [
     "Mean",
     "Round",
     "Schedule",
+    "Step",
     "Synchronous",
     "Topology",
     "Warmup",

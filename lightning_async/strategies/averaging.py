@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_async.callbacks.monitor import monitor_for_now
@@ -214,13 +214,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         if self._session is not None:
             self._session.stepping.finish_batch()
 
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: pl.LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         run = partial(super().optimizer_step, optimizer, model=model, **kwargs)
         if self._session is None or not self.module.automatic_optimization:
             return run(closure)

@@ -5,26 +5,40 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
+
+import torch
 
 from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.batch_norm import recompute_batch_norm
+from lightning_async.engine.averaging.config import AveragerConfig
 from lightning_async.engine.averaging.optimizer_state import AveragedState, every_tensor, reset
 from lightning_async.engine.control import ControlPlane
 from lightning_async.engine.gradients.synchronous import SynchronousGradients
 from lightning_async.engine.header import Arrival, Gate
 from lightning_async.engine.replica import Replica
+from lightning_async.rules.averaging.protocol import AveragingRule
 from lightning_async.strategies.saved_state import SavedState, state_of
-from lightning_async.strategies.stepping import Stepping
+from lightning_async.strategies.stepping import Stepping, Steps
 from lightning_async.trainer.patches import rank_zero_info
 from lightning_async.transports.transport import Connection
 
-if TYPE_CHECKING:
-    from lightning_async.strategies.averaging import AsyncAveragingStrategy
-
-__all__ = ["Session"]
+__all__ = ["Averaged", "Session"]
 
 log = logging.getLogger(__name__)
+
+
+class Averaged(Steps, Protocol):
+    """What a strategy has whose training this is."""
+
+    config: AveragerConfig
+    rule: AveragingRule
+
+    @property
+    def bucket_device(self) -> torch.device: ...
+
+    @property
+    def world_size(self) -> int: ...
 
 
 class Session:
@@ -41,7 +55,7 @@ class Session:
 
     def __init__(
         self,
-        strategy: AsyncAveragingStrategy,
+        strategy: Averaged,
         connection: Connection,
         meet: Callable[[Gate], Arrival],
         saved: SavedState,

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.batch_norm import RECENT_BATCHES
 from lightning_async.engine.averaging.optimizer_state import reset
 from lightning_async.engine.gradients.synchronous import SynchronousGradients
 from lightning_async.engine.header import Arrival, Gate
-from lightning_async.rules.schedules.protocol import Action
+from lightning_async.engine.replica import BufferPolicy, OptimizerPolicy
+from lightning_async.rules.schedules.protocol import Action, Schedule, Step
 from lightning_async.trainer.batch import batch_size
 
-if TYPE_CHECKING:
-    from lightning_async.strategies.averaging import AsyncAveragingStrategy
-
-__all__ = ["Stepping", "learning_rate"]
+__all__ = ["Stepping", "Steps", "learning_rate"]
 
 
 def learning_rate(optimizers: Iterable[Any]) -> float:
@@ -25,6 +23,26 @@ def learning_rate(optimizers: Iterable[Any]) -> float:
     groups = next((optimizer.param_groups for optimizer in optimizers), ())
     lr = groups[0].get("lr") if groups else None
     return 0.0 if lr is None else float(lr)
+
+
+class Steps(Protocol):
+    """What a strategy has whose steps these are."""
+
+    buffers: BufferPolicy
+    optimizer_state_policy: OptimizerPolicy
+    schedule: Schedule
+
+    @property
+    def global_rank(self) -> int: ...
+
+    @property
+    def module(self) -> Any: ...
+
+    @property
+    def optimizers(self) -> list[Any]: ...
+
+    @property
+    def precision_plugin(self) -> Any: ...
 
 
 class Stepping:
@@ -39,7 +57,7 @@ class Stepping:
 
     def __init__(
         self,
-        strategy: AsyncAveragingStrategy,
+        strategy: Steps,
         averager: BackgroundAverager,
         gradients: SynchronousGradients,
         meet: Callable[[Gate], Arrival],
@@ -47,7 +65,7 @@ class Stepping:
         self._strategy, self._averager, self._gradients, self._meet = strategy, averager, gradients, meet
         averager.on_healed = self._forget_state
         self._samples = 0.0
-        self._batch_action: Action | None = None
+        self._batch_step: Step | None = None
         self._seen = self._counted = 0
         self._reduced = False
         """Manual optimization: gradients were averaged since the last batch with a step."""
@@ -69,7 +87,7 @@ class Stepping:
         if self._strategy.buffers == "recompute":
             self.recent.append(batch)
         if not self._strategy.module.automatic_optimization:
-            self._batch_action = self._averager.plan(self._meet)
+            self._batch_step = self._averager.plan(self._meet)
             self._counted = self._seen
 
     def finish_batch(self) -> None:
@@ -77,25 +95,29 @@ class Stepping:
 
         Between the steps of two losses a merge would break their graphs.
         """
-        action, self._batch_action = self._batch_action, None
-        if action is not None:
+        planned, self._batch_step = self._batch_step, None
+        if planned is not None:
             stepped = self._seen > self._counted
             self._reduced &= not stepped
-            self._tick(action, stepped)
+            self._tick(planned, stepped)
 
     def step(self, closure: Callable[[], Any], run: Callable[[Callable[[], Any]], Any]) -> Any:
         """Automatic optimization: ``run`` the optimizer's step with this ``closure``, or its synchronous kind."""
-        action = self._averager.plan(self._meet)
+        planned = self._averager.plan(self._meet)
         before = self._seen
-        output = run(self._synchronised(closure) if action is Action.GRADIENTS else closure)
-        self._tick(action, stepped=self._seen > before)
+        output = run(self._synchronised(closure) if planned.action is Action.GRADIENTS else closure)
+        self._tick(planned, stepped=self._seen > before)
         return output
 
     def after_backward(self) -> None:
         """Manual optimization: gradients are there."""
-        if self._batch_action is Action.GRADIENTS:
+        if self._is_synchronous():
             self._reduce_gradients()
             self._reduced = True
+
+    def _is_synchronous(self) -> bool:
+        """Manual optimization: this batch's step is one on averaged gradients."""
+        return self._batch_step is not None and self._batch_step.action is Action.GRADIENTS
 
     def _synchronised(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """``closure``, then the mean of all replicas' gradients: before they are unscaled and clipped."""
@@ -112,11 +134,11 @@ class Stepping:
         scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
         self._gradients.reduce_(self._samples, scale)
 
-    def _tick(self, action: Action, stepped: bool) -> None:
+    def _tick(self, planned: Step, stepped: bool) -> None:
         strategy, samples = self._strategy, self._samples
         if stepped or strategy.module.automatic_optimization:  # else: manual accumulation, the step is yet to come
             self._samples = 0.0
-        report = self._averager.tick(action, samples, stepped=stepped, lr=learning_rate(strategy.optimizers))
+        report = self._averager.tick(planned, samples, stepped=stepped, lr=learning_rate(strategy.optimizers))
         if report is not None and strategy.optimizer_state_policy == "reset":
             reset(strategy.optimizers)
 
@@ -128,7 +150,7 @@ class Stepping:
     def _count(self, *_: Any) -> None:
         """After every real optimizer step: mixed precision skips some, and users step optimizers themselves."""
         self._seen += 1
-        if self._batch_action is Action.GRADIENTS and not self._reduced:
+        if self._is_synchronous() and not self._reduced:
             raise RuntimeError(
                 f"Rank {self._strategy.global_rank}: `schedule={self._strategy.schedule!r}` asks for a step on "
                 "averaged gradients, and the optimizer has stepped on this replica's own. With manual optimization "

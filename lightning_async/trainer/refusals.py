@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
-from lightning_async.arguments import check_choice
+from lightning_async.arguments import check_choice, check_protocol
 from lightning_async.engine.replica import BufferPolicy, OptimizerPolicy
 from lightning_async.engine.world import World
 from lightning_async.rules.averaging.protocol import AveragingRule
@@ -23,10 +23,8 @@ LrClock = Literal["local", "global"]
 
 def check_arguments(rule: Any, schedule: Any, overlap: bool) -> None:
     """Whether the strategy's first three arguments are what they must be."""
-    if isinstance(rule, type) or not isinstance(rule, AveragingRule):
-        raise TypeError(f"`AsyncAveragingStrategy(rule={rule!r})` must be an averaging rule such as DeltaMean().")
-    if isinstance(schedule, type) or not isinstance(schedule, Schedule):
-        raise TypeError(f"`AsyncAveragingStrategy(schedule={schedule!r})` must be a schedule such as EveryNSteps(32).")
+    check_protocol("AsyncAveragingStrategy", "rule", rule, AveragingRule, "an averaging rule such as DeltaMean()")
+    check_protocol("AsyncAveragingStrategy", "schedule", schedule, Schedule, "a schedule such as EveryNSteps(32)")
     if not isinstance(overlap, bool):
         raise TypeError(f"`AsyncAveragingStrategy(overlap={overlap!r})` must be True or False.")
 

@@ -27,7 +27,7 @@ from lightning_async.engine.deadlines import Deadlines
 from lightning_async.engine.replica import Replica
 from lightning_async.ops import native
 from lightning_async.rules import DeltaMean, EveryNSteps
-from lightning_async.rules.schedules.protocol import Action, Clock, Schedule
+from lightning_async.rules.schedules.protocol import Action, Clock, Schedule, Step
 from tests.benchmarks.worker import die_with_parent
 
 __all__ = ["Block", "Job", "measure"]
@@ -129,13 +129,14 @@ class Switch:
         self.allowed, self.started = allowed, 0
         self._schedule, self._asked = schedule, False
 
-    def next(self, clock: Clock) -> Action:
+    def next(self, clock: Clock) -> Step:
         """What the schedule says, or a local step."""
         if self._asked and clock.steps_since_round == 0:  # all steps are in a message: it was packed
             self.started += 1
-        action = self._schedule.next(clock) if self.started < self.allowed else Action.LOCAL
-        self._asked = action is Action.ROUND
-        return action
+        said = self._schedule.next(clock) if self.started < self.allowed else Action.LOCAL
+        step = Step.of(said, self._schedule)
+        self._asked = step.action is Action.ROUND
+        return step
 
 
 class Marks:
@@ -169,7 +170,7 @@ class Marks:
 class Training:
     """Rank 0: steps of AdamW on one batch, alone or with a round beside them."""
 
-    def __init__(self, job: Job, module: nn.Sequential, averager: BackgroundAverager[Any], switch: Switch) -> None:
+    def __init__(self, job: Job, module: nn.Sequential, averager: BackgroundAverager, switch: Switch) -> None:
         self.device, self.module, self.averager, self.switch = torch.device(job.device), module, averager, switch
         first = next(module.parameters())
         self.batch = torch.randn(2, job.tokens, first.shape[1], device=self.device, dtype=first.dtype)
@@ -249,7 +250,7 @@ def train(job: Job, training: Training, store: Any) -> dict[str, Any]:
     return {"pairs": [[asdict(block) for block in pair] for pair in pairs], "moves": training.moves}
 
 
-def accompany(averager: BackgroundAverager[Any], switch: Switch, store: Any) -> None:
+def accompany(averager: BackgroundAverager, switch: Switch, store: Any) -> None:
     """Rank 1: what would be steps are pauses, until rank 0 has ended and all its rounds are merged here too."""
     told = 0
     while not store.check(["end"]) or averager.summary.rounds < int(store.get("end")):
@@ -261,7 +262,7 @@ def accompany(averager: BackgroundAverager[Any], switch: Switch, store: Any) -> 
 
 
 @contextlib.contextmanager
-def averaging(rank: int, job: Job, module: nn.Module, schedule: Schedule) -> Iterator[BackgroundAverager[Any]]:
+def averaging(rank: int, job: Job, module: nn.Module, schedule: Schedule) -> Iterator[BackgroundAverager]:
     """The engine as the strategy makes it: buckets beside the parameters, payloads over Gloo."""
     store = connect(job)
     comm = TorchCollectives(store, rank, 2, timeout=LIMIT, form_timeout=LIMIT)

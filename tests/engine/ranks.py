@@ -50,13 +50,13 @@ class Rank:
         """Take local steps under the schedule."""
         weight: Any = self.module.weight
         for i in range(steps):
-            action = self.averager.plan()
+            step = self.averager.plan()
             weight.grad = (weight - self.goal).detach()
-            if action is Action.GRADIENTS:
+            if step.action is Action.GRADIENTS:
                 self.gradients.reduce_(samples)
             with torch.no_grad():
                 weight -= self.lr * weight.grad
-            self.averager.tick(action, samples)
+            self.averager.tick(step, samples)
             if each is not None:
                 each(i)
 

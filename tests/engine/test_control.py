@@ -160,7 +160,6 @@ def test_a_round_enters_at_most_nine_modules_on_each_thread() -> None:
     finally:
         threading.setprofile(None)  # type: ignore[arg-type]
     assert min(rounds) >= 4
-    print(sorted(entered["engine"]), sorted(entered["training"]))
     assert len(entered["engine"]) <= 9, sorted(entered["engine"])
     assert len(entered["training"]) <= 9, sorted(entered["training"])
     # What both enter is what they share, and pure functions.

@@ -15,7 +15,7 @@ from lightning_async.engine.header import Arrival, Gate, Vote
 from lightning_async.engine.replica import Replica
 from lightning_async.errors import AsyncTrainingError, LayoutMismatch
 from lightning_async.rules import DiLoCo, EveryNSteps, Mean, Warmup
-from lightning_async.rules.schedules.protocol import Action, Clock
+from lightning_async.rules.schedules.protocol import Action, Clock, Step
 from tests.engine.fault_ranks import HEADER, NEVER, FaultyRank, values
 from tests.engine.ranks import Rank, bits, run
 from tests.engine.test_calls import LIGHTNING, Caller, call
@@ -120,7 +120,7 @@ def test_a_complex_parameter_may_be_given_new_memory() -> None:
 
     def body(rank: Rank, module: Any, number: int) -> Any:
         module.weight.data = torch.full((2,), 2.0 + number, dtype=torch.complex64)
-        rank.averager.tick(Action.LOCAL, 1.0)
+        rank.averager.tick(Step(Action.LOCAL), 1.0)
         rank.meet(Gate.VALIDATE)
         return module.weight.tolist()
 

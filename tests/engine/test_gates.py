@@ -13,7 +13,7 @@ import torch
 from lightning_async.comm.simulated.faulty import Fail, Fault
 from lightning_async.engine.header import Arrival, Gate, Vote
 from lightning_async.rules import DeltaMean, DiLoCo, EveryNSteps
-from lightning_async.rules.schedules.protocol import Action, Clock
+from lightning_async.rules.schedules.protocol import Action, Clock, Step
 from tests.engine.fault_ranks import HEADER, NEVER, PAYLOAD, FaultyRank, Turnstile, values
 from tests.engine.ranks import Rank, bits, run
 
@@ -84,7 +84,7 @@ def move(rank: Rank, steps: int, by: float, last: Action = Action.LOCAL) -> None
     for i in range(steps):
         rank.averager.plan()
         rank.x.sub_(by)
-        rank.averager.tick(last if i == steps - 1 else Action.LOCAL, 1.0)
+        rank.averager.tick(Step(last if i == steps - 1 else Action.LOCAL), 1.0)
 
 
 def test_what_no_work_is_counted_for_is_brought_by_one_for_all() -> None:
@@ -94,7 +94,7 @@ def test_what_no_work_is_counted_for_is_brought_by_one_for_all() -> None:
         move(rank, 4, 0.1)
         assert rank.meet(Gate.VALIDATE) is Arrival.OPEN
         rank.averager.gates.resume()
-        rank.averager.tick(Action.ROUND, 1.0, stepped=False)  # mixed precision skips a step
+        rank.averager.tick(Step(Action.ROUND), 1.0, stepped=False)  # mixed precision skips a step
         return rank.x.clone(), rank.averager.summary.rounds
 
     for x, rounds in run(2, body, rule=DiLoCo(), schedule=NEVER, config={"overlap": False}):

@@ -16,7 +16,7 @@ from lightning_async.engine.header import Arrival, Gate
 from lightning_async.engine.replica import Replica
 from lightning_async.errors import AsyncTrainingError
 from lightning_async.rules import DiLoCo, EveryNSteps
-from lightning_async.rules.schedules.protocol import Action
+from lightning_async.rules.schedules.protocol import Action, Step
 from tests.engine.fault_ranks import NEVER
 from tests.engine.ranks import Rank, bits, rank_of
 
@@ -91,7 +91,7 @@ def test_complex_parameters_are_pairs_of_real_ones() -> None:
     def body(rank: Rank, module: Any, number: int) -> Any:
         with torch.no_grad():
             module.weight.add_(complex(number, 2 * number))
-        rank.averager.tick(Action.ROUND, 1.0)
+        rank.averager.tick(Step(Action.ROUND), 1.0)
         return module.weight.detach().clone()
 
     for x in on_ranks(Complex, body, config=BLOCKING):
@@ -203,7 +203,7 @@ def test_buffers_that_move_without_a_step_are_agreed_on() -> None:
         rank.averager.gates.resume()
         shown = rank.x.clone()
         module.norm.running_mean += number
-        rank.averager.tick(Action.LOCAL, 1.0, stepped=False)
+        rank.averager.tick(Step(Action.LOCAL), 1.0, stepped=False)
         assert rank.meet(Gate.VALIDATE) is Arrival.OPEN
         return shown, rank.x.clone(), module.norm.running_mean.clone(), rank.averager.gates.moved_at_gate
 

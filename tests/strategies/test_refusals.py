@@ -156,3 +156,18 @@ def test_the_older_namespace() -> None:
         assert rank["samples_by_rank"] == [2 * 5 * 4, 2 * 9 * 4]
     assert told[0]["digest"] == told[1]["digest"]
     assert told[0]["validations"] == told[1]["validations"]
+
+
+def test_a_rule_of_ones_own_that_lacks_something_is_told_what() -> None:
+    class Partial:
+        num_scalars = 0
+
+        def init(self, params: Any, layout: Any) -> None: ...
+        def message_(self, out: Any, state: Any) -> tuple[float, ...]:
+            return ()
+
+    with pytest.raises(TypeError, match=r"must be an averaging rule such as DeltaMean\(\)\. It lacks \['abandon_', "):
+        AsyncAveragingStrategy(Partial())  # type: ignore[arg-type]
+    for nothing in (DeltaMean, 3):
+        with pytest.raises(TypeError, match=r"must be an averaging rule such as DeltaMean\(\)\.$"):
+            AsyncAveragingStrategy(nothing)  # type: ignore[arg-type]

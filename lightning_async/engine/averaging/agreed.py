@@ -14,7 +14,7 @@ from lightning_async.engine.averaging.config import Weighting
 from lightning_async.engine.buckets import Buckets
 from lightning_async.engine.mailbox import Mailbox
 from lightning_async.flat import FlatLayout
-from lightning_async.rules.averaging.protocol import AveragingRule
+from lightning_async.rules.averaging.protocol import AveragingRule, Round
 
 __all__ = ["Agreed", "Ledger", "Work"]
 
@@ -114,7 +114,9 @@ class Ledger:
 
 
 class Agreed:
-    """The rule's state, equal on all replicas between rounds. Changes under `Mailbox.committing` only.
+    """The rule and its state for each fragment, equal on all replicas between rounds. Nothing else touches it.
+
+    What changes it runs under `Mailbox.committing`: the loop holds that for commits, the rest here takes it.
 
     Args:
         rule: what a mean message means.
@@ -124,13 +126,45 @@ class Agreed:
 
     def __init__(self, rule: AveragingRule, buckets: Buckets, mailbox: Mailbox) -> None:
         self.rule = rule
-        self.rule_state: Any = None
+        self._states: list[Any] = []
         self._replica, self._buckets, self._mailbox = buckets.replica, buckets, mailbox
-        self.init_rule(self._replica.of_rule(buckets.received))
+        self.begin(buckets.received)
 
-    def init_rule(self, params: Tensor) -> None:
-        """Begin the rule's state with parameters that are equal on all ranks."""
-        self.rule_state = self.rule.init(params, self._replica.layout)
+    def begin(self, target: Tensor) -> None:
+        """Begin the rule's state where all replicas hold the parameters in the bucket ``target``."""
+        replica = self._replica
+        fragments = range(replica.num_fragments)
+        self._states = [self.rule.init(replica.of_rule(target, f), replica.layout) for f in fragments]
+
+    def message_(self, sent: Tensor, fragment: int) -> tuple[float, ...]:
+        """Turn the snapshot in a bucket into the rule's message; its scalars."""
+        return self.rule.message_(self._replica.of_rule(sent, fragment), self._states[fragment])
+
+    def merge_(self, sent: Tensor | None, target: Tensor, round: Round) -> None:
+        """A round is committed: turn the mean message in the bucket ``target`` into the target."""
+        f, of_rule = round.fragment, self._replica.of_rule
+        mine = None if sent is None else of_rule(sent, f)
+        self._states[f] = self.rule.merge_(mine, of_rule(target, f), self._states[f], round)
+
+    def agree_(self, target: Tensor) -> None:
+        """A consensus is committed: turn the mean of the parameters into what it shows."""
+        for fragment, state in enumerate(self._states):
+            mean = self._replica.of_rule(target, fragment)
+            shown = self.rule.agree(mean, state)
+            if shown is not mean:
+                mean.copy_(shown)
+
+    def mix_(self, live: Tensor, base: Tensor, target: Tensor, round: Round) -> None:
+        """What becomes of progress made since ``base``, see `AveragingRule.mix_`."""
+        f = round.fragment
+        with self._mailbox.committing:
+            self._states[f] = self.rule.mix_(live, base, target, self._states[f], round)
+
+    def abandon_(self, sent: Tensor, fragment: int) -> None:
+        """This replica's message goes nowhere."""
+        with self._mailbox.committing:
+            mine = self._replica.of_rule(sent, fragment)
+            self._states[fragment] = self.rule.abandon_(mine, self._states[fragment])
 
     def state_dict(self) -> dict[str, Any]:
         """What is equal on all replicas, copied."""
@@ -146,7 +180,7 @@ class Agreed:
             return self._copied(own)
 
     def _copied(self, own: bool) -> dict[str, Any]:
-        state = self.rule.state_dict(self.rule_state)
+        state = self.rule.state_dict(self._states[0])
         return {k: copy.deepcopy(v) for k, v in state.items() if (k in self.rule.per_replica) == own}
 
     def load_state_dict(self, saved: dict[str, Any], own: dict[str, Any]) -> None:
@@ -163,7 +197,7 @@ class Agreed:
         self._mailbox.next_exchange = int(saved["round"])
         state = self._fitted(saved["rule_state"], saved.get("parameters"))
         whole = {**self.rule_state_dict(own=True), **state, **own}
-        self.rule_state = self.rule.load_state_dict(self.rule_state, whole)
+        self._states[0] = self.rule.load_state_dict(self._states[0], whole)
 
     def _fitted(self, state: dict[str, Any], places: Sequence[Any] | None) -> dict[str, Any]:
         """A saved state for this layout: parameters may have been frozen or unfrozen since; new ones begin anew."""
@@ -189,9 +223,9 @@ class Agreed:
             before: the layout that the state was made for; the `received` bucket holds the parameters now.
         """
         after = self._replica.layout
-        old = _flat_tensors(self.rule_state, before.numel)
-        self.init_rule(self._replica.of_rule(self._buckets.received))
-        for name, tensor in _flat_tensors(self.rule_state, after.numel).items():
+        old = _flat_tensors(self._states[0], before.numel)
+        self.begin(self._buckets.received)
+        for name, tensor in _flat_tensors(self._states[0], after.numel).items():
             if name in old:
                 was = dict(zip(before.names, before.views(old[name]), strict=True))
                 for parameter, view in zip(after.names, after.views(tensor), strict=True):

@@ -62,6 +62,7 @@ class Average:
             steps=tuple(p.steps for p in parts),
             scalars=tuple(p.scalars for p in parts),
             lr=tuple(p.lr for p in parts),
+            fragment=plan.fragment,
         )
         return Merge(
             id=id, kind=self, message=None, target=self._buckets.received, plan=plan, round=facts,
@@ -70,6 +71,8 @@ class Average:
 
     def move(self, exchange: Merge) -> None:
         replica, target, sent, share = self._replica, exchange.target, self._buckets.sent, exchange.share
+        if self._compressed is not None and self._compressed.world_size != self._transfer.large.world_size:
+            self.follow_layout()  # a generation of another size
         compressed, plan = self._compressed, exchange.plan
         if exchange.message is not None:
             is_source = exchange.round.rank == plan.source
@@ -88,12 +91,8 @@ class Average:
 
     def commit(self, exchange: Merge) -> None:
         """Averages that are averages of have moved themselves: what they owe is paid with the next."""
-        replica, agreed = self._replica, self._agreed
         takes_part = exchange.message is not None and exchange.able
-        sent = replica.of_rule(self._buckets.sent) if takes_part else None
-        agreed.rule_state = agreed.rule.merge_(
-            sent, replica.of_rule(exchange.target), agreed.rule_state, exchange.round
-        )
+        self._agreed.merge_(self._buckets.sent if takes_part else None, exchange.target, exchange.round)
         if self._compressed is not None and exchange.owed is not None:
             self._compressed.owed = exchange.owed
 
@@ -128,9 +127,7 @@ class Average:
         """The message goes nowhere; its work stays for another one. Under the lock."""
         message, self._buckets.message = self._buckets.message, None
         if isinstance(message, LocalMessage) and message.announced and message.healthy:
-            sent, agreed = self._replica.of_rule(self._buckets.sent), self._agreed
-            with self._mailbox.committing:
-                agreed.rule_state = agreed.rule.abandon_(sent, agreed.rule_state)
+            self._agreed.abandon_(self._buckets.sent, message.fragment)
 
     def forget_debts(self) -> None:
         """All replicas hold one model: nothing is owed."""

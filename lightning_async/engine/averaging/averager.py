@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from lightning_async.engine.averaging.agreed import Agreed, Ledger, Work
 from lightning_async.engine.averaging.config import AveragerConfig
@@ -18,15 +18,14 @@ from lightning_async.engine.digest import all_finite
 from lightning_async.engine.gates import Gates
 from lightning_async.engine.header import Arrival, Gate, Vote
 from lightning_async.rules.averaging.protocol import AveragingRule
-from lightning_async.rules.schedules.protocol import Action, Clock, Schedule
+from lightning_async.rules.schedules.protocol import Action, Clock, Schedule, Step
 
 __all__ = ["BackgroundAverager"]
 
 log = logging.getLogger(__name__)
-S = TypeVar("S")
 
 
-class BackgroundAverager(Generic[S]):
+class BackgroundAverager:
     """Averages one replica with its peers while it trains.
 
     The training thread calls `plan` before and `tick` after every optimizer step (or once per batch, where
@@ -46,7 +45,7 @@ class BackgroundAverager(Generic[S]):
     def __init__(
         self,
         control: ControlPlane,
-        rule: AveragingRule[S],
+        rule: AveragingRule,
         schedule: Schedule,
         config: AveragerConfig | None = None,
     ) -> None:
@@ -62,7 +61,7 @@ class BackgroundAverager(Generic[S]):
         self.gates = Gates(control, self)
         self.summary = RunSummary(rank=control.rank, world_size=control.transfer.small.world_size)
         self._reports = Reports(self.summary)
-        self._merger = Merger(self._buckets, self.agreed, self.wing, self._box, exact=self.config.compression == "none")
+        self._merger = Merger(self._buckets, self.agreed, self.wing, exact=self.config.compression == "none")
         self.on_healed: Callable[[], None] = lambda: None
         """Called when this replica was not finite and has taken over the others' model."""
         self.step = self.first_step = self.epoch = 0
@@ -79,7 +78,7 @@ class BackgroundAverager(Generic[S]):
         ledger.start()
         self.first_step = self.step
         if not self.step and not self._resumed:  # so that a rank without data, too, knows how training begins
-            ledger.fresh = ledger.synchronous = self.schedule.next(Clock(0, 0, 0, 0.0)) is Action.GRADIENTS
+            ledger.fresh = ledger.synchronous = self._ask(Clock(0, 0, 0, 0.0)).action is Action.GRADIENTS
         self.control.start()
 
     def close(self, timeout: timedelta = timedelta(seconds=10)) -> None:
@@ -89,18 +88,15 @@ class BackgroundAverager(Generic[S]):
 
     # ---- stepping ----
 
-    def plan(self, meet: Callable[[Gate], Arrival] | None = None) -> Action:
-        """What to do with the step that the training thread is about to take.
-
-        Args:
-            meet: how a gate is opened that the step needs first. Default: by `Gates.rendezvous`.
-        """
+    def plan(self, meet: Callable[[Gate], Arrival] | None = None) -> Step:
+        """What to do with the step that the training thread is about to take; ``meet``, by default `Gates.rendezvous`,
+        opens a gate that it needs first."""
         box, ledger = self._box, self.ledger
         with box.changed:
             self.control.see()
             committed, message = ledger.last_round, self._buckets.message
             since = ledger.since_round - (message.steps if isinstance(message, LocalMessage) else 0.0)
-        action = self.schedule.next(
+        step = self._ask(
             Clock(
                 step=self.step,
                 epoch=self.epoch,
@@ -112,26 +108,24 @@ class BackgroundAverager(Generic[S]):
         )
         apart = not ledger.synchronous or Vote.SYNCHRONISE in box.agreed
         meet = meet or self.gates.rendezvous
-        if action is Action.GRADIENTS and apart and meet(Gate.SYNCHRONISE) is not Arrival.OPEN:
-            action = Action.LOCAL  # others ask for a validation, or to stop: first that, at the end of this batch
-        synchronous = action is Action.GRADIENTS
+        if step.action is Action.GRADIENTS and apart and meet(Gate.SYNCHRONISE) is not Arrival.OPEN:
+            step = Step(Action.LOCAL)  # others ask for a validation, or to stop: first that, at the end of this batch
+        synchronous = step.action is Action.GRADIENTS
         if ledger.synchronous and not synchronous:
             self._leave_synchronous()
         with box.changed:
             ledger.synchronous = synchronous
-        return action
+        return step
+
+    def _ask(self, clock: Clock) -> Step:
+        return Step.of(self.schedule.next(clock), self.schedule, self.replica.num_fragments)
 
     def _leave_synchronous(self) -> None:
         """Replicas part from here: this is where they come from, should one miss the next round."""
-        with self._alone():
+        with self._buckets.alone(self.control.see):
             self.replica.pack_(self._buckets.received)
         self.ledger.part()
         self._buckets.at_target = True
-
-    def _alone(self) -> Any:
-        """The buckets, once no header is under way that may move them."""
-        self._buckets.take_when(lambda: not self._buckets.announced, self.control.see)
-        return self._buckets.used()
 
     def synchronous_step(self, samples: float | None) -> None:
         """Gradients were averaged, with this replica's of so many ``samples``; None: without them. Under the lock."""
@@ -140,11 +134,11 @@ class BackgroundAverager(Generic[S]):
         if isinstance(message, LocalMessage) and message.announced:
             self.wing.average.abandon()  # made with a rule state that begins anew; its work stays for another one
 
-    def tick(self, action: Action, samples: float, *, stepped: bool = True, lr: float = 0.0) -> RoundReport | None:
+    def tick(self, step: Step, samples: float, *, stepped: bool = True, lr: float = 0.0) -> RoundReport | None:
         """Count a step, take what arrived, and start a round if that was planned.
 
         Args:
-            action: what `plan` said.
+            step: what `plan` said.
             samples: samples behind the step.
             stepped: False if no parameter moved (a step skipped because of infinite gradients).
             lr: the inner learning rate, for rules that need it.
@@ -155,7 +149,7 @@ class BackgroundAverager(Generic[S]):
         box, now = self._box, self._now()
         self._step_s = 0.9 * self._step_s + 0.1 * (now - self._last_tick) if self._step_s else now - self._last_tick
         self._last_tick = now
-        self.summary.synchronous_steps += action is Action.GRADIENTS
+        self.summary.synchronous_steps += step.action is Action.GRADIENTS
         with box.changed:
             self.control.see()
             if stepped:
@@ -164,21 +158,21 @@ class BackgroundAverager(Generic[S]):
                 box.samples, box.steps = box.samples + samples, float(self.step)
                 self.summary.samples += samples
                 self.summary.steps += 1
-                if action is not Action.GRADIENTS:
+                if step.action is not Action.GRADIENTS:
                     self.ledger.step(samples)
         report = self._take()
-        if action is Action.ROUND:
+        if step.action is Action.ROUND:
             if self.config.overlap:
-                self._pack(lr)
+                self._pack(lr, step.fragment)
             else:
-                report = self._average_now(lr) or report
+                report = self._average_now(lr, step.fragment) or report
         return report
 
-    def _average_now(self, lr: float) -> RoundReport | None:
+    def _average_now(self, lr: float, fragment: int) -> RoundReport | None:
         """One round, for which the training thread stands still."""
         buckets, started = self._buckets, self._now()
         report = self._take()
-        while not self._pack(lr):
+        while not self._pack(lr, fragment):
             if not self._has_news():
                 return report
             self.gates.wait(lambda: not buckets.announced and buckets.message is None)
@@ -191,11 +185,11 @@ class BackgroundAverager(Generic[S]):
         """Whether this replica did anything that no round holds."""
         return self.ledger.work.weight(self.config.weighting) > 0.0 or self.ledger.since_round > 0.0
 
-    def _pack(self, lr: float = 0.0, due: bool = True) -> bool:
+    def _pack(self, lr: float = 0.0, fragment: int = 0, due: bool = True) -> bool:
         """Snapshot the parameters as this rank's message, if the buckets are free; whether it did."""
         box, buckets, ledger, started = self._box, self._buckets, self.ledger, self._now()
         with box.changed:
-            message = LocalMessage(ROUND, self.step, ledger.work, ledger.since_round, due, lr)
+            message = LocalMessage(ROUND, self.step, ledger.work, ledger.since_round, due, lr, fragment)
             opened = not due and box.gate is Gate.NONE
             if opened or self.wing.showing or not buckets.can_pack() or not self._has_news():
                 return False
@@ -263,7 +257,7 @@ class BackgroundAverager(Generic[S]):
             return
         while not followed:
             self._take()
-            with self._alone():
+            with buckets.alone(self.control.see):
                 if followed := buckets.arrived is None:  # nothing of the old layout is left
                     before = replica.layout
                     replica.take_thawed()

@@ -85,12 +85,9 @@ class Consensus:
         return flat.view(tensor.shape)
 
     def commit(self, exchange: Merge) -> None:
-        target, agreed = self._replica.of_rule(exchange.target), self._agreed
-        shown = agreed.rule.agree(target, agreed.rule_state)
-        if shown is not target:
-            target.copy_(shown)
+        self._agreed.agree_(exchange.target)
         if exchange.plan.fresh:
-            agreed.init_rule(target)
+            self._agreed.begin(exchange.target)
         self._average.forget_debts()
 
     def hand_over(self, exchange: Merge) -> None:

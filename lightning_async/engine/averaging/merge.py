@@ -9,7 +9,6 @@ from lightning_async.engine.averaging.agreed import Agreed
 from lightning_async.engine.averaging.records import Merge
 from lightning_async.engine.averaging.wing import AveragingWing
 from lightning_async.engine.buckets import Buckets
-from lightning_async.engine.mailbox import Mailbox
 
 __all__ = ["Merger"]
 
@@ -21,14 +20,11 @@ class Merger:
         buckets: what has arrived.
         agreed: the rule, which says what becomes of progress made meanwhile, and of local models at a rendezvous.
         wing: hears whether the parameters only show a model.
-        mailbox: holds the lock of the rule's state.
         exact: False where a message counts as what its codes decode to: what they lack stays in the parameters.
     """
 
-    def __init__(
-        self, buckets: Buckets, agreed: Agreed, wing: AveragingWing, mailbox: Mailbox, exact: bool = True
-    ) -> None:
-        self._buckets, self._agreed, self._wing, self._mailbox = buckets, agreed, wing, mailbox
+    def __init__(self, buckets: Buckets, agreed: Agreed, wing: AveragingWing, exact: bool = True) -> None:
+        self._buckets, self._agreed, self._wing = buckets, agreed, wing
         self._replica = buckets.replica
         self._exact = exact
         self._local: Tensor | None = None
@@ -61,11 +57,10 @@ class Merger:
 
     def _mix(self, arrived: Merge, base: Tensor) -> Tensor:
         """The target, with as much of the progress since ``base`` as the rule takes up."""
-        replica, agreed, mixed = self._replica, self._agreed, arrived.target.clone()
+        replica, mixed = self._replica, arrived.target.clone()
         live, snapshot, target = (replica.of_rule(bucket) for bucket in (mixed, base, arrived.target))
         replica.pack_parameters_(live)
-        with self._mailbox.committing:
-            agreed.rule_state = agreed.rule.mix_(live, snapshot, target, agreed.rule_state, arrived.round)
+        self._agreed.mix_(live, snapshot, target, arrived.round)
         return mixed
 
     def restore_local(self) -> bool:

@@ -60,8 +60,8 @@ class LocalMessage(Message):
         steps: that no round holds; more than in ``work``, where a gate came between.
         due: the schedule asked for it. Else it is what a replica had when it came to a gate, and is dropped with that.
         lr: the inner learning rate.
-        state_is_finite: whether the optimizers' state is: one bool where that state is.
         fragment: which part of the parameters it is.
+        state_is_finite: whether the optimizers' state is: one bool where that state is.
         scalars: the rule's.
         announced: a header has carried it: from then on the bucket holds the rule's message, not the snapshot.
         healthy: False if the snapshot, or the optimizers' state, is not finite: then it takes part with weight zero.
@@ -72,8 +72,8 @@ class LocalMessage(Message):
     steps: float
     due: bool
     lr: float = 0.0
-    state_is_finite: Tensor | None = None
     fragment: int = 0
+    state_is_finite: Tensor | None = None
     scalars: tuple[float, ...] = ()
     announced: bool = False
     healthy: bool = True
@@ -90,6 +90,7 @@ class AveragingPlan(NamedTuple):
         fresh: some rank has taken synchronous steps since the rule's state was begun.
         alike: of a consensus, all hold the same parameters, to the bit, and only the rest differs.
         able: whether what a rank holds may be taken over by others, by rank.
+        fragment: which part of the parameters the messages carry.
     """
 
     kind: Kind | None
@@ -98,6 +99,7 @@ class AveragingPlan(NamedTuple):
     source: int | None = None
     fresh: bool = False
     alike: bool = False
+    fragment: int = 0
 
 
 @dataclass(kw_only=True)

@@ -36,7 +36,7 @@ class Start:
         self._transfer.broadcast_(self._buckets.replica.of_rule(exchange.target), self._source)
 
     def commit(self, exchange: Exchange) -> None:
-        self._agreed.init_rule(self._buckets.replica.of_rule(exchange.target))
+        self._agreed.begin(exchange.target)
         self._average.forget_debts()
 
     def hand_over(self, exchange: Exchange) -> None:

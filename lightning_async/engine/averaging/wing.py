@@ -14,6 +14,7 @@ from lightning_async.engine.averaging.start import Start
 from lightning_async.engine.buckets import Message
 from lightning_async.engine.control import ControlPlane
 from lightning_async.engine.header import Gate, Header
+from lightning_async.errors import CollectiveError
 from lightning_async.rules.averaging.protocol import Round
 
 __all__ = ["AveragingWing", "able_to_share"]
@@ -77,7 +78,7 @@ class AveragingWing:
         message.healthy, message.sound = self._replica.judge_packed(sent)
         message.healthy = message.healthy and bool(message.state_is_finite)
         if message.healthy:  # else the rule's state would learn of it
-            message.scalars = self.rule.message_(self._replica.of_rule(sent), self._agreed.rule_state)
+            message.scalars = self._agreed.message_(sent, message.fragment)
 
     def _compared(self, part: Part) -> Part:
         """With what this replica holds, for the gate at which all ranks stand."""
@@ -109,7 +110,8 @@ class AveragingWing:
             weights = tuple(float(rank == first) for rank in range(len(work)))
         else:
             weights = self.rule.topology.row(Round(0, self._control.transfer.rank, tuple(work), tuple(steps)))
-        return AveragingPlan(self.start if fresh else self.average, weights, tuple(able), source, fresh)
+        kind = self.start if fresh else self.average
+        return AveragingPlan(kind, weights, tuple(able), source, fresh, fragment=_fragment(parts, present))
 
     def settle(self, headers: Sequence[Header], parts: Sequence[Part]) -> tuple[bool, AveragingPlan | None]:
         """A gate opens where all hold the same, to the bit; else there is one model to be made."""
@@ -158,6 +160,18 @@ class AveragingWing:
                 "Lower the learning rate, clip gradients, or resume from the last checkpoint.",
                 self._control.transfer.rank, message.step,
             )  # fmt: skip
+
+
+def _fragment(parts: Sequence[Part], present: Sequence[int]) -> int:
+    """The part of the parameters that all messages carry.
+
+    Raises:
+        CollectiveError: they differ.
+    """
+    fragments = {parts[rank].fragment for rank in present}
+    if len(fragments) != 1:
+        raise CollectiveError(f"The ranks' messages carry different fragments: {[p.fragment for p in parts]}.")
+    return fragments.pop()
 
 
 def able_to_share(headers: Sequence[Header], parts: Sequence[Part]) -> list[bool]:

@@ -70,7 +70,7 @@ class GradientReducer:
     ) -> None:
         self.enabled = True
         """False while gradients are accumulated: they stay where they are."""
-        self._scale = 1.0 / collectives.world_size if mean else 1.0
+        self._mean, self._collectives = mean, collectives
         self._all_reduce = all_reduce
         self._used: set[int] = set()
         self._place = {param: place for place, param in enumerate(params)}
@@ -81,6 +81,10 @@ class GradientReducer:
         ]
         self._home = {param: (bucket, i) for bucket in self._buckets for i, param in enumerate(bucket.params)}
         self._hooks = [param.register_post_accumulate_grad_hook(self._take) for param in params]
+
+    @property
+    def _scale(self) -> float:
+        return 1.0 / self._collectives.world_size if self._mean else 1.0
 
     def close(self) -> None:
         """Leave the parameters alone from now on."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_async.arguments import check_int, check_real
-from lightning_async.rules.schedules.protocol import Action, Clock, Schedule
+from lightning_async.rules.schedules.protocol import Action, Clock, Schedule, Step
 
 __all__ = ["EveryNSteps", "EverySeconds", "Synchronous", "Warmup"]
 
@@ -30,9 +30,9 @@ class EveryNSteps(Schedule):
 
     >>> schedule = EveryNSteps(2)
     >>> schedule.next(Clock(step=0, epoch=0, steps_since_round=0, seconds_since_round=0.0))
-    <Action.LOCAL: 'local'>
+    Step(action=<Action.LOCAL: 'local'>, fragment=0)
     >>> schedule.next(Clock(step=1, epoch=0, steps_since_round=1, seconds_since_round=0.0))
-    <Action.ROUND: 'round'>
+    Step(action=<Action.ROUND: 'round'>, fragment=0)
     """
 
     n: int
@@ -40,9 +40,9 @@ class EveryNSteps(Schedule):
     def __post_init__(self) -> None:
         check_int(self, "n", at_least=1)
 
-    def next(self, clock: Clock) -> Action:
+    def next(self, clock: Clock) -> Step:
         """A round if the coming step is the n-th or a later one."""
-        return Action.ROUND if clock.steps_since_round + 1 >= self.n else Action.LOCAL
+        return Step(Action.ROUND if clock.steps_since_round + 1 >= self.n else Action.LOCAL)
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class EverySeconds(Schedule):
 
     >>> schedule = EverySeconds(0.5)
     >>> schedule.next(Clock(step=9, epoch=0, steps_since_round=9, seconds_since_round=0.4))
-    <Action.LOCAL: 'local'>
+    Step(action=<Action.LOCAL: 'local'>, fragment=0)
     >>> schedule.next(Clock(step=0, epoch=0, steps_since_round=0, seconds_since_round=0.6))
-    <Action.ROUND: 'round'>
+    Step(action=<Action.ROUND: 'round'>, fragment=0)
     """
 
     seconds: float
@@ -75,9 +75,9 @@ class EverySeconds(Schedule):
     def __post_init__(self) -> None:
         check_real(self, "seconds", above=0)
 
-    def next(self, clock: Clock) -> Action:
+    def next(self, clock: Clock) -> Step:
         """A round if the time is up."""
-        return Action.ROUND if clock.seconds_since_round >= self.seconds else Action.LOCAL
+        return Step(Action.ROUND if clock.seconds_since_round >= self.seconds else Action.LOCAL)
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,12 @@ class Synchronous(Schedule):
     https://arxiv.org/abs/2006.15704
 
     >>> Synchronous().next(Clock(step=0, epoch=0, steps_since_round=0, seconds_since_round=0.0))
-    <Action.GRADIENTS: 'gradients'>
+    Step(action=<Action.GRADIENTS: 'gradients'>, fragment=0)
     """
 
-    def next(self, clock: Clock) -> Action:
+    def next(self, clock: Clock) -> Step:
         """Average the gradients."""
-        return Action.GRADIENTS
+        return Step(Action.GRADIENTS)
 
 
 @dataclass(frozen=True)
@@ -125,9 +125,9 @@ class Warmup(Schedule):
 
     >>> schedule = Warmup(EveryNSteps(8), steps=100)
     >>> schedule.next(Clock(step=99, epoch=0, steps_since_round=0, seconds_since_round=0.0))
-    <Action.GRADIENTS: 'gradients'>
+    Step(action=<Action.GRADIENTS: 'gradients'>, fragment=0)
     >>> schedule.next(Clock(step=100, epoch=0, steps_since_round=0, seconds_since_round=0.0))
-    <Action.LOCAL: 'local'>
+    Step(action=<Action.LOCAL: 'local'>, fragment=0)
     """
 
     schedule: Schedule
@@ -144,7 +144,7 @@ class Warmup(Schedule):
             if getattr(self, argument) is not None:
                 check_int(self, argument, at_least=1)
 
-    def next(self, clock: Clock) -> Action:
+    def next(self, clock: Clock) -> Step | Action:
         """The warm-up's action until it is over, then the schedule's."""
         if self.steps is not None:
             warm = clock.step >= self.steps
@@ -153,4 +153,6 @@ class Warmup(Schedule):
             warm = clock.epoch >= self.epochs
         if warm:
             return self.schedule.next(clock)
-        return Action.GRADIENTS if self.warmup_sync_every is None else EveryNSteps(self.warmup_sync_every).next(clock)
+        if self.warmup_sync_every is None:
+            return Step(Action.GRADIENTS)
+        return EveryNSteps(self.warmup_sync_every).next(clock)

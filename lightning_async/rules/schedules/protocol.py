@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple, Protocol, runtime_checkable
 
-__all__ = ["Action", "Clock", "Schedule"]
+__all__ = ["Action", "Clock", "Schedule", "Step"]
 
 
 class Action(enum.Enum):
@@ -17,6 +17,36 @@ class Action(enum.Enum):
     """Step with gradients averaged over all replicas (synchronous training)."""
     ROUND = "round"
     """Step alone, then start an averaging round."""
+
+
+class Step(NamedTuple):
+    """What a schedule says of one step.
+
+    Args:
+        action: what the replica does.
+        fragment: of a round, which part of the parameters it carries; replicas have one part, number 0, so far.
+    """
+
+    action: Action
+    fragment: int = 0
+
+    @classmethod
+    def of(cls, said: object, schedule: object, num_fragments: int = 1) -> Step:
+        """What a schedule has said; an action alone is one of the first fragment.
+
+        Raises:
+            TypeError: it is neither.
+            ValueError: there is no such fragment.
+
+        >>> Step.of(Action.ROUND, None)
+        Step(action=<Action.ROUND: 'round'>, fragment=0)
+        """
+        step = cls(said) if isinstance(said, Action) else said
+        if not isinstance(step, cls):
+            raise TypeError(f"`schedule={schedule!r}` said {said!r}; `next` must return a `Step`, or an `Action`.")
+        if not 0 <= step.fragment < num_fragments:
+            raise ValueError(f"`schedule={schedule!r}` asks for fragment {step.fragment} of {num_fragments}.")
+        return step
 
 
 class Clock(NamedTuple):
@@ -43,6 +73,6 @@ class Clock(NamedTuple):
 class Schedule(Protocol):
     """When replicas talk: a pure function of one replica's clock."""
 
-    def next(self, clock: Clock) -> Action:
+    def next(self, clock: Clock) -> Step | Action:
         """What to do with the step that comes after ``clock``."""
         ...

@@ -1,0 +1,160 @@
+"""Whose the buckets are, along every legal way through their states; and what an illegal one meets."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_async.engine.buckets import Buckets, Exchange, Message, Owner
+from lightning_async.engine.mailbox import Mailbox
+from lightning_async.engine.replica import Replica
+
+WAIT = 10.0
+
+
+def made(numel: int = 3) -> tuple[Buckets, Mailbox]:
+    module = nn.Linear(numel, 1, bias=False)
+    nn.init.ones_(module.weight)
+    mailbox = Mailbox()
+    return Buckets(Replica(module), mailbox), mailbox
+
+
+def packed(buckets: Buckets, mailbox: Mailbox) -> Message:
+    message = Message(priority=1, step=4)
+    with mailbox.changed:
+        assert buckets.can_pack()
+        buckets.take()
+    with buckets.used(message):
+        assert buckets.owner is Owner.TRAINING
+        buckets.sent.fill_(2.0)
+    return message
+
+
+def exchange(buckets: Buckets, message: Message | None) -> Exchange:
+    return Exchange(1, None, message, buckets.received)  # type: ignore[arg-type]
+
+
+def test_they_begin_free_with_the_parameters_as_the_last_target() -> None:
+    buckets, _ = made()
+    assert (buckets.owner, buckets.message, buckets.arrived) == (Owner.FREE, None, None)
+    assert buckets.received.tolist() == [1.0] * 3
+    assert buckets.sent.tolist() == [0.0] * 3
+
+
+def test_a_message_goes_from_its_packing_to_its_merge() -> None:
+    buckets, mailbox = made()
+    message = packed(buckets, mailbox)
+    assert (buckets.owner, buckets.message) == (Owner.FREE, message)
+    with mailbox.changed:
+        assert buckets.announce() is message
+        assert not buckets.can_pack()
+    buckets.claim()
+    assert buckets.owner is Owner.ENGINE
+    with buckets.handing_over():
+        buckets.hand_over(exchange(buckets, message))
+    assert (buckets.owner, buckets.message) == (Owner.FREE, None)
+    assert buckets.arrived is not None
+    with mailbox.changed:
+        buckets.release()
+        assert not buckets.can_pack(), "what has arrived comes first"
+        buckets.take()
+    with buckets.used():
+        buckets.arrived = None
+    with mailbox.changed:
+        assert buckets.can_pack()
+
+
+def test_an_error_while_packing_leaves_no_message() -> None:
+    buckets, mailbox = made()
+    with mailbox.changed:
+        buckets.take()
+    with pytest.raises(KeyError), buckets.used(Message(1, 0)):
+        raise KeyError
+    assert (buckets.owner, buckets.message) == (Owner.FREE, None)
+
+
+def test_what_the_engine_holds_the_training_thread_cannot_take() -> None:
+    buckets, mailbox = made()
+    buckets.claim()
+    with mailbox.changed, pytest.raises(AssertionError):
+        buckets.take()
+    with mailbox.changed:
+        buckets.release()
+        buckets.take()
+        with pytest.raises(AssertionError):
+            buckets.announce()
+
+
+def test_the_engine_waits_for_a_merge_before_it_hands_over_another_result() -> None:
+    buckets, mailbox = made()
+    buckets.arrived = exchange(buckets, None)
+    with mailbox.changed:
+        buckets.take()
+    handed = threading.Event()
+
+    def engine() -> None:
+        buckets.claim()  # it leaves the two alone: a result is being taken
+        assert buckets.owner is Owner.TRAINING
+        assert buckets.landing() is not buckets.sent
+        with buckets.handing_over():
+            handed.set()
+
+    thread = threading.Thread(target=engine)
+    thread.start()
+    try:
+        assert not handed.wait(0.1)
+        with buckets.used():
+            buckets.arrived = None
+        assert handed.wait(WAIT)
+    finally:
+        thread.join(WAIT)
+
+
+def test_an_absent_rank_moves_from_the_last_target_and_needs_no_third_bucket() -> None:
+    buckets, _ = made()
+    sent, last = buckets.sent, buckets.received
+    assert buckets.landing() is sent
+    assert buckets.turn(sent) is last
+    assert (buckets.received, buckets.sent) == (sent, last)
+
+
+def test_a_rank_that_missed_two_rounds_borrows_one() -> None:
+    buckets, _ = made()
+    buckets.turn(buckets.landing())
+    buckets.arrived = exchange(buckets, None)
+    third = buckets.landing()
+    assert third is not buckets.sent and third is not buckets.received
+    sent = buckets.sent
+    buckets.turn(third)
+    assert buckets.received is third and buckets.sent is sent
+
+
+def test_waiting_for_a_header_to_be_served_hears_of_failures() -> None:
+    buckets, mailbox = made()
+    with mailbox.changed:
+        buckets.announce()
+
+    def see() -> None:
+        raise ConnectionError("a peer is lost")
+
+    with pytest.raises(ConnectionError, match="lost"), buckets.alone(see):
+        pass
+    assert buckets.owner is Owner.FREE
+
+
+def test_a_new_layout_begins_with_the_parameters_as_they_are() -> None:
+    buckets, _ = made()
+    with torch.no_grad():
+        buckets.replica.parameters[0].fill_(3.0)
+    moved: list[int] = []
+
+    def registered(bucket: torch.Tensor) -> torch.Tensor:
+        moved.append(bucket.numel())
+        return bucket.clone()
+
+    buckets.lay_out(registered)
+    assert moved == [3, 3]
+    assert buckets.received.tolist() == [3.0] * 3

@@ -1,0 +1,125 @@
+"""Synchronous gradients in buckets, on in-process ranks, against plain means."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_async.comm.simulated.inprocess import InProcessWorld
+from lightning_async.engine.gradients.reducer import GradientReducer
+
+
+class Branches(nn.Module):
+    """Ranks use different branches; nobody uses the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.common = nn.Parameter(torch.ones(3))
+        self.first = nn.Parameter(torch.ones(3))
+        self.second = nn.Parameter(torch.ones(3))
+        self.third = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: float, branch: Tensor) -> Tensor:
+        return x * (self.common.sum() + 2.0 * branch.sum())
+
+
+def on_ranks(world_size: int, body: Any, **options: Any) -> list[Any]:
+    world = InProcessWorld(world_size)
+
+    def on_rank(collectives: Any) -> Any:
+        module = Branches()
+        reducer = GradientReducer(list(module.parameters()), collectives, **options)
+        try:
+            return body(module, reducer, collectives.rank)
+        finally:
+            reducer.close()
+
+    return world.run(on_rank, timedelta(seconds=20))
+
+
+def grads(module: Branches) -> list[float | None]:
+    return [None if p.grad is None else p.grad[0].item() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 16, 25 << 20])
+def test_means_over_all_replicas_with_zeros_for_those_that_used_a_parameter_not(bucket_bytes: int) -> None:
+    def body(module: Branches, reducer: GradientReducer, rank: int) -> Any:
+        module(1.0 + rank, module.second if rank else module.first).backward()
+        assert reducer.begun
+        reducer.finish()
+        assert not reducer.begun
+        return grads(module)
+
+    for found in on_ranks(2, body, bucket_bytes=bucket_bytes):
+        assert found == [1.5, 1.0, 2.0, None]
+
+
+def test_steps_follow_each_other_and_forget_the_last() -> None:
+    def body(module: Branches, reducer: GradientReducer, rank: int) -> Any:
+        seen = []
+        for scale in (1.0, 10.0):
+            module.zero_grad(set_to_none=True)
+            module(scale * (1.0 + rank), module.first).backward()
+            reducer.finish()
+            seen.append(grads(module))
+        return seen
+
+    for found in on_ranks(3, body):
+        assert found == [[2.0, 4.0, None, None], [20.0, 40.0, None, None]]
+
+
+def test_accumulated_gradients_are_reduced_once() -> None:
+    def body(module: Branches, reducer: GradientReducer, rank: int) -> Any:
+        reducer.enabled = False
+        module(1.0 + rank, module.first).backward()
+        reducer.finish()
+        assert grads(module) == [1.0 + rank, 2.0 + 2 * rank, None, None], "they stay where they are"
+        reducer.enabled = True
+        module(1.0 + rank, module.second).backward()
+        reducer.finish()
+        return grads(module)
+
+    for found in on_ranks(2, body):
+        assert found == [3.0, 3.0, 3.0, None]
+
+
+def test_two_backward_passes_before_a_step_add_up() -> None:
+    def body(module: Branches, reducer: GradientReducer, rank: int) -> Any:
+        for branch in (module.first, module.second):
+            module(1.0 + rank, branch).backward()
+        reducer.finish()
+        return grads(module)
+
+    for found in on_ranks(2, body, bucket_bytes=0):
+        assert found == [3.0, 3.0, 3.0, None]
+
+
+def test_half_of_the_bytes_and_a_sum() -> None:
+    sizes: list[torch.dtype] = []
+
+    def reduce(collectives: Any, flat: Tensor) -> Any:
+        sizes.append(flat.dtype)
+        return collectives.all_reduce(flat)
+
+    def body(module: Branches, reducer: GradientReducer, rank: int) -> Any:
+        module(1.0 + rank, module.first).backward()
+        reducer.finish()
+        return grads(module), module.common.grad.dtype  # type: ignore[union-attr]
+
+    for found, dtype in on_ranks(2, body, wire=torch.float16, mean=False, all_reduce=reduce):
+        assert found == [3.0, 6.0, None, None]
+        assert dtype is torch.float32
+    assert set(sizes) == {torch.float16}
+
+
+def test_after_closing_gradients_stay_each_replicas_own() -> None:
+    def body(module: Branches, reducer: GradientReducer, rank: int) -> Any:
+        reducer.close()
+        module(1.0 + rank, module.first).backward()
+        return grads(module)
+
+    assert on_ranks(2, body) == [[1.0, 2.0, None, None], [2.0, 4.0, None, None]]
