@@ -12,6 +12,7 @@ import torch
 from lightning_async.comm.membership.generation import Generation
 from lightning_async.comm.membership.signing import Seal
 from lightning_async.comm.membership.stores import HashStore
+from lightning_async.comm.torch import collectives as module
 from lightning_async.comm.torch.collectives import TorchCollectives
 from lightning_async.comm.torch.forming import Terms
 from lightning_async.errors import CollectiveError, PeerLost
@@ -118,4 +119,23 @@ def test_members_find_each_other_by_the_memberships_word() -> None:
         until(lambda: ranks[0].lost() == ("1",))
         with pytest.raises(PeerLost, match="disk full"):
             fork.open()
+    comm.close()
+
+
+def test_groups_that_go_while_an_operation_begins_fail_that_one_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    comm = collectives(HashStore(), 0, 1)
+    comm.open()
+
+    class Late(module.Operation):
+        """Another thread forms the groups anew in the instant before this one begins."""
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            monkeypatch.undo()
+            in_thread(lambda: comm.reconfigure(Generation(1, ("0",), 0)))()
+
+    monkeypatch.setattr(module, "Operation", Late)
+    with pytest.raises(CollectiveError, match="was broken off"):
+        comm.all_reduce(torch.ones(3)).result(LIMIT)
+    assert comm.all_reduce(torch.ones(3)).result(LIMIT).tolist() == [1.0] * 3
     comm.close()

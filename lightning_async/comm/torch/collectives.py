@@ -209,13 +209,13 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         self, kind: str, start: Callable[[Any], Any] | None, finish: Callable[[], T], tensors: tuple[Tensor, ...]
     ) -> Operation[T]:
         self._check_usable()
-        self._open()
+        group = self._open()
         self._seq += 1
         operation: Operation[T] = Operation(self._where, kind, self._seq, self._timeout, self._fail)
         if start is None:
             operation.complete(finish())
         else:
-            self._flights.start(operation, start, finish, tensors, self._backstop())
+            self._flights.start(group, operation, start, finish, tensors, self._backstop())
         return operation
 
     def _fail(self, error: CollectiveError, first: Operation[Any] | None = None) -> None:
@@ -227,7 +227,8 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         return self._flights.group is not None
 
     def _open(self) -> groups.Group:
-        if self._flights.group is None:
+        group = self._flights.group  # once: another thread may have it land
+        if group is None:
             self._check_usable()
             try:
                 group = form(
@@ -246,8 +247,6 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
             self._memory.register(group.pg)
             self._flights.over(group)
         self._check_usable()
-        group = self._flights.group
-        assert group is not None
         return group
 
     def _child(self, where: Where, timeout: timedelta) -> TorchCollectives:

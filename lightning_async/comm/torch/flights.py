@@ -48,6 +48,7 @@ class Flights:
 
     def start(
         self,
+        group: Group,
         operation: Operation[T],
         start: Callable[[Any], Any],
         finish: Finish[T],
@@ -57,15 +58,20 @@ class Flights:
         """Have torch begin; `over` was called before.
 
         Args:
+            group: what operations went over when this one was called. Another thread may have had it `land` since.
             start: makes torch's work of its group.
             finish: makes the result when that has ended.
             tensors: what torch reads or writes.
             backstop: torch's own deadline.
         """
-        group = self.group
-        assert group is not None
-        self._pending[operation.seq] = operation
-        group.in_flight[operation.seq] = tensors
+        with self._lock:
+            landed = self.group is not group
+            if not landed:
+                self._pending[operation.seq] = operation
+                group.in_flight[operation.seq] = tensors
+        if landed:
+            operation.fail(_landed(operation))
+            return
         try:
             works = start(group.pg)
         except Exception as error:
@@ -90,11 +96,16 @@ class Flights:
             group.break_off()
 
     def land(self) -> None:
-        """Dispose of the group. What is under way has failed, or fails soon."""
-        if self.group is not None:
-            self.group.dispose()
+        """Dispose of the group. What is under way has failed: how it ends is no news of the next group's."""
         with self._lock:
-            self.group, self._broken, self._pending = None, None, {}
+            group, pending = self.group, list(self._pending.values())
+            self.group, self._pending = None, {}
+        for operation in pending:
+            operation.fail(_landed(operation))
+        if group is not None:
+            group.dispose()
+        with self._lock:
+            self._broken = None
 
     def _end(self, operation: Operation[T], finish: Finish[T], error: Exception | None) -> None:
         if error is None and not operation.ended():
@@ -108,3 +119,7 @@ class Flights:
             self._fail(operation.failure(error), operation)
         if self._pending.get(operation.seq) is operation:  # it may be of an earlier generation
             del self._pending[operation.seq]
+
+
+def _landed(operation: Operation[Any]) -> CollectiveError:
+    return CollectiveError(f"{operation} was broken off: its groups are no more.")

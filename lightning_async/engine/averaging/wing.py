@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from lightning_async.engine.averaging.agreed import Agreed, Ledger
+from lightning_async.engine.averaging.agreed import Agreed, Ledger, Work
 from lightning_async.engine.averaging.average import Average
 from lightning_async.engine.averaging.config import REST, AveragerConfig
 from lightning_async.engine.averaging.consensus import Consensus
@@ -87,6 +87,10 @@ class AveragingWing:
             whole = UNLIKE  # a replica's own model, in place of the one that the gate shows
         healthy, sound = self._replica.judge()
         return part._replace(digest=whole, digest_rest=rest, healthy=healthy, sound=sound)
+
+    def weigh_step(self, samples: float) -> float:
+        """What gradients of so many samples weigh in a synchronous step: what a local step of as many would."""
+        return Work(samples, 1.0).weight(self._config.weighting)
 
     # ---- what all headers ask for ----
 
