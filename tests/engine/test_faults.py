@@ -62,6 +62,27 @@ def test_a_header_that_fails_is_repeated(rule) -> None:
         assert_alike(rough, smooth)
 
 
+def test_a_header_that_fails_keeps_no_rank_from_packing_that_had_nothing_to_send() -> None:
+    """It was rung for. Where that header fails, the next one is served at once, and not after `grace`."""
+
+    turn = Turnstile()
+
+    def body(rank: FaultyRank) -> Any:
+        if rank.number == 0:
+            rank.train(4)
+            rank.averager.control._loop._ring_for_this()  # as for a training thread that is silent for long
+            turn.wait("trained", 5.0)
+        else:
+            rank.averager.gates.wait(lambda: rank.averager._box.failed > 0)
+            rank.train(4)
+            turn.set("trained")
+        rank.meet()
+        return rank.averager.summary.failed_rounds
+
+    script = [Fault(op="all_gather", nth=1, name=HEADER)]
+    assert values(2, body, scripts={1: script}, each={0: {"overlap": True}}, timeout=10.0) == [1, 1]
+
+
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("culprit", [0, 1, 2])
 def test_a_rank_that_loses_the_last_answer_catches_up(rule, culprit, caplog) -> None:
