@@ -413,6 +413,22 @@ def test_a_validation_that_one_rank_asks_for_opens_on_all() -> None:
             assert torch.equal(x, ended[0][1])
 
 
+def test_ranks_that_leave_early_do_so_with_one_model_although_one_has_asked_for_a_validation() -> None:
+    def body(rank: FaultyRank) -> torch.Tensor:
+        gates = rank.averager.gates
+        rank.train(3)
+        if rank.number == 1:
+            assert rank.meet(Gate.VALIDATE) is Arrival.STOP
+        else:
+            gates.wait(lambda: Vote.VALIDATE in gates.agreed)
+            gates.vote(Vote.STOP)
+        assert rank.meet(Gate.STOP) is Arrival.OPEN
+        return rank.x.clone()
+
+    left, right = values(2, body, schedule=NEVER)
+    assert torch.equal(left, right)
+
+
 @pytest.mark.parametrize("gate", [Gate.EPOCH_END, Gate.TRAIN_END])
 def test_a_rank_that_waits_joins_every_validation(gate: Gate) -> None:
     def body(rank: FaultyRank) -> int:
