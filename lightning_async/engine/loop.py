@@ -103,6 +103,7 @@ class Loop:
                 raise
             except CollectiveError as error:
                 if not self._regroup.possible:
+                    self._regroup.look_for_the_cause()
                     raise
                 self._recover(error)
 
