@@ -77,7 +77,7 @@ class Gates:
                         return Arrival.OPEN
                     if Vote.STOP in box.agreed and gate is not Gate.STOP:
                         return Arrival.STOP
-                    if Vote.VALIDATE in box.agreed and gate is not Gate.VALIDATE:
+                    if Vote.VALIDATE in box.agreed and gate not in (Gate.VALIDATE, Gate.STOP):
                         return Arrival.VALIDATE
                     box.changed.wait(1.0)
         finally:

@@ -103,6 +103,7 @@ class Loop:
                 raise
             except CollectiveError as error:
                 if not self._regroup.possible:
+                    self._regroup.look_for_the_cause()
                     raise
                 self._recover(error)
 
@@ -255,15 +256,15 @@ class Loop:
     # ---- failing ----
 
     def _recover(self, error: CollectiveError) -> None:
-        """Meet all ranks again in a new generation of the groups."""
+        """Meet all ranks again in a new generation of the groups.
+
+        All answer its first header at once. The bell of the one that failed is gone with it, some may have lost its
+        answer, and a training thread with nothing to send is kept from packing (`announced`) until it is served.
+        """
         self._to(Stage.FAILED)
-        box = self._box
         self.seq = _first_seq(self._regroup.after(error))
         self._to(Stage.IDLE)
-        with box.changed:
-            waits = box.gate is not Gate.NONE or bool(box.asked)
-        if waits:  # the bell of the header that failed is gone with it, and some may have lost its answer
-            self._ring_for_this()
+        self._ring_for_this()
 
     def _ring_for_this(self) -> None:
         """Ask every rank to answer the header that is under way."""

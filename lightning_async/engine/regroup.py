@@ -24,6 +24,7 @@ __all__ = ["Regroup"]
 
 log = logging.getLogger(__name__)
 _SLICE = timedelta(seconds=1)
+_HEARSAY_S, _BEAT_S = 2.0, 0.1
 
 
 class Regroup:
@@ -117,6 +118,18 @@ class Regroup:
 
     def _from(self, data: Tensor, source: int) -> Tensor:
         return self._transfer.result(self._transfer.small.broadcast(data, source))
+
+    def look_for_the_cause(self) -> None:
+        """Where nothing can be formed anew: wait shortly for the heartbeats to tell who has failed.
+
+        Raises:
+            PeerLost: names the rank, which has said why.
+        """
+        until = self._now() + _HEARSAY_S
+        while self._now() < until and not self._mailbox.closing:
+            self._membership.check()
+            with self._mailbox.changed:
+                self._mailbox.changed.wait(_BEAT_S)
 
     def close(self) -> None:
         """The engine ends: from now on nothing is formed anew."""

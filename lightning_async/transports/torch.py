@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 
 from lightning_async.arguments import check_choice
 from lightning_async.comm.membership.membership import Membership
-from lightning_async.comm.membership.presence import Presence
+from lightning_async.comm.membership.presence import Presence, naming_the_stores_host
 from lightning_async.comm.membership.signing import SECRET, Seal
 from lightning_async.comm.membership.start import Patience, greet, is_loopback, open_store
 from lightning_async.comm.torch import nccl
@@ -95,6 +95,12 @@ class TorchTransport(Transport):
         return root_device if on_gpu else torch.device("cpu")
 
     def connect(
+        self, environment: Any, root_device: torch.device, name: str, dead_after: timedelta | None
+    ) -> Connection:
+        with naming_the_stores_host(environment.global_rank()):
+            return self._connect(environment, root_device, name, dead_after)
+
+    def _connect(
         self, environment: Any, root_device: torch.device, name: str, dead_after: timedelta | None
     ) -> Connection:
         backend = self.backend_on(root_device)

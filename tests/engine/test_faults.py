@@ -62,6 +62,27 @@ def test_a_header_that_fails_is_repeated(rule) -> None:
         assert_alike(rough, smooth)
 
 
+def test_a_header_that_fails_keeps_no_rank_from_packing_that_had_nothing_to_send() -> None:
+    """It was rung for. Where that header fails, the next one is served at once, and not after `grace`."""
+
+    turn = Turnstile()
+
+    def body(rank: FaultyRank) -> Any:
+        if rank.number == 0:
+            rank.train(4)
+            rank.averager.control._loop._ring_for_this()  # as for a training thread that is silent for long
+            turn.wait("trained", 5.0)
+        else:
+            rank.averager.gates.wait(lambda: rank.averager._box.failed > 0)
+            rank.train(4)
+            turn.set("trained")
+        rank.meet()
+        return rank.averager.summary.failed_rounds
+
+    script = [Fault(op="all_gather", nth=1, name=HEADER)]
+    assert values(2, body, scripts={1: script}, each={0: {"overlap": True}}, timeout=10.0) == [1, 1]
+
+
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("culprit", [0, 1, 2])
 def test_a_rank_that_loses_the_last_answer_catches_up(rule, culprit, caplog) -> None:
@@ -408,6 +429,22 @@ def test_a_validation_that_one_rank_asks_for_opens_on_all() -> None:
             assert len(seen) == 1
             assert torch.equal(seen[0], ended[0][0][0])
             assert torch.equal(x, ended[0][1])
+
+
+def test_ranks_that_leave_early_do_so_with_one_model_although_one_has_asked_for_a_validation() -> None:
+    def body(rank: FaultyRank) -> torch.Tensor:
+        gates = rank.averager.gates
+        rank.train(3)
+        if rank.number == 1:
+            assert rank.meet(Gate.VALIDATE) is Arrival.STOP
+        else:
+            gates.wait(lambda: Vote.VALIDATE in gates.agreed)
+            gates.vote(Vote.STOP)
+        assert rank.meet(Gate.STOP) is Arrival.OPEN
+        return rank.x.clone()
+
+    left, right = values(2, body, schedule=NEVER)
+    assert torch.equal(left, right)
 
 
 @pytest.mark.parametrize("gate", [Gate.EPOCH_END, Gate.TRAIN_END])

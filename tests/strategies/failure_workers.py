@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_async import AsyncAveragingStrategy, Deadlines, EveryNSteps
 from lightning_async.trainer.namespace import pl
+from lightning_async.transports import torch as torch_transport
 
 pl_rank = "LOCAL_RANK"
 
@@ -162,3 +163,17 @@ def between_runs(then: str, how: str, dead_after: float, folder: str) -> None:
     except Exception as error:
         told |= {"error": f"{type(error).__name__}: {error}"}
     print("ENDED " + json.dumps(told | {"took_s": time.monotonic() - began}), flush=True)
+
+
+def without_the_first(where: str) -> None:
+    """Rank 0 dies in the start, and the other rank comes to ``where`` when it is gone."""
+
+    def gone(*args: Any, **kwargs: Any) -> Any:
+        if os.environ["RANK"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1.0)
+        return original(*args, **kwargs)
+
+    original = getattr(torch_transport, where)
+    setattr(torch_transport, where, gone)
+    train([8, 8])

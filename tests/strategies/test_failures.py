@@ -136,6 +136,18 @@ def test_a_rank_that_dies_at_its_second_step_is_named_after_dead_after() -> None
     assert told["at"] - died_at < 3.0 + 4.0
 
 
+@pytest.mark.parametrize("where", ["Presence", "Membership"])
+def test_the_first_rank_dies_while_the_others_start(where: str) -> None:
+    """The store has gone with it: torch would try to reach that for 30 minutes."""
+    kwargs = {"where": where}
+    with start_ranks("tests.strategies.failure_workers:without_the_first", 2, kwargs=kwargs, timeout=40.0) as group:
+        results = group.join()
+    told = ended(results[1])
+    assert results[1].returncode == 1
+    assert told["error"].startswith("PeerLost: rank 1: ") and "rank 0 or the launcher, is gone" in told["error"]
+    assert told["ranks"] == [0]
+
+
 # ---- who does not belong ----
 
 

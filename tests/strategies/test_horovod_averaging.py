@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,6 +50,18 @@ def test_a_killed_rank_ends_the_other_with_an_error_of_horovods_kind() -> None:
     assert told["error"].startswith(KINDS), told
     assert told["at"] - killed_at < 7.0
     assert told["finite"]
+
+
+@pytest.mark.parametrize("at", [[1, 0, "raise in validation"], [0, 30, "raise"]], ids=["in validation", "in a step"])
+def test_an_exception_on_one_rank_is_named_by_the_other(at: list[Any]) -> None:
+    """Horovod only tells that it has been shut down; the heartbeats tell by whom, and why."""
+    kwargs = {"batches": [40] * 2, "at": at}
+    with horovod_environment(2) as env, start_ranks(TRAIN, 2, kwargs=kwargs, timeout=60.0, env=env) as group:
+        results = group.join()
+    assert ended(results[at[0]])["error"] == "ValueError: the data ran dry"
+    other = results[1 - at[0]]
+    assert other.returncode == 1 and ended(other)["error"].startswith(KINDS), other
+    assert f"rank {at[0]} failed: ValueError: the data ran dry" in ended(other)["error"]
 
 
 def test_horovodrun(tmp_path: Path) -> None:

@@ -72,8 +72,10 @@ class Board:
 
         Raises:
             AsyncTrainingError: one does.
-            RuntimeError: the store is out of reach.
+            RuntimeError, ConnectionError: the store is out of reach.
         """
+        if not reachable(self._store, self._patience):
+            raise ConnectionError("connection refused")  # else torch tries for as long as a request may block
         self._connect()
         self._make_room([self._me, *self._peers])
         if self._elastic:

@@ -114,7 +114,7 @@ class Membership:
 
         Raises:
             AsyncTrainingError: another process lives under this name; it is left alone.
-            RuntimeError: the store is out of reach.
+            RuntimeError, ConnectionError: the store is out of reach.
         """
         if self._heart.started:
             return

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import atexit
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+
+from torch.distributed import DistNetworkError, DistStoreError
 
 from lightning_async.comm.membership.generation import in_order, listed
 from lightning_async.comm.membership.membership import Membership
 from lightning_async.comm.membership.signing import Seal
 from lightning_async.comm.membership.start import Patience, greet
 from lightning_async.comm.membership.stores import PrefixStore, Store
-from lightning_async.errors import AsyncTrainingError, PeerLost
+from lightning_async.errors import PeerLost
 
-__all__ = ["Presence"]
+__all__ = ["Presence", "naming_the_stores_host"]
 
 _INTERVAL = timedelta(seconds=1)
 _SEVERAL = 8  # beats within the silence after which a process is lost
@@ -76,13 +80,22 @@ class Presence:
             CollectiveTimeout: ranks live, but did not come; names them.
         """
         patience = Patience(self._rank, timeout, self.check)
-        try:
+        with naming_the_stores_host(self._rank):
             greet(PrefixStore(name, self._store), self._rank, self._world_size, job, seal.within(name), patience)
-        except AsyncTrainingError:
-            raise
-        except RuntimeError as error:
-            raise PeerLost(
-                f"rank {self._rank}: while it waited for the others, the store failed ({str(error).splitlines()[0]}). "
-                "Its host, rank 0 or the launcher, is gone: see the log of rank 0.",
-                () if self._rank == 0 else (0,),
-            ) from error
+
+
+@contextmanager
+def naming_the_stores_host(rank: int) -> Iterator[None]:
+    """Where the store fails, that rank 0 is gone is the cause, and is said.
+
+    Raises:
+        PeerLost: in place of what torch raised.
+    """
+    try:
+        yield
+    except (DistNetworkError, DistStoreError, ConnectionError) as error:
+        raise PeerLost(
+            f"rank {rank}: while it waited for the others, the store failed ({str(error).splitlines()[0]}). "
+            "Its host, rank 0 or the launcher, is gone: see the log of rank 0.",
+            () if rank == 0 else (0,),
+        ) from error
