@@ -23,12 +23,21 @@ LrClock = Literal["local", "global"]
 
 def check_arguments(rule: Any, schedule: Any, overlap: bool) -> None:
     """Whether the strategy's first three arguments are what they must be."""
-    if isinstance(rule, type) or not isinstance(rule, AveragingRule):
-        raise TypeError(f"`AsyncAveragingStrategy(rule={rule!r})` must be an averaging rule such as DeltaMean().")
-    if isinstance(schedule, type) or not isinstance(schedule, Schedule):
-        raise TypeError(f"`AsyncAveragingStrategy(schedule={schedule!r})` must be a schedule such as EveryNSteps(32).")
+    _check_answers("rule", rule, AveragingRule, "an averaging rule such as DeltaMean()")
+    _check_answers("schedule", schedule, Schedule, "a schedule such as EveryNSteps(32)")
     if not isinstance(overlap, bool):
         raise TypeError(f"`AsyncAveragingStrategy(overlap={overlap!r})` must be True or False.")
+
+
+def _check_answers(argument: str, value: Any, protocol: type, what: str) -> None:
+    """Whether an argument has all that its protocol asks for."""
+    names = [name for name in (*protocol.__annotations__, *vars(protocol)) if not name.startswith("_")]
+    lacks = [name for name in names if not hasattr(value, name)]
+    shown = f"`AsyncAveragingStrategy({argument}={value!r})` must be {what}."
+    if isinstance(value, type) or len(lacks) == len(names):
+        raise TypeError(shown)
+    if lacks:
+        raise TypeError(f"{shown} Of what `{protocol.__name__}` asks for, {type(value).__name__} lacks {lacks}.")
 
 
 def check_policies(owner: str, buffers: object, optimizer_state: object, lr_clock: object, part_mb: float) -> None:

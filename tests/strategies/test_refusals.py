@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_async import AsyncAveragingStrategy, DeltaMean, EveryNSteps, HorovodStrategy, Mean, TorchTransport
+from lightning_async.rules import AllMean
 from lightning_async.trainer.namespace import pytorch
 from tests.strategies import problem
 from tests.strategies.workers import Outcomes, fit, loader, logged
@@ -43,6 +44,22 @@ def test_wrong_arguments_are_named(arguments: dict[str, Any], error: type[Except
     with pytest.raises(error) as raised:
         AsyncAveragingStrategy(**arguments)
     assert all(text in str(raised.value) for text in texts), raised.value
+
+
+def test_what_a_rule_of_a_users_own_lacks_is_named() -> None:
+    class Half:
+        exchange = AllMean()  # as it was once called
+
+        init = message_ = merge_ = mix_ = agree = state_dict = load_state_dict = lambda *_: None
+        num_scalars, per_replica, overlappable, absent_follow = 0, frozenset[str](), True, True
+        restores_local = mixes = False
+
+        def __repr__(self) -> str:
+            return "Half()"
+
+    rule: Any = Half()
+    with pytest.raises(TypeError, match=r"rule=Half\(\).*Half lacks \['sends_difference', 'topology', 'abandon_'\]"):
+        AsyncAveragingStrategy(rule)
 
 
 @pytest.mark.parametrize(
