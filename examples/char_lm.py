@@ -4,7 +4,7 @@ Everything here is plain Lightning; the strategy is the one line that makes trai
 
     python examples/char_lm.py --strategy async_averaging --devices 2
     horovodrun -np 2 python examples/char_lm.py --strategy horovod
-    mpirun -np 2 python examples/char_lm.py --strategy async_averaging --engine horovod
+    mpirun -np 2 python examples/char_lm.py --strategy async_averaging --transport horovod
 
 The model and the data are importable without side effects (tests and benchmarks use them).
 """

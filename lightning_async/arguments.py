@@ -14,15 +14,14 @@ def check_choice(owner: str, argument: str, value: object, allowed: tuple[object
 
 
 def check_protocol(owner: str, argument: str, value: object, protocol: type, what: str) -> None:
-    """Raise TypeError unless the argument is an object that answers all that ``protocol`` (runtime-checkable) asks."""
-    asked = sorted(
-        name for cls in protocol.__mro__[:-1] for name in {*vars(cls), *vars(cls).get("__annotations__", ())}
-        if not name.startswith("_") and cls.__module__ == protocol.__module__
-    )  # fmt: skip
-    missing = [name for name in asked if not hasattr(value, name)]
-    if isinstance(value, type) or missing:
-        lacks = "" if isinstance(value, type) or len(missing) == len(asked) else f" It lacks {missing}."
-        raise TypeError(f"`{owner}({argument}={value!r})` must be {what}.{lacks}")
+    """Raise TypeError unless the argument is an object that has all that ``protocol`` asks for."""
+    names = [name for name in (*protocol.__annotations__, *vars(protocol)) if not name.startswith("_")]
+    lacks = [name for name in names if not hasattr(value, name)]
+    shown = f"`{owner}({argument}={value!r})` must be {what}."
+    if isinstance(value, type) or len(lacks) == len(names):
+        raise TypeError(shown)
+    if lacks:
+        raise TypeError(f"{shown} Of what `{protocol.__name__}` asks for, {type(value).__name__} lacks {lacks}.")
 
 
 def check_int(owner: object, argument: str, at_least: int) -> None:

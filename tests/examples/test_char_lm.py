@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples.char_lm import CharData, CharLM, Windows, read_text
+import examples.char_lm
+from examples.char_lm import CharData, CharLM, Windows, parse, read_text
 from lightning_async.monitor.plot import read_metrics
 from tests.support import ROOT, rank_environment
 
@@ -19,6 +21,15 @@ def test_the_text_is_real_and_the_same_every_time():
     assert len(text) > 700_000
     assert "An identifier" in text
     assert text == read_text()
+
+
+def test_its_docstring_shows_options_that_it_has():
+    shown = [
+        line.split("char_lm.py")[1] for line in (examples.char_lm.__doc__ or "").splitlines() if "char_lm.py" in line
+    ]
+    assert len(shown) == 3
+    for options in shown:
+        parse(shlex.split(options))
 
 
 def test_windows_cover_the_tokens_and_targets_are_the_next_ones():

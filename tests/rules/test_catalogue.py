@@ -40,6 +40,49 @@ def test_row_is_an_immutable_value_of_its_interface(row) -> None:
             setattr(value, field.name, None)
 
 
+class OnlyEquations(AveragingRule[Any]):
+    """A user's rule, straight from the interface, with nothing but what that asks for."""
+
+    topology = rules.AllMean()  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
+    num_scalars, per_replica, overlappable, absent_follow = 0, frozenset[str](), True, True
+    restores_local = mixes = sends_difference = False
+
+    def init(self, params: Any, layout: Any) -> Any:
+        return (params.clone(),)
+
+    def message_(self, out: Any, state: Any) -> tuple[float, ...]:
+        return ()
+
+    def merge_(self, sent: Any, received: Any, state: Any, round: Any) -> Any:
+        return state
+
+    def state_dict(self, state: Any) -> dict[str, Any]:
+        return {"anchor": state[0]}
+
+    def load_state_dict(self, state: Any, saved: dict[str, Any]) -> Any:
+        return (saved["anchor"],)
+
+
+def test_what_a_rule_inherits_from_the_interface_answers() -> None:
+    rule, mean = OnlyEquations(), torch.ones(2)
+    state = rule.init(mean, None)
+    assert rule.abandon_(mean, state) is state
+    assert rule.agree(mean, state) is mean
+    live = torch.tensor([3.0, 4.0])
+    facts = rules.Round(id=0, rank=0, work=(1.0,))
+    assert rule.mix_(live, torch.tensor([1.0, 1.0]), torch.tensor([2.0, 0.0]), state, facts) is state
+    assert live.tolist() == [4.0, 3.0]
+
+
+@pytest.mark.parametrize("interface", [AveragingRule, Schedule])
+def test_a_class_that_leaves_out_an_equation_is_refused(interface) -> None:
+    class Bare(interface):
+        pass
+
+    with pytest.raises(TypeError, match="abstract"):
+        Bare()
+
+
 @pytest.mark.parametrize("cls", PUBLIC, ids=lambda cls: cls.__name__)
 def test_docstring_has_equation_arguments_source_and_a_passing_doctest(cls) -> None:
     text = inspect.cleandoc(cls.__doc__)

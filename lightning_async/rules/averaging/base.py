@@ -48,19 +48,6 @@ class RuleBase(AveragingRule[S], ABC):
     def merge_(self, sent: Tensor | None, received: Tensor, state: S, round: Round) -> S:
         """See `AveragingRule.merge_`."""
 
-    def abandon_(self, sent: Tensor, state: S) -> S:
-        """Nothing was noted of the message that would have to be undone."""
-        return state
-
-    def mix_(self, live: Tensor, base: Tensor, target: Tensor, state: S, round: Round) -> S:
-        """All progress is kept: ``live + (target - base)``."""
-        live.sub_(base.sub_(target))
-        return state
-
-    def agree(self, mean: Tensor, state: S) -> Tensor:
-        """The mean itself."""
-        return mean
-
     def state_dict(self, state: S) -> dict[str, Any]:
         """The state's tensors by name; references, not copies, as in torch."""
         return dict(state._asdict())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
@@ -85,9 +86,12 @@ class AveragingRule(Protocol[S]):
     The state is a ``NamedTuple`` of flat fp32 tensors, equal on all replicas between rounds but for the fields in
     `per_replica`. A rule treats every element, or every tensor of the layout, alike: so it may be given a part of the
     parameters (a fragment) as if that were all, with a state for each part.
+
+    Any class that has all of this will do. One that inherits it gets the defaults; `RuleBase` has more of them.
     """
 
     @property
+    @abstractmethod
     def topology(self) -> Topology:
         """How the messages travel."""
         ...
@@ -110,14 +114,17 @@ class AveragingRule(Protocol[S]):
     sends_difference: bool
     """Whether messages are differences from what all replicas share: small, so that 8 bits per element hold them."""
 
+    @abstractmethod
     def init(self, params: Tensor, layout: FlatLayout) -> S:
         """The state at a point where all replicas hold ``params`` (flat fp32; ``layout`` knows the shapes)."""
         ...
 
+    @abstractmethod
     def message_(self, out: Tensor, state: S) -> tuple[float, ...]:
         """Turn the snapshot in ``out`` into this replica's message, in place; return scalars for the header."""
         ...
 
+    @abstractmethod
     def merge_(self, sent: Tensor | None, received: Tensor, state: S, round: Round) -> S:
         """Turn ``received`` (the mean message) into the target and ``sent`` back into the snapshot, in place.
 
@@ -129,27 +136,31 @@ class AveragingRule(Protocol[S]):
     def abandon_(self, sent: Tensor, state: S) -> S:
         """This replica's message, in ``sent``, goes nowhere: no round will hold it.
 
-        Returns the state, of which only the fields in `per_replica` may have changed.
+        Returns the state, of which only the fields in `per_replica` may have changed. Default: nothing was noted of the
+        message that would have to be undone.
         """
-        ...
+        return state
 
     def mix_(self, live: Tensor, base: Tensor, target: Tensor, state: S, round: Round) -> S:
         """Turn ``live``, the parameters now, into what they shall be, in place; called where `mixes`.
 
         ``base`` is the snapshot (of an absent replica, the last target) and may be used up; ``target`` stays. Not
         called where there was no progress: then the target is copied. Returns the state, of which only the fields in
-        `per_replica` may have changed.
+        `per_replica` may have changed. Default: all progress is kept, ``live + (target - base)``.
         """
-        ...
+        live.sub_(base.sub_(target))
+        return state
 
     def agree(self, mean: Tensor, state: S) -> Tensor:
         """The model a rendezvous shows, given the work-weighted ``mean`` of the parameters. Default: the mean."""
-        ...
+        return mean
 
+    @abstractmethod
     def state_dict(self, state: S) -> dict[str, Any]:
         """The state as a plain dict of tensors and numbers, for a checkpoint."""
         ...
 
+    @abstractmethod
     def load_state_dict(self, state: S, saved: dict[str, Any]) -> S:
         """``state`` with the content of ``saved``."""
         ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from abc import abstractmethod
 from typing import NamedTuple, Protocol, runtime_checkable
 
 __all__ = ["Action", "Clock", "Schedule", "Step"]
@@ -73,6 +74,7 @@ class Clock(NamedTuple):
 class Schedule(Protocol):
     """When replicas talk: a pure function of one replica's clock."""
 
+    @abstractmethod
     def next(self, clock: Clock) -> Step | Action:
         """What to do with the step that comes after ``clock``."""
         ...
