@@ -409,6 +409,40 @@ def test_rank_0_may_be_lost_and_comes_back_as_the_last() -> None:
     assert agreed(hand.meet())[1] == ("2", "3", "0")
 
 
+def test_a_rank_that_misses_a_generation_keeps_its_number_where_none_may_join() -> None:
+    hand = Hand(3)
+    hand.everybody_is_seen()
+
+    def ask(*ranks: int) -> list[Generation]:
+        entered = []
+        for rank in ranks:
+            with suppress(CollectiveTimeout):
+                entered.append(hand.ranks[rank].next_generation(timedelta(0)))
+        return entered
+
+    ask(0, 1, 2)
+    hand.beat(0, 1, 2)
+    hand.beat(1, 2)
+    assert [each.number for each in ask(1, 2)] == [1, 1]  # rank 0 has yet to hear that it is decided
+    ask(1, 2)  # and it has failed: they want another one
+    hand.beat(1, 2)
+    decide = hand.ranks[0]._board.decide
+
+    def slowly(wanted: int, proposal: Any) -> Any:
+        ask(0)  # its training thread looks meanwhile, and finds that the others want more
+        return decide(wanted, proposal)
+
+    hand.ranks[0]._board.decide = slowly
+    hand.beat(0)
+    hand.ranks[0]._board.decide = decide
+    for number in (2, 3):
+        for _ in range(4):
+            ask(*(r for r in range(3) if hand.ranks[r].generation.number < number))
+            hand.beat(0, 1, 2)
+        assert [rank.generation.number for rank in hand.ranks] == [number] * 3
+        assert [rank.generation.rank for rank in hand.ranks] == [0, 1, 2]
+
+
 def test_one_that_leaves_in_order_is_in_no_later_generation() -> None:
     hand = Growing(3)
     leaving = hand.names.pop("0")

@@ -20,13 +20,16 @@ class Census:
         generation: the first; of a newcomer, itself alone.
         fresh: see `Membership`.
         dead_s, start_s: the silence that is death, of a peer that was seen and of one that was not yet.
+        elastic: whether ranks may join: then who has been in longest comes first; else all keep their order.
     """
 
-    def __init__(self, generation: Generation, fresh: bool, dead_s: float, start_s: float) -> None:
+    def __init__(
+        self, generation: Generation, fresh: bool, dead_s: float, start_s: float, elastic: bool = True
+    ) -> None:
         self.generation = generation
         self.me = generation.name
         self.peers: dict[str, Peer] = {}
-        self._fresh, self._dead_s, self._start_s = fresh, dead_s, start_s
+        self._fresh, self._dead_s, self._start_s, self._elastic = fresh, dead_s, start_s, elastic
         self.hear_of(generation.members)
 
     def hear_of(self, names: Iterable[str]) -> None:
@@ -86,12 +89,15 @@ class Census:
     def proposal(self, mine: Record) -> list[str] | None:
         """Who would be in the generation that ``mine`` wants, in the order of their ranks; None while it is too early.
 
-        Who has been in longest comes first: rank 0 has lived through what newcomers have not. A newcomer decides
-        nothing, as it may not have heard of all.
+        Where ranks may join, who has been in longest comes first: rank 0 has lived through what newcomers have not.
+        Else a rank that only heard too late of a generation with it keeps its number, too. A newcomer decides nothing,
+        as it may not have heard of all.
         """
         if self.generation.number < 0 or self.awaited(mine.wanted):
             return None
         since = {name: peer.record.since for name, peer in self.peers.items() if peer.up} | {self.me: mine.since}
+        if not self._elastic:
+            return in_order(since)
         return sorted(in_order(since), key=lambda name: mine.wanted if since[name] == OUTSIDE else since[name])
 
     def enter(self, number: int, members: tuple[str, ...]) -> None:

@@ -83,9 +83,10 @@ class Membership:
         # A stall of the store that is shorter costs nothing: the answer is waited for.
         patience = max(_MIN_PATIENCE, dead_after / 4)
         seal = Seal() if seal is None else seal
-        self._board = Board(store, generation.name, generation.members, seal, patience, elastic or member is not None)
+        elastic = elastic or member is not None
+        self._board = Board(store, generation.name, generation.members, seal, patience, elastic)
         self.dead_after, self._dead_s = dead_after, dead_after.total_seconds()
-        self._census = Census(generation, fresh, self._dead_s, start_timeout.total_seconds())
+        self._census = Census(generation, fresh, self._dead_s, start_timeout.total_seconds(), elastic)
         self._interval_s = interval.total_seconds()
         self.on_change, self._clock = on_change, clock
         self._lock = threading.Lock()
