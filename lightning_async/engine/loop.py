@@ -224,11 +224,13 @@ class Loop:
         self._buckets.claim()
         started = self._now()
         exchange = kind.begin(plan, self._box.next_exchange, parts)
+        exchange.header_s = waited_s
         kind.move(exchange)
+        exchange.exchange_s = self._now() - started  # what is known, should the answer to the commit be lost
         self._to(Stage.COMMIT)
         self.prepared = exchange
         exchange.tally = float(self._transfer.meet(torch.tensor([exchange.tally], dtype=torch.float64)).sum())
-        exchange.header_s, exchange.exchange_s = waited_s, self._now() - started
+        exchange.exchange_s = self._now() - started
         self._apply(exchange)
 
     def _catch_up(self, id: int) -> None:

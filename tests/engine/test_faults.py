@@ -74,6 +74,24 @@ def test_a_rank_that_loses_the_last_answer_catches_up(rule, culprit, caplog) -> 
     assert [each["summary"].rounds for each in rough] == [3, 3, 3]
 
 
+def test_a_round_that_is_caught_up_with_tells_what_it_took() -> None:
+    def body(rank: FaultyRank) -> list[float]:
+        summary, after = rank.averager.summary, [0.0]
+
+        def note(step: int) -> None:
+            if summary.rounds == len(after):
+                after.append(summary.exchange_s)
+
+        rank.train(12, each=note)
+        assert rank.meet() is Arrival.OPEN
+        return after
+
+    script = [Fault(op="all_gather", nth=4, action=Fail(after=True), name=HEADER)]  # the second round's commit
+    for after in values(2, body, scripts={1: script}):
+        assert len(after) == 4
+        assert after == sorted(set(after)), after
+
+
 def test_a_lost_commit_while_training_goes_on_keeps_all_replicas_equal() -> None:
     def body(rank: FaultyRank) -> Any:
         rank.train(40)
