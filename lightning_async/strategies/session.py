@@ -58,7 +58,8 @@ class Session:
         )  # fmt: skip
         connection.membership.on_change = control.wake
         self.averager = BackgroundAverager(control, strategy.rule, strategy.schedule, config)
-        gradients = SynchronousGradients(control, self.averager.gates, self.averager.synchronous_step)
+        averager = self.averager
+        gradients = SynchronousGradients(control, averager.gates, averager.synchronous_step, averager.weigh_step)
         saved.resume(self.averager, strategy.global_rank, strategy.world_size)
         self.stepping = Stepping(strategy, self.averager, gradients, meet)
 

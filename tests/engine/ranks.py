@@ -77,7 +77,7 @@ def assemble(
     control = ControlPlane(collectives, membership, replica, config.deadlines, part_bytes=config.part_bytes, **kwargs)
     membership.on_change = control.wake
     averager = BackgroundAverager(control, rule, schedule, config)
-    return averager, SynchronousGradients(control, averager.gates, averager.synchronous_step)
+    return averager, SynchronousGradients(control, averager.gates, averager.synchronous_step, averager.weigh_step)
 
 
 @contextmanager

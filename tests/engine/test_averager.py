@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from lightning_async.engine.header import Arrival, Gate
@@ -40,16 +41,17 @@ def test_a_gate_makes_one_model_and_twice_changes_no_bit() -> None:
     torch.testing.assert_close(a, torch.full((1, 8), 0.25 * x[0] + 0.75 * x[1]))
 
 
-def test_gradients_are_weighted_by_samples() -> None:
+@pytest.mark.parametrize(("weighting", "share"), [("samples", 0.75), ("steps", 0.5), ("equal", 0.5)])
+def test_gradients_are_weighted_as_rounds_are(weighting, share) -> None:
     def body(rank):
         rank.train(5, samples=1.0 + 2.0 * rank.averager.summary.rank)
         rank.meet()
         return rank.x.clone()
 
-    left, right = run(2, body, schedule=Synchronous())
+    left, right = run(2, body, schedule=Synchronous(), config={"weighting": weighting})
     x = 1.0
     for _ in range(5):
-        x -= 0.1 * (0.25 * x + 0.75 * (x - 1.0))
+        x -= 0.1 * ((1 - share) * x + share * (x - 1.0))
     assert torch.equal(left, right)
     torch.testing.assert_close(left, torch.full((1, 8), x))
 

@@ -133,6 +133,10 @@ class BackgroundAverager(Generic[S]):
         self._buckets.take_when(lambda: not self._buckets.announced, self.control.see)
         return self._buckets.used()
 
+    def weigh_step(self, samples: float) -> float:
+        """What gradients of so many samples weigh in a synchronous step: what a local step of as many would."""
+        return Work(samples, 1.0).weight(self.config.weighting)
+
     def synchronous_step(self, samples: float | None) -> None:
         """Gradients were averaged, with this replica's of so many ``samples``; None: without them. Under the lock."""
         self.ledger.synchronous_step(None if samples is None else Work(samples, 1.0))

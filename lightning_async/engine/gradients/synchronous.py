@@ -1,4 +1,4 @@
-"""Synchronous steps through the engine: gradients averaged by samples, late and empty replicas counted in."""
+"""Synchronous steps through the engine: gradients averaged by weight, late and empty replicas counted in."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Part(NamedTuple):
     """What one rank says of its gradients in a header.
 
     Args:
-        samples: behind them.
+        weight: what they count in the mean.
         mask: a hash of which parameters have one.
     """
 
-    samples: float = 0.0
+    weight: float = 0.0
     mask: int = 0
 
 
@@ -51,8 +51,8 @@ class GradientMessage(Message):
 
 class GradientPlan(NamedTuple):
     """Args:
-    kind: of the round; None where no replica has samples.
-    weights: every rank's share of the samples.
+    kind: of the round; None where no replica has a weight.
+    weights: every rank's share in the mean.
     """
 
     kind: Kind | None
@@ -64,7 +64,7 @@ class Reduction(Exchange):
     """Gradients on their way.
 
     Args:
-        share: this rank's share of the samples.
+        share: this rank's share in the mean.
         used: which parameters any replica used.
         masks_differ: replicas used different ones.
     """
@@ -82,22 +82,31 @@ class SynchronousGradients:
         gates: by which the training thread waits.
         on_step: called under the lock where a step is committed, on all ranks, with this one's samples, or None where
             it was without gradients.
+        weigh: the weight of gradients, of so many samples. Default: the samples.
     """
 
     blank = Part()
 
-    def __init__(self, control: ControlPlane, gates: Gates, on_step: Callable[[float | None], None]) -> None:
+    def __init__(
+        self,
+        control: ControlPlane,
+        gates: Gates,
+        on_step: Callable[[float | None], None],
+        weigh: Callable[[float], float] = lambda samples: samples,
+    ) -> None:
         self._buckets, self._transfer, self._box = control.buckets, control.transfer, control.mailbox
         self._replica: Replica = control.buckets.replica
-        self._control, self._gates, self._on_step = control, gates, on_step
+        self._control, self._gates, self._on_step, self._weigh = control, gates, on_step, weigh
         control.register(self)
 
     # ---- the training thread ----
 
     def reduce_(self, samples: float, scale: float = 1.0) -> None:
-        r"""Replace the gradients by their sample-weighted mean over all replicas; stands still until it is there.
+        r"""Replace the gradients by their weighted mean over all replicas; stands still until it is there.
 
         .. math:: g \leftarrow s \sum_i \frac{n_i}{\sum_j n_j} \frac{g_i}{s_i}
+
+        :math:`n_i` is the weight of replica :math:`i`: its samples, unless ``weigh`` says otherwise.
 
         Args:
             samples: samples behind the gradients of this replica.
@@ -110,7 +119,7 @@ class SynchronousGradients:
             _pack_(replica, buckets.sent, 1.0 / scale)
         self._gates.wait(lambda: buckets.message is None)
         arrived = buckets.arrived
-        if isinstance(arrived, Reduction):  # else no replica had samples
+        if isinstance(arrived, Reduction):  # else no replica had a weight
             buckets.to_training.take()
             _unpack_(replica, arrived.target, arrived.used, scale)
         with self._box.changed:
@@ -125,7 +134,7 @@ class SynchronousGradients:
         return self.blank
 
     def complete(self, part: Part, message: Message | None, compare: bool) -> Part:
-        return Part(message.samples, _mask(message.used)) if isinstance(message, GradientMessage) else part
+        return Part(self._weigh(message.samples), _mask(message.used)) if isinstance(message, GradientMessage) else part
 
     def is_due(self, parts: Sequence[Part]) -> bool:
         return False
@@ -133,8 +142,8 @@ class SynchronousGradients:
     def plan(self, priority: int, headers: Sequence[Header], parts: Sequence[Part]) -> GradientPlan | None:
         if priority != GRADIENTS:
             return None
-        total = sum(p.samples for p in parts)
-        return GradientPlan(self, tuple(p.samples / total for p in parts)) if total > 0.0 else GradientPlan(None)
+        total = sum(p.weight for p in parts)
+        return GradientPlan(self, tuple(p.weight / total for p in parts)) if total > 0.0 else GradientPlan(None)
 
     def settle(self, headers: Sequence[Header], parts: Sequence[Part]) -> tuple[bool, None]:
         return True, None
@@ -143,7 +152,7 @@ class SynchronousGradients:
         """Nothing is left over: a rank with gradients waits for them."""
 
     def drop(self) -> None:
-        """No replica has samples."""
+        """No replica has a weight."""
         if isinstance(self._buckets.message, GradientMessage):
             self._buckets.message = None
 
