@@ -127,6 +127,7 @@ class Buckets:
             registered: puts a bucket where the transport moves it best.
         """
         replica = self.replica
+        self.sent = self.received = torch.empty(0)  # the old ones go first: there is not room for four
         pin = replica.device.type == "cpu" and any(p.is_cuda for p in replica.parameters)
         self.sent, self.received = (
             registered(torch.zeros(replica.numel, device=replica.device, pin_memory=pin)) for _ in range(2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,10 +20,11 @@ import lightning_async.engine
 from lightning_async.comm.membership.membership import Membership
 from lightning_async.comm.simulated.faulty import Fail, Fault, FaultyCollectives
 from lightning_async.comm.simulated.inprocess import InProcessWorld
-from lightning_async.engine.buckets import Exchange, Kind, Message
+from lightning_async.engine.buckets import Buckets, Exchange, Kind, Message
 from lightning_async.engine.control import ControlPlane
 from lightning_async.engine.gates import Gates
 from lightning_async.engine.header import Arrival, Gate, Header, Vote
+from lightning_async.engine.mailbox import Mailbox
 from lightning_async.engine.replica import Replica
 from lightning_async.rules import EveryNSteps
 from tests.engine.fault_ranks import DEADLINES
@@ -129,6 +131,14 @@ def test_a_wing_that_averages_nothing_has_rounds_gates_votes_and_recovery() -> N
             assert sums == [6.0, 60.0, 600.0]
             assert (arrival, ends, opened) == (Arrival.OPEN, True, 1)
             assert failed == len(faults)
+
+
+def test_buckets_that_are_laid_out_anew_never_lie_beside_the_old_ones() -> None:
+    buckets = Buckets(Replica(nn.Linear(4, 2)), Mailbox())
+    old, seen = [weakref.ref(buckets.sent), weakref.ref(buckets.received)], []
+    buckets.lay_out(lambda bucket: seen.append([each() for each in old]) or bucket)
+    assert seen == [[None, None]] * 2
+    assert torch.equal(buckets.received, torch.cat([p.detach().flatten() for p in buckets.replica.parameters]))
 
 
 def test_a_round_enters_at_most_nine_modules_on_each_thread() -> None:
