@@ -428,9 +428,9 @@ def test_a_rank_that_misses_a_generation_keeps_its_number_where_none_may_join() 
     hand.beat(1, 2)
     decide = hand.ranks[0]._board.decide
 
-    def slowly(*args: Any) -> Any:
+    def slowly(wanted: int, proposal: Any) -> Any:
         ask(0)  # its training thread looks meanwhile, and finds that the others want more
-        return decide(*args)
+        return decide(wanted, proposal)
 
     hand.ranks[0]._board.decide = slowly
     hand.beat(0)

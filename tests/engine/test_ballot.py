@@ -57,7 +57,7 @@ def verdict(rows: list[Row], wings: list[Any]) -> Verdict:
 TRAINS = Row(Header(exchange=3))
 READY = TRAINS.but(ready=ROUND, due=True, work=4.0, steps=4.0)
 LEFT_OVER = READY.but(due=False, excused=True)
-STEPS = TRAINS.but(ready=synchronous.GRADIENTS, samples=2.0, mask=5)
+STEPS = TRAINS.but(ready=synchronous.GRADIENTS, weight=2.0, mask=5)
 START_OF_RUN = {"last_exchange": 3, "clock": 5.0}
 
 
@@ -87,7 +87,7 @@ CASES: dict[str, tuple[list[Row], dict[str, Any]]] = {
     "one has yet to follow a new layout": ([READY.but(version=1, layout=9), LEFT_OVER], {}),
     "synchronous steps": ([STEPS, STEPS], {"kind": "SynchronousGradients", "weights": (0.5, 0.5)}),
     "a synchronous step beside a message": ([STEPS, READY], {"kind": "SynchronousGradients", "weights": (1, 0)}),
-    "a synchronous step without samples": ([STEPS.but(samples=0.0)] * 2, {"void": True}),
+    "a synchronous step without samples": ([STEPS.but(weight=0.0)] * 2, {"void": True}),
     "a synchronous step without a peer": ([STEPS, TRAINS], {}),
     "after synchronous steps": (
         [READY.but(fresh=True), READY.but(work=9.0)],
