@@ -144,7 +144,7 @@ class Warmup(Schedule):
             if getattr(self, argument) is not None:
                 check_int(self, argument, at_least=1)
 
-    def next(self, clock: Clock) -> Step | Action:
+    def next(self, clock: Clock) -> Step:
         """The warm-up's action until it is over, then the schedule's."""
         if self.steps is not None:
             warm = clock.step >= self.steps
@@ -152,7 +152,7 @@ class Warmup(Schedule):
             assert self.epochs is not None  # exactly one is given
             warm = clock.epoch >= self.epochs
         if warm:
-            return self.schedule.next(clock)
+            return Step.of(self.schedule.next(clock), self.schedule)
         if self.warmup_sync_every is None:
             return Step(Action.GRADIENTS)
         return EveryNSteps(self.warmup_sync_every).next(clock)

@@ -32,7 +32,7 @@ class Step(NamedTuple):
     fragment: int = 0
 
     @classmethod
-    def of(cls, said: object, schedule: object, num_fragments: int = 1) -> Step:
+    def of(cls, said: object, schedule: object, num_fragments: int | None = None) -> Step:
         """What a schedule has said; an action alone is one of the first fragment.
 
         Raises:
@@ -45,7 +45,7 @@ class Step(NamedTuple):
         step = cls(said) if isinstance(said, Action) else said
         if not isinstance(step, cls):
             raise TypeError(f"`schedule={schedule!r}` said {said!r}; `next` must return a `Step`, or an `Action`.")
-        if not 0 <= step.fragment < num_fragments:
+        if step.fragment < 0 or (num_fragments is not None and step.fragment >= num_fragments):
             raise ValueError(f"`schedule={schedule!r}` asks for fragment {step.fragment} of {num_fragments}.")
         return step
 
@@ -75,6 +75,6 @@ class Schedule(Protocol):
     """When replicas talk: a pure function of one replica's clock."""
 
     @abstractmethod
-    def next(self, clock: Clock) -> Step | Action:
+    def next(self, clock: Clock) -> Step:
         """What to do with the step that comes after ``clock``."""
         ...
