@@ -109,9 +109,9 @@ def test_seconds_go_on_over_gates() -> None:
         def __init__(self) -> None:
             self.seconds = []
 
-        def next(self, clock: Clock) -> Action:
+        def next(self, clock: Clock) -> Step:
             self.seconds.append(clock.seconds_since_round)
-            return Action.LOCAL
+            return Step(Action.LOCAL)
 
     schedules = [Noted(), Noted()]
 

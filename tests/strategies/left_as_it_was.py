@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_async import AsyncAveragingStrategy, Mean
-from lightning_async.rules.schedules.protocol import Action, Clock
+from lightning_async.rules.schedules.protocol import Action, Clock, Step
 from lightning_async.trainer.namespace import pl, pytorch
 from tests.strategies import problem
 from tests.strategies.workers import Net, fit, loader, make_trainer, rank, scenario, shard
@@ -144,8 +144,8 @@ def compiled(folder: Path) -> Any:
 class ThenSynchronous:
     """Local steps, which make replicas different, and then synchronous ones."""
 
-    def next(self, clock: Clock) -> Action:
-        return Action.LOCAL if clock.step < 4 else Action.GRADIENTS
+    def next(self, clock: Clock) -> Step:
+        return Step(Action.LOCAL if clock.step < 4 else Action.GRADIENTS)
 
 
 class Stateful(Net):
