@@ -144,22 +144,27 @@ def test_buckets_that_are_laid_out_anew_never_lie_beside_the_old_ones() -> None:
 def test_a_round_enters_at_most_nine_modules_on_each_thread() -> None:
     folder = str(Path(lightning_async.engine.__file__).parent)
     entered: dict[str, set[str]] = defaultdict(set)
-    watching = threading.Event()
+    watching, training, together = threading.Event(), set[int](), threading.Barrier(2, timeout=20.0)
 
     def note(frame: Any, event: str, arg: Any) -> None:
         if event == "call" and watching.is_set() and frame.f_code.co_filename.startswith(folder):
-            thread = "engine" if "rounds" in threading.current_thread().name else "training"
+            mine = threading.get_ident() in training
+            thread = "training" if mine else "engine" if "rounds" in threading.current_thread().name else "other"
             entered[thread].add(frame.f_code.co_filename[len(folder) + 1 :])
 
     def body(rank: Rank) -> int:
         sys.setprofile(note)
         summary, deadline = rank.averager.summary, time.monotonic() + 20
+        training.add(threading.get_ident())
         rank.train(4)
+        together.wait()  # neither makes ready, nor comes to its last gate, while the other one is watched
         watching.set()
         while summary.rounds < 4 and time.monotonic() < deadline:
             rank.train(1)
         rounds = summary.rounds
+        together.wait()
         watching.clear()
+        together.wait()
         sys.setprofile(None)
         rank.meet()
         return rounds
