@@ -108,7 +108,7 @@ class Buckets:
     """
 
     def __init__(self, replica: Replica, mailbox: Mailbox) -> None:
-        self.replica, self._changed = replica, mailbox.changed
+        self.replica, self._mailbox, self._changed = replica, mailbox, mailbox.changed
         self.owner = Owner.FREE
         self.announced = False
         """A header is under way."""
@@ -155,9 +155,7 @@ class Buckets:
     def take_when(self, condition: Callable[[], bool], see: Callable[[], None]) -> None:
         """Wait for ``condition``, then `take`; ``see`` raises if that is not to come."""
         with self._changed:
-            while not condition():
-                see()
-                self._changed.wait(0.5)
+            self._mailbox.wait(condition, see)
             self.take()
 
     @contextmanager

@@ -104,9 +104,7 @@ class Gates:
     def wait(self, condition: Callable[[], bool]) -> None:
         """Stand still until the engine's thread has made ``condition`` true; its failures end the wait."""
         with self._box.changed:
-            while not condition():
-                self._control.see()
-                self._box.changed.wait(0.5)
+            self._box.wait(condition, self._control.see)
 
     def vote(self, vote: Vote) -> None:
         """Ask every rank for this."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lightning_async.engine.header import Gate, Vote
@@ -68,6 +69,12 @@ class Mailbox:
     """Exchanges that failed and were repeated."""
     error: BaseException | None = None
     """What has ended the engine's thread."""
+
+    def wait(self, condition: Callable[[], bool], see: Callable[[], None]) -> None:
+        """Stand still on the training thread until ``condition``; ``see`` raises if it cannot come. Under the lock."""
+        while not condition():
+            see()
+            self.changed.wait(0.5)
 
     def stands_at(self, gate: Gate) -> bool:
         """Whether the training thread goes on when that gate opens: where one is for synchronous steps, others stand at

@@ -11,8 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from lightning_async.engine.world import World
-from lightning_async.trainer.namespace import pytorch
-from lightning_async.trainer.patches import set_for_now
+from lightning_async.trainer.patches import callbacks_of, set_for_now
 
 __all__ = ["Spikes"]
 
@@ -27,8 +26,7 @@ class Spikes:
 
     def __init__(self, trainer: Any, vote: Callable[[], None]) -> None:
         self._trainer, self._vote = trainer, vote
-        kind = getattr(pytorch("callbacks"), "SpikeDetection", ())  # since Lightning 2.3
-        self._callbacks = [c for c in trainer.callbacks if kind and isinstance(c, kind)]
+        self._callbacks = callbacks_of(trainer, "SpikeDetection")  # since Lightning 2.3
         self._handlers = [callback._handle_spike for callback in self._callbacks]
         self._seen = -1
         """The first batch that this rank saw a spike in."""

@@ -209,10 +209,7 @@ class Agreed:
         for key, old in state.items():
             new = now.get(key)
             if isinstance(old, Tensor) and isinstance(new, Tensor) and old.shape == (sum(sizes),):
-                was = dict(zip((name for name, _ in places), old.split(sizes), strict=True))
-                for name, part in zip(layout.names, new.split(layout.sizes), strict=True):
-                    if name in was and was[name].shape == part.shape:
-                        part.copy_(was[name])
+                _carry_over(old, [name for name, _ in places], sizes, new, layout)
                 fitted[key] = new
         return fitted
 
@@ -227,10 +224,15 @@ class Agreed:
         self.begin(self._buckets.received)
         for name, tensor in _flat_tensors(self._states[0], after.numel).items():
             if name in old:
-                was = dict(zip(before.names, before.views(old[name]), strict=True))
-                for parameter, view in zip(after.names, after.views(tensor), strict=True):
-                    if parameter in was:
-                        view.copy_(was[parameter])
+                _carry_over(old[name], before.names, before.sizes, tensor, after)
+
+
+def _carry_over(old: Tensor, names: Sequence[str], sizes: Sequence[int], new: Tensor, layout: FlatLayout) -> None:
+    """Copy what a flat tensor of another layout holds of each parameter that is still there, in its size."""
+    was = dict(zip(names, old.split(list(sizes)), strict=True))
+    for name, part in zip(layout.names, new.split(layout.sizes), strict=True):
+        if name in was and was[name].shape == part.shape:
+            part.copy_(was[name])
 
 
 def _flat_tensors(state: Any, numel: int) -> dict[str, Tensor]:

@@ -66,7 +66,7 @@ class Average:
         )
         return Merge(
             id=id, kind=self, message=None, target=self._buckets.received, plan=plan, round=facts,
-            share=plan.weights[rank], able=plan.able[rank], message_bytes=4 * replica.numel,
+            share=plan.weights[rank], able=plan.able[rank], healed=not plan.able[rank], message_bytes=4 * replica.numel,
         )  # fmt: skip
 
     def move(self, exchange: Merge) -> None:
@@ -106,7 +106,6 @@ class Average:
             if not follows:
                 return  # others have met; this replica stays where it is
             exchange.base = self._moved_from(exchange)
-        exchange.healed = not exchange.able
         self.deliver(exchange)
 
     def _moved_from(self, exchange: Merge) -> Tensor | None:

@@ -95,5 +95,4 @@ class Consensus:
         self._ledger.begin()
         if not self._agreed.rule.restores_local:
             self._ledger.agree()
-        exchange.healed = not exchange.able
         self._average.deliver(exchange)

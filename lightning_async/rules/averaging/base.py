@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from lightning_async.flat import FlatLayout
-from lightning_async.rules.averaging.protocol import AllMean, AveragingRule, Round
+from lightning_async.rules.averaging.protocol import AllMean, AveragingRule
 
 __all__ = ["AveragingState", "RuleBase", "copy_saved_"]
 
@@ -39,14 +39,6 @@ class RuleBase(AveragingRule[S], ABC):
     def init(self, params: Tensor, layout: FlatLayout) -> S:
         """Nothing to remember: an `AveragingState`."""
         return cast(S, AveragingState())
-
-    @abstractmethod
-    def message_(self, out: Tensor, state: S) -> tuple[float, ...]:
-        """See `AveragingRule.message_`."""
-
-    @abstractmethod
-    def merge_(self, sent: Tensor | None, received: Tensor, state: S, round: Round) -> S:
-        """See `AveragingRule.merge_`."""
 
     def state_dict(self, state: S) -> dict[str, Any]:
         """The state's tensors by name; references, not copies, as in torch."""
