@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
-from lightning_async.engine.header import Gate, Vote
+from lightning_async.engine.header import Gate, Mark, Vote
 from lightning_async.errors import CollectiveError
 
 __all__ = ["Mailbox"]
@@ -59,6 +60,10 @@ class Mailbox:
     """Whether the model had changed, on any rank, since the gate before."""
     next_exchange: int = 1
     """The exchange that comes next; equal on all ranks, but for one that lost the last answer."""
+    saved: int = 0
+    """The last save, by number, that all ranks have agreed on."""
+    marked: Any = None
+    """What was copied for it; until the training thread takes it, or another exchange follows."""
     samples_by_rank: tuple[float, ...] = ()
     """Samples that every replica had seen at the last header."""
     mean_steps: float = 0.0
@@ -80,6 +85,13 @@ class Mailbox:
         """Whether the training thread goes on when that gate opens: where one is for synchronous steps, others stand at
         gates of their own. Under the lock."""
         return gate is not Gate.SYNCHRONISE or self.gate is gate
+
+    def follow(self, mark: Mark | None, copied: Any) -> None:
+        """An exchange is handed over; what was ``copied`` of it, if it was marked. Under the lock."""
+        self.marked = copied
+        if mark is not None:
+            self.saved = mark.number
+            self.asked &= ~Vote.SAVE
 
     def open_gate(self, gate: Gate, now: float) -> None:
         """Let the training thread go, if that is where it stands. Under the lock."""
