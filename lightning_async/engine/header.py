@@ -53,11 +53,6 @@ class Vote(enum.Flag):
         """What is still to be done once a gate has opened: all but what asks for a gate."""
         return self & ~(Vote.VALIDATE | Vote.SYNCHRONISE)
 
-    @property
-    def heard(self) -> Vote:
-        """What is for training threads."""
-        return self & ~Vote.SAVE
-
 
 class Mark(NamedTuple):
     """A checkpoint that belongs to an exchange: one model, one rule state, and what each rank has of its own.

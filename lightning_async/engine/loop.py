@@ -23,7 +23,7 @@ from lightning_async.comm.membership.membership import Membership
 from lightning_async.engine.ballot import Decision, Plan, Verdict, Wing, decide, from_rows, mark_of, to_row
 from lightning_async.engine.buckets import Buckets, Exchange, Kind, Message, Owner, side_stream
 from lightning_async.engine.deadlines import Deadlines
-from lightning_async.engine.header import Gate, Header, Mark
+from lightning_async.engine.header import Gate, Header, Mark, Vote
 from lightning_async.engine.mailbox import Mailbox
 from lightning_async.engine.regroup import Regroup
 from lightning_async.engine.transfer import Closed, Transfer
@@ -203,7 +203,7 @@ class Loop:
             box.mean_steps, box.steps_then = sum(h.clock for h in headers) / len(headers), mine.clock
             box.samples_by_rank = tuple(h.samples for h in headers)
             votes = common.votes.lasting if verdict.opens or common.late else common.votes
-            box.agreed |= votes.heard
+            box.agreed |= votes & ~Vote.SAVE  # which the engine's threads carry out
             if verdict.opens or (common.late and box.num_opened < max(h.opened for h in headers)):
                 self._open(common)
             box.changed.notify_all()
