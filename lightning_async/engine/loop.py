@@ -254,7 +254,10 @@ class Loop:
             self._box.next_exchange += 1
             copied = None if exchange.mark is None else self.on_mark(exchange)
         with self._buckets.handing_over():
-            self._box.follow(exchange.mark, copied)
+            self._box.marked = copied
+            if exchange.mark is not None:
+                self._box.saved = exchange.mark.number
+                self._box.asked &= ~Vote.SAVE
             exchange.kind.hand_over(exchange)  # from here on the training thread may go on
         self.prepared = None
         self._regroup.attempts = 0

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_async.engine.header import Gate, Mark, Vote
+from lightning_async.engine.header import Gate, Vote
 from lightning_async.errors import CollectiveError
 
 __all__ = ["Mailbox"]
@@ -85,13 +85,6 @@ class Mailbox:
         """Whether the training thread goes on when that gate opens: where one is for synchronous steps, others stand at
         gates of their own. Under the lock."""
         return gate is not Gate.SYNCHRONISE or self.gate is gate
-
-    def follow(self, mark: Mark | None, copied: Any) -> None:
-        """An exchange is handed over; what was ``copied`` of it, if it was marked. Under the lock."""
-        self.marked = copied
-        if mark is not None:
-            self.saved = mark.number
-            self.asked &= ~Vote.SAVE
 
     def open_gate(self, gate: Gate, now: float) -> None:
         """Let the training thread go, if that is where it stands. Under the lock."""

@@ -166,11 +166,9 @@ class Agreed:
             mine = self._replica.of_rule(sent, fragment)
             self._states[fragment] = self.rule.abandon_(mine, self._states[fragment])
 
-    def shares(self, target: Tensor, num_shares: int, mine: int | None) -> dict[str, Any]:
-        """What is equal on all replicas after a round that has made ``target``, as equal parts of flat tensors.
-
-        Only this rank's parts are copied; of the others there are shapes. Under `Mailbox.committing`.
-        """
+    def share(self, target: Tensor, mine: int, num_shares: int) -> dict[str, Any]:
+        """Of what is equal on all replicas after a round that has made ``target``: one of equal parts of each flat
+        tensor, copied, and the rest whole. Under `Mailbox.committing`."""
         state = {k: v for k, v in self.rule.state_dict(self._states[0]).items() if k not in self.rule.per_replica}
         layout = self._replica.layout
         flat = {"model": target, **state}
@@ -178,8 +176,13 @@ class Agreed:
             "round": self._mailbox.next_exchange,
             "rule": type(self.rule).__qualname__,
             "parameters": [[name, size] for name, size in zip(layout.names, layout.sizes, strict=True)],
-            "flat": {name: _cut(v, num_shares, mine) for name, v in flat.items() if isinstance(v, Tensor) and v.ndim},
-            "plain": {name: copy.deepcopy(v) for name, v in state.items() if not isinstance(v, Tensor) or not v.ndim},
+            "flat": {
+                name: value.reshape(-1).tensor_split(num_shares)[mine].clone()
+                for name, value in flat.items()
+                if isinstance(value, Tensor)
+            },
+            "shapes": {name: list(value.shape) for name, value in flat.items() if isinstance(value, Tensor)},
+            "plain": {name: copy.deepcopy(v) for name, v in state.items() if not isinstance(v, Tensor)},
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -241,12 +244,6 @@ class Agreed:
         for name, tensor in _flat_tensors(self._states[0], after.numel).items():
             if name in old:
                 _carry_over(old[name], before.names, before.sizes, tensor, after)
-
-
-def _cut(tensor: Tensor, num_shares: int, mine: int | None) -> list[Tensor]:
-    """``tensor`` in equal parts: a copy of this rank's, the others' shapes."""
-    parts = tensor.reshape(-1).tensor_split(num_shares)
-    return [part.clone() if i == mine else part.to("meta") for i, part in enumerate(parts)]
 
 
 def _carry_over(old: Tensor, names: Sequence[str], sizes: Sequence[int], new: Tensor, layout: FlatLayout) -> None:

@@ -18,11 +18,11 @@ class Marked(NamedTuple):
 
     Args:
         mark: names the checkpoint, and who takes part.
-        shared: `Agreed.shares` after it; None after synchronous steps, where every replica is what all agree on.
+        share: `Agreed.share` after it; None after synchronous steps, where every replica is what all agree on.
     """
 
     mark: Mark
-    shared: dict[str, Any] | None
+    share: dict[str, Any] | None
 
 
 class Marks:
@@ -69,9 +69,8 @@ class Marks:
 
     def _copy(self, exchange: Exchange) -> Marked:
         """Under `Mailbox.committing`."""
-        mark, shared = exchange.mark, None
+        mark, share = exchange.mark, None
         assert mark is not None
-        if isinstance(exchange, Merge):
-            mine = mark.ranks.index(self._control.rank) if self._control.rank in mark.ranks else None
-            shared = self._agreed.shares(exchange.target, len(mark.ranks), mine)
-        return Marked(mark, shared)
+        if isinstance(exchange, Merge) and self._control.rank in mark.ranks:
+            share = self._agreed.share(exchange.target, mark.ranks.index(self._control.rank), len(mark.ranks))
+        return Marked(mark, share)
