@@ -222,13 +222,14 @@ def ready_for(headers: Sequence[Header]) -> int:
 def mark_of(headers: Sequence[Header]) -> Mark | None:
     """The checkpoint that some rank asks for: it belongs to the round that these headers begin.
 
-    >>> mark_of([Header(votes=Vote.SAVE, ready=1, saved=3), Header(saved=2), Header(gate=Gate.TRAIN_END)])
-    Mark(number=4, ranks=(0, 2))
+    >>> mark_of([Header(votes=Vote.SAVE, ready=1, clock=9, saved=3), Header(saved=2), Header(gate=Gate.TRAIN_END)])
+    Mark(number=4, step=3, ranks=(0, 2))
     """
     if not any(Vote.SAVE in h.votes for h in headers):
         return None
     present = tuple(rank for rank, h in enumerate(headers) if h.ready or h.gate is not Gate.NONE)
-    return Mark(max(h.saved for h in headers) + 1, present)
+    step = int(sum(h.clock for h in headers) / len(headers))
+    return Mark(max(h.saved for h in headers) + 1, step, present)
 
 
 def _check_layouts(headers: Sequence[Header]) -> None:

@@ -59,10 +59,12 @@ class Mark(NamedTuple):
 
     Args:
         number: of the save, the same on all ranks.
+        step: optimizer steps per replica, the mean over all.
         ranks: those that take part: they have a message, or stand at a gate.
     """
 
     number: int
+    step: int
     ranks: tuple[int, ...]
 
 
