@@ -7,6 +7,7 @@ depends on the order of a few system calls, so these go through one seam, ``call
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -147,7 +148,8 @@ class LocalFiles:
             self._calls.fsync(descriptor)
 
     def rename(self, old: str, new: str) -> None:
-        self._calls.rename(old, new)
+        with _naming(new):
+            self._calls.rename(old, new)
         self.sync(os.path.dirname(new))
 
     def commit(self, temporary: str, final: str) -> None:
@@ -264,8 +266,10 @@ class RemoteFiles:
         pass
 
     def rename(self, old: str, new: str) -> None:
+        if not (names := self.names(old)):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), old)
         self._system.makedirs(new, exist_ok=True)
-        for name in self.names(old):
+        for name in names:
             self._system.mv(f"{old}/{name}", f"{new}/{name}")
         self.remove(old)
 

@@ -40,7 +40,7 @@ class Entry:
     step: int
     manifest: Manifest | None = None
     good: bool = False
-    error: CheckpointError | None = None
+    error: CheckpointError | OSError | None = None
 
 
 class CheckpointStore:
@@ -187,8 +187,7 @@ class CheckpointStore:
         except (CheckpointError, OSError) as error:
             if not self.files.exists(entry.path if self.files.atomic else f"{entry.path}/{MANIFEST}"):
                 return None  # gone meanwhile, or unfinished
-            shown = error if isinstance(error, CheckpointError) else CheckpointError(f"{entry.path}: {error}")
-            return dataclasses.replace(entry, error=shown)
+            return dataclasses.replace(entry, error=error)
 
     def _manifest(self, entry: Entry) -> Manifest:
         path = f"{entry.path}/{MANIFEST}"
