@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_async.engine.files import PIECE, STALE_S, FileRecord, Files, LocalFiles, RemoteFiles, files_at
+from lightning_async.engine.files import FileRecord, Files, LocalFiles, RemoteFiles, files_at
+from lightning_async.engine.files.protocol import PIECE, STALE_S
 from lightning_async.errors import DamagedCheckpoint
 from tests.checkpoint.stores import FailingCalls
 from tests.support import ROOT

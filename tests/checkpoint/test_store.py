@@ -151,7 +151,7 @@ def test_what_was_left_unfinished_at_a_url_is_cleaned_after_a_while(monkeypatch:
     save(store, 1)
     write_ranks(store, store.temporary(2, 20, "other"), 2, (0,))
     assert store.clean("me") == []
-    monkeypatch.setattr("lightning_async.engine.files.STALE_S", -1.0)
+    monkeypatch.setattr("lightning_async.engine.files.remote.STALE_S", -1.0)
     assert store.clean("me") == ["000002-step-20"]
     assert names(store) == ["000001-step-10"]
     store.files.remove(store.dirpath)
