@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -74,6 +74,30 @@ def test_nothing_is_a_checkpoint_before_all_ranks_are_there(store: CheckpointSto
         assert store.next_number() == 2
     store.discard(temporary)
     assert names(store) == []
+
+
+def test_a_rank_is_not_there_before_all_it_says_is_durable(tmp_path: Path):
+    """Another process, that of the first rank, looks at any moment: here after each system call."""
+
+    class Watched:
+        def __getattr__(self, name: str) -> Callable[..., object]:
+            def call(*arguments: object) -> object:
+                seen.append((name, store.missing(temporary, (0,))))
+                return getattr(os, name)(*arguments)
+
+            return call
+
+    seen: list[tuple[str, list[int]]] = []
+    store = CheckpointStore(tmp_path)
+    temporary = store.temporary(1, 10, "run")
+    watched = CheckpointStore(tmp_path, LocalFiles(Watched()))
+    watched.add_rank(temporary, RankManifest(0, {}))
+    before = seen[: 1 + next(index for index in reversed(range(len(seen))) if seen[index][0] == "write")]
+    assert all(missing == [0] for _, missing in before)
+    synced = seen[len(before) :]
+    assert synced[0] == ("fsync", [0])
+    assert store.missing(temporary, (0,)) == []
+    assert store.files.names(temporary) == ["rank-0.manifest.json"]
 
 
 def test_two_ranks_that_wrote_one_file_are_not_committed(store: CheckpointStore):

@@ -74,9 +74,14 @@ class CheckpointStore:
         """Make the folder; while this lasts, or until this process dies, `clean` leaves it alone."""
         return self.files.hold(temporary)
 
-    def add_rank(self, temporary: str, manifest: RankManifest) -> FileRecord:
-        """Say that all files of a rank are durable."""
-        return self.files.write(f"{temporary}/{_rank_manifest(manifest.rank)}", [manifest.to_bytes()])
+    def add_rank(self, temporary: str, manifest: RankManifest) -> None:
+        """Say that all files of a rank are durable; whoever waits for that never sees a part of it."""
+        path = f"{temporary}/{_rank_manifest(manifest.rank)}"
+        if self.files.atomic:
+            self.files.write(f"{path}.part", [manifest.to_bytes()])
+            self.files.rename(f"{path}.part", path)
+        else:  # a file of a remote store is there when it is closed
+            self.files.write(path, [manifest.to_bytes()])
 
     def missing(self, temporary: str, ranks: Iterable[int]) -> list[int]:
         """The ranks that did not say so yet."""

@@ -57,7 +57,7 @@ class Files(Protocol):
         ...
 
     def rename(self, old: str, new: str) -> None:
-        """Give a folder a new name; durable when it returns."""
+        """Give a folder a new name, or a file where that is atomic; durable when it returns."""
         ...
 
     def commit(self, temporary: str, final: str) -> None:
