@@ -40,7 +40,7 @@ class Entry:
     step: int
     manifest: Manifest | None = None
     good: bool = False
-    error: CheckpointError | None = None
+    error: CheckpointError | OSError | None = None
 
 
 class CheckpointStore:
@@ -74,9 +74,14 @@ class CheckpointStore:
         """Make the folder; while this lasts, or until this process dies, `clean` leaves it alone."""
         return self.files.hold(temporary)
 
-    def add_rank(self, temporary: str, manifest: RankManifest) -> FileRecord:
-        """Say that all files of a rank are durable."""
-        return self.files.write(f"{temporary}/{_rank_manifest(manifest.rank)}", [manifest.to_bytes()])
+    def add_rank(self, temporary: str, manifest: RankManifest) -> None:
+        """Say that all files of a rank are durable; whoever waits for that never sees a part of it."""
+        path = f"{temporary}/{_rank_manifest(manifest.rank)}"
+        if self.files.atomic:
+            self.files.write(f"{path}.part", [manifest.to_bytes()])
+            self.files.rename(f"{path}.part", path)
+        else:  # a file of a remote store is there when it is closed
+            self.files.write(path, [manifest.to_bytes()])
 
     def missing(self, temporary: str, ranks: Iterable[int]) -> list[int]:
         """The ranks that did not say so yet."""
@@ -187,8 +192,7 @@ class CheckpointStore:
         except (CheckpointError, OSError) as error:
             if not self.files.exists(entry.path if self.files.atomic else f"{entry.path}/{MANIFEST}"):
                 return None  # gone meanwhile, or unfinished
-            shown = error if isinstance(error, CheckpointError) else CheckpointError(f"{entry.path}: {error}")
-            return dataclasses.replace(entry, error=shown)
+            return dataclasses.replace(entry, error=error)
 
     def _manifest(self, entry: Entry) -> Manifest:
         path = f"{entry.path}/{MANIFEST}"
