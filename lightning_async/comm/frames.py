@@ -190,19 +190,19 @@ class _Flattening:
         return self._numbers[same]
 
     def _rarer(self, value: Any, path: _Path) -> Any:
-        if isinstance(value, Path) and (not self._exact or type(value) is type(Path())):
+        kind = type(value)
+        if issubclass(kind, Path) and (not self._exact or kind is type(Path())):
             return {"path": str(value)}
-        numpy = sys.modules.get("numpy")  # where nobody has imported it, there is nothing of it here
+        numpy: Any = sys.modules.get("numpy")  # where nobody has imported it, there is nothing of it here
         if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic):
-            exact = type(value) is numpy.ndarray or isinstance(value, numpy.generic)
-            if exact and _is_flat(value.dtype):
+            if (kind is numpy.ndarray or isinstance(value, numpy.generic)) and _is_flat(value.dtype):
                 return self._of_numpy(value, numpy)
         elif not self._exact and not isinstance(value, Enum) and not getattr(value, "__dict__", None):
             for base in (int, float, str):
                 if isinstance(value, base):
                     return self.plain(_BASES[base](value), path)
         raise TypeError(
-            f"{_shown(path)} is a {type(value).__module__}.{type(value).__qualname__}, and cannot travel: only plain "
+            f"{_shown(path)} is a {kind.__module__}.{kind.__qualname__}, and cannot travel: only plain "
             "values, tensors, arrays, lists, tuples, sets and dicts can."
         )
 
@@ -241,7 +241,7 @@ _WRITERS: dict[type, tuple[str, Callable[[Any], Any]]] = {
     torch.dtype: ("dtype", dtype_name),
     torch.device: ("device", str),
     timedelta: ("timedelta", lambda value: [value.days, value.seconds, value.microseconds]),
-    datetime: ("datetime", datetime.isoformat),
+    datetime: ("datetime", lambda value: [value.isoformat(), value.fold]),
 }
 """Of each type that holds no others: its tag, and what stands behind that."""
 
@@ -251,11 +251,11 @@ def _value(plain: Any, tensors: Sequence[Tensor]) -> Any:
         return [_value(each, tensors) for each in plain]
     if not isinstance(plain, dict):
         return plain
-    tag, body = next(iter(plain.items()), (None, None))
+    tag, body = next(iter(plain.items()), ("", []))
     if tag == "tensor":
         return tensors[_index(body)]
     if tag == "array":
-        return _array(*body, tensors)
+        return _array(body[0], body[1], tensors[_index(body[2])])
     if tag in _HOLDERS:
         value = _HOLDERS[tag](_value(body, tensors))
         if "metadata" in plain:
@@ -270,10 +270,10 @@ def _index(number: Any) -> int:
     return number
 
 
-def _array(dtype: str, shape: list[int], number: int, tensors: Sequence[Tensor]) -> Any:
+def _array(dtype: str, shape: list[int], memory: Tensor) -> Any:
     import numpy
 
-    return tensors[_index(number)].numpy().view(numpy.dtype(dtype)).reshape(shape)
+    return memory.numpy().view(numpy.dtype(dtype)).reshape(shape)
 
 
 def _scalar(body: list[str]) -> Any:
@@ -295,6 +295,6 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "dtype": DTYPES.__getitem__,
     "device": torch.device,
     "timedelta": lambda body: timedelta(*body),
-    "datetime": datetime.fromisoformat,
+    "datetime": lambda body: datetime.fromisoformat(body[0]).replace(fold=body[1]),
     "path": Path,
 }
