@@ -120,7 +120,7 @@ def run_ranks(link: Link, job: Job, *, timeout_s: float, step_s: Sequence[float]
 
 @contextlib.contextmanager
 def _signals_wait() -> Iterator[None]:
-    """Hold signals back until the block is done: what they raise must not part a process from the list that it is for."""
+    """Hold signals back until the block is done: what they raise would part a process from the list that it is for."""
     held: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, lambda number, frame: held.append(number)) for number in numbers}

@@ -75,6 +75,7 @@ def test_quick_run_writes_table_numbers_and_picture(tmp_path: Path) -> None:
             assert row[name] > 0.0, (row["peer"], name)
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(60)
 def test_shaped_link_holds_its_rate_and_goes() -> None:
     if problem := link.shaping_problem():
@@ -90,6 +91,7 @@ def test_shaped_link_holds_its_rate_and_goes() -> None:
     assert namespaces(os.getpid()) == []
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(60)
 def test_paced_link_holds_its_rate() -> None:
     with link.paced(2, 100.0) as made:

@@ -238,7 +238,7 @@ def _paced(pause_s: tuple[float, float], steps: int) -> Any:
 
 @scenario
 def drift_canary(folder: Path) -> Any:
-    """Rank 1 sleeps 50 ms more in every step. The machine has other work: up to six attempts, until rank 0 has seen a good one."""
+    """Rank 1 sleeps 50 ms more in every step. The machine has other work: up to six attempts, until a good one."""
     attempts = []
     for i in range(6):
         attempts.append({"even": _paced((0.02, 0.02), 30), "uneven": _paced((0.02, 0.07), 30)})
