@@ -4,6 +4,7 @@ A position is a dict of plain values:
 
     taken      batches that were yielded
     made       calls of the sampler, which is asked ahead of the workers
+    exhausted  nothing follows
     drawn      from which random states those calls drew, see `Tape`
     dataset    the dataset's own state, where it has one
     random     the random states before the last fetch, which is made again where Lightning had fetched one batch ahead
@@ -39,6 +40,7 @@ class Here:
     def __init__(self, loader: Any, generators: Generators, start: Position | None) -> None:
         self.generators, self.start = generators, start or {}
         self.taken = 0
+        self.exhausted = bool(self.start.get("exhausted"))
         self.seed: int | None = self.start.get("seed")
         self.turn = 0
         self.workers: dict[int, dict[str, Any]] = {}
@@ -57,7 +59,7 @@ class Here:
 
     def start_over(self) -> None:
         """The same workers begin another iteration."""
-        self.start, self.taken, self.turn, self._before = {}, 0, 0, None
+        self.start, self.taken, self.turn, self.exhausted, self._before = {}, 0, 0, False, None
 
     def fetching(self) -> None:
         """The next batch is asked for."""
@@ -74,6 +76,7 @@ class Here:
     def _now(self) -> Position:
         return {
             "taken": self.taken,
+            "exhausted": self.exhausted,
             "made": self.tape.made,
             "seed": self.seed,
             "turn": self.turn,
@@ -99,6 +102,10 @@ def iterate(loader: DataLoader[Any], here: Here) -> Any:
     """An iterator over ``loader`` that keeps ``here`` up to date, and begins at ``here.start``."""
     start = here.start
     fetches_again = loader._dataset_kind == _DatasetKind.Iterable and not stateful(loader.dataset)
+    if here.exhausted:
+        here.taken, fetches_again = start["taken"], False
+        if not loader.persistent_workers:
+            return _Nothing(here)
     if loader.num_workers == 0:
         iterator: Any = _Single(loader, here, fetches_again)
     else:
@@ -121,6 +128,20 @@ def _indices(loader: Any, here: Here) -> Any:
     return Indices(loader._index_sampler, here.begin, here.generators, start.get("taken", 0), start.get("made", 0))
 
 
+class _Nothing:
+    """The end of an iteration over a loader without workers that stay."""
+
+    def __init__(self, here: Here) -> None:
+        self._here = here
+
+    def __iter__(self) -> _Nothing:
+        return self
+
+    def __next__(self) -> Any:
+        self._here.fetching()
+        raise StopIteration
+
+
 class _Single(_SingleProcessDataLoaderIter):
     def __init__(self, loader: Any, here: Here, fetches_again: bool) -> None:
         self._here, self._taped = here, fetches_again
@@ -131,9 +152,16 @@ class _Single(_SingleProcessDataLoaderIter):
             super().__init__(view)
 
     def __next__(self) -> Any:
-        self._here.fetching()
-        batch = super().__next__()
-        self._here.taken += 1
+        here = self._here
+        here.fetching()
+        try:
+            batch = super().__next__()
+        except StopIteration:
+            here.exhausted = True
+            raise
+        here.taken += 1
+        # A last batch that is not full has met the dataset's end, where its state may be that of a new beginning.
+        here.exhausted = getattr(self._dataset_fetcher, "ended", False)
         return batch
 
     def _next_data(self) -> Any:
@@ -146,6 +174,8 @@ class _Multi(_MultiProcessingDataLoaderIter):
         self._here, start = here, here.start
         self._indices = _indices(loader, here)
         states = start.get("first" if fetches_again else "workers", {})
+        if here.exhausted:  # their datasets begin again
+            states = {worker: {"random": state["random"]} for worker, state in states.items()}
         here.workers = dict(states)
         self._received = dict(states)
         self._turns = 0 if fetches_again else start.get("turn", 0)
@@ -170,7 +200,11 @@ class _Multi(_MultiProcessingDataLoaderIter):
 
     def __next__(self) -> Any:
         self._here.fetching()
-        batch = super().__next__()
+        try:
+            batch = super().__next__()
+        except StopIteration:
+            self._here.exhausted = True
+            raise
         self._here.taken += 1
         return batch
 
@@ -192,6 +226,8 @@ class _Multi(_MultiProcessingDataLoaderIter):
         return answer
 
     def _try_put_index(self) -> None:
+        if self._here.exhausted:
+            return  # the workers are for the next iteration
         for _ in range(self._turns):
             next(self._worker_queue_idx_cycle)
         self._turns = 0

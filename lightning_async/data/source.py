@@ -186,7 +186,7 @@ class _OfIterable(Source):
             return
         start, self._armed = self._armed or {}, None
         again, generators = not stateful(self.loader), Generators(self.generators())
-        self._tape = tape = Tape(generators, start.get("drawn"))
+        self._tape = tape = Tape(generators, start.get("drawn") if again else None)
         taken, first = 0, start.get("random")
 
         def now(random: Any = None) -> Position:

@@ -33,7 +33,9 @@ class Sized(Dataset[torch.Tensor]):
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        if isinstance(index, list):
+            return torch.stack([self[i] for i in index])
         self.fetched.append(index)
         return draw() * 0.1 + index
 
@@ -106,7 +108,8 @@ class Net(pl.LightningModule):
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         loss = (self.layers(batch) ** 2).mean()
-        self.rows.append(("validate", self.current_epoch, batch_idx, self.global_step, float(loss), self._random()))
+        if not self.trainer.sanity_checking:
+            self.rows.append(("validate", self.current_epoch, batch_idx, self.global_step, float(loss), self._random()))
 
     def on_train_epoch_start(self) -> None:
         self.rows.append(("epoch", self.current_epoch, self._random()))
@@ -190,13 +193,15 @@ class Training:
         if start is not None:
             torch.save(start.checkpoint, folder / "point.ckpt")
         follow, module = Follow(start, wanted), self.module()
-        settings = {"max_epochs": 3, **self.trainer}
+        settings = {"max_epochs": 3, "num_sanity_val_steps": 0, **self.trainer}
+        if not self.validates:
+            settings["limit_val_batches"] = 0
         trainer = pl.Trainer(
             accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, num_sanity_val_steps=0, callbacks=[follow], **settings,
+            enable_model_summary=False, callbacks=[follow], **settings,
         )  # fmt: skip
         loader = self.loader()
-        validation = DataLoader(Sized(5), batch_size=3) if self.validates else None
+        validation = DataLoader(Sized(5), batch_size=3)
         trainer.fit(module, loader, validation, ckpt_path=folder / "point.ckpt" if start is not None else None)
         weights = torch.cat([t.detach().double().flatten() for t in module.state_dict().values()])
         module.rows.append(("weights", weights.tolist()))

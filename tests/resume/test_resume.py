@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.utils.data import DataLoader
 
 from tests.resume.problem import Endless, Saves, Sized, Training, goes_on
@@ -20,15 +18,6 @@ POINTS = [MIDDLE, "batch 0:4", "validation 0:8", "batch 0:8", "epoch 1:8", "vali
 def loader(dataset: str, workers: int = 0, **settings: Any) -> DataLoader[Any]:
     shuffle = dataset == "sized"
     return DataLoader(DATASETS[dataset](), batch_size=3, shuffle=shuffle, num_workers=workers, **settings)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads of torch only wait for each other on tensors this small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
