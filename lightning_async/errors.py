@@ -15,6 +15,7 @@ __all__ = [
     "LayoutMismatch",
     "PeerLost",
     "SettingsMismatch",
+    "TrainingDiverged",
 ]
 
 
@@ -52,3 +53,7 @@ class GateMismatch(AsyncTrainingError):
 
 class SettingsMismatch(AsyncTrainingError):
     """The ranks were started with different settings."""
+
+
+class TrainingDiverged(AsyncTrainingError):
+    """Losses, gradients or parameters are out of bounds, and no remedy that was left has helped."""
