@@ -40,7 +40,7 @@ class Entry:
     step: int
     manifest: Manifest | None = None
     good: bool = False
-    error: CheckpointError | None = None
+    error: CheckpointError | OSError | None = None
 
 
 class CheckpointStore:
@@ -74,9 +74,14 @@ class CheckpointStore:
         """Make the folder; while this lasts, or until this process dies, `clean` leaves it alone."""
         return self.files.hold(temporary)
 
-    def add_rank(self, temporary: str, manifest: RankManifest) -> FileRecord:
-        """Say that all files of a rank are durable."""
-        return self.files.write(f"{temporary}/{_rank_manifest(manifest.rank)}", [manifest.to_bytes()])
+    def add_rank(self, temporary: str, manifest: RankManifest) -> None:
+        """Say that all files of a rank are durable; whoever waits for that never sees a part of it."""
+        path = f"{temporary}/{_rank_manifest(manifest.rank)}"
+        if self.files.atomic:
+            self.files.write(f"{path}.part", [manifest.to_bytes()])
+            self.files.rename(f"{path}.part", path)
+        else:  # a file of a remote store is there when it is closed
+            self.files.write(path, [manifest.to_bytes()])
 
     def missing(self, temporary: str, ranks: Iterable[int]) -> list[int]:
         """The ranks that did not say so yet."""
@@ -157,8 +162,13 @@ class CheckpointStore:
         else:
             self.discard(entry.path)
 
-    def clean(self, run: str) -> list[str]:
-        """Delete what was left unfinished and no living process holds, but nothing of this run; the names."""
+    def clean(self, run: str = "", damaged: bool = False) -> list[str]:
+        """Delete what was left unfinished and no living process holds, but nothing of this run; the names.
+
+        Args:
+            run: whose folders to leave alone. Default: nobody's.
+            damaged: delete what is in quarantine, too. Default: False.
+        """
         left = []
         for match in self._matches():
             name, rest = match.string, match["rest"] or ""
@@ -166,7 +176,8 @@ class CheckpointStore:
             unfinished = rest.startswith(".tmp-") and rest != f".tmp-{run}"
             if not self.files.atomic and not rest:
                 unfinished = not self.files.exists(f"{path}/{MANIFEST}")
-            if rest == ".removed" or (unfinished and self.files.idle(path)):
+            unwanted = rest == ".removed" or (damaged and rest.startswith(".damaged-"))
+            if unwanted or (unfinished and self.files.idle(path)):
                 self.files.remove(path)
                 left.append(name)
         return left
@@ -187,8 +198,7 @@ class CheckpointStore:
         except (CheckpointError, OSError) as error:
             if not self.files.exists(entry.path if self.files.atomic else f"{entry.path}/{MANIFEST}"):
                 return None  # gone meanwhile, or unfinished
-            shown = error if isinstance(error, CheckpointError) else CheckpointError(f"{entry.path}: {error}")
-            return dataclasses.replace(entry, error=shown)
+            return dataclasses.replace(entry, error=error)
 
     def _manifest(self, entry: Entry) -> Manifest:
         path = f"{entry.path}/{MANIFEST}"

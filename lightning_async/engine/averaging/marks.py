@@ -1,0 +1,76 @@
+"""Checkpoints of replicas that drift: what all have agreed on is copied with the round that was marked for it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from lightning_async.engine.averaging.agreed import Agreed
+from lightning_async.engine.averaging.records import Merge
+from lightning_async.engine.buckets import Exchange
+from lightning_async.engine.control import ControlPlane
+from lightning_async.engine.header import Mark, Vote
+
+__all__ = ["Marked", "Marks"]
+
+
+class Marked(NamedTuple):
+    """A round that a checkpoint belongs to, as this rank has it.
+
+    Args:
+        mark: names the checkpoint, and who takes part.
+        share: `Agreed.share` after it; None after synchronous steps, where every replica is what all agree on.
+    """
+
+    mark: Mark
+    share: dict[str, Any] | None
+
+
+class Marks:
+    """Asks for marked rounds, and hands them to the training thread; the last one only.
+
+    Args:
+        control: the control plane.
+        agreed: what is copied.
+    """
+
+    def __init__(self, control: ControlPlane, agreed: Agreed) -> None:
+        self._box, self._control, self._agreed = control.mailbox, control, agreed
+        control.on_mark(self._copy)
+
+    # ---- the training thread ----
+
+    def ask(self) -> None:
+        """Have the next round marked. Rings for nobody: it goes with the next header."""
+        with self._box.changed:
+            self._box.asked |= Vote.SAVE
+
+    def begin(self, saved: int) -> None:
+        """Saves up to this number are known to all ranks; before the control plane starts, or at a gate."""
+        with self._box.changed:
+            self._box.saved = max(self._box.saved, saved)
+
+    @property
+    def saved(self) -> int:
+        """The last save, by number."""
+        return self._box.saved
+
+    def take(self) -> Marked | None:
+        """The round that was marked, once this replica has merged it and before another one is handed over.
+
+        None where this rank takes no part.
+        """
+        with self._box.changed:
+            if self._control.buckets.arrived is not None:
+                return None
+            marked, self._box.marked = self._box.marked, None
+        return marked if marked is not None and self._control.rank in marked.mark.ranks else None
+
+    # ---- the engine's thread ----
+
+    def _copy(self, exchange: Exchange) -> Marked:
+        """Under `Mailbox.committing`."""
+        mark, share = exchange.mark, None
+        assert mark is not None
+        if isinstance(exchange, Merge) and self._control.rank in mark.ranks:
+            share = self._agreed.share(exchange.target, mark.ranks.index(self._control.rank), len(mark.ranks))
+        return Marked(mark, share)
