@@ -97,6 +97,15 @@ def test_errors_name_the_path(tmp_path: Path, call: str, number: int):
     assert set(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.mark.parametrize(("number", "fails"), [(errno.EINVAL, False), (errno.ENOTSUP, False), (errno.EIO, True)])
+def test_a_file_system_that_cannot_sync_folders_is_taken_as_it_is(tmp_path: Path, number: int, fails: bool):
+    files = LocalFiles(FailingCalls("fsync", number))
+    with pytest.raises(OSError, match=str(tmp_path)) if fails else contextlib.nullcontext():
+        files.sync(str(tmp_path))
+    with pytest.raises(OSError, match=f"{tmp_path}/a"):
+        files.write(f"{tmp_path}/a", [b"x"])
+
+
 def test_a_write_that_takes_a_part_only_goes_on(tmp_path: Path):
     class Short:
         def __getattr__(self, name: str) -> object:

@@ -68,6 +68,17 @@ def test_every_changed_bit_and_every_lost_byte_is_noticed(kind: type[Manifest | 
         kind.from_bytes(data + b"\n")
 
 
+def test_what_is_sealed_but_no_manifest_is_damage():
+    for kind, other in ((Manifest, RANK.to_bytes()), (RankManifest, WHOLE.to_bytes()), (Manifest, seal([1]))):
+        with pytest.raises(DamagedCheckpoint, match="a/path does not hold what a manifest must"):
+            kind.from_bytes(other, "a/path")
+
+
+def test_what_a_later_version_adds_is_passed_over():
+    value = unseal(WHOLE.to_bytes(), "path")
+    assert Manifest.from_bytes(seal({**value, "added": 1})) == WHOLE
+
+
 def test_a_newer_format_is_not_taken_for_damage(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "FORMAT", 2)
     data = WHOLE.to_bytes()

@@ -35,6 +35,8 @@ class Scenario:
         self.recorded = CheckpointStore(root / "runs" / "one", LocalFiles(self.recorder))
         self.promises: list[tuple[int, int]] = []
         """From this call on, this checkpoint must be found, or a newer one."""
+        self.has_good = False
+        """There is a good one at the start, so one must be there at any moment."""
 
     def promise(self, number: int) -> None:
         self.promises.append((len(self.recorder.calls), number))
@@ -81,6 +83,8 @@ class Scenario:
                 return f"{number} was found, {least} had been committed"
             for entry in store.entries():
                 assert_whole(store, entry)
+            if self.has_good and not any(entry.good for entry in store.entries()):
+                return "no good one is left"
             if store.next_number() <= number or store.clean("next"):
                 return "numbers or remnants"
         finally:
@@ -120,13 +124,14 @@ def prepare_older(scenario: Scenario) -> None:
     store.promote(save(store, 2))
     save(store, 3)
     scenario.promise(3)
+    scenario.has_good = True
     write_ranks(store, store.temporary(3, 40, "dead"), 4, (0, 1))
 
 
-@pytest.fixture(params=[(None, first_save), (prepare_older, save_and_prune), (prepare_older, fail_and_save)])
-def played(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Scenario, Callable[[], Disk]]:
-    prepare, run = request.param
-    root, before = tmp_path / "root", tmp_path / "before"
+def play(
+    prepare: Callable[[Scenario], None] | None, run: Callable[[Scenario], None], folder: Path
+) -> tuple[Scenario, Callable[[], Disk]]:
+    root, before = folder / "root", folder / "before"
     root.mkdir()
     scenario = Scenario(root)
     if prepare:
@@ -140,6 +145,11 @@ def played(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Scenario, Ca
 
     run(scenario)
     return scenario, disk
+
+
+@pytest.fixture(params=[(None, first_save), (prepare_older, save_and_prune), (prepare_older, fail_and_save)])
+def played(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Scenario, Callable[[], Disk]]:
+    return play(*request.param, tmp_path)
 
 
 def test_after_every_prefix_the_old_or_the_new_one_is_whole(
@@ -166,6 +176,14 @@ def test_without_an_fsync_that_would_be_found(
     calls = [nothing if c.name == "fsync" and WITHOUT[left_out](c) else c for c in scenario.recorder.calls]
     assert nothing in calls
     assert scenario.problems(calls, disk(), tmp_path / "after")
+
+
+@pytest.mark.parametrize("left_out", ["good.json", "000004-step-40"])
+def test_without_an_fsync_the_mark_of_a_good_one_would_be_lost(tmp_path: Path, left_out: str):
+    scenario, disk = play(prepare_older, save_and_prune, tmp_path)
+    calls = scenario.recorder.calls
+    calls = [Call("none", "") if c.name == "fsync" and c.path.endswith(f"/{left_out}") else c for c in calls]
+    assert "no good one is left" in scenario.problems(calls, disk(), tmp_path / "after")[0]
 
 
 def test_a_manifest_that_comes_first_would_be_found(tmp_path: Path):

@@ -54,8 +54,7 @@ class RankManifest:
     @classmethod
     def from_bytes(cls, data: bytes, path: str = "rank manifest") -> RankManifest:
         """Read again; raises `DamagedCheckpoint` where any bit has changed."""
-        value = _known(unseal(data, path), path)
-        return cls(value["rank"], _records(value["files"]))
+        return cls(**_known(cls, data, path))
 
 
 @dataclass(frozen=True)
@@ -104,18 +103,19 @@ class Manifest:
             DamagedCheckpoint: any bit has changed.
             CheckpointError: a newer version of this package wrote it.
         """
-        value = _known(unseal(data, path), path)
-        return cls(**{**value, "ranks": tuple(value["ranks"]), "files": _records(value["files"])})
+        value = _known(cls, data, path)
+        return cls(**{**value, "ranks": tuple(value["ranks"])})
 
 
-def _known(value: dict[str, Any], path: str) -> dict[str, Any]:
-    version = value.pop("format")
-    if version > FORMAT:
+def _known(kind: type[Manifest | RankManifest], data: bytes, path: str) -> dict[str, Any]:
+    """The fields that this version knows; what a later one of the same format adds is passed over."""
+    value = unseal(data, path)
+    names = {each.name for each in dataclasses.fields(kind)}
+    if not isinstance(value, dict) or not names | {"format"} <= value.keys():
+        raise DamagedCheckpoint(f"{path} does not hold what a manifest must.")
+    if value["format"] > FORMAT:
         raise CheckpointError(
-            f"{path} is of format {version}, this version reads up to {FORMAT}: update lightning-async."
+            f"{path} is of format {value['format']}, this version reads up to {FORMAT}: update lightning-async."
         )
-    return value
-
-
-def _records(value: Mapping[str, Mapping[str, int]]) -> dict[str, FileRecord]:
-    return {name: FileRecord(**record) for name, record in value.items()}
+    files = {name: FileRecord(record["size"], record["crc32"]) for name, record in value["files"].items()}
+    return {**{name: value[name] for name in names}, "files": files}

@@ -162,8 +162,13 @@ class CheckpointStore:
         else:
             self.discard(entry.path)
 
-    def clean(self, run: str) -> list[str]:
-        """Delete what was left unfinished and no living process holds, but nothing of this run; the names."""
+    def clean(self, run: str = "", damaged: bool = False) -> list[str]:
+        """Delete what was left unfinished and no living process holds, but nothing of this run; the names.
+
+        Args:
+            run: whose folders to leave alone. Default: nobody's.
+            damaged: delete what is in quarantine, too. Default: False.
+        """
         left = []
         for match in self._matches():
             name, rest = match.string, match["rest"] or ""
@@ -171,7 +176,8 @@ class CheckpointStore:
             unfinished = rest.startswith(".tmp-") and rest != f".tmp-{run}"
             if not self.files.atomic and not rest:
                 unfinished = not self.files.exists(f"{path}/{MANIFEST}")
-            if rest == ".removed" or (unfinished and self.files.idle(path)):
+            unwanted = rest == ".removed" or (damaged and rest.startswith(".damaged-"))
+            if unwanted or (unfinished and self.files.idle(path)):
                 self.files.remove(path)
                 left.append(name)
         return left
