@@ -232,6 +232,19 @@ def test_a_newer_format_on_one_rank_stops_all(store: CheckpointStore, tmp_path: 
         assert "is of format 2" in str(error)
 
 
+def test_a_directory_that_one_rank_cannot_list_stops_all(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch):
+    """And none waits for the one that has failed."""
+    other = CheckpointStore(store.dirpath)
+
+    def names(folder: str) -> list[str]:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), folder)
+
+    monkeypatch.setattr(other.files, "names", names)
+    for error in Ranks(2).recover([store, other]):
+        assert isinstance(error, CheckpointError)
+        assert f"rank 1: [Errno 13] Permission denied: '{store.dirpath}'" in str(error)
+
+
 @given(st.lists(st.sets(st.integers(0, 8)).map(lambda row: sorted(row, reverse=True)), min_size=1, max_size=4))
 def test_agreement_is_on_the_newest_that_all_have(rows: list[list[int]]):
     assert agree(rows) == max(set(rows[0]).intersection(*rows), default=None)
