@@ -71,7 +71,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def take_the_cuda_library(source: Path) -> None:
-    """nvcc takes minutes. What an install has built is taken, as `setup.py` does if the digest of the sources agrees."""
+    """nvcc takes minutes. What an install has built is taken, as `setup.py` does if the sources have its digest."""
     there, target = ROOT / "lightning_async/ops/lib", source / "build/native"
     target.mkdir(parents=True)
     shutil.copy(there / "liblightning_async_cuda.so", target)
