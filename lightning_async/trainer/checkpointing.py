@@ -26,7 +26,6 @@ __all__ = ["Checkpointing"]
 log = logging.getLogger(__name__)
 
 
-
 class Checkpointing:
     """Checkpoints of one fit. All ranks do the same in the same order; closed by `close`.
 

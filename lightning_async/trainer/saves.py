@@ -166,7 +166,6 @@ class Together:
         """The last save was made at the end of the last epoch."""
 
 
-
 class Apart:
     """Saves of replicas that drift.
 
