@@ -100,9 +100,9 @@ class Buffer:
         with torch.no_grad():
             if tensors:
                 torch._foreach_copy_(self._views, list(tensors), non_blocking=self._pinned)
-            self._whole[end : end + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         for device in {tensor.device for tensor in tensors if tensor.is_cuda} if self._pinned else ():
             torch.cuda.current_stream(device).synchronize()
+        os.pwrite(self._descriptor, text, end)
         return end
 
     def release(self) -> None:

@@ -71,10 +71,11 @@ def wait_for(channel: socket.socket, seconds: float) -> bool:
 def _answer(descriptor: int, offset: int, length: int, again: bool) -> dict[str, Any]:
     started, number = time.monotonic(), None
     try:
-        with mmap.mmap(descriptor, offset + length, prot=mmap.PROT_READ) as memory, memoryview(memory) as view:
-            job: Job = json.loads(bytes(view[offset:]))
-            number = job["number"]
-            done = perform(job, view, again)
+        # Given back when nothing refers to it any more: where a write has failed, its traceback does until it is told.
+        memory = memoryview(mmap.mmap(descriptor, offset + length, prot=mmap.PROT_READ))
+        job: Job = json.loads(bytes(memory[offset:]))
+        number = job["number"]
+        done = perform(job, memory, again)
     except Exception as error:
         text = f"{type(error).__name__}: {error}" if not isinstance(error, CheckpointError | OSError) else str(error)
         done = {"error": text[:_LONGEST_ERROR]}
@@ -137,8 +138,8 @@ def _commit(store: CheckpointStore, temporary: str, job: Job) -> None:
                 break
             if time.monotonic() - started > job["deadline_s"]:
                 raise CheckpointError(
-                    f"{temporary}: nothing was heard of rank(s) {silent} for {job['deadline_s']:.0f} s. See what became "
-                    "of them; where they live and their disk is slow, allow more time."
+                    f"{temporary}: nothing was heard of rank(s) {silent} for {job['deadline_s']:.0f} s. See what "
+                    "became of them; where they live and their disk is slow, allow more time."
                 )
             time.sleep(pause)
             pause = min(2 * pause, longest)
