@@ -97,8 +97,11 @@ class Resume:
                 "reloaded": fit._last_train_dl_reload_epoch,
                 "stepped": epoch._batches_that_stepped,
                 "is_last_batch": epoch.batch_progress.is_last_batch,
+                # DDP: whether the next forward pass begins with rank 0's buffers; not amid an accumulation
+                "syncs_buffers": getattr(self._trainer.model, "require_forward_param_sync", None),
             },
             "gradients": self._gradients(),
+            "buffers": self._buffers(),
         }
 
     def restore(self, state: dict[str, Any] | None) -> None:
@@ -140,6 +143,12 @@ class Resume:
         if module.automatic_optimization and not self._trainer.fit_loop._should_accumulate():
             return {}
         return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        """Those that no `state_dict` holds; and all where there are other ranks, for DDP starts with rank 0's."""
+        module, own = self._trainer.lightning_module, self._trainer.world_size > 1
+        saved = set() if own else module.state_dict().keys()
+        return {name: buffer for name, buffer in module.named_buffers() if name not in saved}
 
     def _end_batch(self, original: Any) -> Any:
         def on_advance_end(data_fetcher: Any) -> None:
@@ -274,4 +283,9 @@ class Resume:
         parameters = dict(self._trainer.lightning_module.named_parameters())
         for name, gradient in state["gradients"].items():
             parameters[name].grad = gradient.to(parameters[name].device, copy=True)
+        if state["loops"]["syncs_buffers"] is not None and hasattr(self._trainer.model, "require_forward_param_sync"):
+            self._trainer.model.require_forward_param_sync = state["loops"]["syncs_buffers"]
+        buffers = dict(self._trainer.lightning_module.named_buffers())
+        for name, value in state["buffers"].items():
+            buffers[name].copy_(value)
         self._generators().put(state["random"])
