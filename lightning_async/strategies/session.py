@@ -83,7 +83,7 @@ class Session:
         self._connection.open()
         self.averager.start()
         if (replica := self._saved.take_replica()) is not None:
-            self.averager.marks.part(replica["work"], replica["state_dict"], self._strategy.module)
+            self.averager.marks.part(replica, replica["state_dict"], self._strategy.module)
 
     def close(self) -> None:
         """Waits for no other rank."""

@@ -231,7 +231,7 @@ class Apart:
             "clocks": self._averager.clocks(),
             "agreed": marked.share,
             "averaging": self._averager.state_dict() if marked.share is None else None,
-            "work": self._averager.marks.work(),
+            "replica": self._averager.marks.replica(),
         }
         number, step, ranks = marked.mark
         try:

@@ -70,11 +70,11 @@ def whole(store: CheckpointStore, entry: Entry, rank: int, world_size: int) -> t
     checkpoint = joined(loaded.shared, own["checkpoint"])
     averaging: Any = loaded.shared.get("averaging") or own.get("averaging")
     replica = None
+    if took_part and "replica" in own:
+        tensors = {n: value.clone() for n, value in checkpoint["state_dict"].items() if isinstance(value, Tensor)}
+        replica = {**own["replica"], "state_dict": tensors}
     if own.get("agreed") is not None:
         averaging, model = _assembled([_own(store, entry, each)["agreed"] for each in ranks])
-        if took_part:
-            state = checkpoint["state_dict"]
-            replica = {"state_dict": {name: value.clone() for name, value in state.items()}, "work": own["work"]}
         for name, value in model.items():
             target = checkpoint["state_dict"][name]
             target.copy_(value.view(target.shape))
