@@ -1,4 +1,4 @@
-"""`FaultTolerantCheckpoint`: checkpoints that do not stall training, are verified, and are resumed from by themselves."""
+"""Checkpoints that do not stall training, that are verified, and that `fit` resumes from by itself."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class FaultTolerantCheckpoint(Checkpoint):
         if self._now is not None:
             self._now.fail(exception)
             if isinstance(exception, pytorch("utilities.exceptions").SIGTERMException):
-                exception.code = TRY_AGAIN
+                exception.code = TRY_AGAIN  # pyright: ignore[reportAttributeAccessIssue]  (a SystemExit)
             self._close()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:

@@ -113,7 +113,7 @@ class Checkpointing:
             original()
             trainer = self._trainer
             if self.saver is not None:
-                kind = Together if getattr(trainer.strategy, "marks", None) is None else Apart
+                kind = Together if getattr(trainer.strategy, "averager", None) is None else Apart
                 self._pace = kind(trainer, self.saver, self._settings, self._number)
 
         return on_train_start
