@@ -125,7 +125,7 @@ def _parsed(strategy: str, best: Best | None) -> tuple[str, int]:
 
 
 def _share(store: CheckpointStore, gather: Gather) -> tuple[str, tuple[int, int]]:
-    """Which directory this rank sees, and which share of its files to read, of how many: those who see one divide it."""
+    """Which directory this rank sees, which share of its files to read, of how many: those who see one divide it."""
     identity, me = store.files.identity(store.dirpath), uuid.uuid4().hex
     together = [each for place, each in gather([identity, me]) if place == identity]
     return identity, (together.index(me), len(together))
