@@ -157,7 +157,7 @@ class HangWatchdog(Callback):
         self._end()
 
     def _see(self, place: str, limit_s: float | None) -> None:
-        if self._beat.limit_s is None and limit_s is not None:  # else the watchdog's thread does it, while it can
+        if (self._beat.limit_s is None) is not (limit_s is None):  # else the watchdog's thread does it, while it can
             _arm(limit_s, self._stderr)
         self._beat = _Beat(self._beat.number + 1, place, limit_s)
 

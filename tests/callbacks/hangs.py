@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -55,17 +56,14 @@ def is_slow_elsewhere(folder: str) -> str:
 
     class Slow(Hangs):
         def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-            time.sleep(1.0)
+            time.sleep(2.5)
 
         def on_train_epoch_end(self) -> None:
-            time.sleep(1.0)
+            time.sleep(2.5)
 
-    module = Slow(0, lambda: time.sleep(1.0))
-    watchdog = HangWatchdog(k=5, min_s=0.5, warmup=5, dirpath=folder)
-    fit = trainer(watchdog, max_epochs=2, val_check_interval=20, num_sanity_val_steps=1)
-    fit.fit(module, batches(40), batches(1))
-    import threading
-
+    watchdog = HangWatchdog(k=5, min_s=1.2, warmup=5, dirpath=folder)
+    fit = trainer(watchdog, val_check_interval=20, limit_val_batches=1, num_sanity_val_steps=1)
+    fit.fit(Slow(0, lambda: time.sleep(2.5)), batches(30), batches(1))
     return f"{fit.global_step} {[t.name for t in threading.enumerate() if 'watchdog' in t.name]}"
 
 
