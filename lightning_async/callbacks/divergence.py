@@ -210,12 +210,14 @@ class DivergenceMonitor(Callback):
             self._dense = None
         if wanted is not Remedy.NONE:
             self._tell(trainer, found, wanted)
-        here = wanted <= Remedy.ALERT or (wanted is Remedy.SKIP and (observer.dropped or observer.alone))
+        averager = getattr(trainer.strategy, "averager", None)
+        free = observer.alone and not (averager is not None and averager.ledger.synchronous)
+        here = wanted <= Remedy.ALERT or (wanted is Remedy.SKIP and (observer.dropped or free))
         if here and wanted is not Remedy.NONE:
             self._escalation.note(wanted)
             self._to_skip = self.skip_batches if wanted is Remedy.SKIP and not observer.dropped else self._to_skip
         self._asked = Remedy.NONE if here else wanted
-        if self._asked is Remedy.RESET and (averager := getattr(trainer.strategy, "averager", None)) is not None:
+        if self._asked is Remedy.RESET and averager is not None:
             self._fit_again()
             self._undo.append(call_unfit(averager.replica))
         now = council.say(Row(self._asked, observer.loss, observer.every, clean=not found))
