@@ -43,6 +43,7 @@ class Settings:
         busy: what becomes of a save that is due while the one before is written: "latest", "wait" or "skip".
         buffers: copies of the state.
         max_failures: failed saves in a row that end training.
+        good_after: steps without harm, after which a checkpoint is good.
         best: what "best" means.
     """
 
@@ -53,6 +54,7 @@ class Settings:
     busy: str
     buffers: int
     max_failures: int
+    good_after: int
     best: Best | None
 
 

@@ -16,7 +16,7 @@ from lightning_async.comm.frames import flatten
 from lightning_async.engine.checkpoint.shards import load
 from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
 
-__all__ = ["ALIKE", "REPLICAS", "collect", "joined", "left_out", "whole"]
+__all__ = ["ALIKE", "REPLICAS", "collect", "joined", "left_out", "put_back", "whole"]
 
 REPLICAS = frozenset({"parameters"})
 """What is equal where replicas have met, each with an optimizer state of its own."""
@@ -92,6 +92,19 @@ def whole(store: CheckpointStore, entry: Entry, rank: int, world_size: int) -> t
 def _own(store: CheckpointStore, entry: Entry, rank: int) -> Any:
     """What is there of one of the ranks that took part."""
     return load(store, entry, rank).own
+
+
+def put_back(trainer: Any, checkpoint: dict[str, Any]) -> None:
+    """Model, optimizers, schedulers and scaler of a checkpoint; loops and data go on where they are."""
+    connector = trainer._checkpoint_connector
+    connector._loaded_checkpoint = checkpoint
+    try:
+        trainer.strategy.load_model_state_dict(checkpoint, strict=trainer.lightning_module.strict_loading)
+        connector.restore_precision_plugin_state()
+        connector.restore_optimizers()
+        connector.restore_lr_schedulers()
+    finally:
+        connector._loaded_checkpoint = {}
 
 
 def _assembled(shares: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Tensor]]:

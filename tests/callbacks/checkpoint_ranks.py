@@ -74,7 +74,9 @@ def train(folder: Path, strategy: Any, *callbacks: Any, **settings: Any) -> Nois
     saved = FaultTolerantCheckpoint(folder, **{"every_n_train_steps": 4, "busy": "wait", **settings})
     module = Noisy()
     torch.manual_seed(100 + rank())
-    make_trainer(strategy, callbacks=[saved, *callbacks], max_epochs=EPOCHS, enable_checkpointing=True).fit(module, data(batches))
+    make_trainer(strategy, callbacks=[saved, *callbacks], max_epochs=EPOCHS, enable_checkpointing=True).fit(
+        module, data(batches)
+    )
     return module
 
 
