@@ -1,0 +1,59 @@
+"""The example that kills its own training: a short run of it, and that it would notice a difference."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples.fault_tolerance import Attempt, report
+from tests.support import ROOT, rank_environment
+
+WHOLE = Attempt({0: "0x1.0p+0", 1: "0x1.8p+0", 2: "0x1.cp+0"}, "its end")
+
+
+@pytest.mark.timeout(240)  # four processes, of which three come one after the other
+def test_a_training_that_is_killed_is_equal_with_one_that_is_not(tmp_path: Path) -> None:
+    environment = rank_environment(0, 1, 0, {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)})
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        del environment[name]  # a user's shell has none of them
+    run = subprocess.run(
+        [sys.executable, str(ROOT / "examples/fault_tolerance.py"), "--steps=100", "--seed=1"],
+        cwd=tmp_path,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=220,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "All 200 losses, and the weights at the end, are equal" in run.stdout
+    assert "kill -9" in run.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_loss_that_is_repeated_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = (
+        Attempt({0: "0x1.0p+0", 1: "0x1.8p+0"}, "kill -9"),
+        Attempt({1: "0x1.8p+0", 2: "0x1.cp+0"}, "its end"),
+    )
+    assert report(WHOLE, [first, second], weights_equal=True)
+    assert "2        1 to 2  its end               1  2 of 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("attempt", "weights_equal", "said"),
+    [
+        (WHOLE._replace(losses={**WHOLE.losses, 1: "0x1.8000000000001p+0"}), True, "batch 1 of attempt 1"),
+        (Attempt({0: "0x1.0p+0", 1: "0x1.8p+0"}, "its end"), True, "batch 2 was never trained"),
+        (WHOLE, False, "the weights at the end"),
+        (Attempt({}, "its end"), True, "batch 0 was never trained"),
+    ],
+)
+def test_a_difference_is_told(
+    attempt: Attempt, weights_equal: bool, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not report(WHOLE, [attempt], weights_equal)
+    assert f"NOT equal with the training without interruption: {said}" in capsys.readouterr().out
