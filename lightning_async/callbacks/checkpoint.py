@@ -149,16 +149,6 @@ class FaultTolerantCheckpoint(Checkpoint):
             self._now.fail(exception)
             if isinstance(exception, pytorch("utilities.exceptions").SIGTERMException):
                 exception.code = TRY_AGAIN  # pyright: ignore[reportAttributeAccessIssue]  (a SystemExit)
-            self._close()
-
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """The run is over."""
-        self._close()
-
-    def _close(self) -> None:
-        now, self._now = self._now, None
-        if now is not None:
-            now.close()
 
     def __repr__(self) -> str:
         s = self.settings

@@ -19,7 +19,7 @@ from lightning_async.trainer.patches import Undo, replace, set_for_now
 from lightning_async.trainer.preemption import Preemption
 from lightning_async.trainer.resume import Resume
 from lightning_async.trainer.saves import Apart, Settings, Together
-from lightning_async.trainer.whole_state import left_out, put_back, whole
+from lightning_async.trainer.whole_state import ALIKE, collect, left_out, put_back, whole
 
 __all__ = ["Checkpointing"]
 
@@ -53,6 +53,7 @@ class Checkpointing:
     def install(self) -> None:
         """Before anything is restored: have checkpoints found, read and, at batch boundaries, written."""
         trainer, strategy = self._trainer, self._trainer.strategy
+        self._undo.append(replace(strategy, "teardown", self._tear_down))
         self._undo += self.resume.install()
         self.resume.on_boundary = self._boundary
         self._undo += [
@@ -121,6 +122,8 @@ class Checkpointing:
             trainer = self._trainer
             if self.saver is not None:
                 kind = Together if getattr(trainer.strategy, "averager", None) is None else Apart
+                shared, own = collect(trainer, ALIKE)  # what cannot be saved is named now, and memory is there
+                self.saver.reserve(trainer.global_step, self._ranks, shared, own)
                 self._pace = kind(trainer, self.saver, self._settings, self._number)
 
         return on_train_start
@@ -160,6 +163,14 @@ class Checkpointing:
         preempted = isinstance(exception, pytorch("utilities.exceptions").SIGTERMException)
         if preempted and isinstance(self._pace, Apart):
             self._pace.end("preemption")
+
+    def _tear_down(self, original: Any) -> Any:
+        def teardown() -> None:
+            """Of the strategy, however training has ended: what it has patched since is taken back first."""
+            original()
+            self.close()
+
+        return teardown
 
     def close(self) -> None:
         """Wait for what is being written. Idempotent."""

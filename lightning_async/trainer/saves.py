@@ -205,7 +205,8 @@ class Apart:
         if self._averager.marks.saved != self._known:
             self._known, self._asked = self._averager.marks.saved, False
             clock.saved(step)
-        if self._asked or not clock.due(step, resume.where == "epoch"):
+        ahead = int(self._averager.ledger.synchronous)  # the next step is a round, after which all save
+        if self._asked or not clock.due(step + ahead, resume.where == "epoch"):
             return
         if self._saver.busy and self._settings.busy == "skip":
             clock.saved(step)

@@ -147,7 +147,7 @@ def test_after_synchronous_steps_each_replica_is_the_model() -> None:
 
     one, other = values(2, body, schedule=Synchronous())
     assert [step for step, _, _ in one] == [step for step, _, _ in other] == [0]
-    assert one[0][1] == other[0][1] == Marked(Mark(1, 0, (0, 1)), None)
+    assert one[0][1] == other[0][1] == Marked(Mark(1, 1, (0, 1)), None)
     assert torch.equal(one[0][2], other[0][2])
 
 

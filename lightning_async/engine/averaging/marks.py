@@ -104,4 +104,6 @@ class Marks:
         assert mark is not None
         if isinstance(exchange, Merge) and self._control.rank in mark.ranks:
             share = self._agreed.share(exchange.target, mark.ranks.index(self._control.rank), len(mark.ranks))
+        if not isinstance(exchange, Merge):  # gradients: the step that they are for comes with them
+            mark = mark._replace(step=mark.step + 1)
         return Marked(mark, share)
