@@ -59,6 +59,21 @@ COMMANDS = {
     "export LIGHTNING_ASYNC_SECRET=$(openssl rand -hex 32)": (
         "tests/strategies/test_failures.py::test_a_second_rank_1_and_a_stranger_do_not_disturb_a_run"
     ),
+    "python examples/fault_tolerance.py": (
+        "tests/examples/test_fault_tolerance.py::test_a_training_that_is_killed_is_equal_with_one_that_is_not"
+    ),
+    "lightning-async checkpoint list runs/checkpoints": (
+        "tests/commands/test_checkpoint.py::test_list_shows_all_that_is_there"
+    ),
+    "lightning-async checkpoint verify runs/checkpoints": (
+        "tests/commands/test_checkpoint.py::test_verify_reads_all_and_fails_where_one_is_damaged"
+    ),
+    "lightning-async checkpoint export runs/checkpoints model.ckpt": (
+        "tests/commands/test_checkpoint.py::test_export_is_an_ordinary_checkpoint"
+    ),
+    "lightning-async checkpoint prune runs/checkpoints --latest 3 --dry-run": (
+        "tests/commands/test_checkpoint.py::test_prune_keeps_what_it_is_told_and_what_is_needed"
+    ),
     "make bench": "tests/benchmarks/test_benchmarks.py",
     "python examples/char_lm.py --strategy async_averaging --devices 2": (
         "tests/examples/test_char_lm.py::test_a_short_run_ends_with_numbers_and_a_picture"
