@@ -131,14 +131,14 @@ class Together:
         if resume.where == "validation":
             if trainer.world_size == 1 and preempted.told:
                 self._save("preemption", resume)
-                preempted.leave(lambda: self._saver.wait(PATIENCE_S))
+                preempted.leave(self._finish)
             return
         step, epoch_end = trainer.global_step, resume.where == "epoch"
         mine = clock.due(step, epoch_end)
         due, busy, told = self._flags.exchange([float(mine), float(saver.busy), float(preempted.told)])
         if told:
             self._save("preemption", resume)
-            preempted.leave(lambda: self._saver.wait(PATIENCE_S))
+            preempted.leave(self._finish)
         last = epoch_end and is_last(trainer)
         if last or clock.due_by_steps(step, epoch_end):
             due, busy = 1.0, float(trainer.strategy.reduce_boolean_decision(saver.busy, all=False))
@@ -162,6 +162,11 @@ class Together:
         self._saver.save(self._number, step, ranks, shared, own, manifest_of(trainer, reason))
         self._clock.saved(step)
         self._stale = trainer.world_size > 1
+
+    def _finish(self) -> None:
+        """All are here until the last one has written: a launcher may end those that are left when one has gone."""
+        self._saver.wait(PATIENCE_S)
+        self._trainer.strategy.barrier("the checkpoint is written")
 
     def end(self) -> None:
         """The last save was made at the end of the last epoch."""
@@ -253,6 +258,8 @@ class Apart:
         own = {"checkpoint": checkpoint, "resume": self._resume_state(), "clocks": self._averager.clocks()}
         self._averager.marks.begin(number)
         self._saver.save(number, step, range(trainer.world_size), shared, own, manifest_of(trainer, reason))
+        self._saver.wait(PATIENCE_S)
+        strategy.barrier("the checkpoint is written")
 
     # ---- at gates, see `Visitor` ----
 
