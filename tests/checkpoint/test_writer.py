@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
+import fsspec.asyn
 import pytest
 import torch
 
@@ -177,23 +178,18 @@ def test_a_writer_that_dies_idle_is_replaced_by_the_next_save(tmp_path: Path, ma
     assert saved(writer, job_of(1)).committed
 
 
-def test_a_save_that_kills_its_writer_is_given_up(tmp_path: Path, make: MakeWriter):
-    writer = make()
-    for _ in range(2):
-        os.kill(pid_of(writer), signal.SIGSTOP)
-        if not writer.busy:
-            writer.save(job_of(1))
-        os.kill(pid_of(writer), signal.SIGKILL)
-        while writer.pid and not Path(f"/proc/{writer.pid}/maps").exists():
-            time.sleep(0.01)
-        first, results = writer.pid, writer.wait(0.0)
-        while writer.pid == first and not results:
-            results = writer.poll()
-    # The second writer may have been quicker than the signal.
-    assert len(results) == 1
-    error = results[0].error
-    assert error is None or "2 processes have died of it; the last one: signal 9" in error
+DYING = "import json, os, sys; os.read(json.loads(sys.argv[1])[0], 1); os.kill(os.getpid(), 9)"
+
+
+def test_a_save_that_kills_its_writer_is_given_up(tmp_path: Path, make: MakeWriter, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("lightning_async.engine.checkpoint.channel._BOOT", DYING)
+    result = saved(writer := make(), job_of(1))
+    assert not result.committed and not writer.busy
+    assert "save 1, begun" in str(result.error)
+    assert "is lost: 2 processes have died of it; the last one: signal 9" in str(result.error)
+    monkeypatch.undo()
     assert saved(writer, job_of(2)).committed
+    assert committed(tmp_path) == [2]
 
 
 def test_what_was_done_before_the_writer_died_is_not_done_twice(tmp_path: Path, make: MakeWriter):
@@ -215,7 +211,6 @@ def test_a_writer_that_cannot_start_says_why(make: MakeWriter, monkeypatch: pyte
     monkeypatch.setattr("sys.executable", str(tmp_path / "nowhere"))
     with pytest.raises(CheckpointError, match="no process that writes checkpoints can be started"):
         Writer(tmp_path, rank=3).start()
-    monkeypatch.setattr("lightning_async.engine.checkpoint.channel._BOOT", "raise SystemExit('no room at the inn')")
     monkeypatch.undo()
     monkeypatch.setattr("lightning_async.engine.checkpoint.channel._BOOT", "raise SystemExit('no room at the inn')")
     writer = make()
@@ -278,6 +273,29 @@ def test_two_ranks_commit_together(tmp_path: Path, make: MakeWriter):
         store.verify(entry)
         for rank in (0, 1, 2):
             assert_loaded(load(store, entry, rank), entry.number, rank, has_own=rank < 2)
+
+
+@pytest.fixture(scope="module")
+def fsspecs_thread() -> None:
+    """Started once for the process, so before what a test leaves behind is looked at."""
+    fsspec.asyn.get_loop()
+
+
+@pytest.mark.usefixtures("fsspecs_thread")
+def test_a_file_system_without_rename(tmp_path: Path, make: MakeWriter):
+    """Of fsspec, in the writers' processes too."""
+    url = f"dir::file://{tmp_path}"
+    writers = [make(url, rank=rank) for rank in (0, 1)]
+    store = CheckpointStore(url)
+    assert not store.files.atomic
+    for rank, writer in enumerate(writers):
+        writer.save(job_of(1, rank, (0, 1)))
+    assert [result.committed for writer in writers for result in writer.wait(30.0)] == [True, False]
+    (entry,) = store.entries()
+    store.verify(entry)
+    for rank in (0, 1):
+        assert_loaded(load(store, entry, rank), 1, rank)
+    assert list(tmp_path.rglob("manifest.json"))
 
 
 def test_without_the_part_of_one_rank_nothing_is_committed(tmp_path: Path, make: MakeWriter):

@@ -158,7 +158,7 @@ def _fail(store: CheckpointStore, temporary: str, job: Job, error: BaseException
     with contextlib.suppress(OSError):
         for name in job["files"]:
             store.files.unlink(f"{temporary}/{name}")
-        store.files.write(f"{temporary}/{_failed(job['rank'])}", [str(error)[:_LONGEST_ERROR].encode()])
+        store.publish(f"{temporary}/{_failed(job['rank'])}", str(error)[:_LONGEST_ERROR].encode())
     with contextlib.suppress(OSError):
         _discard_if_hopeless(store, temporary, job)
 
