@@ -17,6 +17,7 @@ __all__ = [
     "LayoutMismatch",
     "PeerLost",
     "SettingsMismatch",
+    "TrainingDiverged",
 ]
 
 
@@ -62,3 +63,7 @@ class CheckpointError(AsyncTrainingError):
 
 class DamagedCheckpoint(CheckpointError):
     """A file of a checkpoint is missing, or does not hold what was written to it."""
+
+
+class TrainingDiverged(AsyncTrainingError):
+    """Losses, gradients or parameters are out of bounds, and no remedy that was left has helped."""

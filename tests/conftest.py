@@ -150,3 +150,15 @@ def leaves_nothing_behind() -> Iterator[None]:
     yield
     if leaks := leaks_since(*before):
         pytest.fail("the test left something behind:\n  " + "\n  ".join(leaks), pytrace=False)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where several processes share the tests, those that share a fixture stay together; any other is for itself."""
+    if not hasattr(config, "workerinput"):
+        return
+    for item in items:
+        info = getattr(item, "_fixtureinfo", None)
+        found = info.name2fixturedefs.items() if info is not None else ()
+        if any(each.scope == "module" for name, defs in found for each in defs[-1:] if not name.startswith("_")):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))

@@ -25,7 +25,12 @@ __all__ = [
     "to_row",
 ]
 
-_ASKED_BY_STANDING = {Gate.VALIDATE: Vote.VALIDATE, Gate.STOP: Vote.STOP, Gate.SYNCHRONISE: Vote.SYNCHRONISE}
+_ASKED_BY_STANDING = {
+    Gate.VALIDATE: Vote.VALIDATE,
+    Gate.STOP: Vote.STOP,
+    Gate.SYNCHRONISE: Vote.SYNCHRONISE,
+    Gate.DECIDE: Vote.DECIDE,
+}
 
 
 class Plan(Protocol):
@@ -190,7 +195,7 @@ def _place(headers: Sequence[Header], votes: Vote) -> Gate:
     """The gate at which all stand; NONE where some of them must go to another one first."""
     places = {(h.gate, h.gate_index if h.gate is Gate.EPOCH_END else 0) for h in headers}
     gate = Gate.SYNCHRONISE if any(h.gate is Gate.SYNCHRONISE for h in headers) else headers[0].gate
-    if len(places) > 1 and votes & (Vote.VALIDATE | Vote.STOP):
+    if len(places) > 1 and votes & (Vote.VALIDATE | Vote.STOP | Vote.DECIDE):
         return Gate.NONE  # the others join that one and come back
     if len(places) > 1 and gate is not Gate.SYNCHRONISE:  # that opens while others wait elsewhere
         where = ", ".join(f"rank {rank} at {h.gate.name} {h.gate_index}" for rank, h in enumerate(headers))

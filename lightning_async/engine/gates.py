@@ -81,7 +81,9 @@ class Gates:
                         return Arrival.OPEN
                     if Vote.STOP in box.agreed and gate is not Gate.STOP:
                         return Arrival.STOP
-                    if Vote.VALIDATE in box.agreed and gate not in (Gate.VALIDATE, Gate.STOP):
+                    if Vote.DECIDE in box.agreed and gate not in (Gate.DECIDE, Gate.STOP):
+                        return Arrival.DECIDE
+                    if Vote.VALIDATE in box.agreed and gate not in (Gate.VALIDATE, Gate.DECIDE, Gate.STOP):
                         return Arrival.VALIDATE
                     box.changed.wait(1.0)
         finally:
@@ -121,6 +123,16 @@ class Gates:
     def request_stop(self) -> None:
         """Vote for stopping, from a signal handler: that may touch no lock."""
         self._box.stop_requested = True
+
+    def tell_loss(self, loss: float) -> None:
+        """What the next header says of this replica's last batch."""
+        with self._box.changed:
+            self._box.loss = loss
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """Every replica's, as the last header told it."""
+        return self._box.losses
 
     @property
     def agreed(self) -> Vote:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from typing import NamedTuple
 
 __all__ = ["Arrival", "Gate", "Header", "Mark", "Vote"]
@@ -20,6 +21,8 @@ class Gate(enum.IntEnum):
     """It leaves training early, because a rank was told to."""
     SYNCHRONISE = 5
     """It goes from local steps back to synchronous ones, for which all replicas must be equal."""
+    DECIDE = 6
+    """It has called all together: something is to be decided on one model."""
 
 
 class Arrival(enum.Enum):
@@ -29,6 +32,8 @@ class Arrival(enum.Enum):
     """Every rank is here and holds the same model."""
     VALIDATE = "validate"
     """A rank asks for a validation: go to `Gate.VALIDATE`, then come back."""
+    DECIDE = "decide"
+    """A rank has called all together: go to `Gate.DECIDE`, then come back."""
     STOP = "stop"
     """A rank was told to stop: go to `Gate.STOP`."""
 
@@ -47,11 +52,13 @@ class Vote(enum.Flag):
     """Become equal: this rank is to take synchronous steps."""
     SAVE = enum.auto()
     """Mark the next round: a checkpoint is due. The engine's threads do it, so nobody else hears of it."""
+    DECIDE = enum.auto()
+    """Come together: this rank waits there."""
 
     @property
     def lasting(self) -> Vote:
         """What is still to be done once a gate has opened: all but what asks for a gate."""
-        return self & ~(Vote.VALIDATE | Vote.SYNCHRONISE)
+        return self & ~(Vote.VALIDATE | Vote.SYNCHRONISE | Vote.DECIDE)
 
 
 class Mark(NamedTuple):
@@ -88,6 +95,7 @@ class Header(NamedTuple):
         last_clock: steps of all ranks at that time.
         last_exchange: its `exchange` at that time.
         saved: the last save that it knows of, by number.
+        loss: of its last batch; infinite where that is not known, or not finite.
     """
 
     exchange: int = 1
@@ -106,3 +114,4 @@ class Header(NamedTuple):
     last_clock: float = 0.0
     last_exchange: int = 1
     saved: int = 0
+    loss: float = math.inf

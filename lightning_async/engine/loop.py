@@ -192,6 +192,7 @@ class Loop:
             last_clock=box.last_clock,
             last_exchange=box.last_exchange,
             saved=box.saved,
+            loss=box.loss,
         )
 
     def _note(self, verdict: Verdict, mine: Header, headers: Sequence[Header]) -> None:
@@ -202,6 +203,7 @@ class Loop:
         with box.changed:
             box.mean_steps, box.steps_then = sum(h.clock for h in headers) / len(headers), mine.clock
             box.samples_by_rank = tuple(h.samples for h in headers)
+            box.losses = tuple(h.loss for h in headers)
             votes = common.votes.lasting if verdict.opens or common.late else common.votes
             box.agreed |= votes & ~Vote.SAVE  # which the engine's threads carry out
             if verdict.opens or (common.late and box.num_opened < max(h.opened for h in headers)):

@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import threading
+import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +22,7 @@ from lightning_async.engine.checkpoint.store import CheckpointStore
 from lightning_async.engine.files import LocalFiles
 from lightning_async.errors import CheckpointError
 from lightning_async.rules.saving import Best
-from tests.checkpoint.stores import assert_whole, save
+from tests.checkpoint.stores import assert_whole, save, write_ranks
 
 LOSS = Best("loss")
 
@@ -102,6 +103,24 @@ def test_every_damaged_one_is_tried_named_and_kept(store: CheckpointStore):
     damage(store, 1)
     assert recover(store).entry is None  # nothing is left: training begins anew, and `damaged` says why
     assert store.next_number() == 6
+
+
+def test_at_a_url_too():
+    store = CheckpointStore(f"memory://{uuid.uuid4().hex}/run")
+    for number in range(1, 4):
+        save(store, number)
+    write_ranks(store, store.temporary(4, 40, "unfinished"), 4, (0, 1))
+    data = store.files.read(f"{store.final(3, 30)}/rank-0.bin")
+    store.files.write(f"{store.final(3, 30)}/rank-0.bin", [data[:-1]])
+    store.files.unlink(f"{store.final(2, 20)}/rank-1.json")
+    found = recover(store)
+    assert found.entry is not None and found.entry.number == 1
+    assert set(found.damaged) == {store.final(3, 30), store.final(2, 20)}
+    assert store.files.names(store.dirpath) == [
+        *("000001-step-10", "000002-step-20.damaged-1", "000003-step-30.damaged-1", "000004-step-40"),
+    ]
+    assert_whole(store, found.entry)
+    store.files.remove(store.dirpath)
 
 
 def test_what_cannot_be_read_is_left_where_it_is(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch):
@@ -211,6 +230,19 @@ def test_a_newer_format_on_one_rank_stops_all(store: CheckpointStore, tmp_path: 
     monkeypatch.undo()
     for error in Ranks(2).recover([CheckpointStore(tmp_path / "other"), store]):
         assert "is of format 2" in str(error)
+
+
+def test_a_directory_that_one_rank_cannot_list_stops_all(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch):
+    """And none waits for the one that has failed."""
+    other = CheckpointStore(store.dirpath)
+
+    def names(folder: str) -> list[str]:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), folder)
+
+    monkeypatch.setattr(other.files, "names", names)
+    for error in Ranks(2).recover([store, other]):
+        assert isinstance(error, CheckpointError)
+        assert f"rank 1: [Errno 13] Permission denied: '{store.dirpath}'" in str(error)
 
 
 @given(st.lists(st.sets(st.integers(0, 8)).map(lambda row: sorted(row, reverse=True)), min_size=1, max_size=4))

@@ -21,7 +21,7 @@ RULES = [pytest.param(DeltaMean(), id="DeltaMean"), pytest.param(DiLoCo(), id="D
 
 
 def marks_of(rank: FaultyRank) -> Marks:
-    return Marks(rank.averager.control, rank.averager.agreed)
+    return Marks(rank.averager.control, rank.averager.agreed, rank.averager.ledger)
 
 
 def collect(marks: Marks, found: list[Any], rank: FaultyRank) -> Callable[[int], None]:

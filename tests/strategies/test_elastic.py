@@ -86,6 +86,7 @@ def dealt(taken: Sequence[Step], epoch: int) -> list[int]:
     return sorted(sample for step in taken if step.epoch == epoch for sample in step.samples)
 
 
+@pytest.mark.alone
 @needs_horovod
 def test_the_survivor_goes_on_within_a_second_and_takes_the_rest_of_the_samples(tmp_path: Path) -> None:
     killed: dict[int, float] = {}

@@ -171,7 +171,7 @@ class Agreed:
         tensor, copied, and the rest whole. Under `Mailbox.committing`."""
         state = {k: v for k, v in self.rule.state_dict(self._states[0]).items() if k not in self.rule.per_replica}
         layout = self._replica.layout
-        flat = {"model": target, **state}
+        flat = {"model": self._replica.of_rule(target), **state}
         return {
             "round": self._mailbox.next_exchange,
             "rule": type(self.rule).__qualname__,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from lightning_async.engine.averaging.agreed import Agreed
+import torch
+from torch import Tensor, nn
+
+from lightning_async.engine.averaging.agreed import Agreed, Ledger, Work
 from lightning_async.engine.averaging.records import Merge
 from lightning_async.engine.buckets import Exchange
 from lightning_async.engine.control import ControlPlane
@@ -31,10 +35,11 @@ class Marks:
     Args:
         control: the control plane.
         agreed: what is copied.
+        ledger: this replica's work.
     """
 
-    def __init__(self, control: ControlPlane, agreed: Agreed) -> None:
-        self._box, self._control, self._agreed = control.mailbox, control, agreed
+    def __init__(self, control: ControlPlane, agreed: Agreed, ledger: Ledger) -> None:
+        self._box, self._control, self._agreed, self._ledger = control.mailbox, control, agreed, ledger
         control.on_mark(self._copy)
 
     # ---- the training thread ----
@@ -48,6 +53,26 @@ class Marks:
         """Saves up to this number are known to all ranks; before the control plane starts, or at a gate."""
         with self._box.changed:
             self._box.saved = max(self._box.saved, saved)
+
+    def work(self) -> list[float]:
+        """What this replica has done that no agreement holds."""
+        with self._box.changed:
+            return [self._ledger.work.samples, self._ledger.work.steps]
+
+    def part(self, work: Sequence[float], own: Mapping[str, Tensor], module: nn.Module) -> None:
+        """All replicas hold what was agreed on: go on from this one's ``own`` parameters, buffers and `work`."""
+        with self._control.buckets.alone(self._control.see), torch.no_grad():
+            for name, value in module.state_dict().items():
+                if isinstance(value, Tensor) and name in own:
+                    value.copy_(own[name])
+        with self._box.changed:
+            self._ledger.work = Work(*work)
+            self._control.buckets.at_target = False
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._control.rank
 
     @property
     def saved(self) -> int:

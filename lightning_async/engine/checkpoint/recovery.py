@@ -92,9 +92,9 @@ def recover(
             version of this package wrote one.
         ValueError: the strategy is unknown.
     """
-    entries = store.entries()
+    _parsed(strategy, best)
+    entries = _entries(store, gather)
     order = candidates(entries, strategy, best)
-    _refuse_newer_formats(entries, gather)
     found = Recovered(None)
     whole = [entry for entry in entries if _judge(store, entry, entry.error, found)]
     while (number := agree(gather([entry.number for entry in order]))) is not None:
@@ -141,12 +141,22 @@ def _judge(store: CheckpointStore, entry: Entry, error: Exception | None, found:
     return error is None
 
 
-def _refuse_newer_formats(entries: Sequence[Entry], gather: Gather) -> None:
-    """To go on from an older checkpoint instead would throw away what was trained since; all ranks hear of it."""
-    errors = [entry.error for entry in entries if isinstance(entry.error, CheckpointError)]
-    newer = [str(error) for error in errors if not isinstance(error, DamagedCheckpoint)]
-    if said := [words for words in gather(newer[:1]) if words]:
-        raise CheckpointError(said[0][0])
+def _entries(store: CheckpointStore, gather: Gather) -> list[Entry]:
+    """What there is. Where one rank cannot go on, all hear of it: none waits for it.
+
+    A newer format is such a case: to go on from an older checkpoint would throw away what was trained since.
+    """
+    entries, words = [], ""
+    try:
+        entries = store.entries()
+    except OSError as error:
+        words = str(error)
+    for entry in entries:
+        if isinstance(entry.error, CheckpointError) and not isinstance(entry.error, DamagedCheckpoint):
+            words = str(entry.error)
+    if told := [f"rank {rank}: {said}" for rank, said in enumerate(gather(words)) if said]:
+        raise CheckpointError(f"Training cannot be resumed. {'; '.join(told)}")
+    return entries
 
 
 def _refuse_to_begin_anew(

@@ -139,7 +139,14 @@ class CheckpointStore:
         return manifest
 
     def promote(self, entry: Entry) -> None:
-        """Mark a checkpoint as good, durably: training went on from it without harm."""
+        """Mark a checkpoint as good, durably: training went on from it without harm.
+
+        Raises:
+            CheckpointError: it is gone.
+            OSError: the file system refuses.
+        """
+        if not self.files.exists(f"{entry.path}/{MANIFEST}"):  # the mark must not make a folder of that name again
+            raise CheckpointError(f"{entry.path} is gone: it cannot be marked as good.")
         if self._is_good(entry):  # a mark that is there is not written a second time: it could be lost meanwhile
             return
         self.files.write(f"{entry.path}/{GOOD}", [seal({"number": entry.number})])
