@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import random
 import resource
 import signal
 import subprocess
@@ -172,6 +173,23 @@ def test_a_writer_that_dies_is_replaced_and_nothing_lost(
     assert caplog.record_tuples[0][1] == logging.WARNING and "has ended (signal 9)" in caplog.text
 
 
+def test_a_writer_that_dies_at_any_moment(tmp_path: Path, make: MakeWriter):
+    writer, chance = make(), random.Random(0)
+    took = saved(writer, job_of(1, numel=300_000)).seconds
+    for number in range(2, 22):
+        writer.save(job_of(number, numel=300_000))
+        time.sleep(chance.uniform(0.0, 1.2 * took))
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid_of(writer), signal.SIGKILL)
+        (result,) = writer.wait(20.0)
+        assert result.committed and result.error is None
+        store = CheckpointStore(tmp_path)
+        (entry, *_) = store.entries()
+        store.verify(entry)
+        assert_loaded(load(store, entry, 0), number, 0, numel=300_000)
+    assert len(os.listdir(tmp_path)) == 21
+
+
 def test_a_writer_that_dies_idle_is_replaced_by_the_next_save(tmp_path: Path, make: MakeWriter):
     writer = make()
     os.kill(pid_of(writer), signal.SIGKILL)
@@ -303,6 +321,10 @@ def test_without_the_part_of_one_rank_nothing_is_committed(tmp_path: Path, make:
     first.save(job_of(1, 0, (0, 1)))
     (result,) = first.wait(20.0)
     assert not result.committed and "nothing was heard of rank(s) [1] for 0 s" in str(result.error)
+    assert [path.name for path in tmp_path.rglob("*.*") if path.is_file()] == ["rank-0.failed"]
+    # It was only late.
+    second.save(job_of(1, 1, (0, 1)))
+    assert [result.committed for result in second.wait(20.0)] == [False]
     assert os.listdir(tmp_path) == []
     # Only the other one: it cannot know, and leaves what it has written to `clean`.
     second.save(job_of(2, 1, (0, 1)))
