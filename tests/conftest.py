@@ -152,13 +152,22 @@ def leaves_nothing_behind() -> Iterator[None]:
         pytest.fail("the test left something behind:\n  " + "\n  ".join(leaks), pytrace=False)
 
 
-@pytest.hookimpl(tryfirst=True)
+LONGEST = (
+    "strategies/test_launch.py",
+    "strategies/test_failures.py",
+    "strategies/test_horovod_mpi.py",
+    "test_packaging.py",
+    "examples/test_horovod.py",
+    "benchmarks/test_benchmarks.py",
+    "test_extending.py",
+    "test_docs.py",
+    "strategies/test_elastic.py",
+    "ops/test_cuda_sources.py",
+)
+"""Files that take a minute or more: where processes share the files, these go first, so that all end together."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where several processes share the tests, those that share a fixture stay together; any other is for itself."""
-    if not hasattr(config, "workerinput"):
-        return
-    for item in items:
-        info = getattr(item, "_fixtureinfo", None)
-        found = info.name2fixturedefs.items() if info is not None else ()
-        if any(each.scope == "module" for name, defs in found for each in defs[-1:] if not name.startswith("_")):
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+    if hasattr(config, "workerinput"):  # see `make test`
+        first = {str(Path(__file__).parent / name): place for place, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: first.get(str(item.path), len(first)))
