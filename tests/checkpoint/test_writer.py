@@ -18,6 +18,7 @@ import fsspec.asyn
 import pytest
 import torch
 
+from lightning_async.engine.checkpoint.channel import _BOOT
 from lightning_async.engine.checkpoint.process import Job, Result, SaveBusy, Writer
 from lightning_async.engine.checkpoint.shards import load
 from lightning_async.engine.checkpoint.store import CheckpointStore
@@ -196,17 +197,31 @@ def test_a_writer_that_dies_idle_is_replaced_by_the_next_save(tmp_path: Path, ma
     assert saved(writer, job_of(1)).committed
 
 
-DYING = "import json, os, sys; os.read(json.loads(sys.argv[1])[0], 1); os.kill(os.getpid(), 9)"
+POISONED = _BOOT.replace(
+    "main(fd, trainer)",
+    """
+import os
+from lightning_async.engine.checkpoint import writer
+perform = writer.perform
+writer.perform = lambda job, *rest: os.kill(os.getpid(), 9) if job["number"] == 1 else perform(job, *rest)
+main(fd, trainer)""",
+)
+"""Save 1 kills any process that begins with it."""
 
 
-def test_a_save_that_kills_its_writer_is_given_up(tmp_path: Path, make: MakeWriter, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lightning_async.engine.checkpoint.channel._BOOT", DYING)
-    result = saved(writer := make(), job_of(1))
-    assert not result.committed and not writer.busy
-    assert "save 1, begun" in str(result.error)
-    assert "is lost: 2 processes have died of it; the last one: signal 9" in str(result.error)
-    monkeypatch.undo()
-    assert saved(writer, job_of(2)).committed
+def test_a_save_that_kills_its_writer_is_given_up_and_no_other(
+    tmp_path: Path, make: MakeWriter, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("lightning_async.engine.checkpoint.channel._BOOT", POISONED)
+    writer = make()
+    os.kill(pid_of(writer), signal.SIGSTOP)
+    writer.save(job_of(1))
+    writer.save(job_of(2), queue=True)
+    os.kill(pid_of(writer), signal.SIGCONT)
+    first, second = writer.wait(20.0)
+    assert not first.committed and "save 1, begun" in str(first.error)
+    assert "is lost: 2 processes have died of it; the last one: signal 9" in str(first.error)
+    assert second.committed and not writer.busy
     assert committed(tmp_path) == [2]
 
 

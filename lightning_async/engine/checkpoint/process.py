@@ -253,6 +253,7 @@ class Writer:
         """Have another process write what the dead one had: it is all still in memory."""
         how, self._process = dead.close(), None
         log.warning("Rank %d: the process %d that writes checkpoints has ended (%s).", self._rank, dead.pid, how)
+        first, *_ = [*self._flights, None]  # it has died of this one; the next it had not begun with
         for flight in list(self._flights):
             try:
                 if flight.attempts == _ATTEMPTS:
@@ -263,7 +264,7 @@ class Writer:
                 flight.buffer.owner = Owner.FREE
                 self._done.append(self._failure(flight, str(error)))
             else:
-                flight.attempts += 1
+                flight.attempts += flight is first
                 self._send(flight)
 
     def _failure(self, flight: _Flight, what: str) -> Result:
