@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from lightning_async.errors import TrainingDiverged
 from lightning_async.rules.divergence import Finding, Remedy
 
-__all__ = ["Alarm", "raise_alert"]
+__all__ = ["Alarm", "diverged", "raise_alert"]
 
 log = logging.getLogger(__name__)
 
@@ -45,3 +46,13 @@ def raise_alert(alarm: Alarm, trainer: Any, alert: Callable[[Alarm], None] | Non
             alert(alarm)
         except Exception:
             log.exception("Rank %d: `DivergenceMonitor(alert=...)` failed; training goes on.", alarm.rank)
+
+
+def diverged(trainer: Any, words: str, used: Mapping[Remedy, int]) -> TrainingDiverged:
+    """The error that ends training; ``words`` say why, where this rank knows."""
+    tried = ", ".join(f"{remedy.name.lower()} {n}x" for remedy, n in sorted(used.items()) if n) or "nothing"
+    return TrainingDiverged(
+        f"Rank {trainer.global_rank}: training has diverged at step {trainer.global_step} of epoch "
+        f"{trainer.current_epoch}. {words or 'Another rank says why.'} Done so far: {tried}. Lower the learning rate, "
+        "clip gradients, or look at the data of this step; then resume from the last good checkpoint."
+    )

@@ -1,4 +1,4 @@
-"""`FaultTolerantCheckpoint`: checkpoints that do not stall training, are verified, and are resumed from by themselves."""
+"""Checkpoints that do not stall training, that are verified, and that `fit` resumes from by itself."""
 
 from __future__ import annotations
 
@@ -64,6 +64,8 @@ class FaultTolerantCheckpoint(Checkpoint):
             made as soon as that is done, ``"skip"`` is left out, and for ``"wait"`` training waits.
         buffers: copies of the state in memory, 1 or 2. Default: 2.
         max_failures: after so many failed saves in a row training ends with an error. Default: 3.
+        good_after: beside a `DivergenceMonitor`, a checkpoint is good when so many steps have followed in which nothing
+            was out of bounds. Default: 20.
 
     Raises:
         TypeError: a policy lacks what one must answer, or an argument is of another type.
@@ -87,6 +89,7 @@ class FaultTolerantCheckpoint(Checkpoint):
         busy: Busy = "latest",
         buffers: int = 2,
         max_failures: int = 3,
+        good_after: int = 20,
     ) -> None:
         owner = type(self).__name__
         policies: list[SavePolicy] = [] if save is None else [save]
@@ -106,10 +109,12 @@ class FaultTolerantCheckpoint(Checkpoint):
         if recover == "best" and best is None:
             raise ValueError(f"`{owner}(recover='best')` needs `keep=Best(monitor=...)`, alone or within `KeepAny`.")
         self.max_failures = max_failures
+        self.good_after = good_after
         check_int(self, "max_failures", at_least=1)
+        check_int(self, "good_after", at_least=1)
         self.settings = Settings(
             os.fspath(dirpath), policies[0] if len(policies) == 1 else AnySave(*(policies or [Adaptive()])), keep,
-            recover, busy, buffers, max_failures, best,
+            recover, busy, buffers, max_failures, good_after, best,
         )  # fmt: skip
         self._now: Checkpointing | None = None
 
@@ -129,6 +134,10 @@ class FaultTolerantCheckpoint(Checkpoint):
         if self._now is not None:
             self._now.start()
 
+    def roll_back(self, trainer: Any) -> int | None:
+        """See `RollsBack`: to the newest good checkpoint."""
+        return None if self._now is None else self._now.roll_back()
+
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Training has ended well."""
         if self._now is not None:
@@ -139,17 +148,7 @@ class FaultTolerantCheckpoint(Checkpoint):
         if self._now is not None:
             self._now.fail(exception)
             if isinstance(exception, pytorch("utilities.exceptions").SIGTERMException):
-                exception.code = TRY_AGAIN
-            self._close()
-
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """The run is over."""
-        self._close()
-
-    def _close(self) -> None:
-        now, self._now = self._now, None
-        if now is not None:
-            now.close()
+                exception.code = TRY_AGAIN  # pyright: ignore[reportAttributeAccessIssue]  (a SystemExit)
 
     def __repr__(self) -> str:
         s = self.settings

@@ -38,11 +38,13 @@ class Row(NamedTuple):
         wanted: what it asks for.
         loss: of its batch; NaN where there is none.
         every: it has time to look at gradients every so many steps.
+        clean: nothing was out of bounds.
     """
 
     wanted: Remedy = Remedy.NONE
     loss: float = float("nan")
     every: int = 1
+    clean: bool = True
 
 
 def severest(rows: Sequence[Row]) -> Remedy:
@@ -123,7 +125,7 @@ class Lockstep:
         if pending is None:
             return []
         rows = pending.result().tolist()  # of a step ago: it has long arrived
-        return [Row(Remedy(int(wanted)), loss, int(every)) for wanted, loss, every in rows]
+        return [Row(Remedy(int(wanted)), loss, int(every), bool(clean)) for wanted, loss, every, clean in rows]
 
     def say(self, row: Row) -> list[Row]:
         assert self._pending is None

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from torch import Tensor
 
 from lightning_async.arguments import check_choice, check_int, check_protocol, check_real
-from lightning_async.callbacks.alarms import Alarm, raise_alert
-from lightning_async.callbacks.councils import Alone, Council, Drifting, Row, council_of, severest
+from lightning_async.callbacks.alarms import Alarm, diverged, raise_alert
+from lightning_async.callbacks.councils import Alone, Council, Drifting, Lockstep, Row, council_of, severest
 from lightning_async.callbacks.observer import Observer, Signal, thresholds_by_signal
 from lightning_async.callbacks.readings import optimizer_state, parameters
 from lightning_async.callbacks.remedies import (
@@ -24,7 +24,6 @@ from lightning_async.callbacks.remedies import (
 )
 from lightning_async.engine.digest import is_finite
 from lightning_async.engine.world import World
-from lightning_async.errors import TrainingDiverged
 from lightning_async.rules.divergence import Escalation, Finding, History, Relative, Remedy, Threshold
 from lightning_async.trainer.namespace import pytorch
 from lightning_async.trainer.patches import searches_lr
@@ -114,15 +113,16 @@ class DivergenceMonitor(Callback):
         self._to_skip, self._asked, self._words = 0, Remedy.NONE, ""
         self._trainer: Any = None
         self._undo: list[Callable[[], None]] = []
+        self._clean_everywhere = 0
         self._dense: Callable[[], None] | None = None
         self.rollbacks = 0
         """How often training went back."""
 
     @property
     def clean_steps(self) -> int:
-        """Batches since something was out of bounds, here or, where all ranks acted, elsewhere: a state is good after
-        some of them."""
-        return self._escalation.clean_steps
+        """Batches since something was out of bounds: a state is good after some of them, at least 3. Of ranks in
+        lockstep it is the same on all; of replicas that drift each has its own."""
+        return self._clean_everywhere if isinstance(self._council, Lockstep) else self._escalation.clean_steps
 
     # ---- life ----
 
@@ -198,6 +198,7 @@ class DivergenceMonitor(Callback):
         if council is None:
             return
         heard = council.hear()
+        self._clean_everywhere = self._clean_everywhere + 1 if all(row.clean for row in heard) else 0
         if self._do(trainer, severest(heard)):  # what this batch said is of a model that is no more
             council.say(Row(every=observer.every))
             return
@@ -209,15 +210,17 @@ class DivergenceMonitor(Callback):
             self._dense = None
         if wanted is not Remedy.NONE:
             self._tell(trainer, found, wanted)
-        here = wanted <= Remedy.ALERT or (wanted is Remedy.SKIP and (observer.dropped or observer.alone))
+        averager = getattr(trainer.strategy, "averager", None)
+        free = observer.alone and not (averager is not None and averager.ledger.synchronous)
+        here = wanted <= Remedy.ALERT or (wanted is Remedy.SKIP and (observer.dropped or free))
         if here and wanted is not Remedy.NONE:
             self._escalation.note(wanted)
             self._to_skip = self.skip_batches if wanted is Remedy.SKIP and not observer.dropped else self._to_skip
         self._asked = Remedy.NONE if here else wanted
-        if self._asked is Remedy.RESET and (averager := getattr(trainer.strategy, "averager", None)) is not None:
+        if self._asked is Remedy.RESET and averager is not None:
             self._fit_again()
             self._undo.append(call_unfit(averager.replica))
-        now = council.say(Row(self._asked, observer.loss, observer.every))
+        now = council.say(Row(self._asked, observer.loss, observer.every, clean=not found))
         self._do(trainer, severest(now))
 
     def _tell(self, trainer: Any, found: list[Finding], remedy: Remedy) -> None:
@@ -247,6 +250,7 @@ class DivergenceMonitor(Callback):
         """What all do at this step; whether the model is another one now."""
         if remedy is Remedy.NONE:
             return False
+        self._clean_everywhere = 0
         self._escalation.note(remedy)
         averager = getattr(trainer.strategy, "averager", None)
         if remedy is Remedy.SYNC_MORE and averager is not None and self._dense is None:
@@ -261,7 +265,7 @@ class DivergenceMonitor(Callback):
         elif remedy is Remedy.ROLL_BACK:
             return self._go_back(trainer)
         elif remedy is Remedy.STOP:
-            raise self._diverged(trainer)
+            raise diverged(trainer, self._words, self._escalation.used)
         return False
 
     def _go_back(self, trainer: Any) -> bool:
@@ -272,7 +276,7 @@ class DivergenceMonitor(Callback):
             self._escalation.used[Remedy.ROLL_BACK] = self.max_rollbacks
             log.error("Rank %d: there is no good state yet to roll back to at step %d.", rank, here)
             if self._escalation.has(Remedy.STOP):
-                raise self._diverged(trainer)
+                raise diverged(trainer, self._words, self._escalation.used)
             return False
         for optimizer in trainer.optimizers:
             drop_gradients(optimizer)  # accumulated by the model that is no more
@@ -283,14 +287,6 @@ class DivergenceMonitor(Callback):
             rank, here, step, time.monotonic() - started, self.rollbacks, self.max_rollbacks,
         )  # fmt: skip
         return True
-
-    def _diverged(self, trainer: Any) -> TrainingDiverged:
-        tried = ", ".join(f"{r.name.lower()} {n}x" for r, n in sorted(self._escalation.used.items()) if n) or "nothing"
-        return TrainingDiverged(
-            f"Rank {trainer.global_rank}: training has diverged at step {trainer.global_step} of epoch "
-            f"{trainer.current_epoch}. {self._words} Done so far: {tried}. Lower the learning rate, clip gradients, or "
-            "look at the data of this step; then resume from the last good checkpoint."
-        )
 
     def _fit_again(self) -> None:
         while self._undo:

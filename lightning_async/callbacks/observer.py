@@ -13,7 +13,15 @@ from torch import Tensor
 
 from lightning_async.arguments import check_choice, check_protocol
 from lightning_async.callbacks.councils import Row
-from lightning_async.callbacks.readings import Budget, Readings, gradients, norm, optimizer_state, parameters
+from lightning_async.callbacks.readings import (
+    Budget,
+    Readings,
+    gradients,
+    norm,
+    optimizer_state,
+    parameters,
+    sample,
+)  # fmt: skip
 from lightning_async.engine.digest import is_finite
 from lightning_async.rules.divergence import Absolute, Finding, History, Relative, Remedy, Threshold, Track
 
@@ -24,7 +32,7 @@ _SHARE = 0.003
 """Of the time of training, for each of the two looks: at gradients, and at the model."""
 _SELDOM = (10, 100)
 """The model is looked at no more and no less often than every so many batches, where nothing points to it."""
-_SUSPECT = ("loss", "gradient_norm")
+_SUSPECT = ("loss", "gradient_norm", "sample:gradient_norm")
 """What is not finite there may have reached the model."""
 
 
@@ -91,13 +99,17 @@ class Observer:
             return False
         drop, self._suspicious = self._suspicious, False
         name = f"gradient_norm/{_number_of(trainer, optimizer)}"
-        if "gradient_norm" in self._signals and self._batch % self._every == 0:
-            started = time.perf_counter()
-            size = norm(gradients(optimizer))
+        if "gradient_norm" in self._signals:
+            found = gradients(optimizer)
+            if whole := self._batch % self._every == 0:
+                started = time.perf_counter()
+                size = norm(found)
+                self._gradients.looked(time.perf_counter() - started)
+            else:
+                size = norm(sample(found))
             if size is not None:
                 drop |= self._is_to_drop(optimizer, size)
-                self._readings.put(name, size)
-            self._gradients.looked(time.perf_counter() - started)
+                self._readings.put(name if whole else f"sample:{name}", size)
         if drop:
             self._readings.put(name, torch.tensor(math.nan))
         self.dropped |= drop
@@ -123,7 +135,7 @@ class Observer:
         taken = self._readings.take()
         self.loss = taken.get("loss", math.nan)
         suspects = [name for name, value in taken.items() if name.startswith(_SUSPECT) and not math.isfinite(value)]
-        if self._look_due() or (suspects and not self.dropped):
+        if self._look_due() or suspects:
             self._look_at_model(trainer, module, taken)
         return [finding for name, value in taken.items() if (finding := self._judge(name, value)) is not None]
 
@@ -144,13 +156,15 @@ class Observer:
         self._model.looked(time.perf_counter() - started)
 
     def _judge(self, name: str, value: float) -> Finding | None:
-        signal = name.partition("/")[0]
+        signal = name.removeprefix("sample:").partition("/")[0]
         if signal not in self._signals:
             return None
         if signal in ("parameters", "optimizer_state"):
             return None if math.isfinite(value) else Finding(name, value, math.inf, Remedy.RESET)
         if not math.isfinite(value):
             return Finding(name, value, math.inf, Remedy.SKIP if self.dropped else Remedy.LOG)
+        if name.startswith("sample:"):
+            return None
         limit = self._tracks.setdefault(name, Track(self._history)).add(value, self._thresholds[signal])
         return Finding(name, value, limit) if value > limit else None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,10 @@ from torch import Tensor
 
 from lightning_async.engine.digest import real
 
-__all__ = ["Budget", "Readings", "gradients", "norm", "optimizer_state", "parameters"]
+__all__ = ["Budget", "Readings", "gradients", "norm", "optimizer_state", "parameters", "sample"]
+
+_SAMPLE = 1024
+"""Elements of a tensor."""
 
 
 @torch.no_grad()
@@ -48,6 +51,13 @@ def _plain(tensor: Tensor) -> Tensor:
 def gradients(optimizer: Any) -> list[Tensor]:
     """What this optimizer is about to use."""
     return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def sample(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """A few elements, to look at where there is no time for all: of the first tensors, which whatever is not finite
+    further on in a network reaches in the backward pass, and of the last."""
+    few = [*tensors[:2], *tensors[2:][-1:]]
+    return [_plain(tensor).detach().flatten()[:_SAMPLE] if tensor.is_contiguous() else tensor for tensor in few]
 
 
 def parameters(module: Any) -> Iterator[Tensor]:

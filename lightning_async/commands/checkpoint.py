@@ -1,17 +1,22 @@
-"""What is in a directory of checkpoints: ``lightning-async checkpoint list | verify | prune``."""
+"""What is in a directory of checkpoints: ``lightning-async checkpoint list | verify | export | prune``."""
 
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 from datetime import datetime
 
+import torch
+
 from lightning_async.engine.checkpoint.manifest import Manifest
 from lightning_async.engine.checkpoint.retention import doomed
 from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
+from lightning_async.engine.files import files_at
 from lightning_async.errors import CheckpointError, DamagedCheckpoint
 from lightning_async.rules.saving.keep import Best, EveryNth, KeepAny, KeepPolicy, Latest
+from lightning_async.trainer.whole_state import whole
 
 __all__ = ["main"]
 
@@ -31,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lightning-async checkpoint", description="Checkpoints of a directory.")
-    commands = parser.add_subparsers(required=True, metavar="list | verify | prune")
+    commands = parser.add_subparsers(required=True, metavar="list | verify | export | prune")
 
     def command(name: str, run: object, what: str) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=what, description=what)
@@ -47,6 +52,9 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument(
         "--quarantine", action="store_true", help="rename what is damaged, so that nothing resumes from it"
     )
+    export = command("export", _export, "Write an ordinary checkpoint of Lightning, one file with the agreed model.")
+    export.add_argument("output", help="the file, or a URL that fsspec knows")
+    export.add_argument("--number", type=int, help="of the one to export (default: the newest that is whole)")
     prune = command("prune", _prune, "Delete what is not to be kept; never the newest, nor the last good one.")
     prune.add_argument("--latest", type=int, metavar="N", help="keep the N newest")
     prune.add_argument("--every", type=int, metavar="N", help="keep every N-th")
@@ -120,6 +128,28 @@ def _error(store: CheckpointStore, entry: Entry) -> Exception | None:
 
 def _trouble(error: Exception | None) -> str:
     return f"{'damaged' if isinstance(error, DamagedCheckpoint) else 'cannot be read'}: {error}"
+
+
+def _export(store: CheckpointStore, options: argparse.Namespace) -> int:
+    entries = [entry for entry in store.entries() if options.number in (None, entry.number)]
+    for entry in entries:
+        if (error := _error(store, entry)) is not None:
+            print(f"{entry.name} {_trouble(error)}", file=sys.stderr)
+            continue
+        # Of no rank in particular: what all agreed on, with the first rank's progress.
+        checkpoint, _ = whole(store, entry, rank=-1, world_size=1)
+        data = io.BytesIO()
+        torch.save(checkpoint, data)
+        data.seek(0)
+        torch.load(data, weights_only=True)  # whoever reads it shall need no trust in it
+        files, output = files_at(options.output)
+        written = f"{output}.part" if files.atomic else output
+        files.write(written, [data.getbuffer()])
+        if files.atomic:  # whoever watches for it sees the whole file
+            files.rename(written, output)
+        print(f"{entry.name} is in {options.output}, {_bytes(data.getbuffer().nbytes)}.")
+        return 0
+    raise ValueError(f"{store.dirpath} has no checkpoint to export that is whole.")
 
 
 def _prune(store: CheckpointStore, options: argparse.Namespace) -> int:

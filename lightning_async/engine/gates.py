@@ -130,6 +130,11 @@ class Gates:
             self._box.loss = loss
 
     @property
+    def standing(self) -> bool:
+        """Whether the training thread stands at a gate."""
+        return self._box.gate is not Gate.NONE
+
+    @property
     def losses(self) -> tuple[float, ...]:
         """Every replica's, as the last header told it."""
         return self._box.losses

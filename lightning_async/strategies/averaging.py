@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from lightning_async.callbacks.monitor import monitor_for_now
 from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.config import AveragerConfig, Weighting
-from lightning_async.engine.averaging.marks import Marks
 from lightning_async.engine.averaging.report import RunSummary
 from lightning_async.engine.codes import Compression
 from lightning_async.engine.deadlines import Deadlines
@@ -231,11 +230,6 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
     def averager(self) -> BackgroundAverager | None:
         """What averages this replica with the others, while it trains."""
         return None if self._session is None else self._session.averager
-
-    @property
-    def marks(self) -> Marks | None:
-        """Asks for rounds that checkpoints belong to, while replicas drift."""
-        return None if self._session is None else self._session.marks
 
     @property
     def gates(self) -> Gates | None:

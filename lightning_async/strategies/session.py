@@ -12,7 +12,6 @@ import torch
 from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.batch_norm import recompute_batch_norm
 from lightning_async.engine.averaging.config import AveragerConfig
-from lightning_async.engine.averaging.marks import Marks
 from lightning_async.engine.averaging.optimizer_state import AveragedState, every_tensor, reset
 from lightning_async.engine.control import ControlPlane
 from lightning_async.engine.gradients.synchronous import SynchronousGradients
@@ -74,7 +73,6 @@ class Session:
         connection.membership.on_change = control.wake
         self.averager = BackgroundAverager(control, strategy.rule, strategy.schedule, config)
         averager = self.averager
-        self.marks = Marks(control, averager.agreed, averager.ledger)
         gradients = SynchronousGradients(control, averager.gates, averager.synchronous_step, averager.wing.weigh_step)
         self._saved = saved
         saved.resume(self.averager, strategy.global_rank, strategy.world_size)
@@ -85,7 +83,7 @@ class Session:
         self._connection.open()
         self.averager.start()
         if (replica := self._saved.take_replica()) is not None:
-            self.marks.part(replica["work"], replica["state_dict"], self._strategy.module)
+            self.averager.marks.part(replica, replica["state_dict"], self._strategy.module)
 
     def close(self) -> None:
         """Waits for no other rank."""

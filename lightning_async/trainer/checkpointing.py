@@ -10,7 +10,7 @@ import logging
 import uuid
 from typing import Any
 
-from lightning_async.engine.checkpoint.recovery import recover
+from lightning_async.engine.checkpoint.recovery import agree, recover
 from lightning_async.engine.checkpoint.saver import PATIENCE_S, Saver
 from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
 from lightning_async.trainer.checkpoint_io import DirectoryIO
@@ -19,7 +19,7 @@ from lightning_async.trainer.patches import Undo, replace, set_for_now
 from lightning_async.trainer.preemption import Preemption
 from lightning_async.trainer.resume import Resume
 from lightning_async.trainer.saves import Apart, Settings, Together
-from lightning_async.trainer.whole_state import left_out, whole
+from lightning_async.trainer.whole_state import ALIKE, collect, left_out, put_back, whole
 
 __all__ = ["Checkpointing"]
 
@@ -44,12 +44,16 @@ class Checkpointing:
         self._preempted = Preemption(trainer)
         self._undo: list[Undo] = []
         self._run, self._number = "", 0
+        self._verified: str | None = None
+        self._watcher: Any = None
+        """Knows for how many steps nothing was out of bounds."""
 
     # ---- before training ----
 
     def install(self) -> None:
         """Before anything is restored: have checkpoints found, read and, at batch boundaries, written."""
         trainer, strategy = self._trainer, self._trainer.strategy
+        self._undo.append(replace(strategy, "teardown", self._tear_down))
         self._undo += self.resume.install()
         self.resume.on_boundary = self._boundary
         self._undo += [
@@ -73,11 +77,13 @@ class Checkpointing:
         found = recover(self.store, settings.recover, settings.best, self._gather)
         for path, what in (found.damaged | found.unreadable).items():
             log.warning("Rank %d: the checkpoint %s is passed over: %s", self._rank, path, what)
-        return None if found.entry is None else found.entry.path
+        self._verified = None if found.entry is None else found.entry.path
+        return self._verified
 
     def _load(self, store: CheckpointStore, entry: Entry) -> dict[str, Any]:
         """This rank's Lightning checkpoint out of one of ours."""
-        store.verify(entry)
+        if entry.path != self._verified:
+            store.verify(entry)
         checkpoint, resume = whole(store, entry, self._rank, self._trainer.world_size)
         if self._trainer.state.fn == "fit":
             self.resume.restore(resume)
@@ -100,8 +106,10 @@ class Checkpointing:
             log.warning("Rank %d: this training cannot be resumed exactly: %s", self._rank, problem)
         if names := left_out(trainer.lightning_module, trainer.datamodule):
             log.warning("Hyper-parameters that checkpoints do not hold, as reading them would execute code: %s.", names)
+        self._watcher = next((c for c in trainer.callbacks if hasattr(c, "clean_steps")), None)
         self.saver = Saver(
             self.store, self._rank, self._run, settings.keep, resumed_from=self.resumed and self.resumed.number,
+            good_after=settings.good_after if self._watcher else None,
             buffers=settings.buffers, max_failures=settings.max_failures,
         )  # fmt: skip
         self.saver.start()
@@ -113,7 +121,9 @@ class Checkpointing:
             original()
             trainer = self._trainer
             if self.saver is not None:
-                kind = Together if getattr(trainer.strategy, "marks", None) is None else Apart
+                kind = Together if getattr(trainer.strategy, "averager", None) is None else Apart
+                shared, own = collect(trainer, ALIKE)  # what cannot be saved is named now, and memory is there
+                self.saver.reserve(trainer.global_step, self._ranks, shared, own)
                 self._pace = kind(trainer, self.saver, self._settings, self._number)
 
         return on_train_start
@@ -124,9 +134,24 @@ class Checkpointing:
         """A safe point of this rank's, see `Resume`."""
         if self.saver is None or self._pace is None:
             return
-        self.saver.step()
+        if self.resume.where == "batch":
+            self.saver.step(None if self._watcher is None else self._watcher.clean_steps)
         self.saver.poll()
         self._pace.boundary(self.resume, self._preempted)
+
+    def roll_back(self) -> int | None:
+        """Put the newest good checkpoint's model, optimizers and schedulers in place, on all ranks, which call this
+        together; the data goes on. Its step; None where there is none."""
+        if self.saver is None:
+            return None
+        self.saver.flush(PATIENCE_S)
+        number = agree(self._gather([entry.number for entry in self.store.entries() if entry.good]))
+        entry = next((entry for entry in self.store.entries() if entry.number == number), None)
+        if entry is None:
+            return None
+        checkpoint, _ = whole(self.store, entry, self._rank, self._trainer.world_size)
+        put_back(self._trainer, checkpoint)
+        return entry.step
 
     def end(self) -> None:
         """Training is over, on all ranks."""
@@ -138,6 +163,14 @@ class Checkpointing:
         preempted = isinstance(exception, pytorch("utilities.exceptions").SIGTERMException)
         if preempted and isinstance(self._pace, Apart):
             self._pace.end("preemption")
+
+    def _tear_down(self, original: Any) -> Any:
+        def teardown() -> None:
+            """Of the strategy, however training has ended: what it has patched since is taken back first."""
+            original()
+            self.close()
+
+        return teardown
 
     def close(self) -> None:
         """Wait for what is being written. Idempotent."""

@@ -6,12 +6,12 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from lightning_async.data.random_states import Generators
 from lightning_async.data.source import Source, source_of
+from lightning_async.trainer.logged import put_logged, take_logged
 from lightning_async.trainer.namespace import fabric
 from lightning_async.trainer.patches import Undo, replace, searches_lr
+from lightning_async.trainer.unsaved import put_unsaved, take_unsaved
 
 __all__ = ["Resume"]
 
@@ -84,21 +84,17 @@ class Resume:
         if self.where is None:
             raise RuntimeError("Resume.capture() works at safe points only: call it from `on_boundary`.")
         fit, epoch = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop
-        random = self._at_validation if self.where == "validation" else self._generators().take()
+        began = self._at_validation if self.where == "validation" else None
         held = len(getattr(fit._data_fetcher, "batches", ()))
         ended = self.where == "epoch" or epoch._num_ready_batches_reached()
         iterator = fit._combined_loader._iterator
         return {
             "where": self.where,
-            "random": random,
+            "random": began["random"] if began is not None else self._generators().take(),
             "loaders": [source.position(held > 0, ended) for source in self._sources],
             "combined": {name: value for name, value in vars(iterator).items() if name in ("_idx", "_consumed")},
-            "loops": {
-                "reloaded": fit._last_train_dl_reload_epoch,
-                "stepped": epoch._batches_that_stepped,
-                "is_last_batch": epoch.batch_progress.is_last_batch,
-            },
-            "gradients": self._gradients(),
+            "unsaved": take_unsaved(self._trainer),
+            "logged": began["logged"] if began is not None else take_logged(self._trainer),
         }
 
     def restore(self, state: dict[str, Any] | None) -> None:
@@ -134,13 +130,6 @@ class Resume:
         }
         return Generators(named, devices=True)
 
-    def _gradients(self) -> dict[str, torch.Tensor]:
-        """Those that the next backward pass adds to. In automatic optimization the others are zeroed before it."""
-        module = self._trainer.lightning_module
-        if module.automatic_optimization and not self._trainer.fit_loop._should_accumulate():
-            return {}
-        return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-
     def _end_batch(self, original: Any) -> Any:
         def on_advance_end(data_fetcher: Any) -> None:
             self._in_batch_end = True
@@ -163,7 +152,7 @@ class Resume:
         def run() -> Any:
             if not self._active or not self._in_batch_end:
                 return original()
-            self._at_validation = self._generators().take()
+            self._at_validation = {"random": self._generators().take(), "logged": take_logged(self._trainer)}
             try:
                 self._boundary("validation")
                 return original()
@@ -213,7 +202,7 @@ class Resume:
                 self._set_restarting(False)
             original()
             if self._active and self._pending is not None:
-                self._trainer.fit_loop._last_train_dl_reload_epoch = self._pending["loops"]["reloaded"]
+                self._trainer.fit_loop._last_train_dl_reload_epoch = self._pending["unsaved"]["reloaded"]
 
         return reset
 
@@ -246,7 +235,7 @@ class Resume:
             where, epoch = self._pending["where"], self._trainer.fit_loop.epoch_loop
             # From here on Lightning would guess from its counters what was done: skip validations, repeat schedulers.
             self._set_restarting(False)
-            epoch.batch_progress.is_last_batch = self._pending["loops"]["is_last_batch"]
+            epoch.batch_progress.is_last_batch = self._pending["unsaved"]["is_last_batch"]
             vars(self._trainer.fit_loop._combined_loader._iterator).update(self._pending["combined"])
             self._go_on()
             if where == "validation":
@@ -270,8 +259,6 @@ class Resume:
     def _go_on(self) -> None:
         state, self._pending = self._pending, None
         assert state is not None
-        self._trainer.fit_loop.epoch_loop._batches_that_stepped = state["loops"]["stepped"]
-        parameters = dict(self._trainer.lightning_module.named_parameters())
-        for name, gradient in state["gradients"].items():
-            parameters[name].grad = gradient.to(parameters[name].device, copy=True)
+        put_unsaved(self._trainer, state["unsaved"])
+        put_logged(self._trainer, state["logged"])
         self._generators().put(state["random"])

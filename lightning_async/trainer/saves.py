@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from lightning_async.engine.averaging.marks import Marks
 from lightning_async.engine.checkpoint.process import SaveBusy
 from lightning_async.engine.checkpoint.saver import PATIENCE_S, Saver
 from lightning_async.rules.saving import Best, KeepPolicy, Progress, SavePolicy
@@ -44,6 +43,7 @@ class Settings:
         busy: what becomes of a save that is due while the one before is written: "latest", "wait" or "skip".
         buffers: copies of the state.
         max_failures: failed saves in a row that end training.
+        good_after: steps without harm, after which a checkpoint is good.
         best: what "best" means.
     """
 
@@ -54,6 +54,7 @@ class Settings:
     busy: str
     buffers: int
     max_failures: int
+    good_after: int
     best: Best | None
 
 
@@ -178,33 +179,40 @@ class Apart:
 
     def __init__(self, trainer: Any, saver: Saver, settings: Settings, number: int) -> None:
         self._trainer, self._saver, self._settings = trainer, saver, settings
-        self._averager = trainer.strategy.averager
-        self._marks: Marks = trainer.strategy.marks
-        self._marks.begin(number)
+        self._known, self._asked = number, False
+        self._averager: Any = None
+        self._attach()
         self._clock = Clock(settings.save, saver, self._averager.global_step())
-        self._asked = False
-        self._known = number
         self._captured: tuple[int, Any] = (-1, None)
         """What `Resume` had of the last batch boundary, and after which batch that was."""
-        self._averager.gates.add(self)
+
+    def _attach(self) -> None:
+        """Averaging may have begun anew."""
+        if self._trainer.strategy.averager is not self._averager:
+            self._averager = self._trainer.strategy.averager
+            self._averager.marks.begin(self._known)
+            self._averager.gates.add(self)
+            self._asked = False
 
     def boundary(self, resume: Resume, preempted: Preemption) -> None:
         """A safe point of this rank's; a signal is a vote, by which all leave."""
         if resume.where == "validation":
             return
+        self._attach()
         self._captured = self._batches(), resume.capture()
         self._take()
         step, clock = self._averager.global_step(), self._clock
-        if self._marks.saved != self._known:
-            self._known, self._asked = self._marks.saved, False
+        if self._averager.marks.saved != self._known:
+            self._known, self._asked = self._averager.marks.saved, False
             clock.saved(step)
-        if self._asked or not clock.due(step, resume.where == "epoch"):
+        ahead = int(self._averager.ledger.synchronous)  # the next step is a round, after which all save
+        if self._asked or not clock.due(step + ahead, resume.where == "epoch"):
             return
         if self._saver.busy and self._settings.busy == "skip":
             clock.saved(step)
         elif not self._saver.busy or self._settings.busy == "wait":
             self._asked = True
-            self._marks.ask()
+            self._averager.marks.ask()
 
     def _batches(self) -> int:
         return self._trainer.fit_loop.epoch_loop.batch_progress.total.completed
@@ -216,7 +224,7 @@ class Apart:
 
     def _take(self) -> None:
         """Save this rank's part of a marked round."""
-        marked = self._marks.take()
+        marked = self._averager.marks.take()
         if marked is None:
             return
         _, checkpoint = collect(self._trainer, frozenset())
@@ -226,24 +234,24 @@ class Apart:
             "clocks": self._averager.clocks(),
             "agreed": marked.share,
             "averaging": self._averager.state_dict() if marked.share is None else None,
-            "work": self._marks.work(),
+            "replica": self._averager.marks.replica(),
         }
         number, step, ranks = marked.mark
         try:
             self._saver.save(number, step, ranks, {}, own, manifest_of(self._trainer, "due"), queue=True)
         except SaveBusy as error:
-            log.warning("Rank %d leaves out its part of save %d: %s", self._marks.rank, number, error)
+            log.warning("Rank %d leaves out its part of save %d: %s", self._averager.marks.rank, number, error)
 
     def end(self, reason: str = "the end") -> None:
         """All ranks are here, with one model."""
         trainer, strategy = self._trainer, self._trainer.strategy
-        known = strategy.reduce(torch.tensor(float(self._marks.saved)), reduce_op="max")
+        known = strategy.reduce(torch.tensor(float(self._averager.marks.saved)), reduce_op="max")
         number, step = int(known) + 1, self._averager.global_step()
         step = int(strategy.reduce(torch.tensor(float(step)), reduce_op="max"))
         shared, checkpoint = collect(trainer, REPLICAS)
         shared["averaging"] = self._averager.state_dict()
         own = {"checkpoint": checkpoint, "resume": self._resume_state(), "clocks": self._averager.clocks()}
-        self._marks.begin(number)
+        self._averager.marks.begin(number)
         self._saver.save(number, step, range(trainer.world_size), shared, own, manifest_of(trainer, reason))
 
     # ---- at gates, see `Visitor` ----

@@ -16,7 +16,7 @@ from lightning_async.comm.frames import flatten
 from lightning_async.engine.checkpoint.shards import load
 from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
 
-__all__ = ["ALIKE", "REPLICAS", "collect", "joined", "left_out", "whole"]
+__all__ = ["ALIKE", "REPLICAS", "collect", "joined", "left_out", "put_back", "whole"]
 
 REPLICAS = frozenset({"parameters"})
 """What is equal where replicas have met, each with an optimizer state of its own."""
@@ -65,15 +65,16 @@ def whole(store: CheckpointStore, entry: Entry, rank: int, world_size: int) -> t
     """
     loaded = load(store, entry, rank)
     ranks = loaded.manifest.ranks
-    own: Any = loaded.own or load(store, entry, ranks[0]).own
+    own: Any = loaded.own or _own(store, entry, ranks[0])
     took_part = loaded.own is not None
     checkpoint = joined(loaded.shared, own["checkpoint"])
-    averaging, replica = loaded.shared.get("averaging") or own.get("averaging"), None
+    averaging: Any = loaded.shared.get("averaging") or own.get("averaging")
+    replica = None
+    if took_part and "replica" in own:
+        tensors = {n: value.clone() for n, value in checkpoint["state_dict"].items() if isinstance(value, Tensor)}
+        replica = {**own["replica"], "state_dict": tensors}
     if own.get("agreed") is not None:
-        averaging, model = _assembled([load(store, entry, each).own["agreed"] for each in ranks])
-        if took_part:
-            state = checkpoint["state_dict"]
-            replica = {"state_dict": {name: value.clone() for name, value in state.items()}, "work": own["work"]}
+        averaging, model = _assembled([_own(store, entry, each)["agreed"] for each in ranks])
         for name, value in model.items():
             target = checkpoint["state_dict"][name]
             target.copy_(value.view(target.shape))
@@ -86,6 +87,24 @@ def whole(store: CheckpointStore, entry: Entry, rank: int, world_size: int) -> t
             "origin": f"save {entry.number} at step {entry.step}",
         }
     return checkpoint, own["resume"] if took_part else None
+
+
+def _own(store: CheckpointStore, entry: Entry, rank: int) -> Any:
+    """What is there of one of the ranks that took part."""
+    return load(store, entry, rank).own
+
+
+def put_back(trainer: Any, checkpoint: dict[str, Any]) -> None:
+    """Model, optimizers, schedulers and scaler of a checkpoint; loops and data go on where they are."""
+    connector = trainer._checkpoint_connector
+    connector._loaded_checkpoint = checkpoint
+    try:
+        trainer.strategy.load_model_state_dict(checkpoint, strict=trainer.lightning_module.strict_loading)
+        connector.restore_precision_plugin_state()
+        connector.restore_optimizers()
+        connector.restore_lr_schedulers()
+    finally:
+        connector._loaded_checkpoint = {}
 
 
 def _assembled(shares: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -164,7 +164,7 @@ def test_gradients_of_each_optimizer_are_looked_at_apart_in_manual_optimization(
             self.automatic_optimization = False
             self.other = torch.nn.Linear(4, 4)
 
-        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
             for i, layer in enumerate((self.layer, self.other)):
                 optimizer = self.optimizers()[i]  # type: ignore[index]
                 optimizer.zero_grad()

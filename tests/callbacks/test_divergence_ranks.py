@@ -37,7 +37,7 @@ def test_ddp_cuts_learning_rates_together(outcomes: Outcomes):
 
 def test_ddp_rolls_back_together(outcomes: Outcomes):
     first, second = outcomes("ddp_rolls_back_together")
-    assert first["rolled"] == second["rolled"] == [[24, 20]] or first["rolled"] == [[24, 15]]
+    assert first["rolled"] == second["rolled"] == [[24, 20]]
     assert first["history"] == second["history"]
     assert first["finite"]
 

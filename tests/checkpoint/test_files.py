@@ -119,6 +119,17 @@ def test_a_write_that_takes_a_part_only_goes_on(tmp_path: Path):
     assert record == FileRecord(10, zlib.crc32(b"0123456789"))
 
 
+def test_one_folder_is_told_from_another(tmp_path: Path):
+    files = LocalFiles()
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to("a")
+    a, b, link = (files.identity(f"{tmp_path}/{name}") for name in ("a", "b", "link"))
+    assert a == link != b
+    absent = f"{tmp_path}/absent"
+    assert files.identity(absent) != files.identity(absent), "nothing is known of it"
+
+
 HOLDER = """
 import sys, types
 package = types.ModuleType("lightning_async")  # without its imports, which take seconds

@@ -203,6 +203,24 @@ def test_ranks_with_one_directory_agree(store: CheckpointStore):
     assert sorted(os.listdir(store.dirpath))[-2:] == ["000004-step-20.damaged-1", "000005-step-30.damaged-1"]
 
 
+def test_ranks_with_one_directory_divide_the_reading(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch):
+    real, read = LocalFiles.check, []
+
+    def check(self: LocalFiles, path: str, record: Any) -> None:
+        read.append((threading.get_ident(), path))
+        real(self, path, record)
+
+    monkeypatch.setattr(LocalFiles, "check", check)
+    assert Ranks(3).recover([CheckpointStore(store.dirpath) for _ in range(3)]) == [5] * 3
+    assert len({path for _, path in read}) == len(read) == 6, "each file once"
+    assert len({thread for thread, _ in read}) == 3
+    for number in (5, 4, 3, 2, 1):
+        damage(store, number, ("rank-0.bin", "rank-1.bin", "rank-0.manifest.json")[number % 3])
+        left = next(iter(range(number - 1, 0, -1)), None)
+        assert Ranks(3).recover([CheckpointStore(store.dirpath) for _ in range(3)]) == [left] * 3
+    assert len(os.listdir(store.dirpath)) == 5
+
+
 def test_ranks_with_directories_of_their_own_take_what_all_can_read(store: CheckpointStore, tmp_path: Path):
     shutil.copytree(store.dirpath, tmp_path / "other")
     other = CheckpointStore(tmp_path / "other")

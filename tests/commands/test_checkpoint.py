@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from lightning_async.callbacks.checkpoint import FaultTolerantCheckpoint
 from lightning_async.commands.main import main
 from lightning_async.engine.checkpoint.store import CheckpointStore
+from lightning_async.trainer.namespace import pl
 from tests.checkpoint.stores import save, write_ranks
 
 
@@ -25,8 +29,8 @@ def store(tmp_path: Path) -> CheckpointStore:
     return store
 
 
-def damage(store: CheckpointStore, number: int) -> None:
-    path = Path(store.final(number, 10 * number)) / "rank-1.bin"
+def damage(store: CheckpointStore, number: int, name: str = "rank-1.bin") -> None:
+    path = Path(next(entry.path for entry in store.entries() if entry.number == number)) / name
     path.write_bytes(path.read_bytes()[:-1])
 
 
@@ -69,6 +73,62 @@ def test_prune_keeps_what_it_is_told_and_what_is_needed(store: CheckpointStore, 
     assert "000006-step-60.tmp-dead  deleted" in capsys.readouterr().out
     assert main(["checkpoint", "prune", store.dirpath, "--latest", "1", "--damaged"]) == 0
     assert sorted(os.listdir(store.dirpath)) == ["000002-step-20", "000004-step-40", "notes.txt"]
+
+
+class Net(pl.LightningModule):
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.BatchNorm1d(width))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layers(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
+
+
+def trainer(folder: Path, steps: int, *callbacks: Any) -> Any:
+    return pl.Trainer(
+        max_steps=steps, accelerator="cpu", devices=1, callbacks=list(callbacks), default_root_dir=folder,
+        logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=bool(callbacks),
+    )  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+def test_export_is_an_ordinary_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    torch.manual_seed(0)
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(12, 4)), batch_size=4)
+    net, output = Net(width=4), f"{tmp_path}/out/model.ckpt"
+    trainer(tmp_path, 4, FaultTolerantCheckpoint(tmp_path / "run", every_n_train_steps=2)).fit(net, data)
+    store = CheckpointStore(tmp_path / "run")
+    newest = store.entries()[0]
+    assert newest.step == 4
+    assert main(["checkpoint", "export", store.dirpath, output]) == 0
+    assert capsys.readouterr().out.startswith(f"{newest.name} is in {output}, ")
+    assert os.listdir(tmp_path / "out") == ["model.ckpt"]
+
+    checkpoint = torch.load(output, weights_only=True)
+    assert checkpoint["global_step"] == 4
+    loaded = Net.load_from_checkpoint(output, weights_only=True)
+    assert loaded.hparams["width"] == 4
+    for one, other in zip(net.state_dict().values(), loaded.state_dict().values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+    again, there = Net(width=4), trainer(tmp_path, 6)
+    there.fit(again, data, ckpt_path=output)
+    assert there.global_step == 6
+    assert there.optimizers[0].state[again.layers[0].weight]["step"] == 6
+    assert there.optimizers[0].param_groups[0]["initial_lr"] == 0.1
+
+    damage(store, newest.number, "rank-0.bin")
+    assert main(["checkpoint", "export", store.dirpath, output]) == 0
+    said = capsys.readouterr()
+    assert "rank-0.bin has" in said.err and store.entries()[1].name in said.out
+    assert torch.load(output, weights_only=True)["global_step"] == 2
+    assert main(["checkpoint", "export", store.dirpath, output, "--number", str(newest.number)]) == 1
+    assert "no checkpoint to export that is whole" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

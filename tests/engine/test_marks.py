@@ -21,7 +21,7 @@ RULES = [pytest.param(DeltaMean(), id="DeltaMean"), pytest.param(DiLoCo(), id="D
 
 
 def marks_of(rank: FaultyRank) -> Marks:
-    return Marks(rank.averager.control, rank.averager.agreed, rank.averager.ledger)
+    return rank.averager.marks
 
 
 def collect(marks: Marks, found: list[Any], rank: FaultyRank) -> Callable[[int], None]:
@@ -147,7 +147,7 @@ def test_after_synchronous_steps_each_replica_is_the_model() -> None:
 
     one, other = values(2, body, schedule=Synchronous())
     assert [step for step, _, _ in one] == [step for step, _, _ in other] == [0]
-    assert one[0][1] == other[0][1] == Marked(Mark(1, 0, (0, 1)), None)
+    assert one[0][1] == other[0][1] == Marked(Mark(1, 1, (0, 1)), None)
     assert torch.equal(one[0][2], other[0][2])
 
 

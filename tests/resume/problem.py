@@ -186,10 +186,12 @@ class Training:
     module: Callable[[], Net] = Net
     validates: bool = True
     trainer: dict[str, Any] = field(default_factory=dict)
+    strategy: Callable[[], Any] = lambda: "auto"
+    seed: int = 1
 
     def fit(self, folder: Path, start: Point | None = None, wanted: Callable[[str], bool] = lambda name: True) -> Any:
         for seed in (random.seed, np.random.seed, torch.manual_seed):
-            seed(1 if start is None else 2)
+            seed(self.seed if start is None else self.seed + 100)
         if start is not None:
             torch.save(start.checkpoint, folder / "point.ckpt")
         follow, module = Follow(start, wanted), self.module()
@@ -197,7 +199,8 @@ class Training:
         if not self.validates:
             settings["limit_val_batches"] = 0
         trainer = pl.Trainer(
-            accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            accelerator="cpu",
+            strategy=self.strategy(), logger=False, enable_checkpointing=False, enable_progress_bar=False,
             enable_model_summary=False, callbacks=[follow], **settings,
         )  # fmt: skip
         loader = self.loader()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -54,20 +54,26 @@ class Marks:
         with self._box.changed:
             self._box.saved = max(self._box.saved, saved)
 
-    def work(self) -> list[float]:
-        """What this replica has done that no agreement holds."""
-        with self._box.changed:
-            return [self._ledger.work.samples, self._ledger.work.steps]
+    def replica(self) -> dict[str, Any]:
+        """What this replica is beside what all have agreed on, but for its tensors.
 
-    def part(self, work: Sequence[float], own: Mapping[str, Tensor], module: nn.Module) -> None:
-        """All replicas hold what was agreed on: go on from this one's ``own`` parameters, buffers and `work`."""
-        with self._control.buckets.alone(self._control.see), torch.no_grad():
-            for name, value in module.state_dict().items():
-                if isinstance(value, Tensor) and name in own:
-                    value.copy_(own[name])
+        Its work that no agreement holds, and whether it is the last target, to the bit.
+        """
         with self._box.changed:
-            self._ledger.work = Work(*work)
-            self._control.buckets.at_target = False
+            work = [self._ledger.work.samples, self._ledger.work.steps]
+            return {"work": work, "at_target": self._control.buckets.at_target}
+
+    def part(self, replica: Mapping[str, Any], tensors: Mapping[str, Tensor], module: nn.Module) -> None:
+        """All replicas hold what was agreed on: go on from this one's own parameters and buffers, and its `replica`."""
+        buckets = self._control.buckets
+        with buckets.alone(self._control.see), torch.no_grad():
+            for name, value in module.state_dict().items():
+                if isinstance(value, Tensor) and name in tensors:
+                    value.copy_(tensors[name])
+            if replica["at_target"]:
+                buckets.replica.pack_(buckets.received)
+        with self._box.changed:
+            self._ledger.work, buckets.at_target = Work(*replica["work"]), replica["at_target"]
 
     @property
     def rank(self) -> int:
@@ -98,4 +104,6 @@ class Marks:
         assert mark is not None
         if isinstance(exchange, Merge) and self._control.rank in mark.ranks:
             share = self._agreed.share(exchange.target, mark.ranks.index(self._control.rank), len(mark.ranks))
+        if not isinstance(exchange, Merge):  # gradients: the step that they are for comes with them
+            mark = mark._replace(step=mark.step + 1)
         return Marked(mark, share)

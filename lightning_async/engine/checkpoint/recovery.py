@@ -1,11 +1,13 @@
 """Which checkpoint training goes on from: candidates in order, one that all ranks can read, verified before it is used.
 
-Every file of a candidate is read. What is damaged is put into quarantine and named, and the next one is tried. What
-cannot be read for another reason (a disk or a network that fails) is left where it is: it may be whole.
+Every file of a candidate is read, by one of the ranks that see the same directory. What is damaged is put into
+quarantine and named, and the next one is tried. What cannot be read for another reason (a disk or a network that
+fails) is left where it is: it may be whole.
 """
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -96,14 +98,16 @@ def recover(
     entries = _entries(store, gather)
     order = candidates(entries, strategy, best)
     found = Recovered(None)
+    identity, share = _share(store, gather)
     whole = [entry for entry in entries if _judge(store, entry, entry.error, found)]
     while (number := agree(gather([entry.number for entry in order]))) is not None:
         entry = next(entry for entry in order if entry.number == number)
         order.remove(entry)
-        error = _verified(store, entry)
-        if not any(gather(error is not None)):
+        error = _verified(store, entry, *share)
+        if not (bad := {place for place, wrong in gather([identity, error is not None]) if wrong}):
             return replace(found, entry=entry)
-        if not _judge(store, entry, error, found):
+        _judge(store, entry, error, found)
+        if identity in bad:
             whole.remove(entry)
     _refuse_to_begin_anew(store, strategy, gather(len(whole)), gather(found.unreadable))
     return found
@@ -120,9 +124,16 @@ def _parsed(strategy: str, best: Best | None) -> tuple[str, int]:
     return strategy, -1
 
 
-def _verified(store: CheckpointStore, entry: Entry) -> Exception | None:
+def _share(store: CheckpointStore, gather: Gather) -> tuple[str, tuple[int, int]]:
+    """Which directory this rank sees, which share of its files to read, of how many: those who see one divide it."""
+    identity, me = store.files.identity(store.dirpath), uuid.uuid4().hex
+    together = [each for place, each in gather([identity, me]) if place == identity]
+    return identity, (together.index(me), len(together))
+
+
+def _verified(store: CheckpointStore, entry: Entry, part: int, parts: int) -> Exception | None:
     try:
-        store.verify(entry)
+        store.verify(entry, part, parts)
     except (CheckpointError, OSError) as error:
         return error
     return None

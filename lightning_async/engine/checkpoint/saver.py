@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_async.engine.checkpoint.process import Job, Result, SaveBusy, Writer
-from lightning_async.engine.checkpoint.retention import prune
+from lightning_async.engine.checkpoint.retention import Keeper
 from lightning_async.engine.checkpoint.store import CheckpointStore
 from lightning_async.errors import CheckpointError
 from lightning_async.rules.saving import KeepPolicy
@@ -61,6 +61,7 @@ class Saver:
         run: names this run in unfinished checkpoints; the same on all ranks.
         keep: what to keep; applied after each commit by the rank that has made it.
         resumed_from: number of the checkpoint that training began from, which stays. Default: none.
+        good_after: a checkpoint is good when so many steps without harm have followed. Default: none ever is.
         buffers: copies of the state that there is memory for. Default: 2.
         max_failures: so many failed saves in a row end training. Default: 3.
     """
@@ -73,15 +74,18 @@ class Saver:
         keep: KeepPolicy,
         *,
         resumed_from: int | None = None,
+        good_after: int | None = None,
         buffers: int = 2,
         max_failures: int = 3,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.costs = Costs()
-        self.last_committed: int | None = None
-        """Number of the newest save whose part of this rank is durable."""
-        self._store, self._rank, self._run, self._keep = store, rank, run, keep
-        self.resumed_from, self._max_failures, self._now = resumed_from, max_failures, now
+        self._rank, self._run, self._good_after = rank, run, good_after
+        self._max_failures, self._now = max_failures, now
+        self._keeper = Keeper(store, keep, resumed_from)
+        self._steps = 0
+        self._begun_at: dict[int, int] = {}
+        """Saves that may become good yet: after which of this rank's steps they were begun, by number."""
         self._writer = Writer(store.dirpath, rank, buffers)
         self._usual_s, self._last_step, self._last_error = 0.0, now(), ""
 
@@ -117,6 +121,7 @@ class Saver:
             self.wait(PATIENCE_S)
         job = Job(number, step, self._run, tuple(ranks), shared, own, manifest)
         self.costs.saves += 1
+        self._begun_at[number] = self._steps
         try:
             self._writer.save(job, queue)
         except CheckpointError as error:
@@ -134,8 +139,15 @@ class Saver:
         """
         self._writer.reserve(Job(1, step, self._run, tuple(ranks), shared, own))
 
-    def step(self) -> None:
-        """A step is done: its time counts as a cost where it is longer than usual and a save is being written."""
+    def step(self, harmless: int | None = None) -> None:
+        """A step is done: its time counts as a cost where it is longer than usual and a save is being written.
+
+        Args:
+            harmless: so many steps up to this one were without harm, as far as is known. Default: nobody watches.
+        """
+        self._steps += 1
+        if harmless is not None:
+            self._promote(harmless)
         now = self._now()
         took, self._last_step = now - self._last_step, now
         if self.busy and self._usual_s:
@@ -159,10 +171,16 @@ class Saver:
             self._hear(result)
         return not self._writer.busy
 
+    def flush(self, timeout_s: float) -> None:
+        """Wait until all is written, marked and deleted that was asked for."""
+        self.wait(timeout_s)
+        self._keeper.flush(timeout_s)
+
     def close(self, timeout_s: float) -> None:
         """Wait for what is being written, and end the writer."""
         for result in self._writer.close(timeout_s):
             self._hear(result)
+        self._keeper.close(timeout_s)
 
     def _check(self) -> None:
         if self.costs.failed_in_a_row >= self._max_failures:
@@ -182,15 +200,19 @@ class Saver:
             log.error("A checkpoint could not be saved; training goes on. %s", result.error)
             return
         costs.failed_in_a_row, costs.bytes = 0, costs.bytes + result.bytes
-        self.last_committed = result.number
         costs.committed += 1
         if result.committed:
-            self._prune()
+            if self._good_after is not None:
+                self._keeper.awaited.add(result.number)
+            self._keeper.prune()
 
-    def _prune(self) -> None:
-        try:
-            prune(self._store, self._keep, self.resumed_from)
-        except (CheckpointError, OSError) as error:
-            log.warning(
-                "Rank %d: old checkpoints in %s could not be deleted: %s", self._rank, self._store.dirpath, error
-            )
+    def _promote(self, harmless: int) -> None:
+        """Mark as good what was followed by steps without harm; what was followed by harm never will be."""
+        for number in sorted(self._keeper.awaited):
+            after = self._steps - self._begun_at[number]
+            if harmless < after:
+                self._keeper.awaited.discard(number)
+            elif self._good_after is not None and after >= self._good_after:
+                self._keeper.awaited.discard(number)
+                self._keeper.promote(number)
+                self._keeper.prune()

@@ -125,8 +125,13 @@ class CheckpointStore:
         found = [self._entry(match) for match in self._matches() if not match["rest"]]
         return sorted((entry for entry in found if entry), key=lambda entry: (entry.number, entry.step), reverse=True)
 
-    def verify(self, entry: Entry) -> Manifest:
+    def verify(self, entry: Entry, part: int = 0, parts: int = 1) -> Manifest:
         """Read every file of a checkpoint; its manifest, if it is whole.
+
+        Args:
+            entry: the checkpoint.
+            part: which share of the files to read, where several processes divide them. Default: 0.
+            parts: of how many. Default: 1.
 
         Raises:
             DamagedCheckpoint: names the file and what is wrong.
@@ -134,7 +139,8 @@ class CheckpointStore:
             OSError: a file cannot be read.
         """
         manifest = self._manifest(entry)
-        for name, record in manifest.files.items():
+        by_size = sorted(manifest.files.items(), key=lambda each: (-each[1].size, each[0]))
+        for name, record in by_size[part::parts]:
             self.files.check(f"{entry.path}/{name}", record)
         return manifest
 

@@ -84,6 +84,10 @@ class Files(Protocol):
         """Make a folder, and let others know for a while that a living process writes in it."""
         ...
 
+    def identity(self, folder: str) -> str:
+        """Equal for two processes only where they see the same folder, not two of one name."""
+        ...
+
     def idle(self, folder: str) -> bool:
         """Whether no living process holds the folder."""
         ...

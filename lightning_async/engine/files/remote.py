@@ -97,6 +97,9 @@ class RemoteFiles:
         self._system.makedirs(folder, exist_ok=True)
         yield
 
+    def identity(self, folder: str) -> str:
+        return f"{folder}:{os.getpid()}" if folder.startswith("memory:") else folder
+
     def idle(self, folder: str) -> bool:
         names = self.names(folder)
         try:

@@ -1,0 +1,256 @@
+"""`FaultTolerantCheckpoint` on a single device: killed, told to go, damaged, with a disk that fails."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_async import DivergenceMonitor, FaultTolerantCheckpoint
+from lightning_async.engine.checkpoint.store import CheckpointStore
+from lightning_async.errors import CheckpointError
+from lightning_async.rules.divergence import History
+from lightning_async.rules.saving import AtEpochEnd, Best, EveryNth, KeepAny, Latest
+from lightning_async.trainer.namespace import pl
+from tests.callbacks.checkpoint_ranks import At, Interrupted, Noisy, interrupt
+
+BATCHES, EPOCHS = 12, 2
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def data(workers: int = 0) -> DataLoader[Any]:
+    x = torch.randn(4 * BATCHES, 4, generator=torch.Generator().manual_seed(3))
+    return DataLoader(TensorDataset(x, x.sum(dim=1, keepdim=True)), batch_size=4, shuffle=True, num_workers=workers)
+
+
+def trainer_of(*callbacks: Any, **options: Any) -> Any:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    defaults = {"accelerator": "cpu", "devices": 1, "max_epochs": EPOCHS}
+    return pl.Trainer(callbacks=list(callbacks), **(quiet | defaults | options))
+
+
+def train(saved: FaultTolerantCheckpoint, *callbacks: Any, module: Any = None, **options: Any) -> Any:
+    module = Noisy() if module is None else module
+    torch.manual_seed(11)
+    trainer_of(saved, *callbacks, **options).fit(module, data())
+    return module
+
+
+def every(folder: Path, steps: int = 4, **settings: Any) -> FaultTolerantCheckpoint:
+    return FaultTolerantCheckpoint(folder, **{"every_n_train_steps": steps, "busy": "wait", **settings})
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [entry.step for entry in CheckpointStore(folder).entries()]
+
+
+def in_child(body: Callable[[], Any], timeout: float = 60.0) -> int:
+    """The exit code of a process of its own."""
+    process = multiprocessing.get_context("fork").Process(target=body)
+    process.start()
+    process.join(timeout)
+    assert process.exitcode is not None, "it hangs"
+    return process.exitcode
+
+
+class Told(Noisy):
+    """Writes every loss to a file, at once."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        with self.path.open("a") as file:
+            file.write(json.dumps([self.trainer.global_step, float(loss)]) + "\n")
+        return loss
+
+
+@pytest.mark.timeout(120)
+def test_killed_three_times_the_history_is_that_of_one_run(tmp_path: Path) -> None:
+    whole = train(every(tmp_path / "whole", 3))
+    for stop in (7, 13, 20, None):
+        kill = At(stop, lambda: os.kill(os.getpid(), signal.SIGKILL)) if stop else At(-1, interrupt)
+        saved = every(tmp_path / "parts", 3)
+        code = in_child(lambda kill=kill, saved=saved: train(saved, kill, module=Told(tmp_path / "losses")))
+        assert code == (0 if stop is None else -signal.SIGKILL)
+    lines = [json.loads(line) for line in (tmp_path / "losses").read_text().splitlines()]
+    assert [step for step, _ in lines] != list(range(BATCHES * EPOCHS)), "some steps came twice"
+    assert {step for step, _ in lines} == set(range(BATCHES * EPOCHS))
+    assert [[step, loss] for step, loss in lines if whole.losses[step] != loss] == []
+
+
+@pytest.mark.timeout(60)
+def test_a_signal_saves_and_ends_with_75(tmp_path: Path) -> None:
+    tell = At(9, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert in_child(lambda: train(every(tmp_path, 1000), tell)) == 75
+    assert steps_in(tmp_path) == [10]
+    assert CheckpointStore(tmp_path).entries()[0].manifest.reason == "preemption"  # pyright: ignore
+    assert min(train(every(tmp_path, 1000)).losses) == 10
+
+
+@pytest.mark.timeout(60)
+def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    def twice() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.sigtimedwait([signal.SIGUSR2], 1.2)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert in_child(lambda: train(every(tmp_path, 1000), At(9, twice))) == -signal.SIGTERM
+    assert steps_in(tmp_path) == []
+
+
+def test_an_exception_leaves_nothing_patched(tmp_path: Path) -> None:
+    trainer, module = trainer_of(every(tmp_path), At(9, interrupt)), Noisy()
+    before = {id(owner): set(vars(owner)) for owner in _patched(trainer)}
+    with pytest.raises(Interrupted):
+        trainer.fit(module, data())
+    for owner in _patched(trainer):
+        left = {name for name in vars(owner).keys() - before[id(owner)] if callable(vars(owner)[name])}
+        assert left == set(), f"{type(owner).__name__} keeps {left}"
+    trainer.callbacks[:] = [callback for callback in trainer.callbacks if not isinstance(callback, At)]
+    trainer.fit(module, data())
+    assert trainer.global_step == BATCHES * EPOCHS
+    assert min(step for step in module.losses if step > 9) == 10
+
+
+def _patched(trainer: Any) -> list[Any]:
+    fit = trainer.fit_loop
+    signals, connector = trainer._signal_connector, trainer._checkpoint_connector
+    return [trainer.strategy, fit, fit.epoch_loop, fit.epoch_loop.val_loop, signals, connector]
+
+
+def test_what_has_ended_is_complete_and_does_not_train_again(tmp_path: Path) -> None:
+    train(every(tmp_path, 5))
+    assert steps_in(tmp_path) == [24, 20]
+    assert train(every(tmp_path, 5)).losses == {}
+    assert steps_in(tmp_path) == [24, 20]
+    longer = train(every(tmp_path, 5), max_epochs=EPOCHS + 1)
+    assert [min(longer.losses), max(longer.losses)] == [24, 35]
+
+
+def test_when_and_what_to_keep(tmp_path: Path) -> None:
+    class Validated(Noisy):
+        def on_train_epoch_end(self) -> None: ...
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("score", float(abs(self.trainer.global_step - 12)))
+
+    module = Validated()
+    saved = FaultTolerantCheckpoint(tmp_path, save=AtEpochEnd(), keep=KeepAny(Best("score"), EveryNth(10)))
+    trainer = trainer_of(saved, max_epochs=4, num_sanity_val_steps=0)
+    trainer.fit(module, data(), data())
+    entries = CheckpointStore(tmp_path).entries()
+    assert [entry.step for entry in entries] == [48, 12], "the newest, and the best"
+    assert [entry.manifest.metrics["score"] for entry in entries if entry.manifest] == [36.0, 0.0]
+    again = FaultTolerantCheckpoint(tmp_path, save=AtEpochEnd(), keep=Best("score"), recover="best")
+    module = Validated()
+    trainer_of(again, max_epochs=2, num_sanity_val_steps=0).fit(module, data(), data())
+    assert min(module.losses) == 12
+
+
+def test_a_chosen_step_and_none(tmp_path: Path) -> None:
+    train(every(tmp_path, 5, keep=Latest(9)))
+    assert min(train(every(tmp_path, 5, recover="step=15", keep=Latest(9))).losses) == 15
+    assert min(train(every(tmp_path, 50, recover=None, keep=Latest(9))).losses) == 0
+
+
+def test_a_path_of_the_users_goes_first(tmp_path: Path) -> None:
+    train(every(tmp_path, 5, keep=Latest(9)))
+    path = next(entry.path for entry in CheckpointStore(tmp_path).entries() if entry.step == 10)
+    module = Noisy()
+    trainer_of(every(tmp_path, 50, keep=Latest(9))).fit(module, data(), ckpt_path=path)
+    assert min(module.losses) == 10
+
+
+def test_damage_is_named_and_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train(every(tmp_path, 5))
+    newest = Path(CheckpointStore(tmp_path).entries()[0].path)
+    (newest / "rank-0.bin").write_bytes(b"\0" * (newest / "rank-0.bin").stat().st_size)
+    with caplog.at_level(logging.WARNING, "lightning_async"):
+        assert min(train(every(tmp_path, 5)).losses) == 20
+    assert "rank-0.bin has the checksum" in caplog.text
+    assert [path.name for path in tmp_path.iterdir() if "damaged" in path.name] == [f"{newest.name}.damaged-1"]
+
+
+def test_saves_that_fail_are_loud_and_end_training_after_some(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("no directory")
+    module = Noisy()
+    with pytest.raises(CheckpointError, match="3 saves in a row have failed"):
+        train(every(tmp_path / "file", 2, recover=None), module=module)
+    assert 6 <= len(module.losses) <= 10
+    assert "A checkpoint could not be saved; training goes on" in caplog.text
+    module = Noisy()
+    train(every(tmp_path / "file", 10, recover=None), module=module)
+    assert len(module.losses) == 24, "two failures and the last one"
+
+
+def test_what_cannot_be_saved_is_named_when_training_starts(tmp_path: Path) -> None:
+    class Strange(Noisy):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["mine"] = {"what": object()}
+
+    with pytest.raises(TypeError, match=r"mine'\]\['what'\] is a builtins.object"):
+        train(every(tmp_path), module=Strange())
+
+
+@pytest.mark.timeout(60)
+def test_nan_rolls_back_to_a_good_checkpoint(tmp_path: Path) -> None:
+    """The poisoned one that was saved meanwhile never becomes good; the data goes on."""
+
+    class Poisoned(Noisy):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if self.trainer.global_step == 30:
+                with torch.no_grad():
+                    self.net[0].weight.fill_(float("nan"))  # pyright: ignore
+
+    monitor = DivergenceMonitor(remedies=["roll_back"], history=History(warmup=5))
+    saved = every(tmp_path, 4, keep=Latest(3), good_after=6)
+    module = train(saved, monitor, module=Poisoned(), max_epochs=5)
+    assert monitor.rollbacks == 1
+    assert all(torch.isfinite(value).all() for value in module.state_dict().values())
+    bad = [step for step, loss in module.losses.items() if loss != loss]
+    assert bad
+    assert max(bad) <= 32
+    good = [entry.step for entry in CheckpointStore(tmp_path).entries() if entry.good]
+    assert good
+    assert not set(good) & set(range(30, 34))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"every_n_train_steps": 0}, "EveryNTrainSteps(n=0)"),
+        ({"train_time_interval": timedelta(0)}, "EveryInterval"),
+        ({"save": 5}, "save=5"),
+        ({"keep": "all"}, "keep='all'"),
+        ({"recover": "newest"}, "recover='newest'"),
+        ({"recover": "best"}, "recover='best'"),
+        ({"busy": "never"}, "busy='never'"),
+        ({"buffers": 3}, "buffers=3"),
+        ({"max_failures": 0}, "max_failures=0"),
+        ({"good_after": 0}, "good_after=0"),
+    ],
+)
+def test_wrong_arguments_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=r".*") as raised:
+        FaultTolerantCheckpoint("somewhere", **settings)
+    assert message in str(raised.value)
