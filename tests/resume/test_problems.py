@@ -55,6 +55,7 @@ def test_a_loader(told: str) -> None:
     assert problem.startswith("the train dataloader ") and told in problem
 
 
+@pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument")
 @pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
 def test_batches_that_the_step_fetches(tmp_path: Path) -> None:
     class Fetches(Net):
