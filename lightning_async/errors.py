@@ -8,13 +8,16 @@ from __future__ import annotations
 
 __all__ = [
     "AsyncTrainingError",
+    "CheckpointError",
     "CollectiveError",
     "CollectiveTimeout",
+    "DamagedCheckpoint",
     "GateMismatch",
     "GenerationChanged",
     "LayoutMismatch",
     "PeerLost",
     "SettingsMismatch",
+    "TrainingDiverged",
 ]
 
 
@@ -52,3 +55,15 @@ class GateMismatch(AsyncTrainingError):
 
 class SettingsMismatch(AsyncTrainingError):
     """The ranks were started with different settings."""
+
+
+class CheckpointError(AsyncTrainingError):
+    """A checkpoint cannot be written, found or read."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A file of a checkpoint is missing, or does not hold what was written to it."""
+
+
+class TrainingDiverged(AsyncTrainingError):
+    """Losses, gradients or parameters are out of bounds, and no remedy that was left has helped."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from lightning_async.engine.buckets import Kind, Message
-from lightning_async.engine.header import Gate, Header, Vote
+from lightning_async.engine.header import Gate, Header, Mark, Vote
 from lightning_async.errors import CollectiveError, GateMismatch, LayoutMismatch
 
 __all__ = [
@@ -19,12 +19,18 @@ __all__ = [
     "Wing",
     "decide",
     "from_rows",
+    "mark_of",
     "ready_for",
     "survey",
     "to_row",
 ]
 
-_ASKED_BY_STANDING = {Gate.VALIDATE: Vote.VALIDATE, Gate.STOP: Vote.STOP, Gate.SYNCHRONISE: Vote.SYNCHRONISE}
+_ASKED_BY_STANDING = {
+    Gate.VALIDATE: Vote.VALIDATE,
+    Gate.STOP: Vote.STOP,
+    Gate.SYNCHRONISE: Vote.SYNCHRONISE,
+    Gate.DECIDE: Vote.DECIDE,
+}
 
 
 class Plan(Protocol):
@@ -189,7 +195,7 @@ def _place(headers: Sequence[Header], votes: Vote) -> Gate:
     """The gate at which all stand; NONE where some of them must go to another one first."""
     places = {(h.gate, h.gate_index if h.gate is Gate.EPOCH_END else 0) for h in headers}
     gate = Gate.SYNCHRONISE if any(h.gate is Gate.SYNCHRONISE for h in headers) else headers[0].gate
-    if len(places) > 1 and votes & (Vote.VALIDATE | Vote.STOP):
+    if len(places) > 1 and votes & (Vote.VALIDATE | Vote.STOP | Vote.DECIDE):
         return Gate.NONE  # the others join that one and come back
     if len(places) > 1 and gate is not Gate.SYNCHRONISE:  # that opens while others wait elsewhere
         where = ", ".join(f"rank {rank} at {h.gate.name} {h.gate_index}" for rank, h in enumerate(headers))
@@ -216,6 +222,19 @@ def ready_for(headers: Sequence[Header]) -> int:
     there = all(h.ready == wanted or h.excused or 0 < h.ready < wanted for h in headers)
     # Where layouts differ for a while, some ranks have yet to follow a change of theirs.
     return wanted if there and len({h.version for h in headers}) == 1 else 0
+
+
+def mark_of(headers: Sequence[Header]) -> Mark | None:
+    """The checkpoint that some rank asks for: it belongs to the round that these headers begin.
+
+    >>> mark_of([Header(votes=Vote.SAVE, ready=1, clock=9, saved=3), Header(saved=2), Header(gate=Gate.TRAIN_END)])
+    Mark(number=4, step=3, ranks=(0, 2))
+    """
+    if not any(Vote.SAVE in h.votes for h in headers):
+        return None
+    present = tuple(rank for rank, h in enumerate(headers) if h.ready or h.gate is not Gate.NONE)
+    step = int(sum(h.clock for h in headers) / len(headers))
+    return Mark(max(h.saved for h in headers) + 1, step, present)
 
 
 def _check_layouts(headers: Sequence[Header]) -> None:

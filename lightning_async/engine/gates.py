@@ -50,6 +50,10 @@ class Gates:
         self._at_gate = True
         """No batch has begun since the last gate, or since training began."""
 
+    def add(self, visitor: Visitor) -> None:
+        """Another one that has something to do there."""
+        self._visitors = (*self._visitors, visitor)
+
     def rendezvous(self, gate: Gate, index: int = 0) -> Arrival:
         """Wait, serving headers, until every rank stands at this gate and holds the same model.
 
@@ -77,7 +81,9 @@ class Gates:
                         return Arrival.OPEN
                     if Vote.STOP in box.agreed and gate is not Gate.STOP:
                         return Arrival.STOP
-                    if Vote.VALIDATE in box.agreed and gate not in (Gate.VALIDATE, Gate.STOP):
+                    if Vote.DECIDE in box.agreed and gate not in (Gate.DECIDE, Gate.STOP):
+                        return Arrival.DECIDE
+                    if Vote.VALIDATE in box.agreed and gate not in (Gate.VALIDATE, Gate.DECIDE, Gate.STOP):
                         return Arrival.VALIDATE
                     box.changed.wait(1.0)
         finally:
@@ -117,6 +123,21 @@ class Gates:
     def request_stop(self) -> None:
         """Vote for stopping, from a signal handler: that may touch no lock."""
         self._box.stop_requested = True
+
+    def tell_loss(self, loss: float) -> None:
+        """What the next header says of this replica's last batch."""
+        with self._box.changed:
+            self._box.loss = loss
+
+    @property
+    def standing(self) -> bool:
+        """Whether the training thread stands at a gate."""
+        return self._box.gate is not Gate.NONE
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """Every replica's, as the last header told it."""
+        return self._box.losses
 
     @property
     def agreed(self) -> Vote:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
+import math
 from typing import NamedTuple
 
-__all__ = ["Arrival", "Gate", "Header", "Vote"]
+__all__ = ["Arrival", "Gate", "Header", "Mark", "Vote"]
 
 
 class Gate(enum.IntEnum):
@@ -20,6 +21,8 @@ class Gate(enum.IntEnum):
     """It leaves training early, because a rank was told to."""
     SYNCHRONISE = 5
     """It goes from local steps back to synchronous ones, for which all replicas must be equal."""
+    DECIDE = 6
+    """It has called all together: something is to be decided on one model."""
 
 
 class Arrival(enum.Enum):
@@ -29,6 +32,8 @@ class Arrival(enum.Enum):
     """Every rank is here and holds the same model."""
     VALIDATE = "validate"
     """A rank asks for a validation: go to `Gate.VALIDATE`, then come back."""
+    DECIDE = "decide"
+    """A rank has called all together: go to `Gate.DECIDE`, then come back."""
     STOP = "stop"
     """A rank was told to stop: go to `Gate.STOP`."""
 
@@ -45,11 +50,29 @@ class Vote(enum.Flag):
     """Come to a validation: this rank waits there."""
     SYNCHRONISE = enum.auto()
     """Become equal: this rank is to take synchronous steps."""
+    SAVE = enum.auto()
+    """Mark the next round: a checkpoint is due. The engine's threads do it, so nobody else hears of it."""
+    DECIDE = enum.auto()
+    """Come together: this rank waits there."""
 
     @property
     def lasting(self) -> Vote:
         """What is still to be done once a gate has opened: all but what asks for a gate."""
-        return self & ~(Vote.VALIDATE | Vote.SYNCHRONISE)
+        return self & ~(Vote.VALIDATE | Vote.SYNCHRONISE | Vote.DECIDE)
+
+
+class Mark(NamedTuple):
+    """A checkpoint that belongs to an exchange: one model, one rule state, and what each rank has of its own.
+
+    Args:
+        number: of the save, the same on all ranks.
+        step: optimizer steps per replica, the mean over all.
+        ranks: those that take part: they have a message, or stand at a gate.
+    """
+
+    number: int
+    step: int
+    ranks: tuple[int, ...]
 
 
 class Header(NamedTuple):
@@ -71,6 +94,8 @@ class Header(NamedTuple):
         last_moved: whether the model had changed when that one opened.
         last_clock: steps of all ranks at that time.
         last_exchange: its `exchange` at that time.
+        saved: the last save that it knows of, by number.
+        loss: of its last batch; infinite where that is not known, or not finite.
     """
 
     exchange: int = 1
@@ -88,3 +113,5 @@ class Header(NamedTuple):
     last_moved: bool = False
     last_clock: float = 0.0
     last_exchange: int = 1
+    saved: int = 0
+    loss: float = math.inf

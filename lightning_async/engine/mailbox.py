@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from lightning_async.engine.header import Gate, Vote
 from lightning_async.errors import CollectiveError
@@ -33,6 +35,8 @@ class Mailbox:
     """What this replica has seen since training began."""
     steps: float = 0.0
     """Optimizer steps that it has taken."""
+    loss: float = math.inf
+    """Of the last batch; infinite where it is not known."""
     last_seen: float = 0.0
     """When the training thread was last heard of."""
     stop_requested: bool = False
@@ -59,8 +63,14 @@ class Mailbox:
     """Whether the model had changed, on any rank, since the gate before."""
     next_exchange: int = 1
     """The exchange that comes next; equal on all ranks, but for one that lost the last answer."""
+    saved: int = 0
+    """The last save, by number, that all ranks have agreed on."""
+    marked: Any = None
+    """What was copied for it; until the training thread takes it, or another exchange follows."""
     samples_by_rank: tuple[float, ...] = ()
     """Samples that every replica had seen at the last header."""
+    losses: tuple[float, ...] = ()
+    """Every replica's, at the last header."""
     mean_steps: float = 0.0
     """Optimizer steps per replica, on average over all, at the last header."""
     steps_then: float = 0.0
@@ -89,6 +99,8 @@ class Mailbox:
             return
         if self.gate is Gate.VALIDATE:
             self.agreed &= ~Vote.VALIDATE
+        if self.gate is Gate.DECIDE:
+            self.agreed &= ~Vote.DECIDE
         self.opened, self.gate = True, Gate.NONE
         self.last_seen = now
         self.changed.notify_all()

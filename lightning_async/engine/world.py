@@ -62,6 +62,10 @@ class World:
         """How many ranks there are."""
         return self._collectives.world_size
 
+    def fork(self, name: str, timeout: timedelta) -> Collectives:
+        """A communicator over the same ranks with an order of its own; it closes with this one."""
+        return self._collectives.fork(name, timeout)
+
     def barrier(self, name: str = "") -> None:
         """Wait for all ranks; nothing while drifting."""
         if self._is_local(f"barrier({name!r})", "does not wait for the other replicas"):

@@ -145,7 +145,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
     def on_train_start(self) -> None:
         """All ranks hold the same model: replicas part from here."""
         if self.averager is not None:  # a loop within this fit, such as the LearningRateFinder's
-            self._start_over()
+            self.start_over()
         self.begin_averaging()
 
     def begin_averaging(self) -> None:
@@ -167,8 +167,8 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
             self._session.close()
             self._session = None
 
-    def _start_over(self) -> None:
-        """All ranks are here, between two trainings of one fit: the next begins on a connection of its own."""
+    def start_over(self) -> None:
+        """See `Drifting`: all ranks are here, and the next training begins on a connection of its own."""
         self._end_averaging()
         self.disconnect(in_order=True)
         self.connect_ranks()
@@ -286,7 +286,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         if self.averager is not None:
-            self._start_over()
+            self.start_over()
         self._saved.load(checkpoint)
         return checkpoint
 

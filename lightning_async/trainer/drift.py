@@ -11,6 +11,7 @@ from lightning_async.engine.header import Arrival, Gate
 from lightning_async.engine.world import World
 from lightning_async.trainer import refusals
 from lightning_async.trainer.averaged_models import AveragedModels
+from lightning_async.trainer.convening import Convening
 from lightning_async.trainer.empty_shards import EmptyShards
 from lightning_async.trainer.learning_rates import LearningRates
 from lightning_async.trainer.meeting import Meeting
@@ -43,7 +44,8 @@ class DriftPatches:
             saving.model_changed,
             strategy.on_model_changed,
         ]
-        self._parts = (stopping, self._validation, saving, self._rates, EmptyShards(strategy, trainer))
+        convening = Convening(strategy, trainer, self._meeting)
+        self._parts = (stopping, convening, self._validation, saving, self._rates, EmptyShards(strategy, trainer))
         self._undo: list[Undo] = []
 
     def install(self, world: World) -> None:

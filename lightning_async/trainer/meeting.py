@@ -29,6 +29,8 @@ class Meeting:
         self._averaged_models: AveragedModels | None = None
         self.on_model_changed: list[Callable[[], None]] = []
         """Called, on all ranks together, when a gate has given all replicas another model."""
+        self.on_called: Callable[[], None] = lambda: None
+        """Goes to `Gate.DECIDE`, because another rank has called all together."""
 
     def begin(self, world: World) -> None:
         """Training begins, or begins anew: the callbacks' averages over time are equal on all ranks."""
@@ -46,6 +48,10 @@ class Meeting:
         while (arrival := gates.rendezvous(gate, index)) is not Arrival.OPEN:
             if arrival is Arrival.STOP:
                 self._stopping.leave(gates)
+            if arrival is Arrival.DECIDE:
+                self.on_called()
+                self.rendezvous(gate, index)  # averaging may have begun anew
+                return
             join_validation(self._trainer)
         self._opened(gates, world, share_averages)
 

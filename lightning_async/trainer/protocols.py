@@ -34,6 +34,10 @@ class Drifting(Protocol):
         """
         ...
 
+    def start_over(self) -> None:
+        """All ranks are here, with one model: the training that begins with the next batch is another one."""
+        ...
+
     def begin_again(self) -> None:
         """Before a gate: if a checkpoint was restored during training, drift from there."""
         ...

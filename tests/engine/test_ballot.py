@@ -141,6 +141,21 @@ CASES: dict[str, tuple[list[Row], dict[str, Any]]] = {
         {"votes": Vote.STOP, "opens": Gate.STOP, "moved": True, "clock": 10.0},
     ),
     "one validates, the other is done": ([held(5), held(5, gate=Gate.TRAIN_END)], VALIDATE),
+    "one has called all together, and the others are elsewhere": (
+        [held(5, gate=Gate.DECIDE), held(5), held(5, gate=Gate.EPOCH_END), at(Gate.SYNCHRONISE)],
+        {"votes": Vote.DECIDE | Vote.VALIDATE | Vote.SYNCHRONISE},
+    ),
+    "all have come to decide": (
+        [held(5, gate=Gate.DECIDE), held(6, gate=Gate.DECIDE, healthy=False)],
+        {
+            "votes": Vote.DECIDE,
+            "kind": "Consensus",
+            "weights": (1, 0),
+            "compare": True,
+            "source": 0,
+            "able": (True, False),
+        },
+    ),
     "back to synchronous steps, while one is done": (
         [held(5, gate=Gate.SYNCHRONISE), held(5, gate=Gate.TRAIN_END)],
         {"votes": Vote.SYNCHRONISE, "opens": Gate.SYNCHRONISE, "moved": True, "clock": 10.0},

@@ -1,0 +1,293 @@
+"""Training that diverges is noticed, and brought back: by skipping, synchronising, resetting, rolling back."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from torch import Tensor
+
+from lightning_async.arguments import check_choice, check_int, check_protocol, check_real
+from lightning_async.callbacks.alarms import Alarm, diverged, raise_alert
+from lightning_async.callbacks.councils import Alone, Council, Drifting, Lockstep, Row, council_of, severest
+from lightning_async.callbacks.observer import Observer, Signal, thresholds_by_signal
+from lightning_async.callbacks.readings import optimizer_state, parameters
+from lightning_async.callbacks.remedies import (
+    RollsBack,
+    call_unfit,
+    cut_learning_rates,
+    drop_gradients,
+    rollback_of,
+    sync_more,
+)
+from lightning_async.engine.digest import is_finite
+from lightning_async.engine.world import World
+from lightning_async.rules.divergence import Escalation, Finding, History, Relative, Remedy, Threshold
+from lightning_async.trainer.namespace import pytorch
+from lightning_async.trainer.patches import searches_lr
+
+if TYPE_CHECKING:
+    from lightning.pytorch.callbacks import Callback
+else:
+    Callback = pytorch("callbacks").Callback
+
+__all__ = ["DivergenceMonitor"]
+
+log = logging.getLogger(__name__)
+
+RemedyName = Literal["log", "alert", "sync_more", "sync", "cut_lr", "skip", "reset", "roll_back", "stop"]
+_OF_REPLICAS = {Remedy.SYNC_MORE, Remedy.SYNC, Remedy.RESET}
+"""Of use only where replicas drift."""
+
+
+class DivergenceMonitor(Callback):
+    r"""Watches for training that diverges, with any strategy, and does the mildest thing that may help.
+
+    A signal :math:`x` is out of bounds where it is not finite, or where :math:`x > m + k \max(\sigma, f |m|)` by the
+    median :math:`m` and the deviation :math:`\sigma` of its own recent values (`Relative`), or :math:`x > c`
+    (`Absolute`). What comes back after a remedy asks for the next one: "log", "alert", "sync_more" (rounds twice as
+    often), "sync" (one model now), "cut_lr", "skip" (drop the gradients of batches), "reset" (a replica takes over the
+    others' model, and its optimizers begin anew), "roll_back" (all go back to the last good state, the data goes on),
+    "stop" (`TrainingDiverged` on all ranks). A gradient that is not finite begins with "skip", a model that is not with
+    "reset". "sync_more", "sync" and "reset" exist where replicas drift, "roll_back" where something can.
+
+    All ranks do the same at the same step, and none waits for another: ranks in lockstep gather a few numbers beside
+    the training and read them a step later; where replicas drift, the one in need calls all to a gate. Looks at
+    gradients and parameters take less than 1% of the time, so on small batches not every step is looked at. On a
+    GPU numbers are looked at one step later. A gradient scaler goes on skipping steps by itself.
+
+    Args:
+        signals: what is watched; default all: "loss", "gradient_norm", "parameters", "optimizer_state",
+            "loss_variance" (over replicas), "replica_spread" (at the last round).
+        alert_threshold: of all signals, or a mapping by signal (the others keep `Relative()`); a number is `Absolute`.
+        remedies: by name; default all that can be had.
+        history: how much of the past counts: 100 steps, of which 20 must be there; 10 steps for a remedy to help.
+        rollback: holds the last good state, see `RollsBack`; default: the first callback of the Trainer that does.
+        max_rollbacks: in one training. Default 3.
+        lr_factor: learning rates are multiplied by it. Default 0.5.
+        skip_batches: optimizer steps that one "skip" drops, for signals that are finite. Default 1.
+        alert: called with an `Alarm` on the rank that found something. The loggers get the numbers too.
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong kind, out of range, or no name of a signal or remedy.
+
+    Source: skipping batches around spikes as in PaLM (Chowdhery et al., 2022), https://arxiv.org/abs/2204.02311
+    """
+
+    def __init__(
+        self,
+        *,
+        signals: Collection[Signal] = get_args(Signal),
+        alert_threshold: Threshold | float | Mapping[Signal, Threshold | float] = Relative(),  # noqa: B008 (frozen)
+        remedies: Collection[RemedyName] | None = None,
+        history: History = History(),  # noqa: B008 (frozen)
+        rollback: RollsBack | None = None,
+        max_rollbacks: int = 3,
+        lr_factor: float = 0.5,
+        skip_batches: int = 1,
+        alert: Callable[[Alarm], None] | None = None,
+    ) -> None:
+        owner = type(self).__name__
+        for name in signals:
+            check_choice(owner, "signals", name, get_args(Signal))
+        for name in remedies or ():
+            check_choice(owner, "remedies", name, get_args(RemedyName))
+        if rollback is not None:
+            check_protocol(owner, "rollback", rollback, RollsBack, "something with a `roll_back(trainer)`")
+        self.max_rollbacks, self.lr_factor, self.skip_batches = max_rollbacks, lr_factor, skip_batches
+        check_int(self, "max_rollbacks", at_least=0)
+        check_int(self, "skip_batches", at_least=1)
+        check_real(self, "lr_factor", above=0.0, below=1.0)
+        self._signals, self._history = tuple(signals), history
+        self._thresholds = thresholds_by_signal(owner, alert_threshold)
+        self._remedies = None if remedies is None else {Remedy[name.upper()] for name in remedies}
+        self._given_rollback, self.alert = rollback, alert
+        self.call_together: Callable[[], None] | None = None
+        """See `Convened`."""
+        self._council: Council | None = None
+        self._rollback: RollsBack | None = None
+        self._observer = Observer((), {}, history, skips=False)
+        self._escalation = Escalation((), history, 0)
+        self._to_skip, self._asked, self._words = 0, Remedy.NONE, ""
+        self._trainer: Any = None
+        self._undo: list[Callable[[], None]] = []
+        self._clean_everywhere = 0
+        self._dense: Callable[[], None] | None = None
+        self.rollbacks = 0
+        """How often training went back."""
+
+    @property
+    def clean_steps(self) -> int:
+        """Batches since something was out of bounds: a state is good after some of them, at least 3. Of ranks in
+        lockstep it is the same on all; of replicas that drift each has its own."""
+        return self._clean_everywhere if isinstance(self._council, Lockstep) else self._escalation.clean_steps
+
+    # ---- life ----
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.rollbacks = 0
+        self._rollback = self._given_rollback or rollback_of(trainer.callbacks)
+        if stage == "fit" and self._rollback is None and Remedy.ROLL_BACK in (self._remedies or ()):
+            raise ValueError(
+                "`DivergenceMonitor(remedies=[..., 'roll_back'])` needs something that holds the last good state: "
+                "add a `FaultTolerantCheckpoint` to the Trainer's callbacks, or pass `rollback=`."
+            )
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._end()
+        if searches_lr(trainer):  # which diverges on purpose
+            return
+        self._council, self._trainer = council_of(self, trainer), trainer
+        drifting, alone = isinstance(self._council, Drifting), isinstance(self._council, Alone)
+        able = set(Remedy) - {Remedy.NONE} if self._remedies is None else set(self._remedies)
+        if not drifting:
+            able -= _OF_REPLICAS
+        if self._rollback is None or self.max_rollbacks == 0:
+            able -= {Remedy.ROLL_BACK}
+        self._escalation = Escalation(able, self._history, self.max_rollbacks)
+        self._escalation.used[Remedy.ROLL_BACK] = self.rollbacks
+        observer = Observer(self._signals, self._thresholds, self._history, Remedy.SKIP in able)
+        observer.alone = drifting or alone
+        ddp = pytorch("strategies").DDPStrategy
+        observer.alike = isinstance(trainer.strategy, ddp) or hasattr(trainer.strategy, "world")
+        self._observer, self._to_skip, self._asked = observer, 0, Remedy.NONE
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._end()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._end()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        self._fit_again()
+        if self._council is not None:
+            self._council.close()
+        self._council = self._dense = self._trainer = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rollbacks": self.rollbacks}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.rollbacks = int(state_dict["rollbacks"])
+
+    # ---- every batch ----
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self._observer.start_batch()
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        if self._council is not None:
+            self._observer.before_backward(trainer, loss)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if self._council is None:
+            return
+        drop = self._observer.before_step(trainer, optimizer)
+        if self._to_skip:
+            self._to_skip, drop = self._to_skip - 1, True
+        if drop:
+            drop_gradients(optimizer)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        council, observer = self._council, self._observer
+        if council is None:
+            return
+        heard = council.hear()
+        self._clean_everywhere = self._clean_everywhere + 1 if all(row.clean for row in heard) else 0
+        if self._do(trainer, severest(heard)):  # what this batch said is of a model that is no more
+            council.say(Row(every=observer.every))
+            return
+        found = observer.after_batch(trainer, pl_module, outputs)
+        found += observer.compare(heard, getattr(trainer.strategy, "summary", None))
+        wanted = self._escalation.next(found)
+        if self._escalation.calm and self._dense is not None:
+            self._dense()
+            self._dense = None
+        if wanted is not Remedy.NONE:
+            self._tell(trainer, found, wanted)
+        averager = getattr(trainer.strategy, "averager", None)
+        free = observer.alone and not (averager is not None and averager.ledger.synchronous)
+        here = wanted <= Remedy.ALERT or (wanted is Remedy.SKIP and (observer.dropped or free))
+        if here and wanted is not Remedy.NONE:
+            self._escalation.note(wanted)
+            self._to_skip = self.skip_batches if wanted is Remedy.SKIP and not observer.dropped else self._to_skip
+        self._asked = Remedy.NONE if here else wanted
+        if self._asked is Remedy.RESET and averager is not None:
+            self._fit_again()
+            self._undo.append(call_unfit(averager.replica))
+        now = council.say(Row(self._asked, observer.loss, observer.every, clean=not found))
+        self._do(trainer, severest(now))
+
+    def _tell(self, trainer: Any, found: list[Finding], remedy: Remedy) -> None:
+        """The user, in the log; where that was not enough, by the alert and the loggers."""
+        alarm = Alarm(trainer.global_rank, trainer.global_step, trainer.current_epoch, tuple(found), remedy)
+        self._words = str(alarm)
+        if self._escalation.has(Remedy.LOG):
+            log.warning("%s", alarm)
+        if remedy >= Remedy.ALERT and self._escalation.has(Remedy.ALERT):
+            raise_alert(alarm, trainer, self.alert)
+
+    # ---- what all ranks do ----
+
+    def decide(self, world: World) -> bool:
+        """See `Convened`: replicas that drift have met, and those that were unfit have taken over the others' model."""
+        trainer, asked, self._asked = self._trainer, self._asked, Remedy.NONE
+        self._fit_again()
+        if trainer is None:
+            return False
+        if not is_finite([*parameters(trainer.lightning_module), *optimizer_state(trainer.optimizers)]):
+            asked = self._escalation.climb(max(asked, Remedy.ROLL_BACK))  # no replica was fit
+        said = world.gather_objects((int(asked), self._words if asked else ""))
+        self._words = " ".join(words for wanted, words in said if wanted) or self._words
+        return self._do(trainer, severest([Row(Remedy(wanted)) for wanted, _ in said]))
+
+    def _do(self, trainer: Any, remedy: Remedy) -> bool:
+        """What all do at this step; whether the model is another one now."""
+        if remedy is Remedy.NONE:
+            return False
+        self._clean_everywhere = 0
+        self._escalation.note(remedy)
+        averager = getattr(trainer.strategy, "averager", None)
+        if remedy is Remedy.SYNC_MORE and averager is not None and self._dense is None:
+            self._dense = sync_more(averager)
+        elif remedy is Remedy.CUT_LR:
+            lr = cut_learning_rates(trainer, self.lr_factor)
+            log.warning("Rank %d: learning rates are cut, to %.3g.", trainer.global_rank, lr)
+        elif remedy is Remedy.SKIP:
+            self._to_skip = self.skip_batches
+        elif remedy is Remedy.RESET:
+            self._observer.forget()
+        elif remedy is Remedy.ROLL_BACK:
+            return self._go_back(trainer)
+        elif remedy is Remedy.STOP:
+            raise diverged(trainer, self._words, self._escalation.used)
+        return False
+
+    def _go_back(self, trainer: Any) -> bool:
+        assert self._rollback is not None
+        rank, started, here = trainer.global_rank, time.monotonic(), trainer.global_step
+        step = self._rollback.roll_back(trainer)
+        if step is None:
+            self._escalation.used[Remedy.ROLL_BACK] = self.max_rollbacks
+            log.error("Rank %d: there is no good state yet to roll back to at step %d.", rank, here)
+            if self._escalation.has(Remedy.STOP):
+                raise diverged(trainer, self._words, self._escalation.used)
+            return False
+        for optimizer in trainer.optimizers:
+            drop_gradients(optimizer)  # accumulated by the model that is no more
+        self._observer.forget()
+        self.rollbacks += 1
+        log.warning(
+            "Rank %d: rolled back from step %d to the state of step %d in %.2f s (%d of at most %d times).",
+            rank, here, step, time.monotonic() - started, self.rollbacks, self.max_rollbacks,
+        )  # fmt: skip
+        return True
+
+    def _fit_again(self) -> None:
+        while self._undo:
+            self._undo.pop()()

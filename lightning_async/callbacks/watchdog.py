@@ -1,0 +1,249 @@
+"""A rank that hangs says where, tells the others, and ends, so that whatever watches over it can start it again."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import statistics
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
+
+from lightning_async.arguments import check_int, check_real
+from lightning_async.errors import AsyncTrainingError
+from lightning_async.trainer.namespace import pytorch
+
+if TYPE_CHECKING:
+    from lightning.pytorch.callbacks import Callback
+else:
+    Callback = pytorch("callbacks").Callback
+
+__all__ = ["HangWatchdog"]
+
+_RECENT = 51
+_TOLD_S = 5.0
+"""For telling the others."""
+
+
+class _Beat(NamedTuple):
+    """Where the training thread was last seen.
+
+    Args:
+        number: of the beat.
+        place: what it does.
+        limit_s: how long that may take; None for as long as it likes.
+    """
+
+    number: int = 0
+    place: str = "before training"
+    limit_s: float | None = None
+
+
+class HangWatchdog(Callback):
+    r"""Ends a rank whose training thread makes no progress, with any strategy.
+
+    .. math:: \text{limit} = \max(t_\text{min}, k\, \tilde t)
+
+    :math:`\tilde t` is the median of the recent steps. A rank that takes longer for one step, its batch's way out of
+    the loader included, writes the stacks of all threads to stderr and to ``hang-rank-<n>.txt``, tells the other ranks
+    where the strategy has a way to (those of this package), and ends its process with ``exit_code``. A thread of its
+    own looks; where that cannot run either, as code in C holds the interpreter, a timer that needs none writes the
+    stacks to stderr after twice the limit, and the exit code is 1.
+
+    The first steps, validations, checkpoints and the ends of epochs have no limit unless ``other_s`` is given; waiting
+    at a gate has none. Time in which the whole process was stopped does not count. Where every step waits for all
+    ranks, all end, each with its own stacks: the one that hangs is where the others do not wait.
+
+    Args:
+        k: steps as long as usual. Default 20.
+        min_s: no limit is less, in seconds. Default 60.
+        other_s: limit of what is no step, in seconds. Default None: no limit.
+        warmup: steps before which there is no limit: compilers and caches work. Default 10.
+        dirpath: where the file goes. Default: the Trainer's ``default_root_dir``.
+        exit_code: of the process. Default 70.
+
+    Raises:
+        TypeError, ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        k: float = 20.0,
+        min_s: float = 60.0,
+        other_s: float | None = None,
+        warmup: int = 10,
+        dirpath: str | Path | None = None,
+        exit_code: int = 70,
+    ) -> None:
+        self.k, self.min_s, self.other_s, self.warmup, self.exit_code = k, min_s, other_s, warmup, exit_code
+        check_real(self, "k", above=1.0)
+        check_real(self, "min_s", above=0.0)
+        if other_s is not None:
+            check_real(self, "other_s", above=0.0)
+        check_int(self, "warmup", at_least=2)
+        check_int(self, "exit_code", at_least=1)
+        if exit_code > 255:
+            raise ValueError(f"`HangWatchdog(exit_code={exit_code!r})` must be <= 255.")
+        self.dirpath = None if dirpath is None else Path(dirpath)
+        self._beat, self._step = _Beat(), 0
+        self._steps: deque[float] = deque(maxlen=_RECENT)
+        self._began: float | None = None
+        self._stderr: IO[str] | None = None
+        self._stop: threading.Event | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def limit_s(self) -> float | None:
+        """How long the next step may take; None while too few were seen."""
+        if len(self._steps) < self.warmup:
+            return self.other_s
+        return max(self.min_s, self.k * statistics.median(self._steps))
+
+    # ---- on the training thread ----
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._end()
+        self._steps.clear()
+        self._stderr = _stderr()
+        self._elsewhere("the start of training")
+        self._stop = threading.Event()
+        name = f"lightning_async-watchdog-{trainer.global_rank}"
+        self._thread = threading.Thread(target=self._watch, args=(trainer, self._stop), name=name, daemon=True)
+        self._thread.start()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        now = time.monotonic()
+        if self._began is not None:
+            self._steps.append(now - self._began)
+        self._began, self._step = now, trainer.global_step
+        self._see(f"a step, number {trainer.global_step}", self.limit_s)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.is_last_batch:  # where replicas drift, ranks may wait there for others
+            self._elsewhere("the end of an epoch")
+        else:
+            self._see(f"waiting for a batch after step {trainer.global_step}", self.limit_s)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self._elsewhere("the start of an epoch")
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._elsewhere("the end of an epoch")
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self._elsewhere("a validation")
+
+    def on_validation_batch_start(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
+        self._elsewhere("a validation")
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self._elsewhere("the end of a validation")
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+        self._elsewhere("saving a checkpoint")
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._end()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._end()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._end()
+
+    def _see(self, place: str, limit_s: float | None) -> None:
+        if (self._beat.limit_s is None) is not (limit_s is None):  # else the watchdog's thread does it, while it can
+            _arm(limit_s, self._stderr)
+        self._beat = _Beat(self._beat.number + 1, place, limit_s)
+
+    def _elsewhere(self, place: str) -> None:
+        self._began = None
+        self._see(place, self.other_s)
+
+    def _end(self) -> None:
+        if self._stop is not None and self._thread is not None:
+            self._stop.set()
+            self._thread.join(_TOLD_S)
+            _arm(None, None)
+            self._beat = _Beat()
+        self._stop = self._thread = self._stderr = None
+
+    # ---- on the watchdog's thread ----
+
+    def _watch(self, trainer: Any, stop: threading.Event) -> None:
+        """Until training ends, or hangs."""
+        seen, waited_s, last = -1, 0.0, time.monotonic()
+        path = _path(self.dirpath or trainer.default_root_dir, trainer.global_rank)
+        tick_s = min(1.0, self.min_s / 10)
+        while not stop.wait(tick_s):
+            now = time.monotonic()
+            waited_s += min(now - last, 2 * tick_s)  # more than that, and the process was stopped meanwhile
+            last, beat = now, self._beat
+            if beat.number != seen or _stands_at_gate(trainer):
+                seen, waited_s = beat.number, 0.0
+            _arm(beat.limit_s, self._stderr)
+            if beat.limit_s is not None and waited_s > beat.limit_s:
+                self._give_up(trainer, path, beat, waited_s)
+
+    def _give_up(self, trainer: Any, path: Path, beat: _Beat, waited_s: float) -> None:
+        usual = f"{statistics.median(self._steps):.3g} s" if self._steps else "not known yet"
+        text = (
+            f"Rank {trainer.global_rank} hangs: no progress for {waited_s:.1f} s in {beat.place} (limit "
+            f"{beat.limit_s:.1f} s, a step takes {usual}). Its stacks are in {path}. It ends with exit code "
+            f"{self.exit_code}; raise `HangWatchdog(k=)` or `min_s=` if this was no hang."
+        )
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a") as file:
+                _dump(text, file)
+        if self._stderr is not None:
+            _dump(text, self._stderr)
+        teller = threading.Thread(target=_tell_others, args=(trainer.strategy, text), daemon=True)
+        teller.start()
+        teller.join(_TOLD_S)
+        os._exit(self.exit_code)
+
+
+def _arm(limit_s: float | None, file: IO[str] | None) -> None:
+    """A timer in C writes all stacks and ends the process after twice as long, unless it is set anew before."""
+    if limit_s is None or file is None:
+        faulthandler.cancel_dump_traceback_later()
+    else:
+        faulthandler.dump_traceback_later(2 * limit_s, exit=True, file=file)
+
+
+def _path(folder: str | Path, rank: int) -> Path:
+    return Path(folder) / f"hang-rank-{rank}.txt"
+
+
+def _stderr() -> IO[str] | None:
+    """The process's stderr; None where there is no file behind it. A notebook or a test may have replaced it."""
+    for stream in (sys.stderr, sys.__stderr__):
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            if stream is not None and stream.fileno() >= 0:
+                return stream
+    return None
+
+
+def _dump(text: str, file: IO[str]) -> None:
+    file.write(f"{text}\n")
+    file.flush()
+    faulthandler.dump_traceback(file, all_threads=True)
+    file.flush()
+
+
+def _stands_at_gate(trainer: Any) -> bool:
+    """It waits for other ranks, which are watched themselves."""
+    gates = getattr(trainer.strategy, "gates", None)
+    return gates is not None and gates.standing
+
+
+def _tell_others(strategy: Any, text: str) -> None:
+    if hasattr(strategy, "world"):  # a strategy of this package
+        with contextlib.suppress(Exception):
+            strategy.on_exception(AsyncTrainingError(text))

@@ -1,0 +1,87 @@
+"""A rank that hangs ends, and says where."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_async.callbacks.watchdog import HangWatchdog
+from tests.support import run_ranks, start_ranks
+
+
+def test_a_hang_ends_with_stacks_and_a_code_of_its_own(tmp_path: Path):
+    (result,) = run_ranks(
+        "tests.callbacks.hangs:hangs", 1, kwargs={"folder": str(tmp_path), "how": "python"}, timeout=60, check=False
+    )
+    assert result.returncode == 71, str(result)
+    written = (tmp_path / "hang-rank-0.txt").read_text()
+    for text in (written, result.stderr):
+        assert "Rank 0 hangs: no progress for" in text
+        assert "in a step, number 20 (limit 0.5 s" in text
+        assert "in a_sleep" in text
+
+
+def test_a_hang_in_c_that_holds_the_interpreter_ends_too(tmp_path: Path):
+    (result,) = run_ranks(
+        "tests.callbacks.hangs:hangs", 1, kwargs={"folder": str(tmp_path), "how": "C"}, timeout=60, check=False
+    )
+    assert result.returncode == 1, str(result)
+    assert "in a_sleep_with_the_interpreter" in result.stderr
+
+
+def test_what_is_no_step_may_take_its_time(tmp_path: Path):
+    (result,) = run_ranks("tests.callbacks.hangs:is_slow_elsewhere", 1, kwargs={"folder": str(tmp_path)}, timeout=60)
+    assert result.value == "30 []"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_time_in_which_the_process_was_stopped_does_not_count(tmp_path: Path):
+    target = "tests.callbacks.hangs:steps"
+    with start_ranks(target, 1, kwargs={"folder": str(tmp_path)}, timeout=60) as ranks:
+        ranks.wait_for(0, "now")
+        ranks.signal(0, signal.SIGSTOP)
+        time.sleep(0.9)
+        ranks.signal(0, signal.SIGCONT)
+        (result,) = ranks.join()
+    assert result.value == 100, str(result)
+
+
+def test_the_others_are_told(tmp_path: Path):
+    first, second = run_ranks(
+        "tests.callbacks.hangs:one_of_two", 2, kwargs={"folder": str(tmp_path)}, timeout=60, check=False
+    )
+    assert second.returncode == 70, str(second)
+    assert "Rank 1 hangs" in first.value
+    assert "hang-rank-1.txt" in first.value
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"k": 1.0}, ValueError, "HangWatchdog(k=1.0)` must be > 1"),
+        ({"min_s": 0}, ValueError, "min_s=0"),
+        ({"other_s": -1.0}, ValueError, "other_s=-1.0"),
+        ({"warmup": 1}, ValueError, "warmup=1"),
+        ({"exit_code": 0}, ValueError, "exit_code=0"),
+        ({"exit_code": 256}, ValueError, "exit_code=256"),
+        ({"exit_code": 1.0}, TypeError, "exit_code=1.0"),
+    ],
+)
+def test_arguments_are_checked(arguments: dict[str, Any], error: type[Exception], text: str):
+    with pytest.raises(error) as raised:
+        HangWatchdog(**arguments)
+    assert text in str(raised.value)
+
+
+def test_the_limit_follows_the_median_of_recent_steps():
+    watchdog = HangWatchdog(k=10, min_s=1.0, warmup=3)
+    assert watchdog.limit_s is None
+    watchdog._steps.extend([0.2, 0.2, 50.0])
+    assert watchdog.limit_s == 2.0
+    watchdog._steps.extend([0.01] * 10)
+    assert watchdog.limit_s == 1.0
+    assert HangWatchdog(other_s=300.0).limit_s == 300.0
