@@ -8,6 +8,7 @@ A position is a dict of plain values:
     drawn      from which random states those calls drew, see `Tape`
     dataset    the dataset's own state, where it has one
     random     the random states before the last fetch, which is made again where Lightning had fetched one batch ahead
+    share      which indices this epoch has, see `samplers`
     seed, turn, workers, first    of workers: their seed, whose turn it is, their states now and before the first batch
 """
 
@@ -16,10 +17,11 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
 from lightning_async.data.random_states import Generators
+from lightning_async.data.samplers import describe
 from lightning_async.data.tape import Indices, Tape
 from lightning_async.data.workers import Carried, Carrier, Start, stateful
 
@@ -46,6 +48,9 @@ class Here:
         self.workers: dict[int, dict[str, Any]] = {}
         self.first: dict[int, dict[str, Any]] = self.start.get("first", {})
         self.tape = Tape(generators)
+        self._loader = loader
+        told = self.start.get("share") or {}
+        self.given: list[int] | None = told["indices"].tolist() if told.get("kind") == "given" else None
         self._before: Position | None = None
         local = not getattr(loader, "num_workers", 0)
         self._dataset = loader.dataset if local and stateful(loader.dataset) else None
@@ -60,6 +65,7 @@ class Here:
     def start_over(self) -> None:
         """The same workers begin another iteration."""
         self.start, self.taken, self.turn, self.exhausted, self._before = {}, 0, 0, False, None
+        self.given = None
 
     def fetching(self) -> None:
         """The next batch is asked for."""
@@ -71,7 +77,14 @@ class Here:
     def position(self, before: bool = False) -> Position:
         """Now, or before the last fetch."""
         now = (self._before if before else None) or self._now()
-        return {**now, "drawn": self.tape.drawn(now["made"]), "random": now["random"] if before else None}
+        drawn, told = self.tape.drawn(now["made"]), describe(self._loader, self.given)
+        return {**now, "drawn": drawn, "share": told, "random": now["random"] if before else None}
+
+    def sampler(self) -> Any:
+        """What the loader takes its indices from."""
+        if self.given is None:
+            return self._loader._index_sampler
+        return BatchSampler(self.given, self._loader.batch_size, self._loader.drop_last)
 
     def _now(self) -> Position:
         return {
@@ -125,7 +138,7 @@ def _indices(loader: Any, here: Here) -> Any:
     if loader._dataset_kind == _DatasetKind.Iterable:
         return loader._index_sampler
     start = here.start
-    return Indices(loader._index_sampler, here.begin, here.generators, start.get("taken", 0), start.get("made", 0))
+    return Indices(here.sampler, here.begin, here.generators, start.get("taken", 0), start.get("made", 0))
 
 
 class _Nothing:

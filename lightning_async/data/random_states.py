@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["Generators", "States", "generators_in"]
+__all__ = ["Generators", "States", "generators_in", "reseed"]
 
 States = dict[str, Any]
 """State by the generator's name: bytes, numbers, and tuples and dicts of them."""
@@ -72,6 +72,13 @@ class Generators:
             yield
         finally:
             self.put(states)
+
+
+def reseed(seed: int) -> None:
+    """Begin all of this process's generators at ``seed``."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def generators_in(roots: Mapping[str, Any]) -> dict[str, Any]:
