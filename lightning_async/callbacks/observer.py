@@ -162,6 +162,7 @@ class Observer:
         if signal in ("parameters", "optimizer_state"):
             return None if math.isfinite(value) else Finding(name, value, math.inf, Remedy.RESET)
         if not math.isfinite(value):
+            name = name.removeprefix("sample:")
             return Finding(name, value, math.inf, Remedy.SKIP if self.dropped else Remedy.LOG)
         if name.startswith("sample:"):
             return None
