@@ -1,6 +1,9 @@
 """Asynchronous, fault-tolerant distributed training for PyTorch Lightning."""
 
+from lightning_async.callbacks.checkpoint import FaultTolerantCheckpoint
+from lightning_async.callbacks.divergence import DivergenceMonitor
 from lightning_async.callbacks.monitor import AveragingMonitor
+from lightning_async.callbacks.watchdog import HangWatchdog
 from lightning_async.engine.deadlines import Deadlines
 from lightning_async.errors import AsyncTrainingError, CollectiveError, CollectiveTimeout, PeerLost
 from lightning_async.rules import DeltaMean, DiLoCo, EveryNSteps, EverySeconds, Mean, Synchronous, Warmup
@@ -21,8 +24,11 @@ __all__ = [
     "Deadlines",
     "DeltaMean",
     "DiLoCo",
+    "DivergenceMonitor",
     "EveryNSteps",
     "EverySeconds",
+    "FaultTolerantCheckpoint",
+    "HangWatchdog",
     "HorovodStrategy",
     "HorovodTransport",
     "Mean",

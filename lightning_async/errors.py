@@ -8,8 +8,10 @@ from __future__ import annotations
 
 __all__ = [
     "AsyncTrainingError",
+    "CheckpointError",
     "CollectiveError",
     "CollectiveTimeout",
+    "DamagedCheckpoint",
     "GateMismatch",
     "GenerationChanged",
     "LayoutMismatch",
@@ -53,6 +55,14 @@ class GateMismatch(AsyncTrainingError):
 
 class SettingsMismatch(AsyncTrainingError):
     """The ranks were started with different settings."""
+
+
+class CheckpointError(AsyncTrainingError):
+    """A checkpoint cannot be written, found or read."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A file of a checkpoint is missing, or does not hold what was written to it."""
 
 
 class TrainingDiverged(AsyncTrainingError):

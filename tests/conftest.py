@@ -150,3 +150,24 @@ def leaves_nothing_behind() -> Iterator[None]:
     yield
     if leaks := leaks_since(*before):
         pytest.fail("the test left something behind:\n  " + "\n  ".join(leaks), pytrace=False)
+
+
+LONGEST = (
+    "strategies/test_launch.py",
+    "strategies/test_failures.py",
+    "strategies/test_horovod_mpi.py",
+    "test_packaging.py",
+    "examples/test_horovod.py",
+    "benchmarks/test_benchmarks.py",
+    "test_extending.py",
+    "test_docs.py",
+    "strategies/test_elastic.py",
+    "ops/test_cuda_sources.py",
+)
+"""Files that take a minute or more: where processes share the files, these go first, so that all end together."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):  # see `make test`
+        first = {str(Path(__file__).parent / name): place for place, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: first.get(str(item.path), len(first)))

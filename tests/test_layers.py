@@ -30,12 +30,14 @@ ALLOWED = {
     "engine": {"comm", "ops", *GROUND},  # the hall: no rules, no wing
     "engine/averaging": {*HALL, "rules"},
     "engine/gradients": {*HALL, "rules"},
+    "engine/checkpoint": {*HALL, "rules"},
     "monitor": {"engine", "comm"},
-    "trainer": {"engine", "comm", "rules", *GROUND},
+    "data": set(GROUND),
+    "trainer": {"data", "engine/checkpoint", "engine", "comm", "rules", *GROUND},
     "transports": {"trainer", "engine", "comm", *GROUND},
-    "callbacks": {"trainer", "monitor", "rules", *HALL},
+    "callbacks": {"trainer", "monitor", "engine/checkpoint", "rules", *HALL},
     "strategies": {"transports", "trainer", "callbacks", "engine/averaging", "engine/gradients", "rules", *HALL},
-    "commands": {"monitor", "ops", "comm", *GROUND},
+    "commands": {"trainer", "monitor", "engine/checkpoint", "rules", *HALL},
 }
 """Which rooms a room may import from, besides itself. A wing, `engine/<wing>`, is a stranger to the other wings.
 `lightning_async/__init__.py` may import them all."""

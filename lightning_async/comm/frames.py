@@ -1,45 +1,100 @@
-"""Plain values and tensors as bytes for the wire: JSON and raw memory. What arrives is read, never executed."""
+"""Plain values and tensors, taken apart into JSON's terms and raw memory. What arrives is read, never executed.
+
+`flatten` and `unflatten` leave the tensors where they are, for files; `encode` and `decode` make one message of all,
+for the wire. What JSON has no word for is an object there, whose first entry is its tag: ``{"tuple": [1, 2]}``.
+"""
 
 from __future__ import annotations
 
+import base64
 import json
+import math
+import sys
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime, timedelta
+from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from lightning_async.comm.reductions import as_bytes
 
-__all__ = ["decode", "encode"]
+__all__ = ["DTYPES", "decode", "dtype_name", "encode", "flatten", "unflatten"]
 
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool,
-        torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
-        torch.float8_e4m3fn, torch.float8_e5m2,
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in (
+        "float64", "float32", "float16", "bfloat16", "complex32", "complex64", "complex128", "bool",
+        "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64",
+        "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu",
     )
+    if hasattr(torch, name)
 }  # fmt: skip
+"""The dtypes of tensors that can travel, by name."""
 _LENGTH = 8
+_LARGEST = 1 << 63  # of the integers that every reader of JSON keeps whole
+_MALFORMED = (RuntimeError, KeyError, TypeError, IndexError, ValueError, RecursionError, OverflowError, AttributeError)
+
+_Path = tuple[Any, ...]
+"""Where in the tree: ``(path of the container, what is asked of it)``; put into words only for an error."""
+
+
+def flatten(value: object, *, exact: bool = False) -> tuple[Any, list[Tensor]]:
+    """``value`` in JSON's terms, and its tensors, by reference: ``unflatten(*flatten(value))`` equals it.
+
+    A tensor that occurs twice, or another one over just the same memory, is listed once and comes back as one.
+
+    Args:
+        value: None, bools, numbers (nan, inf and complex ones too), strings, bytes, dense tensors (parameters come back
+            as tensors), arrays and scalars of numpy; lists, tuples, sets and dicts of such, whose keys may be anything
+            but tensors (a defaultdict comes back as a dict); sizes, dtypes, devices, timedeltas, datetimes and paths.
+            A subclass of int, float or str comes back as its base.
+        exact: refuse what would come back as another type.
+
+    Raises:
+        TypeError: there is something else in it; names its type and where it is.
+        ValueError: it contains itself.
+
+    >>> flatten({"steps": (3, None), "x": torch.tensor([1.5])})
+    ({'dict': [['steps', {'tuple': [3, None]}], ['x', {'tensor': 0}]]}, [tensor([1.5000])])
+    """
+    flattening = _Flattening(exact)
+    try:
+        return flattening.plain(value, ()), flattening.tensors
+    except RecursionError:
+        raise ValueError(f"a {type(value).__name__} cannot travel: it is nested too deeply, or in itself.") from None
+
+
+def unflatten(plain: Any, tensors: Sequence[Tensor]) -> Any:
+    """The value that `flatten` took apart; its tensors are these very ones.
+
+    Raises:
+        ValueError: this is not what `flatten` makes.
+    """
+    try:
+        return _value(plain, tensors)
+    except _MALFORMED as error:
+        raise ValueError(f"this is no flattened value: {error}") from error
 
 
 def encode(value: object) -> Tensor:
-    """One flat uint8 tensor that `decode` turns back into ``value``.
-
-    Args:
-        value: None, bools, numbers, strings, dense tensors, and lists, tuples and dicts (with string keys) of such.
+    """One flat uint8 tensor that `decode` turns back into ``value``: what `flatten` takes, of exactly these types.
 
     Raises:
-        TypeError: there is something else in it; names its type.
+        TypeError: there is something else in it; names its type and where it is.
 
     >>> decode(encode({"steps": (3, None), "x": torch.tensor([1.5])}))
     {'steps': (3, None), 'x': tensor([1.5000])}
     """
-    tensors: list[Tensor] = []
-    head = json.dumps(_plain(value, tensors)).encode()
+    plain, tensors = flatten(value, exact=True)
+    head = json.dumps([plain, [[dtype_name(tensor.dtype), list(tensor.shape)] for tensor in tensors]]).encode()
     length = torch.tensor([len(head)], dtype=torch.int64).view(torch.uint8)
     text = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-    return torch.cat([length, text, *(as_bytes(tensor.detach().cpu().contiguous()) for tensor in tensors)])
+    return torch.cat([length, text, *(as_bytes(tensor.cpu().contiguous()) for tensor in tensors)])
 
 
 def decode(data: Tensor) -> Any:
@@ -50,53 +105,196 @@ def decode(data: Tensor) -> Any:
     """
     try:
         length = int(data[:_LENGTH].clone().view(torch.int64))
-        start = _LENGTH + length
-        body = json.loads(bytes(data[_LENGTH:start].tolist()))
-        value, end = _value(body, data, start)
-    except (RuntimeError, KeyError, TypeError, IndexError, RecursionError, UnicodeDecodeError) as error:
+        at = _LENGTH + length
+        plain, kinds = json.loads(bytes(data[_LENGTH:at].tolist()))
+        tensors = []
+        for name, sizes in kinds:
+            dtype, shape = DTYPES[name], torch.Size(sizes)
+            end = at + shape.numel() * dtype.itemsize
+            if end > data.numel():
+                raise IndexError(f"a tensor ends after {end} bytes")
+            tensors.append(data[at:end].clone().view(dtype).view(shape))
+            at = end
+        value = _value(plain, tensors)
+    except _MALFORMED as error:
         raise ValueError(f"{data.numel()} bytes are no encoded value: {error}") from error
-    if end != data.numel():
-        raise ValueError(f"{data.numel()} bytes are no encoded value: it ends after {end}.")
+    if at != data.numel():
+        raise ValueError(f"{data.numel()} bytes are no encoded value: it ends after {at}.")
     return value
 
 
-def _plain(value: object, tensors: list[Tensor]) -> Any:
-    """``value`` in JSON's terms; its tensors are listed beside it."""
-    if value is None or type(value) in (bool, int, float, str):  # exactly: a subclass would come back as its base
-        return value
-    if type(value) is Tensor:
-        name = str(value.dtype).removeprefix("torch.")
-        if name not in _DTYPES or value.layout is not torch.strided:
-            raise TypeError(f"a tensor of {value.dtype}, {value.layout} cannot be sent.")
-        tensors.append(value)
-        return {"tensor": name, "shape": list(value.shape)}
-    if type(value) is list:
-        return [_plain(each, tensors) for each in value]
-    if type(value) is tuple:
-        return {"tuple": [_plain(each, tensors) for each in value]}
-    if type(value) is dict and all(type(key) is str for key in value):
-        return {"dict": [[key, _plain(each, tensors)] for key, each in value.items()]}
-    raise TypeError(f"a {type(value).__name__} cannot be sent: only plain values, tensors, lists, tuples and dicts.")
+def dtype_name(dtype: torch.dtype) -> str:
+    """Its name in `DTYPES`.
+
+    >>> dtype_name(torch.bfloat16)
+    'bfloat16'
+    """
+    return str(dtype).removeprefix("torch.")
 
 
-def _value(plain: Any, data: Tensor, at: int) -> tuple[Any, int]:
-    """The value, and where in ``data`` its tensors end, which begin ``at``."""
+class _Flattening:
+    """One value on its way into JSON's terms; its tensors are listed beside it."""
+
+    def __init__(self, exact: bool) -> None:
+        self.tensors: list[Tensor] = []
+        self._exact = exact
+        self._numbers: dict[object, int] = {}
+
+    def plain(self, value: Any, path: _Path) -> Any:
+        kind = type(value)
+        if value is None or kind is bool or kind is str:
+            return value
+        if kind is int:
+            return value if -_LARGEST <= value < _LARGEST else {"int": hex(value)}
+        if kind is float:
+            return value if math.isfinite(value) else {"float": str(value)}
+        if isinstance(value, Tensor):
+            return {"tensor": self._tensor(value, path)}
+        if kind is list:
+            return self._all(value, path)
+        if kind is dict or kind is OrderedDict or (kind is defaultdict and not self._exact):
+            return self._dict(value, path)
+        if kind is tuple or kind is torch.Size:
+            return {"tuple" if kind is tuple else "size": self._all(value, path)}
+        if kind is set or kind is frozenset:
+            return {kind.__name__: sorted(self._all(value, path), key=json.dumps)}  # alike in every process
+        if (write := _WRITERS.get(kind)) is not None:
+            return {write[0]: write[1](value)}
+        return self._rarer(value, path)
+
+    def _all(self, values: Iterable[Any], path: _Path) -> list[Any]:
+        return [self.plain(value, (path, i)) for i, value in enumerate(values)]
+
+    def _dict(self, value: dict[Any, Any], path: _Path) -> dict[str, Any]:
+        pairs = []
+        for key, each in value.items():
+            if isinstance(key, Tensor):
+                raise TypeError(f"a key of {_shown(path)} is a tensor, and cannot travel.")
+            pairs.append([self.plain(key, (path, key)), self.plain(each, (path, key))])
+        if not isinstance(value, OrderedDict):
+            return {"dict": pairs}
+        versions = getattr(value, "_metadata", None)  # of a module's `state_dict`: `load_state_dict` looks at it
+        return {"ordered": pairs} if versions is None else {"ordered": pairs, "metadata": self.plain(versions, path)}
+
+    def _tensor(self, tensor: Tensor, path: _Path) -> int:
+        kinds = (Tensor,) if self._exact else (Tensor, Parameter)
+        dense = tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
+        if type(tensor) not in kinds or not dense or dtype_name(tensor.dtype) not in DTYPES:
+            what = f"a {type(tensor).__name__} of {tensor.dtype}, {tensor.layout}, on {tensor.device}"
+            raise TypeError(f"{_shown(path)} is {what}, and cannot travel: only dense tensors, and no subclasses, can.")
+        whole = tensor.detach().resolve_conj().resolve_neg()
+        same = (whole.device, whole.dtype, whole.shape, whole.stride(), whole.data_ptr() or id(whole))
+        if same not in self._numbers:
+            self._numbers[same] = len(self.tensors)
+            self.tensors.append(whole)
+        return self._numbers[same]
+
+    def _rarer(self, value: Any, path: _Path) -> Any:
+        kind = type(value)
+        if issubclass(kind, Path) and (not self._exact or kind is type(Path())):
+            return {"path": str(value)}
+        numpy: Any = sys.modules.get("numpy")  # where nobody has imported it, there is nothing of it here
+        if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic):
+            if (kind is numpy.ndarray or isinstance(value, numpy.generic)) and _is_flat(value.dtype):
+                return self._of_numpy(value, numpy)
+        elif not self._exact and not isinstance(value, Enum) and not getattr(value, "__dict__", None):
+            for base in (int, float, str):
+                if isinstance(value, base):
+                    return self.plain(_BASES[base](value), path)
+        raise TypeError(
+            f"{_shown(path)} is a {kind.__module__}.{kind.__qualname__}, and cannot travel: only plain "
+            "values, tensors, arrays, lists, tuples, sets and dicts can."
+        )
+
+    def _of_numpy(self, value: Any, numpy: Any) -> Any:
+        if isinstance(value, numpy.generic):
+            return {"scalar": [value.dtype.str, _base64(value.tobytes())]}
+        flat = numpy.ascontiguousarray(value).reshape(-1).view(numpy.uint8)
+        memory = torch.from_numpy(flat if flat.flags.writeable else flat.copy())
+        return {"array": [value.dtype.str, list(value.shape), self._tensor(memory, ())]}
+
+
+def _is_flat(dtype: Any) -> bool:
+    """Whether this dtype of numpy is bytes that its short name says all about."""
+    return not dtype.hasobject and dtype.names is None and dtype.subdtype is None and dtype.itemsize > 0
+
+
+def _shown(path: _Path) -> str:
+    """As one would write it: ``callbacks['EarlyStopping'][0]``."""
+    if not path:
+        return "the value"
+    above, key = path
+    if above:
+        return f"{_shown(above)}[{key!r}]"
+    return key if isinstance(key, str) and key.isidentifier() else f"[{key!r}]"
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+_BASES: dict[type, Callable[[Any], Any]] = {int: int.__int__, float: float.__float__, str: str.__str__}
+
+_WRITERS: dict[type, tuple[str, Callable[[Any], Any]]] = {
+    bytes: ("bytes", _base64),
+    complex: ("complex", lambda value: [str(value.real), str(value.imag)]),
+    torch.dtype: ("dtype", dtype_name),
+    torch.device: ("device", str),
+    timedelta: ("timedelta", lambda value: [value.days, value.seconds, value.microseconds]),
+    datetime: ("datetime", lambda value: [value.isoformat(), value.fold]),
+}
+"""Of each type that holds no others: its tag, and what stands behind that."""
+
+
+def _value(plain: Any, tensors: Sequence[Tensor]) -> Any:
     if isinstance(plain, list):
-        values = []
-        for each in plain:
-            value, at = _value(each, data, at)
-            values.append(value)
-        return values, at
+        return [_value(each, tensors) for each in plain]
     if not isinstance(plain, dict):
-        return plain, at
-    if "tensor" in plain:
-        dtype, shape = _DTYPES[plain["tensor"]], torch.Size(plain["shape"])
-        end = at + shape.numel() * dtype.itemsize
-        if end > data.numel():
-            raise IndexError(f"a tensor ends after {end} bytes")
-        return data[at:end].clone().view(dtype).view(shape), end
-    if "tuple" in plain:
-        values, at = _value(plain["tuple"], data, at)
-        return tuple(values), at
-    pairs, at = _value(plain["dict"], data, at)
-    return dict(pairs), at
+        return plain
+    tag, body = next(iter(plain.items()), ("", []))
+    if tag == "tensor":
+        return tensors[_index(body)]
+    if tag == "array":
+        return _array(body[0], body[1], tensors[_index(body[2])])
+    if tag in _HOLDERS:
+        value = _HOLDERS[tag](_value(body, tensors))
+        if "metadata" in plain:
+            value._metadata = _value(plain["metadata"], tensors)
+        return value
+    return _READERS[tag](body)
+
+
+def _index(number: Any) -> int:
+    if not isinstance(number, int) or number < 0:
+        raise IndexError(f"no tensor has the number {number!r}")
+    return number
+
+
+def _array(dtype: str, shape: list[int], memory: Tensor) -> Any:
+    import numpy
+
+    return memory.numpy().view(numpy.dtype(dtype)).reshape(shape)
+
+
+def _scalar(body: list[str]) -> Any:
+    import numpy
+
+    return numpy.frombuffer(base64.b64decode(body[1]), dtype=numpy.dtype(body[0]))[0]
+
+
+_HOLDERS: dict[str, Callable[[Any], Any]] = {
+    "tuple": tuple, "size": torch.Size, "dict": dict, "ordered": OrderedDict, "set": set, "frozenset": frozenset
+}  # fmt: skip
+
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "int": lambda body: int(body, 16),
+    "float": float,
+    "bytes": base64.b64decode,
+    "complex": lambda body: complex(*map(float, body)),
+    "scalar": _scalar,
+    "dtype": DTYPES.__getitem__,
+    "device": torch.device,
+    "timedelta": lambda body: timedelta(*body),
+    "datetime": lambda body: datetime.fromisoformat(body[0]).replace(fold=body[1]),
+    "path": Path,
+}

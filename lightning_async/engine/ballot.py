@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from lightning_async.engine.buckets import Kind, Message
-from lightning_async.engine.header import Gate, Header, Vote
+from lightning_async.engine.header import Gate, Header, Mark, Vote
 from lightning_async.errors import CollectiveError, GateMismatch, LayoutMismatch
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "Wing",
     "decide",
     "from_rows",
+    "mark_of",
     "ready_for",
     "survey",
     "to_row",
@@ -221,6 +222,19 @@ def ready_for(headers: Sequence[Header]) -> int:
     there = all(h.ready == wanted or h.excused or 0 < h.ready < wanted for h in headers)
     # Where layouts differ for a while, some ranks have yet to follow a change of theirs.
     return wanted if there and len({h.version for h in headers}) == 1 else 0
+
+
+def mark_of(headers: Sequence[Header]) -> Mark | None:
+    """The checkpoint that some rank asks for: it belongs to the round that these headers begin.
+
+    >>> mark_of([Header(votes=Vote.SAVE, ready=1, clock=9, saved=3), Header(saved=2), Header(gate=Gate.TRAIN_END)])
+    Mark(number=4, step=3, ranks=(0, 2))
+    """
+    if not any(Vote.SAVE in h.votes for h in headers):
+        return None
+    present = tuple(rank for rank, h in enumerate(headers) if h.ready or h.gate is not Gate.NONE)
+    step = int(sum(h.clock for h in headers) / len(headers))
+    return Mark(max(h.saved for h in headers) + 1, step, present)
 
 
 def _check_layouts(headers: Sequence[Header]) -> None:

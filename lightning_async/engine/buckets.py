@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lightning_async.engine.header import Mark
 from lightning_async.engine.mailbox import Mailbox
 from lightning_async.engine.replica import Replica
 
@@ -44,6 +45,11 @@ class Message:
 
 class Kind(Protocol):
     """One kind of round. All calls come on the engine's thread."""
+
+    @property
+    def takes_marks(self) -> bool:
+        """Whether all replicas hold one model, or could, after such a round: a checkpoint may belong to it."""
+        ...
 
     def begin(self, plan: Any, id: int, parts: Sequence[Any]) -> Exchange:
         """The record of what is to be exchanged: what this rank sends, and where the payload lands.
@@ -80,6 +86,7 @@ class Exchange:
         tally: a number of this rank's; the commit makes it the sum over all ranks, but for one that lost its answer.
         header_s: waiting for the slowest rank's header.
         exchange_s: moving and committing the payload.
+        mark: the checkpoint that belongs to it, if one does.
     """
 
     id: int
@@ -89,6 +96,7 @@ class Exchange:
     tally: float = 0.0
     header_s: float = 0.0
     exchange_s: float = 0.0
+    mark: Mark | None = None
 
 
 class Owner(enum.Enum):

@@ -6,11 +6,12 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 from lightning_async.comm.membership.membership import Membership
 from lightning_async.comm.protocols import Collectives
 from lightning_async.engine.ballot import Wing
-from lightning_async.engine.buckets import Buckets
+from lightning_async.engine.buckets import Buckets, Exchange
 from lightning_async.engine.calls import Calls, Recovery
 from lightning_async.engine.deadlines import Deadlines
 from lightning_async.engine.header import Vote
@@ -70,6 +71,13 @@ class ControlPlane:
     def register(self, wing: Wing) -> None:
         """Add a wing; before `start`, in the same order on all ranks."""
         self.wings.append(wing)
+
+    def on_mark(self, copy: Callable[[Exchange], Any]) -> None:
+        """Have ``copy`` called on the engine's thread with every marked exchange, before anything overwrites it.
+
+        What it returns is found in the mailbox once the exchange is handed over.
+        """
+        self._loop.on_mark = copy
 
     def start(self) -> None:
         """Begin to serve: every replica's parameters are equal now."""

@@ -50,6 +50,10 @@ class Gates:
         self._at_gate = True
         """No batch has begun since the last gate, or since training began."""
 
+    def add(self, visitor: Visitor) -> None:
+        """Another one that has something to do there."""
+        self._visitors = (*self._visitors, visitor)
+
     def rendezvous(self, gate: Gate, index: int = 0) -> Arrival:
         """Wait, serving headers, until every rank stands at this gate and holds the same model.
 

@@ -6,7 +6,7 @@ import enum
 import math
 from typing import NamedTuple
 
-__all__ = ["Arrival", "Gate", "Header", "Vote"]
+__all__ = ["Arrival", "Gate", "Header", "Mark", "Vote"]
 
 
 class Gate(enum.IntEnum):
@@ -50,6 +50,8 @@ class Vote(enum.Flag):
     """Come to a validation: this rank waits there."""
     SYNCHRONISE = enum.auto()
     """Become equal: this rank is to take synchronous steps."""
+    SAVE = enum.auto()
+    """Mark the next round: a checkpoint is due. The engine's threads do it, so nobody else hears of it."""
     DECIDE = enum.auto()
     """Come together: this rank waits there."""
 
@@ -57,6 +59,20 @@ class Vote(enum.Flag):
     def lasting(self) -> Vote:
         """What is still to be done once a gate has opened: all but what asks for a gate."""
         return self & ~(Vote.VALIDATE | Vote.SYNCHRONISE | Vote.DECIDE)
+
+
+class Mark(NamedTuple):
+    """A checkpoint that belongs to an exchange: one model, one rule state, and what each rank has of its own.
+
+    Args:
+        number: of the save, the same on all ranks.
+        step: optimizer steps per replica, the mean over all.
+        ranks: those that take part: they have a message, or stand at a gate.
+    """
+
+    number: int
+    step: int
+    ranks: tuple[int, ...]
 
 
 class Header(NamedTuple):
@@ -78,6 +94,7 @@ class Header(NamedTuple):
         last_moved: whether the model had changed when that one opened.
         last_clock: steps of all ranks at that time.
         last_exchange: its `exchange` at that time.
+        saved: the last save that it knows of, by number.
         loss: of its last batch; infinite where that is not known, or not finite.
     """
 
@@ -96,4 +113,5 @@ class Header(NamedTuple):
     last_moved: bool = False
     last_clock: float = 0.0
     last_exchange: int = 1
+    saved: int = 0
     loss: float = math.inf

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from lightning_async.comm.membership.membership import Membership
-from lightning_async.engine.ballot import Decision, Plan, Verdict, Wing, decide, from_rows, to_row
+from lightning_async.engine.ballot import Decision, Plan, Verdict, Wing, decide, from_rows, mark_of, to_row
 from lightning_async.engine.buckets import Buckets, Exchange, Kind, Message, Owner, side_stream
 from lightning_async.engine.deadlines import Deadlines
-from lightning_async.engine.header import Gate, Header
+from lightning_async.engine.header import Gate, Header, Mark, Vote
 from lightning_async.engine.mailbox import Mailbox
 from lightning_async.engine.regroup import Regroup
 from lightning_async.engine.transfer import Closed, Transfer
@@ -74,6 +74,8 @@ class Loop:
         self.seq = _first_seq(membership.generation.number)
         """Number of the next header."""
         self.prepared: Exchange | None = None
+        self.on_mark: Callable[[Exchange], Any] = lambda exchange: None
+        """Copies what a marked exchange has made of the model, before anything overwrites it."""
         self._wings, self._buckets, self._box, self._transfer = wings, buckets, mailbox, transfer
         self._membership, self._regroup, self._deadlines, self._now = membership, regroup, deadlines, now
         self._some_silent = self._compare = False
@@ -160,7 +162,8 @@ class Loop:
         if verdict.common.catch_up is not None:
             self._catch_up(verdict.common.catch_up)
         elif verdict.plan is not None and verdict.plan.kind is not None:
-            self._exchange(verdict.plan.kind, verdict.plan, everyones[verdict.wing], waited_s)
+            mark = mark_of(headers) if verdict.plan.kind.takes_marks else None
+            self._exchange(verdict.plan.kind, verdict.plan, everyones[verdict.wing], waited_s, mark)
         else:
             self.prepared = None
         self._to(Stage.IDLE)
@@ -188,6 +191,7 @@ class Loop:
             last_moved=box.moved,
             last_clock=box.last_clock,
             last_exchange=box.last_exchange,
+            saved=box.saved,
             loss=box.loss,
         )
 
@@ -201,7 +205,7 @@ class Loop:
             box.samples_by_rank = tuple(h.samples for h in headers)
             box.losses = tuple(h.loss for h in headers)
             votes = common.votes.lasting if verdict.opens or common.late else common.votes
-            box.agreed |= votes
+            box.agreed |= votes & ~Vote.SAVE  # which the engine's threads carry out
             if verdict.opens or (common.late and box.num_opened < max(h.opened for h in headers)):
                 self._open(common)
             box.changed.notify_all()
@@ -220,14 +224,14 @@ class Loop:
 
     # ---- exchanges ----
 
-    def _exchange(self, kind: Kind, plan: Plan, parts: Sequence[Any], waited_s: float) -> None:
+    def _exchange(self, kind: Kind, plan: Plan, parts: Sequence[Any], waited_s: float, mark: Mark | None) -> None:
         """Move a payload, and apply it if every rank has it: a rank that has not does not come to the last gather."""
         self._to(Stage.PAYLOAD)
         self.prepared = None
         self._buckets.claim()
         started = self._now()
         exchange = kind.begin(plan, self._box.next_exchange, parts)
-        exchange.header_s = waited_s
+        exchange.header_s, exchange.mark = waited_s, mark
         kind.move(exchange)
         exchange.exchange_s = self._now() - started  # what is known, should the answer to the commit be lost
         self._to(Stage.COMMIT)
@@ -250,7 +254,12 @@ class Loop:
         with self._box.committing:
             exchange.kind.commit(exchange)
             self._box.next_exchange += 1
+            copied = None if exchange.mark is None else self.on_mark(exchange)
         with self._buckets.handing_over():
+            self._box.marked = copied
+            if exchange.mark is not None:
+                self._box.saved = exchange.mark.number
+                self._box.asked &= ~Vote.SAVE
             exchange.kind.hand_over(exchange)  # from here on the training thread may go on
         self.prepared = None
         self._regroup.attempts = 0

@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from lightning_async.engine.header import Gate, Vote
 from lightning_async.errors import CollectiveError
@@ -62,6 +63,10 @@ class Mailbox:
     """Whether the model had changed, on any rank, since the gate before."""
     next_exchange: int = 1
     """The exchange that comes next; equal on all ranks, but for one that lost the last answer."""
+    saved: int = 0
+    """The last save, by number, that all ranks have agreed on."""
+    marked: Any = None
+    """What was copied for it; until the training thread takes it, or another exchange follows."""
     samples_by_rank: tuple[float, ...] = ()
     """Samples that every replica had seen at the last header."""
     losses: tuple[float, ...] = ()

@@ -29,6 +29,7 @@ class SavedState:
         self._has_loaded = False
         self._loaded: dict[str, Any] | None = None
         self._last: dict[str, Any] | None = None
+        self._replica: dict[str, Any] | None = None
         self._owner: Any = None
 
     def begin_run(self) -> None:
@@ -48,7 +49,12 @@ class SavedState:
     def load(self, checkpoint: dict[str, Any]) -> None:
         """A checkpoint was read."""
         self._has_loaded, self._loaded, self._last = True, checkpoint.get(self._key), None
-        self.origin = _describe(checkpoint, self._loaded)
+        self.origin = (self._loaded or {}).get("origin") or _describe(checkpoint, self._loaded)
+
+    def take_replica(self) -> dict[str, Any] | None:
+        """What this replica was, where it drifted from what all had agreed on; once."""
+        replica, self._replica = self._replica, None
+        return replica
 
     def take(self) -> dict[str, Any] | None:
         """What the fit goes on from, once."""
@@ -72,6 +78,7 @@ class SavedState:
             replicas = saved["replicas"]
             own = replicas[rank] if len(replicas) == world_size else {**replicas[0], "rule_state": {}}
             averager.load_state_dict(saved, own)
+            self._replica = saved.get("replica")
 
 
 def state_of(averager: BackgroundAverager, world: World | None) -> dict[str, Any]:

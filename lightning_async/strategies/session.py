@@ -74,6 +74,7 @@ class Session:
         self.averager = BackgroundAverager(control, strategy.rule, strategy.schedule, config)
         averager = self.averager
         gradients = SynchronousGradients(control, averager.gates, averager.synchronous_step, averager.wing.weigh_step)
+        self._saved = saved
         saved.resume(self.averager, strategy.global_rank, strategy.world_size)
         self.stepping = Stepping(strategy, self.averager, gradients, meet)
 
@@ -81,6 +82,8 @@ class Session:
         """All ranks call this together, with equal replicas."""
         self._connection.open()
         self.averager.start()
+        if (replica := self._saved.take_replica()) is not None:
+            self.averager.marks.part(replica, replica["state_dict"], self._strategy.module)
 
     def close(self) -> None:
         """Waits for no other rank."""

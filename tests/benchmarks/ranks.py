@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -95,7 +96,7 @@ def run_ranks(link: Link, job: Job, *, timeout_s: float, step_s: Sequence[float]
             for rank in range(num_ranks):
                 mine = replace(job, rank=rank, step_s=job.step_s if step_s is None else step_s[rank])
                 arguments = [mine.to_json(), str(results[rank]), str(os.getpid())]
-                with logs[rank].open("wb") as log:
+                with logs[rank].open("wb") as log, _signals_wait():
                     children.append(
                         subprocess.Popen(
                             [*link.places[rank].prefix, sys.executable, "-m", "tests.benchmarks.worker", *arguments],
@@ -115,6 +116,21 @@ def run_ranks(link: Link, job: Job, *, timeout_s: float, step_s: Sequence[float]
                 if child.poll() is None:
                     child.kill()
                 child.wait()
+
+
+@contextlib.contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Hold signals back until the block is done: what they raise would part a process from the list that it is for."""
+    held: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, lambda number, frame: held.append(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in held:
+            signal.raise_signal(number)
 
 
 def _wait(

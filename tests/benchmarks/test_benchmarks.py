@@ -10,13 +10,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.benchmarks import link, report
+from tests.benchmarks import averaging, link, ranks, report
+from tests.benchmarks.link import Link, Place
+from tests.benchmarks.measured import Job
+from tests.support import ROOT, run_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "tests.benchmarks.averaging"]
 
 
@@ -34,6 +37,22 @@ def workers_of(pid: int) -> list[int]:
         started = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         return [int(child) for child in started if b"benchmarks.worker" in Path(f"/proc/{child}/cmdline").read_bytes()]
     return []
+
+
+def living(pids: Sequence[int], seconds: float) -> list[int]:
+    """Those that are there after ``seconds``; who has ended and waits to be asked for its status is gone."""
+    deadline, left = time.monotonic() + seconds, list(pids)
+    while left and time.monotonic() < deadline:
+        left = [pid for pid in left if state(pid) not in ("", "Z", "X")]
+        time.sleep(0.02)
+    return left
+
+
+def state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
 
 
 @pytest.mark.timeout(300)
@@ -56,6 +75,7 @@ def test_quick_run_writes_table_numbers_and_picture(tmp_path: Path) -> None:
             assert row[name] > 0.0, (row["peer"], name)
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(60)
 def test_shaped_link_holds_its_rate_and_goes() -> None:
     if problem := link.shaping_problem():
@@ -71,6 +91,7 @@ def test_shaped_link_holds_its_rate_and_goes() -> None:
     assert namespaces(os.getpid()) == []
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(60)
 def test_paced_link_holds_its_rate() -> None:
     with link.paced(2, 100.0) as made:
@@ -94,8 +115,41 @@ def test_nothing_is_left_after_a_signal(tmp_path: Path, number: signal.Signals) 
         process.wait()
     assert process.returncode != 0
     assert workers
-    assert [pid for pid in workers if Path(f"/proc/{pid}").exists()] == []
+    assert living(workers, 5.0) == []
     assert namespaces(process.pid) == []
+
+
+def start_peers(scripts: Sequence[str]) -> None:
+    """Ranks that run these scripts of the shell, as the benchmark starts its own."""
+    places = [Place(prefix=("sh", "-c", script), address="127.0.0.1", interface="lo") for script in scripts]
+    job = Job(peer="ddp", rank=0, num_replicas=len(places), interface="lo", warmup=0, steps=1)
+    with averaging.termination_as_exception():
+        ranks.run_ranks(Link(kind="none", places=tuple(places), rate_mbit=None, private=False), job, timeout_s=60.0)
+
+
+@pytest.mark.parametrize(("name", "status"), [("INT", -signal.SIGINT), ("TERM", 128 + signal.SIGTERM)])
+def test_nothing_is_left_after_a_signal_that_comes_while_ranks_start(tmp_path: Path, name: str, status: int) -> None:
+    """The first rank sends it while the next ones start; one that is in no list yet would live on."""
+    (marker := tmp_path / "marker").touch()
+    rank = f"exec tail -f {marker}"
+    kwargs = {"scripts": [f"kill -{name} $PPID; {rank}", *[rank] * 7]}
+    try:
+        (done,) = run_ranks("tests.benchmarks.test_benchmarks:start_peers", 1, kwargs=kwargs, timeout=50, check=False)
+        assert done.returncode == status, done
+        assert living(running(str(marker)), 5.0) == []
+    finally:
+        for pid in running(str(marker)):
+            os.kill(pid, signal.SIGKILL)
+
+
+def running(argument: str) -> list[int]:
+    """Processes with ``argument`` in their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if argument.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
 
 
 def test_a_target_without_a_number_is_missed() -> None:

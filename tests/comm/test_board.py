@@ -239,6 +239,7 @@ def test_a_stall_longer_than_an_answer_may_take_is_recovered_from() -> None:
         assert all(now - then > 3 for now, then in zip(beats(ranks), beaten, strict=True))
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("part", [0.5, 0.7, 0.85])
 def test_a_stall_shorter_than_dead_after_is_survived(part: float) -> None:
     dead_after = 3.0

@@ -49,7 +49,7 @@ class Number(Message):
 class Tally:
     """A wing that adds up a number of every rank's, with no tensor at all: what a vote with a value would be."""
 
-    blank = Part()
+    blank, takes_marks = Part(), True
 
     def __init__(self, control: ControlPlane) -> None:
         self.control, self.gates_opened, self.moved = control, 0, 0.0

@@ -86,6 +86,7 @@ def dealt(taken: Sequence[Step], epoch: int) -> list[int]:
     return sorted(sample for step in taken if step.epoch == epoch for sample in step.samples)
 
 
+@pytest.mark.alone
 @needs_horovod
 def test_the_survivor_goes_on_within_a_second_and_takes_the_rest_of_the_samples(tmp_path: Path) -> None:
     killed: dict[int, float] = {}
@@ -117,6 +118,7 @@ def test_the_survivor_goes_on_within_a_second_and_takes_the_rest_of_the_samples(
     assert done.split()[-3:-1] == [str(begun + (SAMPLES - 4 * begun) // 2 + SAMPLES // 2), "2"]
 
 
+@pytest.mark.alone
 @needs_horovod
 def test_a_host_that_comes_takes_its_share_of_the_rest(tmp_path: Path) -> None:
     def announce_it_at_the_10th_step(so_far: list[Step]) -> None:

@@ -151,6 +151,7 @@ def test_the_first_rank_dies_while_the_others_start(where: str) -> None:
 # ---- who does not belong ----
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(170)
 def test_a_second_rank_1_and_a_stranger_do_not_disturb_a_run() -> None:
     port = free_port()

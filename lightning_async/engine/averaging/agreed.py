@@ -166,6 +166,25 @@ class Agreed:
             mine = self._replica.of_rule(sent, fragment)
             self._states[fragment] = self.rule.abandon_(mine, self._states[fragment])
 
+    def share(self, target: Tensor, mine: int, num_shares: int) -> dict[str, Any]:
+        """Of what is equal on all replicas after a round that has made ``target``: one of equal parts of each flat
+        tensor, copied, and the rest whole. Under `Mailbox.committing`."""
+        state = {k: v for k, v in self.rule.state_dict(self._states[0]).items() if k not in self.rule.per_replica}
+        layout = self._replica.layout
+        flat = {"model": self._replica.of_rule(target), **state}
+        return {
+            "round": self._mailbox.next_exchange,
+            "rule": type(self.rule).__qualname__,
+            "parameters": [[name, size] for name, size in zip(layout.names, layout.sizes, strict=True)],
+            "flat": {
+                name: value.reshape(-1).tensor_split(num_shares)[mine].clone()
+                for name, value in flat.items()
+                if isinstance(value, Tensor)
+            },
+            "shapes": {name: list(value.shape) for name, value in flat.items() if isinstance(value, Tensor)},
+            "plain": {name: copy.deepcopy(v) for name, v in state.items() if not isinstance(v, Tensor)},
+        }
+
     def state_dict(self) -> dict[str, Any]:
         """What is equal on all replicas, copied."""
         with self._mailbox.committing:

@@ -27,6 +27,8 @@ class Average:
         config: whether messages are compressed.
     """
 
+    takes_marks = True
+
     def __init__(self, control: ControlPlane, agreed: Agreed, ledger: Ledger, config: AveragerConfig) -> None:
         self._buckets, self._transfer = control.buckets, control.transfer
         self._replica, self._mailbox = control.buckets.replica, control.mailbox

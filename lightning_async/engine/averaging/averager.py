@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_async.engine.averaging.agreed import Agreed, Ledger, Work
 from lightning_async.engine.averaging.config import AveragerConfig
+from lightning_async.engine.averaging.marks import Marks
 from lightning_async.engine.averaging.merge import Merger
 from lightning_async.engine.averaging.records import ROUND, LocalMessage
 from lightning_async.engine.averaging.report import Reports, RoundReport, RunSummary
@@ -58,6 +59,7 @@ class BackgroundAverager:
         self.agreed = Agreed(rule, self._buckets, self._box)
         self.wing = AveragingWing(control, self.agreed, self.ledger, self.config)
         control.register(self.wing)
+        self.marks = Marks(control, self.agreed, self.ledger)
         self.gates = Gates(control, self)
         self.summary = RunSummary(rank=control.rank, world_size=control.transfer.small.world_size)
         self._reports = Reports(self.summary)
@@ -65,9 +67,8 @@ class BackgroundAverager:
         self.on_healed: Callable[[], None] = lambda: None
         """Called when this replica was not finite and has taken over the others' model."""
         self.step = self.first_step = self.epoch = 0
-        self._resumed = False
-        self._step_s = self.started_at = self._last_tick = 0.0
-        self._stood_at, self._in_flight = 0.0, False
+        self._resumed = self._in_flight = False
+        self._step_s = self.started_at = self._last_tick = self._stood_at = 0.0
 
     # ---- life ----
 

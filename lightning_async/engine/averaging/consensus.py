@@ -27,6 +27,8 @@ class Consensus:
         average: rounds, whose messages and debts end with it.
     """
 
+    takes_marks = True
+
     def __init__(self, control: ControlPlane, agreed: Agreed, ledger: Ledger, average: Average) -> None:
         self._buckets, self._transfer = control.buckets, control.transfer
         self._replica, self._mailbox = control.buckets.replica, control.mailbox

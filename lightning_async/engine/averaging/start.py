@@ -23,6 +23,8 @@ class Start:
         average: rounds, whose debts end with it.
     """
 
+    takes_marks = False
+
     def __init__(self, control: ControlPlane, agreed: Agreed, ledger: Ledger, average: Average) -> None:
         self._buckets, self._transfer = control.buckets, control.transfer
         self._agreed, self._ledger, self._average = agreed, ledger, average

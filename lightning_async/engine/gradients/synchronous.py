@@ -86,6 +86,7 @@ class SynchronousGradients:
     """
 
     blank = Part()
+    takes_marks = True
 
     def __init__(
         self,

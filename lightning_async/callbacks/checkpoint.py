@@ -1,0 +1,173 @@
+"""Checkpoints that do not stall training, that are verified, and that `fit` resumes from by itself."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from lightning_async.arguments import check_choice, check_int, check_protocol
+from lightning_async.engine.checkpoint.recovery import STRATEGIES
+from lightning_async.rules.saving import (
+    Adaptive,
+    AnySave,
+    Best,
+    EveryInterval,
+    EveryNTrainSteps,
+    KeepAny,
+    KeepPolicy,
+    Latest,
+    SavePolicy,
+)
+from lightning_async.trainer.checkpointing import Checkpointing
+from lightning_async.trainer.namespace import pytorch
+from lightning_async.trainer.preemption import TRY_AGAIN
+from lightning_async.trainer.saves import Settings
+
+if TYPE_CHECKING:
+    from lightning.pytorch.callbacks import Checkpoint
+else:
+    Checkpoint = pytorch("callbacks").Checkpoint
+
+__all__ = ["Busy", "FaultTolerantCheckpoint"]
+
+Busy = Literal["latest", "wait", "skip"]
+_SHARDED = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
+
+
+class FaultTolerantCheckpoint(Checkpoint):
+    """Saves all that training needs to go on exactly, while training goes on; `fit` resumes by itself.
+
+    State is copied into memory of another process, which writes it: training stands still for the copy only, and what
+    was copied is written even if training is killed. A checkpoint is a directory ``dirpath/000017-step-1200``, which is
+    there whole or not at all. Before one is resumed from, every byte of it is verified; damaged ones are set aside by
+    name, and the next one is taken. Files are read without executing anything in them.
+
+    It holds parameters, optimizers, schedulers, scaler, loops, callbacks, random states, positions of data loaders and
+    gradients in accumulation, of every rank its own. What follows a resume is equal, to the bit, to what would have
+    followed without an interruption, for a single device, DDP and synchronous steps of this package's strategies.
+
+    SIGTERM to any rank saves once more, on all of them, and ends with exit code 75 (try again).
+
+    Args:
+        dirpath: a local directory, one for all hosts or one on each; or a URL that fsspec knows.
+        every_n_train_steps: save whenever so many optimizer steps were taken.
+        train_time_interval: save whenever so much time has passed.
+        save: or a policy of `lightning_async.rules.saving`. Default, without any of the three:
+            ``Adaptive(share=0.05)``, as often as costs at most 5% of the training time. Besides, training always saves
+            at its end.
+        keep: which to keep, by a policy. Default: ``Latest(2)``. The newest, the last good one and the one resumed from
+            are always kept.
+        recover: which one a plain ``trainer.fit(model)`` goes on from: ``"auto"`` (default) or ``"latest"``, the newest
+            that is whole; ``"best"`` by the `Best` policy in ``keep``; ``"last_good"``; ``"step=N"``; None: begin anew.
+        busy: what becomes of a save that is due while the one before is still being written: ``"latest"`` (default) is
+            made as soon as that is done, ``"skip"`` is left out, and for ``"wait"`` training waits.
+        buffers: copies of the state in memory, 1 or 2. Default: 2.
+        max_failures: after so many failed saves in a row training ends with an error. Default: 3.
+        good_after: beside a `DivergenceMonitor`, a checkpoint is good when so many steps have followed in which nothing
+            was out of bounds. Default: 20.
+
+    Raises:
+        TypeError: a policy lacks what one must answer, or an argument is of another type.
+        ValueError: an argument is out of range.
+
+    Source: CheckFreq (Mohan et al., FAST 2021) for when to save; Orbax for policies of what to keep.
+
+    >>> FaultTolerantCheckpoint("runs/checkpoints", every_n_train_steps=100)
+    FaultTolerantCheckpoint('runs/checkpoints', save=EveryNTrainSteps(n=100), keep=Latest(n=2), recover='auto')
+    """
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str],
+        *,
+        every_n_train_steps: int | None = None,
+        train_time_interval: timedelta | None = None,
+        save: SavePolicy | None = None,
+        keep: KeepPolicy | None = None,
+        recover: str | None = "auto",
+        busy: Busy = "latest",
+        buffers: int = 2,
+        max_failures: int = 3,
+        good_after: int = 20,
+    ) -> None:
+        owner = type(self).__name__
+        policies: list[SavePolicy] = [] if save is None else [save]
+        if every_n_train_steps is not None:
+            policies.append(EveryNTrainSteps(every_n_train_steps))
+        if train_time_interval is not None:
+            policies.append(EveryInterval(train_time_interval))
+        for policy in policies:
+            check_protocol(owner, "save", policy, SavePolicy, "a policy such as `EveryNTrainSteps(100)`")
+        keep = Latest(2) if keep is None else keep
+        check_protocol(owner, "keep", keep, KeepPolicy, "a policy such as `Latest(3)`")
+        check_choice(owner, "busy", busy, get_args(Busy))
+        check_choice(owner, "buffers", buffers, (1, 2))
+        best = _best(keep)
+        if recover is not None and not (recover.startswith("step=") and recover[5:].isdecimal()):
+            check_choice(owner, "recover", recover, (*STRATEGIES, "step=N", None))
+        if recover == "best" and best is None:
+            raise ValueError(f"`{owner}(recover='best')` needs `keep=Best(monitor=...)`, alone or within `KeepAny`.")
+        self.max_failures = max_failures
+        self.good_after = good_after
+        check_int(self, "max_failures", at_least=1)
+        check_int(self, "good_after", at_least=1)
+        self.settings = Settings(
+            os.fspath(dirpath), policies[0] if len(policies) == 1 else AnySave(*(policies or [Adaptive()])), keep,
+            recover, busy, buffers, max_failures, good_after, best,
+        )  # fmt: skip
+        self._now: Checkpointing | None = None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """The ranks have met, and nothing is restored yet."""
+        strategy = type(trainer.strategy).__name__
+        if any(kind.__name__ in _SHARDED for kind in type(trainer.strategy).__mro__):
+            raise ValueError(
+                f"`{type(self).__name__}` does not know the sharded state of `{strategy}` yet: use that strategy's own "
+                "checkpoints, or a strategy whose ranks hold whole replicas."
+            )
+        self._now = Checkpointing(trainer, self.settings)
+        self._now.install()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Training begins."""
+        if self._now is not None:
+            self._now.start()
+
+    def roll_back(self, trainer: Any) -> int | None:
+        """See `RollsBack`: to the newest good checkpoint."""
+        return None if self._now is None else self._now.roll_back()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Training has ended well."""
+        if self._now is not None:
+            self._now.end()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Training has ended otherwise: a signal is one that a checkpoint was made for."""
+        if self._now is not None:
+            self._now.fail(exception)
+            if isinstance(exception, pytorch("utilities.exceptions").SIGTERMException):
+                exception.code = TRY_AGAIN  # pyright: ignore[reportAttributeAccessIssue]  (a SystemExit)
+            self._close()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """The run is over."""
+        self._close()
+
+    def _close(self) -> None:
+        now, self._now = self._now, None
+        if now is not None:
+            now.close()
+
+    def __repr__(self) -> str:
+        s = self.settings
+        return f"{type(self).__name__}({s.dirpath!r}, save={s.save!r}, keep={s.keep!r}, recover={s.recover!r})"
+
+
+def _best(keep: KeepPolicy) -> Best | None:
+    """The `Best` policy in ``keep``."""
+    if isinstance(keep, Best):
+        return keep
+    inner = keep.policies if isinstance(keep, KeepAny) else ()
+    return next((best for policy in inner if (best := _best(policy)) is not None), None)

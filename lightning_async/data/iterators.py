@@ -1,0 +1,247 @@
+"""torch's two iterators over a DataLoader, which know their position and may begin at one.
+
+A position is a dict of plain values:
+
+    taken      batches that were yielded
+    made       calls of the sampler, which is asked ahead of the workers
+    exhausted  nothing follows
+    drawn      from which random states those calls drew, see `Tape`
+    dataset    the dataset's own state, where it has one
+    random     the random states before the last fetch, which is made again where Lightning had fetched one batch ahead
+    seed, turn, workers, first    of workers: their seed, whose turn it is, their states now and before the first batch
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
+
+from lightning_async.data.random_states import Generators
+from lightning_async.data.tape import Indices, Tape
+from lightning_async.data.workers import Carried, Carrier, Start, stateful
+
+__all__ = ["Here", "iterate"]
+
+Position = dict[str, Any]
+
+
+class Here:
+    """Where one iteration over a loader stands.
+
+    Args:
+        loader: whose iteration it is.
+        generators: what the loader may draw from, in this process.
+        start: the position to begin at.
+    """
+
+    def __init__(self, loader: Any, generators: Generators, start: Position | None) -> None:
+        self.generators, self.start = generators, start or {}
+        self.taken = 0
+        self.exhausted = bool(self.start.get("exhausted"))
+        self.seed: int | None = self.start.get("seed")
+        self.turn = 0
+        self.workers: dict[int, dict[str, Any]] = {}
+        self.first: dict[int, dict[str, Any]] = self.start.get("first", {})
+        self.tape = Tape(generators)
+        self._before: Position | None = None
+        local = not getattr(loader, "num_workers", 0)
+        self._dataset = loader.dataset if local and stateful(loader.dataset) else None
+        self._first_random = self.start.get("random")
+        self._local = local
+
+    def begin(self) -> Tape:
+        """An iteration begins: the tape of its calls."""
+        self.tape = Tape(self.generators, self.start.get("drawn"))
+        return self.tape
+
+    def start_over(self) -> None:
+        """The same workers begin another iteration."""
+        self.start, self.taken, self.turn, self.exhausted, self._before = {}, 0, 0, False, None
+
+    def fetching(self) -> None:
+        """The next batch is asked for."""
+        if self._first_random is not None:
+            self.generators.put(self._first_random)
+            self._first_random = None
+        self._before = self._now()
+
+    def position(self, before: bool = False) -> Position:
+        """Now, or before the last fetch."""
+        now = (self._before if before else None) or self._now()
+        return {**now, "drawn": self.tape.drawn(now["made"]), "random": now["random"] if before else None}
+
+    def _now(self) -> Position:
+        return {
+            "taken": self.taken,
+            "exhausted": self.exhausted,
+            "made": self.tape.made,
+            "seed": self.seed,
+            "turn": self.turn,
+            "workers": dict(self.workers),
+            "first": self.first,
+            "dataset": copy.deepcopy(self._dataset.state_dict()) if self._dataset is not None else None,
+            "random": self.generators.take() if self._local else None,
+        }
+
+
+class _View:
+    """A loader with some of its attributes replaced, for the constructor of an iterator."""
+
+    def __init__(self, loader: Any, **replaced: Any) -> None:
+        self._loader = loader
+        vars(self).update(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+def iterate(loader: DataLoader[Any], here: Here) -> Any:
+    """An iterator over ``loader`` that keeps ``here`` up to date, and begins at ``here.start``."""
+    start = here.start
+    fetches_again = loader._dataset_kind == _DatasetKind.Iterable and not stateful(loader.dataset)
+    if here.exhausted:
+        here.taken, fetches_again = start["taken"], False
+        if not loader.persistent_workers:
+            return _Nothing(here)
+    if loader.num_workers == 0:
+        iterator: Any = _Single(loader, here, fetches_again)
+    else:
+        iterator = _Multi(loader, here, fetches_again)
+    if start and fetches_again:
+        random, here._first_random = here._first_random, None
+        for _ in range(start["taken"]):
+            next(iterator, None)
+        here._first_random = random
+    else:
+        here.taken = start.get("taken", 0)
+    return iterator
+
+
+def _indices(loader: Any, here: Here) -> Any:
+    """In place of the loader's sampler; an iterable dataset has none."""
+    if loader._dataset_kind == _DatasetKind.Iterable:
+        return loader._index_sampler
+    start = here.start
+    return Indices(loader._index_sampler, here.begin, here.generators, start.get("taken", 0), start.get("made", 0))
+
+
+class _Nothing:
+    """The end of an iteration over a loader without workers that stay."""
+
+    def __init__(self, here: Here) -> None:
+        self._here = here
+
+    def __iter__(self) -> _Nothing:
+        return self
+
+    def __next__(self) -> Any:
+        self._here.fetching()
+        raise StopIteration
+
+
+class _Single(_SingleProcessDataLoaderIter):
+    def __init__(self, loader: Any, here: Here, fetches_again: bool) -> None:
+        self._here, self._taped = here, fetches_again
+        view: Any = _View(loader, _index_sampler=_indices(loader, here))
+        if fetches_again:
+            here.begin().call(lambda: super(_Single, self).__init__(view))  # makes the dataset's iterator
+        else:
+            super().__init__(view)
+
+    def __next__(self) -> Any:
+        here = self._here
+        here.fetching()
+        try:
+            batch = super().__next__()
+        except StopIteration:
+            here.exhausted = True
+            raise
+        here.taken += 1
+        # A last batch that is not full has met the dataset's end, where its state may be that of a new beginning.
+        here.exhausted = getattr(self._dataset_fetcher, "ended", False)
+        return batch
+
+    def _next_data(self) -> Any:
+        fetch = super()._next_data
+        return self._here.tape.call(fetch) if self._taped else fetch()
+
+
+class _Multi(_MultiProcessingDataLoaderIter):
+    def __init__(self, loader: Any, here: Here, fetches_again: bool) -> None:
+        self._here, start = here, here.start
+        self._indices = _indices(loader, here)
+        states = start.get("first" if fetches_again else "workers", {})
+        if here.exhausted:  # their datasets begin again
+            states = {worker: {"random": state["random"]} for worker, state in states.items()}
+        here.workers = dict(states)
+        self._received = dict(states)
+        self._turns = 0 if fetches_again else start.get("turn", 0)
+        here.turn = self._turns
+        view: Any = _View(
+            loader,
+            _index_sampler=self._indices,
+            collate_fn=Carrier(loader.collate_fn),
+            worker_init_fn=Start(loader.worker_init_fn, states, loader.collate_fn),
+        )
+        super().__init__(view)
+
+    @property
+    def _base_seed(self) -> int:
+        assert self._here.seed is not None
+        return self._here.seed
+
+    @_base_seed.setter
+    def _base_seed(self, drawn: int) -> None:
+        if self._here.seed is None:  # else the workers get the seed that they had
+            self._here.seed = drawn
+
+    def __next__(self) -> Any:
+        self._here.fetching()
+        try:
+            batch = super().__next__()
+        except StopIteration:
+            self._here.exhausted = True
+            raise
+        self._here.taken += 1
+        return batch
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        if not first_iter:
+            self._here.start_over()
+            if isinstance(self._indices, Indices):
+                self._indices.start_over()
+        super()._reset(loader, first_iter)
+        if not first_iter:
+            # What the workers had made ahead, and nobody took, they have drawn for all the same.
+            random = {worker: {"random": state["random"]} for worker, state in self._received.items()}
+            self._here.workers, self._here.first = dict(random), random
+
+    def _get_data(self) -> Any:
+        answer: Any = super()._get_data()
+        if isinstance(answer[1], Carried):
+            self._received[answer[1].worker] = _joined(self._received, answer[1])
+        return answer
+
+    def _try_put_index(self) -> None:
+        if self._here.exhausted:
+            return  # the workers are for the next iteration
+        for _ in range(self._turns):
+            next(self._worker_queue_idx_cycle)
+        self._turns = 0
+        super()._try_put_index()
+
+    def _process_data(self, data: Any, worker_idx: int) -> Any:
+        carried = super()._process_data(data, worker_idx)
+        if not isinstance(carried, Carried):
+            return carried
+        self._here.workers[carried.worker] = _joined(self._here.workers, carried)
+        self._here.turn = (carried.worker + 1) % self._num_workers
+        return carried.batch
+
+
+def _joined(states: dict[int, dict[str, Any]], carried: Carried) -> dict[str, Any]:
+    random = states.get(carried.worker, {}).get("random", {})
+    return {**carried.state, "random": {**random, **carried.state["random"]}}

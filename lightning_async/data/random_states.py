@@ -1,0 +1,163 @@
+"""Random generators: finding them, and their states as plain values that compare with ``==``."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import functools
+import inspect
+import random
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["Generators", "States", "generators_in"]
+
+States = dict[str, Any]
+"""State by the generator's name: bytes, numbers, and tuples and dicts of them."""
+
+DEPTH, WIDTH, OBJECTS = 5, 100, 1000
+"""How far `generators_in` looks: attributes of attributes, entries of one collection, objects in all."""
+
+_KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_PLAIN = (str, bytes, int, float, complex, torch.Tensor, np.ndarray, np.generic, type, types.ModuleType)
+
+
+class Generators:
+    """Python's, NumPy's and torch's random generators of this process, and others by name.
+
+    Args:
+        named: generators of the program's own, as `generators_in` finds them.
+        devices: whether each CUDA device's generator belongs to them.
+    """
+
+    def __init__(self, named: Mapping[str, Any] | None = None, devices: bool = False) -> None:
+        self.named = dict(named or {})
+        self._devices = devices
+
+    def take(self) -> States:
+        """The states as they are now."""
+        states = {"python": _state(random), "numpy": _state(np.random), "torch": _state(torch.default_generator)}
+        if self._devices and torch.cuda.is_available() and torch.cuda.is_initialized():
+            for index in range(torch.cuda.device_count()):
+                states[f"cuda:{index}"] = _bytes(torch.cuda.get_rng_state(index))
+        for name, generator in self.named.items():
+            states[f"own:{name}"] = _state(generator)
+        return states
+
+    def put(self, states: States) -> list[str]:
+        """Set what ``states`` names; returns the names of which there is no generator here."""
+        missing = []
+        for name, state in states.items():
+            kind, _, rest = name.partition(":")
+            if kind == "cuda":
+                if int(rest) < torch.cuda.device_count():
+                    torch.cuda.set_rng_state(_tensor(state), int(rest))
+            elif kind == "own" and rest not in self.named:
+                missing.append(rest)
+            else:
+                usual = {"python": random, "numpy": np.random, "torch": torch.default_generator}
+                _set_state(self.named[rest] if kind == "own" else usual[kind], state)
+        return missing
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """What is drawn inside is not missed outside."""
+        states = self.take()
+        try:
+            yield
+        finally:
+            self.put(states)
+
+
+def generators_in(roots: Mapping[str, Any]) -> dict[str, Any]:
+    """The generators that objects hold in their attributes, by path: ``{"sampler.generator": ...}``."""
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+    queue = deque((name, value, 0) for name, value in roots.items())
+    while queue and len(seen) < OBJECTS:
+        path, value, depth = queue.popleft()
+        if value is None or isinstance(value, _PLAIN) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, _KINDS):
+            found[path] = value
+        elif depth < DEPTH:
+            queue.extend((f"{path}.{name}", child, depth + 1) for name, child in _children(value))
+    return found
+
+
+def _children(value: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(value, Mapping):
+        return list(value.items()) if len(value) <= WIDTH else []
+    if isinstance(value, list | tuple | set | frozenset):
+        return list(enumerate(value)) if len(value) <= WIDTH else []
+    if isinstance(value, functools.partial):
+        return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
+    if isinstance(value, types.MethodType):
+        return [("self", value.__self__)]
+    if inspect.isfunction(value):
+        cells = [(i, cell.cell_contents) for i, cell in enumerate(value.__closure__ or ()) if _filled(cell)]
+        return [(f"closure.{i}", content) for i, content in cells]
+    return list(getattr(value, "__dict__", {}).items())
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # not assigned yet
+        return False
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return _bytes(generator.get_state())
+    if isinstance(generator, np.random.Generator):
+        return _freeze(generator.bit_generator.state)
+    if isinstance(generator, np.random.RandomState) or generator is np.random:
+        return _freeze(generator.get_state(legacy=False))
+    version, internal, gauss = generator.getstate()
+    return (version, array.array("I", internal).tobytes(), gauss)
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(_tensor(state))
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = _thaw(state)
+    elif isinstance(generator, np.random.RandomState) or generator is np.random:
+        generator.set_state(_thaw(state))
+    else:
+        version, internal, gauss = state
+        unpacked = array.array("I")
+        unpacked.frombytes(internal)
+        generator.setstate((version, tuple(unpacked), gauss))
+
+
+def _bytes(state: torch.Tensor) -> bytes:
+    return state.numpy().tobytes()
+
+
+def _tensor(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+
+def _freeze(value: Any) -> Any:
+    """NumPy's states hold arrays, which do not compare with ``==``."""
+    if isinstance(value, dict):
+        return {name: _freeze(entry) for name, entry in value.items()}
+    if isinstance(value, np.ndarray):
+        return ("array", value.dtype.str, value.tobytes())
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _thaw(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _thaw(entry) for name, entry in value.items()}
+    if isinstance(value, tuple | list) and len(value) == 3 and value[0] == "array":
+        return np.frombuffer(value[2], dtype=value[1]).copy()
+    return value

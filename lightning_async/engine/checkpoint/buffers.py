@@ -1,0 +1,148 @@
+"""Memory that the trainer fills and the writer's process writes to disk: the only copy that training waits for.
+
+    FREE --- the trainer begins to copy ---> FILLING --- copied ---> WRITER --- its answer has come ---> FREE
+
+It is anonymous memory with a file descriptor, so that it needs no room in /dev/shm, has no name that could be left
+behind, and lives on in the writer when the trainer is killed. Its pages are there before they are first written to:
+else the first copy takes ten times as long.
+"""
+
+from __future__ import annotations
+
+import enum
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_async.errors import CheckpointError
+
+__all__ = ["ALIGNMENT", "Buffer", "Owner", "anonymous_file", "layout"]
+
+ALIGNMENT = 64
+"""Bytes; each tensor begins at a multiple, so that it can be viewed in place, whatever its dtype."""
+_SPARE = 1 << 20  # for the text, and for a state that grows a little
+
+
+class Owner(enum.Enum):
+    """Who may touch a buffer."""
+
+    FREE = "free"
+    FILLING = "filling"
+    WRITER = "writer"
+
+
+class Buffer:
+    """One state's worth of memory that two processes share. Memory is taken when it is first needed.
+
+    Args:
+        name: shown by the system's tools.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.owner = Owner.FREE
+        self._name = name
+        self._descriptor = -1
+        self._whole = torch.empty(0, dtype=torch.uint8)
+        self._kinds: list[tuple[torch.dtype, torch.Size]] = []
+        self._views: list[Tensor] = []
+        self._pinned = False
+
+    @property
+    def descriptor(self) -> int:
+        """For the writer; another one after each growth."""
+        return self._descriptor
+
+    def reserve(self, size: int) -> None:
+        """Have room for so many bytes, in memory; what the buffer held is lost where it grows.
+
+        Raises:
+            CheckpointError: the system has no memory for it.
+        """
+        if size <= self._whole.numel():
+            return
+        self.release()
+        size = -(-(size + size // 64 + _SPARE) // mmap.PAGESIZE) * mmap.PAGESIZE
+        descriptor = anonymous_file(self._name)
+        try:
+            os.posix_fallocate(descriptor, 0, size)  # an error here, where a write would be a signal
+            memory = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+        except OSError as error:
+            os.close(descriptor)
+            raise CheckpointError(
+                f"there is no memory for a copy of the state, {size / 2**20:.0f} MiB ({error.strerror}): "
+                "take one buffer instead of two, or more memory."
+            ) from error
+        self._descriptor = descriptor
+        self._whole = torch.frombuffer(memory, dtype=torch.uint8)  # holds the mapping as long as it lives
+        self._pinned = _pin(self._whole)
+
+    def fill(self, tensors: Sequence[Tensor], text: bytes) -> int:
+        """Copy the tensors, each where `layout` puts it, and ``text`` behind them; where that begins.
+
+        Waits until copies from devices have arrived. The buffer must be the trainer's.
+        """
+        assert self.owner is Owner.FILLING, f"{self._name} is {self.owner.value}"
+        offsets, end = layout(tensors)
+        self.reserve(end + len(text))
+        kinds = [(tensor.dtype, tensor.shape) for tensor in tensors]
+        if kinds != self._kinds:  # as it was at the last save, usually: making views takes longer than small copies
+            self._kinds = kinds
+            self._views = [
+                self._whole[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                for tensor, at in zip(tensors, offsets, strict=True)
+            ]
+        with torch.no_grad():
+            if tensors:
+                torch._foreach_copy_(self._views, list(tensors), non_blocking=self._pinned)
+        for device in {tensor.device for tensor in tensors if tensor.is_cuda} if self._pinned else ():
+            torch.cuda.current_stream(device).synchronize()
+        os.pwrite(self._descriptor, text, end)
+        return end
+
+    def release(self) -> None:
+        """Give the memory back; the writer keeps what it has been given."""
+        if self._pinned:
+            _cudart().cudaHostUnregister(self._whole.data_ptr())
+        self._pinned, self._kinds, self._views = False, [], []
+        self._whole = torch.empty(0, dtype=torch.uint8)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def layout(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
+    """Where each tensor begins, in bytes, and where the last one ends.
+
+    >>> layout([torch.zeros(3), torch.zeros(20), torch.zeros(1)])
+    ([0, 64, 192], 256)
+    """
+    ends = list(accumulate(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors))
+    return [0, *ends][: len(tensors)], ends[-1] if ends else 0
+
+
+def anonymous_file(name: str) -> int:
+    """The descriptor of a file that has no place in any folder, in memory where the system has such."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _pin(memory: Tensor) -> bool:
+    """Lock memory for the GPU's own copies into it; whether that was needed and has worked.
+
+    Copies into memory that is not locked are right, too, but go through a small staging area, piece by piece.
+    """
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return False
+    return int(_cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()

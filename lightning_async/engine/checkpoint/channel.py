@@ -1,0 +1,102 @@
+"""A process that writes checkpoints, as its trainer sees it: how it is started, told, heard, and noticed to be dead."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
+
+from lightning_async.engine.checkpoint.buffers import anonymous_file
+from lightning_async.engine.checkpoint.writer import MESSAGE, wait_for
+from lightning_async.errors import CheckpointError
+
+__all__ = ["Channel"]
+
+_BOOT = """
+import json, sys, types
+fd, trainer, folder, path = json.loads(sys.argv[1])
+sys.path += path
+package = sys.modules["lightning_async"] = types.ModuleType("lightning_async")
+package.__path__ = [folder]
+from lightning_async.engine.checkpoint.writer import main
+main(fd, trainer)
+"""
+"""The package is a bare name there: what its ``__init__`` imports takes seconds, and hundreds of megabytes."""
+_EXIT_S = 1.0  # a writer that has nothing to do ends at once; one that is stopped is not waited for
+
+
+class Channel:
+    """One process that writes, and the channel to it.
+
+    Args:
+        rank: whose parts it writes.
+
+    Raises:
+        CheckpointError: the system does not let it start.
+    """
+
+    _left: ClassVar[list[subprocess.Popen[bytes]]] = []  # those that still wrote when they were closed
+
+    def __init__(self, rank: int) -> None:
+        self.died = False
+        """Whether it has ended, as far as `answers` knows."""
+        self._received = b""
+        self._errors = anonymous_file("checkpoint-errors")
+        self._channel, theirs = socket.socketpair()
+        package = Path(__file__).resolve().parents[2]
+        told = json.dumps([theirs.fileno(), os.getpid(), str(package), [path for path in sys.path if path]])
+        # Isolated (-I): a module beside the user's script cannot take the place of one that it imports.
+        command = [sys.executable, "-I", "-S", "-c", _BOOT, told, f"writes the checkpoints of rank {rank}"]
+        try:
+            self._popen = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._errors,
+                pass_fds=[theirs.fileno()], start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            self._channel.close()
+            os.close(self._errors)
+            raise CheckpointError(f"rank {rank}: no process that writes checkpoints can be started: {error}") from error
+        finally:
+            theirs.close()
+        self.pid = self._popen.pid
+
+    def send(self, descriptor: int, offset: int, length: int, again: bool) -> None:
+        """Hand over a job; raises OSError where the process has ended."""
+        socket.send_fds(self._channel, [MESSAGE.pack(offset, length, again)], [descriptor])
+
+    def answers(self) -> list[dict[str, Any]]:
+        """All that have come; notices that no more can."""
+        with contextlib.suppress(BlockingIOError):
+            while not self.died:
+                try:
+                    data = self._channel.recv(1 << 16, socket.MSG_DONTWAIT)
+                except ConnectionError:
+                    data = b""
+                self._received += data
+                self.died = not data
+        *lines, self._received = self._received.split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def wait(self, timeout: float) -> None:
+        """Until there is an answer, or the process has ended, or so many seconds are over."""
+        wait_for(self._channel, timeout)
+
+    def close(self) -> str:
+        """There are no more jobs; how it has ended, if it has."""
+        with contextlib.suppress(OSError):
+            self._channel.shutdown(socket.SHUT_WR)  # forks of this process may have it open, too
+        self._channel.close()
+        try:
+            code = self._popen.wait(_EXIT_S)
+        except subprocess.TimeoutExpired:
+            self._left.append(self._popen)
+            return "it has not ended"
+        finally:
+            said = os.pread(self._errors, 1 << 16, 0).decode(errors="replace").strip()
+            os.close(self._errors)
+        return f"signal {-code}" if code < 0 else f"exit status {code}: {said[-1000:]}"

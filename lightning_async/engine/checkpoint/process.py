@@ -1,0 +1,276 @@
+"""The trainer's side of the process that writes checkpoints: hand over, ask what became of it, replace it if it dies.
+
+    save --- copied into a free buffer, told by a message ---> the writer --- poll: its answer ---> the buffer is free
+
+Only the training thread uses it. Nothing waits for a disk, but `Writer.wait` and `Writer.close`, which have a timeout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from lightning_async.engine.checkpoint.buffers import Buffer, Owner
+from lightning_async.engine.checkpoint.channel import Channel
+from lightning_async.engine.checkpoint.manifest import Manifest
+from lightning_async.engine.checkpoint.shards import Shard, shard
+from lightning_async.errors import CheckpointError
+
+__all__ = ["Job", "Result", "SaveBusy", "Writer"]
+
+log = logging.getLogger(__name__)
+
+_ATTEMPTS = 2  # of writers at one job: one that kills its writer would kill the next one, too
+
+
+class SaveBusy(CheckpointError):
+    """The save before this one is still being written."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One rank's part of one save.
+
+    Args:
+        number, step, run: of the checkpoint, see `CheckpointStore.temporary`; the same on all ranks.
+        ranks: that take part. The first of them commits.
+        shared: what is equal on all of these, see `comm.frames.flatten` for what can be in it.
+        own: what is this rank's.
+        manifest: fields of the `Manifest` besides these. Only those of the rank that commits count. Default: none.
+    """
+
+    number: int
+    step: int
+    run: str
+    ranks: Sequence[int]
+    shared: Any
+    own: Any
+    manifest: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of one save.
+
+    Args:
+        number: of the save.
+        seconds: since it was handed over.
+        bytes: of this rank's files.
+        committed: this rank has committed it. Other ranks know that their part is durable, no more.
+        error: what went wrong; None where nothing did.
+    """
+
+    number: int
+    seconds: float
+    bytes: int = 0
+    committed: bool = False
+    error: str | None = None
+
+
+@dataclass
+class _Flight:
+    """A save that the writer has, and where in which buffer its job lies."""
+
+    number: int
+    buffer: Buffer
+    offset: int
+    length: int
+    attempts: int = 1
+    started: float = field(default_factory=time.monotonic)
+
+
+class Writer:
+    """Writes one rank's part of checkpoints in a process of its own.
+
+    Args:
+        dirpath: where checkpoints are, a local directory or a URL that fsspec knows.
+        rank: this rank. Default: 0.
+        buffers: copies of the state that there is memory for. With 2, one save can be copied while another one is being
+            written. Default: 2.
+        deadline: how long the rank that commits waits for the parts of the others. Default: 10 minutes.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self, dirpath: str | os.PathLike[str], rank: int = 0, buffers: int = 2,
+        deadline: timedelta = timedelta(minutes=10),
+    ) -> None:  # fmt: skip
+        if buffers not in (1, 2):
+            raise ValueError(f"`Writer(buffers={buffers!r})` must be 1 or 2.")
+        if deadline <= timedelta(0):
+            raise ValueError(f"`Writer(deadline={deadline!r})` must be > 0.")
+        path = os.fspath(dirpath)
+        self._dirpath = path if "://" in path else os.path.abspath(os.path.expanduser(path))
+        self._rank, self._deadline = rank, deadline
+        self._buffers = [Buffer(f"checkpoint-{rank}-{i}") for i in range(buffers)]
+        self._flights: deque[_Flight] = deque()
+        self._done: list[Result] = []
+        self._process: Channel | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is being written, as far as `poll` knows."""
+        return bool(self._flights)
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process; None where there is none."""
+        return self._process.pid if self._process else None
+
+    def start(self) -> None:
+        """Start the process, if there is none. Takes some milliseconds.
+
+        Raises:
+            CheckpointError: the system does not let it.
+        """
+        if self._process is None:
+            self._process = Channel(self._rank)
+
+    def reserve(self, job: Job) -> None:
+        """Have the memory for saves like this one: the first of them then takes no longer than the others."""
+        size = self._shard(job).size
+        for buffer in self._buffers:
+            if buffer.owner is Owner.FREE:
+                buffer.reserve(size)
+
+    def save(self, job: Job, queue: bool = False) -> float:
+        """Copy the state, which may change from then on, and hand the copy over; the seconds that this took.
+
+        Args:
+            job: what to save.
+            queue: where one save is being written, and a buffer is free, write this one after it. Default: False.
+
+        Raises:
+            SaveBusy: a save is being written (with ``queue``: no buffer is free).
+            TypeError: there is something in the state that cannot be saved; names it.
+            CheckpointError: there is no memory for a copy, or no writer can be started.
+        """
+        began = time.monotonic()
+        self._take_answers()
+        free = [buffer for buffer in self._buffers if buffer.owner is Owner.FREE]
+        if not free or (self._flights and not queue):
+            first = self._flights[0]
+            raise SaveBusy(
+                f"rank {self._rank}: save {job.number} cannot begin: save {first.number} has been under way for "
+                f"{began - first.started:.1f} s (process {self.pid})."
+            )
+        self.start()
+        part, buffer = self._shard(job), free[0]
+        buffer.owner = Owner.FILLING
+        try:
+            flight = self._fill(buffer, job, part)
+        except BaseException:
+            buffer.owner = Owner.FREE
+            raise
+        buffer.owner = Owner.WRITER
+        self._flights.append(flight)
+        self._send(flight)
+        return time.monotonic() - began
+
+    def poll(self) -> list[Result]:
+        """What has become of saves since the last call, oldest first. Waits for nothing."""
+        self._take_answers()
+        results, self._done = self._done, []
+        return results
+
+    def wait(self, timeout: float) -> list[Result]:
+        """The same, once nothing is being written any more, or after ``timeout`` seconds."""
+        until = time.monotonic() + timeout
+        self._take_answers()
+        while self._flights and self._process and (left := until - time.monotonic()) > 0:
+            self._process.wait(left)
+            self._take_answers()
+        return self.poll()
+
+    def close(self, timeout: float) -> list[Result]:
+        """Wait for what is being written, end the process, give the memory back; what `wait` says.
+
+        What is not written after ``timeout`` seconds has a `Result` with an error; its process writes on, then ends.
+        """
+        results = self.wait(timeout)
+        process, self._process = self._process, None
+        for flight in self._flights:
+            pid = process.pid if process else None
+            results.append(self._failure(flight, f"is not written yet; process {pid} writes on, then ends unheard."))
+        self._flights.clear()
+        for buffer in self._buffers:
+            buffer.owner = Owner.FREE
+            buffer.release()
+        if process is not None:
+            process.close()
+        return results
+
+    def _shard(self, job: Job) -> Shard:
+        if self._rank not in job.ranks:
+            raise ValueError(f"`Job(ranks={job.ranks!r})` must hold rank {self._rank}, whose part it is.")
+        return shard(job.shared, job.own, self._rank, job.ranks)
+
+    def _fill(self, buffer: Buffer, job: Job, part: Shard) -> _Flight:
+        ranks = sorted(job.ranks)
+        manifest = Manifest(**{"created": time.time(), **job.manifest, "number": job.number, "step": job.step,
+                               "ranks": tuple(ranks)})  # fmt: skip
+        end = part.size - len(part.text)
+        told = {
+            "dirpath": self._dirpath, "number": job.number, "step": job.step, "run": job.run, "ranks": ranks,
+            "rank": self._rank, "deadline_s": self._deadline.total_seconds(), "bytes": part.size,
+            "files": {f"rank-{self._rank}.bin": [0, end], f"rank-{self._rank}.json": [end, part.size]},
+            "manifest": asdict(manifest),
+        }  # fmt: skip
+        text = json.dumps(told).encode()
+        buffer.fill(part.tensors, part.text + text)
+        return _Flight(job.number, buffer, part.size, len(text))
+
+    def _send(self, flight: _Flight) -> None:
+        assert self._process is not None
+        with contextlib.suppress(OSError):  # it has died: the next look at its answers tells
+            self._process.send(flight.buffer.descriptor, flight.offset, flight.length, again=flight.attempts > 1)
+
+    def _take_answers(self) -> None:
+        if self._process is None:
+            return
+        for answer in self._process.answers():
+            flight = self._flights.popleft()
+            flight.buffer.owner = Owner.FREE
+            if "error" in answer:
+                self._done.append(self._failure(flight, f"has failed. {answer['error']}"))
+            else:
+                written, committed = answer["bytes"], answer["committed"]
+                self._done.append(Result(flight.number, _since(flight), written, committed))
+        if self._process.died:
+            self._replace(self._process)
+
+    def _replace(self, dead: Channel) -> None:
+        """Have another process write what the dead one had: it is all still in memory."""
+        how, self._process = dead.close(), None
+        log.warning("Rank %d: the process %d that writes checkpoints has ended (%s).", self._rank, dead.pid, how)
+        for flight in list(self._flights):
+            try:
+                if flight.attempts == _ATTEMPTS:
+                    raise CheckpointError(f"is lost: {_ATTEMPTS} processes have died of it; the last one: {how}.")
+                self.start()
+            except CheckpointError as error:
+                self._flights.remove(flight)
+                flight.buffer.owner = Owner.FREE
+                self._done.append(self._failure(flight, str(error)))
+            else:
+                flight.attempts += 1
+                self._send(flight)
+
+    def _failure(self, flight: _Flight, what: str) -> Result:
+        seconds = _since(flight)
+        shown = f"rank {self._rank}: save {flight.number}, begun {seconds:.1f} s ago, {what}"
+        return Result(flight.number, seconds, error=shown)
+
+
+def _since(flight: _Flight) -> float:
+    return time.monotonic() - flight.started

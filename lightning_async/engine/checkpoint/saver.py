@@ -1,0 +1,218 @@
+"""One rank's saves: handed to the writer, heard of, counted where they fail, and old ones deleted after a commit."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_async.engine.checkpoint.process import Job, Result, SaveBusy, Writer
+from lightning_async.engine.checkpoint.retention import Keeper
+from lightning_async.engine.checkpoint.store import CheckpointStore
+from lightning_async.errors import CheckpointError
+from lightning_async.rules.saving import KeepPolicy
+
+__all__ = ["PATIENCE_S", "Costs", "Saver"]
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 600.0
+"""For what is still being written."""
+
+
+@dataclass
+class Costs:
+    """What saves have cost so far, in seconds and bytes.
+
+    Args:
+        saves: that were handed over.
+        committed: of these, by this rank.
+        failed: of these.
+        stalled_s: training stood still for so long.
+        slowed_s: steps took so much longer while a save was written.
+        written_s: saves were written in the background for so long.
+        bytes: written by this rank.
+    """
+
+    saves: int = 0
+    committed: int = 0
+    failed: int = 0
+    stalled_s: float = 0.0
+    slowed_s: float = 0.0
+    written_s: float = 0.0
+    bytes: int = 0
+    failed_in_a_row: int = field(default=0, repr=False)
+
+    @property
+    def of_one(self) -> float | None:
+        """What one save costs training, its slower steps included; None before the first one is done."""
+        done = self.committed + self.failed
+        return (self.stalled_s + self.slowed_s) / self.saves if done else None
+
+
+class Saver:
+    """Saves of one rank.
+
+    Args:
+        store: where.
+        rank: this rank.
+        run: names this run in unfinished checkpoints; the same on all ranks.
+        keep: what to keep; applied after each commit by the rank that has made it.
+        resumed_from: number of the checkpoint that training began from, which stays. Default: none.
+        good_after: a checkpoint is good when so many steps without harm have followed. Default: none ever is.
+        buffers: copies of the state that there is memory for. Default: 2.
+        max_failures: so many failed saves in a row end training. Default: 3.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        rank: int,
+        run: str,
+        keep: KeepPolicy,
+        *,
+        resumed_from: int | None = None,
+        good_after: int | None = None,
+        buffers: int = 2,
+        max_failures: int = 3,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.costs = Costs()
+        self._rank, self._run, self._good_after = rank, run, good_after
+        self._max_failures, self._now = max_failures, now
+        self._keeper = Keeper(store, keep, resumed_from)
+        self._steps = 0
+        self._begun_at: dict[int, int] = {}
+        """Saves that may become good yet: after which of this rank's steps they were begun, by number."""
+        self._writer = Writer(store.dirpath, rank, buffers)
+        self._usual_s, self._last_step, self._last_error = 0.0, now(), ""
+
+    def start(self) -> None:
+        """Start the writer, so that the first save does not."""
+        self._writer.start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is being written."""
+        return self._writer.busy
+
+    def save(
+        self,
+        number: int,
+        step: int,
+        ranks: Sequence[int],
+        shared: Any,
+        own: Any,
+        manifest: Mapping[str, Any],
+        queue: bool = False,
+    ) -> None:
+        """Copy the state and have it written.
+
+        Waits for the save before, if that is still under way; with ``queue`` it is written after that, where a buffer
+        is free. A save that cannot begin is one that has failed, see `poll`.
+
+        Raises:
+            SaveBusy: with ``queue``, there is no buffer free.
+        """
+        started = self._now()
+        if not queue:
+            self.wait(PATIENCE_S)
+        job = Job(number, step, self._run, tuple(ranks), shared, own, manifest)
+        self.costs.saves += 1
+        self._begun_at[number] = self._steps
+        try:
+            self._writer.save(job, queue)
+        except CheckpointError as error:
+            if queue and isinstance(error, SaveBusy):
+                raise
+            self._hear(Result(number, 0.0, error=f"rank {self._rank}: save {number} {error}"))
+        self.costs.stalled_s += self._now() - started
+        self._last_step = self._now()
+
+    def reserve(self, step: int, ranks: Sequence[int], shared: Any, own: Any) -> None:
+        """Have the memory for saves before the first one.
+
+        Raises:
+            TypeError: there is something in the state that cannot be saved; names it.
+        """
+        self._writer.reserve(Job(1, step, self._run, tuple(ranks), shared, own))
+
+    def step(self, harmless: int | None = None) -> None:
+        """A step is done: its time counts as a cost where it is longer than usual and a save is being written.
+
+        Args:
+            harmless: so many steps up to this one were without harm, as far as is known. Default: nobody watches.
+        """
+        self._steps += 1
+        if harmless is not None:
+            self._promote(harmless)
+        now = self._now()
+        took, self._last_step = now - self._last_step, now
+        if self.busy and self._usual_s:
+            self.costs.slowed_s += max(0.0, took - self._usual_s)
+        else:
+            self._usual_s = 0.9 * self._usual_s + 0.1 * took if self._usual_s else took
+
+    def poll(self) -> None:
+        """Hear what has become of saves; wait for nothing.
+
+        Raises:
+            CheckpointError: too many in a row have failed.
+        """
+        for result in self._writer.poll():
+            self._hear(result)
+        self._check()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until nothing is being written; whether that is so."""
+        for result in self._writer.wait(timeout_s):
+            self._hear(result)
+        return not self._writer.busy
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until all is written, marked and deleted that was asked for."""
+        self.wait(timeout_s)
+        self._keeper.flush(timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        """Wait for what is being written, and end the writer."""
+        for result in self._writer.close(timeout_s):
+            self._hear(result)
+        self._keeper.close(timeout_s)
+
+    def _check(self) -> None:
+        if self.costs.failed_in_a_row >= self._max_failures:
+            raise CheckpointError(
+                f"Rank {self._rank}: {self.costs.failed_in_a_row} saves in a row have failed, the last one with: "
+                f"{self._last_error} Training ends here rather than go on without checkpoints: make room, or another "
+                "`dirpath`, and start again; it resumes from the newest checkpoint that is whole."
+            )
+
+    def _hear(self, result: Result) -> None:
+        costs = self.costs
+        costs.written_s += result.seconds
+        if result.error is not None:
+            costs.failed += 1
+            costs.failed_in_a_row += 1
+            self._last_error = result.error
+            log.error("A checkpoint could not be saved; training goes on. %s", result.error)
+            return
+        costs.failed_in_a_row, costs.bytes = 0, costs.bytes + result.bytes
+        costs.committed += 1
+        if result.committed:
+            if self._good_after is not None:
+                self._keeper.awaited.add(result.number)
+            self._keeper.prune()
+
+    def _promote(self, harmless: int) -> None:
+        """Mark as good what was followed by steps without harm; what was followed by harm never will be."""
+        for number in sorted(self._keeper.awaited):
+            after = self._steps - self._begun_at[number]
+            if harmless < after:
+                self._keeper.awaited.discard(number)
+            elif self._good_after is not None and after >= self._good_after:
+                self._keeper.awaited.discard(number)
+                self._keeper.promote(number)
+                self._keeper.prune()

@@ -1,0 +1,175 @@
+"""What each rank writes of a state, and how the parts become the state again, for any number of ranks.
+
+A checkpoint holds one *shared* tree, which is equal on all ranks, and of each rank an *own* one. The shared tree's
+tensors are divided among the ranks that take part, whole, so that the bytes balance; its plain values are the first's.
+
+| file | holds |
+| --- | --- |
+| ``rank-0.bin`` | tensors, raw, each at a multiple of 64 bytes |
+| ``rank-0.json`` | ``own`` and ``shared``: trees in the terms of `comm.frames`, and which tensor lies where |
+
+To read them executes no code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_async.comm.frames import DTYPES, dtype_name, flatten, unflatten
+from lightning_async.engine.checkpoint.buffers import layout
+from lightning_async.engine.checkpoint.manifest import Manifest
+from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
+from lightning_async.errors import DamagedCheckpoint
+
+__all__ = ["Loaded", "Shard", "load", "plan", "shard"]
+
+_MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, RecursionError)
+
+_Place = list[Any]
+"""Of a tensor in a file: ``[dtype, shape, offset]``."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one rank writes.
+
+    Args:
+        tensors: by reference, in the order in which they lie in the file.
+        text: the JSON file.
+    """
+
+    tensors: list[Tensor]
+    text: bytes
+
+    @property
+    def size(self) -> int:
+        """Bytes of both files."""
+        return layout(self.tensors)[1] + len(self.text)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was saved. ``own`` is None where the rank had no part in it: it begins from what is shared."""
+
+    shared: Any
+    own: Any | None
+    manifest: Manifest
+
+
+def plan(sizes: Sequence[int], ranks: Sequence[int]) -> list[int]:
+    """Which rank writes which tensor: the largest first, each to the rank that has the fewest bytes so far.
+
+    No rank has more than the mean and one tensor. All ranks find the same plan.
+
+    >>> plan([5, 9, 4, 8], ranks=[0, 2])
+    [2, 0, 0, 2]
+    """
+    writers, load = [ranks[0]] * len(sizes), [0] * len(ranks)
+    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        lightest = load.index(min(load))
+        writers[i] = ranks[lightest]
+        load[lightest] += sizes[i]
+    return writers
+
+
+def shard(shared: object, own: object, rank: int, ranks: Sequence[int]) -> Shard:
+    """The part of ``rank``, one of ``ranks``.
+
+    Raises:
+        TypeError: there is something in a tree that cannot be saved; names it and where it is.
+    """
+    ranks = sorted(ranks)
+    tree, tensors = _flat(shared, "shared")
+    own_tree, own_tensors = _flat(own, "own")
+    writers = plan([tensor.nbytes for tensor in tensors], ranks)
+    mine = [i for i, writer in enumerate(writers) if writer == rank]
+    chosen = [*(tensors[i] for i in mine), *own_tensors]
+    places = [
+        [dtype_name(tensor.dtype), list(tensor.shape), at] for tensor, at in zip(chosen, layout(chosen)[0], strict=True)
+    ]
+    text = {
+        "shared": {"count": len(tensors), "tensors": dict(zip(mine, places, strict=False))},
+        "own": {"tree": own_tree, "tensors": places[len(mine) :]},
+    }
+    if rank == ranks[0]:
+        text["shared"]["tree"] = tree
+    return Shard(chosen, json.dumps(text, allow_nan=False).encode())
+
+
+def load(store: CheckpointStore, entry: Entry, rank: int) -> Loaded:
+    """Read a checkpoint that `CheckpointStore.verify` has found whole. Tensors are on the CPU, and the caller's.
+
+    Raises:
+        DamagedCheckpoint: its parts do not fit together; names the file.
+        OSError: a file cannot be read.
+    """
+    manifest = entry.manifest or store.verify(entry)
+    parts = [_Part(store, entry.path, writer) for writer in sorted(manifest.ranks)]
+    shared: dict[int, Tensor] = {}
+    for part in parts:
+        shared |= part.shared()
+    count = parts[0].count
+    if sorted(shared) != list(range(count)) or any(part.count != count for part in parts):
+        raise DamagedCheckpoint(
+            f"{entry.path}: ranks {list(manifest.ranks)} have written {len(shared)} of {count} tensors that they "
+            "share: was their state equal?"
+        )
+    own = next((part.own() for part in parts if part.rank == rank), None)
+    return Loaded(parts[0].shared_tree([shared[i] for i in range(count)]), own, manifest)
+
+
+class _Part:
+    """The files of one rank."""
+
+    def __init__(self, store: CheckpointStore, folder: str, rank: int) -> None:
+        self.rank = rank
+        self._path = f"{folder}/rank-{rank}.json"
+        self._bytes = store.files.view(f"{folder}/rank-{rank}.bin")
+        with self._naming():
+            self._text: dict[str, Any] = json.loads(store.files.read(self._path))
+            self.count: int = self._text["shared"]["count"]
+
+    def shared(self) -> dict[int, Tensor]:
+        """The shared tensors that this rank has written, by number."""
+        with self._naming():
+            return {int(number): self._tensor(*place) for number, place in self._text["shared"]["tensors"].items()}
+
+    def shared_tree(self, tensors: list[Tensor]) -> Any:
+        with self._naming():
+            return unflatten(self._text["shared"]["tree"], tensors)
+
+    def own(self) -> Any:
+        with self._naming():
+            tensors = [self._tensor(*place) for place in self._text["own"]["tensors"]]
+            return unflatten(self._text["own"]["tree"], tensors)
+
+    def _tensor(self, name: str, shape: list[int], at: int) -> Tensor:
+        dtype = DTYPES[name]
+        end = at + math.prod(shape) * dtype.itemsize
+        if at < 0 or end > len(self._bytes) or min(shape, default=0) < 0:
+            raise ValueError(f"a tensor of {name}, {shape} at {at} does not fit into {len(self._bytes)} bytes")
+        if end == at:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(bytearray(self._bytes[at:end]), dtype=dtype).view(shape)
+
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            yield
+        except _MALFORMED as error:
+            raise DamagedCheckpoint(f"{self._path} does not say what it should: {error!r}") from error
+
+
+def _flat(value: object, name: str) -> tuple[Any, list[Tensor]]:
+    try:
+        return flatten(value)
+    except TypeError as error:
+        raise TypeError(f"this state cannot be saved: in `{name}`, {error}") from None

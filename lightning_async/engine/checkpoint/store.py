@@ -1,0 +1,236 @@
+"""The directory of a run's checkpoints: what is in it, and every step from a folder to a checkpoint.
+
+    000017-step-1200.tmp-<run> --- all files durable, the manifest last: commit ---> 000017-step-1200
+    000017-step-1200 --- damaged: quarantine ---> 000017-step-1200.damaged-1
+    000017-step-1200 --- remove ---> 000017-step-1200.removed ---> nothing
+
+A final name stands for a whole checkpoint at any moment. Where folders cannot be renamed in one step (fsspec), files
+are written under the final name, and ``manifest.json``, the last one, makes them a checkpoint. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lightning_async.engine.checkpoint.manifest import Manifest, RankManifest, seal, unseal
+from lightning_async.engine.files import FileRecord, Files, files_at
+from lightning_async.errors import CheckpointError, DamagedCheckpoint
+
+__all__ = ["CheckpointStore", "Entry"]
+
+MANIFEST, GOOD = "manifest.json", "good.json"
+
+_NAME = re.compile(r"(?P<number>\d{6,})-step-(?P<step>\d+)(?P<rest>\..+)?")
+_RUN = re.compile(r"[A-Za-z0-9_-]+")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A checkpoint under its final name; without a manifest where that cannot be read, and then ``error`` says why."""
+
+    name: str
+    path: str
+    number: int
+    step: int
+    manifest: Manifest | None = None
+    good: bool = False
+    error: CheckpointError | OSError | None = None
+
+
+class CheckpointStore:
+    """The checkpoints in one directory.
+
+    Args:
+        dirpath: a local directory, or a URL that fsspec knows. It need not exist.
+        files: its file system. Default: found by the path.
+    """
+
+    def __init__(self, dirpath: str | os.PathLike[str], files: Files | None = None) -> None:
+        found, self.dirpath = files_at(dirpath)
+        self.files = files or found
+
+    def final(self, number: int, step: int) -> str:
+        """The path of a committed checkpoint."""
+        return f"{self.dirpath}/{number:06d}-step-{step}"
+
+    def temporary(self, number: int, step: int, run: str) -> str:
+        """The path to write it under before it is committed."""
+        if not _RUN.fullmatch(run):
+            raise ValueError(f"`CheckpointStore.temporary(run={run!r})` must be letters, digits, `-` and `_`.")
+        final = self.final(number, step)
+        return f"{final}.tmp-{run}" if self.files.atomic else final
+
+    def next_number(self) -> int:
+        """One more than any number in the directory, those of damaged and unfinished checkpoints included."""
+        return 1 + max((int(found["number"]) for found in self._matches()), default=0)
+
+    def hold(self, temporary: str) -> contextlib.AbstractContextManager[None]:
+        """Make the folder; while this lasts, or until this process dies, `clean` leaves it alone."""
+        return self.files.hold(temporary)
+
+    def add_rank(self, temporary: str, manifest: RankManifest) -> None:
+        """Say that all files of a rank are durable; whoever waits for that never sees a part of it."""
+        path = f"{temporary}/{_rank_manifest(manifest.rank)}"
+        if self.files.atomic:
+            self.files.write(f"{path}.part", [manifest.to_bytes()])
+            self.files.rename(f"{path}.part", path)
+        else:  # a file of a remote store is there when it is closed
+            self.files.write(path, [manifest.to_bytes()])
+
+    def missing(self, temporary: str, ranks: Iterable[int]) -> list[int]:
+        """The ranks that did not say so yet."""
+        names = set(self.files.names(temporary))
+        return [rank for rank in ranks if _rank_manifest(rank) not in names]
+
+    def commit(self, temporary: str, manifest: Manifest) -> Entry:
+        """Make a checkpoint of a folder in which all of ``manifest.ranks`` are ready; durable when it returns.
+
+        Raises:
+            CheckpointError: a rank is missing.
+            DamagedCheckpoint: a rank's manifest does not hold what was written, or two ranks wrote one file.
+            OSError: the file system refuses; nothing was committed.
+        """
+        if missing := self.missing(temporary, manifest.ranks):
+            raise CheckpointError(f"{temporary} cannot be committed: nothing is there of ranks {missing}.")
+        files: dict[str, FileRecord] = {}
+        for rank in manifest.ranks:
+            name = _rank_manifest(rank)
+            data = self.files.read(f"{temporary}/{name}")
+            listed = RankManifest.from_bytes(data, f"{temporary}/{name}").files
+            if twice := files.keys() & listed.keys():
+                raise DamagedCheckpoint(f"{temporary}/{name} names {sorted(twice)}, which another rank wrote.")
+            files |= {**listed, name: FileRecord(len(data), zlib.crc32(data))}
+        manifest = dataclasses.replace(manifest, files=files)
+        final = self.final(manifest.number, manifest.step)
+        self.files.write(f"{temporary}/{MANIFEST}", [manifest.to_bytes()])
+        self.files.commit(temporary, final)
+        return Entry(final.rpartition("/")[2], final, manifest.number, manifest.step, manifest)
+
+    def discard(self, temporary: str) -> None:
+        """Delete a folder that shall not be committed: its save has failed."""
+        self.files.unlink(f"{temporary}/{MANIFEST}")
+        self.files.remove(temporary)
+
+    def entries(self) -> list[Entry]:
+        """All checkpoints under a final name, the newest first; reads their manifests only."""
+        found = [self._entry(match) for match in self._matches() if not match["rest"]]
+        return sorted((entry for entry in found if entry), key=lambda entry: (entry.number, entry.step), reverse=True)
+
+    def verify(self, entry: Entry, part: int = 0, parts: int = 1) -> Manifest:
+        """Read every file of a checkpoint; its manifest, if it is whole.
+
+        Args:
+            entry: the checkpoint.
+            part: which share of the files to read, where several processes divide them. Default: 0.
+            parts: of how many. Default: 1.
+
+        Raises:
+            DamagedCheckpoint: names the file and what is wrong.
+            CheckpointError: a newer version of this package wrote it.
+            OSError: a file cannot be read.
+        """
+        manifest = self._manifest(entry)
+        by_size = sorted(manifest.files.items(), key=lambda each: (-each[1].size, each[0]))
+        for name, record in by_size[part::parts]:
+            self.files.check(f"{entry.path}/{name}", record)
+        return manifest
+
+    def promote(self, entry: Entry) -> None:
+        """Mark a checkpoint as good, durably: training went on from it without harm.
+
+        Raises:
+            CheckpointError: it is gone.
+            OSError: the file system refuses.
+        """
+        if not self.files.exists(f"{entry.path}/{MANIFEST}"):  # the mark must not make a folder of that name again
+            raise CheckpointError(f"{entry.path} is gone: it cannot be marked as good.")
+        if self._is_good(entry):  # a mark that is there is not written a second time: it could be lost meanwhile
+            return
+        self.files.write(f"{entry.path}/{GOOD}", [seal({"number": entry.number})])
+        self.files.sync(entry.path)
+
+    def quarantine(self, entry: Entry) -> str:
+        """Take a damaged checkpoint out of the way; its new path."""
+        taken = set(self.files.names(self.dirpath))
+        k = next(k for k in range(1, len(taken) + 2) if f"{entry.name}.damaged-{k}" not in taken)
+        path = f"{entry.path}.damaged-{k}"
+        with contextlib.suppress(FileNotFoundError):  # another rank was quicker
+            self.files.rename(entry.path, path)
+        return path
+
+    def remove(self, entry: Entry) -> None:
+        """Delete a checkpoint; at no moment a part of it stands under its final name."""
+        gone = f"{entry.path}.removed"
+        if self.files.atomic:
+            self.files.remove(gone)
+            with contextlib.suppress(FileNotFoundError):
+                self.files.rename(entry.path, gone)
+            self.files.remove(gone)
+        else:
+            self.discard(entry.path)
+
+    def clean(self, run: str = "", damaged: bool = False) -> list[str]:
+        """Delete what was left unfinished and no living process holds, but nothing of this run; the names.
+
+        Args:
+            run: whose folders to leave alone. Default: nobody's.
+            damaged: delete what is in quarantine, too. Default: False.
+        """
+        left = []
+        for match in self._matches():
+            name, rest = match.string, match["rest"] or ""
+            path = f"{self.dirpath}/{name}"
+            unfinished = rest.startswith(".tmp-") and rest != f".tmp-{run}"
+            if not self.files.atomic and not rest:
+                unfinished = not self.files.exists(f"{path}/{MANIFEST}")
+            unwanted = rest == ".removed" or (damaged and rest.startswith(".damaged-"))
+            if unwanted or (unfinished and self.files.idle(path)):
+                self.files.remove(path)
+                left.append(name)
+        return left
+
+    def writing(self) -> list[str]:
+        """Names of folders that a living process is still writing."""
+        names = (match.string for match in self._matches() if (match["rest"] or "").startswith(".tmp-"))
+        return [name for name in names if not self.files.idle(f"{self.dirpath}/{name}")]
+
+    def _matches(self) -> list[re.Match[str]]:
+        return [found for found in map(_NAME.fullmatch, self.files.names(self.dirpath)) if found]
+
+    def _entry(self, match: re.Match[str]) -> Entry | None:
+        name = match.string
+        entry = Entry(name, f"{self.dirpath}/{name}", int(match["number"]), int(match["step"]))
+        try:
+            return dataclasses.replace(entry, manifest=self._manifest(entry), good=self._is_good(entry))
+        except (CheckpointError, OSError) as error:
+            if not self.files.exists(entry.path if self.files.atomic else f"{entry.path}/{MANIFEST}"):
+                return None  # gone meanwhile, or unfinished
+            return dataclasses.replace(entry, error=error)
+
+    def _manifest(self, entry: Entry) -> Manifest:
+        path = f"{entry.path}/{MANIFEST}"
+        try:
+            data = self.files.read(path)
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+            raise DamagedCheckpoint(f"{path} is missing.") from None
+        manifest = Manifest.from_bytes(data, path)
+        if (manifest.number, manifest.step) != (entry.number, entry.step):
+            raise DamagedCheckpoint(f"{path} is that of {manifest.number:06d}-step-{manifest.step}.")
+        return manifest
+
+    def _is_good(self, entry: Entry) -> bool:
+        path = f"{entry.path}/{GOOD}"
+        try:
+            return unseal(self.files.read(path), path) == {"number": entry.number}
+        except (OSError, DamagedCheckpoint):
+            return False
+
+
+def _rank_manifest(rank: int) -> str:
+    return f"rank-{rank}.manifest.json"

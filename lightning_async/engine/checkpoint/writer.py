@@ -1,0 +1,182 @@
+"""The process that writes one rank's part of checkpoints, and commits them where its rank is the first.
+
+It lives beside the trainer, in a session of its own, so that it finishes what it was given when the trainer is killed.
+It is started without this package's ``__init__``, and imports the standard library only: it is there in milliseconds,
+and takes 15 MB. A job comes as two numbers, with the descriptor of the memory that holds it:
+
+    [ tensors ][ JSON of the rank ][ the job, as JSON ]
+                                   ^ offset            ^ offset + length
+
+so that a message is always small, and to send one never waits. One job is done after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import select
+import signal
+import socket
+import struct
+import time
+from typing import Any
+
+from lightning_async.engine.checkpoint.manifest import Manifest, RankManifest
+from lightning_async.engine.checkpoint.store import CheckpointStore
+from lightning_async.errors import CheckpointError
+
+__all__ = ["MESSAGE", "main", "perform", "wait_for"]
+
+MESSAGE = struct.Struct("<QQ?")
+"""Where in the memory the job lies, offset and length, and whether another process has died of it."""
+_LONGEST_ERROR = 4000
+
+Job = dict[str, Any]
+"""As `engine.checkpoint.process` composes it."""
+
+
+def main(descriptor: int, trainer: int) -> None:
+    """Do jobs until the trainer, the process of that number, is gone, or says that there are no more."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # they are meant for the trainer: what it has handed over is finished
+    with socket.socket(fileno=descriptor) as channel:
+        while (message := _next(channel, trainer)) is not None:
+            answer = _answer(*message)
+            with contextlib.suppress(OSError):  # nobody may be left to hear it
+                channel.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def _next(channel: socket.socket, trainer: int) -> tuple[int, int, int, bool] | None:
+    """The descriptor of the memory and the `MESSAGE` of the next job; None where no more will come."""
+    # Forks of the trainer have the other end of the channel, too: that it ends is not heard as long as they live.
+    while not wait_for(channel, 1.0):
+        if os.getppid() != trainer:
+            return None
+    try:
+        data, descriptors, *_ = socket.recv_fds(channel, MESSAGE.size, 1)
+    except ConnectionError:
+        return None
+    return (descriptors[0], *MESSAGE.unpack(data)) if data else None
+
+
+def wait_for(channel: socket.socket, seconds: float) -> bool:
+    """Wait until there is something to read, or the other end is closed; whether that is so."""
+    poll = select.poll()  # `select.select` cannot take descriptors above 1023
+    poll.register(channel, select.POLLIN)
+    return bool(poll.poll(max(0.0, seconds) * 1000))
+
+
+def _answer(descriptor: int, offset: int, length: int, again: bool) -> dict[str, Any]:
+    started, number = time.monotonic(), None
+    try:
+        # Given back when nothing refers to it any more: where a write has failed, its traceback does until it is told.
+        memory = memoryview(mmap.mmap(descriptor, offset + length, prot=mmap.PROT_READ))
+        job: Job = json.loads(bytes(memory[offset:]))
+        number = job["number"]
+        done = perform(job, memory, again)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}" if not isinstance(error, CheckpointError | OSError) else str(error)
+        done = {"error": text[:_LONGEST_ERROR]}
+    finally:
+        os.close(descriptor)
+    return {"number": number, "seconds": time.monotonic() - started, **done}
+
+
+def perform(job: Job, memory: memoryview, again: bool = False) -> dict[str, Any]:
+    """Write the files of a job, and commit the checkpoint where this rank is the first; what to answer.
+
+    Args:
+        job: what to write, see `engine.checkpoint.process`.
+        memory: that its files are in.
+        again: another process has died of it, and may have done all or a part. Default: False.
+
+    Raises:
+        CheckpointError: another rank has failed, or was not heard of before the deadline.
+        OSError: the file system refuses.
+    """
+    store = CheckpointStore(job["dirpath"])
+    number, step, rank = job["number"], job["step"], job["rank"]
+    temporary, commits = store.temporary(number, step, job["run"]), rank == min(job["ranks"])
+    if again and store.files.exists(f"{store.final(number, step)}/manifest.json"):
+        return {"bytes": job["bytes"], "committed": commits}  # a writer before this one had done all but answer
+    with store.hold(temporary):
+        try:
+            # What an earlier writer has declared written, the first rank may be committing now.
+            if not again or store.missing(temporary, [rank]):
+                _write(store, temporary, job, memory)
+        except BaseException as error:
+            _fail(store, temporary, job, error)
+            raise
+        if commits:
+            _commit(store, temporary, job)
+        else:
+            _discard_if_hopeless(store, temporary, job)
+    return {"bytes": job["bytes"], "committed": commits}
+
+
+def _write(store: CheckpointStore, temporary: str, job: Job, memory: memoryview) -> None:
+    records = {}
+    for name, (begin, end) in job["files"].items():
+        records[name] = store.files.write(f"{temporary}/{name}", [memory[begin:end]])
+    store.add_rank(temporary, RankManifest(job["rank"], records))
+
+
+def _commit(store: CheckpointStore, temporary: str, job: Job) -> None:
+    """Wait for the others, and commit, or delete what cannot be committed any more.
+
+    Raises:
+        CheckpointError: another rank has failed, or was not heard of before the deadline.
+    """
+    started, pause = time.monotonic(), 0.005
+    longest = 0.1 if store.files.atomic else 2.0  # to ask a remote store costs something
+    try:
+        while True:
+            silent, failed = _heard(store, temporary, job["ranks"])
+            if not silent:
+                break
+            if time.monotonic() - started > job["deadline_s"]:
+                raise CheckpointError(
+                    f"{temporary}: nothing was heard of rank(s) {silent} for {job['deadline_s']:.0f} s. See what "
+                    "became of them; where they live and their disk is slow, allow more time."
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+        if failed:
+            said = store.files.read(f"{temporary}/{_failed(failed[0])}").decode(errors="replace")
+            raise CheckpointError(f"{temporary}: rank {failed[0]} could not write its part: {said}")
+        store.commit(temporary, Manifest(**{**job["manifest"], "ranks": tuple(job["ranks"])}))
+    except BaseException:
+        with contextlib.suppress(OSError):
+            store.discard(temporary)
+        raise
+
+
+def _fail(store: CheckpointStore, temporary: str, job: Job, error: BaseException) -> None:
+    """Give back the room, and tell the first rank, which waits for this one."""
+    with contextlib.suppress(OSError):
+        for name in job["files"]:
+            store.files.unlink(f"{temporary}/{name}")
+        store.files.write(f"{temporary}/{_failed(job['rank'])}", [str(error)[:_LONGEST_ERROR].encode()])
+    with contextlib.suppress(OSError):
+        _discard_if_hopeless(store, temporary, job)
+
+
+def _discard_if_hopeless(store: CheckpointStore, temporary: str, job: Job) -> None:
+    """Where the first rank has failed, nobody will commit or delete: the last one to be ready does."""
+    silent, failed = _heard(store, temporary, job["ranks"])
+    if min(job["ranks"]) in failed and not silent:
+        store.discard(temporary)
+
+
+def _heard(store: CheckpointStore, temporary: str, ranks: list[int]) -> tuple[list[int], list[int]]:
+    """The ranks that have not said what became of their parts, and those that have said that they failed."""
+    missing = store.missing(temporary, ranks)
+    names = set(store.files.names(temporary)) if missing else ()
+    failed = [rank for rank in missing if _failed(rank) in names]
+    return [rank for rank in missing if rank not in failed], failed
+
+
+def _failed(rank: int) -> str:
+    return f"rank-{rank}.failed"

@@ -1,0 +1,186 @@
+"""The checkpoints of one fit: found and verified before it, saved during it, complete after it.
+
+When to save, and how ranks agree on it, is for `trainer.saves`; what there is to save, for `trainer.whole_state` and
+`trainer.resume`; how it comes to the disk, for `engine.checkpoint`.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from typing import Any
+
+from lightning_async.engine.checkpoint.recovery import agree, recover
+from lightning_async.engine.checkpoint.saver import PATIENCE_S, Saver
+from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
+from lightning_async.trainer.checkpoint_io import DirectoryIO
+from lightning_async.trainer.namespace import pytorch
+from lightning_async.trainer.patches import Undo, replace, set_for_now
+from lightning_async.trainer.preemption import Preemption
+from lightning_async.trainer.resume import Resume
+from lightning_async.trainer.saves import Apart, Settings, Together
+from lightning_async.trainer.whole_state import left_out, put_back, whole
+
+__all__ = ["Checkpointing"]
+
+log = logging.getLogger(__name__)
+
+
+class Checkpointing:
+    """Checkpoints of one fit. All ranks do the same in the same order; closed by `close`.
+
+    Args:
+        trainer: in `setup`, when its ranks have met.
+        settings: what the user has asked for.
+    """
+
+    def __init__(self, trainer: Any, settings: Settings) -> None:
+        self._trainer, self._settings = trainer, settings
+        self.store = CheckpointStore(settings.dirpath)
+        self.resume = Resume(trainer)
+        self.resumed: Entry | None = None
+        self.saver: Saver | None = None
+        self._pace: Together | Apart | None = None
+        self._preempted = Preemption(trainer)
+        self._undo: list[Undo] = []
+        self._run, self._number = "", 0
+        self._verified: str | None = None
+        self._watcher: Any = None
+        """Knows for how many steps nothing was out of bounds."""
+
+    # ---- before training ----
+
+    def install(self) -> None:
+        """Before anything is restored: have checkpoints found, read and, at batch boundaries, written."""
+        trainer, strategy = self._trainer, self._trainer.strategy
+        self._undo += self.resume.install()
+        self.resume.on_boundary = self._boundary
+        self._undo += [
+            set_for_now(strategy, "_checkpoint_io", DirectoryIO(strategy.checkpoint_io, self._load)),
+            replace(trainer._checkpoint_connector, "resume_start", self._resume_start),
+            replace(strategy, "on_train_start", self._begin),
+            *self._preempted.install(),
+        ]
+
+    def _resume_start(self, original: Any) -> Any:
+        def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
+            original(checkpoint_path or self._recover(), *args, **kwargs)
+
+        return resume_start
+
+    def _recover(self) -> str | None:
+        """The path of the checkpoint to go on from, on which all ranks agree; None where training begins."""
+        settings = self._settings
+        if settings.recover is None:
+            return None
+        found = recover(self.store, settings.recover, settings.best, self._gather)
+        for path, what in (found.damaged | found.unreadable).items():
+            log.warning("Rank %d: the checkpoint %s is passed over: %s", self._rank, path, what)
+        self._verified = None if found.entry is None else found.entry.path
+        return self._verified
+
+    def _load(self, store: CheckpointStore, entry: Entry) -> dict[str, Any]:
+        """This rank's Lightning checkpoint out of one of ours."""
+        if entry.path != self._verified:
+            store.verify(entry)
+        checkpoint, resume = whole(store, entry, self._rank, self._trainer.world_size)
+        if self._trainer.state.fn == "fit":
+            self.resume.restore(resume)
+            self.resumed = entry
+        return checkpoint
+
+    def start(self) -> None:
+        """Training begins: agree on numbers, start the writer, and have its memory.
+
+        Raises:
+            TypeError: there is something in the state that cannot be saved; names it.
+        """
+        trainer, settings = self._trainer, self._settings
+        self._run, number = "", 0
+        for run, next_number in self._gather([uuid.uuid4().hex[:12], self.store.next_number()]):
+            self._run, number = self._run or run, max(number, next_number)
+        if trainer.local_rank == 0:
+            self.store.clean(self._run)
+        for problem in self.resume.problems():
+            log.warning("Rank %d: this training cannot be resumed exactly: %s", self._rank, problem)
+        if names := left_out(trainer.lightning_module, trainer.datamodule):
+            log.warning("Hyper-parameters that checkpoints do not hold, as reading them would execute code: %s.", names)
+        self._watcher = next((c for c in trainer.callbacks if hasattr(c, "clean_steps")), None)
+        self.saver = Saver(
+            self.store, self._rank, self._run, settings.keep, resumed_from=self.resumed and self.resumed.number,
+            good_after=settings.good_after if self._watcher else None,
+            buffers=settings.buffers, max_failures=settings.max_failures,
+        )  # fmt: skip
+        self.saver.start()
+        self._number = number - 1
+
+    def _begin(self, original: Any) -> Any:
+        def on_train_start() -> None:
+            """Of the strategy, which lets replicas drift from here on; called after the callbacks'."""
+            original()
+            trainer = self._trainer
+            if self.saver is not None:
+                kind = Together if getattr(trainer.strategy, "averager", None) is None else Apart
+                self._pace = kind(trainer, self.saver, self._settings, self._number)
+
+        return on_train_start
+
+    # ---- during training ----
+
+    def _boundary(self) -> None:
+        """A safe point of this rank's, see `Resume`."""
+        if self.saver is None or self._pace is None:
+            return
+        if self.resume.where == "batch":
+            self.saver.step(None if self._watcher is None else self._watcher.clean_steps)
+        self.saver.poll()
+        self._pace.boundary(self.resume, self._preempted)
+
+    def roll_back(self) -> int | None:
+        """Put the newest good checkpoint's model, optimizers and schedulers in place, on all ranks, which call this
+        together; the data goes on. Its step; None where there is none."""
+        if self.saver is None:
+            return None
+        self.saver.flush(PATIENCE_S)
+        number = agree(self._gather([entry.number for entry in self.store.entries() if entry.good]))
+        entry = next((entry for entry in self.store.entries() if entry.number == number), None)
+        if entry is None:
+            return None
+        checkpoint, _ = whole(self.store, entry, self._rank, self._trainer.world_size)
+        put_back(self._trainer, checkpoint)
+        return entry.step
+
+    def end(self) -> None:
+        """Training is over, on all ranks."""
+        if self._pace is not None:
+            self._pace.end()
+
+    def fail(self, exception: BaseException) -> None:
+        """Training is over, by an exception; replicas that drift have met if that is a signal's."""
+        preempted = isinstance(exception, pytorch("utilities.exceptions").SIGTERMException)
+        if preempted and isinstance(self._pace, Apart):
+            self._pace.end("preemption")
+
+    def close(self) -> None:
+        """Wait for what is being written. Idempotent."""
+        while self._undo:
+            self._undo.pop()()
+        saver, self.saver = self.saver, None
+        if saver is not None:
+            saver.close(PATIENCE_S)
+        self._pace = None
+
+    # ---- ranks ----
+
+    @property
+    def _rank(self) -> int:
+        return self._trainer.global_rank
+
+    @property
+    def _ranks(self) -> range:
+        return range(self._trainer.world_size)
+
+    def _gather(self, value: Any) -> list[Any]:
+        """One plain value of every rank; all ranks call this together."""
+        strategy = self._trainer.strategy
+        return [strategy.broadcast(value, src) for src in self._ranks]

@@ -1,0 +1,107 @@
+"""What was logged in the epoch under way, and torchmetrics' counts: monitors and schedulers ask for them."""
+
+from __future__ import annotations
+
+import builtins
+from typing import Any
+
+import torch
+
+from lightning_async.trainer.namespace import pytorch
+
+__all__ = ["put_logged", "take_logged"]
+
+_FIELDS = (
+    "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "dataloader_idx",
+    "metric_attribute",
+)  # fmt: skip
+_STATE = ("value", "cumulated_batch_size", "_forward_cache", "_update_count")
+
+
+def take_logged(trainer: Any) -> dict[str, Any]:
+    """Values of this epoch so far, and the last of each; copies."""
+    connector, modules = trainer._logger_connector, _metrics(trainer)
+    names = {id(metric): name for name, metric in modules.items()}
+    results = trainer.fit_loop.epoch_loop._results
+    return {
+        "callback": dict(connector._callback_metrics),
+        "logged": dict(connector._logged_metrics),
+        "progress_bar": dict(connector._progress_bar_metrics),
+        "first": connector._first_loop_iter,
+        "fx": connector._current_fx,
+        "results": {key: _take_result(result, names) for key, result in results.items() if not result.has_reset},
+        "metrics": {name: _take_metric(metric) for name, metric in modules.items()},
+    }
+
+
+def put_logged(trainer: Any, state: dict[str, Any]) -> None:
+    """As it was when ``state`` was taken."""
+    connector, modules = trainer._logger_connector, _metrics(trainer)
+    device = trainer.strategy.root_device
+    connector._callback_metrics = _on(device, state["callback"])
+    connector._logged_metrics = _on(device, state["logged"])
+    connector._progress_bar_metrics = dict(state["progress_bar"])
+    connector._first_loop_iter, connector._current_fx = state["first"], state["fx"]
+    for name, saved in state["metrics"].items():
+        if name in modules:
+            vars(modules[name]).update(_on(device, saved), _computed=None)
+    results = trainer.fit_loop.epoch_loop._results
+    for key, saved in state["results"].items():
+        result = _make_result(trainer, saved, modules)
+        if result is not None:
+            results[key] = result.to(device)
+
+
+def _metrics(trainer: Any) -> dict[str, Any]:
+    from torchmetrics import Metric
+
+    return {name: child for name, child in trainer.lightning_module.named_modules() if isinstance(child, Metric)}
+
+
+def _take_metric(metric: Any) -> dict[str, Any]:
+    return {name: _copy(getattr(metric, name)) for name in [*metric._defaults, "_update_count", "_forward_cache"]}
+
+
+def _take_result(result: Any, names: dict[int, str]) -> dict[str, Any]:
+    meta, sync = result.meta, result.meta.sync
+    saved: dict[str, Any] = {"meta": {field: getattr(meta, field) for field in _FIELDS}}
+    saved["reduce"] = (meta.reduce_fx.__name__, meta.reduce_fx is getattr(builtins, meta.reduce_fx.__name__, None))
+    saved["sync"] = (sync.should, sync.rank_zero_only, sync.group is None)
+    saved["state"] = {name: _copy(getattr(result, name)) for name in _STATE if hasattr(result, name)}
+    if not result.is_tensor:
+        saved["state"].pop("value")
+        saved["metric"] = names.get(id(result.value))
+    return saved
+
+
+def _make_result(trainer: Any, saved: dict[str, Any], modules: dict[str, Any]) -> Any:
+    """None where it cannot be made anew: a group of the user's own, or a metric that is no part of the module."""
+    made = pytorch("trainer.connectors.logger_connector.result")
+    name, builtin = saved["reduce"]
+    should, rank_zero_only, whole_world = saved["sync"]
+    is_tensor = "metric" not in saved
+    if not whole_world or (not is_tensor and saved["metric"] not in modules):
+        return None
+    meta = made._Metadata(**saved["meta"], reduce_fx=getattr(builtins if builtin else torch, name))
+    meta.sync = made._Sync(_should=should, fn=trainer.strategy.reduce, rank_zero_only=rank_zero_only)
+    result = made._ResultMetric(meta, is_tensor)
+    vars(result).update(saved["state"])
+    if not is_tensor:
+        result.value = modules[saved["metric"]]
+    return result
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, list | tuple):
+        return type(value)(_copy(entry) for entry in value)
+    return {name: _copy(entry) for name, entry in value.items()} if isinstance(value, dict) else value
+
+
+def _on(device: torch.device, values: Any) -> Any:
+    if isinstance(values, torch.Tensor):
+        return values.to(device)
+    if isinstance(values, list):
+        return [_on(device, entry) for entry in values]
+    return {name: _on(device, entry) for name, entry in values.items()} if isinstance(values, dict) else values

@@ -1,0 +1,264 @@
+"""Going on in the middle of an epoch as if nothing had happened: what Lightning's own checkpoint does not hold."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from lightning_async.data.random_states import Generators
+from lightning_async.data.source import Source, source_of
+from lightning_async.trainer.logged import put_logged, take_logged
+from lightning_async.trainer.namespace import fabric
+from lightning_async.trainer.patches import Undo, replace, searches_lr
+from lightning_async.trainer.unsaved import put_unsaved, take_unsaved
+
+__all__ = ["Resume"]
+
+
+class Resume:
+    """Follows a fit, so that its state can be taken at each batch boundary, and puts another fit there.
+
+    Beside it travels Lightning's checkpoint (`dump_checkpoint`), taken at the same moment and restored by Lightning.
+    Here are the random states, where the loaders stand as of the last batch that was trained on, gradients in
+    accumulation, and the loops' places in their own code. What follows is then bit-equal with a fit that was never
+    interrupted.
+
+    The last safe point is one of three, `where`:
+
+    - ``"batch"``: a batch is done with, its validation included;
+    - ``"validation"``: the batch is done with and its validation under way; a resume validates from the beginning;
+    - ``"epoch"``: an epoch is done with, its hooks included.
+
+    Args:
+        trainer: whose fit it is.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.on_boundary: Callable[[], None] = lambda: None
+        """Called at every safe point: `capture` there."""
+        self.where: str | None = None
+        """The safe point at which the fit is; None elsewhere."""
+        self._sources: list[Source] = []
+        self._pending: dict[str, Any] | None = None
+        self._live = self._in_batch_end = self._validation_is_due = False
+        self._at_validation: dict[str, Any] | None = None
+
+    def install(self) -> list[Undo]:
+        """Patch Lightning's loops; returns what takes it back."""
+        fit = self._trainer.fit_loop
+        epoch = fit.epoch_loop
+        self._live = True
+        return [
+            self._end,
+            replace(fit, "_load_combined_loader_states", self._load_loaders),
+            replace(fit, "reset", self._reset_fit),
+            replace(fit, "on_run_start", self._start_fit),
+            replace(fit, "on_advance_end", self._end_epoch),
+            replace(epoch, "reset", self._reset_epoch),
+            replace(epoch, "on_run_start", self._start_epoch),
+            replace(epoch, "on_advance_end", self._end_batch),
+            replace(epoch, "_should_check_val_fx", self._should_validate),
+            replace(epoch.val_loop, "run", self._validate),
+            replace(epoch.val_loop, "_evaluation_step", self._validate_batch),
+        ]
+
+    def problems(self) -> list[str]:
+        """What keeps this fit from being resumed exactly, one line for each, with what to do."""
+        found = [problem for source in self._sources for problem in source.problems()]
+        fetcher = self._trainer.fit_loop._data_fetcher
+        if type(fetcher).__name__ == "_DataLoaderIterDataFetcher":
+            found.append(
+                "`training_step(dataloader_iter)` fetches batches itself, so nobody knows which of them were trained "
+                "on: take `batch` instead, or exactly one batch per step"
+            )
+        return found
+
+    def capture(self) -> dict[str, Any]:
+        """The state at this safe point: plain values, and gradients by reference.
+
+        Raises:
+            RuntimeError: not called from `on_boundary`.
+        """
+        if self.where is None:
+            raise RuntimeError("Resume.capture() works at safe points only: call it from `on_boundary`.")
+        fit, epoch = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop
+        began = self._at_validation if self.where == "validation" else None
+        held = len(getattr(fit._data_fetcher, "batches", ()))
+        ended = self.where == "epoch" or epoch._num_ready_batches_reached()
+        iterator = fit._combined_loader._iterator
+        return {
+            "where": self.where,
+            "random": began["random"] if began is not None else self._generators().take(),
+            "loaders": [source.position(held > 0, ended) for source in self._sources],
+            "combined": {name: value for name, value in vars(iterator).items() if name in ("_idx", "_consumed")},
+            "unsaved": take_unsaved(self._trainer),
+            "logged": began["logged"] if began is not None else take_logged(self._trainer),
+        }
+
+    def restore(self, state: dict[str, Any] | None) -> None:
+        """Go on from ``state`` when fit starts, once Lightning has restored its own checkpoint."""
+        self._pending = state
+
+    # ------------------------------------------------------------------ what follows the fit
+
+    def _end(self) -> None:
+        self._live, self._pending, self.where = False, None, None
+        for source in self._sources:
+            source.detach()
+        self._sources = []
+
+    @property
+    def _active(self) -> bool:
+        return self._live and not searches_lr(self._trainer)
+
+    def _boundary(self, where: str) -> None:
+        if not self._active:
+            return
+        self.where = where
+        try:
+            self.on_boundary()
+        finally:
+            self.where = None
+
+    def _generators(self) -> Generators:
+        named = {
+            f"{index}.{path}": generator
+            for index, source in enumerate(self._sources)
+            for path, generator in source.generators().items()
+        }
+        return Generators(named, devices=True)
+
+    def _end_batch(self, original: Any) -> Any:
+        def on_advance_end(data_fetcher: Any) -> None:
+            self._in_batch_end = True
+            try:
+                original(data_fetcher)
+            finally:
+                self._in_batch_end = False
+            self._boundary("batch")
+
+        return on_advance_end
+
+    def _end_epoch(self, original: Any) -> Any:
+        def on_advance_end() -> None:
+            original()
+            self._boundary("epoch")
+
+        return on_advance_end
+
+    def _validate(self, original: Any) -> Any:
+        def run() -> Any:
+            if not self._active or not self._in_batch_end:
+                return original()
+            self._at_validation = {"random": self._generators().take(), "logged": take_logged(self._trainer)}
+            try:
+                self._boundary("validation")
+                return original()
+            finally:
+                self._at_validation = None
+
+        return run
+
+    def _validate_batch(self, original: Any) -> Any:
+        def evaluation_step(*args: Any) -> None:
+            original(*args)
+            if self._at_validation is not None:
+                self._boundary("validation")
+
+        return evaluation_step
+
+    # ------------------------------------------------------------------ what puts it there
+
+    def _load_loaders(self, original: Any) -> Any:
+        def load() -> None:
+            if not self._active:
+                return original()
+            for source in self._sources:
+                source.detach()
+            combined = self._trainer.fit_loop._combined_loader
+            names = self._names(len(combined.flattened))
+            self._sources = [source_of(loader, name) for loader, name in zip(combined.flattened, names, strict=True)]
+            combined.flattened = [source.stand_in for source in self._sources]
+            if self._pending is None:
+                return original()
+            self._trainer.fit_loop._combined_loader_states_to_load = []
+            epoch = self._trainer.fit_loop.epoch_progress.current.processed
+            for source, position in zip(self._sources, self._pending["loaders"], strict=True):
+                fabric("utilities.data")._set_sampler_epoch(source.loader, epoch)
+                source.begin_at(position)
+            return None
+
+        return load
+
+    def _names(self, count: int) -> list[str]:
+        return ["the train dataloader" if count == 1 else f"train dataloader {index}" for index in range(count)]
+
+    def _reset_fit(self, original: Any) -> Any:
+        def reset() -> None:
+            if self._active and self._pending is not None and self._pending["where"] == "epoch":
+                # With `max_steps`, Lightning takes a finished epoch for one that is under way.
+                self._set_restarting(False)
+            original()
+            if self._active and self._pending is not None:
+                self._trainer.fit_loop._last_train_dl_reload_epoch = self._pending["unsaved"]["reloaded"]
+
+        return reset
+
+    def _start_fit(self, original: Any) -> Any:
+        def on_run_start() -> None:
+            original()
+            if self._active and self._pending is not None:
+                for source in self._sources:
+                    source.idle = False
+                if self._pending["where"] == "epoch":
+                    self._trainer.fit_loop._resuming_from_checkpoint = False  # so that the loaders begin the next epoch
+                    self._go_on()
+
+        return on_run_start
+
+    def _reset_epoch(self, original: Any) -> Any:
+        def reset() -> None:
+            with warnings.catch_warnings():
+                if self._active and self._pending is not None:
+                    warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
+                original()
+
+        return reset
+
+    def _start_epoch(self, original: Any) -> Any:
+        def on_run_start(data_fetcher: Any) -> None:
+            original(data_fetcher)
+            if not self._active or self._pending is None:
+                return
+            where, epoch = self._pending["where"], self._trainer.fit_loop.epoch_loop
+            # From here on Lightning would guess from its counters what was done: skip validations, repeat schedulers.
+            self._set_restarting(False)
+            epoch.batch_progress.is_last_batch = self._pending["unsaved"]["is_last_batch"]
+            vars(self._trainer.fit_loop._combined_loader._iterator).update(self._pending["combined"])
+            self._go_on()
+            if where == "validation":
+                self._validation_is_due = True
+                epoch.on_advance_end(data_fetcher)
+
+        return on_run_start
+
+    def _should_validate(self, original: Any) -> Any:
+        def should_check_val_fx(data_fetcher: Any) -> bool:
+            due, self._validation_is_due = self._validation_is_due, False
+            return due or original(data_fetcher)
+
+        return should_check_val_fx
+
+    def _set_restarting(self, restarting: bool) -> None:
+        fit = self._trainer.fit_loop
+        fit._restarting = restarting  # its setter knows better where there is a `max_steps`
+        fit.epoch_loop.restarting = restarting
+
+    def _go_on(self) -> None:
+        state, self._pending = self._pending, None
+        assert state is not None
+        put_unsaved(self._trainer, state["unsaved"])
+        put_logged(self._trainer, state["logged"])
+        self._generators().put(state["random"])

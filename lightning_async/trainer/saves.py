@@ -1,0 +1,268 @@
+"""When to save, and what: of ranks that take every step together, and of replicas that drift.
+
+`Together`: what is due on one rank's clock is heard by all a step later, so that all save after the same batch. What is
+due by the number of steps, as every rank knows it, is saved at once.
+
+`Apart`: a save belongs to a round. The rank on which one is due has the next round marked; of what that makes, each
+rank that takes part keeps a share, and with it, at its own next batch boundary, its own state. Nobody waits.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_async.engine.checkpoint.process import SaveBusy
+from lightning_async.engine.checkpoint.saver import PATIENCE_S, Saver
+from lightning_async.rules.saving import Best, KeepPolicy, Progress, SavePolicy
+from lightning_async.trainer.flags import flags_of
+from lightning_async.trainer.preemption import Preemption
+from lightning_async.trainer.resume import Resume
+from lightning_async.trainer.whole_state import ALIKE, REPLICAS, collect
+
+__all__ = ["Apart", "Settings", "Together"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a user has asked for; equal on all ranks.
+
+    Args:
+        dirpath: where checkpoints are.
+        save: when.
+        keep: which.
+        recover: which one to go on from; None: none, by itself.
+        busy: what becomes of a save that is due while the one before is written: "latest", "wait" or "skip".
+        buffers: copies of the state.
+        max_failures: failed saves in a row that end training.
+        good_after: steps without harm, after which a checkpoint is good.
+        best: what "best" means.
+    """
+
+    dirpath: str
+    save: SavePolicy
+    keep: KeepPolicy
+    recover: str | None
+    busy: str
+    buffers: int
+    max_failures: int
+    good_after: int
+    best: Best | None
+
+
+class Clock:
+    """What is due, and when the last save was.
+
+    Args:
+        policy: says when to save.
+        saver: knows what saves cost.
+        step: that training begins at.
+    """
+
+    def __init__(self, policy: SavePolicy, saver: Saver, step: int) -> None:
+        self._policy, self._saver = policy, saver
+        self.saved_step, self._saved_at = step, time.monotonic()
+
+    def due_by_steps(self, step: int, epoch_end: bool) -> bool:
+        """Whether a save is due on every rank, whatever the time."""
+        return self._policy.due(Progress(step, self.saved_step, 0.0, math.inf, epoch_end))
+
+    def due(self, step: int, epoch_end: bool) -> bool:
+        """Whether a save is due on this rank."""
+        since = time.monotonic() - self._saved_at
+        return self._policy.due(Progress(step, self.saved_step, since, self._saver.costs.of_one, epoch_end))
+
+    def saved(self, step: int) -> None:
+        """A save has begun, or one that was due is left out."""
+        self.saved_step, self._saved_at = step, time.monotonic()
+
+
+def manifest_of(trainer: Any, reason: str) -> dict[str, Any]:
+    """What the manifest of a save tells."""
+    metrics = {}
+    for name, value in trainer.callback_metrics.items():
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            metrics[name] = float(value)
+    return {
+        "epoch": trainer.current_epoch,
+        "world_size": trainer.world_size,
+        "reason": reason,
+        "metrics": metrics,
+        "versions": {name: importlib.metadata.version(name) for name in ("torch", "lightning-async")},
+    }
+
+
+def is_last(trainer: Any) -> bool:
+    """Whether training ends with this epoch."""
+    fit = trainer.fit_loop
+    epochs = fit.max_epochs is not None and 0 <= fit.max_epochs <= fit.epoch_progress.current.processed
+    steps = 0 <= fit.max_steps <= trainer.global_step
+    return epochs or steps or trainer.should_stop
+
+
+class Together:
+    """Saves of ranks that take every step together, and of a single one.
+
+    Args:
+        trainer: in training.
+        saver: of this rank.
+        settings: what the user has asked for.
+        number: of the last save in the directory.
+    """
+
+    def __init__(self, trainer: Any, saver: Saver, settings: Settings, number: int) -> None:
+        self._trainer, self._saver, self._settings, self._number = trainer, saver, settings, number
+        self._clock = Clock(settings.save, saver, trainer.global_step)
+        self._flags = flags_of(trainer.strategy)
+        self._stale = False
+        """What is heard next was asked for before the last save."""
+
+    def boundary(self, resume: Resume, preempted: Preemption) -> None:
+        """A safe point, on all ranks; within a validation of a rank alone."""
+        trainer, saver, clock = self._trainer, self._saver, self._clock
+        if resume.where == "validation":
+            if trainer.world_size == 1 and preempted.told:
+                self._save("preemption", resume)
+                preempted.leave(lambda: self._saver.wait(PATIENCE_S))
+            return
+        step, epoch_end = trainer.global_step, resume.where == "epoch"
+        mine = clock.due(step, epoch_end)
+        due, busy, told = self._flags.exchange([float(mine), float(saver.busy), float(preempted.told)])
+        if told:
+            self._save("preemption", resume)
+            preempted.leave(lambda: self._saver.wait(PATIENCE_S))
+        last = epoch_end and is_last(trainer)
+        if last or clock.due_by_steps(step, epoch_end):
+            due, busy = 1.0, float(trainer.strategy.reduce_boolean_decision(saver.busy, all=False))
+        elif self._stale:
+            due = 0.0
+        self._stale = False
+        if not due or step == clock.saved_step:
+            return
+        if busy and not last and self._settings.busy != "wait":
+            if self._settings.busy == "skip":
+                clock.saved(step)
+            return
+        self._save("the end" if last else "due", resume)
+
+    def _save(self, reason: str, resume: Resume) -> None:
+        trainer = self._trainer
+        self._number, step = self._number + 1, trainer.global_step
+        shared, checkpoint = collect(trainer, ALIKE)
+        own = {"checkpoint": checkpoint, "resume": resume.capture()}
+        ranks = range(trainer.world_size)
+        self._saver.save(self._number, step, ranks, shared, own, manifest_of(trainer, reason))
+        self._clock.saved(step)
+        self._stale = trainer.world_size > 1
+
+    def end(self) -> None:
+        """The last save was made at the end of the last epoch."""
+
+
+class Apart:
+    """Saves of replicas that drift.
+
+    Args:
+        trainer: in training.
+        saver: of this rank.
+        settings: what the user has asked for.
+        number: of the last save in the directory.
+    """
+
+    def __init__(self, trainer: Any, saver: Saver, settings: Settings, number: int) -> None:
+        self._trainer, self._saver, self._settings = trainer, saver, settings
+        self._known, self._asked = number, False
+        self._averager: Any = None
+        self._attach()
+        self._clock = Clock(settings.save, saver, self._averager.global_step())
+        self._captured: tuple[int, Any] = (-1, None)
+        """What `Resume` had of the last batch boundary, and after which batch that was."""
+
+    def _attach(self) -> None:
+        """Averaging may have begun anew."""
+        if self._trainer.strategy.averager is not self._averager:
+            self._averager = self._trainer.strategy.averager
+            self._averager.marks.begin(self._known)
+            self._averager.gates.add(self)
+            self._asked = False
+
+    def boundary(self, resume: Resume, preempted: Preemption) -> None:
+        """A safe point of this rank's; a signal is a vote, by which all leave."""
+        if resume.where == "validation":
+            return
+        self._attach()
+        self._captured = self._batches(), resume.capture()
+        self._take()
+        step, clock = self._averager.global_step(), self._clock
+        if self._averager.marks.saved != self._known:
+            self._known, self._asked = self._averager.marks.saved, False
+            clock.saved(step)
+        if self._asked or not clock.due(step, resume.where == "epoch"):
+            return
+        if self._saver.busy and self._settings.busy == "skip":
+            clock.saved(step)
+        elif not self._saver.busy or self._settings.busy == "wait":
+            self._asked = True
+            self._averager.marks.ask()
+
+    def _batches(self) -> int:
+        return self._trainer.fit_loop.epoch_loop.batch_progress.total.completed
+
+    def _resume_state(self) -> Any:
+        """None where this rank stands within a batch."""
+        batches, state = self._captured
+        return state if batches == self._batches() else None
+
+    def _take(self) -> None:
+        """Save this rank's part of a marked round."""
+        marked = self._averager.marks.take()
+        if marked is None:
+            return
+        _, checkpoint = collect(self._trainer, frozenset())
+        own = {
+            "checkpoint": checkpoint,
+            "resume": self._resume_state(),
+            "clocks": self._averager.clocks(),
+            "agreed": marked.share,
+            "averaging": self._averager.state_dict() if marked.share is None else None,
+            "replica": self._averager.marks.replica(),
+        }
+        number, step, ranks = marked.mark
+        try:
+            self._saver.save(number, step, ranks, {}, own, manifest_of(self._trainer, "due"), queue=True)
+        except SaveBusy as error:
+            log.warning("Rank %d leaves out its part of save %d: %s", self._averager.marks.rank, number, error)
+
+    def end(self, reason: str = "the end") -> None:
+        """All ranks are here, with one model."""
+        trainer, strategy = self._trainer, self._trainer.strategy
+        known = strategy.reduce(torch.tensor(float(self._averager.marks.saved)), reduce_op="max")
+        number, step = int(known) + 1, self._averager.global_step()
+        step = int(strategy.reduce(torch.tensor(float(step)), reduce_op="max"))
+        shared, checkpoint = collect(trainer, REPLICAS)
+        shared["averaging"] = self._averager.state_dict()
+        own = {"checkpoint": checkpoint, "resume": self._resume_state(), "clocks": self._averager.clocks()}
+        self._averager.marks.begin(number)
+        self._saver.save(number, step, range(trainer.world_size), shared, own, manifest_of(trainer, reason))
+
+    # ---- at gates, see `Visitor` ----
+
+    def come(self) -> None: ...
+
+    def stand(self) -> None:
+        """Where this rank waits, it takes part in the rounds of others."""
+        self._take()
+
+    def go(self, waited_s: float) -> None: ...
+
+    def leave(self) -> None: ...
+
+    def resume(self) -> None: ...

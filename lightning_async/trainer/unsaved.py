@@ -1,0 +1,61 @@
+"""What Lightning's checkpoint leaves out of the module and of the loops, besides random states and data."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+__all__ = ["put_unsaved", "take_unsaved"]
+
+
+def take_unsaved(trainer: Any) -> dict[str, Any]:
+    """Plain values; gradients and buffers by reference."""
+    fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    return {
+        "reloaded": fit._last_train_dl_reload_epoch,
+        "stepped": epoch._batches_that_stepped,
+        "is_last_batch": epoch.batch_progress.is_last_batch,
+        "val_reloaded": epoch.val_loop._last_val_dl_reload_epoch,
+        "val_batches": dict(getattr(epoch.val_loop, "_seen_batches_per_dataloader", {})),
+        "since_validation_s": time.monotonic() - (getattr(trainer, "_last_val_time", None) or time.monotonic()),
+        # DDP: whether the next forward pass begins with rank 0's buffers; not amid an accumulation
+        "syncs_buffers": getattr(trainer.model, "require_forward_param_sync", None),
+        "gradients": _gradients(trainer),
+        "buffers": _buffers(trainer),
+    }
+
+
+@torch.no_grad()
+def put_unsaved(trainer: Any, state: dict[str, Any]) -> None:
+    """As it was when ``state`` was taken; after the gradients were zeroed, and DDP has made all ranks alike."""
+    epoch, module = trainer.fit_loop.epoch_loop, trainer.lightning_module
+    epoch._batches_that_stepped = state["stepped"]
+    if epoch.val_loop._combined_loader is not None:
+        epoch.val_loop._last_val_dl_reload_epoch = state["val_reloaded"]
+        epoch.val_loop._seen_batches_per_dataloader.update(state["val_batches"])
+    if getattr(trainer, "_last_val_time", None) is not None:
+        trainer._last_val_time = time.monotonic() - state["since_validation_s"]
+    if state["syncs_buffers"] is not None and hasattr(trainer.model, "require_forward_param_sync"):
+        trainer.model.require_forward_param_sync = state["syncs_buffers"]
+    parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+    for name, gradient in state["gradients"].items():
+        parameters[name].grad = gradient.to(parameters[name].device, copy=True)
+    for name, value in state["buffers"].items():
+        buffers[name].copy_(value)
+
+
+def _gradients(trainer: Any) -> dict[str, torch.Tensor]:
+    """Those that the next backward pass adds to. In automatic optimization the others are zeroed before it."""
+    module = trainer.lightning_module
+    if module.automatic_optimization and not trainer.fit_loop._should_accumulate():
+        return {}
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+def _buffers(trainer: Any) -> dict[str, torch.Tensor]:
+    """Those that no `state_dict` holds; and all where there are other ranks, for DDP starts with rank 0's."""
+    module = trainer.lightning_module
+    saved = set() if trainer.world_size > 1 else module.state_dict().keys()
+    return {name: buffer for name, buffer in module.named_buffers() if name not in saved}

@@ -1,0 +1,150 @@
+"""All that Lightning saves of a training, as two trees: what is equal on all ranks, and what is each rank's own.
+
+A Lightning checkpoint is one dict, written by rank 0: of the other ranks it holds nothing. Here every rank keeps its
+part of it, and what is equal everywhere is there once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_async.comm.frames import flatten
+from lightning_async.engine.checkpoint.shards import load
+from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
+
+__all__ = ["ALIKE", "REPLICAS", "collect", "joined", "left_out", "put_back", "whole"]
+
+REPLICAS = frozenset({"parameters"})
+"""What is equal where replicas have met, each with an optimizer state of its own."""
+ALIKE = frozenset({"parameters", "optimizer_states"})
+"""What is equal on all ranks where every step is taken together."""
+_HPARAMS = ("hyper_parameters", "datamodule_hyper_parameters")
+
+
+def collect(trainer: Any, alike: frozenset[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``(shared, own)`` of a Trainer's state; tensors by reference.
+
+    Args:
+        trainer: in a fit.
+        alike: what is shared, of ``"parameters"`` and ``"optimizer_states"``. Buffers never are: a BatchNorm's
+            statistics differ between ranks under every strategy.
+    """
+    own = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    for key in _HPARAMS:
+        if key in own:
+            own[key] = _travelling(own[key])
+    shared: dict[str, Any] = {}
+    if "optimizer_states" in alike and "optimizer_states" in own:
+        shared["optimizer_states"] = own.pop("optimizer_states")
+    if "parameters" in alike:
+        state = own["state_dict"]
+        names = {name for name, _ in trainer.lightning_module.named_parameters(remove_duplicate=False)}
+        shared["parameters"] = {name: value for name, value in state.items() if name in names}
+        own["state_dict"] = _like(state, {name: value for name, value in state.items() if name not in names})
+    return shared, own
+
+
+def joined(shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """The Lightning checkpoint that `collect` took apart."""
+    checkpoint = dict(own)
+    if "optimizer_states" in shared:
+        checkpoint["optimizer_states"] = shared["optimizer_states"]
+    if "parameters" in shared:
+        checkpoint["state_dict"] = _like(own["state_dict"], {**shared["parameters"], **own["state_dict"]})
+    return checkpoint
+
+
+def whole(store: CheckpointStore, entry: Entry, rank: int, world_size: int) -> tuple[dict[str, Any], Any]:
+    """``(checkpoint, resume)``: Lightning's checkpoint for one rank, and what `Resume` is to restore.
+
+    A rank that took no part in the save begins from what all agreed on, with the first rank's progress.
+    """
+    loaded = load(store, entry, rank)
+    ranks = loaded.manifest.ranks
+    own: Any = loaded.own or _own(store, entry, ranks[0])
+    took_part = loaded.own is not None
+    checkpoint = joined(loaded.shared, own["checkpoint"])
+    averaging: Any = loaded.shared.get("averaging") or own.get("averaging")
+    replica = None
+    if took_part and "replica" in own:
+        tensors = {n: value.clone() for n, value in checkpoint["state_dict"].items() if isinstance(value, Tensor)}
+        replica = {**own["replica"], "state_dict": tensors}
+    if own.get("agreed") is not None:
+        averaging, model = _assembled([_own(store, entry, each)["agreed"] for each in ranks])
+        for name, value in model.items():
+            target = checkpoint["state_dict"][name]
+            target.copy_(value.view(target.shape))
+    if averaging is not None:
+        clocks = own["clocks"] if took_part else {**own["clocks"], "rule_state": {}}
+        checkpoint["lightning_async"] = {
+            **averaging,
+            "replicas": [clocks] * world_size,
+            "replica": replica,
+            "origin": f"save {entry.number} at step {entry.step}",
+        }
+    return checkpoint, own["resume"] if took_part else None
+
+
+def _own(store: CheckpointStore, entry: Entry, rank: int) -> Any:
+    """What is there of one of the ranks that took part."""
+    return load(store, entry, rank).own
+
+
+def put_back(trainer: Any, checkpoint: dict[str, Any]) -> None:
+    """Model, optimizers, schedulers and scaler of a checkpoint; loops and data go on where they are."""
+    connector = trainer._checkpoint_connector
+    connector._loaded_checkpoint = checkpoint
+    try:
+        trainer.strategy.load_model_state_dict(checkpoint, strict=trainer.lightning_module.strict_loading)
+        connector.restore_precision_plugin_state()
+        connector.restore_optimizers()
+        connector.restore_lr_schedulers()
+    finally:
+        connector._loaded_checkpoint = {}
+
+
+def _assembled(shares: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The state of averaging and the agreed parameters, of every rank's `Agreed.share`."""
+    first = shares[0]
+    flat = {
+        name: torch.cat([share["flat"][name] for share in shares]).view(shape)
+        for name, shape in first["shapes"].items()
+    }
+    names, sizes = zip(*first["parameters"], strict=True)
+    model = dict(zip(names, flat.pop("model").split(list(sizes)), strict=True))
+    averaging = {key: first[key] for key in ("round", "rule", "parameters")}
+    return {**averaging, "rule_state": {**flat, **first["plain"]}}, model
+
+
+def left_out(module: nn.Module, datamodule: Any) -> list[str]:
+    """Names of hyper-parameters that no checkpoint of ours holds: to read them would execute code."""
+    return [
+        name
+        for each in (module, datamodule)
+        for name, value in dict(getattr(each, "hparams", None) or {}).items()
+        if not _travels(value)
+    ]
+
+
+def _like(state: Any, values: dict[str, Any]) -> Any:
+    """``values`` as a module's state of the same kind; `load_state_dict` looks at the versions in ``_metadata``."""
+    new = type(state)(values)
+    if hasattr(state, "_metadata"):
+        new._metadata = state._metadata
+    return new
+
+
+def _travelling(hparams: Any) -> dict[str, Any]:
+    return {name: value for name, value in dict(hparams).items() if _travels(value)}
+
+
+def _travels(value: object) -> bool:
+    try:
+        flatten(value)
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -1,0 +1,190 @@
+"""Scenarios of `FaultTolerantCheckpoint` on two ranks, each with its own data, dropout and BatchNorm."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, EveryNSteps, Synchronous
+from lightning_async.callbacks.checkpoint import FaultTolerantCheckpoint
+from lightning_async.engine.checkpoint.store import CheckpointStore
+from lightning_async.trainer.namespace import pl
+from tests.strategies import problem
+from tests.strategies.workers import logged, make_trainer, rank, scenario
+
+BATCHES, EPOCHS, STOP = 12, 2, 17
+
+
+class Interrupted(Exception):
+    pass
+
+
+class Noisy(pl.LightningModule):
+    """Random numbers in every step, statistics of each rank's own, an optimizer with a memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
+        self.losses: dict[int, float] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = (self.net(x) - y).square().mean()
+        self.losses[self.trainer.global_step] = float(loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class At(pl.Callback):
+    """Does something once, when a rank has taken so many steps."""
+
+    def __init__(self, step: int, action: Callable[[], None]) -> None:
+        self.step, self.action = step, action
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.step:
+            self.step = -1
+            self.action()
+
+
+def interrupt() -> None:
+    raise Interrupted
+
+
+def data(batches: int = BATCHES) -> DataLoader[Any]:
+    """Shuffled with this rank's random numbers."""
+    generator = torch.Generator().manual_seed(rank())
+    x = torch.randn(4 * batches, 4, generator=generator)
+    return DataLoader(TensorDataset(x, x.sum(dim=1, keepdim=True)), batch_size=4, shuffle=True)
+
+
+def train(folder: Path, strategy: Any, *callbacks: Any, **settings: Any) -> Noisy:
+    batches = settings.pop("batches", BATCHES)
+    saved = FaultTolerantCheckpoint(folder, **{"every_n_train_steps": 4, "busy": "wait", **settings})
+    module = Noisy()
+    torch.manual_seed(100 + rank())
+    make_trainer(strategy, callbacks=[saved, *callbacks], max_epochs=EPOCHS, enable_checkpointing=True).fit(
+        module, data(batches)
+    )
+    return module
+
+
+def goes_on(folder: Path, strategy: Callable[[], Any], **settings: Any) -> dict[str, Any]:
+    """Trained without and with an interruption: the steps that followed, and whether they and all tensors are equal."""
+    whole = train(folder / "whole", strategy(), **settings)
+    with contextlib.suppress(Interrupted):
+        train(folder / "parts", strategy(), At(STOP, interrupt), **settings)
+    entry = CheckpointStore(folder / "parts").entries()[0]
+    assert entry.manifest is not None
+    rest = train(folder / "parts", strategy(), **settings)
+    return {
+        "saved": entry.step,
+        "ranks": entry.manifest.ranks,
+        "first": min(rest.losses),
+        "losses": [rest.losses[step] == whole.losses[step] for step in rest.losses],
+        "tensors": {
+            name: float((a.double() - b.double()).abs().max())
+            for (name, a), b in zip(whole.state_dict().items(), rest.state_dict().values(), strict=True)
+        },
+        "digest": problem.digest(rest),
+    }
+
+
+@scenario
+def ddp(folder: Path) -> dict[str, Any]:
+    return goes_on(folder, lambda: "ddp")
+
+
+@scenario
+def synchronous(folder: Path) -> dict[str, Any]:
+    return goes_on(folder, lambda: AsyncAveragingStrategy(DeltaMean(), Synchronous()))
+
+
+@scenario
+def standing_still(folder: Path) -> dict[str, Any]:
+    return goes_on(folder, lambda: AsyncAveragingStrategy(DiLoCo(), EveryNSteps(4), overlap=False))
+
+
+@scenario
+def drifting(folder: Path) -> dict[str, Any]:
+    return goes_on(folder, lambda: AsyncAveragingStrategy(DiLoCo(), EveryNSteps(4)))
+
+
+@scenario
+def uneven(folder: Path) -> dict[str, Any]:
+    """Rank 0 has finished when the last rounds of rank 1 are marked."""
+    strategy = AsyncAveragingStrategy(DeltaMean(), EveryNSteps(3))
+    module = train(folder, strategy, batches=(3, BATCHES)[rank()], save=None)
+    entries = CheckpointStore(folder).entries()
+    again = train(folder, AsyncAveragingStrategy(DeltaMean(), EveryNSteps(3)), batches=(3, BATCHES)[rank()])
+    return {
+        "ranks": [entry.manifest.ranks for entry in entries if entry.manifest],
+        "reason": [entry.manifest.reason for entry in entries if entry.manifest],
+        "again": len(again.losses),
+        "equal": problem.digest(again) == problem.digest(module),
+    }
+
+
+def preempted(folder: Path, strategy: Callable[[], Any]) -> dict[str, Any]:
+    """Rank 1 alone is told to go."""
+    told = At(STOP, lambda: os.kill(os.getpid(), signal.SIGTERM) if rank() == 1 else None)
+    code: Any = None
+    try:
+        train(folder, strategy(), told, every_n_train_steps=1000)
+    except SystemExit as error:
+        code = error.code
+    entries = CheckpointStore(folder).entries()
+    rest = train(folder, strategy(), every_n_train_steps=1000)
+    return {
+        "code": code,
+        "reasons": [entry.manifest.reason for entry in entries if entry.manifest],
+        "step": entries[0].step,
+        "ranks": entries[0].manifest.ranks if entries[0].manifest else (),
+        "first": min(rest.losses),
+        "steps": len(rest.losses),
+    }
+
+
+@scenario
+def ddp_preempted(folder: Path) -> dict[str, Any]:
+    return preempted(folder, lambda: "ddp")
+
+
+@scenario
+def drifting_preempted(folder: Path) -> dict[str, Any]:
+    return preempted(folder, lambda: AsyncAveragingStrategy(DiLoCo(), EveryNSteps(4)))
+
+
+@scenario
+def damaged(folder: Path) -> dict[str, Any]:
+    """A bit of the newest one has changed: both ranks go on from the one before, which one of them verified."""
+    with contextlib.suppress(Interrupted):
+        train(folder, "ddp", At(STOP, interrupt))
+    newest, older = CheckpointStore(folder).entries()[:2]
+    torch.distributed.barrier()
+    if rank() == 0:
+        path = Path(newest.path) / "rank-1.bin"
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    torch.distributed.barrier()
+    with logged() as messages:
+        rest = train(folder, "ddp")
+    return {
+        "from": min(rest.losses),
+        "newest": newest.step,
+        "older": older.step,
+        "said": [message for message in messages if "rank-1.bin" in message],
+        "aside": [path.name for path in folder.iterdir() if ".damaged-" in path.name],
+    }

@@ -1,0 +1,62 @@
+"""Two ranks save together and apart, and go on as if nothing had happened."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.callbacks.checkpoint_ranks import BATCHES, EPOCHS, STOP
+from tests.strategies.workers import Outcomes
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return Outcomes("tests.callbacks.checkpoint_ranks", tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.mark.parametrize("name", ["ddp", "synchronous", "standing_still"])
+def test_what_follows_is_equal_to_the_bit(outcomes: Outcomes, name: str) -> None:
+    told = outcomes(name)
+    for rank in told:
+        assert rank["saved"] == rank["first"] == STOP // 4 * 4
+        assert rank["ranks"] == [0, 1]
+        assert rank["losses"] == [True] * (BATCHES * EPOCHS - rank["first"])
+        assert {tensor: value for tensor, value in rank["tensors"].items() if value} == {}
+
+
+def test_replicas_that_drift_go_on_each_from_its_own_state(outcomes: Outcomes) -> None:
+    first, second = outcomes("drifting")
+    assert first["saved"] == second["saved"]
+    assert first["ranks"] == [0, 1]
+    for rank in (first, second):
+        assert abs(rank["first"] - rank["saved"]) <= 4, "its own number of steps, near the mean"
+        assert len(rank["losses"]) == BATCHES * EPOCHS - rank["first"]
+        assert rank["losses"][0], "its own parameters, random numbers and place in its data"
+    assert first["digest"] == second["digest"]
+
+
+def test_a_rank_that_has_finished_resumes_as_finished(outcomes: Outcomes) -> None:
+    for rank in outcomes("uneven"):
+        assert rank["ranks"] == [[0, 1]] * len(rank["ranks"])
+        assert rank["reason"][0] == "the end"
+        assert len(rank["reason"]) == 2, "a round while rank 0 waited at its last gate"
+        assert rank["again"] == 0
+        assert rank["equal"]
+
+
+@pytest.mark.parametrize("name", ["ddp_preempted", "drifting_preempted"])
+def test_a_signal_to_one_rank_saves_on_all_and_ends_with_75(outcomes: Outcomes, name: str) -> None:
+    told = outcomes(name)
+    for rank in told:
+        assert rank["code"] == 75
+        assert rank["reasons"] == ["preemption"]
+        assert rank["ranks"] == [0, 1]
+        assert rank["steps"] == BATCHES * EPOCHS - rank["first"], "no batch is lost, none comes twice"
+    assert told[1]["first"] - STOP in range(3)
+
+
+def test_damage_is_noticed_and_the_one_before_is_taken(outcomes: Outcomes) -> None:
+    told = outcomes("damaged")
+    for rank in told:
+        assert rank["from"] == rank["older"] < rank["newest"]
+        assert len(rank["aside"]) == 1
+    assert any(rank["said"] for rank in told)

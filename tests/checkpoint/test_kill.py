@@ -1,0 +1,48 @@
+"""kill -9 at random moments of saving: no committed checkpoint is lost, and the newest one is what was saved."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import run_ranks
+
+KILLS = int(os.environ.get("KILLS", "40"))
+"""Kills of a trainer that saves: ``KILLS=200 make test`` for all that was promised."""
+
+
+def run(function: str, timeout: float = 60.0, **arguments: Any) -> Any:
+    (result,) = run_ranks(f"tests.checkpoint.workers:{function}", 1, kwargs=arguments, timeout=timeout)
+    assert result.returncode == 0 and not result.timed_out, str(result)
+    return result.value
+
+
+@pytest.mark.timeout(60 + 3 * KILLS)
+def test_a_trainer_that_is_killed_while_it_saves(tmp_path: Path):
+    seen = run("kill_often", 50 + 3 * KILLS, folder=str(tmp_path), kills=KILLS, seed=1)
+    print(seen)
+    assert seen["committed"] > KILLS / 4  # else nothing was tried
+    assert seen["left"] and seen["after"]
+    assert seen["newest"] > KILLS
+
+
+@pytest.mark.timeout(150)
+def test_two_ranks_that_are_killed_while_they_save(tmp_path: Path):
+    """Where one of them is killed before it has written its part, nothing is committed."""
+    seen = run("kill_often", 120, folder=str(tmp_path), kills=12, seed=2, ranks=2)
+    print(seen)
+    assert seen["committed"] and seen["left"]
+
+
+def test_temporary_files_elsewhere(tmp_path: Path):
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as other:
+        seen = run("kill_often", folder=str(tmp_path), kills=5, seed=3, tmpdir=other)
+        assert seen["newest"] and not os.listdir(other)
+
+
+def test_a_writer_outlives_its_trainer(tmp_path: Path):
+    assert run("save_once_and_die", folder=str(tmp_path)) == 1

@@ -1,0 +1,90 @@
+"""Manifests come back as they were, or not at all."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_async.engine.checkpoint import manifest as module
+from lightning_async.engine.checkpoint.manifest import Manifest, RankManifest, seal, unseal
+from lightning_async.engine.files import FileRecord
+from lightning_async.errors import CheckpointError, DamagedCheckpoint
+
+WHOLE = Manifest(
+    number=17,
+    step=1200,
+    round=37,
+    epoch=3,
+    generation=2,
+    world_size=4,
+    ranks=(0, 2, 3),
+    reason="every 100 steps",
+    created=1789000000.25,
+    metrics={"val_loss": 0.1, "spread": math.inf},
+    versions={"torch": "2.13.0", "lightning_async": "0.1.0"},
+    notes={"absent": [1], "größe": None},
+    files={"rank-0.bin": FileRecord(1 << 40, 0xFFFFFFFF), "rank-0.json": FileRecord(0, 0)},
+)
+RANK = RankManifest(2, {"rank-2.bin": FileRecord(5, 7)})
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def test_they_come_back_as_they_were():
+    assert Manifest.from_bytes(WHOLE.to_bytes()) == WHOLE
+    assert RankManifest.from_bytes(RANK.to_bytes()) == RANK
+    assert Manifest.from_bytes(Manifest(1, 2).to_bytes()) == Manifest(1, 2)
+    assert math.isnan(Manifest.from_bytes(Manifest(1, 2, metrics={"x": math.nan}).to_bytes()).metrics["x"])
+
+
+@settings(max_examples=50)
+@given(PLAIN)
+def test_whatever_is_sealed_comes_back_and_is_json(value: object):
+    data = seal(value)
+    assert unseal(data, "path") == value
+    assert json.loads(data)["sealed"] == value
+
+
+@pytest.mark.parametrize(("kind", "data"), [(Manifest, WHOLE.to_bytes()), (RankManifest, RANK.to_bytes())])
+def test_every_changed_bit_and_every_lost_byte_is_noticed(kind: type[Manifest | RankManifest], data: bytes):
+    for bit in range(8 * len(data)):
+        changed = bytearray(data)
+        changed[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(DamagedCheckpoint, match="a/path"):
+            kind.from_bytes(bytes(changed), "a/path")
+    for length in range(len(data)):
+        for shorter in (data[:length], data[:length] + bytes(len(data) - length)):
+            with pytest.raises(DamagedCheckpoint):
+                kind.from_bytes(shorter)
+    with pytest.raises(DamagedCheckpoint):
+        kind.from_bytes(data + b"\n")
+
+
+def test_what_is_sealed_but_no_manifest_is_damage():
+    for kind, other in ((Manifest, RANK.to_bytes()), (RankManifest, WHOLE.to_bytes()), (Manifest, seal([1]))):
+        with pytest.raises(DamagedCheckpoint, match="a/path does not hold what a manifest must"):
+            kind.from_bytes(other, "a/path")
+
+
+def test_what_a_later_version_adds_is_passed_over():
+    value = unseal(WHOLE.to_bytes(), "path")
+    assert Manifest.from_bytes(seal({**value, "added": 1})) == WHOLE
+
+
+def test_a_newer_format_is_not_taken_for_damage(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "FORMAT", 2)
+    data = WHOLE.to_bytes()
+    monkeypatch.undo()
+    with pytest.raises(
+        CheckpointError, match=r"manifest.json is of format 2, this version reads up to 1: update"
+    ) as raised:
+        Manifest.from_bytes(data)
+    assert not isinstance(raised.value, DamagedCheckpoint)

@@ -1,0 +1,169 @@
+"""Trainers that do nothing but save, and what kills them and looks at what is left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from lightning_async.engine.checkpoint.process import SaveBusy, Writer
+from lightning_async.engine.checkpoint.shards import load
+from lightning_async.engine.checkpoint.store import CheckpointStore
+from tests.checkpoint.states import assert_loaded, job_of
+
+NUMEL = 500_000  # 4 MB a save
+KEEP = 3
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """A process that saves without end, the process that writes for it, and what it says it has committed."""
+
+    pid: int
+    writer: int
+    said: int
+
+    def committed(self) -> int:
+        """The newest; 0 for none. The trainer has ended."""
+        with open(self.said, "rb") as file:
+            return max(map(int, file.read().split()), default=0)
+
+
+def start(folder: str, run: str, first: int, rank: int, ranks: tuple[int, ...]) -> Trainer:
+    """Fork a trainer; it is at its first save when this returns."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if not pid:
+        with contextlib.suppress(BaseException):
+            os.close(read)
+            save_for_ever(folder, run, first, rank, ranks, write)
+        os._exit(1)
+    os.close(write)
+    return Trainer(pid, int(os.read(read, 16)), read)
+
+
+def save_for_ever(folder: str, run: str, number: int, rank: int, ranks: tuple[int, ...], told: int) -> NoReturn:
+    store = CheckpointStore(folder)
+    writer = Writer(folder, rank, deadline=timedelta(seconds=1))
+    writer.start()
+    os.write(told, b"%-16d" % (writer.pid or 0))
+    while True:
+        with contextlib.suppress(SaveBusy):
+            writer.save(job_of(number, rank, ranks, NUMEL, run), queue=True)
+            number += 1
+        for result in writer.wait(0.005):
+            if result.committed:
+                os.write(told, b"%d\n" % result.number)
+                for entry in store.entries()[KEEP:]:
+                    store.remove(entry)
+
+
+def kill_often(folder: str, kills: int, seed: int, ranks: int = 1, tmpdir: str | None = None) -> dict[str, int]:
+    """Start trainers and kill them at random moments; what was seen."""
+    torch.set_num_threads(1)  # nothing that a fork would miss
+    if tmpdir is not None:
+        os.environ["TMPDIR"] = tmpdir
+    chance, newest, seen = random.Random(seed), 0, {"committed": 0, "left": 0, "after": 0}
+    store, long_enough = CheckpointStore(folder), 0.0
+    for i in range(kills):
+        first = store.next_number()
+        everyone = tuple(range(ranks))
+        trainers = [start(folder, f"run{i}", first, rank, everyone) for rank in everyone]
+        if not i:
+            long_enough = time_of_saves(trainers[0])
+        time.sleep(chance.uniform(0.0, long_enough))
+        kill(trainers, chance, writers_too=i % 4 == 3, writer_first=i % 5 == 4)
+        said = max(trainer.committed() for trainer in trainers)
+        for trainer in trainers:
+            wait_until_gone(trainer)
+        seen["left"] += bool(store.clean("none"))
+        newest = check(store, max(newest, said), ranks)
+        seen["committed"] += newest >= first
+        seen["after"] += newest >= first and newest > said  # its trainer did not live to hear of it
+    return {**seen, "newest": newest}
+
+
+def time_of_saves(trainer: Trainer) -> float:
+    """Seconds for the first two saves on this machine, as busy as it is."""
+    began, text = time.monotonic(), b""
+    while text.count(b"\n") < 2:
+        text += os.read(trainer.said, 1)
+    return time.monotonic() - began
+
+
+def kill(trainers: list[Trainer], chance: random.Random, writers_too: bool, writer_first: bool) -> None:
+    for trainer in trainers:
+        if writer_first:  # the trainer sees it, and starts another one
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(trainer.writer, signal.SIGKILL)
+            time.sleep(chance.uniform(0.0, 0.1))
+        os.kill(trainer.pid, signal.SIGKILL)
+        if writers_too:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(trainer.writer, signal.SIGKILL)
+    for trainer in trainers:
+        status = os.waitpid(trainer.pid, 0)[1]
+        assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL, "the trainer has failed before it was killed"
+
+
+def wait_until_gone(trainer: Trainer) -> None:
+    """The writer ends with its trainer, when it has finished what it had; the one that has replaced it, too."""
+    deadline = time.monotonic() + 20.0
+    while writers := writers_of(trainer.pid):
+        assert time.monotonic() < deadline, f"writers {writers} still run"
+        time.sleep(0.005)
+
+
+def writers_of(trainer: int) -> list[int]:
+    """Living processes that were started to write for a trainer: it is in their command line."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):
+                command = (folder / "cmdline").read_bytes()
+                if b"writes the checkpoints" in command and b", %d, " % trainer in command:
+                    found.append(int(folder.name))
+    return found
+
+
+def check(store: CheckpointStore, committed: int, ranks: int) -> int:
+    """All that is there is whole; the newest number, which is not older than ``committed``."""
+    entries = store.entries()
+    newest = entries[0].number if entries else 0
+    assert newest >= committed, f"save {committed} was committed, {newest} is the newest that is left"
+    for entry in entries:
+        store.verify(entry)
+        assert entry.manifest is not None and entry.manifest.ranks == tuple(range(ranks))
+    for rank in range(ranks if entries else 0):
+        assert_loaded(load(store, entries[0], rank), newest, rank, NUMEL)
+    names = store.files.names(store.dirpath)
+    assert names == sorted(entry.name for entry in entries), "something is left that is no checkpoint"
+    return newest
+
+
+def save_once_and_die(folder: str) -> int:
+    """Killed when the writer has the save, but has not begun; the writer goes on. Its process."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if not pid:
+        writer = Writer(folder)
+        writer.start()
+        assert writer.pid is not None
+        os.kill(writer.pid, signal.SIGSTOP)
+        writer.save(job_of(1, numel=NUMEL))
+        os.write(write, b"%d" % writer.pid)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    writer = int(os.read(read, 16))
+    assert not CheckpointStore(folder).entries()
+    os.kill(writer, signal.SIGCONT)
+    wait_until_gone(Trainer(pid, writer, read))
+    return check(CheckpointStore(folder), 1, 1)

@@ -1,0 +1,198 @@
+"""Going on in the middle of an epoch, for loaders and samplers of many kinds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import WeightedRandomSampler as Weighted
+
+from lightning_async.trainer.namespace import pytorch
+from tests.resume.problem import FEATURES, Endless, Net, Saves, Sized, Training, draw, goes_on
+
+Combined: Any = pytorch("utilities.combined_loader").CombinedLoader
+
+
+class Counted(Endless):
+    def __len__(self) -> int:
+        return self.length
+
+
+class Uneven(IterableDataset[torch.Tensor]):
+    """One worker has less than the others."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        info = torch.utils.data.get_worker_info()
+        worker = info.id if info is not None else 0
+        for index in range((6, 16, 10)[worker]):
+            yield draw() * 0.1 + index + 100 * worker
+
+
+class Own(Dataset[torch.Tensor]):
+    """Draws from generators of its own."""
+
+    def __init__(self) -> None:
+        self.augment = {"numpy": np.random.default_rng(3), "python": random.Random(4)}
+        self.torch = torch.Generator().manual_seed(5)
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        noise = torch.rand(FEATURES, generator=self.torch)
+        return noise + float(self.augment["numpy"].random()) + self.augment["python"].random() + index
+
+
+class Lazy(Sampler[int]):
+    """Draws each index when it is asked for, from the generators that training draws from too."""
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(23):
+            yield int(torch.randint(23, ())) if random.random() < 0.5 else int(np.random.randint(23))
+
+    def __len__(self) -> int:
+        return 23
+
+
+class Batches:
+    """No DataLoader at all."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for index in random.sample(range(8), 8):
+            yield torch.stack([draw() * 0.1 + index for _ in range(3)])
+
+
+class SavingBatches(Batches):
+    """And it knows where it is."""
+
+    at = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.at < 8:
+            self.at += 1
+            yield torch.stack([draw() * 0.1 + self.at for _ in range(3)])
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(7)
+
+
+def sized(length: int = 23, **settings: Any) -> DataLoader[Any]:
+    return DataLoader(Sized(length), **({"batch_size": 3, "shuffle": True} | settings))
+
+
+def sampled(sampler: Any, **settings: Any) -> DataLoader[Any]:
+    return DataLoader(Sized(), batch_size=3, sampler=sampler, **settings)
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "a generator given to the loader": lambda: sized(generator=generator()),
+    "a generator given to the loader, workers": lambda: sized(generator=generator(), num_workers=2),
+    "a generator given to the sampler": lambda: sampled(RandomSampler(range(23), generator=generator())),
+    "with replacement": lambda: sampled(RandomSampler(range(23), replacement=True, generator=generator())),
+    "weighted": lambda: sampled(Weighted([1.0] * 20 + [4.0] * 3, 23)),
+    "weighted, workers": lambda: sampled(Weighted([1.0] * 20 + [4.0] * 3, 23), num_workers=2),
+    "a lazy sampler": lambda: sampled(Lazy()),
+    "a lazy sampler, workers": lambda: sampled(Lazy(), num_workers=2, prefetch_factor=1),
+    "a batch sampler": lambda: DataLoader(Sized(), batch_sampler=BatchSampler(RandomSampler(range(23)), 3, False)),
+    "without batches": lambda: DataLoader(Sized(8), batch_size=None, sampler=BatchSampler(range(8), 3, False)),
+    "a dataset with generators": lambda: DataLoader(Own(), batch_size=3, shuffle=True),
+    "a dataset with generators, workers": lambda: DataLoader(Own(), batch_size=3, shuffle=True, num_workers=2),
+    "three workers": lambda: sized(num_workers=3, prefetch_factor=1),
+    "persistent workers": lambda: sized(num_workers=2, persistent_workers=True),
+    "persistent workers, iterable": lambda: DataLoader(Endless(), 3, num_workers=2, persistent_workers=True),
+    "persistent workers, saves": lambda: DataLoader(Saves(), 3, num_workers=2, persistent_workers=True),
+    "an iterable with a length": lambda: DataLoader(Counted(), batch_size=3),
+    "an iterable with a length, workers": lambda: DataLoader(Counted(), batch_size=3, num_workers=2),
+    "max_size, saves": lambda: Combined([DataLoader(Saves(), 3), DataLoader(Saves(11), 3)], "max_size"),
+    "uneven workers": lambda: DataLoader(Uneven(), batch_size=2, num_workers=3),
+    "no DataLoader": Batches,
+    "no DataLoader, saves": SavingBatches,
+    "min_size": lambda: Combined({"a": sized(), "b": sized(15)}, "min_size"),
+    "max_size": lambda: Combined({"a": sized(), "b": sized(9)}, "max_size"),
+    "max_size_cycle": lambda: {"a": sized(), "b": sized(9)},
+    "max_size_cycle, workers": lambda: {"a": sized(num_workers=2), "b": sized(9, num_workers=1)},
+    "max_size_cycle, iterable": lambda: [DataLoader(Endless(), 3), sized(9), DataLoader(Saves(9), 3)],
+}  # fmt: skip
+
+
+UNUSUAL = {
+    "uneven workers": ["batch 1:13", "batch 1:7"],
+    "without batches": ["batch 1:2", "epoch 2:3"],
+    "min_size": ["batch 1:2", "epoch 1:5"],
+}
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_loader(kind: str, tmp_path: Path) -> None:
+    wanted = UNUSUAL.get(kind, ["batch 1:4", "batch 0:1", "epoch 1:8"])
+    assert len(goes_on(Training(LOADERS[kind], validates=False), tmp_path, wanted)) == len(wanted)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "limited": {"limit_train_batches": 6},
+    "limited by share": {"limit_train_batches": 0.8},
+    "steps": {"max_steps": 19, "max_epochs": -1},
+    "steps, accumulated": {"max_steps": 7, "max_epochs": -1, "accumulate_grad_batches": 3},
+    "reloaded": {"reload_dataloaders_every_n_epochs": 1},
+    "reloaded every second epoch": {"reload_dataloaders_every_n_epochs": 2, "max_epochs": 4},
+    "validated twice an epoch": {"val_check_interval": 0.5},
+    "validated every second epoch": {"check_val_every_n_epoch": 2, "max_epochs": 4},
+    "sanity check": {"num_sanity_val_steps": 2},
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_setting(setting: str, tmp_path: Path) -> None:
+    last = "6" if "limited" in setting else "8"
+    wanted = ["batch 1:4", f"batch 1:{last}", f"epoch 1:{last}"]
+    goes_on(Training(sized, trainer=SETTINGS[setting]), tmp_path, wanted)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: sized(num_workers=2, persistent_workers=True), lambda: DataLoader(Endless(), 3)]
+)
+def test_limited_where_batches_are_fetched_ahead(make: Any, tmp_path: Path) -> None:
+    goes_on(Training(make, trainer={"limit_train_batches": 5}), tmp_path, ["batch 1:4", "batch 0:5", "epoch 0:5"])
+
+
+def test_manual_optimization(tmp_path: Path) -> None:
+    goes_on(Training(sized, lambda: Net(manual=3)), tmp_path, ["batch 1:4", "batch 0:8", "epoch 0:8"])
+
+
+def test_adam(tmp_path: Path) -> None:
+    goes_on(Training(sized, lambda: Net(adam=True)), tmp_path, ["batch 1:4"])
+
+
+def test_what_was_trained_on_is_not_fetched_again(tmp_path: Path) -> None:
+    for make in (sized, lambda: DataLoader(Saves(), 3)):
+        training = Training(make, validates=False, trainer={"max_epochs": 1})
+        _, follow, first = training.fit(tmp_path, wanted=lambda name: name == "batch 0:5")
+        _, _, second = training.fit(tmp_path, follow.points[0])
+        assert len(first.dataset.fetched) == 23
+        assert second.dataset.fetched == first.dataset.fetched[15:]
+
+
+def test_a_second_interruption(tmp_path: Path) -> None:
+    """What was taken from a fit that itself went on."""
+    training = Training(lambda: sized(num_workers=2))
+    rows, follow, _ = training.fit(tmp_path, wanted=lambda name: name == "batch 1:2")
+    again, follow, _ = training.fit(tmp_path, follow.points[0], wanted=lambda name: name == "batch 1:5")
+    last, _, _ = training.fit(tmp_path, follow.points[0])
+    assert last == rows[len(rows) - len(last) :]
+    assert again == rows[len(rows) - len(again) :]
