@@ -13,7 +13,8 @@ import importlib.metadata
 import logging
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -56,6 +57,10 @@ class Settings:
     max_failures: int
     good_after: int
     best: Best | None
+
+    def compared(self) -> str:
+        """What must be equal on all ranks, in words; directories of hosts may have different names."""
+        return ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.name != "dirpath")
 
 
 class Clock:
@@ -116,10 +121,12 @@ class Together:
         saver: of this rank.
         settings: what the user has asked for.
         number: of the last save in the directory.
+        group: the ranks that see this rank's directory, which holds a checkpoint of theirs.
     """
 
-    def __init__(self, trainer: Any, saver: Saver, settings: Settings, number: int) -> None:
+    def __init__(self, trainer: Any, saver: Saver, settings: Settings, number: int, group: Sequence[int]) -> None:
         self._trainer, self._saver, self._settings, self._number = trainer, saver, settings, number
+        self._group = group
         self._clock = Clock(settings.save, saver, trainer.global_step)
         self._flags = flags_of(trainer.strategy)
         self._stale = False
@@ -158,8 +165,7 @@ class Together:
         self._number, step = self._number + 1, trainer.global_step
         shared, checkpoint = collect(trainer, ALIKE)
         own = {"checkpoint": checkpoint, "resume": resume.capture()}
-        ranks = range(trainer.world_size)
-        self._saver.save(self._number, step, ranks, shared, own, manifest_of(trainer, reason))
+        self._saver.save(self._number, step, self._group, shared, own, manifest_of(trainer, reason))
         self._clock.saved(step)
         self._stale = trainer.world_size > 1
 
@@ -180,9 +186,18 @@ class Apart:
         saver: of this rank.
         settings: what the user has asked for.
         number: of the last save in the directory.
+        group: the ranks that see this rank's directory: all must.
+
+    Raises:
+        ValueError: they do not.
     """
 
-    def __init__(self, trainer: Any, saver: Saver, settings: Settings, number: int) -> None:
+    def __init__(self, trainer: Any, saver: Saver, settings: Settings, number: int, group: Sequence[int]) -> None:
+        if len(group) < trainer.world_size:
+            raise ValueError(
+                f"`FaultTolerantCheckpoint(dirpath={settings.dirpath!r})` is one directory of ranks {list(group)}, and "
+                "another one elsewhere: while replicas drift, all ranks must see the same."
+            )
         self._trainer, self._saver, self._settings = trainer, saver, settings
         self._known, self._asked = number, False
         self._averager: Any = None
