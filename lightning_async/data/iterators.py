@@ -17,7 +17,15 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
 from lightning_async.data.random_states import Generators
@@ -30,6 +38,9 @@ __all__ = ["Here", "iterate"]
 Position = dict[str, Any]
 
 
+_OF_TORCH = (DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
 class Here:
     """Where one iteration over a loader stands.
 
@@ -37,17 +48,21 @@ class Here:
         loader: whose iteration it is.
         generators: what the loader may draw from, in this process.
         start: the position to begin at.
+        ahead: whether a batch may be held that was not trained on.
     """
 
-    def __init__(self, loader: Any, generators: Generators, start: Position | None) -> None:
-        self.generators, self.start = generators, start or {}
+    def __init__(self, loader: Any, generators: Generators, start: Position | None, ahead: bool = True) -> None:
+        self.generators, self.start, self._ahead = generators, start or {}, ahead
         self.taken = 0
         self.exhausted = bool(self.start.get("exhausted"))
         self.seed: int | None = self.start.get("seed")
         self.turn = 0
         self.workers: dict[int, dict[str, Any]] = {}
         self.first: dict[int, dict[str, Any]] = self.start.get("first", {})
-        self.tape = Tape(generators)
+        # NumPy takes its time to tell its state, and torch's samplers do not draw from it.
+        usual = ("torch",) if type(loader.sampler) in _OF_TORCH and type(loader.batch_sampler) is BatchSampler else None
+        self._drawing = Generators(generators.named, usual=usual) if usual is not None else generators
+        self.tape = Tape(self._drawing)
         self._loader = loader
         told = self.start.get("share") or {}
         self.given: list[int] | None = told["indices"].tolist() if told.get("kind") == "given" else None
@@ -59,7 +74,7 @@ class Here:
 
     def begin(self) -> Tape:
         """An iteration begins: the tape of its calls."""
-        self.tape = Tape(self.generators, self.start.get("drawn"))
+        self.tape = Tape(self._drawing, self.start.get("drawn"))
         return self.tape
 
     def start_over(self) -> None:
@@ -72,7 +87,8 @@ class Here:
         if self._first_random is not None:
             self.generators.put(self._first_random)
             self._first_random = None
-        self._before = self._now()
+        if self._ahead:
+            self._before = self._now()
 
     def position(self, before: bool = False) -> Position:
         """Now, or before the last fetch."""

@@ -185,6 +185,9 @@ class Resume:
             combined = self._trainer.fit_loop._combined_loader
             names = self._names(len(combined.flattened))
             self._sources = [source_of(loader, name) for loader, name in zip(combined.flattened, names, strict=True)]
+            ahead = any(fabric("utilities.data").sized_len(source.loader) is None for source in self._sources)
+            for source in self._sources:
+                source.ahead = ahead
             combined.flattened = [source.stand_in for source in self._sources]
             if self._pending is None:
                 return original()
