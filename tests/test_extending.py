@@ -98,8 +98,8 @@ def run_tests(tree: Path, *tests: str, chosen: str = "") -> None:
 def test_its_rule_its_schedule_its_vote_and_its_policies_work(extended: Path) -> None:
     """The rule and the schedule through the laws of the catalogue; all of the new tests."""
     laws = ("test_catalogue.py", "test_laws.py", "test_schedules.py", "test_doubling.py")
-    new = ("tests/engine/test_damped.py", "tests/engine/test_save_vote.py", "tests/rules/test_own_policies.py")
-    chosen = "Damped or damped or Doubling or doubling or every_public or save_vote or own_policies"
+    new = ("tests/engine/test_damped.py", "tests/engine/test_report_vote.py", "tests/rules/test_own_policies.py")
+    chosen = "Damped or damped or Doubling or doubling or every_public or report_vote or own_policies"
     run_tests(extended, *(f"tests/rules/{name}" for name in laws), *new, chosen=chosen)
 
 

@@ -28,9 +28,9 @@ from lightning_async.rules.divergence import Absolute, Finding, History, Relativ
 __all__ = ["Observer", "Signal", "thresholds_by_signal"]
 
 Signal = Literal["loss", "gradient_norm", "parameters", "optimizer_state", "loss_variance", "replica_spread"]
-_SHARE = 0.003
+_SHARE = 0.0025
 """Of the time of training, for each of the two looks: at gradients, and at the model."""
-_SELDOM = (10, 100)
+_SELDOM = (25, 100)
 """The model is looked at no more and no less often than every so many batches, where nothing points to it."""
 _SUSPECT = ("loss", "gradient_norm", "sample:gradient_norm")
 """What is not finite there may have reached the model."""
@@ -89,6 +89,8 @@ class Observer:
 
     def before_backward(self, trainer: Any, loss: Tensor) -> None:
         """A loss that is not finite will have gradients that are not."""
+        if "gradient_norm" in self._signals:  # which say it too
+            return
         if self.alone and self._skips and "loss" in self._signals and loss.device.type == "cpu":
             known = loss.numel() == 1 and not _scaled(trainer)
             self._suspicious |= known and not math.isfinite(float(loss.detach()))
@@ -100,13 +102,12 @@ class Observer:
         drop, self._suspicious = self._suspicious, False
         name = f"gradient_norm/{_number_of(trainer, optimizer)}"
         if "gradient_norm" in self._signals:
-            found = gradients(optimizer)
             if whole := self._batch % self._every == 0:
                 started = time.perf_counter()
-                size = norm(found)
+                size = norm(gradients(optimizer))
                 self._gradients.looked(time.perf_counter() - started)
             else:
-                size = norm(sample(found))
+                size = norm(sample(optimizer))
             if size is not None:
                 drop |= self._is_to_drop(optimizer, size)
                 self._readings.put(name if whole else f"sample:{name}", size)
@@ -162,6 +163,7 @@ class Observer:
         if signal in ("parameters", "optimizer_state"):
             return None if math.isfinite(value) else Finding(name, value, math.inf, Remedy.RESET)
         if not math.isfinite(value):
+            name = name.removeprefix("sample:")
             return Finding(name, value, math.inf, Remedy.SKIP if self.dropped else Remedy.LOG)
         if name.startswith("sample:"):
             return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -53,11 +53,14 @@ def gradients(optimizer: Any) -> list[Tensor]:
     return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
-def sample(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """A few elements, to look at where there is no time for all: of the first tensors, which whatever is not finite
-    further on in a network reaches in the backward pass, and of the last."""
-    few = [*tensors[:2], *tensors[2:][-1:]]
-    return [_plain(tensor).detach().flatten()[:_SAMPLE] if tensor.is_contiguous() else tensor for tensor in few]
+def sample(optimizer: Any) -> list[Tensor]:
+    """A few elements of its gradients, to look at where there is no time for all: of the first tensor, which whatever
+    is not finite further on in a network reaches in the backward pass, and of the last."""
+    groups = optimizer.param_groups
+    first = next((p.grad for group in groups for p in group["params"] if p.grad is not None), None)
+    last = next((p.grad for group in reversed(groups) for p in reversed(group["params"]) if p.grad is not None), None)
+    few = [grad for grad in (first, last) if grad is not None]
+    return [_plain(grad).flatten()[:_SAMPLE] if grad.is_contiguous() else grad for grad in few]
 
 
 def parameters(module: Any) -> Iterator[Tensor]:

@@ -35,6 +35,7 @@ DTYPES: dict[str, torch.dtype] = {
     if hasattr(torch, name)
 }  # fmt: skip
 """The dtypes of tensors that can travel, by name."""
+_ALL_DTYPES = {str(each)[6:]: each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 _LENGTH = 8
 _LARGEST = 1 << 63  # of the integers that every reader of JSON keeps whole
 _MALFORMED = (RuntimeError, KeyError, TypeError, IndexError, ValueError, RecursionError, OverflowError, AttributeError)
@@ -124,11 +125,7 @@ def decode(data: Tensor) -> Any:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Its name in `DTYPES`.
-
-    >>> dtype_name(torch.bfloat16)
-    'bfloat16'
-    """
+    """Its name in `DTYPES`: ``dtype_name(torch.bfloat16)`` is ``"bfloat16"``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -292,7 +289,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "bytes": base64.b64decode,
     "complex": lambda body: complex(*map(float, body)),
     "scalar": _scalar,
-    "dtype": DTYPES.__getitem__,
+    "dtype": _ALL_DTYPES.__getitem__,
     "device": torch.device,
     "timedelta": lambda body: timedelta(*body),
     "datetime": lambda body: datetime.fromisoformat(body[0]).replace(fold=body[1]),

@@ -8,6 +8,7 @@ A position is a dict of plain values:
     drawn      from which random states those calls drew, see `Tape`
     dataset    the dataset's own state, where it has one
     random     the random states before the last fetch, which is made again where Lightning had fetched one batch ahead
+    share      which indices this epoch has, see `samplers`
     seed, turn, workers, first    of workers: their seed, whose turn it is, their states now and before the first batch
 """
 
@@ -16,16 +17,28 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
 from lightning_async.data.random_states import Generators
+from lightning_async.data.samplers import describe
 from lightning_async.data.tape import Indices, Tape
 from lightning_async.data.workers import Carried, Carrier, Start, stateful
 
 __all__ = ["Here", "iterate"]
 
 Position = dict[str, Any]
+
+
+_OF_TORCH = (DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 class Here:
@@ -35,17 +48,24 @@ class Here:
         loader: whose iteration it is.
         generators: what the loader may draw from, in this process.
         start: the position to begin at.
+        ahead: whether a batch may be held that was not trained on.
     """
 
-    def __init__(self, loader: Any, generators: Generators, start: Position | None) -> None:
-        self.generators, self.start = generators, start or {}
+    def __init__(self, loader: Any, generators: Generators, start: Position | None, ahead: bool = True) -> None:
+        self.generators, self.start, self._ahead = generators, start or {}, ahead
         self.taken = 0
         self.exhausted = bool(self.start.get("exhausted"))
         self.seed: int | None = self.start.get("seed")
         self.turn = 0
         self.workers: dict[int, dict[str, Any]] = {}
         self.first: dict[int, dict[str, Any]] = self.start.get("first", {})
-        self.tape = Tape(generators)
+        # NumPy takes its time to tell its state, and torch's samplers do not draw from it.
+        usual = ("torch",) if type(loader.sampler) in _OF_TORCH and type(loader.batch_sampler) is BatchSampler else None
+        self._drawing = Generators(generators.named, usual=usual) if usual is not None else generators
+        self.tape = Tape(self._drawing)
+        self._loader = loader
+        told = self.start.get("share") or {}
+        self.given: list[int] | None = told["indices"].tolist() if told.get("kind") == "given" else None
         self._before: Position | None = None
         local = not getattr(loader, "num_workers", 0)
         self._dataset = loader.dataset if local and stateful(loader.dataset) else None
@@ -54,24 +74,33 @@ class Here:
 
     def begin(self) -> Tape:
         """An iteration begins: the tape of its calls."""
-        self.tape = Tape(self.generators, self.start.get("drawn"))
+        self.tape = Tape(self._drawing, self.start.get("drawn"))
         return self.tape
 
     def start_over(self) -> None:
         """The same workers begin another iteration."""
         self.start, self.taken, self.turn, self.exhausted, self._before = {}, 0, 0, False, None
+        self.given = None
 
     def fetching(self) -> None:
         """The next batch is asked for."""
         if self._first_random is not None:
             self.generators.put(self._first_random)
             self._first_random = None
-        self._before = self._now()
+        if self._ahead:
+            self._before = self._now()
 
     def position(self, before: bool = False) -> Position:
         """Now, or before the last fetch."""
         now = (self._before if before else None) or self._now()
-        return {**now, "drawn": self.tape.drawn(now["made"]), "random": now["random"] if before else None}
+        drawn, told = self.tape.drawn(now["made"]), describe(self._loader, self.given)
+        return {**now, "drawn": drawn, "share": told, "random": now["random"] if before else None}
+
+    def sampler(self) -> Any:
+        """What the loader takes its indices from."""
+        if self.given is None:
+            return self._loader._index_sampler
+        return BatchSampler(self.given, self._loader.batch_size, self._loader.drop_last)
 
     def _now(self) -> Position:
         return {
@@ -125,7 +154,7 @@ def _indices(loader: Any, here: Here) -> Any:
     if loader._dataset_kind == _DatasetKind.Iterable:
         return loader._index_sampler
     start = here.start
-    return Indices(loader._index_sampler, here.begin, here.generators, start.get("taken", 0), start.get("made", 0))
+    return Indices(here.sampler, here.begin, here.generators, start.get("taken", 0), start.get("made", 0))
 
 
 class _Nothing:

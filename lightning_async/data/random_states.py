@@ -9,13 +9,13 @@ import inspect
 import random
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["Generators", "States", "generators_in"]
+__all__ = ["Generators", "States", "generators_in", "reseed"]
 
 States = dict[str, Any]
 """State by the generator's name: bytes, numbers, and tuples and dicts of them."""
@@ -24,6 +24,7 @@ DEPTH, WIDTH, OBJECTS = 5, 100, 1000
 """How far `generators_in` looks: attributes of attributes, entries of one collection, objects in all."""
 
 _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_USUAL = {"python": random, "numpy": np.random, "torch": torch.default_generator}
 _PLAIN = (str, bytes, int, float, complex, torch.Tensor, np.ndarray, np.generic, type, types.ModuleType)
 
 
@@ -33,15 +34,22 @@ class Generators:
     Args:
         named: generators of the program's own, as `generators_in` finds them.
         devices: whether each CUDA device's generator belongs to them.
+        usual: those of this process that belong to them.
     """
 
-    def __init__(self, named: Mapping[str, Any] | None = None, devices: bool = False) -> None:
+    def __init__(
+        self,
+        named: Mapping[str, Any] | None = None,
+        devices: bool = False,
+        usual: Sequence[str] = ("python", "numpy", "torch"),
+    ) -> None:
         self.named = dict(named or {})
+        self._usual = {name: _USUAL[name] for name in usual}
         self._devices = devices
 
     def take(self) -> States:
         """The states as they are now."""
-        states = {"python": _state(random), "numpy": _state(np.random), "torch": _state(torch.default_generator)}
+        states = {name: _state(generator) for name, generator in self._usual.items()}
         if self._devices and torch.cuda.is_available() and torch.cuda.is_initialized():
             for index in range(torch.cuda.device_count()):
                 states[f"cuda:{index}"] = _bytes(torch.cuda.get_rng_state(index))
@@ -60,8 +68,7 @@ class Generators:
             elif kind == "own" and rest not in self.named:
                 missing.append(rest)
             else:
-                usual = {"python": random, "numpy": np.random, "torch": torch.default_generator}
-                _set_state(self.named[rest] if kind == "own" else usual[kind], state)
+                _set_state(self.named[rest] if kind == "own" else _USUAL[kind], state)
         return missing
 
     @contextlib.contextmanager
@@ -72,6 +79,13 @@ class Generators:
             yield
         finally:
             self.put(states)
+
+
+def reseed(seed: int) -> None:
+    """Begin all of this process's generators at ``seed``."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def generators_in(roots: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,6 +43,8 @@ class Source:
         self.loader, self.name, self.stand_in = loader, name, loader
         self.idle = False
         """An iteration yields nothing: Lightning makes one at the start of fit that nobody reads."""
+        self.ahead = True
+        """Lightning fetches a batch ahead, as it does where it does not know the number of batches."""
         self._armed: Position | None = None
 
     def generators(self) -> dict[str, Any]:
@@ -136,7 +138,7 @@ class _OfDataLoader(Source):
         start, self._armed = self._armed, None
         if start and self.loader._dataset_kind == _DatasetKind.Iterable and not stateful(self.loader.dataset):
             self._tell(start["taken"])
-        self._here = Here(self.loader, Generators(self.generators()), start)
+        self._here = Here(self.loader, Generators(self.generators()), start, self.ahead)
         return iterate(self.loader, self._here)
 
 

@@ -56,7 +56,7 @@ class Indices:
     The sampler is then asked for the indices before again, but nothing is fetched for them.
 
     Args:
-        sampler: a sampler, of batches or of single indices.
+        sampler: answers with a sampler, of batches or of single indices, for each iteration.
         begin: makes the tape of an iteration: of ``iter``, then of each ``next``.
         generators: keep their states while calls are made again.
         skip: indices that were taken.
@@ -64,19 +64,24 @@ class Indices:
     """
 
     def __init__(
-        self, sampler: Iterable[Any], begin: Callable[[], Tape], generators: Generators, skip: int = 0, made: int = 0
+        self,
+        sampler: Callable[[], Iterable[Any]],
+        begin: Callable[[], Tape],
+        generators: Generators,
+        skip: int = 0,
+        made: int = 0,
     ) -> None:
         self._sampler, self._begin, self._generators = sampler, begin, generators
         self._skip, self._made = skip, made
 
     def __len__(self) -> int:
-        return len(self._sampler)  # pyright: ignore[reportArgumentType]
+        return len(self._sampler())  # pyright: ignore[reportArgumentType]
 
     def __iter__(self) -> Iterator[Any]:
         tape = self._begin()
         if self._made:
             return self._behind(tape, self._skip, self._made)
-        indices = tape.call(lambda: iter(self._sampler))
+        indices = tape.call(lambda: iter(self._sampler()))
         return self._rest(tape, indices)
 
     def start_over(self) -> None:
@@ -85,7 +90,7 @@ class Indices:
 
     def _behind(self, tape: Tape, skip: int, made: int) -> Iterator[Any]:
         with self._generators.kept():
-            indices = tape.call(lambda: iter(self._sampler))
+            indices = tape.call(lambda: iter(self._sampler()))
             again = []
             while tape.made < made:
                 again.append(tape.call(lambda: next(indices, _END)))

@@ -78,7 +78,7 @@ class Replica:
         """How often the layout has changed since training began."""
         self._remainders: dict[str, Tensor] = {}
         self._state: Callable[[], Sequence[Tensor]] = tuple
-        self._reference = torch.empty(0)
+        self.reference = torch.empty(0)
         """The buffers when replicas last agreed: in rounds they travel as differences from that, so that those that
         never change keep their bits."""
         self._sections: list[_Section] = []
@@ -106,9 +106,9 @@ class Replica:
         self.refresh()
         self.tensors.accept_infinite()
         buffers = self._sections[1]
-        self._reference = torch.empty(buffers.plan.layout.numel, device=self.device)
-        buffers.plan.pack_(self._reference)
-        self._reference.nan_to_num_(0.0, 0.0, 0.0)
+        self.reference = torch.empty(buffers.plan.layout.numel, device=self.device)
+        buffers.plan.pack_(self.reference)
+        self.reference.nan_to_num_(0.0, 0.0, 0.0)
 
     def take_thawed(self) -> None:
         """Lay out a bucket with what is trained now. All replicas hold the same model, and do the same."""
@@ -204,7 +204,7 @@ class Replica:
         for section in self._sections[1:]:
             section.plan.pack_(section.of(bucket))
         if for_round:
-            self._sections[1].of(bucket).sub_(self._reference)
+            self._sections[1].of(bucket).sub_(self.reference)
 
     def pack_parameters_(self, part: Tensor) -> None:
         """The parameters into the rule's part of a bucket, as fp32."""
@@ -250,8 +250,8 @@ class Replica:
             of_round: buffers in ``target`` are differences.
         """
         self.refresh()
-        if of_round and with_state and buffers_too and self._reference.numel():
-            self._merge_buffers(self._sections[1].of(target) + self._reference)
+        if of_round and with_state and buffers_too and self.reference.numel():
+            self._merge_buffers(self._sections[1].of(target) + self.reference)
             buffers_too = False
         finer = [(p, p - p.float()) for p in self.parameters if still and p.dtype is torch.float64]
         for i, section in enumerate(self._sections):

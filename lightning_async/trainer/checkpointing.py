@@ -13,6 +13,7 @@ from typing import Any
 from lightning_async.engine.checkpoint.recovery import agree, recover
 from lightning_async.engine.checkpoint.saver import PATIENCE_S, Saver
 from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
+from lightning_async.errors import SettingsMismatch
 from lightning_async.trainer.checkpoint_io import DirectoryIO
 from lightning_async.trainer.namespace import pytorch
 from lightning_async.trainer.patches import Undo, replace, set_for_now
@@ -44,6 +45,8 @@ class Checkpointing:
         self._preempted = Preemption(trainer)
         self._undo: list[Undo] = []
         self._run, self._number = "", 0
+        self._group: list[int] = []
+        """The ranks that see this rank's directory."""
         self._verified: str | None = None
         self._watcher: Any = None
         """Knows for how many steps nothing was out of bounds."""
@@ -94,12 +97,15 @@ class Checkpointing:
         """Training begins: agree on numbers, start the writer, and have its memory.
 
         Raises:
-            TypeError: there is something in the state that cannot be saved; names it.
+            SettingsMismatch: the ranks were given different ones.
+            OSError: nothing can be written into the directory.
         """
         trainer, settings = self._trainer, self._settings
-        self._run, number = "", 0
-        for run, next_number in self._gather([uuid.uuid4().hex[:12], self.store.next_number()]):
-            self._run, number = self._run or run, max(number, next_number)
+        told = self._gather([uuid.uuid4().hex[:12], self.store.next_number(), settings.compared()])
+        if len(everyones := {rules for _, _, rules in told}) > 1:
+            raise SettingsMismatch(f"The ranks have different settings for checkpoints: {sorted(everyones)}.")
+        self._run, number = told[0][0], max(number for _, number, _ in told)
+        self._group = self._meet()
         if trainer.local_rank == 0:
             self.store.clean(self._run)
         for problem in self.resume.problems():
@@ -123,10 +129,26 @@ class Checkpointing:
             if self.saver is not None:
                 kind = Together if getattr(trainer.strategy, "averager", None) is None else Apart
                 shared, own = collect(trainer, ALIKE)  # what cannot be saved is named now, and memory is there
-                self.saver.reserve(trainer.global_step, self._ranks, shared, own)
-                self._pace = kind(trainer, self.saver, self._settings, self._number)
+                self.saver.reserve(trainer.global_step, self._group, shared, own)
+                self._pace = kind(trainer, self.saver, self._settings, self._number, self._group)
 
         return on_train_start
+
+    def _meet(self) -> list[int]:
+        """The ranks that see this rank's directory: each of them leaves a file there that the others look for.
+
+        Raises:
+            OSError: nothing can be written there.
+        """
+        files, strategy = self.store.files, self._trainer.strategy
+        path = f"{self.store.dirpath}/.{self._run}-{self._rank}"
+        files.write(path, [b""])
+        strategy.barrier("files are there")
+        prefix = f".{self._run}-"
+        seen = sorted(int(n.removeprefix(prefix)) for n in files.names(self.store.dirpath) if n.startswith(prefix))
+        strategy.barrier("files were seen")
+        files.unlink(path)
+        return seen
 
     # ---- during training ----
 

@@ -72,4 +72,6 @@ class Convening:
             return
         replaced = [callback.decide(world) for callback in self._convened()]
         if any(replaced) and self._strategy.gates is gates:  # else the checkpoint that was loaded has seen to it
+            module = self._trainer.lightning_module
+            world.make_equal_([*module.parameters(), *module.buffers()])  # each may have gone back to its own
             self._strategy.start_over()

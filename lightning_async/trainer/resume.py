@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightning_async.data.random_states import Generators
+from lightning_async.data.random_states import Generators, reseed
 from lightning_async.data.source import Source, source_of
 from lightning_async.trainer.logged import put_logged, take_logged
 from lightning_async.trainer.namespace import fabric
 from lightning_async.trainer.patches import Undo, replace, searches_lr
+from lightning_async.trainer.resized import batches_left, resized
 from lightning_async.trainer.unsaved import put_unsaved, take_unsaved
 
 __all__ = ["Resume"]
@@ -101,6 +102,10 @@ class Resume:
         """Go on from ``state`` when fit starts, once Lightning has restored its own checkpoint."""
         self._pending = state
 
+    def restore_resized(self, states: Sequence[dict[str, Any]]) -> None:
+        """The same where the number of ranks was another: from the states of all ranks at the save, by rank."""
+        self._pending = resized(states, self._trainer.global_rank, self._trainer.world_size)
+
     # ------------------------------------------------------------------ what follows the fit
 
     def _end(self) -> None:
@@ -180,6 +185,9 @@ class Resume:
             combined = self._trainer.fit_loop._combined_loader
             names = self._names(len(combined.flattened))
             self._sources = [source_of(loader, name) for loader, name in zip(combined.flattened, names, strict=True)]
+            ahead = any(fabric("utilities.data").sized_len(source.loader) is None for source in self._sources)
+            for source in self._sources:
+                source.ahead = ahead
             combined.flattened = [source.stand_in for source in self._sources]
             if self._pending is None:
                 return original()
@@ -224,6 +232,13 @@ class Resume:
                 if self._active and self._pending is not None:
                     warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
                 original()
+            if not self._active or self._pending is None or (left := batches_left(self._pending)) is None:
+                return
+            # The epoch has another number of batches now, and this rank is so many before its end.
+            current = self._trainer.fit_loop.epoch_loop.batch_progress.current
+            done = self._trainer.fit_loop.max_batches - left
+            current.ready = current.started = current.processed = current.completed = done
+            self._pending["unsaved"]["is_last_batch"] = left == 0
 
         return reset
 
@@ -236,7 +251,8 @@ class Resume:
             # From here on Lightning would guess from its counters what was done: skip validations, repeat schedulers.
             self._set_restarting(False)
             epoch.batch_progress.is_last_batch = self._pending["unsaved"]["is_last_batch"]
-            vars(self._trainer.fit_loop._combined_loader._iterator).update(self._pending["combined"])
+            if not self._pending.get("resized"):
+                vars(self._trainer.fit_loop._combined_loader._iterator).update(self._pending["combined"])
             self._go_on()
             if where == "validation":
                 self._validation_is_due = True
@@ -261,4 +277,7 @@ class Resume:
         assert state is not None
         put_unsaved(self._trainer, state["unsaved"])
         put_logged(self._trainer, state["logged"])
-        self._generators().put(state["random"])
+        if "seed" in state["random"]:  # a rank that was not there
+            reseed(state["random"]["seed"])
+        else:
+            self._generators().put(state["random"])

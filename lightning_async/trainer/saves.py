@@ -13,7 +13,8 @@ import importlib.metadata
 import logging
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -56,6 +57,10 @@ class Settings:
     max_failures: int
     good_after: int
     best: Best | None
+
+    def compared(self) -> str:
+        """What must be equal on all ranks, in words; directories of hosts may have different names."""
+        return ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.name != "dirpath")
 
 
 class Clock:
@@ -116,10 +121,12 @@ class Together:
         saver: of this rank.
         settings: what the user has asked for.
         number: of the last save in the directory.
+        group: the ranks that see this rank's directory, which holds a checkpoint of theirs.
     """
 
-    def __init__(self, trainer: Any, saver: Saver, settings: Settings, number: int) -> None:
+    def __init__(self, trainer: Any, saver: Saver, settings: Settings, number: int, group: Sequence[int]) -> None:
         self._trainer, self._saver, self._settings, self._number = trainer, saver, settings, number
+        self._group = group
         self._clock = Clock(settings.save, saver, trainer.global_step)
         self._flags = flags_of(trainer.strategy)
         self._stale = False
@@ -131,14 +138,14 @@ class Together:
         if resume.where == "validation":
             if trainer.world_size == 1 and preempted.told:
                 self._save("preemption", resume)
-                preempted.leave(lambda: self._saver.wait(PATIENCE_S))
+                preempted.leave(self._finish)
             return
         step, epoch_end = trainer.global_step, resume.where == "epoch"
         mine = clock.due(step, epoch_end)
         due, busy, told = self._flags.exchange([float(mine), float(saver.busy), float(preempted.told)])
         if told:
             self._save("preemption", resume)
-            preempted.leave(lambda: self._saver.wait(PATIENCE_S))
+            preempted.leave(self._finish)
         last = epoch_end and is_last(trainer)
         if last or clock.due_by_steps(step, epoch_end):
             due, busy = 1.0, float(trainer.strategy.reduce_boolean_decision(saver.busy, all=False))
@@ -158,10 +165,14 @@ class Together:
         self._number, step = self._number + 1, trainer.global_step
         shared, checkpoint = collect(trainer, ALIKE)
         own = {"checkpoint": checkpoint, "resume": resume.capture()}
-        ranks = range(trainer.world_size)
-        self._saver.save(self._number, step, ranks, shared, own, manifest_of(trainer, reason))
+        self._saver.save(self._number, step, self._group, shared, own, manifest_of(trainer, reason))
         self._clock.saved(step)
         self._stale = trainer.world_size > 1
+
+    def _finish(self) -> None:
+        """All are here until the last one has written: a launcher may end those that are left when one has gone."""
+        self._saver.wait(PATIENCE_S)
+        self._trainer.strategy.barrier("the checkpoint is written")
 
     def end(self) -> None:
         """The last save was made at the end of the last epoch."""
@@ -175,9 +186,18 @@ class Apart:
         saver: of this rank.
         settings: what the user has asked for.
         number: of the last save in the directory.
+        group: the ranks that see this rank's directory: all must.
+
+    Raises:
+        ValueError: they do not.
     """
 
-    def __init__(self, trainer: Any, saver: Saver, settings: Settings, number: int) -> None:
+    def __init__(self, trainer: Any, saver: Saver, settings: Settings, number: int, group: Sequence[int]) -> None:
+        if len(group) < trainer.world_size:
+            raise ValueError(
+                f"`FaultTolerantCheckpoint(dirpath={settings.dirpath!r})` is one directory of ranks {list(group)}, and "
+                "another one elsewhere: while replicas drift, all ranks must see the same."
+            )
         self._trainer, self._saver, self._settings = trainer, saver, settings
         self._known, self._asked = number, False
         self._averager: Any = None
@@ -253,6 +273,8 @@ class Apart:
         own = {"checkpoint": checkpoint, "resume": self._resume_state(), "clocks": self._averager.clocks()}
         self._averager.marks.begin(number)
         self._saver.save(number, step, range(trainer.world_size), shared, own, manifest_of(trainer, reason))
+        self._saver.wait(PATIENCE_S)
+        strategy.barrier("the checkpoint is written")
 
     # ---- at gates, see `Visitor` ----
 

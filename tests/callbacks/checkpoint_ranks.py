@@ -40,7 +40,7 @@ class Noisy(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
         loss = (self.net(x) - y).square().mean()
-        self.losses[self.trainer.global_step] = float(loss)
+        self.losses[self.trainer.global_step] = float(loss.detach())
         return loss
 
     def configure_optimizers(self) -> Any:
@@ -72,8 +72,8 @@ def data(batches: int = BATCHES) -> DataLoader[Any]:
 
 def train(folder: Path, strategy: Any, *callbacks: Any, **settings: Any) -> Noisy:
     batches = settings.pop("batches", BATCHES)
+    module = settings.pop("module", None) or Noisy()
     saved = FaultTolerantCheckpoint(folder, **{"every_n_train_steps": 4, "busy": "wait", **settings})
-    module = Noisy()
     torch.manual_seed(100 + rank())
     make_trainer(strategy, callbacks=[saved, *callbacks], max_epochs=EPOCHS, enable_checkpointing=True).fit(
         module, data(batches)
@@ -83,9 +83,9 @@ def train(folder: Path, strategy: Any, *callbacks: Any, **settings: Any) -> Nois
 
 def goes_on(folder: Path, strategy: Callable[[], Any], **settings: Any) -> dict[str, Any]:
     """Trained without and with an interruption: the steps that followed, and whether they and all tensors are equal."""
-    whole = train(folder / "whole", strategy(), **settings)
+    whole, begun = train(folder / "whole", strategy(), **settings), Noisy()
     with contextlib.suppress(Interrupted, PeerLost):
-        train(folder / "parts", strategy(), At(STOP, interrupt), **settings)
+        train(folder / "parts", strategy(), At(STOP, interrupt), module=begun, **settings)
     entry = CheckpointStore(folder / "parts").entries()[0]
     assert entry.manifest is not None
     rest = train(folder / "parts", strategy(), **settings)
@@ -93,6 +93,7 @@ def goes_on(folder: Path, strategy: Callable[[], Any], **settings: Any) -> dict[
         "saved": entry.step,
         "ranks": entry.manifest.ranks,
         "first": min(rest.losses),
+        "goes_on": rest.losses[min(rest.losses)] == begun.losses.get(min(rest.losses)),
         "losses": [rest.losses[step] == whole.losses[step] for step in rest.losses],
         "tensors": {
             name: float((a.double() - b.double()).abs().max())
@@ -152,7 +153,7 @@ def preempted(folder: Path, strategy: Callable[[], Any]) -> dict[str, Any]:
         "reasons": [entry.manifest.reason for entry in entries if entry.manifest],
         "step": entries[0].step,
         "ranks": entries[0].manifest.ranks if entries[0].manifest else (),
-        "first": min(rest.losses),
+        "first": min(rest.losses, default=BATCHES * EPOCHS),
         "steps": len(rest.losses),
     }
 

@@ -49,12 +49,12 @@ class Paced(Line):
 def fit(strategy: Any, module: Line, *callbacks: Any, n: int = 40, **options: Any) -> dict[str, Any]:
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     defaults = {"accelerator": "cpu", "devices": 2, "max_epochs": 1, "enable_model_summary": False}
-    defaults["use_distributed_sampler"] = False
+    defaults |= {"use_distributed_sampler": False, "num_sanity_val_steps": 0}
     with logged() as said:
         trainer = pl.Trainer(strategy=strategy, callbacks=list(callbacks), **(quiet | defaults | options))
         error = ""
         try:
-            trainer.fit(module, batches(n, seed=rank()))
+            trainer.fit(module, batches(n, seed=rank()), batches(1) if "val_check_interval" in options else None)
         except RuntimeError as raised:
             error = f"{type(raised).__name__}: {raised}"
     return {
@@ -159,8 +159,19 @@ def drifting_rolls_back_together() -> Any:
     monitor = DivergenceMonitor(remedies=["log", "roll_back", "stop"])
     keeper = Keeper(monitor)
     begun = time.monotonic()
-    told = fit(drifting(), Paced(poison=33 if rank() == 1 else 0), monitor, keeper, n=80)
-    return told | {"rolled": keeper.rolled, "took_s": time.monotonic() - begun}
+    after: list[list[float]] = []
+
+    class Recorded(AsyncAveragingStrategy):
+        def start_over(self) -> None:
+            after.append(values(self.module))
+            super().start_over()
+
+    module = Paced(poison=33 if rank() == 1 else 0)
+    validated: list[int] = []
+    module.validation_step = lambda batch, batch_idx: validated.append(module.steps)  # type: ignore[method-assign]
+    told = fit(Recorded(schedule=EveryNSteps(8)), module, monitor, keeper, n=80, val_check_interval=7)
+    took_s = time.monotonic() - begun
+    return told | {"rolled": keeper.rolled, "took_s": took_s, "after": after, "validated": len(validated)}
 
 
 @scenario

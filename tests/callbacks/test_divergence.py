@@ -280,7 +280,7 @@ def test_looks_take_no_more_than_their_share():
 def test_it_takes_less_than_a_hundredth_of_a_step():
     class Heavy(Line):
         def __init__(self) -> None:
-            super().__init__()
+            super().__init__(optimizer=lambda ps: torch.optim.Adam(ps, lr=1e-5))
             self.body = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))
 
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -305,7 +305,7 @@ def test_it_takes_less_than_a_hundredth_of_a_step():
 
             return timed
 
-    data, threads = torch.randn(45, 1024, 256), torch.get_num_threads()
+    data, threads = torch.randn(45, 2048, 256), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         trainer(Timed()).fit(Heavy(), torch.utils.data.DataLoader(data, batch_size=None))  # type: ignore[arg-type]

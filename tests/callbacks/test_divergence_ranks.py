@@ -82,7 +82,12 @@ def test_a_drifting_replica_whose_loss_has_gone_off_is_left_out(outcomes: Outcom
 
 def test_drifting_replicas_roll_back_together(outcomes: Outcomes):
     first, second = outcomes("drifting_rolls_back_together")
+    assert not first["error"]
+    assert not second["error"]
     assert len(first["rolled"]) == len(second["rolled"]) == 1
+    assert first["after"] == second["after"]
+    assert len(first["after"]) == 1
+    assert first["validated"] == second["validated"] >= 11
     assert first["finite"]
     assert second["finite"]
     assert first["values"] == second["values"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -82,6 +83,15 @@ def test_released_memory_and_descriptors_are_gone():
     assert len(os.listdir("/proc/self/fd")) == before
     with open("/proc/self/maps") as maps:
         assert "memfd:test" not in maps.read()
+
+
+def test_where_the_system_has_no_anonymous_memory_a_file_without_a_name_serves(
+    buffer: Buffer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert_holds(buffer, [torch.arange(1000)], b"text")
+    assert not list(tmp_path.iterdir())
 
 
 def test_no_memory_is_an_error_not_a_signal(buffer: Buffer, monkeypatch: pytest.MonkeyPatch):

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from lightning_async.engine.checkpoint.buffers import ALIGNMENT, layout
 from lightning_async.engine.checkpoint.manifest import Manifest, RankManifest
-from lightning_async.engine.checkpoint.shards import load, plan, shard
+from lightning_async.engine.checkpoint.shards import load, load_own, plan, shard
 from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
 from lightning_async.errors import DamagedCheckpoint
-from tests.checkpoint.states import assert_loaded, own_of, shared_of
+from tests.checkpoint.states import assert_equal, assert_loaded, own_of, shared_of
 
 
 def commit(folder: Path, number: int, ranks: tuple[int, ...], shared: dict[int, Any] | None = None) -> Entry:
@@ -49,7 +49,9 @@ def test_a_plan_is_balanced(sizes: list[int], ranks: list[int]):
 def test_every_rank_reads_its_own_and_what_is_shared(tmp_path: Path, ranks: tuple[int, ...]):
     entry, store = commit(tmp_path, 3, ranks), CheckpointStore(tmp_path)
     for rank in range(7):
-        assert_loaded(load(store, entry, rank), 3, rank, has_own=rank in ranks)
+        loaded = load(store, entry, rank)
+        assert_loaded(loaded, 3, rank, has_own=rank in ranks)
+        assert_equal(load_own(store, entry, rank), loaded.own)
     bins = [(tmp_path / entry.name / f"rank-{rank}.bin").stat().st_size for rank in ranks]
     own = own_of(3, 0)["random"].nbytes
     shared = sum(bins) - own * len(ranks)

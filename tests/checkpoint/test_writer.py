@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import random
 import resource
 import signal
 import subprocess
@@ -13,9 +14,11 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
+import fsspec.asyn
 import pytest
 import torch
 
+from lightning_async.engine.checkpoint.channel import _BOOT
 from lightning_async.engine.checkpoint.process import Job, Result, SaveBusy, Writer
 from lightning_async.engine.checkpoint.shards import load
 from lightning_async.engine.checkpoint.store import CheckpointStore
@@ -171,29 +174,55 @@ def test_a_writer_that_dies_is_replaced_and_nothing_lost(
     assert caplog.record_tuples[0][1] == logging.WARNING and "has ended (signal 9)" in caplog.text
 
 
+def test_a_writer_that_dies_at_any_moment(tmp_path: Path, make: MakeWriter):
+    writer, chance = make(), random.Random(0)
+    took = saved(writer, job_of(1, numel=300_000)).seconds
+    for number in range(2, 22):
+        writer.save(job_of(number, numel=300_000))
+        time.sleep(chance.uniform(0.0, 1.2 * took))
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid_of(writer), signal.SIGKILL)
+        (result,) = writer.wait(20.0)
+        assert result.committed and result.error is None
+        store = CheckpointStore(tmp_path)
+        (entry, *_) = store.entries()
+        store.verify(entry)
+        assert_loaded(load(store, entry, 0), number, 0, numel=300_000)
+    assert len(os.listdir(tmp_path)) == 21
+
+
 def test_a_writer_that_dies_idle_is_replaced_by_the_next_save(tmp_path: Path, make: MakeWriter):
     writer = make()
     os.kill(pid_of(writer), signal.SIGKILL)
     assert saved(writer, job_of(1)).committed
 
 
-def test_a_save_that_kills_its_writer_is_given_up(tmp_path: Path, make: MakeWriter):
+POISONED = _BOOT.replace(
+    "main(fd, trainer)",
+    """
+import os
+from lightning_async.engine.checkpoint import writer
+perform = writer.perform
+writer.perform = lambda job, *rest: os.kill(os.getpid(), 9) if job["number"] == 1 else perform(job, *rest)
+main(fd, trainer)""",
+)
+"""Save 1 kills any process that begins with it."""
+
+
+def test_a_save_that_kills_its_writer_is_given_up_and_no_other(
+    tmp_path: Path, make: MakeWriter, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("lightning_async.engine.checkpoint.channel._BOOT", POISONED)
     writer = make()
-    for _ in range(2):
-        os.kill(pid_of(writer), signal.SIGSTOP)
-        if not writer.busy:
-            writer.save(job_of(1))
-        os.kill(pid_of(writer), signal.SIGKILL)
-        while writer.pid and not Path(f"/proc/{writer.pid}/maps").exists():
-            time.sleep(0.01)
-        first, results = writer.pid, writer.wait(0.0)
-        while writer.pid == first and not results:
-            results = writer.poll()
-    # The second writer may have been quicker than the signal.
-    assert len(results) == 1
-    error = results[0].error
-    assert error is None or "2 processes have died of it; the last one: signal 9" in error
-    assert saved(writer, job_of(2)).committed
+    os.kill(pid_of(writer), signal.SIGSTOP)
+    writer.save(job_of(1))
+    writer.save(job_of(2), queue=True)
+    os.kill(pid_of(writer), signal.SIGCONT)
+    first, second = writer.wait(20.0)
+    assert not first.committed and "save 1, begun" in str(first.error)
+    assert "is lost: 2 processes have died of it; the last one: signal 9" in str(first.error)
+    assert second.committed and not writer.busy
+    assert committed(tmp_path) == [2]
 
 
 def test_what_was_done_before_the_writer_died_is_not_done_twice(tmp_path: Path, make: MakeWriter):
@@ -215,7 +244,6 @@ def test_a_writer_that_cannot_start_says_why(make: MakeWriter, monkeypatch: pyte
     monkeypatch.setattr("sys.executable", str(tmp_path / "nowhere"))
     with pytest.raises(CheckpointError, match="no process that writes checkpoints can be started"):
         Writer(tmp_path, rank=3).start()
-    monkeypatch.setattr("lightning_async.engine.checkpoint.channel._BOOT", "raise SystemExit('no room at the inn')")
     monkeypatch.undo()
     monkeypatch.setattr("lightning_async.engine.checkpoint.channel._BOOT", "raise SystemExit('no room at the inn')")
     writer = make()
@@ -280,11 +308,38 @@ def test_two_ranks_commit_together(tmp_path: Path, make: MakeWriter):
             assert_loaded(load(store, entry, rank), entry.number, rank, has_own=rank < 2)
 
 
+@pytest.fixture(scope="module")
+def fsspecs_thread() -> None:
+    """Started once for the process, so before what a test leaves behind is looked at."""
+    fsspec.asyn.get_loop()
+
+
+@pytest.mark.usefixtures("fsspecs_thread")
+def test_a_file_system_without_rename(tmp_path: Path, make: MakeWriter):
+    """Of fsspec, in the writers' processes too."""
+    url = f"dir::file://{tmp_path}"
+    writers = [make(url, rank=rank) for rank in (0, 1)]
+    store = CheckpointStore(url)
+    assert not store.files.atomic
+    for rank, writer in enumerate(writers):
+        writer.save(job_of(1, rank, (0, 1)))
+    assert [result.committed for writer in writers for result in writer.wait(30.0)] == [True, False]
+    (entry,) = store.entries()
+    store.verify(entry)
+    for rank in (0, 1):
+        assert_loaded(load(store, entry, rank), 1, rank)
+    assert list(tmp_path.rglob("manifest.json"))
+
+
 def test_without_the_part_of_one_rank_nothing_is_committed(tmp_path: Path, make: MakeWriter):
     first, second = make(rank=0, deadline=timedelta(seconds=0.3)), make(rank=1)
     first.save(job_of(1, 0, (0, 1)))
     (result,) = first.wait(20.0)
     assert not result.committed and "nothing was heard of rank(s) [1] for 0 s" in str(result.error)
+    assert [path.name for path in tmp_path.rglob("*.*") if path.is_file()] == ["rank-0.failed"]
+    # It was only late.
+    second.save(job_of(1, 1, (0, 1)))
+    assert [result.committed for result in second.wait(20.0)] == [False]
     assert os.listdir(tmp_path) == []
     # Only the other one: it cannot know, and leaves what it has written to `clean`.
     second.save(job_of(2, 1, (0, 1)))

@@ -149,8 +149,13 @@ def check(store: CheckpointStore, committed: int, ranks: int) -> int:
     return newest
 
 
-def save_once_and_die(folder: str) -> int:
-    """Killed when the writer has the save, but has not begun; the writer goes on. Its process."""
+def save_once_and_die(folder: str, fork: bool) -> int:
+    """Killed when the writer has the save, but has not begun; the writer goes on, and then ends. The newest save.
+
+    Args:
+        folder: of the checkpoints.
+        fork: a fork of the trainer lives on, with all that it had open, as loaders' workers do for a while.
+    """
     read, write = os.pipe()
     pid = os.fork()
     if not pid:
@@ -159,11 +164,19 @@ def save_once_and_die(folder: str) -> int:
         assert writer.pid is not None
         os.kill(writer.pid, signal.SIGSTOP)
         writer.save(job_of(1, numel=NUMEL))
-        os.write(write, b"%d" % writer.pid)
+        worker = os.fork() if fork else 0
+        if fork and not worker:
+            time.sleep(60.0)
+            os._exit(0)
+        os.write(write, b"%-16d%d" % (writer.pid, worker))
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)
-    writer = int(os.read(read, 16))
+    writer, worker = int(os.read(read, 16)), int(os.read(read, 16))
     assert not CheckpointStore(folder).entries()
     os.kill(writer, signal.SIGCONT)
-    wait_until_gone(Trainer(pid, writer, read))
+    try:
+        wait_until_gone(Trainer(pid, writer, read))
+    finally:
+        if worker:
+            os.kill(worker, signal.SIGKILL)
     return check(CheckpointStore(folder), 1, 1)

@@ -76,6 +76,7 @@ def test_what_comes_back_equals_what_went_in(value: Any):
 OTHERS = [
     torch.Size([2, 3]),
     torch.float16,
+    torch.qint8,
     torch.device("cuda", 1),
     Path("a/b"),
     datetime(2026, 1, 2, 3, 4, 5, 6, tzinfo=timezone(timedelta(hours=-3))),

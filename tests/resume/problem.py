@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +137,8 @@ class Point:
     rows: int
     state: dict[str, Any]
     checkpoint: dict[str, Any]
+    others: list[dict[str, Any]] = field(default_factory=list)
+    """The states of all ranks, where their number is another."""
 
     @property
     def name(self) -> str:
@@ -155,7 +157,10 @@ class Follow(pl.Callback):
         self.resume = Resume(trainer)
         self.undo = self.resume.install()
         self.resume.on_boundary = lambda: self._save(trainer)
-        self.resume.restore(copy.deepcopy(self.start.state) if self.start is not None else None)
+        if self.start is not None and self.start.others:
+            self.resume.restore_resized(copy.deepcopy(self.start.others))
+        else:
+            self.resume.restore(copy.deepcopy(self.start.state) if self.start is not None else None)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.problems = self.resume.problems()
@@ -194,6 +199,8 @@ class Training:
             seed(self.seed if start is None else self.seed + 100)
         if start is not None:
             torch.save(start.checkpoint, folder / "point.ckpt")
+            torch.save(start.state, folder / "state.pt")  # and loads as what it is: plain values and tensors
+            start = replace(start, state=torch.load(folder / "state.pt", weights_only=True))
         follow, module = Follow(start, wanted), self.module()
         settings = {"max_epochs": 3, "num_sanity_val_steps": 0, **self.trainer}
         if not self.validates:

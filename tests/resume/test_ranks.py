@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
-from tests.resume.ranks import POINTS
+import pytest
+import torch
+
+from tests.resume.problem import Point, Training
+from tests.resume.ranks import POINTS, epoch_loader
 from tests.strategies.conftest import ranks as ranks
 from tests.strategies.workers import Outcomes
 
@@ -15,3 +19,23 @@ SCENARIOS = "tests.resume.ranks"
 def test_two_ranks(scenario: str, ranks: Outcomes) -> None:
     for names in ranks(scenario):
         assert set(names) == set(POINTS)
+
+
+def test_a_rank_less(ranks: Outcomes, tmp_path: Path) -> None:
+    """What two ranks have left of an epoch, one takes: each sample once."""
+    first = [index for indices in ranks("two_ranks") for index in indices]
+    saved = [torch.load(ranks.folder("two_ranks") / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
+    point = Point("batch", 1, 2, 0, *saved[0], others=[state for state, _ in saved])
+    training = Training(epoch_loader, trainer={"max_epochs": 3})
+    rows, _, loader = training.fit(tmp_path, point, wanted=lambda name: False)
+    assert len(first) == 12 and sorted(first + loader.dataset.fetched[:11]) == list(range(23))
+    assert sorted(loader.dataset.fetched[11:]) == list(range(23))
+    assert [row[2] for row in rows if row[0] == "train"] == [4, 5, 6, 7, *range(8)]
+    assert [row[1] for row in rows if row[0] == "validate"] == [1, 1, 2, 2]
+
+
+def test_a_rank_more(ranks: Outcomes) -> None:
+    """What one rank has left, two take."""
+    (first, mine), (_, others) = ranks("one_rank_then_two")
+    assert len(first) == 12 and len(mine) == len(others) == 6  # 11 were left: one is there twice, as torch does it
+    assert set(first + mine + others) == set(range(23))

@@ -57,11 +57,12 @@ class Marks:
     def replica(self) -> dict[str, Any]:
         """What this replica is beside what all have agreed on, but for its tensors.
 
-        Its work that no agreement holds, and whether it is the last target, to the bit.
+        Its work that no agreement holds, whether it is the last target, to the bit, and what buffers are sent against.
         """
         with self._box.changed:
             work = [self._ledger.work.samples, self._ledger.work.steps]
-            return {"work": work, "at_target": self._control.buckets.at_target}
+            buckets = self._control.buckets
+            return {"work": work, "at_target": buckets.at_target, "reference": buckets.replica.reference}
 
     def part(self, replica: Mapping[str, Any], tensors: Mapping[str, Tensor], module: nn.Module) -> None:
         """All replicas hold what was agreed on: go on from this one's own parameters and buffers, and its `replica`."""
@@ -70,6 +71,7 @@ class Marks:
             for name, value in module.state_dict().items():
                 if isinstance(value, Tensor) and name in tensors:
                     value.copy_(tensors[name])
+            buckets.replica.reference.copy_(replica["reference"])
             if replica["at_target"]:
                 buckets.replica.pack_(buckets.received)
         with self._box.changed:

@@ -70,7 +70,9 @@ class Buffer:
         size = -(-(size + size // 64 + _SPARE) // mmap.PAGESIZE) * mmap.PAGESIZE
         descriptor = anonymous_file(self._name)
         try:
-            os.posix_fallocate(descriptor, 0, size)  # an error here, where a write would be a signal
+            os.ftruncate(descriptor, size)
+            if hasattr(os, "posix_fallocate"):  # an error here, where a write would be a signal
+                os.posix_fallocate(descriptor, 0, size)
             memory = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
         except OSError as error:
             os.close(descriptor)

@@ -94,7 +94,7 @@ class Channel:
         try:
             code = self._popen.wait(_EXIT_S)
         except subprocess.TimeoutExpired:
-            self._left.append(self._popen)
+            self._left[:] = [self._popen, *(each for each in self._left if each.poll() is None)]
             return "it has not ended"
         finally:
             said = os.pread(self._errors, 1 << 16, 0).decode(errors="replace").strip()

@@ -8,12 +8,13 @@ Only the training thread uses it. Nothing waits for a disk, but `Writer.wait` an
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import logging
 import os
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -165,13 +166,14 @@ class Writer:
                 f"{began - first.started:.1f} s (process {self.pid})."
             )
         self.start()
-        part, buffer = self._shard(job), free[0]
-        buffer.owner = Owner.FILLING
-        try:
-            flight = self._fill(buffer, job, part)
-        except BaseException:
-            buffer.owner = Owner.FREE
-            raise
+        with _uncollected():
+            part, buffer = self._shard(job), free[0]
+            buffer.owner = Owner.FILLING
+            try:
+                flight = self._fill(buffer, job, part)
+            except BaseException:
+                buffer.owner = Owner.FREE
+                raise
         buffer.owner = Owner.WRITER
         self._flights.append(flight)
         self._send(flight)
@@ -253,6 +255,7 @@ class Writer:
         """Have another process write what the dead one had: it is all still in memory."""
         how, self._process = dead.close(), None
         log.warning("Rank %d: the process %d that writes checkpoints has ended (%s).", self._rank, dead.pid, how)
+        first, *_ = [*self._flights, None]  # it has died of this one; the next it had not begun with
         for flight in list(self._flights):
             try:
                 if flight.attempts == _ATTEMPTS:
@@ -263,13 +266,25 @@ class Writer:
                 flight.buffer.owner = Owner.FREE
                 self._done.append(self._failure(flight, str(error)))
             else:
-                flight.attempts += 1
+                flight.attempts += flight is first
                 self._send(flight)
 
     def _failure(self, flight: _Flight, what: str) -> Result:
         seconds = _since(flight)
         shown = f"rank {self._rank}: save {flight.number}, begun {seconds:.1f} s ago, {what}"
         return Result(flight.number, seconds, error=shown)
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without garbage collection: the many small objects that describe a state set it off, for longer than the copy."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _since(flight: _Flight) -> float:

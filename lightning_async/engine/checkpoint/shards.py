@@ -29,7 +29,7 @@ from lightning_async.engine.checkpoint.manifest import Manifest
 from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
 from lightning_async.errors import DamagedCheckpoint
 
-__all__ = ["Loaded", "Shard", "load", "plan", "shard"]
+__all__ = ["Loaded", "Shard", "load", "load_own", "plan", "shard"]
 
 _MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, RecursionError)
 
@@ -124,6 +124,17 @@ def load(store: CheckpointStore, entry: Entry, rank: int) -> Loaded:
         )
     own = next((part.own() for part in parts if part.rank == rank), None)
     return Loaded(parts[0].shared_tree([shared[i] for i in range(count)]), own, manifest)
+
+
+def load_own(store: CheckpointStore, entry: Entry, rank: int) -> Any | None:
+    """What is a rank's own, alone: the files of others are not read. None where it had no part in the checkpoint.
+
+    Raises:
+        DamagedCheckpoint: its files do not fit together; names them.
+        OSError: a file cannot be read.
+    """
+    manifest = entry.manifest or store.verify(entry)
+    return _Part(store, entry.path, rank).own() if rank in manifest.ranks else None
 
 
 class _Part:

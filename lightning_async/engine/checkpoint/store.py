@@ -75,13 +75,16 @@ class CheckpointStore:
         return self.files.hold(temporary)
 
     def add_rank(self, temporary: str, manifest: RankManifest) -> None:
-        """Say that all files of a rank are durable; whoever waits for that never sees a part of it."""
-        path = f"{temporary}/{_rank_manifest(manifest.rank)}"
+        """Say that all files of a rank are durable."""
+        self.publish(f"{temporary}/{_rank_manifest(manifest.rank)}", manifest.to_bytes())
+
+    def publish(self, path: str, data: bytes) -> None:
+        """Write a small file; whoever waits for it never sees a part of it."""
         if self.files.atomic:
-            self.files.write(f"{path}.part", [manifest.to_bytes()])
+            self.files.write(f"{path}.part", [data])
             self.files.rename(f"{path}.part", path)
         else:  # a file of a remote store is there when it is closed
-            self.files.write(path, [manifest.to_bytes()])
+            self.files.write(path, [data])
 
     def missing(self, temporary: str, ranks: Iterable[int]) -> list[int]:
         """The ranks that did not say so yet."""

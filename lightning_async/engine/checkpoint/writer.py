@@ -99,7 +99,8 @@ def perform(job: Job, memory: memoryview, again: bool = False) -> dict[str, Any]
     store = CheckpointStore(job["dirpath"])
     number, step, rank = job["number"], job["step"], job["rank"]
     temporary, commits = store.temporary(number, step, job["run"]), rank == min(job["ranks"])
-    if again and store.files.exists(f"{store.final(number, step)}/manifest.json"):
+    manifest = f"{store.final(number, step)}/manifest.json"
+    if again and store.files.exists(manifest):
         return {"bytes": job["bytes"], "committed": commits}  # a writer before this one had done all but answer
     with store.hold(temporary):
         try:
@@ -111,6 +112,8 @@ def perform(job: Job, memory: memoryview, again: bool = False) -> dict[str, Any]
             raise
         if commits:
             _commit(store, temporary, job)
+        elif again and store.files.atomic and store.files.exists(manifest):
+            store.discard(temporary)  # committed while this was looking at it, which has made the folder anew
         else:
             _discard_if_hopeless(store, temporary, job)
     return {"bytes": job["bytes"], "committed": commits}
@@ -129,7 +132,7 @@ def _commit(store: CheckpointStore, temporary: str, job: Job) -> None:
     Raises:
         CheckpointError: another rank has failed, or was not heard of before the deadline.
     """
-    started, pause = time.monotonic(), 0.005
+    started, pause, silent = time.monotonic(), 0.005, []
     longest = 0.1 if store.files.atomic else 2.0  # to ask a remote store costs something
     try:
         while True:
@@ -147,9 +150,11 @@ def _commit(store: CheckpointStore, temporary: str, job: Job) -> None:
             said = store.files.read(f"{temporary}/{_failed(failed[0])}").decode(errors="replace")
             raise CheckpointError(f"{temporary}: rank {failed[0]} could not write its part: {said}")
         store.commit(temporary, Manifest(**{**job["manifest"], "ranks": tuple(job["ranks"])}))
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             store.discard(temporary)
+            if silent:  # one that is only late deletes what it writes from now on
+                store.publish(f"{temporary}/{_failed(job['rank'])}", str(error)[:_LONGEST_ERROR].encode())
         raise
 
 
@@ -158,7 +163,7 @@ def _fail(store: CheckpointStore, temporary: str, job: Job, error: BaseException
     with contextlib.suppress(OSError):
         for name in job["files"]:
             store.files.unlink(f"{temporary}/{name}")
-        store.files.write(f"{temporary}/{_failed(job['rank'])}", [str(error)[:_LONGEST_ERROR].encode()])
+        store.publish(f"{temporary}/{_failed(job['rank'])}", str(error)[:_LONGEST_ERROR].encode())
     with contextlib.suppress(OSError):
         _discard_if_hopeless(store, temporary, job)
 

@@ -1,0 +1,61 @@
+"""Going on with another number of ranks than saved: what is left of the epoch is divided anew."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lightning_async.data.samplers import divide, rest
+
+__all__ = ["batches_left", "resized"]
+
+log = logging.getLogger(__name__)
+
+
+def resized(states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+    """The state from which ``rank`` of ``world_size`` goes on, made of those of all ranks at the save.
+
+    Each sample of the epoch is still seen once. Gradients in accumulation are left out, and so is the rest of an epoch
+    of which nobody knows what the ranks took: its data begins again, with a warning.
+
+    Args:
+        states: by the rank that they were captured on.
+        rank: among those that go on.
+        world_size: how many go on.
+    """
+    base = states[rank % len(states)]
+    loaders = [state["loaders"] for state in states]
+    positions = [
+        _divided(list(of_ranks), rank, world_size, len(base["loaders"])) for of_ranks in zip(*loaders, strict=True)
+    ]
+    random = base["random"] if rank < len(states) else {"seed": zlib.crc32(base["random"]["torch"]) + rank}
+    unsaved = {**base["unsaved"], "gradients": {}}
+    return {**base, "loaders": positions, "random": random, "unsaved": unsaved, "resized": True}
+
+
+def batches_left(state: dict[str, Any]) -> int | None:
+    """How many batches follow in the epoch, where its data was divided anew."""
+    told = state["loaders"][0].get("share") if state.get("resized") and state["loaders"] else None
+    if not told or told["kind"] != "given" or state["loaders"][0]["taken"]:
+        return None
+    return -(-len(told["indices"]) // told["batch_size"])
+
+
+def _divided(positions: list[dict[str, Any]], rank: int, world_size: int, loaders: int) -> dict[str, Any]:
+    if "taken" not in positions[0]:  # the epoch's data is at its end, or not begun
+        return positions[0]
+    if loaders > 1 or not all(position.get("share") for position in positions):
+        log.warning(
+            "The checkpoint is of %d ranks, and %d go on, but it cannot be told which samples of this epoch were seen: "
+            "its data begins again. One DataLoader of a map-style dataset with torch's samplers can go on.",
+            len(positions), world_size,
+        )  # fmt: skip
+        return {"ended": False, "dataset": None}
+    told = positions[0]["share"]
+    indices = torch.tensor(divide(rest(positions), rank, world_size), dtype=torch.int64)
+    given = {"kind": "given", "length": told["length"], "batch_size": told["batch_size"], "indices": indices}
+    return {"taken": 0, "made": 0, "drawn": {}, "share": given}
