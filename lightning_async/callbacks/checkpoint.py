@@ -20,9 +20,9 @@ from lightning_async.rules.saving import (
     SavePolicy,
 )
 from lightning_async.trainer.checkpointing import Checkpointing
+from lightning_async.trainer.due import Settings
 from lightning_async.trainer.namespace import pytorch
 from lightning_async.trainer.preemption import TRY_AGAIN
-from lightning_async.trainer.saves import Settings
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Checkpoint

@@ -6,29 +6,13 @@ it. Where replicas drift, the rank that needs the others calls them to a gate.
 
 from __future__ import annotations
 
-import itertools
-import os
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.distributed import distributed_c10d
-
-from lightning_async.comm.membership.start import is_loopback
-from lightning_async.comm.protocols import Collectives, Pending
-from lightning_async.comm.torch.collectives import TorchCollectives
-from lightning_async.comm.torch.forming import Terms
-from lightning_async.engine.world import World
 from lightning_async.rules.divergence import Remedy
+from lightning_async.trainer.lagged import Lagged, lagged_of
 
 __all__ = ["Alone", "Council", "Drifting", "Lockstep", "Row", "council_of", "severest"]
-
-_DEADLINE = timedelta(minutes=30)
-_GOODBYE = timedelta(seconds=2)
-_fits = itertools.count(1)
 
 
 class Row(NamedTuple):
@@ -112,32 +96,22 @@ class Lockstep:
     """Ranks take every step together.
 
     Args:
-        collectives: a communicator of its own, for CPU tensors; closed by `close` if ``owned``.
-        owned: nobody else closes it.
+        lagged: carries the rows; closed by `close`.
     """
 
-    def __init__(self, collectives: Collectives, owned: bool = False) -> None:
-        self._collectives, self._owned = collectives, owned
-        self._pending: Pending[Tensor] | None = None
+    def __init__(self, lagged: Lagged) -> None:
+        self._lagged = lagged
 
     def hear(self) -> list[Row]:
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return []
-        rows = pending.result().tolist()  # of a step ago: it has long arrived
+        rows = self._lagged.hear()
         return [Row(Remedy(int(wanted)), loss, int(every), bool(clean)) for wanted, loss, every, clean in rows]
 
     def say(self, row: Row) -> list[Row]:
-        assert self._pending is None
-        self._pending = self._collectives.all_gather(torch.tensor([float(x) for x in row], dtype=torch.float64))
+        self._lagged.say([float(x) for x in row])
         return []
 
     def close(self) -> None:
-        if self._pending is not None:
-            self._pending.wait(_GOODBYE)
-            self._pending = None
-        if self._owned:
-            self._collectives.close()
+        self._lagged.close()
 
 
 def council_of(callback: Any, trainer: Any) -> Council:
@@ -146,24 +120,7 @@ def council_of(callback: Any, trainer: Any) -> Council:
     Raises:
         ValueError: ranks that this package and torch.distributed know nothing of.
     """
-    strategy, world = trainer.strategy, getattr(trainer.strategy, "world", None)
-    if trainer.world_size == 1:
-        return Alone()
-    if callback.call_together is not None:
-        return Drifting(callback, strategy)
-    name = f"divergence{next(_fits)}"
-    if isinstance(world, World):
-        return Lockstep(world.fork(name, _DEADLINE))
-    if not dist.is_initialized():
-        raise ValueError(
-            f"`DivergenceMonitor` cannot reach the other ranks of {type(strategy).__name__}: use a strategy of this "
-            "package, or one over torch.distributed (DDPStrategy, FSDPStrategy)."
-        )
-    store = distributed_c10d.PrefixStore(f"lightning_async/{name}", distributed_c10d._get_default_store())
-    host = "127.0.0.1" if is_loopback(os.environ.get("MASTER_ADDR", "")) else None
-    collectives = TorchCollectives(
-        store, trainer.global_rank, trainer.world_size, name=name, timeout=_DEADLINE, form_timeout=_DEADLINE,
-        terms=Terms(host=host),
-    )  # fmt: skip
-    collectives.open()
-    return Lockstep(collectives, owned=True)
+    if callback.call_together is not None and trainer.world_size > 1:
+        return Drifting(callback, trainer.strategy)
+    lagged = lagged_of("DivergenceMonitor", trainer)
+    return Alone() if lagged is None else Lockstep(lagged)

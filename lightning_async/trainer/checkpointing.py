@@ -12,14 +12,16 @@ from typing import Any
 
 from lightning_async.engine.checkpoint.recovery import agree, recover
 from lightning_async.engine.checkpoint.saver import PATIENCE_S, Saver
+from lightning_async.engine.checkpoint.shards import load_own
 from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
 from lightning_async.errors import SettingsMismatch
 from lightning_async.trainer.checkpoint_io import DirectoryIO
+from lightning_async.trainer.due import Settings
 from lightning_async.trainer.namespace import pytorch
 from lightning_async.trainer.patches import Undo, replace, set_for_now
 from lightning_async.trainer.preemption import Preemption
 from lightning_async.trainer.resume import Resume
-from lightning_async.trainer.saves import Apart, Settings, Together
+from lightning_async.trainer.saves import Apart, Together
 from lightning_async.trainer.whole_state import ALIKE, collect, left_out, put_back, whole
 
 __all__ = ["Checkpointing"]
@@ -89,7 +91,10 @@ class Checkpointing:
             store.verify(entry)
         checkpoint, resume = whole(store, entry, self._rank, self._trainer.world_size)
         if self._trainer.state.fn == "fit":
-            self.resume.restore(resume)
+            if resume is None and (states := _all_of(store, entry)):
+                self.resume.restore_resized(states)
+            else:
+                self.resume.restore(resume)
             self.resumed = entry
         return checkpoint
 
@@ -201,7 +206,9 @@ class Checkpointing:
         saver, self.saver = self.saver, None
         if saver is not None:
             saver.close(PATIENCE_S)
-        self._pace = None
+        if self._pace is not None:
+            self._pace.close()
+            self._pace = None
 
     # ---- ranks ----
 
@@ -217,3 +224,12 @@ class Checkpointing:
         """One plain value of every rank; all ranks call this together."""
         strategy = self._trainer.strategy
         return [strategy.broadcast(value, src) for src in self._ranks]
+
+
+def _all_of(store: CheckpointStore, entry: Entry) -> list[dict[str, Any]]:
+    """What `Resume` has of every rank of a training of another size; nothing where it lacks one."""
+    manifest = entry.manifest
+    assert manifest is not None
+    owns = [load_own(store, entry, rank) for rank in range(manifest.world_size)]
+    states = [own["resume"] for own in owns if own is not None and own["resume"] is not None]
+    return states if len(states) == manifest.world_size else []

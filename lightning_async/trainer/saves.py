@@ -9,108 +9,23 @@ rank that takes part keeps a share, and with it, at its own next batch boundary,
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
-import math
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
 from lightning_async.engine.checkpoint.process import SaveBusy
 from lightning_async.engine.checkpoint.saver import PATIENCE_S, Saver
-from lightning_async.rules.saving import Best, KeepPolicy, Progress, SavePolicy
-from lightning_async.trainer.flags import flags_of
+from lightning_async.trainer.due import Clock, Settings, is_last, manifest_of
+from lightning_async.trainer.lagged import lagged_of
 from lightning_async.trainer.preemption import Preemption
 from lightning_async.trainer.resume import Resume
 from lightning_async.trainer.whole_state import ALIKE, REPLICAS, collect
 
-__all__ = ["Apart", "Settings", "Together"]
+__all__ = ["Apart", "Together"]
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a user has asked for; equal on all ranks.
-
-    Args:
-        dirpath: where checkpoints are.
-        save: when.
-        keep: which.
-        recover: which one to go on from; None: none, by itself.
-        busy: what becomes of a save that is due while the one before is written: "latest", "wait" or "skip".
-        buffers: copies of the state.
-        max_failures: failed saves in a row that end training.
-        good_after: steps without harm, after which a checkpoint is good.
-        best: what "best" means.
-    """
-
-    dirpath: str
-    save: SavePolicy
-    keep: KeepPolicy
-    recover: str | None
-    busy: str
-    buffers: int
-    max_failures: int
-    good_after: int
-    best: Best | None
-
-    def compared(self) -> str:
-        """What must be equal on all ranks, in words; directories of hosts may have different names."""
-        return ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.name != "dirpath")
-
-
-class Clock:
-    """What is due, and when the last save was.
-
-    Args:
-        policy: says when to save.
-        saver: knows what saves cost.
-        step: that training begins at.
-    """
-
-    def __init__(self, policy: SavePolicy, saver: Saver, step: int) -> None:
-        self._policy, self._saver = policy, saver
-        self.saved_step, self._saved_at = step, time.monotonic()
-
-    def due_by_steps(self, step: int, epoch_end: bool) -> bool:
-        """Whether a save is due on every rank, whatever the time."""
-        return self._policy.due(Progress(step, self.saved_step, 0.0, math.inf, epoch_end))
-
-    def due(self, step: int, epoch_end: bool) -> bool:
-        """Whether a save is due on this rank."""
-        since = time.monotonic() - self._saved_at
-        return self._policy.due(Progress(step, self.saved_step, since, self._saver.costs.of_one, epoch_end))
-
-    def saved(self, step: int) -> None:
-        """A save has begun, or one that was due is left out."""
-        self.saved_step, self._saved_at = step, time.monotonic()
-
-
-def manifest_of(trainer: Any, reason: str) -> dict[str, Any]:
-    """What the manifest of a save tells."""
-    metrics = {}
-    for name, value in trainer.callback_metrics.items():
-        if isinstance(value, torch.Tensor) and value.numel() == 1:
-            metrics[name] = float(value)
-    return {
-        "epoch": trainer.current_epoch,
-        "world_size": trainer.world_size,
-        "reason": reason,
-        "metrics": metrics,
-        "versions": {name: importlib.metadata.version(name) for name in ("torch", "lightning-async")},
-    }
-
-
-def is_last(trainer: Any) -> bool:
-    """Whether training ends with this epoch."""
-    fit = trainer.fit_loop
-    epochs = fit.max_epochs is not None and 0 <= fit.max_epochs <= fit.epoch_progress.current.processed
-    steps = 0 <= fit.max_steps <= trainer.global_step
-    return epochs or steps or trainer.should_stop
 
 
 class Together:
@@ -128,7 +43,7 @@ class Together:
         self._trainer, self._saver, self._settings, self._number = trainer, saver, settings, number
         self._group = group
         self._clock = Clock(settings.save, saver, trainer.global_step)
-        self._flags = flags_of(trainer.strategy)
+        self._lagged = lagged_of("FaultTolerantCheckpoint", trainer)
         self._stale = False
         """What is heard next was asked for before the last save."""
 
@@ -142,15 +57,15 @@ class Together:
             return
         step, epoch_end = trainer.global_step, resume.where == "epoch"
         mine = clock.due(step, epoch_end)
-        due, busy, told = self._flags.exchange([float(mine), float(saver.busy), float(preempted.told)])
+        due, busy, told = self._asked([mine, saver.busy, preempted.told])
         if told:
             self._save("preemption", resume)
             preempted.leave(self._finish)
         last = epoch_end and is_last(trainer)
         if last or clock.due_by_steps(step, epoch_end):
-            due, busy = 1.0, float(trainer.strategy.reduce_boolean_decision(saver.busy, all=False))
+            due, busy = True, trainer.strategy.reduce_boolean_decision(saver.busy, all=False)
         elif self._stale:
-            due = 0.0
+            due = False
         self._stale = False
         if not due or step == clock.saved_step:
             return
@@ -159,6 +74,14 @@ class Together:
                 clock.saved(step)
             return
         self._save("the end" if last else "due", resume)
+
+    def _asked(self, mine: list[bool]) -> list[bool]:
+        """What any rank asked for a step ago; one rank alone, what it asks for now."""
+        if self._lagged is None:
+            return mine
+        rows = self._lagged.hear() or [[0.0] * len(mine)]
+        self._lagged.say([float(x) for x in mine])
+        return [max(column) > 0.0 for column in zip(*rows, strict=True)]
 
     def _save(self, reason: str, resume: Resume) -> None:
         trainer = self._trainer
@@ -176,6 +99,11 @@ class Together:
 
     def end(self) -> None:
         """The last save was made at the end of the last epoch."""
+
+    def close(self) -> None:
+        """Training is over."""
+        if self._lagged is not None:
+            self._lagged.close()
 
 
 class Apart:
@@ -275,6 +203,9 @@ class Apart:
         self._saver.save(number, step, range(trainer.world_size), shared, own, manifest_of(trainer, reason))
         self._saver.wait(PATIENCE_S)
         strategy.barrier("the checkpoint is written")
+
+    def close(self) -> None:
+        """Nothing to let go of."""
 
     # ---- at gates, see `Visitor` ----
 

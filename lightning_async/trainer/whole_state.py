@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_async.comm.frames import flatten
-from lightning_async.engine.checkpoint.shards import load
+from lightning_async.engine.checkpoint.shards import load, load_own
 from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
 
 __all__ = ["ALIKE", "REPLICAS", "collect", "joined", "left_out", "put_back", "whole"]
@@ -61,12 +61,13 @@ def joined(shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 def whole(store: CheckpointStore, entry: Entry, rank: int, world_size: int) -> tuple[dict[str, Any], Any]:
     """``(checkpoint, resume)``: Lightning's checkpoint for one rank, and what `Resume` is to restore.
 
-    A rank that took no part in the save begins from what all agreed on, with the first rank's progress.
+    A rank that took no part in the save begins from what all agreed on, with the first rank's progress; so do all where
+    the number of ranks has changed.
     """
     loaded = load(store, entry, rank)
     ranks = loaded.manifest.ranks
-    own: Any = loaded.own or _own(store, entry, ranks[0])
-    took_part = loaded.own is not None
+    own: Any = loaded.own or load_own(store, entry, ranks[0])
+    took_part = loaded.own is not None and loaded.manifest.world_size == world_size
     checkpoint = joined(loaded.shared, own["checkpoint"])
     averaging: Any = loaded.shared.get("averaging") or own.get("averaging")
     replica = None
@@ -74,7 +75,8 @@ def whole(store: CheckpointStore, entry: Entry, rank: int, world_size: int) -> t
         tensors = {n: value.clone() for n, value in checkpoint["state_dict"].items() if isinstance(value, Tensor)}
         replica = {**own["replica"], "state_dict": tensors}
     if own.get("agreed") is not None:
-        averaging, model = _assembled([_own(store, entry, each)["agreed"] for each in ranks])
+        owns = [load_own(store, entry, each) for each in ranks]
+        averaging, model = _assembled([own["agreed"] for own in owns if own is not None])
         for name, value in model.items():
             target = checkpoint["state_dict"][name]
             target.copy_(value.view(target.shape))
@@ -87,11 +89,6 @@ def whole(store: CheckpointStore, entry: Entry, rank: int, world_size: int) -> t
             "origin": f"save {entry.number} at step {entry.step}",
         }
     return checkpoint, own["resume"] if took_part else None
-
-
-def _own(store: CheckpointStore, entry: Entry, rank: int) -> Any:
-    """What is there of one of the ranks that took part."""
-    return load(store, entry, rank).own
 
 
 def put_back(trainer: Any, checkpoint: dict[str, Any]) -> None:

@@ -51,7 +51,7 @@ def test_a_signal_to_one_rank_saves_on_all_and_ends_with_75(outcomes: Outcomes, 
         assert rank["reasons"] == ["preemption"]
         assert rank["ranks"] == [0, 1]
         assert rank["steps"] == BATCHES * EPOCHS - rank["first"], "no batch is lost, none comes twice"
-    assert told[1]["first"] - STOP in range(3)
+    assert told[1]["first"] - STOP in range(8), "all leave a few steps later"
 
 
 def test_damage_is_noticed_and_the_one_before_is_taken(outcomes: Outcomes) -> None:

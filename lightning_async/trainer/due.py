@@ -1,0 +1,97 @@
+"""What a user has asked of checkpoints, and whether one is due."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import time
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from lightning_async.engine.checkpoint.saver import Saver
+from lightning_async.rules.saving import Best, KeepPolicy, Progress, SavePolicy
+
+__all__ = ["Clock", "Settings", "is_last", "manifest_of"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a user has asked for; equal on all ranks.
+
+    Args:
+        dirpath: where checkpoints are.
+        save: when.
+        keep: which.
+        recover: which one to go on from; None: none, by itself.
+        busy: what becomes of a save that is due while the one before is written: "latest", "wait" or "skip".
+        buffers: copies of the state.
+        max_failures: failed saves in a row that end training.
+        good_after: steps without harm, after which a checkpoint is good.
+        best: what "best" means.
+    """
+
+    dirpath: str
+    save: SavePolicy
+    keep: KeepPolicy
+    recover: str | None
+    busy: str
+    buffers: int
+    max_failures: int
+    good_after: int
+    best: Best | None
+
+    def compared(self) -> str:
+        """What must be equal on all ranks, in words; directories of hosts may have different names."""
+        return ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.name != "dirpath")
+
+
+class Clock:
+    """What is due, and when the last save was.
+
+    Args:
+        policy: says when to save.
+        saver: knows what saves cost.
+        step: that training begins at.
+    """
+
+    def __init__(self, policy: SavePolicy, saver: Saver, step: int) -> None:
+        self._policy, self._saver = policy, saver
+        self.saved_step, self._saved_at = step, time.monotonic()
+
+    def due_by_steps(self, step: int, epoch_end: bool) -> bool:
+        """Whether a save is due on every rank, whatever the time."""
+        return self._policy.due(Progress(step, self.saved_step, 0.0, math.inf, epoch_end))
+
+    def due(self, step: int, epoch_end: bool) -> bool:
+        """Whether a save is due on this rank."""
+        since = time.monotonic() - self._saved_at
+        return self._policy.due(Progress(step, self.saved_step, since, self._saver.costs.of_one, epoch_end))
+
+    def saved(self, step: int) -> None:
+        """A save has begun, or one that was due is left out."""
+        self.saved_step, self._saved_at = step, time.monotonic()
+
+
+def manifest_of(trainer: Any, reason: str) -> dict[str, Any]:
+    """What the manifest of a save tells."""
+    metrics = {}
+    for name, value in trainer.callback_metrics.items():
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            metrics[name] = float(value)
+    return {
+        "epoch": trainer.current_epoch,
+        "world_size": trainer.world_size,
+        "reason": reason,
+        "metrics": metrics,
+        "versions": {name: importlib.metadata.version(name) for name in ("torch", "lightning-async")},
+    }
+
+
+def is_last(trainer: Any) -> bool:
+    """Whether training ends with this epoch."""
+    fit = trainer.fit_loop
+    epochs = fit.max_epochs is not None and 0 <= fit.max_epochs <= fit.epoch_progress.current.processed
+    steps = 0 <= fit.max_steps <= trainer.global_step
+    return epochs or steps or trainer.should_stop
