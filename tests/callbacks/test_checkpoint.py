@@ -84,7 +84,7 @@ class Told(Noisy):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         with self.path.open("a") as file:
-            file.write(json.dumps([self.trainer.global_step, float(loss)]) + "\n")
+            file.write(json.dumps([self.trainer.global_step, float(loss.detach())]) + "\n")
         return loss
 
 
