@@ -14,11 +14,11 @@ from lightning_async.engine.checkpoint.recovery import agree, recover
 from lightning_async.engine.checkpoint.saver import PATIENCE_S, Saver
 from lightning_async.engine.checkpoint.shards import load_own
 from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
-from lightning_async.errors import SettingsMismatch
+from lightning_async.errors import AsyncTrainingError, SettingsMismatch
 from lightning_async.trainer.checkpoint_io import DirectoryIO
 from lightning_async.trainer.due import Settings
 from lightning_async.trainer.namespace import pytorch
-from lightning_async.trainer.patches import Undo, replace, set_for_now
+from lightning_async.trainer.patches import Undo, replace, searches_lr, set_for_now
 from lightning_async.trainer.preemption import Preemption
 from lightning_async.trainer.resume import Resume
 from lightning_async.trainer.saves import Apart, Together
@@ -56,13 +56,15 @@ class Checkpointing:
     # ---- before training ----
 
     def install(self) -> None:
-        """Before anything is restored: have checkpoints found, read and, at batch boundaries, written."""
+        """Before anything is restored: have checkpoints read, and in a fit found and, at batch boundaries, written."""
         trainer, strategy = self._trainer, self._trainer.strategy
         self._undo.append(replace(strategy, "teardown", self._tear_down))
+        self._undo.append(set_for_now(strategy, "_checkpoint_io", DirectoryIO(strategy.checkpoint_io, self._load)))
+        if trainer.state.fn != "fit" or trainer.fast_dev_run:
+            return
         self._undo += self.resume.install()
         self.resume.on_boundary = self._boundary
         self._undo += [
-            set_for_now(strategy, "_checkpoint_io", DirectoryIO(strategy.checkpoint_io, self._load)),
             replace(trainer._checkpoint_connector, "resume_start", self._resume_start),
             replace(strategy, "on_train_start", self._begin),
             *self._preempted.install(),
@@ -106,6 +108,8 @@ class Checkpointing:
             OSError: nothing can be written into the directory.
         """
         trainer, settings = self._trainer, self._settings
+        if trainer.fast_dev_run or searches_lr(trainer):
+            return
         told = self._gather([uuid.uuid4().hex[:12], self.store.next_number(), settings.compared()])
         if len(everyones := {rules for _, _, rules in told}) > 1:
             raise SettingsMismatch(f"The ranks have different settings for checkpoints: {sorted(everyones)}.")
@@ -148,11 +152,13 @@ class Checkpointing:
         files, strategy = self.store.files, self._trainer.strategy
         path = f"{self.store.dirpath}/.{self._run}-{self._rank}"
         files.write(path, [b""])
-        strategy.barrier("files are there")
-        prefix = f".{self._run}-"
-        seen = sorted(int(n.removeprefix(prefix)) for n in files.names(self.store.dirpath) if n.startswith(prefix))
-        strategy.barrier("files were seen")
-        files.unlink(path)
+        try:
+            strategy.barrier("files are there")
+            prefix = f".{self._run}-"
+            seen = sorted(int(n.removeprefix(prefix)) for n in files.names(self.store.dirpath) if n.startswith(prefix))
+            strategy.barrier("files were seen")
+        finally:
+            files.unlink(path)
         return seen
 
     # ---- during training ----
@@ -189,7 +195,10 @@ class Checkpointing:
         """Training is over, by an exception; replicas that drift have met if that is a signal's."""
         preempted = isinstance(exception, pytorch("utilities.exceptions").SIGTERMException)
         if preempted and isinstance(self._pace, Apart):
-            self._pace.end("preemption")
+            try:
+                self._pace.end("preemption")
+            except AsyncTrainingError as error:  # the signal's own exception goes on
+                log.error("Rank %d: there is no checkpoint of this moment: %s", self._rank, error)
 
     def _tear_down(self, original: Any) -> Any:
         def teardown() -> None:

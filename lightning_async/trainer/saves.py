@@ -61,13 +61,13 @@ class Together:
         if told:
             self._save("preemption", resume)
             preempted.leave(self._finish)
-        last = epoch_end and is_last(trainer)
-        if last or clock.due_by_steps(step, epoch_end):
+        last, by_steps = epoch_end and is_last(trainer), clock.due_by_steps(step, epoch_end)
+        if last or by_steps:
             due, busy = True, trainer.strategy.reduce_boolean_decision(saver.busy, all=False)
         elif self._stale:
             due = False
         self._stale = False
-        if not due or step == clock.saved_step:
+        if not due or (step == clock.saved_step and not (epoch_end and by_steps)):
             return
         if busy and not last and self._settings.busy != "wait":
             if self._settings.busy == "skip":

@@ -84,7 +84,7 @@ class Told(Noisy):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         with self.path.open("a") as file:
-            file.write(json.dumps([self.trainer.global_step, float(loss)]) + "\n")
+            file.write(json.dumps([self.trainer.global_step, float(loss.detach())]) + "\n")
         return loss
 
 
@@ -265,3 +265,49 @@ def test_wrong_arguments_are_named(settings: dict[str, Any], message: str) -> No
     with pytest.raises((TypeError, ValueError), match=r".*") as raised:
         FaultTolerantCheckpoint("somewhere", **settings)
     assert message in str(raised.value)
+
+
+def test_evaluation_begins_with_the_model_that_it_is_given(tmp_path: Path) -> None:
+    class Validated(Noisy):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("weight", self.net[0].weight.sum())  # pyright: ignore
+
+    trained = train(every(tmp_path, 5), module=Validated())
+    trainer, fresh = trainer_of(every(tmp_path, 5)), Validated()
+    before = float(fresh.net[0].weight.detach().sum())  # pyright: ignore
+    handler = signal.getsignal(signal.SIGTERM)
+    (told,) = trainer.validate(fresh, whole_data(), verbose=False)
+    assert told["weight"] == pytest.approx(before)
+    assert signal.getsignal(signal.SIGTERM) is handler
+    path = CheckpointStore(tmp_path).entries()[0].path
+    (told,) = trainer.validate(fresh, whole_data(), ckpt_path=path, verbose=False)
+    assert told["weight"] == pytest.approx(float(trained.net[0].weight.detach().sum()))
+
+
+def test_a_dev_run_neither_resumes_nor_saves(tmp_path: Path) -> None:
+    train(every(tmp_path, 5))
+    before = steps_in(tmp_path)
+    assert list(train(every(tmp_path, 5), fast_dev_run=2).losses) == [0, 1]
+    assert steps_in(tmp_path) == before
+
+
+def test_a_search_for_a_learning_rate_is_not_saved(tmp_path: Path) -> None:
+    finder = pl.callbacks.LearningRateFinder(num_training_steps=8)
+
+    class Tuned(Noisy):
+        lr = 0.01
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), lr=self.lr)
+
+    train(every(tmp_path, 3, keep=Latest(99)), finder, module=Tuned())
+    assert steps_in(tmp_path) == [24, *range(21, 0, -3)]
+
+
+def test_a_policy_of_the_users_own(tmp_path: Path) -> None:
+    class Primes:
+        def due(self, progress: Any) -> bool:
+            return progress.step in (2, 3, 5, 7, 11, 13)
+
+    train(FaultTolerantCheckpoint(tmp_path, save=Primes(), keep=Latest(99), busy="wait"))
+    assert steps_in(tmp_path) == [24, 13, 11, 7, 5, 3, 2]

@@ -149,7 +149,8 @@ def play(
 
 @pytest.fixture(params=[(None, first_save), (prepare_older, save_and_prune), (prepare_older, fail_and_save)])
 def played(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Scenario, Callable[[], Disk]]:
-    return play(*request.param, tmp_path)
+    before, scenario = request.param
+    return play(before, scenario, tmp_path)
 
 
 def test_after_every_prefix_the_old_or_the_new_one_is_whole(
