@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import torch
+from torch import nn
 
 __all__ = ["put_unsaved", "take_unsaved"]
 
@@ -39,11 +40,24 @@ def put_unsaved(trainer: Any, state: dict[str, Any]) -> None:
         trainer._last_val_time = time.monotonic() - state["since_validation_s"]
     if state["syncs_buffers"] is not None and hasattr(trainer.model, "require_forward_param_sync"):
         trainer.model.require_forward_param_sync = state["syncs_buffers"]
-    parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+    parameters = dict(module.named_parameters())
     for name, gradient in state["gradients"].items():
         parameters[name].grad = gradient.to(parameters[name].device, copy=True)
     for name, value in state["buffers"].items():
-        buffers[name].copy_(value)
+        _put_buffer(module, name, value, trainer.strategy.root_device)
+
+
+def _put_buffer(module: nn.Module, name: str, value: torch.Tensor, device: torch.device) -> None:
+    """In place where there is one like it; a cache that training has made, or made larger, is assigned anew."""
+    path, _, last = name.rpartition(".")
+    owner = module.get_submodule(path)
+    buffer = getattr(owner, last, None)
+    if isinstance(buffer, torch.Tensor) and buffer.shape == value.shape and buffer.dtype == value.dtype:
+        buffer.copy_(value)
+    elif last in owner._buffers:
+        owner._buffers[last] = value.to(device if buffer is None else buffer.device, copy=True)
+    else:
+        owner.register_buffer(last, value.to(device, copy=True), persistent=False)
 
 
 def _gradients(trainer: Any) -> dict[str, torch.Tensor]:
