@@ -10,11 +10,11 @@ import logging
 import uuid
 from typing import Any
 
-from lightning_async.engine.checkpoint.recovery import agree, recover
+from lightning_async.engine.checkpoint.recovery import recover
 from lightning_async.engine.checkpoint.saver import PATIENCE_S, Saver
 from lightning_async.engine.checkpoint.shards import load_own
 from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
-from lightning_async.errors import AsyncTrainingError, SettingsMismatch
+from lightning_async.errors import AsyncTrainingError, CheckpointError, SettingsMismatch
 from lightning_async.trainer.checkpoint_io import DirectoryIO
 from lightning_async.trainer.due import Settings
 from lightning_async.trainer.namespace import pytorch
@@ -27,6 +27,9 @@ from lightning_async.trainer.whole_state import ALIKE, collect, left_out, put_ba
 __all__ = ["Checkpointing"]
 
 log = logging.getLogger(__name__)
+
+_FAILED_S = 10.0
+"""For what is still being written when training has failed: the writer goes on without its trainer."""
 
 
 class Checkpointing:
@@ -50,6 +53,7 @@ class Checkpointing:
         self._group: list[int] = []
         """The ranks that see this rank's directory."""
         self._verified: str | None = None
+        self._patience_s = PATIENCE_S
         self._watcher: Any = None
         """Knows for how many steps nothing was out of bounds."""
 
@@ -81,11 +85,16 @@ class Checkpointing:
         settings = self._settings
         if settings.recover is None:
             return None
-        found = recover(self.store, settings.recover, settings.best, self._gather)
+        entry = self._verified_entry(settings.recover)
+        self._verified = None if entry is None else entry.path
+        return self._verified
+
+    def _verified_entry(self, strategy: str) -> Entry | None:
+        """The checkpoint that ``strategy`` asks for, whole on all ranks, which call this together."""
+        found = recover(self.store, strategy, self._settings.best, self._gather)
         for path, what in (found.damaged | found.unreadable).items():
             log.warning("Rank %d: the checkpoint %s is passed over: %s", self._rank, path, what)
-        self._verified = None if found.entry is None else found.entry.path
-        return self._verified
+        return found.entry
 
     def _load(self, store: CheckpointStore, entry: Entry) -> dict[str, Any]:
         """This rank's Lightning checkpoint out of one of ours."""
@@ -178,8 +187,12 @@ class Checkpointing:
         if self.saver is None:
             return None
         self.saver.flush(PATIENCE_S)
-        number = agree(self._gather([entry.number for entry in self.store.entries() if entry.good]))
-        entry = next((entry for entry in self.store.entries() if entry.number == number), None)
+        self._trainer.strategy.barrier("what was asked for is marked and deleted")
+        try:
+            entry = self._verified_entry("last_good")
+        except CheckpointError as error:
+            log.warning("Rank %d cannot go back: %s", self._rank, error)
+            return None
         if entry is None:
             return None
         checkpoint, _ = whole(self.store, entry, self._rank, self._trainer.world_size)
@@ -194,6 +207,7 @@ class Checkpointing:
     def fail(self, exception: BaseException) -> None:
         """Training is over, by an exception; replicas that drift have met if that is a signal's."""
         preempted = isinstance(exception, pytorch("utilities.exceptions").SIGTERMException)
+        self._patience_s = PATIENCE_S if preempted else _FAILED_S
         if preempted and isinstance(self._pace, Apart):
             try:
                 self._pace.end("preemption")
@@ -214,7 +228,7 @@ class Checkpointing:
             self._undo.pop()()
         saver, self.saver = self.saver, None
         if saver is not None:
-            saver.close(PATIENCE_S)
+            saver.close(self._patience_s)
         if self._pace is not None:
             self._pace.close()
             self._pace = None

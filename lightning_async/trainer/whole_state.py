@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_async.comm.frames import flatten
 from lightning_async.engine.checkpoint.shards import load, load_own
 from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
+from lightning_async.trainer.patches import callbacks_of
 
 __all__ = ["ALIKE", "REPLICAS", "collect", "joined", "left_out", "put_back", "whole"]
 
@@ -22,7 +23,7 @@ REPLICAS = frozenset({"parameters"})
 """What is equal where replicas have met, each with an optimizer state of its own."""
 ALIKE = frozenset({"parameters", "optimizer_states"})
 """What is equal on all ranks where every step is taken together."""
-_HPARAMS = ("hyper_parameters", "datamodule_hyper_parameters")
+_HPARAMS = {"hyper_parameters": "hparams_type", "datamodule_hyper_parameters": "datamodule_hparams_type"}
 
 
 def collect(trainer: Any, alike: frozenset[str]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -34,7 +35,8 @@ def collect(trainer: Any, alike: frozenset[str]) -> tuple[dict[str, Any], dict[s
             statistics differ between ranks under every strategy.
     """
     own = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-    for key in _HPARAMS:
+    for key, type_key in _HPARAMS.items():
+        own.pop(type_key, None)  # a class, such as OmegaConf's: the values are plain ones here
         if key in own:
             own[key] = _travelling(own[key])
     shared: dict[str, Any] = {}
@@ -71,14 +73,16 @@ def whole(store: CheckpointStore, entry: Entry, rank: int, world_size: int) -> t
     checkpoint = joined(loaded.shared, own["checkpoint"])
     averaging: Any = loaded.shared.get("averaging") or own.get("averaging")
     replica = None
+    # `WeightAveraging` puts its averages in the place of the model's values.
+    state = checkpoint.get("current_model_state", checkpoint["state_dict"])
     if took_part and "replica" in own:
-        tensors = {n: value.clone() for n, value in checkpoint["state_dict"].items() if isinstance(value, Tensor)}
+        tensors = {name: value.clone() for name, value in state.items() if isinstance(value, Tensor)}
         replica = {**own["replica"], "state_dict": tensors}
     if own.get("agreed") is not None:
         owns = [load_own(store, entry, each) for each in ranks]
         averaging, model = _assembled([own["agreed"] for own in owns if own is not None])
         for name, value in model.items():
-            target = checkpoint["state_dict"][name]
+            target = torch.view_as_real(state[name]) if state[name].is_complex() else state[name]
             target.copy_(value.view(target.shape))
     if averaging is not None:
         clocks = own["clocks"] if took_part else {**own["clocks"], "rule_state": {}}
@@ -96,7 +100,9 @@ def put_back(trainer: Any, checkpoint: dict[str, Any]) -> None:
     connector = trainer._checkpoint_connector
     connector._loaded_checkpoint = checkpoint
     try:
-        trainer.strategy.load_model_state_dict(checkpoint, strict=trainer.lightning_module.strict_loading)
+        connector.restore_model()
+        for callback in callbacks_of(trainer, "WeightAveraging"):  # whose averages stand where the model's values do
+            callback.on_load_checkpoint(trainer, trainer.lightning_module, checkpoint)
         connector.restore_precision_plugin_state()
         connector.restore_optimizers()
         connector.restore_lr_schedulers()
