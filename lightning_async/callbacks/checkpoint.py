@@ -7,7 +7,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lightning_async.arguments import check_choice, check_int, check_protocol
-from lightning_async.engine.checkpoint.recovery import STRATEGIES
+from lightning_async.engine.checkpoint.recovery import STRATEGIES, candidates
+from lightning_async.engine.checkpoint.store import CheckpointStore
 from lightning_async.rules.saving import (
     Adaptive,
     AnySave,
@@ -150,6 +151,14 @@ class FaultTolerantCheckpoint(Checkpoint):
             self._now.fail(exception)
             if isinstance(exception, pytorch("utilities.exceptions").SIGTERMException):
                 exception.code = TRY_AGAIN  # pyright: ignore[reportAttributeAccessIssue]  (a SystemExit)
+
+    @property
+    def best_model_path(self) -> str:
+        """What Lightning takes for ``ckpt_path="best"``, and where it evaluates without a model: the best one
+        by the `Best` policy in ``keep``, without one the newest; ``""`` where there is none."""
+        best = self.settings.best
+        found = candidates(CheckpointStore(self.settings.dirpath).entries(), "best" if best else "latest", best)
+        return found[0].path if found else ""
 
     def __repr__(self) -> str:
         s = self.settings

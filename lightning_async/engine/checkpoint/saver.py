@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 PATIENCE_S = 600.0
 """For what is still being written."""
+_QUIET_S = 5.0
 
 
 @dataclass
@@ -124,7 +125,7 @@ class Saver:
         self._begun_at[number] = self._steps
         try:
             self._writer.save(job, queue)
-        except CheckpointError as error:
+        except (CheckpointError, TypeError, ValueError) as error:  # a state may come to hold what cannot be saved
             if queue and isinstance(error, SaveBusy):
                 raise
             self._hear(Result(number, 0.0, error=f"rank {self._rank}: save {number} {error}"))
@@ -166,8 +167,8 @@ class Saver:
         self._check()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until nothing is being written; whether that is so."""
-        for result in self._writer.wait(timeout_s):
+        """Wait until nothing is being written; whether that is so. Says so where that takes long."""
+        for result in self._wait(timeout_s):
             self._hear(result)
         return not self._writer.busy
 
@@ -178,9 +179,22 @@ class Saver:
 
     def close(self, timeout_s: float) -> None:
         """Wait for what is being written, and end the writer."""
-        for result in self._writer.close(timeout_s):
+        began = self._now()
+        results = self._wait(timeout_s)
+        results += self._writer.close(max(0.0, timeout_s - (self._now() - began)))
+        for result in results:
             self._hear(result)
         self._keeper.close(timeout_s)
+
+    def _wait(self, timeout_s: float) -> list[Result]:
+        results = self._writer.wait(min(timeout_s, _QUIET_S))
+        if self._writer.busy and timeout_s > _QUIET_S:
+            log.warning(
+                "Rank %d: a checkpoint is still being written (process %s); waiting %.0f s more at most.",
+                self._rank, self._writer.pid, timeout_s - _QUIET_S,
+            )  # fmt: skip
+            results += self._writer.wait(timeout_s - _QUIET_S)
+        return results
 
     def _check(self) -> None:
         if self.costs.failed_in_a_row >= self._max_failures:
