@@ -53,6 +53,9 @@ class Meeting:
                 self.rendezvous(gate, index)  # averaging may have begun anew
                 return
             join_validation(self._trainer)
+            if strategy.gates is not gates:
+                self.rendezvous(gate, index)
+                return
         self._opened(gates, world, share_averages)
 
     def within_batch(self, gate: Gate) -> Arrival:

@@ -93,6 +93,7 @@ class Validation:
             gates, world = self._strategy.gates, self._strategy.world
             if self.gates_epochs and gates is not None and world is not None:
                 self._meeting.rendezvous(Gate.EPOCH_END, self._trainer.current_epoch)
+                world = self._strategy.world or world  # another one, where averaging has begun anew meanwhile
                 due = torch.tensor(float(self._due_at_end))
                 if world.reduce(due, "max") > 0.0 and not self._validated:
                     join_validation(self._trainer)
