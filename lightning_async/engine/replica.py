@@ -76,7 +76,8 @@ class Replica:
         """Further tensors whose health is the replica's: the state that its optimizers keep."""
         self.version = 0
         """How often the layout has changed since training began."""
-        self._remainders: dict[str, Tensor] = {}
+        self.remainders: dict[str, Tensor] = {}
+        """What parameters of 16 bits lack of their fp32 values, by name."""
         self._state: Callable[[], Sequence[Tensor]] = tuple
         self.reference = torch.empty(0)
         """The buffers when replicas last agreed: in rounds they travel as differences from that, so that those that
@@ -90,9 +91,9 @@ class Replica:
             self._state = optimizer_state
         names, tensors = list(self.tensors.trained), [real(p) for p in self.tensors.trained.values()]
         for name, x in zip(names, tensors, strict=True):
-            if x.dtype in (torch.bfloat16, torch.float16) and name not in self._remainders:
-                self._remainders[name] = torch.zeros_like(x, dtype=torch.float32)
-        plan = ops.Plan(FlatLayout(tensors, names), tensors, [self._remainders.get(name) for name in names])
+            if x.dtype in (torch.bfloat16, torch.float16) and name not in self.remainders:
+                self.remainders[name] = torch.zeros_like(x, dtype=torch.float32)
+        plan = ops.Plan(FlatLayout(tensors, names), tensors, [self.remainders.get(name) for name in names])
         self._sections = [_Section(plan, 0)]
         for extra in (self._mean_buffers(), list(self._state())):
             self._sections.append(_Section(ops.Plan(FlatLayout(extra), extra), self._sections[-1].end))
@@ -162,7 +163,7 @@ class Replica:
         self.refresh()
         _, buffers, state = self._sections
         rest = [*buffers.tensors, *state.tensors, *self.tensors.apart.values()]
-        return digest([*self.parameters, *self._remainders.values()]), digest(rest)
+        return digest([*self.parameters, *self.remainders.values()]), digest(rest)
 
     def judge(self) -> tuple[bool, bool]:
         """Whether parameters, and the optimizers' state with what is watched, are finite as they are now; and whether

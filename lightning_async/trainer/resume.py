@@ -98,6 +98,17 @@ class Resume:
             "logged": began["logged"] if began is not None else take_logged(self._trainer),
         }
 
+    def capture_before_validation(self) -> dict[str, Any] | None:
+        """The same where a batch is done with and its validation has yet to begin; None elsewhere."""
+        if not self._active or not self._in_batch_end:
+            return None
+        self._at_validation = {"random": self._generators().take(), "logged": take_logged(self._trainer)}
+        self.where = "validation"
+        try:
+            return self.capture()
+        finally:
+            self.where = self._at_validation = None
+
     def restore(self, state: dict[str, Any] | None) -> None:
         """Go on from ``state`` when fit starts, once Lightning has restored its own checkpoint."""
         self._pending = state
@@ -162,7 +173,7 @@ class Resume:
                 self._boundary("validation")
                 return original()
             finally:
-                self._at_validation = None
+                self._at_validation, self._in_batch_end = None, False
 
         return run
 

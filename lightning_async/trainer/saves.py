@@ -67,7 +67,7 @@ class Together:
         elif self._stale:
             due = False
         self._stale = False
-        if not due or (step == clock.saved_step and not (epoch_end and by_steps)):
+        if not due or (step == clock.saved_step and not (last or (epoch_end and by_steps))):
             return
         if busy and not last and self._settings.busy != "wait":
             if self._settings.busy == "skip":
@@ -98,7 +98,8 @@ class Together:
         self._trainer.strategy.barrier("the checkpoint is written")
 
     def end(self) -> None:
-        """The last save was made at the end of the last epoch."""
+        """The last save was made at the end of the last epoch; who looks for it next finds it."""
+        self._finish()
 
     def close(self) -> None:
         """Training is over."""
@@ -133,20 +134,26 @@ class Apart:
         self._clock = Clock(settings.save, saver, self._averager.global_step())
         self._captured: tuple[int, Any] = (-1, None)
         """What `Resume` had of the last batch boundary, and after which batch that was."""
+        self._resume: Resume | None = None
 
     def _attach(self) -> None:
         """Averaging may have begun anew."""
-        if self._trainer.strategy.averager is not self._averager:
-            self._averager = self._trainer.strategy.averager
-            self._averager.marks.begin(self._known)
-            self._averager.gates.add(self)
-            self._asked = False
+        before, self._averager = self._averager, self._trainer.strategy.averager
+        if before is self._averager:
+            return
+        if before is not None:  # steps count from 0 again
+            self._known = max(self._known, before.marks.saved)
+            self._clock.saved(self._averager.global_step())
+        self._averager.marks.begin(self._known)
+        self._averager.gates.add(self)
+        self._asked = False
 
     def boundary(self, resume: Resume, preempted: Preemption) -> None:
         """A safe point of this rank's; a signal is a vote, by which all leave."""
         if resume.where == "validation":
             return
         self._attach()
+        self._resume = resume
         self._captured = self._batches(), resume.capture()
         self._take()
         step, clock = self._averager.global_step(), self._clock
@@ -166,9 +173,11 @@ class Apart:
         return self._trainer.fit_loop.epoch_loop.batch_progress.total.completed
 
     def _resume_state(self) -> Any:
-        """None where this rank stands within a batch."""
+        """None where this rank stands within a batch. It may wait for the batch's validation to begin."""
         batches, state = self._captured
-        return state if batches == self._batches() else None
+        if batches == self._batches():
+            return state
+        return None if self._resume is None else self._resume.capture_before_validation()
 
     def _take(self) -> None:
         """Save this rank's part of a marked round."""

@@ -57,12 +57,18 @@ class Marks:
     def replica(self) -> dict[str, Any]:
         """What this replica is beside what all have agreed on, but for its tensors.
 
-        Its work that no agreement holds, whether it is the last target, to the bit, and what buffers are sent against.
+        Its work that no agreement holds, whether it is the last target, to the bit, what buffers are sent against, and
+        what parameters of 16 bits lack.
         """
         with self._box.changed:
             work = [self._ledger.work.samples, self._ledger.work.steps]
             buckets = self._control.buckets
-            return {"work": work, "at_target": buckets.at_target, "reference": buckets.replica.reference}
+            return {
+                "work": work,
+                "at_target": buckets.at_target,
+                "reference": buckets.replica.reference,
+                "remainders": buckets.replica.remainders,
+            }
 
     def part(self, replica: Mapping[str, Any], tensors: Mapping[str, Tensor], module: nn.Module) -> None:
         """All replicas hold what was agreed on: go on from this one's own parameters and buffers, and its `replica`."""
@@ -71,7 +77,11 @@ class Marks:
             for name, value in module.state_dict().items():
                 if isinstance(value, Tensor) and name in tensors:
                     value.copy_(tensors[name])
-            buckets.replica.reference.copy_(replica["reference"])
+            if buckets.replica.reference.shape == replica["reference"].shape:  # buffers may be kept now, or not
+                buckets.replica.reference.copy_(replica["reference"])
+            for name, remainder in buckets.replica.remainders.items():
+                if name in replica.get("remainders", {}):
+                    remainder.copy_(replica.get("remainders", {})[name])
             if replica["at_target"]:
                 buckets.replica.pack_(buckets.received)
         with self._box.changed:

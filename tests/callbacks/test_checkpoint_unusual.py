@@ -1,0 +1,176 @@
+"""`FaultTolerantCheckpoint` where the state, the end of training or the writer is not the usual one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_async import DivergenceMonitor
+from lightning_async.engine.checkpoint.store import CheckpointStore
+from lightning_async.rules.divergence import History
+from lightning_async.rules.saving import Best, Latest
+from lightning_async.trainer import checkpointing
+from lightning_async.trainer.namespace import pl
+from tests.callbacks.checkpoint_ranks import At, Interrupted, Noisy, interrupt
+from tests.callbacks.test_checkpoint import BATCHES, EPOCHS, data, every, steps_in, train, trainer_of, whole_data
+
+
+class Caching(Noisy):
+    """Its buffers are made, and made larger, as it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("grown", torch.zeros(1), persistent=False)
+        self.register_buffer("made", None, persistent=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.grown = torch.full((5,), float(self.trainer.global_step))
+        if self.made is None:
+            self.made = torch.full((3,), float(self.trainer.global_step))
+        return super().training_step(batch, batch_idx)
+
+
+def test_buffers_that_training_makes_are_there_again(tmp_path: Path) -> None:
+    with contextlib.suppress(Interrupted):
+        train(every(tmp_path), At(9, interrupt), module=Caching())
+    module = train(every(tmp_path), module=Caching())
+    assert min(module.losses) == 8
+    assert module.made.tolist() == [0.0] * 3
+    assert module.grown.tolist() == [BATCHES * EPOCHS - 1.0] * 5
+
+
+class EpochEnds(pl.Callback):
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.seen += 1
+
+
+def test_the_last_save_is_of_the_end_even_where_the_last_step_was_saved(tmp_path: Path) -> None:
+    train(every(tmp_path, 4))
+    newest, before = CheckpointStore(tmp_path).entries()
+    assert newest.step == before.step == BATCHES * EPOCHS
+    assert newest.manifest is not None
+    assert newest.manifest.reason == "the end"
+    train(every(tmp_path, 4), ends := EpochEnds())
+    assert ends.seen == 0, "it has ended before"
+
+
+class Evaluated(Noisy):
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.tested = float(self.net[0].weight.sum())  # pyright: ignore
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("late", float(self.trainer.global_step > 12))
+        return loss
+
+
+def test_best_is_by_the_policy_or_the_newest(tmp_path: Path) -> None:
+    for name, keep, step in (("newest", Latest(2), 24), ("best", Best("late"), 12)):
+        trainer, module = trainer_of(every(tmp_path / name, 12, keep=keep)), Evaluated()
+        trainer.fit(module, data())
+        trainer.test(dataloaders=whole_data(), ckpt_path="best")
+        assert f"-step-{step}" in trainer.ckpt_path
+
+
+class Poisoned(Noisy):
+    """Not a number from step 30 on. Before, a bit of what was saved at step 24 changes."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        super().__init__()
+        self.folder, self.began = folder, {}
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        step = self.trainer.global_step
+        self.began.setdefault(step, self.net[0].weight.detach().clone())  # pyright: ignore
+        if step == 30:
+            for path in self.folder.glob("*-step-24/rank-0.bin") if self.folder else ():
+                content = bytearray(path.read_bytes())
+                content[len(content) // 2] ^= 1
+                path.write_bytes(content)
+            with torch.no_grad():
+                self.net[0].weight.fill_(float("nan"))  # pyright: ignore
+
+
+def monitor() -> DivergenceMonitor:
+    return DivergenceMonitor(remedies=["roll_back"], history=History(warmup=5))
+
+
+def test_what_has_been_damaged_is_not_rolled_back_to(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    module = Poisoned(tmp_path)
+    train(every(tmp_path, 4, keep=Latest(9), good_after=3), watch := monitor(), module=module, max_epochs=3)
+    assert watch.rollbacks == 1
+    assert torch.equal(module.began[31], module.began[20])
+    assert "rank-0.bin" in caplog.text
+    assert list(tmp_path.glob("*-step-24.damaged-1"))
+
+
+@pytest.mark.skipif(not hasattr(pl.callbacks, "EMAWeightAveraging"), reason="since Lightning 2.6")
+def test_rolling_back_takes_the_weights_and_not_their_average(tmp_path: Path) -> None:
+    module, average = Poisoned(), pl.callbacks.EMAWeightAveraging(decay=0.9)
+    train(every(tmp_path, 4, good_after=3), watch := monitor(), average, module=module, max_epochs=3)
+    assert watch.rollbacks == 1
+    assert torch.equal(module.began[31], module.began[24])
+
+
+class Odd(pl.Callback):
+    """Its state cannot be saved, from a step on."""
+
+    def __init__(self) -> None:
+        self.state: Any = 0
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.state = object() if trainer.global_step in (8, 12) else 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self.state}
+
+
+def test_a_state_that_cannot_be_saved_any_more_is_a_save_that_fails(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(every(tmp_path, 4, keep=Latest(9)), Odd())
+    assert steps_in(tmp_path) == [24, 24, 20, 16, 4]
+    assert "Odd" in caplog.text
+
+
+def test_a_kind_of_hyper_parameters_is_left_out(tmp_path: Path) -> None:
+    class Typed(Noisy):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint |= {"hyper_parameters": {"lr": 0.1}, "hparams_type": dict}  # as with OmegaConf
+
+    train(every(tmp_path, 12), module=Typed())
+    assert steps_in(tmp_path) == [24, 24]
+
+
+def test_who_has_failed_does_not_wait_long_for_a_writer_that_does_not_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(checkpointing, "_FAILED_S", 0.5)
+    saved, pids = every(tmp_path, busy="skip"), []
+
+    def stop() -> None:
+        pids.append(saved._now.saver._writer.pid)  # pyright: ignore
+        os.kill(pids[0], signal.SIGSTOP)
+
+    try:
+        began = time.monotonic()
+        with pytest.raises(Interrupted):
+            train(saved, At(2, stop), At(9, interrupt))
+        assert time.monotonic() - began < 10.0
+    finally:
+        os.kill(pids[0], signal.SIGCONT)
+    assert "writes on" in caplog.text
+    until = time.monotonic() + 10.0
+    while steps_in(tmp_path) != [4] and time.monotonic() < until:
+        time.sleep(0.02)
+    assert steps_in(tmp_path) == [4]

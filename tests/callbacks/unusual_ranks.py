@@ -1,0 +1,165 @@
+"""Checkpoints of two ranks that drift, with states and moments of unusual kinds."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, DivergenceMonitor, EveryNSteps, Warmup
+from lightning_async.callbacks.checkpoint import FaultTolerantCheckpoint
+from lightning_async.engine.checkpoint.shards import load_own
+from lightning_async.engine.checkpoint.store import CheckpointStore
+from lightning_async.errors import PeerLost
+from lightning_async.rules.divergence import History
+from lightning_async.rules.saving import Latest
+from lightning_async.trainer.namespace import pl
+from tests.callbacks.checkpoint_ranks import BATCHES, EPOCHS, STOP, At, Interrupted, Noisy, data, interrupt, train
+from tests.strategies import problem
+from tests.strategies.workers import make_trainer, rank, scenario
+
+
+class Mixed(Noisy):
+    """Parameters of many kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waves = nn.Parameter(torch.ones(3, 2, dtype=torch.complex64))
+        self.finer = nn.Parameter(torch.ones(3, dtype=torch.float64) / 3)
+        self.coarse = nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
+        self.scalar = nn.Parameter(torch.tensor(1.0))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.turned = nn.Parameter(torch.ones(3, 4).t())
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        x = self.second(self.first(batch[0])).square().mean() * self.scalar + (batch[0] @ self.turned).square().mean()
+        more = (self.waves.abs() - batch[0].mean()).square().mean() + self.finer.square().sum().float()
+        return loss + x + more + (self.coarse.float() * batch[0].mean()).square().mean() + self.empty.sum()
+
+
+def goes_on(folder: Path, strategy: Callable[[], Any], make: Callable[[], Noisy], **settings: Any) -> dict[str, Any]:
+    """Trained without and with an interruption; whether the first step that followed, and all of them, are equal."""
+    callbacks = settings.pop("callbacks", list)
+    whole, begun = train(folder / "whole", strategy(), *callbacks(), module=make(), **settings), make()
+    with contextlib.suppress(Interrupted, PeerLost):
+        train(folder / "parts", strategy(), At(STOP, interrupt), *callbacks(), module=begun, **settings)
+    entry = CheckpointStore(folder / "parts").entries()[0]
+    rest = train(folder / "parts", strategy(), *callbacks(), module=make(), **settings)
+    first = min(rest.losses)
+    return {
+        "saved": entry.step,
+        "first": first,
+        "goes_on": rest.losses[first] == begun.losses.get(first),
+        "exact": all(rest.losses[step] == whole.losses[step] for step in rest.losses),
+        "digest": problem.digest(rest),
+    }
+
+
+@scenario
+def mixed(folder: Path) -> dict[str, Any]:
+    return goes_on(folder, lambda: AsyncAveragingStrategy(DiLoCo(), EveryNSteps(4)), Mixed)
+
+
+@scenario
+def mixed_standing_still(folder: Path) -> dict[str, Any]:
+    return goes_on(folder, lambda: AsyncAveragingStrategy(DeltaMean(), EveryNSteps(4), overlap=False), Mixed)
+
+
+@scenario
+def averaged_state(folder: Path) -> dict[str, Any]:
+    strategy = lambda: AsyncAveragingStrategy(DeltaMean(), EveryNSteps(4), optimizer_state="average")  # noqa: E731
+    return goes_on(folder, strategy, Noisy)
+
+
+@scenario
+def compressed(folder: Path) -> dict[str, Any]:
+    return goes_on(folder, lambda: AsyncAveragingStrategy(DiLoCo(), EveryNSteps(4), compression="int8"), Noisy)
+
+
+@scenario
+def warmed_up(folder: Path) -> dict[str, Any]:
+    strategy = lambda: AsyncAveragingStrategy(DiLoCo(), Warmup(EveryNSteps(4), steps=10))  # noqa: E731
+    return goes_on(folder, strategy, Noisy, every_n_train_steps=2)
+
+
+@scenario
+def weights_averaged(folder: Path) -> dict[str, Any]:
+    strategy = lambda: AsyncAveragingStrategy(DiLoCo(), EveryNSteps(4))  # noqa: E731
+    return goes_on(folder, strategy, Noisy, callbacks=lambda: [pl.callbacks.EMAWeightAveraging(decay=0.9)])
+
+
+class Validated(Noisy):
+    """Rank 0 comes to validations long before the other one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        time.sleep(0.1 * rank())
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+@scenario
+def saved_while_one_waits_for_a_validation(folder: Path) -> Any:
+    strategy = AsyncAveragingStrategy(DeltaMean(), EveryNSteps(1))
+    saved = FaultTolerantCheckpoint(folder, every_n_train_steps=1, keep=Latest(99))
+    trainer = make_trainer(
+        strategy, callbacks=[saved], max_epochs=1, enable_checkpointing=True, val_check_interval=BATCHES // 2
+    )
+    trainer.fit(Validated(), data(), data(1))
+    store = CheckpointStore(folder)
+    places = {}
+    for entry in store.entries():
+        assert entry.manifest is not None
+        owns = {each: load_own(store, entry, each) for each in entry.manifest.ranks}
+        places[entry.step] = [own and own["resume"] and own["resume"]["where"] for own in owns.values()]
+    return places
+
+
+@scenario
+def saves_go_on_after_a_rollback(folder: Path) -> Any:
+    class Poisoned(Noisy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            time.sleep(0.01)
+            return super().training_step(batch, batch_idx)
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if self.trainer.global_step == 40:
+                with torch.no_grad():
+                    self.net[0].weight.fill_(float("nan"))  # pyright: ignore
+
+    monitor = DivergenceMonitor(remedies=["roll_back"], history=History(warmup=5))
+    strategy = AsyncAveragingStrategy(DeltaMean(), EveryNSteps(4))
+    train(
+        folder, strategy, monitor, module=Poisoned(), batches=50, every_n_train_steps=8, good_after=4, keep=Latest(99)
+    )
+    entries = [entry for entry in CheckpointStore(folder).entries() if entry.manifest]
+    return {"rollbacks": monitor.rollbacks, "saves": [[e.number, e.step] for e in reversed(entries)]}
+
+
+@scenario
+def one_without_data(folder: Path) -> Any:
+    x = torch.randn(4 * BATCHES * rank(), 4)
+    batches = DataLoader(TensorDataset(x, x.sum(dim=1, keepdim=True)), batch_size=4)
+
+    def run() -> Noisy:
+        module, strategy = Noisy(), AsyncAveragingStrategy(DeltaMean(), EveryNSteps(3))
+        saved = FaultTolerantCheckpoint(folder, every_n_train_steps=2)
+        make_trainer(strategy, callbacks=[saved], max_epochs=EPOCHS, enable_checkpointing=True).fit(module, batches)
+        return module
+
+    module = run()
+    entries = CheckpointStore(folder).entries()
+    again = run()
+    equal = problem.digest(module) == problem.digest(again)
+    return {"saves": len(entries), "steps": len(module.losses), "again": len(again.losses), "equal": equal}
