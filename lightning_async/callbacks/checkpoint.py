@@ -132,7 +132,18 @@ class FaultTolerantCheckpoint(Checkpoint):
         self._now.install()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Training begins."""
+        """Training begins.
+
+        Raises:
+            ValueError: ranks that step together are not equal.
+        """
+        kinds = [type(optimizer).__name__ for optimizer in trainer.strategy.optimizers]
+        if "ZeroRedundancyOptimizer" in kinds or getattr(trainer.strategy, "_model_averaging_period", None) is not None:
+            raise ValueError(
+                f"`{type(self).__name__}` takes ranks that step together for equal, which they are not with "
+                "`ZeroRedundancyOptimizer` or `DDPStrategy(model_averaging_period=)`: use a strategy of this package "
+                "for replicas that drift, or an optimizer whose state is whole on each rank."
+            )
         if self._now is not None:
             self._now.start()
 

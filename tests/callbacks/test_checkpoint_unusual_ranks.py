@@ -47,3 +47,8 @@ def test_a_rank_without_data_saves_and_resumes(outcomes: Outcomes) -> None:
         assert told["steps"] == rank * BATCHES * EPOCHS
         assert told["again"] == 0
         assert told["equal"]
+
+
+def test_ranks_that_step_together_and_are_not_equal_are_refused(outcomes: Outcomes) -> None:
+    for error in outcomes.errors("divided_state"):
+        assert "ZeroRedundancyOptimizer" in error

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, DivergenceMonitor, EveryNSteps, Warmup
@@ -163,3 +164,12 @@ def one_without_data(folder: Path) -> Any:
     again = run()
     equal = problem.digest(module) == problem.digest(again)
     return {"saves": len(entries), "steps": len(module.losses), "again": len(again.losses), "equal": equal}
+
+
+@scenario
+def divided_state(folder: Path) -> None:
+    class Divided(Noisy):
+        def configure_optimizers(self) -> Any:
+            return ZeroRedundancyOptimizer(self.parameters(), torch.optim.Adam, lr=0.01)
+
+    train(folder, "ddp", module=Divided())
