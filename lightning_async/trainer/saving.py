@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from lightning_async.engine.world import World
 from lightning_async.trainer.patches import Undo, callbacks_of, replace
 from lightning_async.trainer.protocols import Drifting
@@ -83,13 +85,14 @@ class Saving:
         for checkpoint, said in zip(self._checkpoints(), zip(*told, strict=True), strict=True):
             self._saves[id(checkpoint)] = max(turns for _, turns in said)
             if any(due for due, _ in said):
-                self._save(checkpoint)
+                self._save(checkpoint, max(world.gather_objects(self._trainer.global_step)))
         return False
 
-    def _save(self, checkpoint: Any) -> None:
+    def _save(self, checkpoint: Any, step: int) -> None:
+        """Named by the ``step`` of the replica that is ahead: rank 0 may have finished."""
         trainer = self._trainer
         checkpoint._last_time_checked, checkpoint._last_global_step_saved = time.monotonic(), -1
-        candidates = checkpoint._monitor_candidates(trainer)
+        candidates = {**checkpoint._monitor_candidates(trainer), "step": torch.tensor(step)}
         if checkpoint.monitor is None or checkpoint.monitor in candidates:
             checkpoint._save_topk_checkpoint(trainer, candidates)
             checkpoint._save_last_checkpoint(trainer, candidates)
