@@ -33,10 +33,11 @@ class Convening:
         strategy: whose gates these are.
         trainer: its callbacks, and the end of each batch.
         meeting: opens the gates.
+        others: that are no callbacks themselves, and decide as these do.
     """
 
-    def __init__(self, strategy: Drifting, trainer: Any, meeting: Meeting) -> None:
-        self._strategy, self._trainer, self._meeting = strategy, trainer, meeting
+    def __init__(self, strategy: Drifting, trainer: Any, meeting: Meeting, *others: Convened) -> None:
+        self._strategy, self._trainer, self._meeting, self._others = strategy, trainer, meeting, others
         self._called = False
         """By a callback of this rank."""
 
@@ -49,7 +50,7 @@ class Convening:
         ]
 
     def _convened(self) -> list[Convened]:
-        return [callback for callback in self._trainer.callbacks if isinstance(callback, Convened)]
+        return [*self._others, *(each for each in self._trainer.callbacks if isinstance(each, Convened))]
 
     def _call(self) -> None:
         self._called = True

@@ -44,7 +44,7 @@ class DriftPatches:
             saving.model_changed,
             strategy.on_model_changed,
         ]
-        convening = Convening(strategy, trainer, self._meeting)
+        convening = Convening(strategy, trainer, self._meeting, saving)
         self._parts = (stopping, convening, self._validation, saving, self._rates, EmptyShards(strategy, trainer))
         self._undo: list[Undo] = []
 

@@ -73,15 +73,6 @@ def check_setup(trainer: Any, layer_sync: Any) -> None:
             f"{what} waits for all replicas in every forward pass, and replicas run at their own pace here. Use plain "
             'BatchNorm with `AsyncAveragingStrategy(buffers="average")` or `"recompute"`.'
         )
-    for callback in trainer.callbacks:
-        if not isinstance(callback, pytorch("callbacks").ModelCheckpoint):
-            continue
-        if callback._every_n_train_steps > 0 or callback._train_time_interval is not None:
-            raise ValueError(
-                "`ModelCheckpoint(every_n_train_steps=... or train_time_interval=...)` saves between two gates, where "
-                "there is no model that all replicas agree on. Use `every_n_epochs`, or save after validation "
-                "(`Trainer(val_check_interval=...)`), which happens on one agreed model."
-            )
     from torchmetrics import Metric
 
     for name, child in module.named_modules():

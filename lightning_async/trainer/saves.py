@@ -194,8 +194,9 @@ class Apart:
             "replica": self._averager.marks.replica(),
         }
         number, step, ranks = marked.mark
+        queue = self._settings.busy != "wait"
         try:
-            self._saver.save(number, step, ranks, {}, own, manifest_of(self._trainer, "due"), queue=True)
+            self._saver.save(number, step, ranks, {}, own, manifest_of(self._trainer, "due"), queue)
         except SaveBusy as error:
             log.warning("Rank %d leaves out its part of save %d: %s", self._averager.marks.rank, number, error)
 

@@ -1,9 +1,18 @@
-"""`ModelCheckpoint` takes equal steps and metrics for granted on all ranks; replicas that drift have their own."""
+"""`ModelCheckpoint` takes equal steps and metrics for granted on all ranks; replicas that drift have their own.
+
+One that saves by steps or by time saves between two gates, where there is no model that all agree on: the replica that
+is ahead calls all together for it.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from lightning_async.engine.world import World
 from lightning_async.trainer.patches import Undo, callbacks_of, replace
 from lightning_async.trainer.protocols import Drifting
 
@@ -11,7 +20,7 @@ __all__ = ["Saving"]
 
 
 class Saving:
-    """Patches every `ModelCheckpoint` of a Trainer.
+    """Patches every `ModelCheckpoint` of a Trainer; see `Convened`.
 
     Args:
         strategy: its collectives.
@@ -20,11 +29,20 @@ class Saving:
 
     def __init__(self, strategy: Drifting, trainer: Any) -> None:
         self._strategy, self._trainer = strategy, trainer
+        self.call_together: Callable[[], None] | None = None
+        self._saves: dict[int, int] = {}
+        """Of each callback: how many times n steps the replica that was ahead had taken at the last save."""
 
     def install(self) -> list[Undo]:
         """Patch; returns what takes it back."""
-        checkpoints = callbacks_of(self._trainer, "ModelCheckpoint")
-        return [replace(checkpoint, "_monitor_candidates", self._from_rank_zero) for checkpoint in checkpoints]
+        undo = []
+        for checkpoint in self._checkpoints():
+            undo.append(replace(checkpoint, "_monitor_candidates", self._from_rank_zero))
+            undo.append(replace(checkpoint, "on_train_batch_end", self._when_due(checkpoint)))
+        return undo
+
+    def _checkpoints(self) -> list[Any]:
+        return callbacks_of(self._trainer, "ModelCheckpoint")
 
     def model_changed(self) -> None:
         """No checkpoint holds the model, whatever this rank's step count says.
@@ -32,8 +50,52 @@ class Saving:
         `ModelCheckpoint` skips a save at a step count that it has saved before. A rank that waits at a gate keeps its
         count, others do not, and then some would save, with collectives, and some would not.
         """
-        for callback in callbacks_of(self._trainer, "ModelCheckpoint"):
+        for callback in self._checkpoints():
             callback._last_global_step_saved = -1
+
+    def _when_due(self, checkpoint: Any) -> Callable[[Any], Any]:
+        """After a batch: ask all others to come, instead of saving alone."""
+
+        def wrap(original: Any) -> Any:
+            def on_train_batch_end(*args: Any, **kwargs: Any) -> None:
+                if self._strategy.gates is None:
+                    original(*args, **kwargs)
+                    return
+                self._saves.setdefault(id(checkpoint), self._turns(checkpoint, before=1))
+                if self._is_due(checkpoint) and self.call_together is not None:
+                    self.call_together()
+
+            return on_train_batch_end
+
+        return wrap
+
+    def _turns(self, checkpoint: Any, before: int = 0) -> int:
+        n = checkpoint._every_n_train_steps
+        return (self._trainer.global_step - before) // n if n > 0 else 0
+
+    def _is_due(self, checkpoint: Any) -> bool:
+        interval, before = checkpoint._train_time_interval, checkpoint._last_time_checked
+        by_time = interval is not None and before is not None and time.monotonic() - before >= interval.total_seconds()
+        return by_time or self._turns(checkpoint) > self._saves.get(id(checkpoint), 0)
+
+    def decide(self, world: World) -> bool:
+        """All ranks are here and hold one model: save what is due on any of them."""
+        mine = [[self._is_due(checkpoint), self._turns(checkpoint)] for checkpoint in self._checkpoints()]
+        told = world.gather_objects(mine)
+        for checkpoint, said in zip(self._checkpoints(), zip(*told, strict=True), strict=True):
+            self._saves[id(checkpoint)] = max(turns for _, turns in said)
+            if any(due for due, _ in said):
+                self._save(checkpoint, max(world.gather_objects(self._trainer.global_step)))
+        return False
+
+    def _save(self, checkpoint: Any, step: int) -> None:
+        """Named by the ``step`` of the replica that is ahead: rank 0 may have finished."""
+        trainer = self._trainer
+        checkpoint._last_time_checked, checkpoint._last_global_step_saved = time.monotonic(), -1
+        candidates = {**checkpoint._monitor_candidates(trainer), "step": torch.tensor(step)}
+        if checkpoint.monitor is None or checkpoint.monitor in candidates:
+            checkpoint._save_topk_checkpoint(trainer, candidates)
+            checkpoint._save_last_checkpoint(trainer, candidates)
 
     def _from_rank_zero(self, original: Any) -> Any:
         """Files are named by the step and by metrics, and names are compared between collectives: they must be equal

@@ -53,7 +53,7 @@ class Plan:
     gradient_steps: int = 60
 
 
-QUICK = Plan(repeats=1, warmup=40, steps=32, short_warmup=2, short_steps=6, straggler_s=10.0, gradient_steps=10)
+QUICK = Plan(repeats=1, warmup=10, steps=32, short_warmup=2, short_steps=6, straggler_s=10.0, gradient_steps=10)
 
 
 @dataclass(kw_only=True)

@@ -42,7 +42,7 @@ MPI = pytest.param("mpirun -np 2", marks=needs_horovod_mpi, id="mpirun")
     ("options", "said"),
     [
         ("--strategy horovod --max-steps 20", "`max_steps=20` reached"),
-        ("--strategy async_averaging --transport horovod --max-steps 100", "Asynchronous averaging, as rank 0 saw it"),
+        ("--strategy async_averaging --transport horovod --max-steps 40", "Asynchronous averaging, as rank 0 saw it"),
     ],
     ids=["horovod", "async_averaging"],
 )

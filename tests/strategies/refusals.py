@@ -35,12 +35,6 @@ def sync_batchnorm_module() -> Any:
 
 
 @scenario
-def checkpoint_every_n_train_steps(folder: Path) -> Any:
-    checkpoint = pl.callbacks.ModelCheckpoint(dirpath=folder, every_n_train_steps=5)
-    return _fit(callbacks=[checkpoint], enable_checkpointing=True)
-
-
-@scenario
 def metric_on_step() -> Any:
     module = Net()
     module.metric = MeanMetric(dist_sync_on_step=True)

@@ -21,7 +21,7 @@ from lightning_async.trainer.popen import _Watch
 from tests.support import ROOT, free_port, rank_environment
 
 SCRIPT = str(ROOT / "tests/strategies/launch_script.py")
-CLEAN_EXITS = int(os.environ.get("CLEAN_EXITS", "5"))
+CLEAN_EXITS = int(os.environ.get("CLEAN_EXITS", "3"))
 """Runs of `test_exits_are_clean`: ``CLEAN_EXITS=20 make test`` for all that was promised."""
 
 

@@ -117,7 +117,6 @@ def test_without_horovod_the_advice_can_be_followed(monkeypatch: pytest.MonkeyPa
     [
         ("sync_batchnorm_argument", ("ValueError", "sync_batchnorm=True", "buffers=")),
         ("sync_batchnorm_module", ("ValueError", "SyncBatchNorm", "net.0")),
-        ("checkpoint_every_n_train_steps", ("ValueError", "every_n_train_steps", "every_n_epochs")),
         ("metric_on_step", ("ValueError", "`metric`", "dist_sync_on_step=True")),
         ("pruning", ("ValueError", "`ModelPruning` renames", "before training")),
         ("batch_size_finder", ("ValueError", "`BatchSizeFinder`", "devices=1")),

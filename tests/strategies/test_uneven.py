@@ -64,6 +64,15 @@ def test_checkpoints_hold_models_that_were_validated(ranks: Outcomes) -> None:
         assert model in first["validations"], name
 
 
+def test_checkpoints_by_steps_and_by_time_hold_one_model(ranks: Outcomes) -> None:
+    first, second = ranks("checkpoints_by_steps_and_time")
+    assert_agreed([first, second])
+    assert first["digests"] == second["digests"]
+    assert first["files"]["steps"] in (3, 4), "every ten steps of the one that is ahead, which has forty"
+    assert first["files"]["time"] >= 1
+    assert len(first["digests"]) >= first["files"]["steps"] + first["files"]["time"]
+
+
 @pytest.mark.parametrize("name", ["default_checkpoint", "default_checkpoint_without_validation"])
 def test_default_checkpoint(ranks: Outcomes, name: str) -> None:
     told = ranks(name)

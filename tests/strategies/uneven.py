@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,44 @@ def checkpoints(folder: Path) -> Any:
             module = Measured()
             module.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
             told["saved"][f"{path.parent.name}/{path.name}"] = problem.digest(module)
+    return told
+
+
+class Saves(pl.Callback):
+    """The model in every checkpoint, on every rank."""
+
+    def __init__(self) -> None:
+        self.digests: list[str] = []
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        self.digests.append(problem.digest(pl_module))
+
+
+@scenario
+def checkpoints_by_steps_and_time(folder: Path) -> Any:
+    """Between gates: the rank that is ahead calls the other one."""
+    by_steps = pl.callbacks.ModelCheckpoint(
+        dirpath=folder / "steps",
+        every_n_train_steps=10,
+        save_top_k=-1,
+        filename="{step}",
+        save_on_train_epoch_end=False,
+    )
+    by_time = pl.callbacks.ModelCheckpoint(
+        dirpath=folder / "time", train_time_interval=timedelta(seconds=0.15), save_top_k=-1, filename="{step}",
+        save_on_train_epoch_end=False,
+    )  # fmt: skip
+    saves = Saves()
+    told = fit(
+        AsyncAveragingStrategy(schedule=EveryNSteps(7)),
+        loader(shard((20, 40))),
+        Net(pause_s=(0.01, 0.01)),
+        callbacks=[saves, by_steps, by_time],
+        enable_checkpointing=True,
+        default_root_dir=folder,
+    )
+    told["digests"] = saves.digests
+    told["files"] = {kind: len(list((folder / kind).glob("*.ckpt"))) for kind in ("steps", "time")}
     return told
 
 
