@@ -19,7 +19,7 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from tests.benchmarks.checkpoint_peers import PEERS, Job, Saves
 from tests.benchmarks.worker import die_with_parent
@@ -38,6 +38,7 @@ class Measured:
         steps: so many were measured.
         step_s: one step, without what is between it and the next: the median.
         stalls_s: of each save, the first of the run too: how much longer than usually the training thread was held.
+        work_s: of each save, the processor's time of the training thread: of it, not of others on the machine.
         written_s: of each save that the run has seen done: from where the thread was held, to within a step.
         saves: that began in the measured steps.
         bytes: of one checkpoint.
@@ -47,6 +48,7 @@ class Measured:
     steps: int
     step_s: float
     stalls_s: list[float] = field(default_factory=list)
+    work_s: list[float] = field(default_factory=list)
     written_s: list[float] = field(default_factory=list)
     saves: int = 0
     bytes: float = 0.0
@@ -69,6 +71,19 @@ class Experts(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-4, fused=True)
 
 
+class Same(Dataset[Tensor]):
+    """One batch, so many times: fetching takes no time."""
+
+    def __init__(self, batch: Tensor, times: int) -> None:
+        self.batch, self.times = batch, times
+
+    def __len__(self) -> int:
+        return self.times
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.batch
+
+
 class Meter(pl.Callback):
     """Notes when steps begin and end, and how many saves had begun and were done by then."""
 
@@ -76,13 +91,17 @@ class Meter(pl.Callback):
         self.saves = saves
         self.begins: list[float] = []
         self.ends: list[float] = []
+        self.worked: list[float] = []
         self.begun: list[int] = []
         self.done: list[int] = []
+        self._worked_before = 0.0
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self.begins.append(time.monotonic())
+        if self.ends:
+            self.worked.append(time.thread_time() - self._worked_before)
         self.begun.append(self.saves.begun(trainer.global_step))
         self.done.append(self.saves.done(trainer.global_step))
 
@@ -90,6 +109,7 @@ class Meter(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self.ends.append(time.monotonic())
+        self._worked_before = time.thread_time()
 
     def measured(self, job: Job) -> Measured:
         """Of the whole run, and of the steps from the one on that makes the first save due."""
@@ -103,6 +123,7 @@ class Meter(pl.Callback):
             steps=last - first,
             step_s=statistics.median(end - begin for begin, end in zip(self.begins, self.ends, strict=True)),
             stalls_s=[gaps[i] - usual_s for i in after],
+            work_s=[self.worked[i] for i in after],
             written_s=[self.begins[i] - self.ends[at] for i, at in zip(seen, after, strict=True) if i is not None],
             saves=sum(first <= i < last for i in after),
         )
@@ -118,7 +139,7 @@ def run(job: Job) -> Measured:
         enable_model_summary=False, callbacks=[meter, *saves.callbacks], plugins=[saves.io] if saves.io else None,
         enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in saves.callbacks),
     )  # fmt: skip
-    trainer.fit(Experts(job.width), DataLoader([torch.randn(job.batch, job.width)] * job.steps, batch_size=None))
+    trainer.fit(Experts(job.width), DataLoader(Same(torch.randn(job.batch, job.width), job.steps), batch_size=None))
     saves.finish()
     measured = meter.measured(job)
     made = list(Path(job.folder).iterdir())

@@ -40,7 +40,8 @@ class Row:
         peer: its name.
         about: what it is.
         step_ms: one step, without what is between it and the next.
-        stall_ms: the training thread was held by a save, the median of all.
+        stall_ms: the training thread was held by a save, the median of all but the first of each run.
+        work_ms: of that, the processor's time: what is left where nobody else wants the machine, and no disk is slow.
         first_ms: by the first save of a run, the median over the repeats: memory is taken, processes are started.
         worst_ms: by any save.
         slowdown: the run's time over that of the run without saves, less 1.
@@ -56,6 +57,7 @@ class Row:
     about: str
     step_ms: float | None = None
     stall_ms: float | None = None
+    work_ms: float | None = None
     first_ms: float | None = None
     worst_ms: float | None = None
     slowdown: float | None = None
@@ -71,6 +73,7 @@ class Row:
 COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("ms/step", "step_ms", "{:.1f}"),
     ("stall ms", "stall_ms", "{:.0f}"),
+    ("work ms", "work_ms", "{:.0f}"),
     ("first", "first_ms", "{:.0f}"),
     ("worst", "worst_ms", "{:.0f}"),
     ("slowdown", "slowdown", "{:.1%}"),
@@ -162,8 +165,10 @@ def count(row: Row, base: Sequence[Measured]) -> None:
     run_s, base_s = [run.run_s for run in runs], [run.run_s for run in base]
     if not any(run.stalls_s for run in runs):
         return
-    stalls = [stall for run in runs for stall in run.stalls_s]
-    row.stall_ms, row.worst_ms = 1e3 * statistics.median(stalls), 1e3 * max(stalls)
+    row.worst_ms = 1e3 * max(stall for run in runs for stall in run.stalls_s)
+    if later := [stall for run in runs for stall in run.stalls_s[1:]]:
+        row.stall_ms = 1e3 * statistics.median(later)
+        row.work_ms = 1e3 * statistics.median(work for run in runs for work in run.work_s[1:])
     row.first_ms = 1e3 * statistics.median(run.stalls_s[0] for run in runs if run.stalls_s)
     row.saves = statistics.median(run.saves for run in runs)
     row.mb = statistics.median(run.bytes for run in runs) / 1e6
@@ -235,8 +240,8 @@ def write(options: argparse.Namespace, command: str, rows: Sequence[Row], load: 
         f"repeat with `{command}`",
         f"a save every {options.every} steps, which take {options.every * base_ms / 1e3:.1f} s; "
         f"{len(load) - 1} repeats, peers interleaved",
-        "stall: the training thread is held; slowdown: of the run, beside one without saves; ms/save: that, per save; "
-        "fsync: written means on the disk",
+        "stall: the training thread is held, by all saves of a run but the first; work: the processor's time of that; "
+        "slowdown: of the run beside one without saves; ms/save: the same, per save; fsync: written means on the disk",
         f"load average (1, 5, 15 min): {'; '.join(load)}",
     ]
     (options.out / "checkpoints.md").write_text(markdown(rows, targets_of(rows), notes))
