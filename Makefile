@@ -91,6 +91,7 @@ types: $(VENV)/.ready-test
 bench: $(VENV)/.ready-test
 	$(BIN)/python -m tests.benchmarks.averaging $(BENCH_ARGS)
 	$(BIN)/python -m tests.benchmarks.ops --out runs/ops
+	$(BIN)/python -m tests.benchmarks.checkpoints --out runs/bench
 
 clean:
 	rm -rf $(VENV) runs build dist *.egg-info lightning_async/ops/lib .pytest_cache .ruff_cache .hypothesis

@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks import averaging, link, ranks, report
+from tests.benchmarks import averaging, checkpoint_run, checkpoints, link, ranks, report
+from tests.benchmarks.checkpoint_peers import PEERS
+from tests.benchmarks.checkpoint_peers import Job as Training
 from tests.benchmarks.link import Link, Place
 from tests.benchmarks.measured import Job
 from tests.support import ROOT, run_ranks
@@ -73,6 +75,38 @@ def test_quick_run_writes_table_numbers_and_picture(tmp_path: Path) -> None:
         for name in ("ms_per_step", "to_single", "ddp_to_it", "samples_per_s"):
             assert math.isfinite(row[name]), (row["peer"], name)
             assert row[name] > 0.0, (row["peer"], name)
+
+
+@pytest.mark.timeout(240)
+def test_quick_run_of_checkpoints_writes_table_numbers_and_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert checkpoints.main(["--quick", "--out", str(tmp_path)]) == 0  # peers are processes; this one has its imports
+    said = capsys.readouterr().out
+    assert f"repeat with `python -m tests.benchmarks.checkpoints --quick --out {tmp_path}`" in said
+    assert (tmp_path / "checkpoints.md").read_text() in said
+    assert "load average (1, 5, 15 min)" in (tmp_path / "checkpoints.md").read_text()
+    assert (tmp_path / "checkpoints.png").read_bytes().startswith(b"\x89PNG")
+    nothing, ours = json.loads((tmp_path / "checkpoints.json").read_text())["rows"]
+    assert nothing["step_ms"] > 0.0
+    assert nothing["stall_ms"] is None
+    assert ours["peer"] == "ours"
+    assert ours["worst_ms"] >= max(ours["stall_ms"], ours["first_ms"])
+    assert ours["work_ms"] > 0.0
+    assert math.isfinite(ours["slowdown"])
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".md", ".png"]  # no checkpoints are left
+
+
+@pytest.mark.filterwarnings("ignore")  # of the tools that it compares
+@pytest.mark.parametrize("peer", [name for name in PEERS if name not in ("nothing", "DCP process")])
+def test_peers_save_the_whole_state_at_each_interval(tmp_path: Path, peer: str) -> None:
+    job = Training(peer=peer, folder=str(tmp_path), width=16, batch=2, every=6, saves=2)
+    measured = checkpoint_run.run(job)
+    assert measured.bytes >= 384 * 16 * 17
+    assert len(measured.stalls_s) >= (1 if "adaptive" in peer else 2)
+    if "adaptive" not in peer:
+        assert len(list(tmp_path.iterdir())) == 2 + ("ours" in peer)  # ours saves at the end, too
+        assert measured.saves == 2
 
 
 @pytest.mark.alone
