@@ -272,7 +272,8 @@ def test_evaluation_begins_with_the_model_that_it_is_given(tmp_path: Path) -> No
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("weight", self.net[0].weight.sum())  # pyright: ignore
 
-    trained = train(every(tmp_path, 5), module=Validated())
+    trained = Validated()
+    trainer_of(every(tmp_path, 5), num_sanity_val_steps=0).fit(trained, data(), whole_data())
     trainer, fresh = trainer_of(every(tmp_path, 5)), Validated()
     before = float(fresh.net[0].weight.detach().sum())  # pyright: ignore
     handler = signal.getsignal(signal.SIGTERM)
