@@ -74,8 +74,7 @@ class Loop:
         self.seq = _first_seq(membership.generation.number)
         """Number of the next header."""
         self.prepared: Exchange | None = None
-        self.on_mark: Callable[[Exchange], Any] = lambda exchange: None
-        """Copies what a marked exchange has made of the model, before anything overwrites it."""
+        self.on_mark: Callable[[Exchange], Any] = lambda exchange: None  # what a marked one has made is copied
         self._wings, self._buckets, self._box, self._transfer = wings, buckets, mailbox, transfer
         self._membership, self._regroup, self._deadlines, self._now = membership, regroup, deadlines, now
         self._some_silent = self._compare = False
@@ -256,6 +255,7 @@ class Loop:
             self._box.next_exchange += 1
             copied = None if exchange.mark is None else self.on_mark(exchange)
         with self._buckets.handing_over():
+            self._box.lost += [] if self._box.marked is None else [self._box.marked]
             self._box.marked = copied
             if exchange.mark is not None:
                 self._box.saved = exchange.mark.number

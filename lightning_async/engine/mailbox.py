@@ -67,6 +67,8 @@ class Mailbox:
     """The last save, by number, that all ranks have agreed on."""
     marked: Any = None
     """What was copied for it; until the training thread takes it, or another exchange follows."""
+    lost: list[Any] = field(default_factory=list)
+    """What was copied, and not taken before another exchange followed."""
     samples_by_rank: tuple[float, ...] = ()
     """Samples that every replica had seen at the last header."""
     losses: tuple[float, ...] = ()

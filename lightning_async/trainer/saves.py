@@ -17,6 +17,7 @@ import torch
 
 from lightning_async.engine.checkpoint.process import SaveBusy
 from lightning_async.engine.checkpoint.saver import PATIENCE_S, Saver
+from lightning_async.engine.header import Mark
 from lightning_async.trainer.due import Clock, Settings, is_last, manifest_of
 from lightning_async.trainer.lagged import lagged_of
 from lightning_async.trainer.preemption import Preemption
@@ -142,6 +143,7 @@ class Apart:
         if before is self._averager:
             return
         if before is not None:  # steps count from 0 again
+            self._give_up(before.marks.lost(all=True))
             self._known = max(self._known, before.marks.saved)
             self._clock.saved(self._averager.global_step())
         self._averager.marks.begin(self._known)
@@ -179,8 +181,15 @@ class Apart:
             return state
         return None if self._resume is None else self._resume.capture_before_validation()
 
+    def _give_up(self, marks: list[Mark]) -> None:
+        """Nobody waits for this rank's part of these."""
+        for number, step, _ in marks:
+            log.warning("Rank %d comes too late for its part of save %d.", self._trainer.global_rank, number)
+            self._saver.give_up(number, step, "another round had come before this replica's next batch boundary")
+
     def _take(self) -> None:
         """Save this rank's part of a marked round."""
+        self._give_up(self._averager.marks.lost())
         marked = self._averager.marks.take()
         if marked is None:
             return

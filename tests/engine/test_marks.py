@@ -187,3 +187,20 @@ def test_a_vote_waits_for_the_next_round() -> None:
         return nothing, marks.take() is not None, marks.saved
 
     assert values(2, body, schedule=NEVER) == [(None, True, 1)] * 2
+
+
+def test_a_mark_that_another_round_has_overtaken_is_told() -> None:
+    """Rank 1 looks too late: the round after the marked one has been handed over."""
+
+    def body(rank: FaultyRank) -> Any:
+        marks, found = marks_of(rank), []
+        marks.ask()
+        rank.train(8, each=collect(marks, found, rank) if rank.number == 0 else None)
+        nothing, lost = (None, []) if rank.number == 0 else (marks.take(), marks.lost())
+        again = marks.lost()
+        rank.meet()
+        return [marked.mark for _, marked, _ in found], nothing, lost, again
+
+    first, second = values(2, body)
+    assert first == ([Mark(1, 4, (0, 1))], None, [], [])
+    assert second == ([], None, [Mark(1, 4, (0, 1))], [])

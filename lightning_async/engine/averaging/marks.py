@@ -108,6 +108,14 @@ class Marks:
             marked, self._box.marked = self._box.marked, None
         return marked if marked is not None and self._control.rank in marked.mark.ranks else None
 
+    def lost(self, all: bool = False) -> list[Mark]:
+        """The marks that this rank was to take part in, and has come too late for; ``all``: also for the last one."""
+        with self._box.changed:
+            lost, self._box.lost = self._box.lost, []
+            if all and self._box.marked is not None:
+                lost, self._box.marked = [*lost, self._box.marked], None
+        return [marked.mark for marked in lost if self._control.rank in marked.mark.ranks]
+
     # ---- the engine's thread ----
 
     def _copy(self, exchange: Exchange) -> Marked:

@@ -80,6 +80,10 @@ class Keeper:
         """Have a checkpoint marked as good."""
         self._ask(lambda: self._store.promote(self._entry(number)))
 
+    def give_up(self, temporary: str, rank: int, why: str) -> None:
+        """Have the others told that nothing will come of a rank's part of a save."""
+        self._ask(lambda: self._store.give_up(temporary, rank, why))
+
     def flush(self, timeout_s: float) -> bool:
         """Wait until all that was asked for is done; whether it is."""
         done = threading.Event()

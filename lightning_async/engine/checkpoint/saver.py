@@ -83,7 +83,7 @@ class Saver:
         self.costs = Costs()
         self._rank, self._run, self._good_after = rank, run, good_after
         self._max_failures, self._now = max_failures, now
-        self._keeper = Keeper(store, keep, resumed_from)
+        self._store, self._keeper = store, Keeper(store, keep, resumed_from)
         self._steps = 0
         self._begun_at: dict[int, int] = {}
         """Saves that may become good yet: after which of this rank's steps they were begun, by number."""
@@ -126,11 +126,17 @@ class Saver:
         try:
             self._writer.save(job, queue)
         except (CheckpointError, TypeError, ValueError) as error:  # a state may come to hold what cannot be saved
+            if len(ranks) > 1:
+                self.give_up(number, step, str(error))
             if queue and isinstance(error, SaveBusy):
                 raise
             self._hear(Result(number, 0.0, error=f"rank {self._rank}: save {number} {error}"))
         self.costs.stalled_s += self._now() - started
         self._last_step = self._now()
+
+    def give_up(self, number: int, step: int, why: str) -> None:
+        """This rank has nothing for a save that it was to take part in: the others need not wait for it."""
+        self._keeper.give_up(self._store.temporary(number, step, self._run), self._rank, why)
 
     def reserve(self, step: int, ranks: Sequence[int], shared: Any, own: Any) -> None:
         """Have the memory for saves before the first one.

@@ -22,9 +22,10 @@ from lightning_async.engine.checkpoint.manifest import Manifest, RankManifest, s
 from lightning_async.engine.files import FileRecord, Files, files_at
 from lightning_async.errors import CheckpointError, DamagedCheckpoint
 
-__all__ = ["CheckpointStore", "Entry"]
+__all__ = ["CheckpointStore", "Entry", "failure_of"]
 
 MANIFEST, GOOD = "manifest.json", "good.json"
+_LONGEST = 4000  # characters of an error
 
 _NAME = re.compile(r"(?P<number>\d{6,})-step-(?P<step>\d+)(?P<rest>\..+)?")
 _RUN = re.compile(r"[A-Za-z0-9_-]+")
@@ -85,6 +86,10 @@ class CheckpointStore:
             self.files.rename(f"{path}.part", path)
         else:  # a file of a remote store is there when it is closed
             self.files.write(path, [data])
+
+    def give_up(self, temporary: str, rank: int, why: str) -> None:
+        """Say that nothing will come of a rank's part, so that nobody waits for it."""
+        self.publish(f"{temporary}/{failure_of(rank)}", why[:_LONGEST].encode())
 
     def missing(self, temporary: str, ranks: Iterable[int]) -> list[int]:
         """The ranks that did not say so yet."""
@@ -233,6 +238,11 @@ class CheckpointStore:
             return unseal(self.files.read(path), path) == {"number": entry.number}
         except (OSError, DamagedCheckpoint):
             return False
+
+
+def failure_of(rank: int) -> str:
+    """The name of the file by which a rank gives up."""
+    return f"rank-{rank}.failed"
 
 
 def _rank_manifest(rank: int) -> str:

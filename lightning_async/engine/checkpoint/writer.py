@@ -24,7 +24,7 @@ import time
 from typing import Any
 
 from lightning_async.engine.checkpoint.manifest import Manifest, RankManifest
-from lightning_async.engine.checkpoint.store import CheckpointStore
+from lightning_async.engine.checkpoint.store import CheckpointStore, failure_of
 from lightning_async.errors import CheckpointError
 
 __all__ = ["MESSAGE", "main", "perform", "wait_for"]
@@ -147,14 +147,14 @@ def _commit(store: CheckpointStore, temporary: str, job: Job) -> None:
             time.sleep(pause)
             pause = min(2 * pause, longest)
         if failed:
-            said = store.files.read(f"{temporary}/{_failed(failed[0])}").decode(errors="replace")
+            said = store.files.read(f"{temporary}/{failure_of(failed[0])}").decode(errors="replace")
             raise CheckpointError(f"{temporary}: rank {failed[0]} could not write its part: {said}")
         store.commit(temporary, Manifest(**{**job["manifest"], "ranks": tuple(job["ranks"])}))
     except BaseException as error:
         with contextlib.suppress(OSError):
             store.discard(temporary)
             if silent:  # one that is only late deletes what it writes from now on
-                store.publish(f"{temporary}/{_failed(job['rank'])}", str(error)[:_LONGEST_ERROR].encode())
+                store.give_up(temporary, job["rank"], str(error))
         raise
 
 
@@ -163,7 +163,7 @@ def _fail(store: CheckpointStore, temporary: str, job: Job, error: BaseException
     with contextlib.suppress(OSError):
         for name in job["files"]:
             store.files.unlink(f"{temporary}/{name}")
-        store.publish(f"{temporary}/{_failed(job['rank'])}", str(error)[:_LONGEST_ERROR].encode())
+        store.give_up(temporary, job["rank"], str(error))
     with contextlib.suppress(OSError):
         _discard_if_hopeless(store, temporary, job)
 
@@ -179,9 +179,5 @@ def _heard(store: CheckpointStore, temporary: str, ranks: list[int]) -> tuple[li
     """The ranks that have not said what became of their parts, and those that have said that they failed."""
     missing = store.missing(temporary, ranks)
     names = set(store.files.names(temporary)) if missing else ()
-    failed = [rank for rank in missing if _failed(rank) in names]
+    failed = [rank for rank in missing if failure_of(rank) in names]
     return [rank for rank in missing if rank not in failed], failed
-
-
-def _failed(rank: int) -> str:
-    return f"rank-{rank}.failed"

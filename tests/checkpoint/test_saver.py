@@ -1,0 +1,56 @@
+"""One rank's saves: what fails is counted and told, and nobody waits for a part that does not come."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_async.engine.checkpoint.saver import Saver
+from lightning_async.engine.checkpoint.store import CheckpointStore
+from lightning_async.errors import CheckpointError
+from lightning_async.rules.saving import Latest
+
+
+def saver_of(folder: Path, rank: int = 0, **settings: object) -> Saver:
+    saver = Saver(CheckpointStore(folder), rank, "run", Latest(2), **settings)  # pyright: ignore[reportArgumentType]
+    saver.start()
+    return saver
+
+
+@pytest.mark.parametrize("late", [0.0, 0.5])
+def test_nobody_waits_for_a_rank_that_gives_up(tmp_path: Path, late: float) -> None:
+    first, second = saver_of(tmp_path, 0), saver_of(tmp_path, 1)
+    try:
+        started = time.monotonic()
+        first.save(1, 10, (0, 1), {"x": torch.ones(3)}, {"own": 0}, {})
+        first.wait(late)
+        second.give_up(1, 10, "another round had come")
+        assert first.wait(20.0), "not ten minutes"
+        assert time.monotonic() - started < 20.0
+        assert first.costs.failed == 1
+        assert CheckpointStore(tmp_path).entries() == []
+        for saver, rank in ((first, 0), (second, 1)):
+            saver.save(2, 20, (0, 1), {"x": torch.ones(3)}, {"own": rank}, {})
+        assert first.wait(20.0)
+        assert [entry.step for entry in CheckpointStore(tmp_path).entries()] == [20]
+        assert first.costs.failed_in_a_row == 0
+    finally:
+        first.close(5.0)
+        second.close(5.0)
+
+
+def test_a_state_that_cannot_be_saved_is_given_up_and_counted(tmp_path: Path) -> None:
+    first, second = saver_of(tmp_path, 0), saver_of(tmp_path, 1, max_failures=1)
+    try:
+        first.save(1, 10, (0, 1), {}, {}, {})
+        second.save(1, 10, (0, 1), {}, {"strange": object()}, {})
+        assert first.wait(20.0)
+        assert first.costs.failed == second.costs.failed == 1
+        with pytest.raises(CheckpointError, match=r"1 saves in a row have failed, the last one with: .*strange"):
+            second.poll()
+    finally:
+        first.close(5.0)
+        second.close(5.0)
