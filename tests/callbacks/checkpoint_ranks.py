@@ -48,12 +48,12 @@ class Noisy(pl.LightningModule):
 
 
 class At(pl.Callback):
-    """Does something once, when a rank has taken so many steps."""
+    """Does something once, when a rank has taken so many steps and knows the loss of the next one."""
 
     def __init__(self, step: int, action: Callable[[], None]) -> None:
         self.step, self.action = step, action
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         if trainer.global_step == self.step:
             self.step = -1
             self.action()
