@@ -37,6 +37,7 @@ COMMANDS = {
     "LIGHTNING_ASYNC_BUILD=cuda pip install .": (
         "tests/test_packaging.py::test_without_a_compiler_the_wheel_is_pure_and_says_why"
     ),
+    "python -m tests.benchmarks.checkpoints --out runs/bench": "tests/benchmarks/test_benchmarks.py",
     "python -m tests.benchmarks.ops --out runs/ops": "tests/benchmarks/test_ops.py::test_it_measures_and_writes",
     "horovodrun --gloo -np 2 python examples/char_lm.py --strategy horovod --max-steps 20": (
         "tests/examples/test_horovod.py"
