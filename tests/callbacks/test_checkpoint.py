@@ -282,7 +282,7 @@ def test_evaluation_begins_with_the_model_that_it_is_given(tmp_path: Path) -> No
     assert signal.getsignal(signal.SIGTERM) is handler
     path = CheckpointStore(tmp_path).entries()[0].path
     (told,) = trainer.validate(fresh, whole_data(), ckpt_path=path, verbose=False)
-    assert told["weight"] == pytest.approx(float(trained.net[0].weight.detach().sum()))
+    assert told["weight"] == pytest.approx(float(trained.net[0].weight.detach().sum()))  # pyright: ignore
 
 
 def test_a_dev_run_neither_resumes_nor_saves(tmp_path: Path) -> None:
