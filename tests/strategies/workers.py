@@ -43,7 +43,7 @@ class Outcomes:
     """What the ranks said about each scenario of a module."""
 
     def __init__(
-        self, module: str, folder: Path, nprocs: int = 2, timeout: float = 110.0, env: Environment | None = None
+        self, module: str, folder: Path, nprocs: int = 2, timeout: float = 210.0, env: Environment | None = None
     ) -> None:
         self._folder, self._nprocs = folder, nprocs
         kwargs = {"module": module, "folder": str(folder), "only": os.environ.get("ONLY_SCENARIO")}
