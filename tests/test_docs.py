@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from tests.support import ROOT, rank_environment
+from tests.support import ROOT, run_ranks
 from tests.test_layers import ALLOWED
 
 COMMANDS = {
@@ -161,19 +159,9 @@ def test_what_is_said_to_run_a_command_exists(command: str):
 
 @pytest.mark.parametrize("fence", [fence for fence in ALL if fence.kind == "python"], ids=str)
 def test_python_runs_as_it_stands(fence: Fence, tmp_path: Path):
-    environment = rank_environment(0, 1, 0, None)
-    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        del environment[name]  # a user's shell has none of them
-    run = subprocess.run(
-        [sys.executable, "-c", fence.body],
-        cwd=tmp_path,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert run.returncode == 0, f"{fence}\n{run.stdout}{run.stderr}"
+    script = tmp_path / "block.py"
+    script.write_text(fence.body, encoding="utf-8")
+    run_ranks(script, 1, timeout=100, launched=False)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
