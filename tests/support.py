@@ -176,13 +176,12 @@ def shell_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 @functools.cache
-def _fork_servers() -> tuple[ForkServer, ForkServer]:
-    """For even ranks and for odd ones: strings have other hashes in each, as they have in ranks that start anew."""
+def _fork_server(parity: int) -> ForkServer:
+    """For even ranks or odd ones: strings have other hashes in each, as they have in ranks that start anew."""
     environment = {name: value for name, value in shell_environment().items() if not name.startswith(READ_LATE)}
-    servers = ForkServer(environment, ROOT), ForkServer(environment, ROOT)
-    for server in servers:
-        atexit.register(server.close)
-    return servers
+    server = ForkServer(environment, ROOT)
+    atexit.register(server.close)
+    return server
 
 
 def _start(
@@ -197,7 +196,7 @@ def _start(
 ) -> Process:
     """One rank, from a script and its command line, or from a function's name and its arguments as JSON."""
     if not fresh:
-        server = _fork_servers()[rank % 2]
+        server = _fork_server(rank % 2)
         if can_fork(environment, server.environment):
             return server.start(target, arguments, cwd=cwd, environment=environment, out=out, err=err)
     module = [] if isinstance(target, Path) else ["-m", "tests.support"]
@@ -239,6 +238,9 @@ def start_ranks(
         launched: whether the ranks find what a launcher sets; else a user's shell has started them.
     """
     port = free_port()
+    if not fresh:
+        for parity in range(min(nprocs, 2)):  # they import beside each other
+            _fork_server(parity)
     with (
         tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as name,
         contextlib.ExitStack() as open_,

@@ -38,17 +38,19 @@ COMMANDS = {
     "python -m tests.benchmarks.checkpoints --out runs/bench": "tests/benchmarks/test_benchmarks.py",
     "python -m tests.benchmarks.ops --out runs/ops": "tests/benchmarks/test_ops.py::test_it_measures_and_writes",
     "horovodrun --gloo -np 2 python examples/char_lm.py --strategy horovod --max-steps 20": (
-        "tests/examples/test_horovod.py"
+        "tests/examples/test_horovod.py::test_char_lm_under_horovodrun"
     ),
     "horovodrun --gloo -np 2 python examples/char_lm.py --strategy async_averaging --max-steps 100": (
-        "tests/examples/test_horovod.py"
+        "tests/strategies/test_horovod_averaging.py::test_horovodrun"
     ),
     "horovodrun -np 2 --min-np 1 --max-np 4 --host-discovery-script ./hosts.sh python examples/elastic.py": (
-        "tests/examples/test_horovod.py"
+        "tests/examples/test_horovod.py::test_elastic"
     ),
-    "mpirun -np 2 python examples/char_lm.py --strategy horovod --max-steps 20": "tests/examples/test_horovod.py",
+    "mpirun -np 2 python examples/char_lm.py --strategy horovod --max-steps 20": (
+        "tests/strategies/test_horovod_mpi.py::test_synchronous_training_is_that_of_one_process"
+    ),
     "mpirun -np 2 python examples/char_lm.py --strategy async_averaging --transport horovod --max-steps 100": (
-        "tests/examples/test_horovod.py"
+        "tests/examples/test_horovod.py::test_char_lm_under_mpirun"
     ),
     "python examples/char_lm.py --rule diloco --sync-every 16 --max-steps 320 --compression int8": (
         "tests/examples/test_char_lm.py::test_a_short_run_ends_with_numbers_and_a_picture"

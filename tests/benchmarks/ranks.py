@@ -157,9 +157,7 @@ def _signals_wait() -> Iterator[None]:
             signal.raise_signal(number)
 
 
-def _wait(
-    peer: str, children: list[subprocess.Popen[bytes]], logs: list[Path], deadline: float, timeout_s: float
-) -> None:
+def _wait(peer: str, children: Sequence[Process], logs: list[Path], deadline: float, timeout_s: float) -> None:
     """Until all have ended well, one has failed, or time is up."""
     while True:
         codes = [child.poll() for child in children]
