@@ -270,5 +270,6 @@ def _all_of(store: CheckpointStore, entry: Entry) -> list[dict[str, Any]]:
     """What `Resume` has of every rank of a training of another size; nothing where it lacks one."""
     manifest = entry.manifest
     assert manifest is not None
-    states: list[Any] = [load_own(store, entry, rank, "resume") for rank in range(manifest.world_size)]
-    return [] if None in states else states
+    owns = [load_own(store, entry, rank) for rank in range(manifest.world_size)]
+    states = [own["resume"] for own in owns if own is not None and own["resume"] is not None]
+    return states if len(states) == manifest.world_size else []
