@@ -239,14 +239,10 @@ class Checkpointing:
     def _rank(self) -> int:
         return self._trainer.global_rank
 
-    @property
-    def _ranks(self) -> range:
-        return range(self._trainer.world_size)
-
     def _gather(self, value: Any) -> list[Any]:
         """One plain value of every rank; all ranks call this together."""
         strategy = self._trainer.strategy
-        return [strategy.broadcast(value, src) for src in self._ranks]
+        return [strategy.broadcast(value, src) for src in range(self._trainer.world_size)]
 
 
 def _all_of(store: CheckpointStore, entry: Entry) -> list[dict[str, Any]]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +15,10 @@ from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, Divergenc
 from lightning_async.callbacks.checkpoint import FaultTolerantCheckpoint
 from lightning_async.engine.checkpoint.shards import load_own
 from lightning_async.engine.checkpoint.store import CheckpointStore
-from lightning_async.errors import PeerLost
 from lightning_async.rules.divergence import History
 from lightning_async.rules.saving import Latest
 from lightning_async.trainer.namespace import pl
-from tests.callbacks.checkpoint_ranks import BATCHES, EPOCHS, STOP, At, Interrupted, Noisy, data, interrupt, train
+from tests.callbacks.checkpoint_ranks import BATCHES, EPOCHS, Noisy, data, goes_on, train
 from tests.strategies import problem
 from tests.strategies.workers import make_trainer, rank, scenario
 
@@ -46,24 +43,6 @@ class Mixed(Noisy):
         x = self.second(self.first(batch[0])).square().mean() * self.scalar + (batch[0] @ self.turned).square().mean()
         more = (self.waves.abs() - batch[0].mean()).square().mean() + self.finer.square().sum().float()
         return loss + x + more + (self.coarse.float() * batch[0].mean()).square().mean() + self.empty.sum()
-
-
-def goes_on(folder: Path, strategy: Callable[[], Any], make: Callable[[], Noisy], **settings: Any) -> dict[str, Any]:
-    """Trained without and with an interruption; whether the first step that followed, and all of them, are equal."""
-    callbacks = settings.pop("callbacks", list)
-    whole, begun = train(folder / "whole", strategy(), *callbacks(), module=make(), **settings), make()
-    with contextlib.suppress(Interrupted, PeerLost):
-        train(folder / "parts", strategy(), At(STOP, interrupt), *callbacks(), module=begun, **settings)
-    entry = CheckpointStore(folder / "parts").entries()[0]
-    rest = train(folder / "parts", strategy(), *callbacks(), module=make(), **settings)
-    first = min(rest.losses)
-    return {
-        "saved": entry.step,
-        "first": first,
-        "goes_on": rest.losses[first] == begun.losses.get(first, rest.losses[first]),  # it may not have come to it
-        "exact": all(rest.losses[step] == whole.losses[step] for step in rest.losses),
-        "digest": problem.digest(rest),
-    }
 
 
 @scenario
