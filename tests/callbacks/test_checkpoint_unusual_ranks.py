@@ -10,7 +10,9 @@ from tests.strategies.workers import Outcomes
 SCENARIOS = "tests.callbacks.unusual_ranks"
 
 
-@pytest.mark.parametrize("name", ["mixed", "mixed_standing_still", "weights_averaged"])
+@pytest.mark.parametrize(
+    "name", ["mixed", "mixed_standing_still", "averaged_state", "compressed", "warmed_up", "weights_averaged"]
+)
 def test_each_replica_goes_on_from_its_own_parameters(ranks: Outcomes, name: str) -> None:
     told = ranks(name)
     assert [rank["goes_on"] for rank in told] == [True, True]

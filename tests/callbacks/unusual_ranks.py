@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, DivergenceMonitor, EveryNSteps
+from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, DivergenceMonitor, EveryNSteps, Warmup
 from lightning_async.callbacks.checkpoint import FaultTolerantCheckpoint
 from lightning_async.engine.checkpoint.shards import load_own
 from lightning_async.engine.checkpoint.store import CheckpointStore
@@ -53,6 +53,23 @@ def mixed(folder: Path) -> dict[str, Any]:
 @scenario
 def mixed_standing_still(folder: Path) -> dict[str, Any]:
     return goes_on(folder, lambda: AsyncAveragingStrategy(DeltaMean(), EveryNSteps(4), overlap=False), Mixed)
+
+
+@scenario
+def averaged_state(folder: Path) -> dict[str, Any]:
+    strategy = lambda: AsyncAveragingStrategy(DeltaMean(), EveryNSteps(4), optimizer_state="average")  # noqa: E731
+    return goes_on(folder, strategy)
+
+
+@scenario
+def compressed(folder: Path) -> dict[str, Any]:
+    return goes_on(folder, lambda: AsyncAveragingStrategy(DiLoCo(), EveryNSteps(4), compression="int8"))
+
+
+@scenario
+def warmed_up(folder: Path) -> dict[str, Any]:
+    strategy = lambda: AsyncAveragingStrategy(DiLoCo(), Warmup(EveryNSteps(4), steps=10))  # noqa: E731
+    return goes_on(folder, strategy, every_n_train_steps=2)
 
 
 @scenario
