@@ -171,6 +171,25 @@ def test_what_was_left_unfinished_is_cleaned_when_its_writer_is_gone(tmp_path: P
     assert names(store) == ["000001-step-10", "000002-step-1.tmp-me"]
 
 
+def test_what_a_link_leads_to_is_not_deleted(tmp_path: Path):
+    """A checkpoint that was moved to another disk, and other things that are no folders, under names of ours."""
+    store, elsewhere = CheckpointStore(tmp_path / "run"), tmp_path / "elsewhere"
+    first, _ = save(store, 1), save(store, 2)
+    shutil.move(first.path, elsewhere)
+    for link in (first.path, store.temporary(3, 30, "x"), f"{store.final(4, 40)}.removed"):
+        os.symlink(elsewhere, link)
+    os.symlink(tmp_path / "nowhere", store.temporary(5, 50, "x"))
+    for path in (store.temporary(6, 60, "x"), f"{store.final(7, 70)}.removed"):
+        Path(path).touch()
+    before = sorted(os.listdir(elsewhere))
+    assert_whole(store, store.entries()[1])
+    assert store.writing() == []
+    assert [entry.number for entry in prune(store, Latest(1))] == [1]
+    assert [int(name[:6]) for name in store.clean()] == [3, 4, 5, 6, 7]
+    assert names(store) == ["000002-step-20"]
+    assert sorted(os.listdir(elsewhere)) == before
+
+
 def test_what_was_left_unfinished_at_a_url_is_cleaned_after_a_while(monkeypatch: pytest.MonkeyPatch):
     store = CheckpointStore(f"memory://{uuid.uuid4().hex}/run")
     save(store, 1)

@@ -37,7 +37,10 @@ def unseal(data: bytes, path: str) -> Any:
         raise DamagedCheckpoint(f"{path} has {len(data)} bytes that are no manifest.")
     if int(found[1], 16) != zlib.crc32(found[2]):
         raise DamagedCheckpoint(f"{path} does not have the checksum {found[1].decode()} that it gives itself.")
-    return json.loads(found[2])
+    try:
+        return json.loads(found[2])
+    except (ValueError, RecursionError) as error:  # whoever wrote this has sealed what is no JSON
+        raise DamagedCheckpoint(f"{path} does not hold what a manifest must: {error}") from error
 
 
 @dataclass(frozen=True)
