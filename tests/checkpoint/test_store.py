@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import random
@@ -108,6 +109,19 @@ def test_two_ranks_that_wrote_one_file_are_not_committed(store: CheckpointStore)
     with pytest.raises(DamagedCheckpoint, match=r"rank-1.manifest.json names \['rank-0.bin'\]"):
         store.commit(temporary, Manifest(1, 10, ranks=(0, 1)))
     assert store.entries() == []
+
+
+def test_a_manifest_that_names_no_files_of_a_rank_is_damage(tmp_path: Path):
+    """What it does not name, nobody would verify."""
+    store = CheckpointStore(tmp_path)
+    entry = save(store, 1)
+    assert entry.manifest is not None
+    for files, ranks in (({}, (0, 1)), (entry.manifest.files, (0, 1, 5))):
+        strange = dataclasses.replace(entry.manifest, files=files, ranks=ranks)
+        (Path(entry.path) / "manifest.json").write_bytes(strange.to_bytes())
+        with pytest.raises(DamagedCheckpoint, match=rf"has no files of ranks \[{ranks[0] if not files else 5}"):
+            store.verify(entry)
+        assert isinstance(store.entries()[0].error, DamagedCheckpoint)
 
 
 def test_a_run_must_be_a_word(tmp_path: Path):
