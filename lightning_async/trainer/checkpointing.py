@@ -125,7 +125,10 @@ class Checkpointing:
         self._run, number = told[0][0], max(number for _, number, _ in told)
         self._group = self._meet()
         if trainer.local_rank == 0:
-            self.store.clean(self._run)
+            try:
+                self.store.clean(self._run)
+            except OSError as error:  # somebody else's, perhaps: that is no reason not to train
+                log.warning("Rank %d: what was left unfinished cannot be deleted: %s", self._rank, error)
         for problem in self.resume.problems():
             log.warning("Rank %d: this training cannot be resumed exactly: %s", self._rank, problem)
         if names := left_out(trainer.lightning_module, trainer.datamodule):

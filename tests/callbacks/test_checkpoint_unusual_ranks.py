@@ -31,6 +31,15 @@ def test_who_waits_for_a_validation_goes_on_there(ranks: Outcomes) -> None:
         assert "validation" in where
 
 
+@pytest.mark.parametrize("name", ["one_has_finished_its_steps", "one_has_finished_more_epochs"])
+def test_a_rank_that_has_finished_waits_for_the_others_again(ranks: Outcomes, name: str) -> None:
+    first, second = ranks(name)
+    assert BATCHES < first["saved"] < 2 * BATCHES
+    assert (first["steps"], second["steps"] > 0) == (0, True)
+    assert first["digest"] == second["digest"]
+    assert first["reason"] == "the end"
+
+
 def test_saves_go_on_after_a_rollback(ranks: Outcomes) -> None:
     for told in ranks("saves_go_on_after_a_rollback"):
         assert told["rollbacks"] >= 1

@@ -156,3 +156,56 @@ def divided_state(folder: Path) -> None:
             return ZeroRedundancyOptimizer(self.parameters(), torch.optim.Adam, lr=0.01)
 
     train(folder, "ddp", module=Divided())
+
+
+def one_has_finished(folder: Path, batches: int) -> dict[str, Any]:
+    """Rank 0 has taken its last step, and waits for rank 1, which is slow, and ends after a save."""
+    steps, store = 2 * BATCHES, CheckpointStore(folder)
+
+    def trained(*callbacks: Any) -> Noisy:
+        module, slow = Noisy(), Slow(0.03 if rank() == 1 else 0.0)
+        saves = FaultTolerantCheckpoint(folder, every_n_train_steps=3)
+        trainer = make_trainer(
+            AsyncAveragingStrategy(DiLoCo(), EveryNSteps(3)), callbacks=[saves, slow, *callbacks],
+            max_steps=steps, max_epochs=-1, enable_checkpointing=True,
+        )  # fmt: skip
+        trainer.fit(module, data(batches if rank() == 0 else BATCHES))
+        return module
+
+    def end() -> None:
+        until = time.monotonic() + 30.0
+        while not (newest := store.entries()[:1]) or newest[0].step < (steps + BATCHES) // 2:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        raise Interrupted
+
+    with contextlib.suppress(Interrupted, PeerLost):
+        trained(*([At(steps - 2, end)] if rank() == 1 else []))
+    saved = store.entries()[0].step
+    rest = trained()
+    manifest = store.entries()[0].manifest
+    return {
+        "saved": saved,
+        "steps": len(rest.losses),
+        "digest": problem.digest(rest),
+        "reason": manifest.reason if manifest else None,
+    }
+
+
+class Slow(pl.Callback):
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        time.sleep(self.seconds)
+
+
+@scenario
+def one_has_finished_its_steps(folder: Path) -> dict[str, Any]:
+    return one_has_finished(folder, BATCHES)
+
+
+@scenario
+def one_has_finished_more_epochs(folder: Path) -> dict[str, Any]:
+    """The ranks have unequal numbers of epochs, and meet at the end of training only."""
+    return one_has_finished(folder, BATCHES // 2)

@@ -101,7 +101,7 @@ def test_export_is_an_ordinary_checkpoint(tmp_path: Path, capsys: pytest.Capture
     torch.manual_seed(0)
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(12, 4)), batch_size=4)
     net, output = Net(width=4), f"{tmp_path}/out/model.ckpt"
-    trainer(tmp_path, 4, FaultTolerantCheckpoint(tmp_path / "run", every_n_train_steps=2)).fit(net, data)
+    trainer(tmp_path, 4, FaultTolerantCheckpoint(tmp_path / "run", every_n_train_steps=3, busy="wait")).fit(net, data)
     store = CheckpointStore(tmp_path / "run")
     newest = store.entries()[0]
     assert newest.step == 4
@@ -126,7 +126,7 @@ def test_export_is_an_ordinary_checkpoint(tmp_path: Path, capsys: pytest.Capture
     assert main(["checkpoint", "export", store.dirpath, output]) == 0
     said = capsys.readouterr()
     assert "rank-0.bin has" in said.err and store.entries()[1].name in said.out
-    assert torch.load(output, weights_only=True)["global_step"] == 2
+    assert torch.load(output, weights_only=True)["global_step"] == 3
     assert main(["checkpoint", "export", store.dirpath, output, "--number", str(newest.number)]) == 1
     assert "no checkpoint to export that is whole" in capsys.readouterr().err
 

@@ -248,6 +248,8 @@ class CheckpointStore:
         manifest = Manifest.from_bytes(data, path)
         if (manifest.number, manifest.step) != (entry.number, entry.step):
             raise DamagedCheckpoint(f"{path} is that of {manifest.number:06d}-step-{manifest.step}.")
+        if absent := [rank for rank in manifest.ranks if _rank_manifest(rank) not in manifest.files]:
+            raise DamagedCheckpoint(f"{path} has no files of ranks {absent}.")
         return manifest
 
     def _is_good(self, entry: Entry) -> bool:
