@@ -39,7 +39,17 @@ ROOT = Path(__file__).resolve().parent.parent
 Environment = Mapping[str, str] | Callable[[int], Mapping[str, str]]
 Process = subprocess.Popen[bytes] | ForkedRank
 
-__all__ = ["ROOT", "Environment", "RankGroup", "RankResult", "answer", "free_port", "run_ranks", "start_ranks"]
+__all__ = [
+    "ROOT",
+    "Environment",
+    "RankGroup",
+    "RankResult",
+    "answer",
+    "free_port",
+    "run_ranks",
+    "shell_environment",
+    "start_ranks",
+]
 
 
 def free_port() -> int:
@@ -153,6 +163,14 @@ def rank_environment(rank: int, nprocs: int, port: int, env: Environment | None)
         "PYTHONUNBUFFERED": "1",
     }
     return own | dict(env(rank) if callable(env) else env or {})
+
+
+def shell_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables of a user's shell: no launcher has set anything."""
+    own = rank_environment(0, 1, 0, None)
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        del own[name]
+    return own | dict(env or {})
 
 
 @functools.cache

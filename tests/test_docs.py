@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.support import ROOT, rank_environment
+from tests.support import ROOT, shell_environment
 from tests.test_layers import ALLOWED
 
 COMMANDS = {
@@ -161,13 +161,10 @@ def test_what_is_said_to_run_a_command_exists(command: str):
 
 @pytest.mark.parametrize("fence", [fence for fence in ALL if fence.kind == "python"], ids=str)
 def test_python_runs_as_it_stands(fence: Fence, tmp_path: Path):
-    environment = rank_environment(0, 1, 0, None)
-    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        del environment[name]  # a user's shell has none of them
     run = subprocess.run(
         [sys.executable, "-c", fence.body],
         cwd=tmp_path,
-        env=environment,
+        env=shell_environment(),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.support import ROOT, rank_environment
+from tests.support import ROOT, shell_environment
 from tests.test_docs import fences
 from tests.test_layers import CHECKS, PACKAGE, place_of, room_of
 
@@ -78,9 +78,7 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(tree: Path, *command: str) -> str:
-    environment = rank_environment(0, 1, 0, {"PYTHONPATH": str(tree)})
-    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        del environment[name]
+    environment = shell_environment({"PYTHONPATH": str(tree)})
     done = subprocess.run(
         [sys.executable, "-m", *command], cwd=tree, env=environment, stdin=subprocess.DEVNULL, capture_output=True,
         text=True, timeout=220,

@@ -15,7 +15,7 @@ import torch
 from lightning_async.engine.checkpoint.claim import Claim
 from lightning_async.engine.checkpoint.manifest import Manifest
 from lightning_async.engine.checkpoint.retention import doomed
-from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
+from lightning_async.engine.checkpoint.store import CheckpointStore
 from lightning_async.engine.files import files_at
 from lightning_async.errors import CheckpointError, DamagedCheckpoint
 from lightning_async.rules.saving.keep import Best, EveryNth, KeepAny, KeepPolicy, Latest
@@ -108,13 +108,13 @@ def _bytes(size: float) -> str:
 
 
 def _verify(store: CheckpointStore, options: argparse.Namespace) -> int:
-    entries = [entry for entry in store.entries() if options.number in (None, entry.number)]
+    entries = store.entries(options.number)
     if options.number is not None and not entries:
         raise ValueError(f"{store.dirpath} has no checkpoint of number {options.number}.")
     bad = 0
     with _claimed(store, options.quarantine, "puts what is damaged aside"):
         for entry in entries:
-            error = _error(store, entry)
+            error = store.trouble(entry)
             bad += error is not None
             print(f"{entry.name:<24} {_trouble(error) if error else 'whole'}")
             if options.quarantine and isinstance(error, DamagedCheckpoint):
@@ -123,22 +123,14 @@ def _verify(store: CheckpointStore, options: argparse.Namespace) -> int:
     return 1 if bad else 0
 
 
-def _error(store: CheckpointStore, entry: Entry) -> Exception | None:
-    try:
-        store.verify(entry)
-    except (CheckpointError, OSError) as error:
-        return error
-    return None
-
-
 def _trouble(error: Exception | None) -> str:
     return f"{'damaged' if isinstance(error, DamagedCheckpoint) else 'cannot be read'}: {error}"
 
 
 def _export(store: CheckpointStore, options: argparse.Namespace) -> int:
-    entries = [entry for entry in store.entries() if options.number in (None, entry.number)]
+    entries = store.entries(options.number)
     for entry in entries:
-        if (error := _error(store, entry)) is not None:
+        if (error := store.trouble(entry)) is not None:
             print(f"{entry.name} {_trouble(error)}", file=sys.stderr)
             continue
         # Of no rank in particular: what all agreed on, with the first rank's progress.

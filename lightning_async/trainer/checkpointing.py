@@ -140,7 +140,10 @@ class Checkpointing:
         number = max(self._gather(self.store.next_number()))
         self._group = self._meet()
         if self._rank == self._group[0]:
-            self.store.clean(self._run)
+            try:
+                self.store.clean(self._run)
+            except OSError as error:  # somebody else's, perhaps: that is no reason not to train
+                log.warning("Rank %d: what was left unfinished cannot be deleted: %s", self._rank, error)
         for problem in self.resume.problems():
             log.warning("Rank %d: this training cannot be resumed exactly: %s", self._rank, problem)
         if names := left_out(trainer.lightning_module, trainer.datamodule):
@@ -256,14 +259,10 @@ class Checkpointing:
     def _rank(self) -> int:
         return self._trainer.global_rank
 
-    @property
-    def _ranks(self) -> range:
-        return range(self._trainer.world_size)
-
     def _gather(self, value: Any) -> list[Any]:
         """One plain value of every rank; all ranks call this together."""
         strategy = self._trainer.strategy
-        return [strategy.broadcast(value, src) for src in self._ranks]
+        return [strategy.broadcast(value, src) for src in range(self._trainer.world_size)]
 
 
 def _all_of(store: CheckpointStore, entry: Entry) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_async.data.random_states import Generators, reseed
 from lightning_async.data.source import Source, source_of
+from lightning_async.trainer.limits import Limits
 from lightning_async.trainer.logged import put_logged, take_logged
 from lightning_async.trainer.namespace import fabric
 from lightning_async.trainer.patches import Undo, replace, searches_lr
@@ -36,7 +37,7 @@ class Resume:
     """
 
     def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+        self._trainer, self._limits = trainer, Limits(trainer)
         self.on_boundary: Callable[[], None] = lambda: None
         """Called at every safe point: `capture` there."""
         self.where: str | None = None
@@ -112,15 +113,18 @@ class Resume:
     def restore(self, state: dict[str, Any] | None) -> None:
         """Go on from ``state`` when fit starts, once Lightning has restored its own checkpoint."""
         self._pending = state
+        self._limits.expect()
 
     def restore_resized(self, states: Sequence[dict[str, Any]]) -> None:
         """The same where the number of ranks was another: from the states of all ranks at the save, by rank."""
         self._pending = resized(states, self._trainer.global_rank, self._trainer.world_size)
+        self._limits.expect()
 
     # ------------------------------------------------------------------ what follows the fit
 
     def _end(self) -> None:
         self._live, self._pending, self.where = False, None, None
+        self._limits.put_back()
         for source in self._sources:
             source.detach()
         self._sources = []
@@ -194,12 +198,14 @@ class Resume:
             for source in self._sources:
                 source.detach()
             combined = self._trainer.fit_loop._combined_loader
-            names = self._names(len(combined.flattened))
-            self._sources = [source_of(loader, name) for loader, name in zip(combined.flattened, names, strict=True)]
+            count = len(combined.flattened)
+            names = ["the train dataloader"] if count == 1 else [f"train dataloader {i}" for i in range(count)]
+            self._sources = list(map(source_of, combined.flattened, names))
             ahead = any(fabric("utilities.data").sized_len(source.loader) is None for source in self._sources)
             for source in self._sources:
                 source.ahead = ahead
             combined.flattened = [source.stand_in for source in self._sources]
+            self._limits.lift(self._pending is not None and self._pending["where"] != "epoch")
             if self._pending is None:
                 return original()
             self._trainer.fit_loop._combined_loader_states_to_load = []
@@ -210,9 +216,6 @@ class Resume:
             return None
 
         return load
-
-    def _names(self, count: int) -> list[str]:
-        return ["the train dataloader" if count == 1 else f"train dataloader {index}" for index in range(count)]
 
     def _reset_fit(self, original: Any) -> Any:
         def reset() -> None:
@@ -227,11 +230,13 @@ class Resume:
 
     def _start_fit(self, original: Any) -> Any:
         def on_run_start() -> None:
-            original()
+            with self._limits.shown():
+                original()
             if self._active and self._pending is not None:
                 for source in self._sources:
                     source.idle = False
                 if self._pending["where"] == "epoch":
+                    self._limits.put_back()
                     self._trainer.fit_loop._resuming_from_checkpoint = False  # so that the loaders begin the next epoch
                     self._go_on()
 
@@ -255,6 +260,7 @@ class Resume:
 
     def _start_epoch(self, original: Any) -> Any:
         def on_run_start(data_fetcher: Any) -> None:
+            self._limits.put_back()
             original(data_fetcher)
             if not self._active or self._pending is None:
                 return

@@ -54,14 +54,14 @@ class Together:
         if resume.where == "validation":
             if trainer.world_size == 1 and preempted.told:
                 self._save("preemption", resume)
-                preempted.leave(self._finish)
+                preempted.leave(lambda: _finish(trainer, saver))
             return
         step, epoch_end = trainer.global_step, resume.where == "epoch"
         mine = clock.due(step, epoch_end)
         due, busy, told = self._asked([mine, saver.busy, preempted.told])
         if told:
             self._save("preemption", resume)
-            preempted.leave(self._finish)
+            preempted.leave(lambda: _finish(trainer, saver))
         last, by_steps = epoch_end and is_last(trainer), clock.due_by_steps(step, epoch_end)
         if last or by_steps:
             due, busy = True, trainer.strategy.reduce_boolean_decision(saver.busy, all=False)
@@ -93,14 +93,9 @@ class Together:
         self._clock.saved(step)
         self._stale = trainer.world_size > 1
 
-    def _finish(self) -> None:
-        """All are here until the last one has written: a launcher may end those that are left when one has gone."""
-        self._saver.wait(PATIENCE_S)
-        self._trainer.strategy.barrier("the checkpoint is written")
-
     def end(self) -> None:
         """The last save was made at the end of the last epoch; who looks for it next finds it."""
-        self._finish()
+        _finish(self._trainer, self._saver)
 
     def close(self) -> None:
         """Training is over."""
@@ -207,7 +202,7 @@ class Apart:
         try:
             self._saver.save(number, step, ranks, {}, own, manifest_of(self._trainer, "due"), queue)
         except SaveBusy as error:
-            log.warning("Rank %d leaves out its part of save %d: %s", self._averager.marks.rank, number, error)
+            log.warning("Rank %d leaves out its part of save %d: %s", self._trainer.global_rank, number, error)
 
     def end(self, reason: str = "the end") -> None:
         """All ranks are here, with one model."""
@@ -220,8 +215,7 @@ class Apart:
         own = {"checkpoint": checkpoint, "resume": self._resume_state(), "clocks": self._averager.clocks()}
         self._averager.marks.begin(number)
         self._saver.save(number, step, range(trainer.world_size), shared, own, manifest_of(trainer, reason))
-        self._saver.wait(PATIENCE_S)
-        strategy.barrier("the checkpoint is written")
+        _finish(trainer, self._saver)
 
     def close(self) -> None:
         """Nothing to let go of."""
@@ -239,3 +233,9 @@ class Apart:
     def leave(self) -> None: ...
 
     def resume(self) -> None: ...
+
+
+def _finish(trainer: Any, saver: Saver) -> None:
+    """All are here until the last one has written: a launcher may end those that are left when one has gone."""
+    saver.wait(PATIENCE_S)
+    trainer.strategy.barrier("the checkpoint is written")

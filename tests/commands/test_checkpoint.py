@@ -101,8 +101,7 @@ def test_export_is_an_ordinary_checkpoint(tmp_path: Path, capsys: pytest.Capture
     torch.manual_seed(0)
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(12, 4)), batch_size=4)
     net, output = Net(width=4), f"{tmp_path}/out/model.ckpt"
-    saves = FaultTolerantCheckpoint(tmp_path / "run", every_n_train_steps=3, busy="wait")
-    trainer(tmp_path, 4, saves).fit(net, data)
+    trainer(tmp_path, 4, FaultTolerantCheckpoint(tmp_path / "run", every_n_train_steps=3, busy="wait")).fit(net, data)
     store = CheckpointStore(tmp_path / "run")
     newest = store.entries()[0]
     assert newest.step == 4

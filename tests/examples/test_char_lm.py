@@ -13,7 +13,7 @@ import torch
 import examples.char_lm
 from examples.char_lm import CharData, CharLM, Windows, parse, read_text
 from lightning_async.monitor.plot import read_metrics
-from tests.support import ROOT, rank_environment
+from tests.support import ROOT, shell_environment
 
 
 def test_the_text_is_real_and_the_same_every_time():
@@ -72,15 +72,12 @@ def test_the_model_never_looks_ahead():
     ids=["ddp", "async_averaging", "compressed"],
 )
 def test_a_short_run_ends_with_numbers_and_a_picture(given: list[str], tmp_path: Path):
-    environment = rank_environment(0, 1, 0, None)
-    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        del environment[name]  # Lightning's own launcher starts the second replica
     command = [sys.executable, str(ROOT / "examples/char_lm.py"), *given, "--devices=2"]
     options = ["--max-steps=10", "--sync-every=4", f"--out={tmp_path / 'out'}"]
     run = subprocess.run(
         command + options,
         cwd=tmp_path,
-        env=environment,
+        env=shell_environment(),  # Lightning's own launcher starts the second replica
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

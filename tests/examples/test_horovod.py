@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.horovod import needs_horovod, needs_horovod_mpi
-from tests.strategies.test_launch import environment
-from tests.support import ROOT
+from tests.support import ROOT, shell_environment
 
 pytestmark = needs_horovod
 
@@ -25,7 +24,7 @@ def run(command: str, folder: Path) -> str:
     mpi = {f"OMPI_ALLOW_RUN_AS_ROOT{more}": "1" for more in ("", "_CONFIRM")} | {
         "OMPI_MCA_rmaps_base_oversubscribe": "1"
     }
-    own = environment({"PATH": path, **mpi})
+    own = shell_environment({"PATH": path, **mpi})
     done = subprocess.run(
         shlex.split(command), cwd=folder, env=own, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100
     )

@@ -18,19 +18,11 @@ from pathlib import Path
 import pytest
 
 from lightning_async.trainer.popen import _Watch
-from tests.support import ROOT, free_port, rank_environment
+from tests.support import ROOT, free_port, shell_environment
 
 SCRIPT = str(ROOT / "tests/strategies/launch_script.py")
 CLEAN_EXITS = int(os.environ.get("CLEAN_EXITS", "3"))
 """Runs of `test_exits_are_clean`: ``CLEAN_EXITS=20 make test`` for all that was promised."""
-
-
-def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Of a user's shell: no launcher has set anything."""
-    own = rank_environment(0, 1, 0, None)
-    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        del own[name]
-    return own | dict(extra or {})
 
 
 def launch(
@@ -42,7 +34,7 @@ def launch(
     with log.open("wb") as out:
         processes = [
             subprocess.Popen(
-                command, cwd=cwd, env=environment(env), stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                command, cwd=cwd, env=shell_environment(env), stdin=subprocess.DEVNULL, stdout=out, stderr=out,
                 start_new_session=True,
             )
             for command, env in zip(commands, environments, strict=True)
@@ -98,7 +90,7 @@ def test_plain_python_names_a_rank_that_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, SCRIPT, "popen", "3", "killed"]
     with (tmp_path / "log").open("wb") as out:
         process = subprocess.Popen(
-            command, cwd=tmp_path, env=environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+            command, cwd=tmp_path, env=shell_environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=out,
             start_new_session=True,
         )  # fmt: skip
         try:
@@ -169,7 +161,7 @@ def test_a_watcher_goes_on_although_the_others_cannot_be_told(caplog: pytest.Log
 def test_a_launcher_that_is_killed_while_it_starts_the_others_leaves_none(tmp_path: Path) -> None:
     with (tmp_path / "log").open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, SCRIPT, "popen", "2", "fit"], cwd=tmp_path, env=environment(),
+            [sys.executable, SCRIPT, "popen", "2", "fit"], cwd=tmp_path, env=shell_environment(),
             stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
         )  # fmt: skip
         try:

@@ -25,7 +25,7 @@ _QUIET_S = 5.0
 
 @dataclass
 class Costs:
-    """What saves have cost so far, in seconds and bytes.
+    """What saves have cost so far, in seconds.
 
     Args:
         saves: that were handed over.
@@ -33,8 +33,6 @@ class Costs:
         failed: of these.
         stalled_s: training stood still for so long.
         slowed_s: steps took so much longer while a save was written.
-        written_s: saves were written in the background for so long.
-        bytes: written by this rank.
     """
 
     saves: int = 0
@@ -42,8 +40,6 @@ class Costs:
     failed: int = 0
     stalled_s: float = 0.0
     slowed_s: float = 0.0
-    written_s: float = 0.0
-    bytes: int = 0
     failed_in_a_row: int = field(default=0, repr=False)
 
     @property
@@ -212,27 +208,31 @@ class Saver:
 
     def _hear(self, result: Result) -> None:
         costs = self.costs
-        costs.written_s += result.seconds
         if result.error is not None:
             costs.failed += 1
             costs.failed_in_a_row += 1
             self._last_error = result.error
+            self._begun_at.pop(result.number, None)
             log.error("A checkpoint could not be saved; training goes on. %s", result.error)
             return
-        costs.failed_in_a_row, costs.bytes = 0, costs.bytes + result.bytes
+        costs.failed_in_a_row = 0
         costs.committed += 1
         if result.committed:
             if self._good_after is not None:
                 self._keeper.awaited.add(result.number)
             self._keeper.prune()
+        else:
+            self._begun_at.pop(result.number, None)
 
     def _promote(self, harmless: int) -> None:
         """Mark as good what was followed by steps without harm; what was followed by harm never will be."""
         for number in sorted(self._keeper.awaited):
             after = self._steps - self._begun_at[number]
-            if harmless < after:
-                self._keeper.awaited.discard(number)
-            elif self._good_after is not None and after >= self._good_after:
-                self._keeper.awaited.discard(number)
+            good = self._good_after is not None and after >= self._good_after
+            if harmless >= after and not good:
+                continue
+            self._keeper.awaited.discard(number)
+            del self._begun_at[number]
+            if harmless >= after:
                 self._keeper.promote(number)
                 self._keeper.prune()

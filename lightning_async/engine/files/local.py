@@ -111,12 +111,11 @@ class LocalFiles:
             self._calls.unlink(path)
 
     def remove(self, folder: str) -> None:
+        if os.path.islink(folder) or not os.path.isdir(folder):  # what a link leads to is not ours
+            self.unlink(folder)
+            return
         for name in self.names(folder):
-            path = f"{folder}/{name}"
-            if os.path.isdir(path) and not os.path.islink(path):
-                self.remove(path)
-            else:
-                self.unlink(path)
+            self.remove(f"{folder}/{name}")
         with contextlib.suppress(FileNotFoundError):
             self._calls.rmdir(folder)
 
@@ -147,7 +146,7 @@ class LocalFiles:
                     return False
                 except OSError:
                     return time.time() - os.fstat(descriptor).st_mtime > STALE_S
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             pass
         return True
 
