@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
 from pathlib import Path
@@ -15,10 +16,11 @@ from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, Divergenc
 from lightning_async.callbacks.checkpoint import FaultTolerantCheckpoint
 from lightning_async.engine.checkpoint.shards import load_own
 from lightning_async.engine.checkpoint.store import CheckpointStore
+from lightning_async.errors import PeerLost
 from lightning_async.rules.divergence import History
 from lightning_async.rules.saving import Latest
 from lightning_async.trainer.namespace import pl
-from tests.callbacks.checkpoint_ranks import BATCHES, EPOCHS, Noisy, data, goes_on, train
+from tests.callbacks.checkpoint_ranks import BATCHES, EPOCHS, At, Interrupted, Noisy, data, goes_on, train
 from tests.strategies import problem
 from tests.strategies.workers import make_trainer, rank, scenario
 
