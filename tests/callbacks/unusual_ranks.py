@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
 from pathlib import Path
@@ -15,10 +16,11 @@ from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, Divergenc
 from lightning_async.callbacks.checkpoint import FaultTolerantCheckpoint
 from lightning_async.engine.checkpoint.shards import load_own
 from lightning_async.engine.checkpoint.store import CheckpointStore
+from lightning_async.errors import PeerLost
 from lightning_async.rules.divergence import History
 from lightning_async.rules.saving import Latest
 from lightning_async.trainer.namespace import pl
-from tests.callbacks.checkpoint_ranks import BATCHES, EPOCHS, Noisy, data, goes_on, train
+from tests.callbacks.checkpoint_ranks import BATCHES, EPOCHS, At, Interrupted, Noisy, data, goes_on, train
 from tests.strategies import problem
 from tests.strategies.workers import make_trainer, rank, scenario
 
@@ -164,7 +166,7 @@ def one_has_finished(folder: Path, batches: int) -> dict[str, Any]:
 
     def trained(*callbacks: Any) -> Noisy:
         module, slow = Noisy(), Slow(0.03 if rank() == 1 else 0.0)
-        saves = FaultTolerantCheckpoint(folder, every_n_train_steps=3)
+        saves = FaultTolerantCheckpoint(folder, every_n_train_steps=3, busy="wait")
         trainer = make_trainer(
             AsyncAveragingStrategy(DiLoCo(), EveryNSteps(3)), callbacks=[saves, slow, *callbacks],
             max_steps=steps, max_epochs=-1, enable_checkpointing=True,
