@@ -121,7 +121,7 @@ def killed(folder: str) -> None:
             saver[0].wait(20.0)
             os.kill(saver[0]._writer.pid, signal.SIGSTOP)
 
-    train(place(Path(folder)), "ddp", Finds(15, stop), At(STOP, end), busy="latest")
+    train(place(Path(folder)), "ddp", Finds(15, stop), At(STOP, end))
 
 
 def begun_again(folder: str) -> list[Any]:

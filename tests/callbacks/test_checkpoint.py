@@ -6,6 +6,7 @@ import json
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from datetime import timedelta
@@ -204,7 +205,7 @@ def test_what_cannot_be_cleaned_is_named_and_left(tmp_path: Path, caplog: pytest
 
 def test_saves_that_fail_are_loud_and_end_training_after_some(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def take_away() -> None:
-        tmp_path.joinpath("saves").rmdir()
+        shutil.rmtree(tmp_path / "saves")
         tmp_path.joinpath("saves").write_text("no directory any more")
 
     for steps, ends in ((2, 10), (10, 24)):

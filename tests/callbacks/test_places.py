@@ -6,7 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from lightning_async.engine.checkpoint.store import CheckpointStore
+from lightning_async.errors import CheckpointError
+from lightning_async.trainer.reader import CheckpointReader
 from tests.callbacks.checkpoint_ranks import BATCHES, EPOCHS
+from tests.checkpoint.stores import save
 from tests.strategies.workers import Outcomes
 from tests.support import run_ranks, start_ranks
 
@@ -75,3 +79,14 @@ def test_torchs_own_reader_takes_it_to_the_bit(outcomes: Outcomes, name: str) ->
 def test_torchs_own_reader_hears_of_damage_on_all_ranks(outcomes: Outcomes) -> None:
     for told in outcomes("reads_damaged"):
         assert "rank-1.bin has the checksum" in told["all"]
+
+
+def test_a_reader_says_what_it_needs(tmp_path: Path) -> None:
+    entry = save(CheckpointStore(tmp_path), 1)
+    with pytest.raises(CheckpointError, match="it is a directory of checkpoints; the newest is 000001-step-10"):
+        CheckpointReader(tmp_path)
+    reader = CheckpointReader(entry.path)
+    with pytest.raises(CheckpointError, match=r"/absent'\)` needs the path of a checkpoint: there is none"):
+        reader.reset(tmp_path / "absent")
+    assert CheckpointReader.validate_checkpoint_id(entry.path)
+    assert not CheckpointReader.validate_checkpoint_id(tmp_path)

@@ -137,7 +137,7 @@ class Writer:
             CheckpointError: the system does not let it.
         """
         if self._process is None:
-            self._process = Channel(self._rank, lock_of_writer(*files_at(self._dirpath)))
+            self._process = Channel(self._rank, lock_of_writer(*files_at(self._dirpath), self._rank))
 
     def reserve(self, job: Job) -> None:
         """Have the memory for saves like this one: the first of them then takes no longer than the others."""
