@@ -18,6 +18,7 @@ import torch
 from lightning_async.engine.checkpoint.process import SaveBusy
 from lightning_async.engine.checkpoint.saver import PATIENCE_S, Saver
 from lightning_async.engine.header import Mark
+from lightning_async.rules.schedules.fixed import Synchronous
 from lightning_async.trainer.due import Clock, Settings, is_last, manifest_of
 from lightning_async.trainer.lagged import lagged_of
 from lightning_async.trainer.preemption import Preemption
@@ -111,19 +112,20 @@ class Apart:
         saver: of this rank.
         settings: what the user has asked for.
         number: of the last save in the directory.
-        group: the ranks that see this rank's directory: all must.
+        group: the ranks that see this rank's directory. All must, unless every step is synchronous: then each
+            directory has all that is needed.
 
     Raises:
         ValueError: they do not.
     """
 
     def __init__(self, trainer: Any, saver: Saver, settings: Settings, number: int, group: Sequence[int]) -> None:
-        if len(group) < trainer.world_size:
+        if len(group) < trainer.world_size and not isinstance(trainer.strategy.schedule, Synchronous):
             raise ValueError(
                 f"`FaultTolerantCheckpoint(dirpath={settings.dirpath!r})` is one directory of ranks {list(group)}, and "
                 "another one elsewhere: while replicas drift, all ranks must see the same."
             )
-        self._trainer, self._saver, self._settings = trainer, saver, settings
+        self._trainer, self._saver, self._settings, self._group = trainer, saver, settings, group
         self._known, self._asked = number, False
         self._averager: Any = None
         self._attach()
@@ -198,6 +200,7 @@ class Apart:
             "replica": self._averager.marks.replica(),
         }
         number, step, ranks = marked.mark
+        ranks = [each for each in ranks if each in self._group]
         queue = self._settings.busy != "wait"
         try:
             self._saver.save(number, step, ranks, {}, own, manifest_of(self._trainer, "due"), queue)
@@ -214,7 +217,7 @@ class Apart:
         shared["averaging"] = self._averager.state_dict()
         own = {"checkpoint": checkpoint, "resume": self._resume_state(), "clocks": self._averager.clocks()}
         self._averager.marks.begin(number)
-        self._saver.save(number, step, range(trainer.world_size), shared, own, manifest_of(trainer, reason))
+        self._saver.save(number, step, self._group, shared, own, manifest_of(trainer, reason))
         _finish(trainer, self._saver)
 
     def close(self) -> None:

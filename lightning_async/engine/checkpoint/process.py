@@ -21,8 +21,10 @@ from typing import Any
 
 from lightning_async.engine.checkpoint.buffers import Buffer, Owner
 from lightning_async.engine.checkpoint.channel import Channel
+from lightning_async.engine.checkpoint.claim import lock_of_writer
 from lightning_async.engine.checkpoint.manifest import Manifest
 from lightning_async.engine.checkpoint.shards import Shard, shard
+from lightning_async.engine.files import files_at
 from lightning_async.errors import CheckpointError
 
 __all__ = ["Job", "Result", "SaveBusy", "Writer"]
@@ -135,7 +137,7 @@ class Writer:
             CheckpointError: the system does not let it.
         """
         if self._process is None:
-            self._process = Channel(self._rank)
+            self._process = Channel(self._rank, lock_of_writer(*files_at(self._dirpath)))
 
     def reserve(self, job: Job) -> None:
         """Have the memory for saves like this one: the first of them then takes no longer than the others."""
