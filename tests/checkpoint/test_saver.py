@@ -12,6 +12,7 @@ from lightning_async.engine.checkpoint.saver import Saver
 from lightning_async.engine.checkpoint.store import CheckpointStore
 from lightning_async.errors import CheckpointError
 from lightning_async.rules.saving import Latest
+from tests.checkpoint.test_writer import POISONED
 
 
 def saver_of(folder: Path, rank: int = 0, **settings: object) -> Saver:
@@ -37,6 +38,23 @@ def test_nobody_waits_for_a_rank_that_gives_up(tmp_path: Path, late: float) -> N
         assert first.wait(20.0)
         assert [entry.step for entry in CheckpointStore(tmp_path).entries()] == [20]
         assert first.costs.failed_in_a_row == 0
+    finally:
+        first.close(5.0)
+        second.close(5.0)
+
+
+def test_nobody_waits_for_a_rank_whose_writers_have_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = saver_of(tmp_path, 0)
+    monkeypatch.setattr("lightning_async.engine.checkpoint.channel._BOOT", POISONED)
+    second = saver_of(tmp_path, 1)
+    try:
+        for number in (1, 2):
+            for saver, rank in ((first, 0), (second, 1)):
+                saver.save(number, 10 * number, (0, 1), {"x": torch.ones(3)}, {"own": rank}, {})
+            assert second.wait(20.0)
+            assert first.wait(20.0), "not ten minutes"
+        assert [saver.costs.failed for saver in (first, second)] == [1, 1]
+        assert [entry.step for entry in CheckpointStore(tmp_path).entries()] == [20]
     finally:
         first.close(5.0)
         second.close(5.0)

@@ -67,6 +67,7 @@ class Result:
         bytes: of this rank's files.
         committed: this rank has committed it. Other ranks know that their part is durable, no more.
         error: what went wrong; None where nothing did.
+        lost: nobody has told the other ranks of it, who wait for this one's part.
     """
 
     number: int
@@ -74,6 +75,7 @@ class Result:
     bytes: int = 0
     committed: bool = False
     error: str | None = None
+    lost: bool = False
 
 
 @dataclass
@@ -264,15 +266,15 @@ class Writer:
             except CheckpointError as error:
                 self._flights.remove(flight)
                 flight.buffer.owner = Owner.FREE
-                self._done.append(self._failure(flight, str(error)))
+                self._done.append(self._failure(flight, str(error), lost=True))
             else:
                 flight.attempts += flight is first
                 self._send(flight)
 
-    def _failure(self, flight: _Flight, what: str) -> Result:
+    def _failure(self, flight: _Flight, what: str, lost: bool = False) -> Result:
         seconds = _since(flight)
         shown = f"rank {self._rank}: save {flight.number}, begun {seconds:.1f} s ago, {what}"
-        return Result(flight.number, seconds, error=shown)
+        return Result(flight.number, seconds, error=shown, lost=lost)
 
 
 @contextlib.contextmanager

@@ -87,6 +87,8 @@ class Saver:
         self._steps = 0
         self._begun_at: dict[int, int] = {}
         """Saves that may become good yet: after which of this rank's steps they were begun, by number."""
+        self._shared: dict[int, int] = {}
+        """The steps of saves in which other ranks take part, too, and that are not heard of yet, by number."""
         self._writer = Writer(store.dirpath, rank, buffers)
         self._usual_s, self._last_step, self._last_error = 0.0, now(), ""
 
@@ -123,6 +125,8 @@ class Saver:
         job = Job(number, step, self._run, tuple(ranks), shared, own, manifest)
         self.costs.saves += 1
         self._begun_at[number] = self._steps
+        if len(ranks) > 1:
+            self._shared[number] = step
         try:
             self._writer.save(job, queue)
         except (CheckpointError, TypeError, ValueError) as error:  # a state may come to hold what cannot be saved
@@ -211,12 +215,14 @@ class Saver:
             )
 
     def _hear(self, result: Result) -> None:
-        costs = self.costs
+        costs, step = self.costs, self._shared.pop(result.number, None)
         costs.written_s += result.seconds
         if result.error is not None:
             costs.failed += 1
             costs.failed_in_a_row += 1
             self._last_error = result.error
+            if result.lost and step is not None:
+                self.give_up(result.number, step, result.error)
             log.error("A checkpoint could not be saved; training goes on. %s", result.error)
             return
         costs.failed_in_a_row, costs.bytes = 0, costs.bytes + result.bytes
