@@ -126,6 +126,11 @@ class Writer:
         return bool(self._flights)
 
     @property
+    def waited_s(self) -> float:
+        """How long the save that is being written has been under way; 0 where there is none."""
+        return _since(self._flights[0]) if self._flights else 0.0
+
+    @property
     def pid(self) -> int | None:
         """Of the process; None where there is none."""
         return self._process.pid if self._process else None

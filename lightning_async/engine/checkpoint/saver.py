@@ -91,6 +91,7 @@ class Saver:
         """The steps of saves in which other ranks take part, too, and that are not heard of yet, by number."""
         self._writer = Writer(store.dirpath, rank, buffers)
         self._usual_s, self._last_step, self._last_error = 0.0, now(), ""
+        self._warn_after_s = PATIENCE_S
 
     def start(self) -> None:
         """Start the writer, so that the first save does not."""
@@ -167,7 +168,7 @@ class Saver:
             self._usual_s = 0.9 * self._usual_s + 0.1 * took if self._usual_s else took
 
     def poll(self) -> None:
-        """Hear what has become of saves; wait for nothing.
+        """Hear what has become of saves; wait for nothing. Says so where one takes very long.
 
         Raises:
             CheckpointError: too many in a row have failed.
@@ -175,6 +176,15 @@ class Saver:
         for result in self._writer.poll():
             self._hear(result)
         self._check()
+        waited_s = self._writer.waited_s
+        if waited_s < PATIENCE_S:
+            self._warn_after_s = PATIENCE_S
+        elif waited_s >= self._warn_after_s:
+            self._warn_after_s = waited_s + PATIENCE_S
+            log.warning(
+                "Rank %d: a checkpoint has been under way for %.0f s (process %s); none is begun meanwhile. See "
+                "whether that process lives, and what its disk does.", self._rank, waited_s, self._writer.pid,
+            )  # fmt: skip
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until nothing is being written; whether that is so. Says so where that takes long."""
