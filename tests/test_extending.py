@@ -87,23 +87,14 @@ def run(tree: Path, *command: str) -> str:
     return done.stdout
 
 
-def run_tests(tree: Path, *tests: str, chosen: str = "") -> None:
-    told = run(tree, "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, *tests)
-    assert " passed" in told and " failed" not in told and " skipped" not in told, told[-3000:]
-
-
-@pytest.mark.timeout(240)
-def test_its_rule_its_schedule_its_vote_and_its_policies_work(extended: Path) -> None:
-    """The rule and the schedule through the laws of the catalogue; all of the new tests."""
-    laws = ("test_catalogue.py", "test_laws.py", "test_schedules.py", "test_doubling.py")
-    new = ("tests/engine/test_damped.py", "tests/engine/test_report_vote.py", "tests/rules/test_own_policies.py")
-    chosen = "Damped or damped or Doubling or doubling or every_public or report_vote or own_policies"
-    run_tests(extended, *(f"tests/rules/{name}" for name in laws), *new, chosen=chosen)
-
-
 @pytest.mark.timeout(240)  # a pytest of its own, which starts ranks of its own
-def test_its_transport_keeps_the_contract_and_trains(extended: Path) -> None:
-    run_tests(extended, "tests/strategies/test_shared_file.py")
+def test_its_rule_its_schedule_its_vote_its_policies_and_its_transport_work(extended: Path) -> None:
+    """The rule and the schedule through the laws of the catalogue; all of the new tests."""
+    laws = [f"tests/rules/{name}" for name in ("test_catalogue.py", "test_laws.py", "test_schedules.py")]
+    new = [block.path for block in blocks(PAGE.read_text(encoding="utf-8")) if Path(block.path).name[:5] == "test_"]
+    chosen = ["Damped", "damped", "Doubling", "doubling", "every_public", *(Path(path).stem for path in new)]
+    told = run(extended, "pytest", "-q", "-p", "no:cacheprovider", "-k", " or ".join(chosen), *laws, *new)
+    assert " passed" in told and " failed" not in told and " skipped" not in told, told[-3000:]
 
 
 def test_it_keeps_the_law_of_imports_and_style(extended: Path) -> None:

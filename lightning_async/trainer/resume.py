@@ -120,8 +120,6 @@ class Resume:
         self._pending = resized(states, self._trainer.global_rank, self._trainer.world_size)
         self._limits.expect()
 
-    # ------------------------------------------------------------------ what follows the fit
-
     def _end(self) -> None:
         self._live, self._pending, self.where = False, None, None
         self._limits.put_back()

@@ -147,9 +147,17 @@ def uneven(folder: Path) -> dict[str, Any]:
     }
 
 
-def preempted(folder: Path, strategy: Callable[[], Any]) -> dict[str, Any]:
-    """Rank 1 alone is told to go."""
-    told = At(STOP, lambda: os.kill(os.getpid(), signal.SIGTERM) if rank() == 1 else None)
+class BeforeTraining(At):
+    """Does something once, before there is a batch."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.step = -1
+        self.action()
+
+
+def preempted(folder: Path, strategy: Callable[[], Any], who: int = 1, when: type[At] = At) -> dict[str, Any]:
+    """One rank alone is told to go."""
+    told = when(STOP, lambda: os.kill(os.getpid(), signal.SIGTERM) if rank() == who else None)
     code: Any = None
     try:
         train(folder, strategy(), told, every_n_train_steps=1000)
@@ -175,6 +183,12 @@ def ddp_preempted(folder: Path) -> dict[str, Any]:
 @scenario
 def drifting_preempted(folder: Path) -> dict[str, Any]:
     return preempted(folder, lambda: AsyncAveragingStrategy(DiLoCo(), EveryNSteps(4)))
+
+
+@scenario
+def told_before_training(folder: Path) -> dict[str, Any]:
+    """The rank that commits."""
+    return preempted(folder, lambda: AsyncAveragingStrategy(DiLoCo(), EveryNSteps(4)), who=0, when=BeforeTraining)
 
 
 @scenario

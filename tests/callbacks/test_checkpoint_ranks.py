@@ -51,6 +51,13 @@ def test_a_signal_to_one_rank_saves_on_all_and_ends_with_75(ranks: Outcomes, nam
     assert told[1]["first"] - STOP in range(8), "all leave a few steps later"
 
 
+def test_a_signal_before_training_ends_all_ranks_after_a_batch(ranks: Outcomes) -> None:
+    for rank in ranks("told_before_training"):
+        assert (rank["code"], rank["reasons"], rank["ranks"]) == (75, ["preemption"], [0, 1])
+        assert 0 < rank["first"] < STOP
+        assert rank["steps"] == BATCHES * EPOCHS - rank["first"]
+
+
 def test_damage_is_noticed_and_the_one_before_is_taken(ranks: Outcomes) -> None:
     told = ranks("damaged")
     for rank in told:

@@ -124,6 +124,16 @@ def test_a_manifest_that_names_no_files_of_a_rank_is_damage(tmp_path: Path):
         assert isinstance(store.entries()[0].error, DamagedCheckpoint)
 
 
+def test_what_somebody_has_deleted_is_not_committed(store: CheckpointStore):
+    temporary = store.temporary(1, 10, "run")
+    with store.hold(temporary):
+        write_ranks(store, temporary, 1, (0, 1))
+        store.files.unlink(f"{temporary}/rank-1.bin")
+        with pytest.raises(DamagedCheckpoint, match=r"had \['rank-1.bin'\], which somebody has deleted"):
+            store.commit(temporary, Manifest(1, 10, ranks=(0, 1)))
+    assert store.entries() == []
+
+
 def test_a_run_must_be_a_word(tmp_path: Path):
     with pytest.raises(ValueError, match=r"run='../x'"):
         CheckpointStore(tmp_path).temporary(1, 10, "../x")

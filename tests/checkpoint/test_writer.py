@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import resource
+import select
 import signal
 import subprocess
 import time
@@ -255,6 +256,24 @@ def test_a_writer_that_cannot_start_says_why(make: MakeWriter, monkeypatch: pyte
     writer.save(job_of(1))
     (result,) = writer.wait(20.0)
     assert result.error is not None and "exit status 1: no room at the inn" in result.error
+
+
+def test_where_no_file_can_be_opened_a_save_fails_and_later_ones_work(tmp_path: Path, make: MakeWriter):
+    writer, fresh, (soft, hard) = make(), make(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.kill(pid_of(writer), signal.SIGKILL)
+    assert select.select([writer._process._channel], [], [], 10.0)[0]  # pyright: ignore
+    before = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(CheckpointError, match=r"no process .* can be started: .*Too many open files"):
+            writer.save(job_of(1))
+        with pytest.raises(CheckpointError, match=r"no memory for a copy .*Too many open files"):
+            fresh.save(job_of(1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(os.listdir("/proc/self/fd")) <= before
+    assert saved(writer, job_of(2)).committed
+    assert saved(fresh, job_of(3)).committed
 
 
 def test_a_file_system_that_refuses_is_named_and_later_saves_work(tmp_path: Path, make: MakeWriter):

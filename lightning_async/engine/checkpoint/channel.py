@@ -48,26 +48,30 @@ class Channel:
         self.died = False
         """Whether it has ended, as far as `answers` knows."""
         self._received = b""
+        try:
+            with contextlib.ExitStack() as opened:
+                self._start(rank, lock, opened)
+                opened.pop_all()
+        except OSError as error:
+            raise CheckpointError(f"rank {rank}: no process that writes checkpoints can be started: {error}") from error
+        finally:
+            if lock is not None:
+                lock.close()
+        self.pid = self._popen.pid
+
+    def _start(self, rank: int, lock: Lock | None, opened: contextlib.ExitStack) -> None:
         self._errors = anonymous_file("checkpoint-errors")
-        self._channel, theirs = socket.socketpair()
+        opened.callback(os.close, self._errors)
+        self._channel, theirs = map(opened.enter_context, socket.socketpair())
         package = Path(__file__).resolve().parents[2]
         told = json.dumps([theirs.fileno(), os.getpid(), str(package), [path for path in sys.path if path]])
         # Isolated (-I): a module beside the user's script cannot take the place of one that it imports.
         command = [sys.executable, "-I", "-S", "-c", _BOOT, told, f"writes the checkpoints of rank {rank}"]
-        try:
+        with theirs:
             self._popen = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._errors,
                 pass_fds=[theirs.fileno(), *([lock.descriptor] if lock else [])], start_new_session=True,
             )  # fmt: skip
-        except OSError as error:
-            self._channel.close()
-            os.close(self._errors)
-            raise CheckpointError(f"rank {rank}: no process that writes checkpoints can be started: {error}") from error
-        finally:
-            theirs.close()
-            if lock is not None:
-                lock.close()
-        self.pid = self._popen.pid
 
     def send(self, descriptor: int, offset: int, length: int, again: bool) -> None:
         """Hand over a job; raises OSError where the process has ended."""

@@ -69,6 +69,7 @@ class Result:
         bytes: of this rank's files.
         committed: this rank has committed it. Other ranks know that their part is durable, no more.
         error: what went wrong; None where nothing did.
+        lost: nobody has told the other ranks of it, who wait for this one's part.
     """
 
     number: int
@@ -76,6 +77,7 @@ class Result:
     bytes: int = 0
     committed: bool = False
     error: str | None = None
+    lost: bool = False
 
 
 @dataclass
@@ -124,6 +126,11 @@ class Writer:
     def busy(self) -> bool:
         """Whether a save is being written, as far as `poll` knows."""
         return bool(self._flights)
+
+    @property
+    def waited_s(self) -> float:
+        """How long the save that is being written has been under way; 0 where there is none."""
+        return _since(self._flights[0]) if self._flights else 0.0
 
     @property
     def pid(self) -> int | None:
@@ -266,15 +273,15 @@ class Writer:
             except CheckpointError as error:
                 self._flights.remove(flight)
                 flight.buffer.owner = Owner.FREE
-                self._done.append(self._failure(flight, str(error)))
+                self._done.append(self._failure(flight, str(error), lost=True))
             else:
                 flight.attempts += flight is first
                 self._send(flight)
 
-    def _failure(self, flight: _Flight, what: str) -> Result:
+    def _failure(self, flight: _Flight, what: str, lost: bool = False) -> Result:
         seconds = _since(flight)
         shown = f"rank {self._rank}: save {flight.number}, begun {seconds:.1f} s ago, {what}"
-        return Result(flight.number, seconds, error=shown)
+        return Result(flight.number, seconds, error=shown, lost=lost)
 
 
 @contextlib.contextmanager

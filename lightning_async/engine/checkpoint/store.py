@@ -101,7 +101,7 @@ class CheckpointStore:
 
         Raises:
             CheckpointError: a rank is missing.
-            DamagedCheckpoint: a rank's manifest does not hold what was written, or two ranks wrote one file.
+            DamagedCheckpoint: a rank's manifest does not hold what was written, two wrote one file, or one is gone.
             OSError: the file system refuses; nothing was committed.
         """
         if missing := self.missing(temporary, manifest.ranks):
@@ -114,6 +114,8 @@ class CheckpointStore:
             if twice := files.keys() & listed.keys():
                 raise DamagedCheckpoint(f"{temporary}/{name} names {sorted(twice)}, which another rank wrote.")
             files |= {**listed, name: FileRecord(len(data), zlib.crc32(data))}
+        if gone := sorted(files.keys() - set(self.files.names(temporary))):
+            raise DamagedCheckpoint(f"{temporary} had {gone}, which somebody has deleted.")
         manifest = dataclasses.replace(manifest, files=files)
         final = self.final(manifest.number, manifest.step)
         self.files.write(f"{temporary}/{MANIFEST}", [manifest.to_bytes()])
