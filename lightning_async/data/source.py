@@ -15,7 +15,7 @@ from lightning_async.data.random_states import Generators, generators_in
 from lightning_async.data.tape import Tape
 from lightning_async.data.workers import stateful
 
-__all__ = ["Source", "sources_of"]
+__all__ = ["Source", "begin_at", "sources_of"]
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +24,20 @@ def sources_of(loaders: Sequence[Any]) -> list[Source]:
     """How the positions of a training's loaders, any iterables, are followed."""
     names = ["the train dataloader"] if len(loaders) == 1 else [f"train dataloader {i}" for i in range(len(loaders))]
     return [_source_of(loader, name) for loader, name in zip(loaders, names, strict=True)]
+
+
+def begin_at(sources: Sequence[Source], positions: Sequence[Position]) -> None:
+    """The next iteration of each begins at its position.
+
+    Raises:
+        ValueError: there are more, or fewer, loaders than then.
+    """
+    if len(sources) != len(positions):
+        raise ValueError(
+            f"the checkpoint is of a training with {len(positions)} train dataloaders, and this one has {len(sources)}."
+        )
+    for source, position in zip(sources, positions, strict=True):
+        source.begin_at(position)
 
 
 def _source_of(loader: Any, name: str) -> Source:
