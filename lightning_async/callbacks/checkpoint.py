@@ -128,6 +128,8 @@ class FaultTolerantCheckpoint(Checkpoint):
                 f"`{type(self).__name__}` does not know the sharded state of `{strategy}` yet: use that strategy's own "
                 "checkpoints, or a strategy whose ranks hold whole replicas."
             )
+        # So that `trainer.checkpoint_callback`, and what is "best", are those of the user's `ModelCheckpoint`, if any.
+        trainer.callbacks = [*(each for each in trainer.callbacks if each is not self), self]
         self._now = Checkpointing(trainer, self.settings)
         self._now.install()
 

@@ -15,7 +15,7 @@ from lightning_async.data.random_states import Generators, generators_in
 from lightning_async.data.tape import Tape
 from lightning_async.data.workers import stateful
 
-__all__ = ["Source", "generators_of", "sources_of"]
+__all__ = ["Source", "begin_at", "generators_of", "sources_of"]
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +34,20 @@ def generators_of(sources: Sequence[Source]) -> Generators:
         for path, generator in source.generators().items()
     }
     return Generators(named, devices=True)
+
+
+def begin_at(sources: Sequence[Source], positions: Sequence[Position]) -> None:
+    """The next iteration of each begins at its position.
+
+    Raises:
+        ValueError: there are more, or fewer, loaders than then.
+    """
+    if len(sources) != len(positions):
+        raise ValueError(
+            f"the checkpoint is of a training with {len(positions)} train dataloaders, and this one has {len(sources)}."
+        )
+    for source, position in zip(sources, positions, strict=True):
+        source.begin_at(position)
 
 
 def _source_of(loader: Any, name: str) -> Source:

@@ -17,7 +17,7 @@ from lightning_async.engine.checkpoint.shards import load_own
 from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
 from lightning_async.errors import AsyncTrainingError, CheckpointError, SettingsMismatch
 from lightning_async.trainer.checkpoint_io import DirectoryIO
-from lightning_async.trainer.due import Settings
+from lightning_async.trainer.due import Settings, is_last
 from lightning_async.trainer.namespace import pytorch
 from lightning_async.trainer.patches import Undo, replace, searches_lr, set_for_now
 from lightning_async.trainer.preemption import Preemption
@@ -55,6 +55,8 @@ class Checkpointing:
         self._group: list[int] = []
         """The ranks that see this rank's directory."""
         self._verified: str | None = None
+        self._got_on = False
+        """A safe point was reached in this fit."""
         self._patience_s = PATIENCE_S
         self._watcher: Any = None
         """Knows for how many steps nothing was out of bounds."""
@@ -72,6 +74,7 @@ class Checkpointing:
         self.resume.on_boundary = self._boundary
         self._undo += [
             replace(trainer._checkpoint_connector, "resume_start", self._resume_start),
+            replace(trainer._checkpoint_connector, "resume_end", self._resume_end),
             replace(strategy, "on_train_start", self._begin),
             *self._preempted.install(),
         ]
@@ -98,6 +101,18 @@ class Checkpointing:
         self._claim = Claim(self.store, self._run)
         self._claim.take(self._gather)
         self._claim.wait(self._gather)
+
+    def _resume_end(self, original: Any) -> Any:
+        def resume_end() -> None:
+            original()
+            if self.resumed is not None and is_last(self._trainer):
+                log.warning(
+                    "Rank %d: nothing is trained, as the training in %s has ended (%s). To go on with it, raise "
+                    "`max_epochs` or `max_steps`; a new training needs a directory of its own, or `recover=None`.",
+                    self._rank, self.store.dirpath, self.resumed.name,
+                )  # fmt: skip
+
+        return resume_end
 
     def _recover(self) -> str | None:
         """The path of the checkpoint to go on from, on which all ranks agree; None where training begins."""
@@ -192,6 +207,7 @@ class Checkpointing:
 
     def _boundary(self) -> None:
         """A safe point of this rank's, see `Resume`."""
+        self._got_on = True
         if self.saver is None or self._pace is None:
             return
         if self.resume.where == "batch":
@@ -226,6 +242,12 @@ class Checkpointing:
         """Training is over, by an exception; replicas that drift have met if that is a signal's."""
         preempted = isinstance(exception, pytorch("utilities.exceptions").SIGTERMException)
         self._patience_s = PATIENCE_S if preempted else _FAILED_S
+        if self.resumed is not None and not self._got_on and isinstance(exception, Exception):
+            log.error(
+                "Rank %d failed at its first batch after going on from %s, or before. If this program's model, "
+                "optimizers or data are not those of that training, give it a directory of its own, or `recover=None`.",
+                self._rank, self.resumed.path,
+            )  # fmt: skip
         if preempted and isinstance(self._pace, Apart):
             try:
                 self._pace.end("preemption")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning_async.data.random_states import reseed
-from lightning_async.data.source import Source, generators_of, sources_of
+from lightning_async.data.source import Source, begin_at, generators_of, sources_of
 from lightning_async.trainer.epoch_starts import Modes, go_on_averaging, start_again
 from lightning_async.trainer.limits import Limits
 from lightning_async.trainer.logged import put_logged, take_logged
@@ -203,9 +203,9 @@ class Resume:
                 return original()
             self._trainer.fit_loop._combined_loader_states_to_load = []
             epoch = self._trainer.fit_loop.epoch_progress.current.processed
-            for source, position in zip(self._sources, self._pending["loaders"], strict=True):
+            for source in self._sources:
                 fabric("utilities.data")._set_sampler_epoch(source.loader, epoch)
-                source.begin_at(position)
+            begin_at(self._sources, self._pending["loaders"])
             return None
 
         return load
