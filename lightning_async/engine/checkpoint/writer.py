@@ -130,7 +130,7 @@ def _commit(store: CheckpointStore, temporary: str, job: Job) -> None:
     """Wait for the others, and commit, or delete what cannot be committed any more.
 
     Raises:
-        CheckpointError: another rank has failed, or was not heard of before the deadline.
+        CheckpointError: another rank has failed, or was not heard of before the deadline; or the folder is gone.
     """
     started, pause, silent = time.monotonic(), 0.005, []
     longest = 0.1 if store.files.atomic else 2.0  # to ask a remote store costs something
@@ -139,6 +139,8 @@ def _commit(store: CheckpointStore, temporary: str, job: Job) -> None:
             silent, failed = _heard(store, temporary, job["ranks"])
             if not silent:
                 break
+            if job["rank"] in silent:  # it had said so: what others have said may be gone, too
+                raise CheckpointError(f"{temporary} was deleted while it was written.")
             if time.monotonic() - started > job["deadline_s"]:
                 raise CheckpointError(
                     f"{temporary}: nothing was heard of rank(s) {silent} for {job['deadline_s']:.0f} s. See what "
