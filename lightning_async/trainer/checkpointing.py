@@ -18,18 +18,15 @@ from lightning_async.errors import AsyncTrainingError, CheckpointError, Settings
 from lightning_async.trainer.checkpoint_io import DirectoryIO
 from lightning_async.trainer.due import Settings
 from lightning_async.trainer.namespace import pytorch
-from lightning_async.trainer.patches import Undo, replace, searches_lr, set_for_now
+from lightning_async.trainer.patches import Undo, in_words, replace, searches_lr, set_for_now
 from lightning_async.trainer.preemption import Preemption
 from lightning_async.trainer.resume import Resume
-from lightning_async.trainer.saves import Apart, Together
+from lightning_async.trainer.saves import FAILED_S, Apart, Together
 from lightning_async.trainer.whole_state import ALIKE, collect, left_out, put_back, whole
 
 __all__ = ["Checkpointing"]
 
 log = logging.getLogger(__name__)
-
-_FAILED_S = 10.0
-"""For what is still being written when training has failed: the writer goes on without its trainer."""
 
 
 class Checkpointing:
@@ -69,6 +66,7 @@ class Checkpointing:
         self._undo += self.resume.install()
         self.resume.on_boundary = self._boundary
         self._undo += [
+            replace(trainer.fit_loop, "run", self._run_fit),
             replace(trainer._checkpoint_connector, "resume_start", self._resume_start),
             replace(strategy, "on_train_start", self._begin),
             *self._preempted.install(),
@@ -149,6 +147,7 @@ class Checkpointing:
                 shared, own = collect(trainer, ALIKE)  # what cannot be saved is named now, and memory is there
                 self.saver.reserve(trainer.global_step, self._group, shared, own)
                 self._pace = kind(trainer, self.saver, self._settings, self._number, self._group)
+                self.resume.points.keeps = kind is Apart or self._settings.on_exception
 
         return on_train_start
 
@@ -204,10 +203,31 @@ class Checkpointing:
         if self._pace is not None:
             self._pace.end()
 
+    def _run_fit(self, original: Any) -> Any:
+        def run() -> None:
+            try:
+                original()
+            except BaseException as exception:
+                self._save_what_was(exception)
+                raise
+
+        return run
+
+    def _save_what_was(self, exception: BaseException) -> None:
+        """Training has ended by an exception, which the user shall see, whatever becomes of this; waits for nobody."""
+        preempted = pytorch("utilities.exceptions").SIGTERMException
+        if self._pace is None or not self._settings.on_exception or isinstance(exception, preempted | CheckpointError):
+            return
+        try:
+            if self._pace.fail(self.resume, exception):
+                log.warning("Rank %d saves what was trained until this: %s", self._rank, in_words(exception))
+        except Exception as error:
+            log.error("Rank %d: what was trained until this exception cannot be saved: %r", self._rank, error)
+
     def fail(self, exception: BaseException) -> None:
         """Training is over, by an exception; replicas that drift have met if that is a signal's."""
         preempted = isinstance(exception, pytorch("utilities.exceptions").SIGTERMException)
-        self._patience_s = PATIENCE_S if preempted else _FAILED_S
+        self._patience_s = PATIENCE_S if preempted else FAILED_S
         if preempted and isinstance(self._pace, Apart):
             try:
                 self._pace.end("preemption")

@@ -1,0 +1,289 @@
+"""What a fit's state is at a safe point, and what it was there when something goes wrong on the way to the next one.
+
+The steps of a batch, and what the state is that a fit can go on from if it fails within:
+
+| within | the state |
+| --- | --- |
+| fetching a batch, its hooks, forward, backward, clipping | that of the safe point before: the batch comes again |
+| the optimizer's step, a scheduler's | none: a part is written, and nobody knows which |
+| hooks and loggers at the end of the batch | after the batch; a validation that is due then is still to come |
+| a validation | before it: it comes again |
+
+What a batch changes ahead of the optimizer's step is kept at each safe point: counters, random states, the place in the
+data, what was logged, and buffers. Parameters and optimizers need not be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import enum
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from lightning_async.data.random_states import Generators, States
+from lightning_async.data.source import Source
+from lightning_async.trainer.kept_buffers import KeptBuffers
+from lightning_async.trainer.logged import Known, take_logged
+from lightning_async.trainer.namespace import pytorch
+from lightning_async.trainer.patches import Undo, replace
+from lightning_async.trainer.unsaved import take_plain, take_unsaved
+
+__all__ = ["AsItWas", "SafePoints", "Within"]
+
+
+class Within(enum.Enum):
+    """Where the fit is, and which state it could go on from."""
+
+    NOTHING = "nothing was trained yet"
+    BATCH = "a batch"
+    ACCUMULATED = "gradients in accumulation have changed"
+    MANUAL = "the training step was within manual optimization, which may have stepped"
+    STEP = "the optimizer or a scheduler had begun a step"
+    BATCH_END = "hooks at the end of a batch"
+    VALIDATION = "a validation"
+    LOGGERS = "loggers are written"
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A safe point that lies behind."""
+
+    where: str
+    random: Callable[[], States]
+    loaders: list[Callable[[], Any]]
+    combined: dict[str, Any]
+    plain: dict[str, Any]
+    logged: dict[str, Any]
+    callbacks: dict[str, Any] | None
+    counters: list[dict[str, Any]]
+    accumulates: bool
+
+
+class AsItWas(NamedTuple):
+    """A state to go on from.
+
+    Args:
+        resume: what `Resume.capture` would have given; None: nothing.
+        callbacks: their states, where hooks have run since; None: as they are.
+    """
+
+    resume: dict[str, Any] | None
+    callbacks: dict[str, Any] | None
+
+
+class SafePoints:
+    """The states of one fit.
+
+    Args:
+        trainer: whose fit it is.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.sources: list[Source] = []
+        """Its loaders."""
+        self.keeps = True
+        """Whether a batch that goes wrong has a state to go on from."""
+        self.within = Within.NOTHING
+        self.began: dict[str, Any] | None = None
+        """Random states and what was logged before the validation that is under way."""
+        self._kept: _Kept | None = None
+        self._buffers: KeptBuffers | None = None
+        self._generators: Generators | None = None
+        self._metrics: Known = {}
+        self._before: dict[str, Any] | None = None
+        """States of callbacks before the validation that is under way."""
+
+    def install(self) -> list[Undo]:
+        """Patch what follows the steps of a batch; returns what takes it back."""
+        trainer, epoch = self._trainer, self._trainer.fit_loop.epoch_loop
+        return [
+            replace(trainer.strategy, "backward", self._backward),
+            replace(trainer.precision_plugin, "_after_closure", self._after_closure),
+            replace(epoch.manual_optimization, "run", self._step_manually),
+            replace(epoch, "update_lr_schedulers", self._update_lr_schedulers),
+            replace(epoch, "_save_loggers_on_train_batch_end", self._save_loggers),
+        ]
+
+    # ------------------------------------------------------------------ taken now
+
+    def generators(self) -> Generators:
+        """Of this process and of the loaders."""
+        named = {
+            f"{index}.{path}": generator
+            for index, source in enumerate(self.sources)
+            for path, generator in source.generators().items()
+        }
+        self._generators = Generators(named, devices=True)
+        return self._generators
+
+    def begin_validation(self) -> None:
+        """A batch is done with, and its validation begins."""
+        self.within = Within.VALIDATION
+        self.began = {"random": self.generators().take(), "logged": take_logged(self._trainer)}
+        self._before = self._callbacks()
+
+    def capture(self, where: str) -> dict[str, Any]:
+        """The state now: plain values, and gradients and buffers by reference."""
+        trainer, began = self._trainer, self.began if where == "validation" else None
+        held, ended = self._place(where)
+        return {
+            "where": where,
+            "random": began["random"] if began is not None else self.generators().take(),
+            "loaders": [source.position(held, ended) for source in self.sources],
+            "combined": self._combined(),
+            "unsaved": take_unsaved(trainer),
+            "logged": began["logged"] if began is not None else take_logged(trainer),
+        }
+
+    def _callbacks(self) -> dict[str, Any]:
+        """Their states, ahead of hooks at the end of a validation or of an epoch, which count and compare."""
+        return _containers(pytorch("trainer.call")._call_callbacks_state_dict(self._trainer))
+
+    def _place(self, where: str) -> tuple[bool, bool]:
+        """Whether a batch was fetched that is not trained on, and whether no more is read of this iteration."""
+        fit = self._trainer.fit_loop
+        ended = where == "epoch" or fit.epoch_loop._num_ready_batches_reached()
+        return len(getattr(fit._data_fetcher, "batches", ())) > 0, ended
+
+    def _combined(self) -> dict[str, Any]:
+        iterator = self._trainer.fit_loop._combined_loader._iterator
+        return {name: copy.copy(value) for name, value in vars(iterator).items() if name in ("_idx", "_consumed")}
+
+    # ------------------------------------------------------------------ kept, for later
+
+    def reach(self, where: str) -> None:
+        """A safe point: keep what the next batch changes before it steps."""
+        if not self.keeps or where == "validation":
+            return
+        trainer, (held, ended) = self._trainer, self._place(where)
+        if self._generators is None or where == "epoch":
+            self.generators()
+        assert self._generators is not None
+        if self._buffers is None:
+            self._buffers = KeptBuffers(trainer.lightning_module)
+        self._buffers.keep()
+        self._kept = _Kept(
+            where, self._generators.hold(), [source.keep(held, ended) for source in self.sources], self._combined(),
+            take_plain(trainer), take_logged(trainer, self._metrics), self._callbacks() if ended else None,
+            [dict(vars(each)) for each in self._counters()], trainer.fit_loop._should_accumulate(),
+        )  # fmt: skip
+        self.within, self.began = Within.BATCH, None
+
+    def end_epoch(self) -> None:
+        """An epoch's hooks follow: where the rest of it is left out, the safe point before them lies far behind."""
+        if self.within is Within.BATCH_END:
+            self.within = Within.STEP
+
+    @contextlib.contextmanager
+    def as_it_was(self) -> Iterator[AsItWas | None]:
+        """The state to go on from, outside of safe points; None where there is none, and `within` says why.
+
+        Inside, counters and buffers are put back, so that Lightning's checkpoint is of the same moment.
+        """
+        if self.within is Within.BATCH and self._kept is not None:
+            with self._rewound(self._kept) as state:
+                yield AsItWas(state, self._kept.callbacks)
+        elif self.within is Within.VALIDATION:
+            yield AsItWas(self.capture("validation"), self._before)
+        elif self.within is Within.LOGGERS:
+            yield AsItWas(self.capture("batch"), None)
+        elif self.within is Within.BATCH_END:
+            with self._batch_completed():
+                yield AsItWas(self.capture("batch end"), None)
+        else:
+            yield None
+
+    @contextlib.contextmanager
+    def _rewound(self, kept: _Kept) -> Iterator[dict[str, Any]]:
+        assert self._buffers is not None
+        counters = self._counters()
+        now = [dict(vars(each)) for each in counters]
+        for each, before in zip(counters, kept.counters, strict=True):
+            vars(each).update(before)
+        try:
+            with self._buffers.put_back():
+                yield {
+                    "where": kept.where,
+                    "random": kept.random(),
+                    "loaders": [position() for position in kept.loaders],
+                    "combined": kept.combined,
+                    "unsaved": {**take_unsaved(self._trainer), **kept.plain},
+                    "logged": kept.logged,
+                }
+        finally:
+            for each, values in zip(counters, now, strict=True):
+                vars(each).update(values)
+
+    @contextlib.contextmanager
+    def _batch_completed(self) -> Iterator[None]:
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        before = [(each, each.completed) for each in (progress.total, progress.current)]
+        for each, _ in before:
+            each.completed = each.processed
+        try:
+            yield
+        finally:
+            for each, completed in before:
+                each.completed = completed
+
+    def _counters(self) -> list[Any]:
+        """What Lightning counts in, of a fit."""
+        fit, epoch = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop
+        optimizer = epoch.automatic_optimization.optim_progress.optimizer
+        progress = [
+            fit.epoch_progress, epoch.batch_progress, epoch.scheduler_progress, optimizer.step, optimizer.zero_grad,
+            epoch.manual_optimization.optim_step_progress, epoch.val_loop.batch_progress,
+        ]  # fmt: skip
+        return [part for each in progress for part in (each, each.total, each.current)]
+
+    # ------------------------------------------------------------------ where the fit is
+
+    def _backward(self, original: Any) -> Any:
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            kept = self._kept
+            if self.within is Within.BATCH and kept is not None and kept.accumulates:
+                self.within = Within.ACCUMULATED
+            return original(*args, **kwargs)
+
+        return backward
+
+    def _after_closure(self, original: Any) -> Any:
+        def after_closure(*args: Any, **kwargs: Any) -> None:
+            original(*args, **kwargs)
+            self.within = Within.STEP
+
+        return after_closure
+
+    def _step_manually(self, original: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.within = Within.MANUAL
+            return original(*args, **kwargs)
+
+        return run
+
+    def _update_lr_schedulers(self, original: Any) -> Any:
+        def update_lr_schedulers(interval: str, update_plateau_schedulers: bool) -> None:
+            trained = not update_plateau_schedulers
+            self.within = Within.STEP
+            original(interval, update_plateau_schedulers)
+            if trained and self._kept is not None:
+                self.within = Within.BATCH_END
+
+        return update_lr_schedulers
+
+    def _save_loggers(self, original: Any) -> Any:
+        def save_loggers() -> None:
+            self.within = Within.LOGGERS
+            original()
+
+        return save_loggers
+
+
+def _containers(value: Any) -> Any:
+    """Copied, but for what they hold."""
+    if isinstance(value, dict):
+        return {name: _containers(entry) for name, entry in value.items()}
+    return [_containers(entry) for entry in value] if isinstance(value, list) else value
