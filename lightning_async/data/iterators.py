@@ -135,7 +135,8 @@ class _View:
 def iterate(loader: DataLoader[Any], here: Here) -> Any:
     """An iterator over ``loader`` that keeps ``here`` up to date, and begins at ``here.start``."""
     start = here.start
-    fetches_again = loader._dataset_kind == _DatasetKind.Iterable and not stateful(loader.dataset)
+    told = not start.get("taken") or start.get("dataset") is not None or start.get("workers")
+    fetches_again = loader._dataset_kind == _DatasetKind.Iterable and not (stateful(loader.dataset) and told)
     if here.exhausted:
         here.taken, fetches_again = start["taken"], False
         if not loader.persistent_workers:

@@ -221,7 +221,7 @@ class _OfIterable(Source):
 
         self._now, self._before = now, None
         batches = tape.call(lambda: iter(self.loader))
-        if again and start:
+        if start and (again or start.get("state") is None):
             self._tell(start["taken"])
             with generators.kept():
                 for _ in range(start["taken"]):

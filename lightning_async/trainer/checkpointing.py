@@ -15,6 +15,7 @@ from lightning_async.engine.checkpoint.saver import PATIENCE_S, Saver
 from lightning_async.engine.checkpoint.shards import load_own
 from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
 from lightning_async.errors import AsyncTrainingError, CheckpointError, SettingsMismatch
+from lightning_async.trainer.absent import beside, completed
 from lightning_async.trainer.checkpoint_io import DirectoryIO
 from lightning_async.trainer.due import Settings
 from lightning_async.trainer.namespace import pytorch
@@ -100,12 +101,20 @@ class Checkpointing:
             store.verify(entry)
         checkpoint, resume = whole(store, entry, self._rank, self._trainer.world_size)
         if self._trainer.state.fn == "fit":
-            if resume is None and (states := _all_of(store, entry)):
-                self.resume.restore_resized(states)
-            else:
-                self.resume.restore(resume)
+            self._go_on(resume, store, entry)
             self.resumed = entry
         return checkpoint
+
+    def _go_on(self, resume: Any, store: CheckpointStore, entry: Entry) -> None:
+        """From this rank's own state, or where there is none, from those of others."""
+        assert entry.manifest is not None
+        trained, states = entry.manifest.world_size, {} if resume is not None else _all_of(store, entry)
+        if resume is not None:
+            self.resume.restore(resume)
+        elif trained != self._trainer.world_size and states:
+            self.resume.restore_resized(completed(states, trained))
+        else:
+            self.resume.restore(beside(states, self._rank, entry.path))
 
     def start(self) -> None:
         """Training begins: agree on numbers, start the writer, and have its memory.
@@ -147,6 +156,7 @@ class Checkpointing:
                 shared, own = collect(trainer, ALIKE)  # what cannot be saved is named now, and memory is there
                 self.saver.reserve(trainer.global_step, self._group, shared, own)
                 self._pace = kind(trainer, self.saver, self._settings, self._number, self._group)
+                self._undo.append(self.resume.points.whereabouts.follow())
                 self.resume.points.keeps = kind is Apart or self._settings.on_exception
 
         return on_train_start
@@ -269,10 +279,8 @@ class Checkpointing:
         return [strategy.broadcast(value, src) for src in self._ranks]
 
 
-def _all_of(store: CheckpointStore, entry: Entry) -> list[dict[str, Any]]:
-    """What `Resume` has of every rank of a training of another size; nothing where it lacks one."""
-    manifest = entry.manifest
-    assert manifest is not None
-    owns = [load_own(store, entry, rank) for rank in range(manifest.world_size)]
-    states = [own["resume"] for own in owns if own is not None and own["resume"] is not None]
-    return states if len(states) == manifest.world_size else []
+def _all_of(store: CheckpointStore, entry: Entry) -> dict[int, dict[str, Any]]:
+    """What `Resume` has of every rank that has a state of its own."""
+    assert entry.manifest is not None
+    owns = {rank: load_own(store, entry, rank) for rank in entry.manifest.ranks}
+    return {rank: own["resume"] for rank, own in owns.items() if own is not None and own["resume"] is not None}

@@ -55,7 +55,7 @@ class Resume:
         self._live = True
         return [
             self._end,
-            *self.points.install(),
+            *self.points.whereabouts.install(),
             replace(fit, "_load_combined_loader_states", self._load_loaders),
             replace(fit, "reset", self._reset_fit),
             replace(fit, "on_run_start", self._start_fit),
@@ -93,12 +93,12 @@ class Resume:
         """The same where a batch is done with and its validation has yet to begin; None elsewhere."""
         if not self._active or not self._in_batch_end:
             return None
-        within = self.points.within
+        whereabouts, within = self.points.whereabouts, self.points.whereabouts.within
         self.points.begin_validation()
         try:
             return self.points.capture("validation")
         finally:
-            self.points.within, self.points.began = within, None
+            whereabouts.within, self.points.began = within, None
 
     def restore(self, state: dict[str, Any] | None) -> None:
         """Go on from ``state`` when fit starts, once Lightning has restored its own checkpoint."""
@@ -143,7 +143,6 @@ class Resume:
 
     def _end_epoch(self, original: Any) -> Any:
         def on_advance_end() -> None:
-            self.points.end_epoch()
             original()
             self._boundary("epoch")
 

@@ -1,11 +1,12 @@
 """What a fit's state is at a safe point, and what it was there when something goes wrong on the way to the next one.
 
-The steps of a batch, and what the state is that a fit can go on from if it fails within:
+The state that a fit can go on from, by where it is (`whereabouts`):
 
 | within | the state |
 | --- | --- |
 | fetching a batch, its hooks, forward, backward, clipping | that of the safe point before: the batch comes again |
 | the optimizer's step, a scheduler's | none: a part is written, and nobody knows which |
+| averaging, behind the optimizer's step | after the batch; its schedulers step now |
 | hooks and loggers at the end of the batch | after the batch; a validation that is due then is still to come |
 | a validation | before it: it comes again |
 
@@ -17,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import enum
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -27,23 +27,10 @@ from lightning_async.data.source import Source
 from lightning_async.trainer.kept_buffers import KeptBuffers
 from lightning_async.trainer.logged import Known, take_logged
 from lightning_async.trainer.namespace import pytorch
-from lightning_async.trainer.patches import Undo, replace
 from lightning_async.trainer.unsaved import take_plain, take_unsaved
+from lightning_async.trainer.whereabouts import Whereabouts, Within
 
-__all__ = ["AsItWas", "SafePoints", "Within"]
-
-
-class Within(enum.Enum):
-    """Where the fit is, and which state it could go on from."""
-
-    NOTHING = "nothing was trained yet"
-    BATCH = "a batch"
-    ACCUMULATED = "gradients in accumulation have changed"
-    MANUAL = "the training step was within manual optimization, which may have stepped"
-    STEP = "the optimizer or a scheduler had begun a step"
-    BATCH_END = "hooks at the end of a batch"
-    VALIDATION = "a validation"
-    LOGGERS = "loggers are written"
+__all__ = ["AsItWas", "SafePoints"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +45,6 @@ class _Kept:
     logged: dict[str, Any]
     callbacks: dict[str, Any] | None
     counters: list[dict[str, Any]]
-    accumulates: bool
 
 
 class AsItWas(NamedTuple):
@@ -86,7 +72,7 @@ class SafePoints:
         """Its loaders."""
         self.keeps = True
         """Whether a batch that goes wrong has a state to go on from."""
-        self.within = Within.NOTHING
+        self.whereabouts = Whereabouts(trainer)
         self.began: dict[str, Any] | None = None
         """Random states and what was logged before the validation that is under way."""
         self._kept: _Kept | None = None
@@ -95,17 +81,6 @@ class SafePoints:
         self._metrics: Known = {}
         self._before: dict[str, Any] | None = None
         """States of callbacks before the validation that is under way."""
-
-    def install(self) -> list[Undo]:
-        """Patch what follows the steps of a batch; returns what takes it back."""
-        trainer, epoch = self._trainer, self._trainer.fit_loop.epoch_loop
-        return [
-            replace(trainer.strategy, "backward", self._backward),
-            replace(trainer.precision_plugin, "_after_closure", self._after_closure),
-            replace(epoch.manual_optimization, "run", self._step_manually),
-            replace(epoch, "update_lr_schedulers", self._update_lr_schedulers),
-            replace(epoch, "_save_loggers_on_train_batch_end", self._save_loggers),
-        ]
 
     # ------------------------------------------------------------------ taken now
 
@@ -121,7 +96,7 @@ class SafePoints:
 
     def begin_validation(self) -> None:
         """A batch is done with, and its validation begins."""
-        self.within = Within.VALIDATION
+        self.whereabouts.within = Within.VALIDATION
         self.began = {"random": self.generators().take(), "logged": take_logged(self._trainer)}
         self._before = self._callbacks()
 
@@ -168,29 +143,32 @@ class SafePoints:
         self._kept = _Kept(
             where, self._generators.hold(), [source.keep(held, ended) for source in self.sources], self._combined(),
             take_plain(trainer), take_logged(trainer, self._metrics), self._callbacks() if ended else None,
-            [dict(vars(each)) for each in self._counters()], trainer.fit_loop._should_accumulate(),
+            [dict(vars(each)) for each in self._counters()],
         )  # fmt: skip
-        self.within, self.began = Within.BATCH, None
-
-    def end_epoch(self) -> None:
-        """An epoch's hooks follow: where the rest of it is left out, the safe point before them lies far behind."""
-        if self.within is Within.BATCH_END:
-            self.within = Within.STEP
+        self.began = None
+        self.whereabouts.begin_batch()
 
     @contextlib.contextmanager
-    def as_it_was(self) -> Iterator[AsItWas | None]:
-        """The state to go on from, outside of safe points; None where there is none, and `within` says why.
+    def as_it_was(self, ending: bool = False) -> Iterator[AsItWas | None]:
+        """The state to go on from, outside of safe points; None where there is none, and `whereabouts` say why.
 
         Inside, counters and buffers are put back, so that Lightning's checkpoint is of the same moment.
+
+        Args:
+            ending: training does not go on: what is left to do of a step can be done. Default: False.
         """
-        if self.within is Within.BATCH and self._kept is not None:
+        within = self.whereabouts.within
+        if within is Within.STEPPED and ending:
+            self._complete_step()
+            within = self.whereabouts.within
+        if within is Within.BATCH and self._kept is not None:
             with self._rewound(self._kept) as state:
                 yield AsItWas(state, self._kept.callbacks)
-        elif self.within is Within.VALIDATION:
+        elif within is Within.VALIDATION:
             yield AsItWas(self.capture("validation"), self._before)
-        elif self.within is Within.LOGGERS:
+        elif within is Within.LOGGERS:
             yield AsItWas(self.capture("batch"), None)
-        elif self.within is Within.BATCH_END:
+        elif within is Within.BATCH_END:
             with self._batch_completed():
                 yield AsItWas(self.capture("batch end"), None)
         else:
@@ -217,6 +195,17 @@ class SafePoints:
             for each, values in zip(counters, now, strict=True):
                 vars(each).update(values)
 
+    def _complete_step(self) -> None:
+        """What Lightning does when the optimizer has stepped."""
+        epoch = self._trainer.fit_loop.epoch_loop
+        step = epoch.automatic_optimization.optim_progress.optimizer.step
+        for each in (step.total, step.current):
+            each.completed = each.ready
+        epoch.batch_progress.increment_processed()
+        epoch.update_lr_schedulers("step", update_plateau_schedulers=False)
+        if epoch._num_ready_batches_reached():
+            epoch.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+
     @contextlib.contextmanager
     def _batch_completed(self) -> Iterator[None]:
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
@@ -238,48 +227,6 @@ class SafePoints:
             epoch.manual_optimization.optim_step_progress, epoch.val_loop.batch_progress,
         ]  # fmt: skip
         return [part for each in progress for part in (each, each.total, each.current)]
-
-    # ------------------------------------------------------------------ where the fit is
-
-    def _backward(self, original: Any) -> Any:
-        def backward(*args: Any, **kwargs: Any) -> Any:
-            kept = self._kept
-            if self.within is Within.BATCH and kept is not None and kept.accumulates:
-                self.within = Within.ACCUMULATED
-            return original(*args, **kwargs)
-
-        return backward
-
-    def _after_closure(self, original: Any) -> Any:
-        def after_closure(*args: Any, **kwargs: Any) -> None:
-            original(*args, **kwargs)
-            self.within = Within.STEP
-
-        return after_closure
-
-    def _step_manually(self, original: Any) -> Any:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            self.within = Within.MANUAL
-            return original(*args, **kwargs)
-
-        return run
-
-    def _update_lr_schedulers(self, original: Any) -> Any:
-        def update_lr_schedulers(interval: str, update_plateau_schedulers: bool) -> None:
-            trained = not update_plateau_schedulers
-            self.within = Within.STEP
-            original(interval, update_plateau_schedulers)
-            if trained and self._kept is not None:
-                self.within = Within.BATCH_END
-
-        return update_lr_schedulers
-
-    def _save_loggers(self, original: Any) -> Any:
-        def save_loggers() -> None:
-            self.within = Within.LOGGERS
-            original()
-
-        return save_loggers
 
 
 def _containers(value: Any) -> Any:

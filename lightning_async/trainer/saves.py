@@ -113,7 +113,7 @@ class Together:
         trainer, batches = self._trainer, _batches(self._trainer)
         if batches == self._batches and not self._saver.costs.failed_in_a_row:
             return False
-        with resume.points.as_it_was() as state:
+        with resume.points.as_it_was(ending=True) as state:
             if state is None:
                 return _refuse(trainer, resume)
             shared, checkpoint = collect(trainer, ALIKE, state.callbacks)
@@ -239,7 +239,7 @@ class Apart:
         trainer, averager = self._trainer, self._averager
         if _batches(trainer) == self._began:
             return False
-        with resume.points.as_it_was() as state:
+        with resume.points.as_it_was(ending=True) as state:
             if state is None:
                 return _refuse(trainer, resume)
             shared, checkpoint = collect(trainer, REPLICAS, state.callbacks)
@@ -288,5 +288,7 @@ def _batches(trainer: Any) -> int:
 
 
 def _refuse(trainer: Any, resume: Resume) -> bool:
-    log.warning("Rank %d: this moment is in no checkpoint: %s.", trainer.global_rank, resume.points.within.value)
+    log.warning(
+        "Rank %d: this moment is in no checkpoint: %s.", trainer.global_rank, resume.points.whereabouts.within.value
+    )
     return False

@@ -225,22 +225,43 @@ def test_manual_optimization(tmp_path: Path, whole: Any, caplog: pytest.LogCaptu
     assert "manual optimization" in caplog.text
 
 
-def test_a_step_that_is_half_done_is_not_saved(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original, steps = torch.optim.Adam.step, iter(range(100))
+class Halfway(torch.optim.Adam):
+    """Fails within a step."""
 
-    def step(self: Any, closure: Any = None) -> Any:
-        output = original(self, closure)
-        if next(steps) == BAD:
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        output = super().step(closure)
+        self.steps += 1
+        if self.steps == BAD:
             raise Interrupted
         return output
 
-    monkeypatch.setattr(torch.optim.Adam, "step", step)
+
+class Stepping(Noisy):
+    def configure_optimizers(self) -> Any:
+        return Halfway(self.parameters(), lr=0.01)
+
+
+def test_a_step_that_is_half_done_is_not_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(Interrupted):
-        run(tmp_path, settings={"every_n_train_steps": 4})
+        train(every(tmp_path, 4, save_on_exception=True), module=Stepping())
     assert steps_in(tmp_path) == [16, 12]
     assert "the optimizer or a scheduler had begun a step" in caplog.text
+
+
+def test_what_fails_behind_a_step_that_is_done(tmp_path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As averaging does, where a peer is lost."""
+    strategy = type(trainer_of().strategy)
+    original = strategy.optimizer_step
+
+    def optimizer_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = original(self, *args, **kwargs)
+        self.lightning_module.at("averaging")
+        return output
+
+    monkeypatch.setattr(strategy, "optimizer_step", optimizer_step)
+    goes_on(tmp_path, whole, BAD + 1, {"averaging": BAD})
 
 
 def test_a_batch_that_always_fails_fills_no_directory(tmp_path: Path) -> None:
