@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +12,6 @@ __all__ = ["KeptBuffers"]
 
 SMALL = 1 << 16
 """Bytes; what is smaller is copied each time, for BatchNorm's kernels do not count what they write."""
-
-_Place = tuple[dict[str, Any], str]
-"""A module's buffers, and the name of one there."""
 
 
 class KeptBuffers:
@@ -27,15 +23,23 @@ class KeptBuffers:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self._owners: list[tuple[str, dict[str, Tensor | None]]] = []
         self._copies: dict[str, Tensor] = {}
         self._seen: dict[str, tuple[Tensor, int | None]] = {}
         """Large ones, and how many writes each had counted."""
+
+        self.look()
+
+    def look(self) -> None:
+        """Look for modules with buffers."""
+        modules = self._module.named_modules()
+        self._owners = [(f"{path}." if path else "", each._buffers) for path, each in modules if each._buffers]
 
     @torch.no_grad()
     def keep(self) -> None:
         """As they are now."""
         copies, old, new = {}, [], []
-        for name, buffer in self._module.named_buffers():
+        for name, buffer in self._all():
             if buffer.nbytes > SMALL and not self._moves(name, buffer):
                 if name in self._copies:
                     copies[name] = self._copies[name]
@@ -61,15 +65,19 @@ class KeptBuffers:
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
         """Inside, the module has the copies in their place."""
-        live: list[tuple[dict[str, Any], str, Tensor]] = []
-        for name, copy in self._copies.items():
-            path, _, last = name.rpartition(".")
-            buffers = self._module.get_submodule(path)._buffers
-            if isinstance(now := buffers.get(last), Tensor):
-                live.append((buffers, last, now))
-                buffers[last] = copy
+        live = [dict(buffers) for _, buffers in self._owners]
+        for path, buffers in self._owners:
+            buffers.update({name: self._copies.get(path + name, now) for name, now in buffers.items()})
         try:
             yield
         finally:
-            for buffers, last, now in live:
-                buffers[last] = now
+            for (_, buffers), now in zip(self._owners, live, strict=True):
+                buffers.update(now)
+
+    def _all(self) -> list[tuple[str, Tensor]]:
+        return [
+            (path + name, buffer)
+            for path, buffers in self._owners
+            for name, buffer in buffers.items()
+            if buffer is not None
+        ]

@@ -9,7 +9,7 @@ import torch
 
 from lightning_async.trainer.namespace import pytorch
 
-__all__ = ["put_logged", "take_logged"]
+__all__ = ["Known", "put_logged", "take_logged"]
 
 _FIELDS = (
     "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "dataloader_idx",
@@ -18,8 +18,17 @@ _FIELDS = (
 _STATE = ("value", "cumulated_batch_size", "_forward_cache", "_update_count")
 
 
-Known = dict[str, tuple[Any, Any]]
-"""Of each metric: its state, by reference, and a copy."""
+class Known:
+    """What was taken before.
+
+    Args:
+        trainer: in a fit; its metrics are looked for now.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.metrics = _metrics(trainer)
+        self.copies: dict[str, tuple[list[Any], dict[str, Any]]] = {}
+        """Of each metric: its state, by reference, and a copy."""
 
 
 def take_logged(trainer: Any, known: Known | None = None) -> dict[str, Any]:
@@ -27,10 +36,12 @@ def take_logged(trainer: Any, known: Known | None = None) -> dict[str, Any]:
 
     Args:
         trainer: in a fit.
-        known: filled here: metrics that were not updated since the last call with it are not copied again.
+        known: filled here: metrics that were not updated since the last call with it are not copied again. Default:
+            nothing is.
     """
-    connector, modules = trainer._logger_connector, _metrics(trainer)
-    names, known = {id(metric): name for name, metric in modules.items()}, {} if known is None else known
+    connector, known = trainer._logger_connector, known or Known(trainer)
+    modules = known.metrics
+    names = {id(metric): name for name, metric in modules.items()}
     results = trainer.fit_loop.epoch_loop._results
     return {
         "callback": dict(connector._callback_metrics),
@@ -70,10 +81,10 @@ def _metrics(trainer: Any) -> dict[str, Any]:
 def _take_metric(name: str, metric: Any, known: Known) -> dict[str, Any]:
     states = {state: getattr(metric, state) for state in [*metric._defaults, "_update_count", "_forward_cache"]}
     marks = [_mark(value) for value in states.values()]
-    before, copies = known.get(name, ([], {}))
+    before, copies = known.copies.get(name, ([], {}))
     if copies.keys() != states.keys() or any(old is not new for old, new in zip(before, marks, strict=True)):
         copies = {state: _copy(value) for state, value in states.items()}
-        known[name] = marks, copies
+        known.copies[name] = marks, copies
     return copies
 
 

@@ -78,7 +78,7 @@ class SafePoints:
         self._kept: _Kept | None = None
         self._buffers: KeptBuffers | None = None
         self._generators: Generators | None = None
-        self._metrics: Known = {}
+        self._known: Known | None = None
         self._before: dict[str, Any] | None = None
         """States of callbacks before the validation that is under way."""
 
@@ -134,15 +134,16 @@ class SafePoints:
         if not self.keeps or where == "validation":
             return
         trainer, (held, ended) = self._trainer, self._place(where)
-        if self._generators is None or where == "epoch":
+        if self._known is None or self._buffers is None or self._generators is None or where == "epoch":
+            # To look for them takes longer than to copy them; modules seldom get others within an epoch.
+            self._buffers, self._known = self._buffers or KeptBuffers(trainer.lightning_module), Known(trainer)
+            self._buffers.look()
             self.generators()
         assert self._generators is not None
-        if self._buffers is None:
-            self._buffers = KeptBuffers(trainer.lightning_module)
         self._buffers.keep()
         self._kept = _Kept(
             where, self._generators.hold(), [source.keep(held, ended) for source in self.sources], self._combined(),
-            take_plain(trainer), take_logged(trainer, self._metrics), self._callbacks() if ended else None,
+            take_plain(trainer), take_logged(trainer, self._known), self._callbacks() if ended else None,
             [dict(vars(each)) for each in self._counters()],
         )  # fmt: skip
         self.began = None

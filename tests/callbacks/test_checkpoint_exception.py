@@ -233,7 +233,7 @@ class Halfway(torch.optim.Adam):
     def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         output = super().step(closure)
         self.steps += 1
-        if self.steps == BAD:
+        if self.steps == BAD + 1:
             raise Interrupted
         return output
 
