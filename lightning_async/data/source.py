@@ -89,6 +89,11 @@ class Source:
         """
         raise NotImplementedError
 
+    def keep(self, before: bool, ended: bool) -> Callable[[], Position]:
+        """The same, put together when it is asked for, at most one fetch later."""
+        position = self.position(before, ended)
+        return lambda: position
+
     def begin_at(self, position: Position) -> None:
         """The next iteration begins there."""
         raise NotImplementedError
@@ -127,6 +132,11 @@ class _OfDataLoader(Source):
         if self._here is None or (ended and not self._persists):
             return {"ended": ended, "dataset": self._dataset_state()}
         return self._here.position(before)
+
+    def keep(self, before: bool, ended: bool) -> Callable[[], Position]:
+        if self._here is None or (ended and not self._persists):
+            return super().keep(before, ended)
+        return self._here.keep(before)
 
     def begin_at(self, position: Position) -> None:
         if position.get("dataset") is not None and stateful(self.loader.dataset):
@@ -179,6 +189,8 @@ class _OfIterable(Source):
         self.stand_in = _Followed(loader, self._iterator)
         self._now: Callable[[], Position] = lambda: {"taken": 0, "state": None}
         self._before: Position | None = None
+        self._first: list[Position] = []
+        """The position before the first fetch since `keep`."""
         self._tape: Tape | None = None
 
     def generators(self) -> dict[str, Any]:
@@ -189,6 +201,18 @@ class _OfIterable(Source):
             return {"ended": True, "state": self._now()["state"]}
         now = (self._before if before else None) or self._now()
         return {**now, "drawn": self._tape.drawn(now["made"]) if self._tape is not None else {}}
+
+    def keep(self, before: bool, ended: bool) -> Callable[[], Position]:
+        if before or ended:
+            return super().keep(before, ended)
+        first, tape = [], self._tape  # to ask the loader for its state may take long: it is asked before each fetch
+        self._first = first
+
+        def later() -> Position:
+            now = {**first[0], "random": None} if first else self._now()
+            return {**now, "drawn": tape.drawn(now["made"]) if tape is not None else {}}
+
+        return later
 
     def begin_at(self, position: Position) -> None:
         if position.get("state") is not None and stateful(self.loader):
@@ -226,7 +250,7 @@ class _OfIterable(Source):
 
         self._now, self._before = now, None
         batches = tape.call(lambda: iter(self.loader))
-        if again and start:
+        if start and (again or start.get("state") is None):
             self._tell(start["taken"])
             with generators.kept():
                 for _ in range(start["taken"]):
@@ -237,6 +261,8 @@ class _OfIterable(Source):
                 generators.put(first)
                 first = None
             self._before = now(generators.take())
+            if not self._first:
+                self._first.append(self._before)
             try:
                 batch = tape.call(lambda: next(batches))
             except StopIteration:

@@ -180,7 +180,7 @@ def test_a_kind_of_hyper_parameters_is_left_out(tmp_path: Path) -> None:
 def test_who_has_failed_does_not_wait_long_for_a_writer_that_does_not_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(checkpointing, "_FAILED_S", 0.5)
+    monkeypatch.setattr(checkpointing, "FAILED_S", 0.5)
     saved, pids = every(tmp_path, busy="skip"), []
 
     def stop() -> None:
