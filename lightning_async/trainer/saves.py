@@ -9,8 +9,9 @@ rank that takes part keeps a share, and with it, at its own next batch boundary,
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,11 +24,15 @@ from lightning_async.trainer.due import Clock, Settings, is_last, manifest_of
 from lightning_async.trainer.lagged import lagged_of
 from lightning_async.trainer.preemption import Preemption
 from lightning_async.trainer.resume import Resume
+from lightning_async.trainer.safe_points import AsItWas
 from lightning_async.trainer.whole_state import ALIKE, REPLICAS, collect
 
-__all__ = ["Apart", "Together"]
+__all__ = ["FAILED_S", "Apart", "Together"]
 
 log = logging.getLogger(__name__)
+
+FAILED_S = 10.0
+"""For what is still being written when training has failed: the writer goes on without its trainer."""
 
 
 class Together:
@@ -48,6 +53,8 @@ class Together:
         self._lagged = lagged_of("FaultTolerantCheckpoint", trainer)
         self._stale = False
         """What is heard next was asked for before the last save."""
+        self._batches = _batches(trainer)
+        """That the last save holds."""
 
     def boundary(self, resume: Resume, preempted: Preemption) -> None:
         """A safe point, on all ranks; within a validation of a rank alone."""
@@ -92,7 +99,23 @@ class Together:
         own = {"checkpoint": checkpoint, "resume": resume.capture()}
         self._saver.save(self._number, step, self._group, shared, own, manifest_of(trainer, reason))
         self._clock.saved(step)
-        self._stale = trainer.world_size > 1
+        self._stale, self._batches = trainer.world_size > 1, _batches(trainer)
+
+    def fail(self, resume: Resume, exception: BaseException) -> bool:
+        """Save alone, whatever the others do: what is equal on all ranks is whole on this one. Whether that was done.
+
+        A rank that finds another one's checkpoint of the same step leaves it at that.
+        """
+        trainer, batches = self._trainer, _batches(self._trainer)
+        if batches == self._batches and not self._saver.costs.failed_in_a_row:
+            return False
+        with resume.points.as_it_was(ending=True) as state:
+            if state is None:
+                return _refuse(trainer, resume)
+            shared, checkpoint = collect(trainer, ALIKE, state.callbacks)
+            own = {"checkpoint": checkpoint, "resume": state.resume}
+            manifest = manifest_of(trainer, "exception", exception)
+            return self._saver.save_alone(self._number + 1, trainer.global_step, shared, own, manifest, FAILED_S)
 
     def end(self) -> None:
         """The last save was made at the end of the last epoch; who looks for it next finds it."""
@@ -130,9 +153,8 @@ class Apart:
         self._averager: Any = None
         self._attach()
         self._clock = Clock(settings.save, saver, self._averager.global_step())
-        self._captured: tuple[int, Any] = (-1, None)
-        """What `Resume` had of the last batch boundary, and after which batch that was."""
         self._resume: Resume | None = None
+        self._began = _batches(trainer)
 
     def _attach(self) -> None:
         """Averaging may have begun anew."""
@@ -153,7 +175,6 @@ class Apart:
             return
         self._attach()
         self._resume = resume
-        self._captured = self._batches(), resume.capture()
         self._take()
         step, clock = self._averager.global_step(), self._clock
         if self._averager.marks.saved != self._known:
@@ -168,15 +189,19 @@ class Apart:
             self._asked = True
             self._averager.marks.ask()
 
-    def _batches(self) -> int:
-        return self._trainer.fit_loop.epoch_loop.batch_progress.total.completed
-
-    def _resume_state(self) -> Any:
-        """None where this rank stands within a batch. It may wait for the batch's validation to begin."""
-        batches, state = self._captured
-        if batches == self._batches():
-            return state
-        return None if self._resume is None else self._resume.capture_before_validation()
+    @contextlib.contextmanager
+    def _as_it_was(self) -> Iterator[AsItWas]:
+        """The state to go on from; its `resume` is None where there is none. It may wait for a validation to begin."""
+        resume = self._resume
+        if resume is None:
+            yield AsItWas(None, None)
+        elif resume.where is not None:
+            yield AsItWas(resume.capture(), None)
+        elif state := resume.capture_before_validation():
+            yield AsItWas(state, None)
+        else:
+            with resume.points.as_it_was() as state:
+                yield state or AsItWas(None, None)
 
     def _give_up(self, marks: list[Mark]) -> None:
         """Nobody waits for this rank's part of these."""
@@ -190,22 +215,37 @@ class Apart:
         marked = self._averager.marks.take()
         if marked is None:
             return
-        _, checkpoint = collect(self._trainer, frozenset())
-        own = {
-            "checkpoint": checkpoint,
-            "resume": self._resume_state(),
-            "clocks": self._averager.clocks(),
-            "agreed": marked.share,
-            "averaging": self._averager.state_dict() if marked.share is None else None,
-            "replica": self._averager.marks.replica(),
-        }
-        number, step, ranks = marked.mark
+        (number, step, ranks), queue = marked.mark, self._settings.busy != "wait"
         ranks = [each for each in ranks if each in self._group]
-        queue = self._settings.busy != "wait"
-        try:
-            self._saver.save(number, step, ranks, {}, own, manifest_of(self._trainer, "due"), queue)
-        except SaveBusy as error:
-            log.warning("Rank %d leaves out its part of save %d: %s", self._trainer.global_rank, number, error)
+        with self._as_it_was() as state:
+            _, checkpoint = collect(self._trainer, frozenset(), state.callbacks)
+            own = {
+                "checkpoint": checkpoint,
+                "resume": state.resume,
+                "clocks": self._averager.clocks(),
+                "agreed": marked.share,
+                "averaging": self._averager.state_dict() if marked.share is None else None,
+                "replica": self._averager.marks.replica(),
+            }
+            try:
+                self._saver.save(number, step, ranks, {}, own, manifest_of(self._trainer, "due"), queue)
+            except SaveBusy as error:
+                log.warning("Rank %d leaves out its part of save %d: %s", self._trainer.global_rank, number, error)
+
+    def fail(self, resume: Resume, exception: BaseException) -> bool:
+        """Save this replica alone, whatever the others do; all go on from its model. Whether that was done."""
+        trainer, averager = self._trainer, self._averager
+        if _batches(trainer) == self._began:
+            return False
+        with resume.points.as_it_was(ending=True) as state:
+            if state is None:
+                return _refuse(trainer, resume)
+            shared, checkpoint = collect(trainer, REPLICAS, state.callbacks)
+            shared["averaging"] = averager.state_dict()
+            own = {"checkpoint": checkpoint, "resume": state.resume, "clocks": averager.clocks()}
+            number, step = max(self._known, averager.marks.saved) + 1, averager.global_step()
+            manifest = manifest_of(trainer, "exception", exception)
+            return self._saver.save_alone(number, step, shared, own, manifest, FAILED_S)
 
     def end(self, reason: str = "the end") -> None:
         """All ranks are here, with one model."""
@@ -213,11 +253,12 @@ class Apart:
         known = strategy.reduce(torch.tensor(float(self._averager.marks.saved)), reduce_op="max")
         number, step = int(known) + 1, self._averager.global_step()
         step = int(strategy.reduce(torch.tensor(float(step)), reduce_op="max"))
-        shared, checkpoint = collect(trainer, REPLICAS)
-        shared["averaging"] = self._averager.state_dict()
-        own = {"checkpoint": checkpoint, "resume": self._resume_state(), "clocks": self._averager.clocks()}
         self._averager.marks.begin(number)
-        self._saver.save(number, step, self._group, shared, own, manifest_of(trainer, reason))
+        with self._as_it_was() as state:
+            shared, checkpoint = collect(trainer, REPLICAS, state.callbacks)
+            shared["averaging"] = self._averager.state_dict()
+            own = {"checkpoint": checkpoint, "resume": state.resume, "clocks": self._averager.clocks()}
+            self._saver.save(number, step, self._group, shared, own, manifest_of(trainer, reason))
         _finish(trainer, self._saver)
 
     def close(self) -> None:
@@ -242,3 +283,15 @@ def _finish(trainer: Any, saver: Saver) -> None:
     """All are here until the last one has written: a launcher may end those that are left when one has gone."""
     saver.wait(PATIENCE_S)
     trainer.strategy.barrier("the checkpoint is written")
+
+
+def _batches(trainer: Any) -> int:
+    """That were trained on, the one included whose hooks may still run."""
+    return trainer.fit_loop.epoch_loop.batch_progress.total.processed
+
+
+def _refuse(trainer: Any, resume: Resume) -> bool:
+    log.warning(
+        "Rank %d: this moment is in no checkpoint: %s.", trainer.global_rank, resume.points.whereabouts.within.value
+    )
+    return False

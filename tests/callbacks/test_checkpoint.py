@@ -59,7 +59,8 @@ def train(saved: FaultTolerantCheckpoint, *callbacks: Any, module: Any = None, *
 
 
 def every(folder: Path, steps: int = 4, **settings: Any) -> FaultTolerantCheckpoint:
-    return FaultTolerantCheckpoint(folder, **{"every_n_train_steps": steps, "busy": "wait", **settings})
+    usual = {"every_n_train_steps": steps, "busy": "wait", "save_on_exception": False}
+    return FaultTolerantCheckpoint(folder, **{**usual, **settings})
 
 
 def steps_in(folder: Path) -> list[int]:

@@ -159,7 +159,7 @@ def _commit(store: CheckpointStore, temporary: str, job: Job, orphaned: Callable
     handed over their part.
 
     Raises:
-        CheckpointError: another rank has failed, or was not heard of before the deadline.
+        CheckpointError: another rank has failed, or was not heard of before the deadline; or the folder is gone.
     """
     started, pause, silent = time.monotonic(), 0.005, []
     longest = 0.1 if store.files.atomic else 2.0  # to ask a remote store costs something
@@ -168,6 +168,8 @@ def _commit(store: CheckpointStore, temporary: str, job: Job, orphaned: Callable
             silent, failed = _heard(store, temporary, job["ranks"])
             if not silent:
                 break
+            if job["rank"] in silent:  # it had said so: what others have said may be gone, too
+                raise CheckpointError(f"{temporary} was deleted while it was written.")
             if orphaned() and all(has_no_writer(store, rank) for rank in silent):
                 silent, failed = _heard(store, temporary, job["ranks"])  # they may have been about to end
                 if silent:
