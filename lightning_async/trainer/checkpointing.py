@@ -1,7 +1,7 @@
 """The checkpoints of one fit: found and verified before it, saved during it, complete after it.
 
-Which one to go on from is for `trainer.recovery`; when to save, and how ranks agree on it, for `trainer.saves`; what there
-is to save, for `trainer.whole_state` and `trainer.resume`; how it comes to the disk, for `engine.checkpoint`.
+Which one to go on from is for `trainer.recovery`; when to save, and how ranks agree on it, for `trainer.saves`; what
+there is to save, for `trainer.whole_state` and `trainer.resume`; how it comes to the disk, for `engine.checkpoint`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from lightning_async.trainer.patches import Undo, in_words, replace, searches_lr
 from lightning_async.trainer.preemption import Preemption
 from lightning_async.trainer.recovery import Recovery, gather
 from lightning_async.trainer.resume import Resume
-from lightning_async.trainer.saves import FAILED_S, Apart, Together
+from lightning_async.trainer.saves import FAILED_S, Together
+from lightning_async.trainer.saves_apart import Apart
 from lightning_async.trainer.whole_state import ALIKE, collect, left_out, put_back, whole
 
 __all__ = ["Checkpointing"]
@@ -50,6 +51,8 @@ class Checkpointing:
         self._undo: list[Undo] = []
         self._run, self._number = "", 0
         self._claim: Claim | None = None
+        self._first_step, self._expected = 0, False
+        """Whether there is memory for the state that optimizers have when they have stepped."""
         self._group: list[int] = []
         """The ranks that see this rank's directory."""
         self._patience_s = PATIENCE_S
@@ -139,6 +142,7 @@ class Checkpointing:
                 kind = Together if getattr(trainer.strategy, "averager", None) is None else Apart
                 shared, own = collect(trainer, ALIKE)  # what cannot be saved is named now, and memory is there
                 self.saver.reserve(trainer.global_step, self._group, shared, own)
+                self._first_step = trainer.global_step
                 self._pace = kind(trainer, self.saver, self._settings, self._number, self._group)
                 self._undo.append(self.resume.points.whereabouts.follow())
                 self.resume.points.keeps = kind is Apart or self._settings.on_exception
@@ -172,6 +176,9 @@ class Checkpointing:
             return
         if self.resume.where == "batch":
             self.saver.step(None if self._watcher is None else self._watcher.clean_steps)
+            if not self._expected and self._trainer.global_step > self._first_step:
+                self._expected = True
+                self._pace.expect(self.resume)
         self.saver.poll()
         self._pace.boundary(self.resume, self._preempted)
 

@@ -172,6 +172,14 @@ class Saver:
         """
         self._writer.reserve(Job(1, step, self._run, tuple(ranks), shared, own))
 
+    def expect(self, step: int, ranks: Sequence[int], shared: Any, own: Any, more: int = 0) -> None:
+        """The state has grown, as it does when optimizers have stepped: have the memory soon, and wait for nothing.
+
+        Args:
+            more: bytes that saves have besides. Default: 0.
+        """
+        self._writer.expect(Job(1, step, self._run, tuple(ranks), shared, own), more)
+
     def step(self, harmless: int | None = None) -> None:
         """A step is done: its time counts as a cost where it is longer than usual and a save is being written.
 
