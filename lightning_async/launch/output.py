@@ -9,7 +9,6 @@ read any more, and wait themselves, as they would without a launcher.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import re
@@ -145,6 +144,10 @@ class Stream:
             self._feed(b"\n")
         self._rest = b""
 
+    def note(self, text: str) -> None:
+        """A line of the launcher's in the rank's file."""
+        self._write_log(f"{text}\n".encode())
+
     def _feed(self, data: bytes) -> None:
         drawn = self._rest.startswith(b"\r")
         *lines, self._rest = (self._rest + data).split(b"\n")
@@ -158,7 +161,7 @@ class Stream:
             self._write_log(b"".join(line + b"\n" for line in whole))
         if b"\r" in self._rest:
             line = _last_drawn(self._rest)
-            self._rest = b"\r" + line
+            self._rest = b"\r" + line + b"\r" * self._rest.endswith(b"\r")
             if data and line.strip():
                 self.sink.progress(self._prefix + line)
 
@@ -171,7 +174,7 @@ class Stream:
         except OSError as error:
             self._log = None
             self.sink.lines(
-                self._prefix + f"(its file takes no more: {os.strerror(error.errno or errno.EIO)})\n".encode()
+                self._prefix + f"(no more is written to its file: {os.strerror(error.errno or errno.EIO)})\n".encode()
             )
 
 
@@ -202,8 +205,10 @@ class Outputs:
         width = len(str(ranks - 1))
         self.streams: list[tuple[Stream, Stream]] = []
         """Of each rank, stdout and stderr."""
+        self._logs: list[int] = []
         for rank in range(ranks):
             log = None if logs is None else _log_file(logs, rank)
+            self._logs += [] if log is None else [log]
             prefix = f"[{rank:>{width}}] ".encode()
             self.streams.append(
                 (
@@ -239,8 +244,12 @@ class Outputs:
             sink.settle()
             sink.flush(timeout)
 
+    def close(self) -> None:
+        """The ranks' files."""
+        for log in self._logs:
+            os.close(log)
+
 
 def _log_file(folder: Path, rank: int) -> int:
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     return os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)

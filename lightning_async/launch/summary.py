@@ -10,6 +10,9 @@ from lightning_async.launch.decide import TRY_AGAIN
 
 __all__ = ["Ending", "how", "report", "signal_name"]
 
+HUNG = 70
+"""The exit code of `HangWatchdog`."""
+
 
 @dataclass(frozen=True)
 class Ending:
@@ -45,6 +48,8 @@ def how(ending: Ending) -> str:
         text = "ended in order"
     elif ending.status == TRY_AGAIN:
         text = f"has saved and ended with exit code {TRY_AGAIN} (preempted)"
+    elif ending.status == HUNG:
+        text = f"ended with exit code {HUNG} (of a watchdog: it has hung)"
     elif ending.status > 0:
         text = f"ended with exit code {ending.status}"
     else:

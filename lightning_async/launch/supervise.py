@@ -65,6 +65,7 @@ class Supervisor:
                     self._code = CANNOT_START
                 finally:
                     self._leave()
+                    self._outputs.close()
             return self._code
         finally:
             self._selector.close()
@@ -118,6 +119,8 @@ class Supervisor:
             environment = self._job.environment(rank, port, restarts)
             process = self._processes[rank] = Process(self._job.command(), environment, out, err)
             self._selector.register(process.pidfd, selectors.EVENT_READ, lambda rank=rank: self._end(rank))
+            now = time.strftime("%Y-%m-%d %H:%M:%S")
+            self._outputs.streams[rank][0].note(f"[launch] {now} start {restarts}, process {process.pid}")
         self._keeper.introduce(self._processes)
 
     def _end(self, rank: int) -> None:

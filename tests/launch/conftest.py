@@ -23,7 +23,7 @@ class Launched:
 
     def __init__(self, arguments: tuple[str, ...], folder: Path, **more: str) -> None:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1", **more}
-        self.folder, self._until = folder, time.monotonic() + 60
+        self.folder, self._until = folder, time.monotonic() + 150
         self._out, self._err = folder / "out", folder / "err"
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.process = subprocess.Popen(
@@ -41,12 +41,19 @@ class Launched:
 
     def wait_for(self, text: str, times: int = 1) -> None:
         """Until it has been written so often."""
-        self.until(lambda: (self.out + self.err).count(text) >= times, f"{text!r} was not written")
+        while (self.out + self.err).count(text) < times:
+            ended = self.process.poll() is not None and (self.out + self.err).count(text) < times
+            assert not ended, f"ended without {text!r}\n{self.out[-3000:]}\n{self.err[-3000:]}"
+            self._check(f"{text!r} was not written")
+            time.sleep(0.01)
 
     def until(self, true: Callable[[], object], what: str) -> None:
         while not true():
-            assert time.monotonic() < self._until, f"{what}\n{self.out[-3000:]}\n{self.err[-3000:]}"
+            self._check(what)
             time.sleep(0.01)
+
+    def _check(self, what: str) -> None:
+        assert time.monotonic() < self._until, f"{what}\n{self.out[-3000:]}\n{self.err[-3000:]}"
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)

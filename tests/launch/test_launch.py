@@ -175,10 +175,9 @@ def test_lines_are_never_torn(launch: Launch):
             expected = [f"<{rank} {fd} {number} {'é' * (number * 7 % 3000)}>" for number in range(count)]
             assert mine == expected + ["no end of line"] * (fd == 1)
         assert len(found) == ranks * (count + (fd == 1))
-    log = (job.folder / "deep/logs/rank-2.log").read_text()
-    assert sorted(log.splitlines()) == sorted(
-        line[4:] for line in (job.out + job.err).splitlines() if line.startswith("[2] ")
-    )
+    start, *log = (job.folder / "deep/logs/rank-2.log").read_text().splitlines()
+    assert re.fullmatch(r"\[launch\] [\d-]+ [\d:]+ start 0, process \d+", start)
+    assert sorted(log) == sorted(line[4:] for line in (job.out + job.err).splitlines() if line.startswith("[2] "))
 
 
 def test_nobody_who_reads_keeps_no_signal_from_being_heard(launch: Launch):
