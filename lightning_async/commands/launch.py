@@ -14,7 +14,7 @@ from lightning_async.launch.supervise import Supervisor
 
 __all__ = ["main"]
 
-_MOST_RANKS = 250
+_MOST_RANKS = 128  # there are six descriptors for each, and usually 1024 for a process
 _EPILOG = """exit codes:
   0     all ranks have ended with 0
   75    the ranks were told to end, have saved, and can be started again

@@ -3,8 +3,8 @@
 It lives in a session of its own, and is started without this package's ``__init__``. Torch is imported for the first
 store, while the ranks still import theirs; they can connect at once: the launcher listens, and hands the socket over.
 
-    launcher --- a message with descriptors ---> keeper: a store on this socket, or: these are the ranks now
-             --- the end of the channel -------> the launcher was killed; where all is in order, it kills the keeper
+    launcher --- a message with a descriptor ---> keeper: a store on this socket; a rank has started, or ended
+             --- the end of the channel --------> the launcher was killed; where all is in order, it kills the keeper
 
 When the launcher is killed, its ranks get a SIGTERM from the system, and save. For that they need the store, and
 somebody who reads what they write; whoever has not ended after the grace is killed.
@@ -29,8 +29,7 @@ from lightning_async.launch.output import Outputs
 
 __all__ = ["main"]
 
-_LONGEST_MESSAGE = 1 << 16
-_MOST_DESCRIPTORS = 250  # Linux takes 253 in one message
+_LONGEST_MESSAGE = 1 << 10
 _stores: list[Any] = []  # one for each start of the ranks; those of earlier ones have nobody left to answer
 
 
@@ -45,24 +44,24 @@ def main(channel: int, readers: Sequence[int], logs: str | None, grace_s: float)
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)  # meant for the launcher, which tells the ranks
-    ranks: list[tuple[int, int]] = []
+    ranks: dict[int, int] = {}
     with socket.socket(fileno=channel) as launcher:
         while (message := _next(launcher)) is not None:
             said, descriptors = message
             if said["what"] == "store":
                 # On a thread: meanwhile the launcher can be killed, and imports take seconds.
                 threading.Thread(target=_open, args=(said["host"], said["port"], *descriptors), daemon=True).start()
+            elif said["what"] == "started":
+                ranks[said["pid"]] = descriptors[0]
             else:
-                for _, pidfd in ranks:
-                    os.close(pidfd)
-                ranks = list(zip(said["pids"], descriptors, strict=True))
+                os.close(ranks.pop(said["pid"]))
     _see_to_the_end(ranks, Outputs(readers, Path(logs) if logs else None), grace_s)
     os._exit(0)  # torch has threads, and the store nothing to say any more
 
 
 def _next(launcher: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     """None where the launcher has ended."""
-    data, descriptors, *_ = socket.recv_fds(launcher, _LONGEST_MESSAGE, _MOST_DESCRIPTORS)
+    data, descriptors, *_ = socket.recv_fds(launcher, _LONGEST_MESSAGE, 1)
     return (json.loads(data), descriptors) if data else None
 
 
@@ -77,10 +76,10 @@ def _open(host: str, port: int, listener: int) -> None:
         os._exit(1)
 
 
-def _see_to_the_end(ranks: Sequence[tuple[int, int]], outputs: Outputs, grace_s: float) -> None:
+def _see_to_the_end(living: dict[int, int], outputs: Outputs, grace_s: float) -> None:
     """The launcher was killed: read what its ranks write until they have ended, which is not for ever."""
     outputs.say(f"The launcher was killed. Its ranks have {grace_s:g} s to save and to end.")
-    until, living = time.monotonic() + grace_s, dict(ranks)
+    until = time.monotonic() + grace_s
     selector = selectors.PollSelector()
 
     def ended(pid: int) -> None:
@@ -88,7 +87,7 @@ def _see_to_the_end(ranks: Sequence[tuple[int, int]], outputs: Outputs, grace_s:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)  # what it leaves behind
 
-    for pid, pidfd in ranks:
+    for pid, pidfd in living.items():
         selector.register(pidfd, selectors.EVENT_READ, lambda pid=pid: ended(pid))
     while living:
         outputs.watch(selector)

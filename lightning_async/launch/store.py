@@ -50,7 +50,7 @@ class Keeper:
         package = Path(__file__).resolve().parents[1]
         told = json.dumps([arguments, str(package), [os.path.abspath(path) for path in sys.path if path]])
         # Isolated (-I): a module beside the user's script cannot take the place of one that it imports.
-        command = [sys.executable, "-I", "-S", "-c", _BOOT, told, f"keeps the store of launcher {os.getpid()}"]
+        command = [sys.executable, "-I", "-c", _BOOT, told, f"keeps the store of launcher {os.getpid()}"]
         try:
             self._popen = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno(), *readers], start_new_session=True
@@ -67,11 +67,13 @@ class Keeper:
             self._tell({"what": "store", "host": ADDRESS, "port": port}, [server.fileno()])
         return port
 
-    def introduce(self, ranks: Mapping[int, Process]) -> None:
-        """Who is to end when the launcher is killed."""
-        processes = list(ranks.values())
-        said = {"what": "ranks", "pids": [process.pid for process in processes]}
-        self._tell(said, [process.pidfd for process in processes])
+    def started(self, process: Process) -> None:
+        """It is to end when the launcher is killed."""
+        self._tell({"what": "started", "pid": process.pid}, [process.pidfd])
+
+    def ended(self, process: Process) -> None:
+        """Its number is free for others."""
+        self._tell({"what": "ended", "pid": process.pid}, [])
 
     def died(self) -> str:
         """How it has ended, after its descriptor became readable."""

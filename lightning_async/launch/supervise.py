@@ -118,16 +118,18 @@ class Supervisor:
             out, err = self._writers[2 * rank : 2 * rank + 2]
             environment = self._job.environment(rank, port, restarts)
             process = self._processes[rank] = Process(self._job.command(), environment, out, err)
+            self._keeper.started(process)
             self._selector.register(process.pidfd, selectors.EVENT_READ, lambda rank=rank: self._end(rank))
             now = time.strftime("%Y-%m-%d %H:%M:%S")
             self._outputs.streams[rank][0].note(f"[launch] {now} start {restarts}, process {process.pid}")
-        self._keeper.introduce(self._processes)
 
     def _end(self, rank: int) -> None:
         """A rank has ended."""
         process = self._processes.pop(rank)
         self._selector.unregister(process.pidfd)
         status, seconds = process.end(), time.monotonic() - process.started
+        if self._keeper is not None:
+            self._keeper.ended(process)
         for stream in self._outputs.streams[rank]:
             stream.drain()
         tail = tuple(self._outputs.streams[rank][1].tail)

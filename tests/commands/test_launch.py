@@ -39,7 +39,7 @@ def test_a_dry_run_shows_what_would_be_started(capsys: pytest.CaptureFixture[str
         (["-n", "2", "-m"], "which program"),
         (["train.py"], "required: -n"),
         (["-n", "0", "train.py"], r"`Policy(ranks=0)` must be >= 1"),
-        (["-n", "1000", "train.py"], "at most 250 ranks"),
+        (["-n", "1000", "train.py"], "at most 128 ranks"),
         (["-n", "2", "--max-restarts", "-1", "train.py"], "`Policy(max_restarts=-1)` must be >= 0"),
         (["-n", "2", "--grace", "nan", "train.py"], "`Policy(grace_s=nan)` must be finite"),
         (["-n", "2", "--nnodes", "2", "train.py"], "--nnodes: several hosts are not served yet"),

@@ -38,6 +38,21 @@ def end(*statuses: str) -> None:
     sys.exit(int(status))
 
 
+def hears(rank: str) -> None:
+    """The other says when it hears of this one's death."""
+
+    def heard(number: int, frame: Any) -> None:
+        say("at", time.monotonic())
+        sys.exit()
+
+    signal.signal(signal.SIGTERM, heard)
+    if int(rank) == RANK:
+        time.sleep(0.5)
+        say("at", time.monotonic())
+        os.kill(os.getpid(), signal.SIGKILL)
+    sleep()
+
+
 def with_child(status: str) -> None:
     """The first rank ends, and leaves a process behind, as does the other."""
     child = subprocess.Popen(["sleep", "600"])

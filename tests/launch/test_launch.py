@@ -88,6 +88,13 @@ def test_exit_codes_and_words_say_what_has_happened(launch: Launch):
     assert re.search(r"rank 0 \(process \d+\) was killed by SIGTERM after [\d.]+ s, by the launcher", died)
 
 
+def test_a_death_is_heard_at_once(launch: Launch):
+    job = launch("-n", "2", SCRIPT, "hears", "1")
+    assert job.end() == 137
+    died, heard = sorted(map(float, re.findall(r"at ([\d.]+)", job.out)))
+    assert heard - died < 0.5  # some milliseconds where nobody else uses the machine
+
+
 def test_what_a_rank_leaves_behind_ends_with_it_and_a_session_of_its_own_does_not(launch: Launch):
     job = launch("-n", "2", SCRIPT, "with_child", "1")
     assert job.end() == 1
