@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any, NoReturn
 
 RANK = int(os.environ["RANK"])
@@ -21,6 +22,14 @@ def sleep() -> NoReturn:
     say("ready", os.getpid())
     while True:
         time.sleep(60)
+
+
+def meet() -> None:
+    """All ranks of this start have come to this."""
+    here = [Path(f"here-{rank}-{os.environ['TORCHELASTIC_RESTART_COUNT']}") for rank in range(2)]
+    here[RANK].touch()
+    while not all(path.exists() for path in here):
+        time.sleep(0.01)
 
 
 def environment(*arguments: str) -> None:
@@ -46,8 +55,8 @@ def hears(rank: str) -> None:
         sys.exit()
 
     signal.signal(signal.SIGTERM, heard)
+    meet()
     if int(rank) == RANK:
-        time.sleep(0.5)
         say("at", time.monotonic())
         os.kill(os.getpid(), signal.SIGKILL)
     sleep()
@@ -58,6 +67,7 @@ def with_child(status: str) -> None:
     child = subprocess.Popen(["sleep", "600"])
     own = subprocess.Popen(["sleep", "600"], start_new_session=True)
     say("children", child.pid, own.pid)
+    meet()
     if RANK == 0:
         end(status)
     sleep()
@@ -126,23 +136,21 @@ def second_time(status: str) -> None:
     say("start", count, os.environ["MASTER_PORT"], time.monotonic())
     if count != "0":
         return
+    meet()
     if RANK == 1:
         end("", status)
     sleep()
 
 
 def group() -> None:
-    """Torch's own default group, by the environment alone, in two starts: rank 1 dies in the first."""
+    """Torch's own default group, by the environment alone."""
     import torch
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
     value = torch.ones(1) * (RANK + 1)
     dist.all_reduce(value)
-    say("sum", float(value), os.environ["TORCHELASTIC_RESTART_COUNT"])
-    if RANK == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.barrier()
+    say("sum", float(value))
     dist.destroy_process_group()
 
 

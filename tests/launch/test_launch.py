@@ -253,11 +253,10 @@ def test_the_store_is_lost_and_the_ranks_save(launch: Launch):
     assert re.findall(r"start (\d)", again.out).count("1") == 2
 
 
-def test_torchs_own_group_meets_in_the_store_and_again_after_a_death(launch: Launch):
-    job = launch("-n", "2", "--max-restarts", "1", SCRIPT, "group")
+def test_torchs_own_group_meets_in_the_store(launch: Launch):
+    job = launch("-n", "2", SCRIPT, "group")
     assert job.end() == 0, job.err
-    assert sorted(re.findall(r"sum ([\d.]+) (\d)", job.out))[-2:] == [("3.0", "1")] * 2
-    assert "was killed by SIGKILL" in job.err
+    assert re.findall(r"sum ([\d.]+)", job.out) == ["3.0", "3.0"]
 
 
 def test_the_launcher_imports_no_torch(launch: Launch):
