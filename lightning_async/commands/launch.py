@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_async.launch.decide import Policy
+from lightning_async.launch.decide import CANNOT_START, Policy
 from lightning_async.launch.environment import Job, available_cores, shown
 from lightning_async.launch.supervise import Supervisor
 
@@ -19,7 +19,7 @@ _EPILOG = """exit codes:
   0     all ranks have ended with 0
   75    the ranks were told to end, have saved, and can be started again
   69    the store, in which ranks meet, was lost
-  71    the system did not let a process start
+  71    the system did not let a process start, or a file be written
   130   told to end by SIGINT (143: SIGTERM, 129: SIGHUP)
   128+N the rank that died first was killed by signal N
   else  that of the rank that died first
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return Supervisor(job, policy, options.log_dir).run()
     except OSError as error:
         print(f"lightning-async launch: {error}", file=sys.stderr)
-        return 1
+        return CANNOT_START
 
 
 def _parser() -> argparse.ArgumentParser:

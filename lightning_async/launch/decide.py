@@ -27,11 +27,13 @@ TRY_AGAIN = 75
 STORE_LOST = 69
 """EX_UNAVAILABLE: the store, in which ranks meet, has died."""
 CANNOT_START = 71
-"""EX_OSERR: the system did not let a rank or the store start."""
+"""EX_OSERR: the system did not let a rank or the store start, or a file be written."""
 
 _SAME_S = 0.2
 """Launchers send a signal to a process and to its group: what comes so soon after the first is no second one."""
 _LONGEST_PAUSE_S = 60.0
+_KILLED_S = 10.0
+"""What lives so long after SIGKILL is left alone."""
 _STOPS = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
 """Signals that end the job, and what the ranks get of them."""
 
@@ -154,6 +156,7 @@ class State:
         store_lost: the store has died first.
         asked: the signal by which the job was told to end, if it was.
         asked_at: when.
+        killed: those that live have been sent SIGKILL.
         restarts: so far.
     """
 
@@ -164,6 +167,7 @@ class State:
     store_lost: bool = False
     asked: int | None = None
     asked_at: float = 0.0
+    killed: bool = False
     restarts: int = 0
 
 
@@ -188,7 +192,15 @@ def decide(policy: Policy, state: State, event: Event) -> Decision:
     if state.phase is Phase.BACKING_OFF:
         again = State(living=policy.all, restarts=state.restarts + 1)
         return again, [Start(policy.all)]
-    return state, [Send(signal.SIGKILL, state.living)] if state.phase is Phase.STOPPING else []
+    if state.phase is Phase.RUNNING:
+        return state, []
+    if state.killed:  # it waits for a disk or a device that does not answer: the system keeps it until then
+        return replace(state, phase=Phase.FINISHED), [Finish(_exit_code(state))]
+    return _kill(state)
+
+
+def _kill(state: State) -> Decision:
+    return replace(state, killed=True), [Send(signal.SIGKILL, state.living), Wait(_KILLED_S)]
 
 
 def _ended(policy: Policy, state: State, event: Ended) -> Decision:
@@ -238,8 +250,7 @@ def _signalled(policy: Policy, state: State, event: Signalled) -> Decision:
         if event.at - state.asked_at < _SAME_S or not state.living:
             return state, []
         # The second Ctrl-C kills. A second SIGTERM goes on to the ranks, which end at once.
-        number = signal.SIGKILL if event.number == signal.SIGINT else signal.SIGTERM
-        return state, [Send(number, state.living)]
+        return _kill(state) if event.number == signal.SIGINT else (state, [Send(signal.SIGTERM, state.living)])
     state = replace(state, asked=event.number, asked_at=event.at)
     if not state.living:  # between two starts
         return replace(state, phase=Phase.FINISHED), [Finish(128 + event.number)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import time
@@ -57,6 +58,10 @@ class Process:
                 os.killpg(self.pid, number)
             else:
                 signal.pidfd_send_signal(self.pidfd, number)
+
+    def wait(self, timeout: float) -> bool:
+        """Whether it ends within so many seconds."""
+        return bool(select.select([self.pidfd], [], [], timeout)[0])
 
     def end(self) -> int:
         """It has ended: kill what it leaves behind; its exit status, or minus the signal that has killed it."""

@@ -88,5 +88,5 @@ class Keeper:
         os.close(self.pidfd)
 
     def _tell(self, said: Mapping[str, object], descriptors: Sequence[int]) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended: its descriptor tells
+        with contextlib.suppress(OSError):  # it has ended: its descriptor tells
             socket.send_fds(self._channel, [json.dumps(said).encode()], descriptors)

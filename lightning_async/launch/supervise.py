@@ -25,6 +25,7 @@ from lightning_async.launch.summary import Ending, report, signal_name
 
 __all__ = ["Supervisor"]
 
+_KILLED_S = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -61,11 +62,9 @@ class Supervisor:
                     while self._code is None:
                         self._step()
                 except OSError as error:
-                    self._outputs.say(f"A process cannot be started: {error}. All ranks end.")
+                    self._outputs.say(f"{error}: all ranks end")
                     self._code = CANNOT_START
-                finally:
-                    self._leave()
-                    self._outputs.close()
+                self._leave()  # not after other errors: then all is as if the launcher were killed, and ranks save
             return self._code
         finally:
             self._selector.close()
@@ -77,7 +76,7 @@ class Supervisor:
         self._outputs.watch(self._selector)
         left = None if self._due is None else max(0.0, self._due - time.monotonic())
         for key, _ in self._selector.select(left):
-            if key.fd in self._selector.get_map():  # what came before may have closed it
+            if self._selector.get_map().get(key.fd) == key:  # what came before may have closed it
                 key.data()
         if self._due is not None and time.monotonic() >= self._due:
             self._due = None
@@ -163,11 +162,13 @@ class Supervisor:
                 say(report(self._endings, state.first, code))
 
     def _leave(self) -> None:
-        """Whatever has happened: no process stays."""
-        for process in self._processes.values():
+        """No process stays that can be killed."""
+        for rank, process in self._processes.items():
             process.signal(signal.SIGKILL)
-            process.end()
+            if not process.wait(_KILLED_S):
+                self._outputs.say(f"rank {rank} (process {process.pid}) cannot be killed, and is left alone")
         self._outputs.flush()
+        self._outputs.close()
         if self._keeper is not None:
             self._keeper.close()
 

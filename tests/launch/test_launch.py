@@ -267,6 +267,18 @@ def test_the_launcher_imports_no_torch(launch: Launch):
     assert job.end() == 130
 
 
+def test_what_the_system_refuses_is_said(launch: Launch):
+    nowhere = launch("-n", "2", "--log-dir", "/proc/nowhere", SCRIPT, "stubborn")
+    assert nowhere.end() == 71
+    assert "/proc/nowhere" in nowhere.err
+    # There are descriptors for the first rank, not for the second.
+    few = ["bash", "-c", 'ulimit -S -n 19; exec "$@"', "-", sys.executable, "-m", "lightning_async_cli", "launch"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run([*few, "-n", "2", SCRIPT, "stubborn"], env=environment, capture_output=True, text=True)
+    assert run.returncode == 71
+    assert re.search(r"\[launch\] .*Too many open files.*: all ranks end", run.stderr)
+
+
 def test_a_program_that_is_not_there(launch: Launch):
     job = launch("-n", "2", "--max-restarts", "0", "nothing.py")
     assert job.end() == 2
