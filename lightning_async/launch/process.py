@@ -16,10 +16,24 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 
-__all__ = ["Process"]
+__all__ = ["Process", "watched"]
 
 _PR_SET_PDEATHSIG = 1
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)
+
+
+def watched(popen: subprocess.Popen[bytes]) -> int:
+    """A descriptor of a process, which becomes readable when it ends.
+
+    Raises:
+        OSError: there is none left; then the process is killed.
+    """
+    try:
+        return os.pidfd_open(popen.pid)
+    except OSError:
+        popen.kill()
+        popen.wait()
+        raise
 
 
 class Process:
@@ -48,7 +62,7 @@ class Process:
             start_new_session=True, preexec_fn=die_with_the_launcher,
         )  # fmt: skip
         self.pid = self._popen.pid
-        self.pidfd = os.pidfd_open(self.pid)
+        self.pidfd = watched(self._popen)
         """Becomes readable when it ends."""
 
     def signal(self, number: int) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lightning_async.launch.environment import ADDRESS
-from lightning_async.launch.process import Process
+from lightning_async.launch.process import Process, watched
 
 __all__ = ["Keeper"]
 
@@ -57,7 +57,7 @@ class Keeper:
             )
         finally:
             theirs.close()
-        self.pidfd = os.pidfd_open(self._popen.pid)
+        self.pidfd = watched(self._popen)
         """Becomes readable when it ends."""
 
     def open(self) -> int:

@@ -10,6 +10,7 @@ import logging
 import uuid
 from typing import Any
 
+from lightning_async.engine.checkpoint.claim import Claim
 from lightning_async.engine.checkpoint.recovery import recover
 from lightning_async.engine.checkpoint.saver import PATIENCE_S, Saver
 from lightning_async.engine.checkpoint.shards import load_own
@@ -50,6 +51,7 @@ class Checkpointing:
         self._preempted = Preemption(trainer)
         self._undo: list[Undo] = []
         self._run, self._number = "", 0
+        self._claim: Claim | None = None
         self._group: list[int] = []
         """The ranks that see this rank's directory."""
         self._verified: str | None = None
@@ -76,9 +78,26 @@ class Checkpointing:
 
     def _resume_start(self, original: Any) -> Any:
         def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
+            if self._claim is None:  # a search for a learning rate ends with a call of this, too
+                self._take_directory()
             original(checkpoint_path or self._recover(), *args, **kwargs)
 
         return resume_start
+
+    def _take_directory(self) -> None:
+        """Before anything in it is chosen or put into quarantine: it is ours, and what was handed over is there.
+
+        Raises:
+            SettingsMismatch: the ranks were given different ones, and would not do the same.
+            CheckpointError: another program trains into it, or nothing can be written there.
+        """
+        runs, everyones = zip(*self._gather([uuid.uuid4().hex[:12], self._settings.compared()]), strict=True)
+        if len(set(everyones)) > 1:
+            raise SettingsMismatch(f"The ranks have different settings for checkpoints: {sorted(set(everyones))}.")
+        self._run = runs[0]
+        self._claim = Claim(self.store, self._run)
+        self._claim.take(self._gather)
+        self._claim.wait(self._gather)
 
     def _recover(self) -> str | None:
         """The path of the checkpoint to go on from, on which all ranks agree; None where training begins."""
@@ -113,19 +132,18 @@ class Checkpointing:
         """Training begins: agree on numbers, start the writer, and have its memory.
 
         Raises:
-            SettingsMismatch: the ranks were given different ones.
             OSError: nothing can be written into the directory.
         """
         trainer, settings = self._trainer, self._settings
         if trainer.fast_dev_run or searches_lr(trainer):
             return
-        told = self._gather([uuid.uuid4().hex[:12], self.store.next_number(), settings.compared()])
-        if len(everyones := {rules for _, _, rules in told}) > 1:
-            raise SettingsMismatch(f"The ranks have different settings for checkpoints: {sorted(everyones)}.")
-        self._run, number = told[0][0], max(number for _, number, _ in told)
+        number = max(self._gather(self.store.next_number()))
         self._group = self._meet()
-        if trainer.local_rank == 0:
-            self.store.clean(self._run)
+        if self._rank == self._group[0]:
+            try:
+                self.store.clean(self._run)
+            except OSError as error:  # somebody else's, perhaps: that is no reason not to train
+                log.warning("Rank %d: what was left unfinished cannot be deleted: %s", self._rank, error)
         for problem in self.resume.problems():
             log.warning("Rank %d: this training cannot be resumed exactly: %s", self._rank, problem)
         if names := left_out(trainer.lightning_module, trainer.datamodule):
@@ -232,6 +250,8 @@ class Checkpointing:
         if self._pace is not None:
             self._pace.close()
             self._pace = None
+        if self._claim is not None:
+            self._claim.release()
 
     # ---- ranks ----
 
@@ -239,14 +259,10 @@ class Checkpointing:
     def _rank(self) -> int:
         return self._trainer.global_rank
 
-    @property
-    def _ranks(self) -> range:
-        return range(self._trainer.world_size)
-
     def _gather(self, value: Any) -> list[Any]:
         """One plain value of every rank; all ranks call this together."""
         strategy = self._trainer.strategy
-        return [strategy.broadcast(value, src) for src in self._ranks]
+        return [strategy.broadcast(value, src) for src in range(self._trainer.world_size)]
 
 
 def _all_of(store: CheckpointStore, entry: Entry) -> list[dict[str, Any]]:

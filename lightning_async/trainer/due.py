@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 import re
 import time
@@ -13,6 +12,7 @@ import torch
 
 from lightning_async.engine.checkpoint.saver import Saver
 from lightning_async.rules.saving import Best, KeepPolicy, Progress, SavePolicy
+from lightning_async.trainer.settings import version
 
 __all__ = ["Clock", "Settings", "is_last", "manifest_of"]
 
@@ -87,7 +87,7 @@ def manifest_of(trainer: Any, reason: str) -> dict[str, Any]:
         "world_size": trainer.world_size,
         "reason": reason,
         "metrics": metrics,
-        "versions": {name: importlib.metadata.version(name) for name in ("torch", "lightning-async")},
+        "versions": {"torch": str(torch.__version__), "lightning-async": version()},
     }
 
 

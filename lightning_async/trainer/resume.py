@@ -6,8 +6,10 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightning_async.data.random_states import Generators, reseed
-from lightning_async.data.source import Source, source_of
+from lightning_async.data.random_states import reseed
+from lightning_async.data.source import Source, generators_of, sources_of
+from lightning_async.trainer.epoch_starts import Modes, go_on_averaging, start_again
+from lightning_async.trainer.limits import Limits
 from lightning_async.trainer.logged import put_logged, take_logged
 from lightning_async.trainer.namespace import fabric
 from lightning_async.trainer.patches import Undo, replace, searches_lr
@@ -36,11 +38,12 @@ class Resume:
     """
 
     def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+        self._trainer, self._limits = trainer, Limits(trainer)
         self.on_boundary: Callable[[], None] = lambda: None
         """Called at every safe point: `capture` there."""
         self.where: str | None = None
         """The safe point at which the fit is; None elsewhere."""
+        self._modes = Modes(trainer)
         self._sources: list[Source] = []
         self._pending: dict[str, Any] | None = None
         self._live = self._in_batch_end = self._validation_is_due = False
@@ -68,8 +71,7 @@ class Resume:
     def problems(self) -> list[str]:
         """What keeps this fit from being resumed exactly, one line for each, with what to do."""
         found = [problem for source in self._sources for problem in source.problems()]
-        fetcher = self._trainer.fit_loop._data_fetcher
-        if type(fetcher).__name__ == "_DataLoaderIterDataFetcher":
+        if type(self._trainer.fit_loop._data_fetcher).__name__ == "_DataLoaderIterDataFetcher":
             found.append(
                 "`training_step(dataloader_iter)` fetches batches itself, so nobody knows which of them were trained "
                 "on: take `batch` instead, or exactly one batch per step"
@@ -85,24 +87,23 @@ class Resume:
         if self.where is None:
             raise RuntimeError("Resume.capture() works at safe points only: call it from `on_boundary`.")
         fit, epoch = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop
-        began = self._at_validation if self.where == "validation" else None
+        began = (self._at_validation if self.where == "validation" else None) or self._take()
         held = len(getattr(fit._data_fetcher, "batches", ()))
         ended = self.where == "epoch" or epoch._num_ready_batches_reached()
         iterator = fit._combined_loader._iterator
         return {
             "where": self.where,
-            "random": began["random"] if began is not None else self._generators().take(),
+            **began,
             "loaders": [source.position(held > 0, ended) for source in self._sources],
             "combined": {name: value for name, value in vars(iterator).items() if name in ("_idx", "_consumed")},
             "unsaved": take_unsaved(self._trainer),
-            "logged": began["logged"] if began is not None else take_logged(self._trainer),
         }
 
     def capture_before_validation(self) -> dict[str, Any] | None:
         """The same where a batch is done with and its validation has yet to begin; None elsewhere."""
         if not self._active or not self._in_batch_end:
             return None
-        self._at_validation = {"random": self._generators().take(), "logged": take_logged(self._trainer)}
+        self._at_validation = self._take()
         self.where = "validation"
         try:
             return self.capture()
@@ -112,15 +113,16 @@ class Resume:
     def restore(self, state: dict[str, Any] | None) -> None:
         """Go on from ``state`` when fit starts, once Lightning has restored its own checkpoint."""
         self._pending = state
+        self._limits.expect()
 
     def restore_resized(self, states: Sequence[dict[str, Any]]) -> None:
         """The same where the number of ranks was another: from the states of all ranks at the save, by rank."""
         self._pending = resized(states, self._trainer.global_rank, self._trainer.world_size)
-
-    # ------------------------------------------------------------------ what follows the fit
+        self._limits.expect()
 
     def _end(self) -> None:
         self._live, self._pending, self.where = False, None, None
+        self._limits.put_back()
         for source in self._sources:
             source.detach()
         self._sources = []
@@ -138,13 +140,10 @@ class Resume:
         finally:
             self.where = None
 
-    def _generators(self) -> Generators:
-        named = {
-            f"{index}.{path}": generator
-            for index, source in enumerate(self._sources)
-            for path, generator in source.generators().items()
-        }
-        return Generators(named, devices=True)
+    def _take(self) -> dict[str, Any]:
+        """What a validation changes; it is validated from its beginning."""
+        random = generators_of(self._sources).take()
+        return {"random": random, "logged": take_logged(self._trainer), "modes": self._modes.take()}
 
     def _end_batch(self, original: Any) -> Any:
         def on_advance_end(data_fetcher: Any) -> None:
@@ -168,7 +167,7 @@ class Resume:
         def run() -> Any:
             if not self._active or not self._in_batch_end:
                 return original()
-            self._at_validation = {"random": self._generators().take(), "logged": take_logged(self._trainer)}
+            self._at_validation = self._take()
             try:
                 self._boundary("validation")
                 return original()
@@ -194,12 +193,12 @@ class Resume:
             for source in self._sources:
                 source.detach()
             combined = self._trainer.fit_loop._combined_loader
-            names = self._names(len(combined.flattened))
-            self._sources = [source_of(loader, name) for loader, name in zip(combined.flattened, names, strict=True)]
+            self._sources = sources_of(combined.flattened)
             ahead = any(fabric("utilities.data").sized_len(source.loader) is None for source in self._sources)
             for source in self._sources:
                 source.ahead = ahead
             combined.flattened = [source.stand_in for source in self._sources]
+            self._limits.lift(self._pending is not None and self._pending["where"] != "epoch")
             if self._pending is None:
                 return original()
             self._trainer.fit_loop._combined_loader_states_to_load = []
@@ -210,9 +209,6 @@ class Resume:
             return None
 
         return load
-
-    def _names(self, count: int) -> list[str]:
-        return ["the train dataloader" if count == 1 else f"train dataloader {index}" for index in range(count)]
 
     def _reset_fit(self, original: Any) -> Any:
         def reset() -> None:
@@ -227,12 +223,18 @@ class Resume:
 
     def _start_fit(self, original: Any) -> Any:
         def on_run_start() -> None:
-            original()
-            if self._active and self._pending is not None:
+            pending = self._pending if self._active else None
+            self._modes.put_trained(pending["modes"] if pending else {})  # and once more when hooks have set it anew
+            with self._limits.shown():
+                original()
+            self._modes.begin()
+            if pending is not None:
                 for source in self._sources:
                     source.idle = False
-                if self._pending["where"] == "epoch":
+                if pending["where"] == "epoch":
+                    self._limits.put_back()
                     self._trainer.fit_loop._resuming_from_checkpoint = False  # so that the loaders begin the next epoch
+                    go_on_averaging(self._trainer)
                     self._go_on()
 
         return on_run_start
@@ -255,6 +257,7 @@ class Resume:
 
     def _start_epoch(self, original: Any) -> Any:
         def on_run_start(data_fetcher: Any) -> None:
+            self._limits.put_back()
             original(data_fetcher)
             if not self._active or self._pending is None:
                 return
@@ -264,6 +267,7 @@ class Resume:
             epoch.batch_progress.is_last_batch = self._pending["unsaved"]["is_last_batch"]
             if not self._pending.get("resized"):
                 vars(self._trainer.fit_loop._combined_loader._iterator).update(self._pending["combined"])
+            start_again(self._trainer)
             self._go_on()
             if where == "validation":
                 self._validation_is_due = True
@@ -286,9 +290,10 @@ class Resume:
     def _go_on(self) -> None:
         state, self._pending = self._pending, None
         assert state is not None
+        self._modes.put(state["modes"])
         put_unsaved(self._trainer, state["unsaved"])
         put_logged(self._trainer, state["logged"])
         if "seed" in state["random"]:  # a rank that was not there
             reseed(state["random"]["seed"])
         else:
-            self._generators().put(state["random"])
+            generators_of(self._sources).put(state["random"])

@@ -18,6 +18,7 @@ import torch
 from lightning_async.engine.checkpoint.process import SaveBusy
 from lightning_async.engine.checkpoint.saver import PATIENCE_S, Saver
 from lightning_async.engine.header import Mark
+from lightning_async.rules.schedules.fixed import Synchronous
 from lightning_async.trainer.due import Clock, Settings, is_last, manifest_of
 from lightning_async.trainer.lagged import lagged_of
 from lightning_async.trainer.preemption import Preemption
@@ -54,14 +55,14 @@ class Together:
         if resume.where == "validation":
             if trainer.world_size == 1 and preempted.told:
                 self._save("preemption", resume)
-                preempted.leave(self._finish)
+                preempted.leave(lambda: _finish(trainer, saver))
             return
         step, epoch_end = trainer.global_step, resume.where == "epoch"
         mine = clock.due(step, epoch_end)
         due, busy, told = self._asked([mine, saver.busy, preempted.told])
         if told:
             self._save("preemption", resume)
-            preempted.leave(self._finish)
+            preempted.leave(lambda: _finish(trainer, saver))
         last, by_steps = epoch_end and is_last(trainer), clock.due_by_steps(step, epoch_end)
         if last or by_steps:
             due, busy = True, trainer.strategy.reduce_boolean_decision(saver.busy, all=False)
@@ -93,14 +94,9 @@ class Together:
         self._clock.saved(step)
         self._stale = trainer.world_size > 1
 
-    def _finish(self) -> None:
-        """All are here until the last one has written: a launcher may end those that are left when one has gone."""
-        self._saver.wait(PATIENCE_S)
-        self._trainer.strategy.barrier("the checkpoint is written")
-
     def end(self) -> None:
         """The last save was made at the end of the last epoch; who looks for it next finds it."""
-        self._finish()
+        _finish(self._trainer, self._saver)
 
     def close(self) -> None:
         """Training is over."""
@@ -116,19 +112,20 @@ class Apart:
         saver: of this rank.
         settings: what the user has asked for.
         number: of the last save in the directory.
-        group: the ranks that see this rank's directory: all must.
+        group: the ranks that see this rank's directory. All must, unless every step is synchronous: then each
+            directory has all that is needed.
 
     Raises:
         ValueError: they do not.
     """
 
     def __init__(self, trainer: Any, saver: Saver, settings: Settings, number: int, group: Sequence[int]) -> None:
-        if len(group) < trainer.world_size:
+        if len(group) < trainer.world_size and not isinstance(trainer.strategy.schedule, Synchronous):
             raise ValueError(
                 f"`FaultTolerantCheckpoint(dirpath={settings.dirpath!r})` is one directory of ranks {list(group)}, and "
                 "another one elsewhere: while replicas drift, all ranks must see the same."
             )
-        self._trainer, self._saver, self._settings = trainer, saver, settings
+        self._trainer, self._saver, self._settings, self._group = trainer, saver, settings, group
         self._known, self._asked = number, False
         self._averager: Any = None
         self._attach()
@@ -203,11 +200,12 @@ class Apart:
             "replica": self._averager.marks.replica(),
         }
         number, step, ranks = marked.mark
+        ranks = [each for each in ranks if each in self._group]
         queue = self._settings.busy != "wait"
         try:
             self._saver.save(number, step, ranks, {}, own, manifest_of(self._trainer, "due"), queue)
         except SaveBusy as error:
-            log.warning("Rank %d leaves out its part of save %d: %s", self._averager.marks.rank, number, error)
+            log.warning("Rank %d leaves out its part of save %d: %s", self._trainer.global_rank, number, error)
 
     def end(self, reason: str = "the end") -> None:
         """All ranks are here, with one model."""
@@ -219,9 +217,8 @@ class Apart:
         shared["averaging"] = self._averager.state_dict()
         own = {"checkpoint": checkpoint, "resume": self._resume_state(), "clocks": self._averager.clocks()}
         self._averager.marks.begin(number)
-        self._saver.save(number, step, range(trainer.world_size), shared, own, manifest_of(trainer, reason))
-        self._saver.wait(PATIENCE_S)
-        strategy.barrier("the checkpoint is written")
+        self._saver.save(number, step, self._group, shared, own, manifest_of(trainer, reason))
+        _finish(trainer, self._saver)
 
     def close(self) -> None:
         """Nothing to let go of."""
@@ -239,3 +236,9 @@ class Apart:
     def leave(self) -> None: ...
 
     def resume(self) -> None: ...
+
+
+def _finish(trainer: Any, saver: Saver) -> None:
+    """All are here until the last one has written: a launcher may end those that are left when one has gone."""
+    saver.wait(PATIENCE_S)
+    trainer.strategy.barrier("the checkpoint is written")

@@ -46,6 +46,31 @@ def test_buffers_that_training_makes_are_there_again(tmp_path: Path) -> None:
     assert module.grown.tolist() == [BATCHES * EPOCHS - 1.0] * 5
 
 
+def test_a_training_that_was_ended_after_its_last_step_comes_to_its_end(tmp_path: Path) -> None:
+    class Hooks(pl.Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            seen.append("epoch")
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            seen.append("end")
+
+    class Ended(Hooks):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            raise Interrupted
+
+    for end, saved in ((BATCHES, 1), (BATCHES - 2, 1)):  # with the last batch, and before it
+        seen: list[str] = []
+        folder, limits = tmp_path / str(end), {"max_steps": end, "max_epochs": -1}
+        with contextlib.suppress(Interrupted):
+            train(every(folder, end), Ended(), **limits)
+        assert steps_in(folder) == [end] * saved
+        assert train(every(folder, end), Hooks(), **limits).losses == {}
+        assert seen == ["epoch", "end"]
+        assert steps_in(folder) == [end] * (saved + 1)
+        assert train(every(folder, end), Hooks(), **limits).losses == {}
+        assert seen == ["epoch", "end"], "what has ended is complete"
+
+
 class EpochEnds(pl.Callback):
     def __init__(self) -> None:
         self.seen = 0

@@ -21,13 +21,14 @@ SCRIPT = str(Path(__file__).with_name("ranks.py"))
 class Launched:
     """A launcher that runs."""
 
-    def __init__(self, arguments: tuple[str, ...], folder: Path, **more: str) -> None:
+    def __init__(self, arguments: tuple[str, ...], folder: Path, descriptors: int | None, **more: str) -> None:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1", **more}
         self.folder, self._until = folder, time.monotonic() + 150
         self._out, self._err = folder / "out", folder / "err"
+        limit = [] if descriptors is None else ["bash", "-c", f'ulimit -S -n {descriptors}; exec "$@"', "-"]
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "lightning_async_cli", "launch", *arguments],
+                [*limit, sys.executable, "-m", "lightning_async_cli", "launch", *arguments],
                 cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True,
             )  # fmt: skip
 
@@ -72,6 +73,16 @@ class Launched:
         return None
 
 
+def with_variable(name: str, value: str) -> list[str]:
+    """The command lines of all processes that live and have this in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"{name}={value}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found.append((folder / "cmdline").read_text()[-100:])
+    return found
+
+
 def lives(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
@@ -84,10 +95,10 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     """``launch("-n", "2", SCRIPT, ...)``; at the end there is no launcher any more, nor a store."""
     started: list[Launched] = []
 
-    def start(*arguments: str, **environment: str) -> Launched:
+    def start(*arguments: str, descriptors: int | None = None, **environment: str) -> Launched:
         folder = tmp_path / str(len(started))
         folder.mkdir()
-        started.append(Launched(arguments, folder, **environment))
+        started.append(Launched(arguments, folder, descriptors, **environment))
         return started[-1]
 
     yield start

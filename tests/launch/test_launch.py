@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from lightning_async.launch.environment import Job
-from tests.launch.conftest import SCRIPT, Launched, lives
+from tests.launch.conftest import SCRIPT, Launched, lives, with_variable
 from tests.support import ROOT
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the launcher needs Linux")
@@ -187,7 +187,7 @@ def test_lines_are_never_torn(launch: Launch):
     assert sorted(log) == sorted(line[4:] for line in (job.out + job.err).splitlines() if line.startswith("[2] "))
 
 
-def test_nobody_who_reads_keeps_no_signal_from_being_heard(launch: Launch):
+def test_nobody_who_reads_keeps_no_signal_from_being_heard():
     """The launcher's stdout is a pipe that is full: the ranks wait, the launcher does not."""
     command = [sys.executable, "-m", "lightning_async_cli", "launch", "-n", "2", SCRIPT, "floods"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -211,7 +211,7 @@ def test_nobody_who_reads_keeps_no_signal_from_being_heard(launch: Launch):
             os.close(reader)
 
 
-def test_ranks_go_on_where_nobody_reads_any_more(launch: Launch, tmp_path: Path):
+def test_ranks_go_on_where_nobody_reads_any_more():
     command = [sys.executable, "-m", "lightning_async_cli", "launch", "-n", "1", SCRIPT, "lines", "300"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -267,16 +267,24 @@ def test_the_launcher_imports_no_torch(launch: Launch):
     assert job.end() == 130
 
 
-def test_what_the_system_refuses_is_said(launch: Launch):
+def test_what_the_system_refuses_is_said(launch: Launch, tmp_path: Path):
     nowhere = launch("-n", "2", "--log-dir", "/proc/nowhere", SCRIPT, "stubborn")
     assert nowhere.end() == 71
     assert "/proc/nowhere" in nowhere.err
-    # There are descriptors for the first rank, not for the second.
-    few = ["bash", "-c", 'ulimit -S -n 19; exec "$@"', "-", sys.executable, "-m", "lightning_async_cli", "launch"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    run = subprocess.run([*few, "-n", "2", SCRIPT, "stubborn"], env=environment, capture_output=True, text=True)
-    assert run.returncode == 71
-    assert re.search(r"\[launch\] .*Too many open files.*: all ranks end", run.stderr)
+    # With each descriptor more it comes a little further, and leaves nothing behind.
+    refused = 0
+    for descriptors in range(14, 30, 2):
+        few = launch("-n", "2", "--grace", "0", SCRIPT, "stubborn", descriptors=descriptors, JOB=str(tmp_path))
+        few.until(lambda few=few: few.process.poll() is not None or few.out.count("ready") == 2, "it hangs")
+        if few.process.poll() is None:
+            break
+        refused += 1
+        assert few.end() == 71
+        assert "Too many open files" in few.err
+        few.until(lambda: not with_variable("JOB", str(tmp_path)), "something is left")
+    few.signal(signal.SIGTERM)  # pyright: ignore[reportPossiblyUnboundVariable]
+    assert few.end() == 143  # pyright: ignore[reportPossiblyUnboundVariable]
+    assert refused >= 2
 
 
 def test_a_program_that_is_not_there(launch: Launch):

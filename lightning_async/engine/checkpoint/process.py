@@ -21,8 +21,10 @@ from typing import Any
 
 from lightning_async.engine.checkpoint.buffers import Buffer, Owner
 from lightning_async.engine.checkpoint.channel import Channel
+from lightning_async.engine.checkpoint.claim import lock_of_writer
 from lightning_async.engine.checkpoint.manifest import Manifest
 from lightning_async.engine.checkpoint.shards import Shard, shard
+from lightning_async.engine.files import files_at
 from lightning_async.errors import CheckpointError
 
 __all__ = ["Job", "Result", "SaveBusy", "Writer"]
@@ -67,6 +69,7 @@ class Result:
         bytes: of this rank's files.
         committed: this rank has committed it. Other ranks know that their part is durable, no more.
         error: what went wrong; None where nothing did.
+        lost: nobody has told the other ranks of it, who wait for this one's part.
     """
 
     number: int
@@ -74,6 +77,7 @@ class Result:
     bytes: int = 0
     committed: bool = False
     error: str | None = None
+    lost: bool = False
 
 
 @dataclass
@@ -124,6 +128,11 @@ class Writer:
         return bool(self._flights)
 
     @property
+    def waited_s(self) -> float:
+        """How long the save that is being written has been under way; 0 where there is none."""
+        return _since(self._flights[0]) if self._flights else 0.0
+
+    @property
     def pid(self) -> int | None:
         """Of the process; None where there is none."""
         return self._process.pid if self._process else None
@@ -135,7 +144,7 @@ class Writer:
             CheckpointError: the system does not let it.
         """
         if self._process is None:
-            self._process = Channel(self._rank)
+            self._process = Channel(self._rank, lock_of_writer(*files_at(self._dirpath)))
 
     def reserve(self, job: Job) -> None:
         """Have the memory for saves like this one: the first of them then takes no longer than the others."""
@@ -264,15 +273,15 @@ class Writer:
             except CheckpointError as error:
                 self._flights.remove(flight)
                 flight.buffer.owner = Owner.FREE
-                self._done.append(self._failure(flight, str(error)))
+                self._done.append(self._failure(flight, str(error), lost=True))
             else:
                 flight.attempts += flight is first
                 self._send(flight)
 
-    def _failure(self, flight: _Flight, what: str) -> Result:
+    def _failure(self, flight: _Flight, what: str, lost: bool = False) -> Result:
         seconds = _since(flight)
         shown = f"rank {self._rank}: save {flight.number}, begun {seconds:.1f} s ago, {what}"
-        return Result(flight.number, seconds, error=shown)
+        return Result(flight.number, seconds, error=shown, lost=lost)
 
 
 @contextlib.contextmanager

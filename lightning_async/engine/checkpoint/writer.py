@@ -21,6 +21,7 @@ import signal
 import socket
 import struct
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lightning_async.engine.checkpoint.manifest import Manifest, RankManifest
@@ -41,17 +42,31 @@ def main(descriptor: int, trainer: int) -> None:
     """Do jobs until the trainer, the process of that number, is gone, or says that there are no more."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # they are meant for the trainer: what it has handed over is finished
-    with socket.socket(fileno=descriptor) as channel:
-        while (message := _next(channel, trainer)) is not None:
+    with socket.socket(fileno=descriptor) as channel, _death_of(trainer) as death:
+        while (message := _next(channel, trainer, death)) is not None:
             answer = _answer(*message)
             with contextlib.suppress(OSError):  # nobody may be left to hear it
                 channel.sendall(json.dumps(answer).encode() + b"\n")
 
 
-def _next(channel: socket.socket, trainer: int) -> tuple[int, int, int, bool] | None:
+@contextlib.contextmanager
+def _death_of(trainer: int) -> Iterator[list[int]]:
+    """A descriptor that has something to read when the trainer has ended; none where the system knows no such thing."""
+    try:
+        descriptor = os.pidfd_open(trainer)
+    except (AttributeError, OSError):
+        yield []
+        return
+    try:
+        yield [descriptor]
+    finally:
+        os.close(descriptor)
+
+
+def _next(channel: socket.socket, trainer: int, death: Sequence[int]) -> tuple[int, int, int, bool] | None:
     """The descriptor of the memory and the `MESSAGE` of the next job; None where no more will come."""
     # Forks of the trainer have the other end of the channel, too: that it ends is not heard as long as they live.
-    while not wait_for(channel, 1.0):
+    while not wait_for(channel, 1.0, death):
         if os.getppid() != trainer:
             return None
     try:
@@ -61,11 +76,18 @@ def _next(channel: socket.socket, trainer: int) -> tuple[int, int, int, bool] | 
     return (descriptors[0], *MESSAGE.unpack(data)) if data else None
 
 
-def wait_for(channel: socket.socket, seconds: float) -> bool:
-    """Wait until there is something to read, or the other end is closed; whether that is so."""
+def wait_for(channel: socket.socket, seconds: float, others: Sequence[int] = ()) -> bool:
+    """Wait until there is something to read, or the other end is closed; whether that is so.
+
+    Args:
+        channel: to read from.
+        seconds: at most.
+        others: descriptors that end the wait, too. Default: none.
+    """
     poll = select.poll()  # `select.select` cannot take descriptors above 1023
-    poll.register(channel, select.POLLIN)
-    return bool(poll.poll(max(0.0, seconds) * 1000))
+    for each in (channel, *others):
+        poll.register(each, select.POLLIN)
+    return any(found == channel.fileno() for found, _ in poll.poll(max(0.0, seconds) * 1000))
 
 
 def _answer(descriptor: int, offset: int, length: int, again: bool) -> dict[str, Any]:
