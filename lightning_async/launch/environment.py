@@ -81,13 +81,13 @@ class Job:
 
 
 def shown(job: Job, shell: Mapping[str, str]) -> list[str]:
-    """What would be started, a line for each rank, as a shell would take it; of the secret only that there is one."""
+    """What would be started, a command of a shell for each rank; of the secret only that there is one."""
     added = {name: value for name, value in job.base.items() if shell.get(name) != value}
     if SECRET in added:
         added[SECRET] = "..."
     lines = []
     for rank in range(job.ranks):
         variables = {**added, **job.variables(rank, "<free>", 0)}
-        told = " ".join(f"{name}={value}" for name, value in variables.items())
-        lines.append(f"[{rank}] {told} {shlex.join(job.command())}")
+        told = [f"{name}={value}" for name, value in variables.items()]
+        lines.append(f"[{rank}] {shlex.join(['env', *told, *job.command()])}")
     return lines

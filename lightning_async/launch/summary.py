@@ -22,7 +22,7 @@ class Ending:
         rank, pid: which one.
         status: its exit status, or minus the signal that has killed it.
         seconds: that it lived.
-        told: the last signal that the launcher has sent it; None where it has sent none.
+        told: the signal by which the launcher has told it to end; None where it has not.
         tail: the last lines of its stderr.
     """
 

@@ -25,6 +25,7 @@ from lightning_async.launch.summary import Ending, report, signal_name
 
 __all__ = ["Supervisor"]
 
+_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 _KILLED_S = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -97,7 +98,8 @@ class Supervisor:
                 self._start(action.ranks)
             elif isinstance(action, Send):
                 for rank in action.ranks & self._processes.keys():
-                    self._told[rank] = action.number
+                    if action.number in _ENDS:
+                        self._told[rank] = action.number
                     self._processes[rank].signal(action.number)
             elif isinstance(action, Finish):
                 self._code = action.code

@@ -24,8 +24,8 @@ def test_a_dry_run_shows_what_would_be_started(capsys: pytest.CaptureFixture[str
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4
     for rank, line in enumerate(lines):
-        prefix, *words = shlex.split(line)
-        assert prefix == f"[{rank}]"
+        prefix, command, *words = shlex.split(line)
+        assert (prefix, command) == (f"[{rank}]", "env")
         assert words[-5:] == [sys.executable, "-u", "train.py", "--lr", "a b"]
         assert {f"RANK={rank}", "WORLD_SIZE=4", "TORCHELASTIC_MAX_RESTARTS=2", f"{SECRET}=..."} <= set(words)
         assert "OMP_NUM_THREADS=1" not in words  # the shell has it already

@@ -110,15 +110,19 @@ def test_what_a_rank_leaves_behind_ends_with_it_and_a_session_of_its_own_does_no
 
 
 def test_signals_go_on_to_the_ranks_and_ctrl_c_ends_all(launch: Launch):
-    job = launch("-n", "2", SCRIPT, "signals")
-    job.wait_for("ready", 2)
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
-        job.signal(number)
-        job.wait_for(f"heard {number.name}", 2)
+    job, dies = launch("-n", "2", SCRIPT, "signals"), launch("-n", "2", SCRIPT, "signals")
+    for each in (job, dies):
+        each.wait_for("ready", 2)
+        each.signal(signal.SIGUSR1)
+        each.wait_for("heard SIGUSR1", 2)
     job.signal(signal.SIGINT)
+    dies.signal(signal.SIGUSR2)
     assert job.end() == 130
     assert job.out.count("interrupted") == 2
     assert "SIGINT has come." in job.err
+    assert dies.end() == 5
+    assert re.search(r"rank 0 \(process \d+\) ended with exit code 5 after [\d.]+ s\n", dies.err)  # of itself
+    assert "[launch]     rank 0 has had enough" in dies.err
 
 
 def test_sigterm_has_the_ranks_save_and_not_their_workers_die(launch: Launch):
