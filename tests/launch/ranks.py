@@ -149,7 +149,7 @@ def second_time(status: str) -> None:
 
 
 def group() -> None:
-    """Torch's own default group, by the environment alone."""
+    """Torch's own default group, by the environment alone; where the store listens."""
     import torch
     import torch.distributed as dist
 
@@ -157,6 +157,9 @@ def group() -> None:
     value = torch.ones(1) * (RANK + 1)
     dist.all_reduce(value)
     say("sum", float(value))
+    port = f":{int(os.environ['MASTER_PORT']):04X}"
+    rows = [row.split() for table in ("tcp", "tcp6") for row in Path(f"/proc/net/{table}").read_text().splitlines()]
+    say("listens", *[row[1].removesuffix(port) for row in rows if row[1].endswith(port) and row[3] == "0A"])
     dist.destroy_process_group()
 
 

@@ -261,6 +261,7 @@ def test_torchs_own_group_meets_in_the_store(launch: Launch):
     job = launch("-n", "2", SCRIPT, "group")
     assert job.end() == 0, job.err
     assert re.findall(r"sum ([\d.]+)", job.out) == ["3.0", "3.0"]
+    assert re.findall(r"listens (.*)", job.out) == ["0100007F", "0100007F"]  # on 127.0.0.1 only
 
 
 def test_the_launcher_imports_no_torch(launch: Launch):
