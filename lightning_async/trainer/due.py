@@ -12,9 +12,12 @@ import torch
 
 from lightning_async.engine.checkpoint.saver import Saver
 from lightning_async.rules.saving import Best, KeepPolicy, Progress, SavePolicy
+from lightning_async.trainer.patches import in_words
 from lightning_async.trainer.settings import version
 
 __all__ = ["Clock", "Settings", "is_last", "manifest_of"]
+
+_LONGEST = 1000  # characters of an exception
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class Settings:
         max_failures: failed saves in a row that end training.
         good_after: steps without harm, after which a checkpoint is good.
         best: what "best" means.
+        on_exception: whether to save when training ends by an exception.
     """
 
     dirpath: str
@@ -42,6 +46,7 @@ class Settings:
     max_failures: int
     good_after: int
     best: Best | None
+    on_exception: bool
 
     def compared(self) -> str:
         """What must be equal on all ranks, in words; directories of hosts may have different names."""
@@ -76,10 +81,10 @@ class Clock:
         self.saved_step, self._saved_at = step, time.monotonic()
 
 
-def manifest_of(trainer: Any, reason: str) -> dict[str, Any]:
-    """What the manifest of a save tells."""
-    metrics = {}
-    for name, value in trainer.callback_metrics.items():
+def manifest_of(trainer: Any, reason: str, exception: BaseException | None = None) -> dict[str, Any]:
+    """What the manifest of a save tells; after an ``exception`` no metric is computed, which may wait for others."""
+    metrics, known = {}, trainer.callback_metrics if exception is None else trainer._logger_connector._callback_metrics
+    for name, value in known.items():
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             metrics[name] = float(value)
     return {
@@ -87,6 +92,7 @@ def manifest_of(trainer: Any, reason: str) -> dict[str, Any]:
         "world_size": trainer.world_size,
         "reason": reason,
         "metrics": metrics,
+        "notes": {} if exception is None else {"exception": in_words(exception)[:_LONGEST]},
         "versions": {"torch": str(torch.__version__), "lightning-async": version()},
     }
 

@@ -32,8 +32,8 @@ class CheckpointReader(StorageReader):
 
     The keys are those of Lightning's checkpoint: ``{"state_dict": model.state_dict()}`` and
     ``{"optimizer_states": [optimizer.state_dict()]}``. Of replicas that drift it is what all had agreed on, with the
-    first rank's optimizer. Targets may be whole, `DTensor` or `ShardedTensor`, on any number of ranks: each reads the
-    parts that it needs, out of files that are mapped into memory. The coordinating rank verifies every byte before.
+    first rank's optimizer. Targets may be whole tensors or `DTensor`, on any number of ranks: each reads the parts that
+    it needs, out of files that are mapped into memory. The coordinating rank verifies every byte before.
     Nothing in a checkpoint is executed.
 
     Args:

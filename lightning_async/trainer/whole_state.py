@@ -26,15 +26,20 @@ ALIKE = frozenset({"parameters", "optimizer_states"})
 _HPARAMS = {"hyper_parameters": "hparams_type", "datamodule_hyper_parameters": "datamodule_hparams_type"}
 
 
-def collect(trainer: Any, alike: frozenset[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+def collect(
+    trainer: Any, alike: frozenset[str], callbacks: dict[str, Any] | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """``(shared, own)`` of a Trainer's state; tensors by reference.
 
     Args:
         trainer: in a fit.
         alike: what is shared, of ``"parameters"`` and ``"optimizer_states"``. Buffers never are: a BatchNorm's
             statistics differ between ranks under every strategy.
+        callbacks: their states, where these are of an earlier moment. Default: as they are.
     """
     own = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    if callbacks is not None:
+        own["callbacks"] = callbacks
     for key, type_key in _HPARAMS.items():
         own.pop(type_key, None)  # a class, such as OmegaConf's: the values are plain ones here
         if key in own:

@@ -73,7 +73,8 @@ def data(batches: int = BATCHES) -> DataLoader[Any]:
 def train(folder: Path, strategy: Any, *callbacks: Any, **settings: Any) -> Noisy:
     batches = settings.pop("batches", BATCHES)
     module = settings.pop("module", None) or Noisy()
-    saved = FaultTolerantCheckpoint(folder, **{"every_n_train_steps": 4, "busy": "wait", **settings})
+    usual = {"every_n_train_steps": 4, "busy": "wait", "save_on_exception": False}
+    saved = FaultTolerantCheckpoint(folder, **{**usual, **settings})
     torch.manual_seed(100 + rank())
     make_trainer(strategy, callbacks=[saved, *callbacks], max_epochs=EPOCHS, enable_checkpointing=True).fit(
         module, data(batches)

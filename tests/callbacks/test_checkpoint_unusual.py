@@ -180,7 +180,7 @@ def test_a_kind_of_hyper_parameters_is_left_out(tmp_path: Path) -> None:
 def test_who_has_failed_does_not_wait_long_for_a_writer_that_does_not_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(checkpointing, "_FAILED_S", 0.5)
+    monkeypatch.setattr(checkpointing, "FAILED_S", 0.5)
     saved, pids = every(tmp_path, busy="skip"), []
 
     def stop() -> None:
@@ -199,3 +199,43 @@ def test_who_has_failed_does_not_wait_long_for_a_writer_that_does_not_write(
     while steps_in(tmp_path) != [4] and time.monotonic() < until:
         time.sleep(0.02)
     assert steps_in(tmp_path) == [4]
+
+
+@pytest.mark.filterwarnings("ignore:.*multiple `ModelCheckpoint` callbacks")
+def test_what_is_best_for_lightning_is_for_the_users_own_checkpoints_to_say(tmp_path: Path) -> None:
+    """Wherever ours stands in the list."""
+    theirs = pl.callbacks.ModelCheckpoint(tmp_path / "theirs", monitor="late", mode="min")
+    trainer = trainer_of(every(tmp_path / "ours", 12), theirs)
+    trainer.fit(Evaluated(), data())
+    assert trainer.checkpoint_callback is theirs
+    trainer.test(dataloaders=whole_data(), ckpt_path="best")
+    assert trainer.ckpt_path == theirs.best_model_path
+
+
+def test_a_training_that_has_ended_says_so_and_one_that_is_longer_does_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(every(tmp_path, 12))
+    train(every(tmp_path, 12))
+    assert len(told := [r.getMessage() for r in caplog.records if "nothing is trained" in r.getMessage()]) == 1
+    assert "-step-24). To go on with it, raise `max_epochs`" in told[0]
+    caplog.clear()
+    train(every(tmp_path, 12), max_epochs=EPOCHS + 1)
+    assert "nothing is trained" not in caplog.text
+
+
+@pytest.mark.parametrize("changed", ["model", "loaders"])
+def test_a_program_that_does_not_fit_its_checkpoint_is_told_what_to_do(
+    changed: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(every(tmp_path, 12))
+    module, loaders = Noisy(), data()
+    if changed == "model":
+        module.net = torch.nn.Linear(4, 7)
+        message = "Error.* in loading state_dict"
+    else:
+        loaders = [data(), data()]
+        message = "of a training with 1 train dataloaders, and this one has 2"
+    with pytest.raises((RuntimeError, ValueError), match=message):
+        trainer_of(every(tmp_path, 12), max_epochs=EPOCHS + 1).fit(module, loaders)
+    assert "-step-24, or before. If this program's model, optimizers or data are not those" in caplog.text

@@ -163,17 +163,17 @@ def test_where_nothing_can_be_written_and_where_there_are_no_locks(tmp_path: Pat
     first.release()
 
 
-def dying(folder: Path, saves: int) -> tuple[int, int]:
-    """A trainer that is killed when its writer, which is stopped, has so many saves; both process numbers."""
+def dying(folder: Path, saves: int, rank: int = 0, ranks: tuple[int, ...] = (0,)) -> int:
+    """A trainer that is killed when its writer, which is stopped, has so many saves; the writer's process number."""
     read, write = os.pipe()
 
     def body() -> None:
-        writer = Writer(folder)
+        writer = Writer(folder, rank)
         writer.start()
         assert writer.pid is not None
         os.kill(writer.pid, signal.SIGSTOP)
         for number in range(1, saves + 1):
-            writer.save(job_of(number), queue=True)
+            writer.save(job_of(number, rank, ranks), queue=True)
         os.write(write, b"%d" % writer.pid)
         writer.wait(60.0)
 
@@ -186,7 +186,7 @@ def dying(folder: Path, saves: int) -> tuple[int, int]:
     kill(pid)
     os.close(read)
     os.close(write)
-    return pid, writer
+    return writer
 
 
 @pytest.mark.parametrize("saves", [0, 1, 2])
@@ -194,7 +194,7 @@ def test_what_a_killed_trainer_has_handed_over_is_waited_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, saves: int
 ):
     """Also what its writer has not begun with."""
-    store, (_, writer) = CheckpointStore(tmp_path / "run"), dying(tmp_path / "run", saves)
+    store, writer = CheckpointStore(tmp_path / "run"), dying(tmp_path / "run", saves)
     later = threading.Timer(0.5, lambda: os.kill(writer, signal.SIGCONT))
     mine = taken(store, "second")
     later.start()
@@ -209,8 +209,26 @@ def test_what_a_killed_trainer_has_handed_over_is_waited_for(
     mine.release()
 
 
+@pytest.mark.parametrize("saves", [0, 1])
+def test_a_part_that_can_come_no_more_is_not_waited_for(tmp_path: Path, saves: int):
+    """Both ranks were killed; the second one had no part for its writer yet, or it had."""
+    store, first = CheckpointStore(tmp_path / "run"), dying(tmp_path / "run", 1, 0, (0, 1))
+    second = dying(tmp_path / "run", saves, 1, (0, 1))
+    mine, began = taken(store, "second"), time.monotonic()
+    os.kill(first, signal.SIGCONT)
+    later = threading.Timer(0.6, lambda: os.kill(second, signal.SIGCONT))
+    later.start()
+    mine.wait()
+    assert 0.5 < time.monotonic() - began < 20.0, "as long as a writer of the second one lives, and no longer"
+    later.join()
+    assert len(store.entries()) == saves
+    store.clean()
+    assert [name for name in os.listdir(store.dirpath) if ".tmp-" in name] == []
+    mine.release()
+
+
 def test_a_writer_that_has_nothing_ends_with_its_trainer_at_once(tmp_path: Path):
-    store, (_, writer) = CheckpointStore(tmp_path / "run"), dying(tmp_path / "run", 0)
+    store, writer = CheckpointStore(tmp_path / "run"), dying(tmp_path / "run", 0)
     os.kill(writer, signal.SIGCONT)
     began = time.monotonic()
     mine = taken(store, "second")
@@ -220,7 +238,7 @@ def test_a_writer_that_has_nothing_ends_with_its_trainer_at_once(tmp_path: Path)
 
 
 def test_a_wait_has_an_end(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    store, (_, writer) = CheckpointStore(tmp_path / "run"), dying(tmp_path / "run", 1)
+    store, writer = CheckpointStore(tmp_path / "run"), dying(tmp_path / "run", 1)
     mine = taken(store, "second")
     with caplog.at_level(logging.WARNING, "lightning_async"):
         mine.wait(timeout_s=0.5)

@@ -46,7 +46,7 @@ def test_they_come_back_as_they_were():
     assert math.isnan(Manifest.from_bytes(Manifest(1, 2, metrics={"x": math.nan}).to_bytes()).metrics["x"])
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(PLAIN)
 def test_whatever_is_sealed_comes_back_and_is_json(value: object):
     data = seal(value)

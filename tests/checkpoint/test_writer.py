@@ -8,6 +8,7 @@ import os
 import random
 import resource
 import select
+import shutil
 import signal
 import subprocess
 import time
@@ -371,6 +372,19 @@ def test_without_the_part_of_one_rank_nothing_is_committed(tmp_path: Path, make:
     store = CheckpointStore(tmp_path)
     assert store.entries() == []
     assert store.clean("another") == ["000002-step-20.tmp-run"]
+
+
+def test_a_folder_that_somebody_deletes_is_not_waited_for(tmp_path: Path, make: MakeWriter):
+    first = make(rank=0)
+    first.save(job_of(1, 0, (0, 1)))
+    declared = tmp_path / "000001-step-10.tmp-run" / "rank-0.manifest.json"
+    until = time.monotonic() + 20.0
+    while not declared.exists():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    shutil.rmtree(declared.parent)
+    (result,) = first.wait(20.0)
+    assert "was deleted while it was written" in str(result.error)
 
 
 @pytest.mark.parametrize("failing", [0, 1])

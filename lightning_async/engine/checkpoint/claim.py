@@ -3,7 +3,7 @@
 | file | is locked by |
 | --- | --- |
 | ``.claim`` | one process of the program that trains there, while it lives; says who that is |
-| ``.writers`` | all processes that write checkpoints there, together; they outlive their trainers |
+| ``.writer-0`` | the process that writes rank 0's part, from before its first save on; it outlives its trainer |
 
 The kernel lets go of a lock when its process ends, however it ends: nothing is left that would have to be cleaned.
 Where a file system has no locks (fsspec's), nobody is noticed. Whoever only reads needs no claim.
@@ -24,7 +24,7 @@ from lightning_async.engine.checkpoint.store import CheckpointStore
 from lightning_async.engine.files import Files, Lock
 from lightning_async.errors import CheckpointError
 
-__all__ = ["Claim", "lock_of_writer"]
+__all__ = ["Claim", "has_no_writer", "lock_of_writer"]
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +33,7 @@ GRACE_S = 3.0
 QUIET_S = 5.0
 """A wait that is longer is said."""
 _PAUSE_S = 0.02
+_WRITER = ".writer-"
 
 Gather = Callable[[Any], Sequence[Any]]
 
@@ -135,31 +136,40 @@ class Claim:
         )
 
 
-def lock_of_writer(files: Files, dirpath: str) -> Lock | None:
-    """What a process that writes holds, from before its first save to its end; None where that cannot be."""
+def lock_of_writer(files: Files, dirpath: str, rank: int) -> Lock | None:
+    """What the process that writes a rank's part holds as long as it lives; None where that cannot be."""
     try:
-        return files.lock(_writers(dirpath), shared=True)
+        return files.lock(f"{dirpath}/{_WRITER}{rank}", shared=True)
     except OSError:  # what is wrong with the directory, the first save will tell
         return None
+
+
+def has_no_writer(store: CheckpointStore, rank: int) -> bool:
+    """Whether it is known that no process lives that would write a rank's part."""
+    return _is_free(store.files, f"{store.dirpath}/{_WRITER}{rank}") is True
+
+
+def _is_free(files: Files, path: str) -> bool | None:
+    """Whether nobody has locked a file; None where that cannot be known."""
+    try:
+        lock = files.lock(path)
+    except BlockingIOError:  # or another one that looks, just now
+        return False
+    except OSError:
+        return None
+    if lock is None:
+        return None
+    lock.close()
+    return True
 
 
 def _writes(store: CheckpointStore, patience_s: float) -> bool:
     """Whether a process still writes into the directory after so many seconds."""
     until = time.monotonic() + patience_s
     while True:
-        try:
-            lock = store.files.lock(_writers(store.dirpath))
-        except BlockingIOError:  # a writer, or another rank that looks
-            if time.monotonic() > until:
-                return True
-            time.sleep(_PAUSE_S)
-        except OSError:
+        names = [name for name in store.files.names(store.dirpath) if name.startswith(_WRITER)]
+        if all(_is_free(store.files, f"{store.dirpath}/{name}") is not False for name in names):
             return False
-        else:
-            if lock is not None:
-                lock.close()
-            return False
-
-
-def _writers(dirpath: str) -> str:
-    return f"{dirpath}/.writers"
+        if time.monotonic() > until:
+            return True
+        time.sleep(_PAUSE_S)

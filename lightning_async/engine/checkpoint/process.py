@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from lightning_async.engine.checkpoint.buffers import Buffer, Owner
+from lightning_async.engine.checkpoint.buffers import Buffer, Growth, Owner
 from lightning_async.engine.checkpoint.channel import Channel
 from lightning_async.engine.checkpoint.claim import lock_of_writer
 from lightning_async.engine.checkpoint.manifest import Manifest
@@ -121,11 +121,12 @@ class Writer:
         self._flights: deque[_Flight] = deque()
         self._done: list[Result] = []
         self._process: Channel | None = None
+        self._growth = Growth()
 
     @property
     def busy(self) -> bool:
-        """Whether a save is being written, as far as `poll` knows."""
-        return bool(self._flights)
+        """Whether a save is being written, as far as `poll` knows, or its memory is yet to come, see `expect`."""
+        return bool(self._flights) or self._growth.active
 
     @property
     def waited_s(self) -> float:
@@ -144,7 +145,7 @@ class Writer:
             CheckpointError: the system does not let it.
         """
         if self._process is None:
-            self._process = Channel(self._rank, lock_of_writer(*files_at(self._dirpath)))
+            self._process = Channel(self._rank, lock_of_writer(*files_at(self._dirpath), self._rank))
 
     def reserve(self, job: Job) -> None:
         """Have the memory for saves like this one: the first of them then takes no longer than the others."""
@@ -152,6 +153,10 @@ class Writer:
         for buffer in self._buffers:
             if buffer.owner is Owner.FREE:
                 buffer.reserve(size)
+
+    def expect(self, job: Job, more: int = 0) -> None:
+        """The same in the background, for saves that have ``more`` bytes besides: `busy` meanwhile. Default: 0."""
+        self._growth.begin(self._buffers, self._shard(job).size + more)
 
     def save(self, job: Job, queue: bool = False) -> float:
         """Copy the state, which may change from then on, and hand the copy over; the seconds that this took.
@@ -166,6 +171,7 @@ class Writer:
             CheckpointError: there is no memory for a copy, or no writer can be started.
         """
         began = time.monotonic()
+        self._growth.wait()
         self._take_answers()
         free = [buffer for buffer in self._buffers if buffer.owner is Owner.FREE]
         if not free or (self._flights and not queue):
@@ -197,6 +203,7 @@ class Writer:
     def wait(self, timeout: float) -> list[Result]:
         """The same, once nothing is being written any more, or after ``timeout`` seconds."""
         until = time.monotonic() + timeout
+        self._growth.wait(timeout)
         self._take_answers()
         while self._flights and self._process and (left := until - time.monotonic()) > 0:
             self._process.wait(left)
@@ -209,6 +216,7 @@ class Writer:
         What is not written after ``timeout`` seconds has a `Result` with an error; its process writes on, then ends.
         """
         results = self.wait(timeout)
+        self._growth.wait()
         process, self._process = self._process, None
         for flight in self._flights:
             pid = process.pid if process else None

@@ -85,6 +85,8 @@ class Saver:
         """Saves that may become good yet: after which of this rank's steps they were begun, by number."""
         self._shared: dict[int, int] = {}
         """The steps of saves in which other ranks take part, too, and that are not heard of yet, by number."""
+        self._alone = -1
+        """The save that other ranks may have made first."""
         self._writer = Writer(store.dirpath, rank, buffers)
         self._usual_s, self._last_step, self._last_error = 0.0, now(), ""
         self._warn_after_s = PATIENCE_S
@@ -135,6 +137,29 @@ class Saver:
         self.costs.stalled_s += self._now() - started
         self._last_step = self._now()
 
+    def save_alone(
+        self, number: int, step: int, shared: Any, own: Any, manifest: Mapping[str, Any], patience_s: float
+    ) -> bool:
+        """The same for a checkpoint of this rank alone, which other ranks may be saving, too: the first one counts.
+
+        Waits ``patience_s`` at most for a save that is under way. False where another rank has begun before.
+
+        Raises:
+            CheckpointError, TypeError, ValueError: it cannot begin.
+        """
+        name = self._store.final(number, step).rpartition("/")[2]
+        if any(each == name or each.startswith(f"{name}.") for each in self._store.files.names(self._store.dirpath)):
+            return False
+        job = Job(number, step, f"{self._run}-{self._rank}", (self._rank,), shared, own, manifest)
+        self.costs.saves += 1
+        self._begun_at[number], self._alone = self._steps, number
+        try:
+            self._writer.save(job, queue=True)
+        except SaveBusy:
+            self.wait(patience_s)
+            self._writer.save(job, queue=True)
+        return True
+
     def give_up(self, number: int, step: int, why: str) -> None:
         """This rank has nothing for a save that it was to take part in: the others need not wait for it."""
         self._keeper.give_up(self._store.temporary(number, step, self._run), self._rank, why)
@@ -146,6 +171,14 @@ class Saver:
             TypeError: there is something in the state that cannot be saved; names it.
         """
         self._writer.reserve(Job(1, step, self._run, tuple(ranks), shared, own))
+
+    def expect(self, step: int, ranks: Sequence[int], shared: Any, own: Any, more: int = 0) -> None:
+        """The state has grown, as it does when optimizers have stepped: have the memory soon, and wait for nothing.
+
+        Args:
+            more: bytes that saves have besides. Default: 0.
+        """
+        self._writer.expect(Job(1, step, self._run, tuple(ranks), shared, own), more)
 
     def step(self, harmless: int | None = None) -> None:
         """A step is done: its time counts as a cost where it is longer than usual and a save is being written.
@@ -223,13 +256,16 @@ class Saver:
     def _hear(self, result: Result) -> None:
         costs, step = self.costs, self._shared.pop(result.number, None)
         if result.error is not None:
+            if result.number == self._alone and any(each.number == self._alone for each in self._store.entries()):
+                return  # another rank was quicker
             costs.failed += 1
             costs.failed_in_a_row += 1
             self._last_error = result.error
             self._begun_at.pop(result.number, None)
             if result.lost and step is not None:
                 self.give_up(result.number, step, result.error)
-            log.error("A checkpoint could not be saved; training goes on. %s", result.error)
+            goes_on = "" if result.number == self._alone else "; training goes on"
+            log.error("A checkpoint could not be saved%s. %s", goes_on, result.error)
             return
         costs.failed_in_a_row = 0
         costs.committed += 1
