@@ -16,6 +16,7 @@ import pytest
 from tests.support import ROOT
 
 SCRIPT = str(Path(__file__).with_name("ranks.py"))
+CONSOLE = str(ROOT / "lightning_async/commands/bin/lightning-async")
 
 
 class Launched:
@@ -28,7 +29,7 @@ class Launched:
         limit = [] if descriptors is None else ["bash", "-c", f'ulimit -S -n {descriptors}; exec "$@"', "-"]
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.process = subprocess.Popen(
-                [*limit, sys.executable, "-m", "lightning_async_cli", "launch", *arguments],
+                [*limit, sys.executable, CONSOLE, "launch", *arguments],
                 cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True,
             )  # fmt: skip
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from lightning_async.launch.environment import Job
-from tests.launch.conftest import SCRIPT, Launched, lives, with_variable
+from tests.launch.conftest import CONSOLE, SCRIPT, Launched, lives, with_variable
 from tests.support import ROOT
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the launcher needs Linux")
@@ -193,7 +193,7 @@ def test_lines_are_never_torn(launch: Launch):
 
 def test_nobody_who_reads_keeps_no_signal_from_being_heard():
     """The launcher's stdout is a pipe that is full: the ranks wait, the launcher does not."""
-    command = [sys.executable, "-m", "lightning_async_cli", "launch", "-n", "2", SCRIPT, "floods"]
+    command = [sys.executable, CONSOLE, "launch", "-n", "2", SCRIPT, "floods"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     reader, writer = os.pipe()
     with subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=writer, stderr=subprocess.PIPE,
@@ -216,7 +216,7 @@ def test_nobody_who_reads_keeps_no_signal_from_being_heard():
 
 
 def test_ranks_go_on_where_nobody_reads_any_more():
-    command = [sys.executable, "-m", "lightning_async_cli", "launch", "-n", "1", SCRIPT, "lines", "300"]
+    command = [sys.executable, CONSOLE, "launch", "-n", "1", SCRIPT, "lines", "300"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                           stderr=subprocess.PIPE, start_new_session=True) as job:  # fmt: skip
