@@ -167,6 +167,16 @@ LONGEST = (
 """Files that take a minute or more: where processes share the files, these go first, so that all end together."""
 
 
+BEFORE_COLLECTION = set(threading.enumerate()), children()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """`--doctest-modules` imports every module, scripts too: one that does its work then does it in each process."""
+    threads, processes = BEFORE_COLLECTION
+    if found := [*leaked_threads(threads), *leaked_processes(processes).values()]:
+        raise pytest.UsageError(f"importing the tests has started {found}")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):  # see `make test`
         first = {str(Path(__file__).parent / name): place for place, name in enumerate(LONGEST)}

@@ -2,8 +2,8 @@
 
 `ForkServer` starts such a process, ``python -m tests.forking``, and asks it for ranks. A rank is a process of its own
 as any other: it leads a session, has its own files, environment and folder, imports the package and the test's module
-itself, and ends as an interpreter ends. What a fork cannot give is a variable that is read while a process starts, or
-while torch is imported; `can_fork` says when a rank needs an interpreter of its own.
+itself, or runs a script, and ends as an interpreter ends. What a fork cannot give is a variable that is read while a
+process starts, or while torch is imported; `can_fork` says when a rank needs an interpreter of its own.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -37,7 +38,10 @@ READ_LATE = (
     "RANK_ANSWER",
     "HOROVOD_",
     "LIGHTNING_ASYNC_",
+    "NODE_RANK",
     "SCENARIO_",
+    "SLURM_",
+    "TORCHELASTIC_",
 )
 """How variables begin that are read when a rank asks for them, not when it starts."""
 
@@ -53,8 +57,11 @@ def can_fork(environment: Mapping[str, str], start: Mapping[str, str]) -> bool:
 
 
 class _Job(NamedTuple):
+    """What a rank does: a script with its command line, or a function's name and its arguments as JSON."""
+
     target: str
-    kwargs: str
+    arguments: list[str]
+    is_script: bool
     cwd: str
     environment: dict[str, str]
 
@@ -115,18 +122,25 @@ class ForkServer:
             )
 
     def start(
-        self, target: str, kwargs: str, *, cwd: Path, environment: Mapping[str, str], out: IO[bytes], err: IO[bytes]
+        self,
+        target: str | Path,
+        arguments: Sequence[str],
+        *,
+        cwd: Path,
+        environment: Mapping[str, str],
+        out: IO[bytes],
+        err: IO[bytes],
     ) -> ForkedRank:
-        """A rank that runs ``target``, a function's name, see `tests.support`."""
+        """A rank that runs ``target``: a script, or a function's name with arguments as JSON, see `tests.support`."""
         changed = {name: value for name, value in environment.items() if self.environment.get(name) != value}
-        job = _Job(target, kwargs, str(cwd), changed)
+        job = _Job(str(target), list(arguments), isinstance(target, Path), str(cwd), changed)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             socket.send_fds(self._control, [json.dumps(job).encode()], [theirs.fileno(), out.fileno(), err.fileno()])
         pid = ours.recv(64)
         if not pid:
             raise AssertionError(f"the process that forks ranks has ended with status {self._process.poll()}")
-        return ForkedRank(int(pid), ours, [target, kwargs])
+        return ForkedRank(int(pid), ours, [job.target, *job.arguments])
 
     def close(self) -> None:
         self._control.close()
@@ -175,14 +189,22 @@ def _become(job: _Job) -> None:
     """What an interpreter that starts with this environment would have set."""
     os.environ.update(job.environment)
     os.chdir(job.cwd)
-    sys.path[0] = job.cwd
-    sys.argv[1:] = [job.target, job.kwargs]
+    sys.path[0] = str(Path(job.target).parent) if job.is_script else job.cwd
+    sys.argv[job.is_script ^ 1 :] = [job.target, *job.arguments]
     random.seed()
     for seeded in ("numpy.random", "torch"):
         by_chance: Any = importlib.import_module(seeded)
         by_chance.seed()
     rank_zero: Any = importlib.import_module("lightning.fabric.utilities.rank_zero")
     rank_zero.rank_zero_only.rank = rank_zero._get_rank() or 0
+
+
+def _run_script(path: str) -> None:
+    """As ``python path``: what starts further processes looks at `__main__` to learn how this one was started."""
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__file__=path, __builtins__=__builtins__)
+    sys.modules["__main__"] = main
+    exec(compile(Path(path).read_bytes(), path, "exec"), main.__dict__)
 
 
 def _main(control: int) -> None:
@@ -193,7 +215,10 @@ def _main(control: int) -> None:
         job = _serve(requests)
     if job is not None:
         _become(job)
-        importlib.import_module("tests.support").answer(job.target, job.kwargs)
+        if job.is_script:
+            _run_script(job.target)
+        else:
+            importlib.import_module("tests.support").answer(job.target, *job.arguments)
 
 
 if __name__ == "__main__":

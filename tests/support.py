@@ -9,6 +9,7 @@ A test names a function of an importable module and gets what each rank returned
     assert first.value == "hello from 0"
 
 `start_ranks` is the same, but gives the test the ranks while they run: to send signals, or to wait for a line.
+A script may be a target, too; ``launched=False`` starts it as a user's shell does, without a rank.
 Nothing outlives the test: each rank leads a process group of its own, which is killed at the end. Where that makes no
 difference, ranks are forked from a process that has torch and Lightning already, see `tests.forking`.
 """
@@ -39,7 +40,18 @@ ROOT = Path(__file__).resolve().parent.parent
 Environment = Mapping[str, str] | Callable[[int], Mapping[str, str]]
 Process = subprocess.Popen[bytes] | ForkedRank
 
-__all__ = ["ROOT", "Environment", "RankGroup", "RankResult", "answer", "free_port", "run_ranks", "start_ranks"]
+__all__ = [
+    "ROOT",
+    "Environment",
+    "RankGroup",
+    "RankResult",
+    "answer",
+    "free_port",
+    "rank_environment",
+    "run_ranks",
+    "shell_environment",
+    "start_ranks",
+]
 
 
 def free_port() -> int:
@@ -155,20 +167,27 @@ def rank_environment(rank: int, nprocs: int, port: int, env: Environment | None)
     return own | dict(env(rank) if callable(env) else env or {})
 
 
-@functools.cache
-def _fork_servers() -> tuple[ForkServer, ForkServer]:
-    """For even ranks and for odd ones: strings have other hashes in each, as they have in ranks that start anew."""
+def shell_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Of a user's shell: no launcher has set anything."""
     own = rank_environment(0, 1, 0, None)
-    environment = {name: value for name, value in own.items() if not name.startswith(READ_LATE)}
-    servers = ForkServer(environment, ROOT), ForkServer(environment, ROOT)
-    for server in servers:
-        atexit.register(server.close)
-    return servers
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        del own[name]
+    return own | dict(env or {})
+
+
+@functools.cache
+def _fork_server(parity: int) -> ForkServer:
+    """For even ranks or odd ones: strings have other hashes in each, as they have in ranks that start anew."""
+    environment = {name: value for name, value in shell_environment().items() if not name.startswith(READ_LATE)}
+    server = ForkServer(environment, ROOT)
+    atexit.register(server.close)
+    return server
 
 
 def _start(
     rank: int,
-    what: tuple[Path, Sequence[str]] | tuple[str, str],
+    target: str | Path,
+    arguments: Sequence[str],
     environment: Mapping[str, str],
     cwd: Path,
     out: IO[bytes],
@@ -176,15 +195,13 @@ def _start(
     fresh: bool,
 ) -> Process:
     """One rank, from a script and its command line, or from a function's name and its arguments as JSON."""
-    target, given = what
-    if isinstance(target, str) and isinstance(given, str) and not fresh:
-        server = _fork_servers()[rank % 2]
+    if not fresh:
+        server = _fork_server(rank % 2)
         if can_fork(environment, server.environment):
-            return server.start(target, given, cwd=cwd, environment=environment, out=out, err=err)
-    function = ["-m", "tests.support", target, given]
-    command = [sys.executable, *([str(target), *given] if isinstance(target, Path) else function)]
+            return server.start(target, arguments, cwd=cwd, environment=environment, out=out, err=err)
+    module = [] if isinstance(target, Path) else ["-m", "tests.support"]
     return subprocess.Popen(
-        command,
+        [sys.executable, *module, str(target), *arguments],
         cwd=cwd,
         env=environment,
         stdin=subprocess.DEVNULL,
@@ -205,6 +222,7 @@ def start_ranks(
     env: Environment | None = None,
     cwd: Path | None = None,
     fresh: bool = False,
+    launched: bool = True,
 ) -> Iterator[RankGroup]:
     """Start ``nprocs`` Python processes, each knowing its rank, and kill what is left of them at the end.
 
@@ -216,9 +234,13 @@ def start_ranks(
         timeout: seconds that all ranks have together, from now.
         env: further environment variables, or each rank's; they win over those set here.
         cwd: where the ranks run; by default a folder of their own that vanishes.
-        fresh: each rank is an interpreter that has imported nothing, as it always is for a script.
+        fresh: each rank is an interpreter that has imported nothing.
+        launched: whether the ranks find what a launcher sets; else a user's shell has started them.
     """
     port = free_port()
+    if not fresh:
+        for parity in range(min(nprocs, 2)):  # they import beside each other
+            _fork_server(parity)
     with (
         tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as name,
         contextlib.ExitStack() as open_,
@@ -230,9 +252,11 @@ def start_ranks(
         try:
             for rank in range(nprocs):
                 out, err = (open_.enter_context((folder / f"{rank}.{kind}").open("wb")) for kind in ("out", "err"))
-                environment = rank_environment(rank, nprocs, port, env) | {"RANK_ANSWER": str(folder / f"{rank}.json")}
-                what = (target, args) if isinstance(target, Path) else (target, json.dumps(dict(kwargs or {})))
-                processes.append(_start(rank, what, environment, cwd or folder / "cwd", out, err, fresh))
+                own = env(rank) if callable(env) else env
+                environment = rank_environment(rank, nprocs, port, own) if launched else shell_environment(own)
+                environment["RANK_ANSWER"] = str(folder / f"{rank}.json")
+                arguments = args if isinstance(target, Path) else [json.dumps(dict(kwargs or {}))]
+                processes.append(_start(rank, target, arguments, environment, cwd or folder / "cwd", out, err, fresh))
                 group.processes = processes
             yield group
         finally:
@@ -249,6 +273,7 @@ def run_ranks(
     env: Environment | None = None,
     cwd: Path | None = None,
     fresh: bool = False,
+    launched: bool = True,
     check: bool = True,
 ) -> list[RankResult]:
     """Run ``target`` on ``nprocs`` ranks and return what became of each; the arguments are those of `start_ranks`.
@@ -256,7 +281,9 @@ def run_ranks(
     Raises:
         AssertionError: with ``check``, a rank was late or its exit status is not zero. It shows what all ranks wrote.
     """
-    with start_ranks(target, nprocs, kwargs=kwargs, args=args, timeout=timeout, env=env, cwd=cwd, fresh=fresh) as group:
+    with start_ranks(
+        target, nprocs, kwargs=kwargs, args=args, timeout=timeout, env=env, cwd=cwd, fresh=fresh, launched=launched
+    ) as group:
         results = group.join()
     if check and any(result.timed_out or result.returncode for result in results):
         raise AssertionError(f"{target} failed on {nprocs} ranks\n" + "\n".join(map(str, results)))

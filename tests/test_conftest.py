@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -56,3 +57,17 @@ def test_what_is_left_behind_fails_the_test(kind: str, report: str):
 def test_the_tests_after_it_are_not_blamed(report: str):
     assert f"{2 * len(CARELESS)} passed, {len(CARELESS)} errors" in report
     assert "ERROR at teardown of test_careful" not in report
+
+
+def test_a_module_that_does_its_work_when_it_is_imported_is_refused(request: pytest.FixtureRequest):
+    finish = request.config.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py")).pytest_collection_finish
+    finish(request.session)
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait, name="works at once")
+    thread.start()
+    try:
+        with pytest.raises(pytest.UsageError, match="works at once"):
+            finish(request.session)
+    finally:
+        end.set()
+        thread.join()

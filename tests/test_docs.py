@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from tests.support import ROOT, rank_environment
+from tests.support import ROOT, run_ranks
 from tests.test_layers import ALLOWED
 
 COMMANDS = {
@@ -40,17 +38,19 @@ COMMANDS = {
     "python -m tests.benchmarks.checkpoints --out runs/bench": "tests/benchmarks/test_benchmarks.py",
     "python -m tests.benchmarks.ops --out runs/ops": "tests/benchmarks/test_ops.py::test_it_measures_and_writes",
     "horovodrun --gloo -np 2 python examples/char_lm.py --strategy horovod --max-steps 20": (
-        "tests/examples/test_horovod.py"
+        "tests/examples/test_horovod.py::test_char_lm_under_horovodrun"
     ),
     "horovodrun --gloo -np 2 python examples/char_lm.py --strategy async_averaging --max-steps 100": (
-        "tests/examples/test_horovod.py"
+        "tests/strategies/test_horovod_averaging.py::test_horovodrun"
     ),
     "horovodrun -np 2 --min-np 1 --max-np 4 --host-discovery-script ./hosts.sh python examples/elastic.py": (
-        "tests/examples/test_horovod.py"
+        "tests/examples/test_horovod.py::test_elastic"
     ),
-    "mpirun -np 2 python examples/char_lm.py --strategy horovod --max-steps 20": "tests/examples/test_horovod.py",
+    "mpirun -np 2 python examples/char_lm.py --strategy horovod --max-steps 20": (
+        "tests/strategies/test_horovod_mpi.py::test_synchronous_training_is_that_of_one_process"
+    ),
     "mpirun -np 2 python examples/char_lm.py --strategy async_averaging --transport horovod --max-steps 100": (
-        "tests/examples/test_horovod.py"
+        "tests/examples/test_horovod.py::test_char_lm_under_mpirun"
     ),
     "python examples/char_lm.py --rule diloco --sync-every 16 --max-steps 320 --compression int8": (
         "tests/examples/test_char_lm.py::test_a_short_run_ends_with_numbers_and_a_picture"
@@ -161,19 +161,9 @@ def test_what_is_said_to_run_a_command_exists(command: str):
 
 @pytest.mark.parametrize("fence", [fence for fence in ALL if fence.kind == "python"], ids=str)
 def test_python_runs_as_it_stands(fence: Fence, tmp_path: Path):
-    environment = rank_environment(0, 1, 0, None)
-    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        del environment[name]  # a user's shell has none of them
-    run = subprocess.run(
-        [sys.executable, "-c", fence.body],
-        cwd=tmp_path,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert run.returncode == 0, f"{fence}\n{run.stdout}{run.stderr}"
+    script = tmp_path / "block.py"
+    script.write_text(fence.body, encoding="utf-8")
+    run_ranks(script, 1, timeout=100, launched=False)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

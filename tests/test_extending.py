@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.support import ROOT, rank_environment
+from tests.support import ROOT, shell_environment
 from tests.test_docs import fences
 from tests.test_layers import CHECKS, PACKAGE, place_of, room_of
 
@@ -78,9 +78,7 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(tree: Path, *command: str) -> str:
-    environment = rank_environment(0, 1, 0, {"PYTHONPATH": str(tree)})
-    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        del environment[name]
+    environment = shell_environment({"PYTHONPATH": str(tree)})
     done = subprocess.run(
         [sys.executable, "-m", *command], cwd=tree, env=environment, stdin=subprocess.DEVNULL, capture_output=True,
         text=True, timeout=220,
@@ -89,23 +87,14 @@ def run(tree: Path, *command: str) -> str:
     return done.stdout
 
 
-def run_tests(tree: Path, *tests: str, chosen: str = "") -> None:
-    told = run(tree, "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, *tests)
-    assert " passed" in told and " failed" not in told and " skipped" not in told, told[-3000:]
-
-
-@pytest.mark.timeout(240)
-def test_its_rule_its_schedule_its_vote_and_its_policies_work(extended: Path) -> None:
-    """The rule and the schedule through the laws of the catalogue; all of the new tests."""
-    laws = ("test_catalogue.py", "test_laws.py", "test_schedules.py", "test_doubling.py")
-    new = ("tests/engine/test_damped.py", "tests/engine/test_report_vote.py", "tests/rules/test_own_policies.py")
-    chosen = "Damped or damped or Doubling or doubling or every_public or report_vote or own_policies"
-    run_tests(extended, *(f"tests/rules/{name}" for name in laws), *new, chosen=chosen)
-
-
 @pytest.mark.timeout(240)  # a pytest of its own, which starts ranks of its own
-def test_its_transport_keeps_the_contract_and_trains(extended: Path) -> None:
-    run_tests(extended, "tests/strategies/test_shared_file.py")
+def test_its_rule_its_schedule_its_vote_its_policies_and_its_transport_work(extended: Path) -> None:
+    """The rule and the schedule through the laws of the catalogue; all of the new tests."""
+    laws = [f"tests/rules/{name}" for name in ("test_catalogue.py", "test_laws.py", "test_schedules.py")]
+    new = [block.path for block in blocks(PAGE.read_text(encoding="utf-8")) if Path(block.path).name[:5] == "test_"]
+    chosen = ["Damped", "damped", "Doubling", "doubling", "every_public", *(Path(path).stem for path in new)]
+    told = run(extended, "pytest", "-q", "-p", "no:cacheprovider", "-k", " or ".join(chosen), *laws, *new)
+    assert " passed" in told and " failed" not in told and " skipped" not in told, told[-3000:]
 
 
 def test_it_keeps_the_law_of_imports_and_style(extended: Path) -> None:

@@ -51,8 +51,8 @@ class FaultTolerantCheckpoint(Checkpoint):
     SIGTERM to any rank saves once more, on all of them, and ends with exit code 75 (try again).
 
     Args:
-        dirpath: a directory that all ranks see, or a URL that fsspec knows. Where ranks take every step together, each
-            host may have its own.
+        dirpath: a directory that all ranks see, or a URL that fsspec knows; of this training alone. Where ranks take
+            every step together, each host may have its own.
         every_n_train_steps: save whenever so many optimizer steps were taken.
         train_time_interval: save whenever so much time has passed.
         save: or a policy of `lightning_async.rules.saving`. Default, without any of the three:
@@ -132,6 +132,8 @@ class FaultTolerantCheckpoint(Checkpoint):
                 f"`{type(self).__name__}` does not know the sharded state of `{strategy}` yet: use that strategy's own "
                 "checkpoints, or a strategy whose ranks hold whole replicas."
             )
+        # So that `trainer.checkpoint_callback`, and what is "best", are those of the user's `ModelCheckpoint`, if any.
+        trainer.callbacks = [*(each for each in trainer.callbacks if each is not self), self]
         self._now = Checkpointing(trainer, self.settings)
         self._now.install()
 

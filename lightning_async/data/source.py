@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -15,13 +15,42 @@ from lightning_async.data.random_states import Generators, generators_in
 from lightning_async.data.tape import Tape
 from lightning_async.data.workers import stateful
 
-__all__ = ["Source", "source_of"]
+__all__ = ["Source", "begin_at", "generators_of", "sources_of"]
 
 log = logging.getLogger(__name__)
 
 
-def source_of(loader: Any, name: str) -> Source:
-    """How the position of ``loader``, any iterable, is followed."""
+def sources_of(loaders: Sequence[Any]) -> list[Source]:
+    """How the positions of a training's loaders, any iterables, are followed."""
+    names = ["the train dataloader"] if len(loaders) == 1 else [f"train dataloader {i}" for i in range(len(loaders))]
+    return [_source_of(loader, name) for loader, name in zip(loaders, names, strict=True)]
+
+
+def generators_of(sources: Sequence[Source]) -> Generators:
+    """All that draws random numbers: what everybody uses, and what these loaders have of their own."""
+    named = {
+        f"{index}.{path}": generator
+        for index, source in enumerate(sources)
+        for path, generator in source.generators().items()
+    }
+    return Generators(named, devices=True)
+
+
+def begin_at(sources: Sequence[Source], positions: Sequence[Position]) -> None:
+    """The next iteration of each begins at its position.
+
+    Raises:
+        ValueError: there are more, or fewer, loaders than then.
+    """
+    if len(sources) != len(positions):
+        raise ValueError(
+            f"the checkpoint is of a training with {len(positions)} train dataloaders, and this one has {len(sources)}."
+        )
+    for source, position in zip(sources, positions, strict=True):
+        source.begin_at(position)
+
+
+def _source_of(loader: Any, name: str) -> Source:
     own = isinstance(loader, DataLoader) and type(loader)._get_iterator is not DataLoader._get_iterator
     if isinstance(loader, DataLoader) and not own and not stateful(loader):
         return _OfDataLoader(loader, name)

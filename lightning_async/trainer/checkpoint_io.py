@@ -21,7 +21,7 @@ def entry_at(path: Any) -> tuple[CheckpointStore, Entry] | None:
     except TypeError:
         return None
     store = CheckpointStore(dirpath or ".")
-    return next(((store, entry) for entry in store.entries() if entry.name == name), None)
+    return next(((store, entry) for entry in store.entries(name=name)), None)
 
 
 class DirectoryIO(_CheckpointIO):

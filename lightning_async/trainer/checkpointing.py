@@ -1,26 +1,26 @@
 """The checkpoints of one fit: found and verified before it, saved during it, complete after it.
 
-When to save, and how ranks agree on it, is for `trainer.saves`; what there is to save, for `trainer.whole_state` and
-`trainer.resume`; how it comes to the disk, for `engine.checkpoint`.
+Which one to go on from is for `trainer.recovery`; when to save, and how ranks agree on it, for `trainer.saves`; what
+there is to save, for `trainer.whole_state` and `trainer.resume`; how it comes to the disk, for `engine.checkpoint`.
 """
 
 from __future__ import annotations
 
 import logging
 import uuid
+from functools import partial
 from typing import Any
 
-from lightning_async.engine.checkpoint.recovery import recover
+from lightning_async.engine.checkpoint.claim import Claim
 from lightning_async.engine.checkpoint.saver import PATIENCE_S, Saver
-from lightning_async.engine.checkpoint.shards import load_own
-from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
+from lightning_async.engine.checkpoint.store import CheckpointStore
 from lightning_async.errors import AsyncTrainingError, CheckpointError, SettingsMismatch
-from lightning_async.trainer.absent import beside, completed
 from lightning_async.trainer.checkpoint_io import DirectoryIO
 from lightning_async.trainer.due import Settings
 from lightning_async.trainer.namespace import pytorch
 from lightning_async.trainer.patches import Undo, in_words, replace, searches_lr, set_for_now
 from lightning_async.trainer.preemption import Preemption
+from lightning_async.trainer.recovery import Recovery, gather
 from lightning_async.trainer.resume import Resume
 from lightning_async.trainer.saves import FAILED_S, Together
 from lightning_async.trainer.saves_apart import Apart
@@ -43,7 +43,8 @@ class Checkpointing:
         self._trainer, self._settings = trainer, settings
         self.store = CheckpointStore(settings.dirpath)
         self.resume = Resume(trainer)
-        self.resumed: Entry | None = None
+        self._gather = partial(gather, trainer)
+        self._recovery = Recovery(trainer, settings, self.store, self.resume)
         self.saver: Saver | None = None
         self._pace: Together | Apart | None = None
         self._preempted = Preemption(trainer)
@@ -51,9 +52,9 @@ class Checkpointing:
         self._run, self._number = "", 0
         self._first_step, self._expected = 0, False
         """Whether there is memory for the state that optimizers have when they have stepped."""
+        self._claim: Claim | None = None
         self._group: list[int] = []
         """The ranks that see this rank's directory."""
-        self._verified: str | None = None
         self._patience_s = PATIENCE_S
         self._watcher: Any = None
         """Knows for how many steps nothing was out of bounds."""
@@ -64,7 +65,9 @@ class Checkpointing:
         """Before anything is restored: have checkpoints read, and in a fit found and, at batch boundaries, written."""
         trainer, strategy = self._trainer, self._trainer.strategy
         self._undo.append(replace(strategy, "teardown", self._tear_down))
-        self._undo.append(set_for_now(strategy, "_checkpoint_io", DirectoryIO(strategy.checkpoint_io, self._load)))
+        self._undo.append(
+            set_for_now(strategy, "_checkpoint_io", DirectoryIO(strategy.checkpoint_io, self._recovery.load))
+        )
         if trainer.state.fn != "fit" or trainer.fast_dev_run:
             return
         self._undo += self.resume.install()
@@ -72,77 +75,58 @@ class Checkpointing:
         self._undo += [
             replace(trainer.fit_loop, "run", self._run_fit),
             replace(trainer._checkpoint_connector, "resume_start", self._resume_start),
+            replace(trainer._checkpoint_connector, "resume_end", self._recovery.end),
             replace(strategy, "on_train_start", self._begin),
             *self._preempted.install(),
         ]
 
     def _resume_start(self, original: Any) -> Any:
         def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
-            original(checkpoint_path or self._recover(), *args, **kwargs)
+            if self._claim is None:  # a search for a learning rate ends with a call of this, too
+                self._take_directory()
+            original(checkpoint_path or self._recovery.choose(), *args, **kwargs)
 
         return resume_start
 
-    def _recover(self) -> str | None:
-        """The path of the checkpoint to go on from, on which all ranks agree; None where training begins."""
-        settings = self._settings
-        if settings.recover is None:
-            return None
-        entry = self._verified_entry(settings.recover)
-        self._verified = None if entry is None else entry.path
-        return self._verified
+    def _take_directory(self) -> None:
+        """Before anything in it is chosen or put into quarantine: it is ours, and what was handed over is there.
 
-    def _verified_entry(self, strategy: str) -> Entry | None:
-        """The checkpoint that ``strategy`` asks for, whole on all ranks, which call this together."""
-        found = recover(self.store, strategy, self._settings.best, self._gather)
-        for path, what in (found.damaged | found.unreadable).items():
-            log.warning("Rank %d: the checkpoint %s is passed over: %s", self._rank, path, what)
-        return found.entry
-
-    def _load(self, store: CheckpointStore, entry: Entry) -> dict[str, Any]:
-        """This rank's Lightning checkpoint out of one of ours."""
-        if entry.path != self._verified:
-            store.verify(entry)
-        checkpoint, resume = whole(store, entry, self._rank, self._trainer.world_size)
-        if self._trainer.state.fn == "fit":
-            self._go_on(resume, store, entry)
-            self.resumed = entry
-        return checkpoint
-
-    def _go_on(self, resume: Any, store: CheckpointStore, entry: Entry) -> None:
-        """From this rank's own state, or where there is none, from those of others."""
-        assert entry.manifest is not None
-        trained, states = entry.manifest.world_size, {} if resume is not None else _all_of(store, entry)
-        if resume is not None:
-            self.resume.restore(resume)
-        elif trained != self._trainer.world_size and states:
-            self.resume.restore_resized(completed(states, trained))
-        else:
-            self.resume.restore(beside(states, self._rank, entry.path))
+        Raises:
+            SettingsMismatch: the ranks were given different ones, and would not do the same.
+            CheckpointError: another program trains into it, or nothing can be written there.
+        """
+        runs, everyones = zip(*self._gather([uuid.uuid4().hex[:12], self._settings.compared()]), strict=True)
+        if len(set(everyones)) > 1:
+            raise SettingsMismatch(f"The ranks have different settings for checkpoints: {sorted(set(everyones))}.")
+        self._run = runs[0]
+        self._claim = Claim(self.store, self._run)
+        self._claim.take(self._gather)
+        self._claim.wait(self._gather)
 
     def start(self) -> None:
         """Training begins: agree on numbers, start the writer, and have its memory.
 
         Raises:
-            SettingsMismatch: the ranks were given different ones.
             OSError: nothing can be written into the directory.
         """
         trainer, settings = self._trainer, self._settings
         if trainer.fast_dev_run or searches_lr(trainer):
             return
-        told = self._gather([uuid.uuid4().hex[:12], self.store.next_number(), settings.compared()])
-        if len(everyones := {rules for _, _, rules in told}) > 1:
-            raise SettingsMismatch(f"The ranks have different settings for checkpoints: {sorted(everyones)}.")
-        self._run, number = told[0][0], max(number for _, number, _ in told)
+        number = max(self._gather(self.store.next_number()))
         self._group = self._meet()
-        if trainer.local_rank == 0:
-            self.store.clean(self._run)
+        if self._rank == self._group[0]:
+            try:
+                self.store.clean(self._run)
+            except OSError as error:  # somebody else's, perhaps: that is no reason not to train
+                log.warning("Rank %d: what was left unfinished cannot be deleted: %s", self._rank, error)
         for problem in self.resume.problems():
             log.warning("Rank %d: this training cannot be resumed exactly: %s", self._rank, problem)
         if names := left_out(trainer.lightning_module, trainer.datamodule):
             log.warning("Hyper-parameters that checkpoints do not hold, as reading them would execute code: %s.", names)
+        resumed = self._recovery.entry
         self._watcher = next((c for c in trainer.callbacks if hasattr(c, "clean_steps")), None)
         self.saver = Saver(
-            self.store, self._rank, self._run, settings.keep, resumed_from=self.resumed and self.resumed.number,
+            self.store, self._rank, self._run, settings.keep, resumed_from=resumed and resumed.number,
             good_after=settings.good_after if self._watcher else None,
             buffers=settings.buffers, max_failures=settings.max_failures,
         )  # fmt: skip
@@ -187,6 +171,7 @@ class Checkpointing:
 
     def _boundary(self) -> None:
         """A safe point of this rank's, see `Resume`."""
+        self._recovery.got_on = True
         if self.saver is None or self._pace is None:
             return
         if self.resume.where == "batch":
@@ -205,7 +190,7 @@ class Checkpointing:
         self.saver.flush(PATIENCE_S)
         self._trainer.strategy.barrier("what was asked for is marked and deleted")
         try:
-            entry = self._verified_entry("last_good")
+            entry = self._recovery.find("last_good")
         except CheckpointError as error:
             log.warning("Rank %d cannot go back: %s", self._rank, error)
             return None
@@ -245,6 +230,7 @@ class Checkpointing:
         """Training is over, by an exception; replicas that drift have met if that is a signal's."""
         preempted = isinstance(exception, pytorch("utilities.exceptions").SIGTERMException)
         self._patience_s = PATIENCE_S if preempted else FAILED_S
+        self._recovery.explain(exception)
         if preempted and isinstance(self._pace, Apart):
             try:
                 self._pace.end("preemption")
@@ -269,25 +255,11 @@ class Checkpointing:
         if self._pace is not None:
             self._pace.close()
             self._pace = None
+        if self._claim is not None:
+            self._claim.release()
 
     # ---- ranks ----
 
     @property
     def _rank(self) -> int:
         return self._trainer.global_rank
-
-    @property
-    def _ranks(self) -> range:
-        return range(self._trainer.world_size)
-
-    def _gather(self, value: Any) -> list[Any]:
-        """One plain value of every rank; all ranks call this together."""
-        strategy = self._trainer.strategy
-        return [strategy.broadcast(value, src) for src in self._ranks]
-
-
-def _all_of(store: CheckpointStore, entry: Entry) -> dict[int, dict[str, Any]]:
-    """What `Resume` has of every rank that has a state of its own."""
-    assert entry.manifest is not None
-    owns = {rank: load_own(store, entry, rank) for rank in entry.manifest.ranks}
-    return {rank: own["resume"] for rank, own in owns.items() if own is not None and own["resume"] is not None}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 import re
 import time
@@ -14,6 +13,7 @@ import torch
 from lightning_async.engine.checkpoint.saver import Saver
 from lightning_async.rules.saving import Best, KeepPolicy, Progress, SavePolicy
 from lightning_async.trainer.patches import in_words
+from lightning_async.trainer.settings import version
 
 __all__ = ["Clock", "Settings", "is_last", "manifest_of"]
 
@@ -93,7 +93,7 @@ def manifest_of(trainer: Any, reason: str, exception: BaseException | None = Non
         "reason": reason,
         "metrics": metrics,
         "notes": {} if exception is None else {"exception": in_words(exception)[:_LONGEST]},
-        "versions": {name: importlib.metadata.version(name) for name in ("torch", "lightning-async")},
+        "versions": {"torch": str(torch.__version__), "lightning-async": version()},
     }
 
 

@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning_async.data.random_states import reseed
-from lightning_async.data.source import source_of
+from lightning_async.data.source import begin_at, sources_of
+from lightning_async.trainer.epoch_starts import go_on_averaging, start_again
+from lightning_async.trainer.limits import Limits
 from lightning_async.trainer.logged import put_logged
 from lightning_async.trainer.namespace import fabric
 from lightning_async.trainer.patches import Undo, replace, searches_lr
@@ -39,7 +41,7 @@ class Resume:
     """
 
     def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+        self._trainer, self._limits = trainer, Limits(trainer)
         self.on_boundary: Callable[[], None] = lambda: None
         """Called at every safe point: `capture` there."""
         self.where: str | None = None
@@ -71,8 +73,7 @@ class Resume:
     def problems(self) -> list[str]:
         """What keeps this fit from being resumed exactly, one line for each, with what to do."""
         found = [problem for source in self.points.sources for problem in source.problems()]
-        fetcher = self._trainer.fit_loop._data_fetcher
-        if type(fetcher).__name__ == "_DataLoaderIterDataFetcher":
+        if type(self._trainer.fit_loop._data_fetcher).__name__ == "_DataLoaderIterDataFetcher":
             found.append(
                 "`training_step(dataloader_iter)` fetches batches itself, so nobody knows which of them were trained "
                 "on: take `batch` instead, or exactly one batch per step"
@@ -103,15 +104,16 @@ class Resume:
     def restore(self, state: dict[str, Any] | None) -> None:
         """Go on from ``state`` when fit starts, once Lightning has restored its own checkpoint."""
         self._pending = state
+        self._limits.expect()
 
     def restore_resized(self, states: Sequence[dict[str, Any]]) -> None:
         """The same where the number of ranks was another: from the states of all ranks at the save, by rank."""
         self._pending = resized(states, self._trainer.global_rank, self._trainer.world_size)
-
-    # ------------------------------------------------------------------ what follows the fit
+        self._limits.expect()
 
     def _end(self) -> None:
         self._live, self._pending, self.where = False, None, None
+        self._limits.put_back()
         for source in self.points.sources:
             source.detach()
         self.points.sources = []
@@ -177,27 +179,22 @@ class Resume:
             for source in self.points.sources:
                 source.detach()
             combined = self._trainer.fit_loop._combined_loader
-            names = self._names(len(combined.flattened))
-            self.points.sources = [
-                source_of(loader, name) for loader, name in zip(combined.flattened, names, strict=True)
-            ]
-            ahead = any(fabric("utilities.data").sized_len(source.loader) is None for source in self.points.sources)
-            for source in self.points.sources:
+            self.points.sources = sources = sources_of(combined.flattened)
+            ahead = any(fabric("utilities.data").sized_len(source.loader) is None for source in sources)
+            for source in sources:
                 source.ahead = ahead
-            combined.flattened = [source.stand_in for source in self.points.sources]
+            combined.flattened = [source.stand_in for source in sources]
+            self._limits.lift(self._pending is not None and self._pending["where"] != "epoch")
             if self._pending is None:
                 return original()
             self._trainer.fit_loop._combined_loader_states_to_load = []
             epoch = self._trainer.fit_loop.epoch_progress.current.processed
-            for source, position in zip(self.points.sources, self._pending["loaders"], strict=True):
+            for source in sources:
                 fabric("utilities.data")._set_sampler_epoch(source.loader, epoch)
-                source.begin_at(position)
+            begin_at(sources, self._pending["loaders"])
             return None
 
         return load
-
-    def _names(self, count: int) -> list[str]:
-        return ["the train dataloader" if count == 1 else f"train dataloader {index}" for index in range(count)]
 
     def _reset_fit(self, original: Any) -> Any:
         def reset() -> None:
@@ -212,12 +209,20 @@ class Resume:
 
     def _start_fit(self, original: Any) -> Any:
         def on_run_start() -> None:
-            original()
-            if self._active and self._pending is not None:
+            pending = self._pending if self._active else None
+            self.points.modes.put_trained(
+                pending["modes"] if pending else {}
+            )  # and once more when hooks have set it anew
+            with self._limits.shown():
+                original()
+            self.points.modes.begin()
+            if pending is not None:
                 for source in self.points.sources:
                     source.idle = False
-                if self._pending["where"] == "epoch":
+                if pending["where"] == "epoch":
+                    self._limits.put_back()
                     self._trainer.fit_loop._resuming_from_checkpoint = False  # so that the loaders begin the next epoch
+                    go_on_averaging(self._trainer)
                     self._go_on()
 
         return on_run_start
@@ -240,6 +245,7 @@ class Resume:
 
     def _start_epoch(self, original: Any) -> Any:
         def on_run_start(data_fetcher: Any) -> None:
+            self._limits.put_back()
             original(data_fetcher)
             if not self._active or self._pending is None:
                 return
@@ -249,6 +255,7 @@ class Resume:
             epoch.batch_progress.is_last_batch = self._pending["unsaved"]["is_last_batch"]
             if not self._pending.get("resized"):
                 vars(self._trainer.fit_loop._combined_loader._iterator).update(self._pending["combined"])
+            start_again(self._trainer)
             self._go_on()
             if where in ("validation", "batch end"):
                 self._validation_is_due = where == "validation"
@@ -271,6 +278,7 @@ class Resume:
     def _go_on(self) -> None:
         state, self._pending = self._pending, None
         assert state is not None
+        self.points.modes.put(state["modes"])
         put_unsaved(self._trainer, state["unsaved"])
         put_logged(self._trainer, state["logged"])
         if "seed" in state["random"]:  # a rank that was not there

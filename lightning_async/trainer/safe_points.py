@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lightning_async.data.random_states import Generators, States
-from lightning_async.data.source import Source
+from lightning_async.data.source import Source, generators_of
+from lightning_async.trainer.epoch_starts import Modes
 from lightning_async.trainer.kept_buffers import KeptBuffers
 from lightning_async.trainer.logged import Known, take_logged
 from lightning_async.trainer.namespace import pytorch
@@ -44,6 +45,7 @@ class _Kept:
     plain: dict[str, Any]
     logged: dict[str, Any]
     callbacks: dict[str, Any] | None
+    modes: dict[str, bool] | None
     counters: list[dict[str, Any]]
 
 
@@ -72,9 +74,9 @@ class SafePoints:
         """Its loaders."""
         self.keeps = True
         """Whether a batch that goes wrong has a state to go on from."""
-        self.whereabouts = Whereabouts(trainer)
+        self.whereabouts, self.modes = Whereabouts(trainer), Modes(trainer)
         self.began: dict[str, Any] | None = None
-        """Random states and what was logged before the validation that is under way."""
+        """What `_moving` was before the validation that is under way."""
         self._kept: _Kept | None = None
         self._buffers: KeptBuffers | None = None
         self._generators: Generators | None = None
@@ -86,31 +88,31 @@ class SafePoints:
 
     def generators(self) -> Generators:
         """Of this process and of the loaders."""
-        named = {
-            f"{index}.{path}": generator
-            for index, source in enumerate(self.sources)
-            for path, generator in source.generators().items()
-        }
-        self._generators = Generators(named, devices=True)
+        self._generators = generators_of(self.sources)
         return self._generators
 
     def begin_validation(self) -> None:
         """A batch is done with, and its validation begins."""
         self.whereabouts.within = Within.VALIDATION
-        self.began = {"random": self.generators().take(), "logged": take_logged(self._trainer)}
-        self._before = self._callbacks()
+        self.began, self._before = self._moving(), self._callbacks()
 
     def capture(self, where: str) -> dict[str, Any]:
         """The state now: plain values, and gradients and buffers by reference."""
-        trainer, began = self._trainer, self.began if where == "validation" else None
         held, ended = self._place(where)
         return {
             "where": where,
-            "random": began["random"] if began is not None else self.generators().take(),
+            **((self.began if where == "validation" else None) or self._moving()),
             "loaders": [source.position(held, ended) for source in self.sources],
             "combined": self._combined(),
-            "unsaved": take_unsaved(trainer),
-            "logged": began["logged"] if began is not None else take_logged(trainer),
+            "unsaved": take_unsaved(self._trainer),
+        }
+
+    def _moving(self) -> dict[str, Any]:
+        """What a validation changes; it is validated from its beginning."""
+        return {
+            "random": self.generators().take(),
+            "logged": take_logged(self._trainer),
+            "modes": self.modes.take(),
         }
 
     def _callbacks(self) -> dict[str, Any]:
@@ -144,6 +146,7 @@ class SafePoints:
         self._kept = _Kept(
             where, self._generators.hold(), [source.keep(held, ended) for source in self.sources], self._combined(),
             take_plain(trainer), take_logged(trainer, self._known), self._callbacks() if ended else None,
+            self.modes.take() if ended else None,
             [dict(vars(each)) for each in self._counters()],
         )  # fmt: skip
         self.began = None
@@ -191,6 +194,7 @@ class SafePoints:
                     "combined": kept.combined,
                     "unsaved": {**take_unsaved(self._trainer), **kept.plain},
                     "logged": kept.logged,
+                    "modes": self.modes.take() if kept.modes is None else kept.modes,
                 }
         finally:
             for each, values in zip(counters, now, strict=True):

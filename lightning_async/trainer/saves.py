@@ -17,7 +17,7 @@ from lightning_async.trainer.preemption import Preemption
 from lightning_async.trainer.resume import Resume
 from lightning_async.trainer.whole_state import ALIKE, collect
 
-__all__ = ["FAILED_S", "Together", "batches", "refuse"]
+__all__ = ["FAILED_S", "Together", "batches", "finish", "refuse"]
 
 log = logging.getLogger(__name__)
 
@@ -58,14 +58,14 @@ class Together:
         if resume.where == "validation":
             if trainer.world_size == 1 and preempted.told:
                 self._save("preemption", resume)
-                preempted.leave(self._finish)
+                preempted.leave(lambda: finish(trainer, saver))
             return
         step, epoch_end = trainer.global_step, resume.where == "epoch"
         mine = clock.due(step, epoch_end)
         due, busy, told = self._asked([mine, saver.busy, preempted.told])
         if told:
             self._save("preemption", resume)
-            preempted.leave(self._finish)
+            preempted.leave(lambda: finish(trainer, saver))
         last, by_steps = epoch_end and is_last(trainer), clock.due_by_steps(step, epoch_end)
         if last or by_steps:
             due, busy = True, trainer.strategy.reduce_boolean_decision(saver.busy, all=False)
@@ -97,11 +97,6 @@ class Together:
         self._clock.saved(step)
         self._stale, self._batches = trainer.world_size > 1, batches(trainer)
 
-    def _finish(self) -> None:
-        """All are here until the last one has written: a launcher may end those that are left when one has gone."""
-        self._saver.wait(PATIENCE_S)
-        self._trainer.strategy.barrier("the checkpoint is written")
-
     def fail(self, resume: Resume, exception: BaseException) -> bool:
         """Save alone, whatever the others do: what is equal on all ranks is whole on this one. Whether that was done.
 
@@ -120,12 +115,18 @@ class Together:
 
     def end(self) -> None:
         """The last save was made at the end of the last epoch; who looks for it next finds it."""
-        self._finish()
+        finish(self._trainer, self._saver)
 
     def close(self) -> None:
         """Training is over."""
         if self._lagged is not None:
             self._lagged.close()
+
+
+def finish(trainer: Any, saver: Saver) -> None:
+    """All are here until the last one has written: a launcher may end those that are left when one has gone."""
+    saver.wait(PATIENCE_S)
+    trainer.strategy.barrier("the checkpoint is written")
 
 
 def batches(trainer: Any) -> int:

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from lightning_async.engine.checkpoint.process import SaveBusy
-from lightning_async.engine.checkpoint.saver import PATIENCE_S, Saver
+from lightning_async.engine.checkpoint.saver import Saver
 from lightning_async.engine.header import Mark
+from lightning_async.rules.schedules.fixed import Synchronous
 from lightning_async.trainer.due import Clock, Settings, manifest_of
 from lightning_async.trainer.preemption import Preemption
 from lightning_async.trainer.resume import Resume
 from lightning_async.trainer.safe_points import AsItWas
-from lightning_async.trainer.saves import FAILED_S, batches, refuse
+from lightning_async.trainer.saves import FAILED_S, batches, finish, refuse
 from lightning_async.trainer.whole_state import REPLICAS, collect
 
 __all__ = ["Apart"]
@@ -36,19 +37,20 @@ class Apart:
         saver: of this rank.
         settings: what the user has asked for.
         number: of the last save in the directory.
-        group: the ranks that see this rank's directory: all must.
+        group: the ranks that see this rank's directory. All must, unless every step is synchronous: then each
+            directory has all that is needed.
 
     Raises:
         ValueError: they do not.
     """
 
     def __init__(self, trainer: Any, saver: Saver, settings: Settings, number: int, group: Sequence[int]) -> None:
-        if len(group) < trainer.world_size:
+        if len(group) < trainer.world_size and not isinstance(trainer.strategy.schedule, Synchronous):
             raise ValueError(
                 f"`FaultTolerantCheckpoint(dirpath={settings.dirpath!r})` is one directory of ranks {list(group)}, and "
                 "another one elsewhere: while replicas drift, all ranks must see the same."
             )
-        self._trainer, self._saver, self._settings = trainer, saver, settings
+        self._trainer, self._saver, self._settings, self._group = trainer, saver, settings, group
         self._known, self._asked = number, False
         self._averager: Any = None
         self._attach()
@@ -128,6 +130,7 @@ class Apart:
         if marked is None:
             return
         (number, step, ranks), queue = marked.mark, self._settings.busy != "wait"
+        ranks = [each for each in ranks if each in self._group]
         with self._as_it_was() as state:
             _, checkpoint = collect(self._trainer, frozenset(), state.callbacks)
             own = {
@@ -141,7 +144,7 @@ class Apart:
             try:
                 self._saver.save(number, step, ranks, {}, own, manifest_of(self._trainer, "due"), queue)
             except SaveBusy as error:
-                log.warning("Rank %d leaves out its part of save %d: %s", self._averager.marks.rank, number, error)
+                log.warning("Rank %d leaves out its part of save %d: %s", self._trainer.global_rank, number, error)
 
     def fail(self, resume: Resume, exception: BaseException) -> bool:
         """Save this replica alone, whatever the others do; all go on from its model. Whether that was done."""
@@ -169,9 +172,8 @@ class Apart:
             shared, checkpoint = collect(trainer, REPLICAS, state.callbacks)
             shared["averaging"] = self._averager.state_dict()
             own = {"checkpoint": checkpoint, "resume": state.resume, "clocks": self._averager.clocks()}
-            self._saver.save(number, step, range(trainer.world_size), shared, own, manifest_of(trainer, reason))
-        self._saver.wait(PATIENCE_S)
-        strategy.barrier("the checkpoint is written")
+            self._saver.save(number, step, self._group, shared, own, manifest_of(trainer, reason))
+        finish(trainer, self._saver)
 
     def close(self) -> None:
         """Nothing to let go of."""

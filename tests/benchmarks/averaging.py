@@ -21,7 +21,7 @@ from types import FrameType
 from tests.benchmarks import report as reports
 from tests.benchmarks.link import Link, loopback, paced, shaped, shaping_problem
 from tests.benchmarks.peers import PEERS
-from tests.benchmarks.ranks import RankFailed
+from tests.benchmarks.ranks import RankFailed, forking
 from tests.benchmarks.report import Report
 from tests.benchmarks.scenarios import (
     QUICK,
@@ -111,7 +111,10 @@ def measure(options: argparse.Namespace, report: Report) -> None:
             peers = [peer for peer in peers if not PEERS[peer].horovod]
         for num_replicas in [len(RELATIVE_STEP_TIMES)] if unequal else options.replicas:
             say(f"{scenario}, {num_replicas} replicas")
-            with make_link(scenario, num_replicas, options.rate_mbit) as link:
+            with contextlib.ExitStack() as open_:
+                link = open_.enter_context(make_link(scenario, num_replicas, options.rate_mbit))
+                if options.quick and scenario == "loopback":
+                    link = open_.enter_context(forking(link))
                 if unequal:
                     section = measure_stragglers(link, peers, plan)
                 elif scenario == "gradients":

@@ -26,6 +26,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.forking import ForkServer
+
 __all__ = [
     "Link",
     "Place",
@@ -72,6 +74,7 @@ class Link:
         rate_mbit: the nominal rate; None where nothing limits it.
         private: whether the ports and counters of the places belong to this benchmark alone.
         paced: whether the processes must hold their own connections to the rate (`pace_sockets`).
+        forks: where the ranks come from, if they need not start anew.
     """
 
     kind: str
@@ -79,6 +82,7 @@ class Link:
     rate_mbit: float | None
     private: bool
     paced: bool = False
+    forks: ForkServer | None = None
 
     def measured_mbit(self, num_bytes: int | None = None) -> float:
         """Raw TCP throughput from the second place to the first, in Mbit/s."""

@@ -71,9 +71,6 @@ class RankResult:
     round_s: list[float] = field(default_factory=list)
     claims: dict[str, float] = field(default_factory=dict)
 
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)))
-
     @classmethod
     def load(cls, path: Path) -> RankResult:
         return cls(**json.loads(path.read_text()))

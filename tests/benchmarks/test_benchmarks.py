@@ -8,7 +8,6 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,9 +19,9 @@ from tests.benchmarks.checkpoint_peers import PEERS
 from tests.benchmarks.checkpoint_peers import Job as Training
 from tests.benchmarks.link import Link, Place
 from tests.benchmarks.measured import Job
-from tests.support import ROOT, run_ranks
+from tests.support import run_ranks, start_ranks
 
-COMMAND = [sys.executable, "-m", "tests.benchmarks.averaging"]
+MAIN = "tests.benchmarks.averaging:main"
 
 
 def namespaces(pid: int) -> list[str]:
@@ -60,8 +59,8 @@ def state(pid: int) -> str:
 @pytest.mark.timeout(300)
 def test_quick_run_writes_table_numbers_and_picture(tmp_path: Path) -> None:
     options = ["--quick", "--scenario", "loopback", "--replicas", "2", "--out", str(tmp_path)]
-    done = subprocess.run([*COMMAND, *options], cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
+    (done,) = run_ranks(MAIN, 1, kwargs={"arguments": options}, timeout=280, launched=False)
+    assert done.value == 0, done
     assert "load average" in done.stdout
     assert f"repeat with `python -m tests.benchmarks.averaging {' '.join(options)}`" in done.stdout
 
@@ -103,10 +102,13 @@ def test_peers_save_the_whole_state_at_each_interval(tmp_path: Path, peer: str) 
     job = Training(peer=peer, folder=str(tmp_path), width=16, batch=2, every=6, saves=2)
     measured = checkpoint_run.run(job)
     assert measured.bytes >= 384 * 16 * 17
-    assert len(measured.stalls_s) >= (1 if "adaptive" in peer else 2)
-    if "adaptive" not in peer:
-        assert len(list(tmp_path.iterdir())) == 2 + ("ours" in peer)  # ours saves at the end, too
-        assert measured.saves == 2
+    made = len(list(tmp_path.iterdir()))
+    if (
+        "ours" in peer
+    ):  # where writing takes longer than from one save to the next, there are fewer; it saves at the end
+        assert made >= 1 and measured.stalls_s
+    else:
+        assert measured.saves == len(measured.stalls_s) == made == 2
 
 
 @pytest.mark.alone
@@ -135,18 +137,15 @@ def test_paced_link_holds_its_rate() -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["interrupt", "terminate"])
 def test_nothing_is_left_after_a_signal(tmp_path: Path, number: signal.Signals) -> None:
-    options = ["--quick", "--scenario", "loopback", "--replicas", "2", "--peers", "single", "--out", str(tmp_path)]
-    process = subprocess.Popen([*COMMAND, *options], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
+    options = ["--scenario", "loopback", "--replicas", "2", "--peers", "single", "--out", str(tmp_path)]
+    with start_ranks(MAIN, 1, kwargs={"arguments": options}, timeout=100, launched=False) as group:
+        (process,) = group.processes
         workers: list[int] = []
         while not workers and process.poll() is None:
             time.sleep(0.02)
             workers = workers_of(process.pid)
-        process.send_signal(number)
+        group.signal(0, number)
         process.wait(timeout=30)
-    finally:
-        process.kill()
-        process.wait()
     assert process.returncode != 0
     assert workers
     assert living(workers, 5.0) == []

@@ -1,4 +1,4 @@
-"""One rank of one peer: ``python -m tests.benchmarks.worker JOB RESULT``; started by `ranks`."""
+"""One rank of one peer: ``python -m tests.benchmarks.worker JOB RESULT PARENT``, or `work` in a fork; see `ranks`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import json
 import os
 import signal
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 PR_SET_PDEATHSIG = 1
 
@@ -20,13 +22,18 @@ def die_with_parent(parent: int) -> None:
         sys.exit("the benchmark that started this worker is gone")
 
 
-def main() -> None:
-    job_json, result_path, parent = sys.argv[1:4]
-    die_with_parent(int(parent))
+def work(job: dict[str, Any]) -> dict[str, Any]:
+    """What a rank of this job measures."""
     # Only now, for the import takes seconds.
     from tests.benchmarks.peers import Job, run
 
-    run(Job(**json.loads(job_json))).save(Path(result_path))
+    return asdict(run(Job(**job)))
+
+
+def main() -> None:
+    job_json, result_path, parent = sys.argv[1:4]
+    die_with_parent(int(parent))
+    Path(result_path).write_text(json.dumps(work(json.loads(job_json))))
 
 
 if __name__ == "__main__":

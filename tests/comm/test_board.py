@@ -258,7 +258,7 @@ def test_a_stall_shorter_than_dead_after_is_survived(part: float) -> None:
 
 def test_a_process_that_ends_within_a_request_ends_in_order() -> None:
     """As left behind, the heartbeat's thread would come back to an interpreter that shuts down: SIGABRT."""
-    (result,) = run_ranks(ROOT / "tests/comm/end_within_a_request.py", 1, timeout=40)
+    (result,) = run_ranks(ROOT / "tests/comm/end_within_a_request.py", 1, timeout=40, fresh=True)
     assert "terminate called" not in result.stderr
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ import torch
 import examples.char_lm
 from examples.char_lm import CharData, CharLM, Windows, parse, read_text
 from lightning_async.monitor.plot import read_metrics
-from tests.support import ROOT, rank_environment
+from tests.support import ROOT, run_ranks
 
 
 def test_the_text_is_real_and_the_same_every_time():
@@ -72,21 +70,8 @@ def test_the_model_never_looks_ahead():
     ids=["ddp", "async_averaging", "compressed"],
 )
 def test_a_short_run_ends_with_numbers_and_a_picture(given: list[str], tmp_path: Path):
-    environment = rank_environment(0, 1, 0, None)
-    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        del environment[name]  # Lightning's own launcher starts the second replica
-    command = [sys.executable, str(ROOT / "examples/char_lm.py"), *given, "--devices=2"]
-    options = ["--max-steps=10", "--sync-every=4", f"--out={tmp_path / 'out'}"]
-    run = subprocess.run(
-        command + options,
-        cwd=tmp_path,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+    args = [*given, "--devices=2", "--max-steps=10", "--sync-every=4", f"--out={tmp_path / 'out'}"]
+    (run,) = run_ranks(ROOT / "examples/char_lm.py", 1, args=args, timeout=100, launched=False)
     assert "Next character right:" in run.stdout
     assert (tmp_path / "out/run.png").read_bytes().startswith(b"\x89PNG")
     series = read_metrics(next((tmp_path / "out").glob("**/metrics.csv")))

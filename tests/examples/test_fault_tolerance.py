@@ -9,16 +9,14 @@ from pathlib import Path
 import pytest
 
 from examples.fault_tolerance import Attempt, report
-from tests.support import ROOT, rank_environment
+from tests.support import ROOT, shell_environment
 
 WHOLE = Attempt({0: "0x1.0p+0", 1: "0x1.8p+0", 2: "0x1.cp+0"}, "its end")
 
 
 @pytest.mark.timeout(240)  # four processes, of which three come one after the other
 def test_a_training_that_is_killed_is_equal_with_one_that_is_not(tmp_path: Path) -> None:
-    environment = rank_environment(0, 1, 0, {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)})
-    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        del environment[name]  # a user's shell has none of them
+    environment = shell_environment({"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)})
     run = subprocess.run(
         [sys.executable, str(ROOT / "examples/fault_tolerance.py"), "--steps=100", "--seed=1"],
         cwd=tmp_path,

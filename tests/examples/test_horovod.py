@@ -9,11 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.horovod import needs_horovod, needs_horovod_mpi
-from tests.strategies.test_launch import environment
-from tests.support import ROOT
+from tests.support import ROOT, shell_environment
 
 pytestmark = needs_horovod
 
@@ -25,7 +22,7 @@ def run(command: str, folder: Path) -> str:
     mpi = {f"OMPI_ALLOW_RUN_AS_ROOT{more}": "1" for more in ("", "_CONFIRM")} | {
         "OMPI_MCA_rmaps_base_oversubscribe": "1"
     }
-    own = environment({"PATH": path, **mpi})
+    own = shell_environment({"PATH": path, **mpi})
     done = subprocess.run(
         shlex.split(command), cwd=folder, env=own, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100
     )
@@ -33,24 +30,19 @@ def run(command: str, folder: Path) -> str:
     return done.stdout + done.stderr
 
 
-GLOO = "horovodrun --gloo -np 2"
-MPI = pytest.param("mpirun -np 2", marks=needs_horovod_mpi, id="mpirun")
+def test_char_lm_under_horovodrun(tmp_path: Path) -> None:
+    """Asynchronous averaging under it: `tests/strategies/test_horovod_averaging.py`."""
+    text = run("horovodrun --gloo -np 2 python examples/char_lm.py --strategy horovod --max-steps 20", tmp_path)
+    assert "`max_steps=20` reached" in text
+    assert text.count("Next character right") == 1
 
 
-@pytest.mark.parametrize("launcher", [pytest.param(GLOO, id="horovodrun"), MPI])
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ("--strategy horovod --max-steps 20", "`max_steps=20` reached"),
-        ("--strategy async_averaging --transport horovod --max-steps 40", "Asynchronous averaging, as rank 0 saw it"),
-    ],
-    ids=["horovod", "async_averaging"],
-)
-def test_char_lm(launcher: str, options: str, said: str, tmp_path: Path) -> None:
-    if launcher == GLOO:
-        options = options.replace("--transport horovod ", "")  # it is found out there
-    text = run(f"{launcher} python examples/char_lm.py {options}", tmp_path)
-    assert said in text
+@needs_horovod_mpi
+def test_char_lm_under_mpirun(tmp_path: Path) -> None:
+    """Synchronous training under it: `tests/strategies/test_horovod_mpi.py`."""
+    options = "--strategy async_averaging --transport horovod --max-steps 40"
+    text = run(f"mpirun -np 2 python examples/char_lm.py {options}", tmp_path)
+    assert "Asynchronous averaging, as rank 0 saw it" in text
     assert text.count("Next character right") == 1
 
 

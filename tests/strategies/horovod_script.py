@@ -1,4 +1,7 @@
-"""A user's script of synchronous training, for Horovod's launchers: tells the weights after some steps."""
+"""A user's script of synchronous training, for Horovod's launchers: tells the weights after some steps.
+
+``horovod_script.py REDUCTION...`` trains once with each.
+"""
 
 from __future__ import annotations
 
@@ -48,17 +51,19 @@ class Module(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=LR)
 
 
-def main(reduction: Any) -> None:
+def train(reduction: Any) -> None:
     module = Module()
     trainer = pl.Trainer(
         accelerator="cpu", strategy=HorovodStrategy(reduction=reduction), max_epochs=1, use_distributed_sampler=False,
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(module)
-    told = json.dumps({"size": trainer.world_size, "weights": [p.tolist() for p in module.parameters()]})
+    weights = [p.tolist() for p in module.parameters()]
+    told = json.dumps({"size": trainer.world_size, "reduction": reduction, "weights": weights})
     # One write: the lines of ranks that share a pipe must not mix.
     os.write(1, f"\nTOLD {told}\n".encode())
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    for reduction in sys.argv[1:]:
+        train(reduction)

@@ -17,8 +17,7 @@ import pytest
 from lightning_async.strategies.horovod_elastic import ElasticSampler
 from tests.horovod import needs_horovod
 from tests.strategies.elastic_script import SAMPLES
-from tests.strategies.test_launch import environment
-from tests.support import ROOT
+from tests.support import ROOT, shell_environment
 
 SCRIPT = ROOT / "tests/strategies/elastic_script.py"
 
@@ -61,7 +60,7 @@ def run(folder: Path, watch: Callable[[list[Step]], None], limit_s: float) -> st
     deadline = time.monotonic() + limit_s
     with log.open("wb") as out:
         job = subprocess.Popen(
-            [*command, sys.executable, str(SCRIPT)], cwd=folder, env=environment(), stdin=subprocess.DEVNULL,
+            [*command, sys.executable, str(SCRIPT)], cwd=folder, env=shell_environment(), stdin=subprocess.DEVNULL,
             stdout=out, stderr=out, start_new_session=True,
         )  # fmt: skip
     pids: set[int] = set()

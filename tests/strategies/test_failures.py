@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -16,7 +14,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from lightning_async.comm.membership.signing import SECRET
-from tests.support import ROOT, RankGroup, RankResult, free_port, rank_environment, start_ranks
+from tests.support import RankGroup, RankResult, free_port, start_ranks
 
 TRAIN = "tests.strategies.failure_workers:train"
 ENDLESS = 100_000
@@ -157,27 +155,22 @@ def test_a_second_rank_1_and_a_stranger_do_not_disturb_a_run() -> None:
     port = free_port()
     env = {"MASTER_PORT": str(port), SECRET: "of the job"}
     kwargs = {"batches": [ENDLESS] * 2, "deadlines": {"dead_after": 5.0}}
+    second = env | {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     with start_ranks(TRAIN, 2, kwargs=kwargs, timeout=150.0, env=env) as group:
         wait_for_step(group, 20, 2)
-        command = [sys.executable, "-m", "tests.support", TRAIN, json.dumps(kwargs)]
-        newcomer = subprocess.Popen(
-            command, env=rank_environment(1, 2, port, env), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE, text=True, cwd=ROOT,
-        )  # fmt: skip
         store: Any = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=5), wait_for_workers=False)
         names = [key for key in store.list_keys() if key.endswith("membership/1")]
         assert len(names) == 2, "of the process, and of its run"
         record = {"life": "x", "beat": 10**6, "wanted": 0, "bell": 0, "state": "failed", "text": "I am a stranger"}
-        for forged in (json.dumps(record), json.dumps(record | {"state": "left"}), "garbage", "[" * 5000):
-            for _ in range(100):
-                for name in names:
-                    store.set(name, forged)
-                time.sleep(0.005)
-        try:
-            assert "rank 1 is taken: process" in newcomer.communicate(timeout=100)[1]
-            assert newcomer.returncode == 1
-        finally:
-            newcomer.kill()
+        with start_ranks(TRAIN, 1, kwargs=kwargs, timeout=100.0, env=second) as newcomer:
+            for forged in (json.dumps(record), json.dumps(record | {"state": "left"}), "garbage", "[" * 5000):
+                for _ in range(100):
+                    for name in names:
+                        store.set(name, forged)
+                    time.sleep(0.005)
+            (refused,) = newcomer.join()
+        assert "rank 1 is taken: process" in refused.stderr
+        assert refused.returncode == 1
         steps = [group.output(rank).count("step") for rank in range(2)]
         for rank in range(2):
             group.wait_for(rank, f"step {steps[rank] + 200}\n")

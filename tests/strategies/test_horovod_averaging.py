@@ -67,7 +67,7 @@ def test_an_exception_on_one_rank_is_named_by_the_other(at: list[Any]) -> None:
 def test_horovodrun(tmp_path: Path) -> None:
     horovodrun = str(Path(sys.executable).with_name("horovodrun"))
     command = [horovodrun, "--gloo", "-np", "2", sys.executable, SCRIPT, "popen", "2", "fit", "refit", "test"]
-    text = launch([command], tmp_path)
+    text = launch(command, tmp_path)
     clean = "\n".join(line.partition("<stdout>:")[2] or line for line in text.splitlines())
     assert_two_ranks_fitted(clean, times=2)
     assert_one_test_result(clean)

@@ -32,7 +32,7 @@ SYNCHRONOUS = [sys.executable, str(ROOT / "tests/strategies/horovod_script.py")]
 
 @LAUNCHERS
 def test_averaging(launcher: list[str], tmp_path: Path) -> None:
-    text = launch([[*launcher, sys.executable, SCRIPT, "horovod", "2", "fit", "test"]], tmp_path)
+    text = launch([*launcher, sys.executable, SCRIPT, "horovod", "2", "fit", "test"], tmp_path)
     text = "\n".join(line.partition("<stdout>:")[2] or line for line in text.splitlines())
     assert_two_ranks_fitted(text)
     assert text.count("DONE") == 2
@@ -65,20 +65,19 @@ def train(combine: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
 
 
 @LAUNCHERS
-@pytest.mark.parametrize("combine", [mean, adasum], ids=lambda combine: combine.__name__)
-def test_synchronous_training_is_that_of_one_process(
-    launcher: list[str], combine: Callable[[Tensor, Tensor], Tensor], tmp_path: Path
-) -> None:
-    text = launch([[*launcher, *SYNCHRONOUS, combine.__name__]], tmp_path)
-    told = [json.loads(line.partition("TOLD ")[2]) for line in text.splitlines() if "TOLD " in line]
-    assert [each["size"] for each in told] == [2, 2]
-    assert told[0] == told[1]
-    for found, expected in zip(told[0]["weights"], train(combine), strict=True):
-        torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), expected, atol=2e-6, rtol=0)
+def test_synchronous_training_is_that_of_one_process(launcher: list[str], tmp_path: Path) -> None:
+    text = launch([*launcher, *SYNCHRONOUS, "mean", "adasum"], tmp_path)
+    lines = [json.loads(line.partition("TOLD ")[2]) for line in text.splitlines() if "TOLD " in line]
+    for combine in (mean, adasum):
+        told = [line for line in lines if line["reduction"] == combine.__name__]
+        assert [each["size"] for each in told] == [2, 2]
+        assert told[0] == told[1]
+        for found, expected in zip(told[0]["weights"], train(combine), strict=True):
+            torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), expected, atol=2e-6, rtol=0)
 
 
 def test_a_horovod_that_sees_one_rank_under_mpirun_is_refused(tmp_path: Path) -> None:
     """As one without MPI does, which would train as many times alone."""
     blind = ["-x", "HOROVOD_CONTROLLER=gloo", "-x", "HOROVOD_CPU_OPERATIONS=gloo"]
     with pytest.raises(AssertionError, match=r"Horovod sees 1 rank\(s\), but the launcher started 2"):
-        launch([[*MPIRUN, *blind, *SYNCHRONOUS, "mean"]], tmp_path)
+        launch([*MPIRUN, *blind, *SYNCHRONOUS, "mean"], tmp_path)

@@ -79,14 +79,16 @@ class Buffer:
             return
         self.release()
         size = -(-(size + size // 64 + _SPARE) // mmap.PAGESIZE) * mmap.PAGESIZE
-        descriptor = anonymous_file(self._name)
+        descriptor = -1
         try:
+            descriptor = anonymous_file(self._name)
             os.ftruncate(descriptor, size)
             if hasattr(os, "posix_fallocate"):  # an error here, where a write would be a signal
                 os.posix_fallocate(descriptor, 0, size)
             memory = mmap.mmap(descriptor, size)
         except OSError as error:
-            os.close(descriptor)
+            if descriptor >= 0:
+                os.close(descriptor)
             raise CheckpointError(
                 f"there is no memory for a copy of the state, {size / 2**20:.0f} MiB ({error.strerror}): "
                 "take one buffer instead of two, or more memory."
