@@ -249,6 +249,8 @@ class Checkpointing:
         """Wait for what is being written. Idempotent."""
         while self._undo:
             self._undo.pop()()
+        if self._pace is not None:
+            self._pace.give_up()
         saver, self.saver = self.saver, None
         if saver is not None:
             saver.close(self._patience_s)
