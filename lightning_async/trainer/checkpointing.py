@@ -53,9 +53,9 @@ class Checkpointing:
         self._preempted = Preemption(trainer)
         self._undo: list[Undo] = []
         self._run, self._number = "", 0
-        self._claim: Claim | None = None
         self._first_step, self._expected = 0, False
         """Whether there is memory for the state that optimizers have when they have stepped."""
+        self._claim: Claim | None = None
         self._group: list[int] = []
         """The ranks that see this rank's directory."""
         self._patience_s = PATIENCE_S
@@ -256,6 +256,8 @@ class Checkpointing:
         """Wait for what is being written. Idempotent."""
         while self._undo:
             self._undo.pop()()
+        if self._pace is not None:
+            self._pace.give_up()
         saver, self.saver = self.saver, None
         if saver is not None:
             saver.close(self._patience_s)

@@ -117,6 +117,9 @@ class Together:
         """The last save was made at the end of the last epoch; who looks for it next finds it."""
         finish(self._trainer, self._saver)
 
+    def give_up(self) -> None:
+        """All ranks have handed over their parts, or none."""
+
     def close(self) -> None:
         """Training is over."""
         if self._lagged is not None:

@@ -117,11 +117,17 @@ class Apart:
             with resume.points.as_it_was() as state:
                 yield state or AsItWas(None, None)
 
-    def _give_up(self, marks: list[Mark]) -> None:
+    def give_up(self) -> None:
+        """Training is over: nobody waits for this rank's part of a round that was marked meanwhile."""
+        self._give_up(self._averager.marks.lost(all=True), "its training ended before its next batch boundary")
+
+    def _give_up(
+        self, marks: list[Mark], why: str = "another round had come before this replica's next batch boundary"
+    ) -> None:
         """Nobody waits for this rank's part of these."""
         for number, step, _ in marks:
             log.warning("Rank %d comes too late for its part of save %d.", self._trainer.global_rank, number)
-            self._saver.give_up(number, step, "another round had come before this replica's next batch boundary")
+            self._saver.give_up(number, step, why)
 
     def _take(self) -> None:
         """Save this rank's part of a marked round."""

@@ -52,7 +52,8 @@ class Whereabouts:
         ]
 
     def follow(self) -> Undo:
-        """Optimizers are there: hear of their steps; returns what ends that."""
+        """Training begins, and optimizers are there: hear of their steps; returns what ends that."""
+        self.within = Within.NOTHING  # a search for a learning rate may have trained before
         optimizers = self._trainer.strategy.optimizers
         hooks = [each.register_step_pre_hook(self._begin_step) for each in optimizers]
         hooks += [each.register_step_post_hook(self._stepped) for each in optimizers]

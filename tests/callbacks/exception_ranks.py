@@ -76,7 +76,7 @@ def fails(folder: Path, strategy: Callable[[], Any]) -> dict[str, Any]:
         train(folder, strategy(), *([At(STOP, interrupt)] if rank() == 1 else []), module=begun, **settings)
     except Exception as raised:
         error = type(raised).__name__
-    (entry,) = CheckpointStore(folder).entries()
+    entry = CheckpointStore(folder).entries()[0]
     assert entry.manifest is not None
     rest = train(folder, strategy(), **settings)
     first = min(rest.losses)

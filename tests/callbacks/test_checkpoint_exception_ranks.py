@@ -19,7 +19,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def failed(folder: Path) -> list[Any]:
-    results = run_ranks("tests.callbacks.exception_ranks:ddp_fails", 2, kwargs={"folder": str(folder / "left")})
+    results = run_ranks(
+        "tests.callbacks.exception_ranks:ddp_fails", 2, kwargs={"folder": str(folder / "left")}, timeout=210.0
+    )
     return [result.value for result in results]
 
 

@@ -6,16 +6,18 @@ waited for, but for the piece that it has.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
 import os
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["LARGE", "copy_"]
+__all__ = ["LARGE", "copy_", "uncollected"]
 
 PIECE = 4 << 20
 """Bytes that a thread copies at a time: so much may be waited for at the end."""
@@ -60,3 +62,15 @@ def _work(pieces: deque[tuple[int, int, int]]) -> None:
         except IndexError:  # another one was quicker
             return
         ctypes.memmove(to, source, size)  # without the interpreter's lock
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Without garbage collection: the many small objects that describe a state set it off, for longer than the copy."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

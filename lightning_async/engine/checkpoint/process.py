@@ -8,13 +8,12 @@ Only the training thread uses it. Nothing waits for a disk, but `Writer.wait` an
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import logging
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -22,6 +21,7 @@ from typing import Any
 from lightning_async.engine.checkpoint.buffers import Buffer, Growth, Owner
 from lightning_async.engine.checkpoint.channel import Channel
 from lightning_async.engine.checkpoint.claim import lock_of_writer
+from lightning_async.engine.checkpoint.copying import uncollected
 from lightning_async.engine.checkpoint.manifest import Manifest
 from lightning_async.engine.checkpoint.shards import Shard, shard
 from lightning_async.engine.files import files_at
@@ -181,7 +181,7 @@ class Writer:
                 f"{began - first.started:.1f} s (process {self.pid})."
             )
         self.start()
-        with _uncollected():
+        with uncollected():
             part, buffer = self._shard(job), free[0]
             buffer.owner = Owner.FILLING
             try:
@@ -290,18 +290,6 @@ class Writer:
         seconds = _since(flight)
         shown = f"rank {self._rank}: save {flight.number}, begun {seconds:.1f} s ago, {what}"
         return Result(flight.number, seconds, error=shown, lost=lost)
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without garbage collection: the many small objects that describe a state set it off, for longer than the copy."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _since(flight: _Flight) -> float:

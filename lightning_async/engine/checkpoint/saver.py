@@ -147,8 +147,9 @@ class Saver:
         Raises:
             CheckpointError, TypeError, ValueError: it cannot begin.
         """
-        name = self._store.final(number, step).rpartition("/")[2]
-        if any(each == name or each.startswith(f"{name}.") for each in self._store.files.names(self._store.dirpath)):
+        same = f"{number:06d}-step-"
+        names = [each for each in self._store.files.names(self._store.dirpath) if each.startswith(same)]
+        if any(".tmp-" not in each or f".tmp-{self._run}-" in each for each in names):
             return False
         job = Job(number, step, f"{self._run}-{self._rank}", (self._rank,), shared, own, manifest)
         self.costs.saves += 1
