@@ -8,12 +8,13 @@ careless test does not fail those after it.
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -156,15 +157,30 @@ LONGEST = (
     "strategies/test_launch.py",
     "strategies/test_failures.py",
     "strategies/test_horovod_mpi.py",
-    "test_packaging.py",
     "examples/test_horovod.py",
-    "benchmarks/test_benchmarks.py",
-    "test_extending.py",
-    "test_docs.py",
-    "strategies/test_elastic.py",
+    "test_packaging.py",
+    "examples/test_char_lm.py",
+    "callbacks/test_checkpoint_ranks.py",
+    "callbacks/test_checkpoint_unusual_ranks.py",
     "ops/test_cuda_sources.py",
+    "strategies/test_features.py",
+    "test_extending.py",
+    "benchmarks/test_benchmarks.py",
+    "examples/test_fault_tolerance.py",
+    "strategies/test_horovod_averaging.py",
 )
-"""Files that take a minute or more: where processes share the files, these go first, so that all end together."""
+"""Files that take half a minute or more: where processes share the files, these go first, so that all end together."""
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported stays: to look for garbage in it meanwhile, or ever after, takes a second in eight."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 BEFORE_COLLECTION = set(threading.enumerate()), children()

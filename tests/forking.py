@@ -208,8 +208,10 @@ def _run_script(path: str) -> None:
 
 
 def _main(control: int) -> None:
+    gc.disable()  # as in conftest.py
     for module in PRELOADED:
         importlib.import_module(module)
+    gc.enable()
     gc.freeze()  # else the first collection of every rank copies all of it
     with socket.socket(fileno=control) as requests:
         job = _serve(requests)

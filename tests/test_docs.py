@@ -151,7 +151,7 @@ def test_what_is_said_to_run_a_command_exists(command: str):
     runner, _, name = COMMANDS[command].partition("::")
     source = (ROOT / runner).read_text(encoding="utf-8")
     if runner == ".ci/run":
-        assert re.search(rf"^{re.escape(command)}$", source, flags=re.MULTILINE)
+        assert re.search(rf"^\s*{re.escape(command)}$", source, flags=re.MULTILINE)
     if name:
         assert re.search(rf"^def {name}\(", source, flags=re.MULTILINE)
     if command.startswith("make "):

@@ -7,6 +7,7 @@ there is to save, for `trainer.whole_state` and `trainer.resume`; how it comes t
 from __future__ import annotations
 
 import logging
+import re
 import uuid
 from functools import partial
 from typing import Any
@@ -29,6 +30,8 @@ from lightning_async.trainer.whole_state import ALIKE, collect, left_out, put_ba
 __all__ = ["Checkpointing"]
 
 log = logging.getLogger(__name__)
+
+_MEETING = re.compile(r"\.[0-9a-f]{12}-\d+")
 
 
 class Checkpointing:
@@ -165,6 +168,10 @@ class Checkpointing:
             strategy.barrier("files were seen")
         finally:
             files.unlink(path)
+        if self._rank == seen[0]:  # what a program that was killed just here has left
+            for name in files.names(self.store.dirpath):
+                if _MEETING.fullmatch(name) and not name.startswith(prefix):
+                    files.unlink(f"{self.store.dirpath}/{name}")
         return seen
 
     # ---- during training ----

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -12,10 +13,10 @@ import torch
 
 from lightning_async.engine.checkpoint.saver import Saver
 from lightning_async.rules.saving import Best, KeepPolicy, Progress, SavePolicy
-from lightning_async.trainer.patches import in_words
+from lightning_async.trainer.patches import callbacks_of, in_words
 from lightning_async.trainer.settings import version
 
-__all__ = ["Clock", "Settings", "is_last", "manifest_of"]
+__all__ = ["Clock", "Settings", "is_last", "manifest_of", "was_stopped"]
 
 _LONGEST = 1000  # characters of an exception
 
@@ -92,9 +93,25 @@ def manifest_of(trainer: Any, reason: str, exception: BaseException | None = Non
         "world_size": trainer.world_size,
         "reason": reason,
         "metrics": metrics,
-        "notes": {} if exception is None else {"exception": in_words(exception)[:_LONGEST]},
+        "notes": _notes(trainer, exception),
         "versions": {"torch": str(torch.__version__), "lightning-async": version()},
     }
+
+
+def _notes(trainer: Any, exception: BaseException | None) -> dict[str, Any]:
+    if exception is not None:
+        return {"exception": in_words(exception)[:_LONGEST]}
+    return {"stopped": _limits(trainer)} if trainer.should_stop else {}
+
+
+def was_stopped(trainer: Any, notes: Mapping[str, Any]) -> bool:
+    """Whether a callback had stopped the training that has left these notes, and its limits are the same now."""
+    return notes.get("stopped") == _limits(trainer)
+
+
+def _limits(trainer: Any) -> list[float | None]:
+    timers = [getattr(timer, "_duration", None) for timer in callbacks_of(trainer, "Timer")]
+    return [trainer.max_epochs, trainer.max_steps, *timers]
 
 
 def is_last(trainer: Any) -> bool:

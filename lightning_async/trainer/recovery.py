@@ -10,7 +10,7 @@ from lightning_async.engine.checkpoint.recovery import recover
 from lightning_async.engine.checkpoint.shards import load_own
 from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
 from lightning_async.trainer.absent import beside, completed
-from lightning_async.trainer.due import Settings, is_last
+from lightning_async.trainer.due import Settings, is_last, was_stopped
 from lightning_async.trainer.resume import Resume
 from lightning_async.trainer.whole_state import whole
 
@@ -83,11 +83,14 @@ class Recovery:
 
         def resume_end() -> None:
             original()
-            if self.entry is not None and is_last(self._trainer):
+            entry = self.entry
+            if entry is not None and entry.manifest is not None and entry.manifest.reason == "the end":
+                self._trainer.should_stop |= was_stopped(self._trainer, entry.manifest.notes)
+            if entry is not None and is_last(self._trainer):
                 log.warning(
                     "Rank %d: nothing is trained, as the training in %s has ended (%s). To go on with it, raise "
                     "`max_epochs` or `max_steps`; a new training needs a directory of its own, or `recover=None`.",
-                    self._trainer.global_rank, self._store.dirpath, self.entry.name,
+                    self._trainer.global_rank, self._store.dirpath, entry.name,
                 )  # fmt: skip
 
         return resume_end

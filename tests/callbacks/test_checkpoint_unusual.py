@@ -14,6 +14,7 @@ import torch
 
 from lightning_async import DivergenceMonitor
 from lightning_async.engine.checkpoint.store import CheckpointStore
+from lightning_async.errors import CheckpointError
 from lightning_async.rules.divergence import History
 from lightning_async.rules.saving import Best, Latest
 from lightning_async.trainer import checkpointing
@@ -222,6 +223,28 @@ def test_a_training_that_has_ended_says_so_and_one_that_is_longer_does_not(
     caplog.clear()
     train(every(tmp_path, 12), max_epochs=EPOCHS + 1)
     assert "nothing is trained" not in caplog.text
+
+
+def test_what_a_callback_has_stopped_has_ended(tmp_path: Path) -> None:
+    class Stops(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.should_stop = trainer.should_stop or trainer.global_step == BATCHES
+
+    assert len(train(every(tmp_path, 4), Stops(), max_epochs=5).losses) == BATCHES
+    assert train(every(tmp_path, 4), Stops(), max_epochs=5).losses == {}
+    assert len(train(every(tmp_path, 4), max_epochs=6).losses) == 5 * BATCHES
+
+
+def test_a_directory_of_checkpoints_is_no_checkpoint(tmp_path: Path) -> None:
+    train(every(tmp_path, 4), max_epochs=1)
+    with pytest.raises(CheckpointError, match=r"is a directory of checkpoints: name one, as .*-step-12, the newest"):
+        trainer_of(every(tmp_path, 4)).fit(Noisy(), data(), ckpt_path=str(tmp_path))
+
+
+def test_what_a_killed_program_has_left_where_ranks_met_is_gone(tmp_path: Path) -> None:
+    (tmp_path / ".0123456789ab-1").touch()
+    train(every(tmp_path, 4), max_epochs=1)
+    assert sorted(name for name in os.listdir(tmp_path) if name.startswith(".")) == [".claim", ".writer-0"]
 
 
 @pytest.mark.parametrize("changed", ["model", "loaders"])

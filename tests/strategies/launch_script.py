@@ -58,7 +58,7 @@ def main(how: str, devices: str, *what: str) -> None:
     for each in what:
         if each == "one too many":
             try:
-                make_trainer(AsyncAveragingStrategy(), int(devices) + 1)
+                make_trainer(AsyncAveragingStrategy(), int(devices) + 1).fit(SaysHow(), loader(5))
             except ValueError as error:
                 os.write(1, f"\nREFUSED {error}\n".encode())
             continue

@@ -170,7 +170,7 @@ def test_a_launcher_that_is_killed_while_it_starts_the_others_leaves_none(tmp_pa
         assert len(group_members(process.pid)) == 2
         process.kill()
         process.wait()
-        wait_for_group_to_end(process.pid, 25.0)
+        wait_for_group_to_end(process.pid, LIMIT_S / 2)
         (result,) = group.join()
     text = result.stdout + result.stderr
     assert f"the process that started this rank ({process.pid}) has died" in text, text[-4000:]
