@@ -247,8 +247,10 @@ class Checkpointing:
     def _tear_down(self, original: Any) -> Any:
         def teardown() -> None:
             """Of the strategy, however training has ended: what it has patched since is taken back first."""
-            original()
-            self.close()
+            try:
+                original()
+            finally:
+                self.close()
 
         return teardown
 
@@ -259,13 +261,15 @@ class Checkpointing:
         if self._pace is not None:
             self._pace.give_up()
         saver, self.saver = self.saver, None
-        if saver is not None:
-            saver.close(self._patience_s)
-        if self._pace is not None:
-            self._pace.close()
-            self._pace = None
-        if self._claim is not None:
-            self._claim.release()
+        pace, self._pace = self._pace, None
+        try:
+            if saver is not None:
+                saver.close(self._patience_s)
+            if pace is not None:
+                pace.close()
+        finally:
+            if self._claim is not None:
+                self._claim.release()
 
     # ---- ranks ----
 

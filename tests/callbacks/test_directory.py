@@ -16,6 +16,7 @@ import torch
 
 from lightning_async.engine.checkpoint import claim
 from lightning_async.errors import CheckpointError
+from lightning_async.rules.saving import Latest
 from tests.callbacks.checkpoint_ranks import At
 from tests.callbacks.test_checkpoint import every, steps_in, train
 
@@ -113,8 +114,14 @@ def test_what_a_fit_has_taken_it_gives_back(tmp_path: Path) -> None:
     def fail() -> None:
         raise KeyError("user")
 
-    with pytest.raises(KeyError):
+    class Failing(Latest):
+        def keep(self, saved: Any) -> Any:
+            raise KeyError("the user's policy")
+
+    with pytest.raises(KeyError, match="user"):
         train(every(tmp_path, 4), At(9, fail))
+    with pytest.raises(KeyError, match="policy"):
+        train(every(tmp_path, 4, keep=Failing(2)))
     pid, _ = started(lambda said: (train(every(tmp_path, 4)), os.write(said, b".")))
     os.waitpid(pid, 0)
     assert steps_in(tmp_path)[0] == 24
