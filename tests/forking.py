@@ -202,9 +202,9 @@ def _become(job: _Job) -> None:
 def _run_script(path: str) -> None:
     """As ``python path``: what starts further processes looks at `__main__` to learn how this one was started."""
     main = types.ModuleType("__main__")
-    main.__dict__.update(__file__=path, __builtins__=__builtins__)
+    main.__dict__.update(__file__=path, __builtins__=__builtins__, __annotations__={}, __cached__=None)
     sys.modules["__main__"] = main
-    exec(compile(Path(path).read_bytes(), path, "exec"), main.__dict__)
+    exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), main.__dict__)
 
 
 def _main(control: int) -> None:

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import pytest
 
@@ -60,7 +61,8 @@ def test_the_tests_after_it_are_not_blamed(report: str):
 
 
 def test_a_module_that_does_its_work_when_it_is_imported_is_refused(request: pytest.FixtureRequest):
-    finish = request.config.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py")).pytest_collection_finish
+    plugin: Any = request.config.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
+    finish = plugin.pytest_collection_finish
     finish(request.session)
     end = threading.Event()
     thread = threading.Thread(target=end.wait, name="works at once")

@@ -89,6 +89,33 @@ def test_it_ends_as_an_interpreter_ends(fresh: bool, how: str, status: int, text
     assert text in result.stdout + result.stderr
 
 
+SCRIPT = """
+import __main__, inspect, json, os, pickle, sys
+
+class Kept:
+    many: int = 1
+
+print(json.dumps([
+    __name__, __file__, __main__.__file__, str(__main__.__spec__), sys.argv, sys.path[:2], os.getcwd(),
+    [name for name in os.environ if name.startswith(("RANK", "WORLD", "MASTER"))],
+    pickle.loads(pickle.dumps(Kept())).__class__ is Kept, inspect.getsource(Kept), str(Kept.__annotations__),
+    sorted(vars(__main__)),
+]))
+sys.exit(4)
+"""
+
+
+def test_a_forked_script_looks_like_a_fresh_one(tmp_path: Path) -> None:
+    (script := tmp_path / "script.py").write_text(SCRIPT)
+    (cwd := tmp_path / "cwd").mkdir()
+    forked, fresh = (
+        run_ranks(script, 1, args=["--an", "option"], cwd=cwd, fresh=fresh, launched=False, check=False)[0]
+        for fresh in (False, True)
+    )
+    assert forked.stdout == fresh.stdout != "", forked
+    assert forked.returncode == fresh.returncode == 4
+
+
 def test_what_is_read_at_the_start_needs_an_interpreter_of_its_own() -> None:
     start = {"PATH": "/bin", "OMP_NUM_THREADS": "1"}
     linux = sys.platform == "linux" and not Path("/dev/nvidiactl").exists()
