@@ -254,7 +254,7 @@ def test_a_program_that_does_not_fit_its_checkpoint_is_told_what_to_do(
     train(every(tmp_path, 12))
     module, loaders = Noisy(), data()
     if changed == "model":
-        module.net = torch.nn.Linear(4, 7)
+        module.net = torch.nn.Sequential(torch.nn.Linear(4, 7))
         message = "Error.* in loading state_dict"
     else:
         loaders = [data(), data()]

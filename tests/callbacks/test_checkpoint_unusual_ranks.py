@@ -44,7 +44,7 @@ def test_saves_go_on_after_a_rollback(ranks: Outcomes) -> None:
     for told in ranks("saves_go_on_after_a_rollback"):
         assert told["rollbacks"] >= 1
         numbers, steps = zip(*told["saves"], strict=True)
-        assert list(numbers) == list(range(1, len(numbers) + 1)), "none comes twice"
+        assert list(numbers) == sorted(set(numbers)), "none comes twice"
         assert len(steps) - steps.index(max(steps[:6])) > 4, "it trains for 60 steps more, and saves after every 8"
 
 

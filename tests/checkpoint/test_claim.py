@@ -227,6 +227,17 @@ def test_a_part_that_can_come_no_more_is_not_waited_for(tmp_path: Path, saves: i
     mine.release()
 
 
+def test_who_trains_again_in_one_process_does_not_wait_for_a_part_that_can_come_no_more(tmp_path: Path):
+    store, writer = CheckpointStore(tmp_path / "run"), Writer(tmp_path / "run")
+    writer.save(job_of(1, 0, (0, 1)))
+    assert "writes on, then ends" in str(writer.close(0.2)[0].error)
+    mine, began = taken(store, "second"), time.monotonic()
+    mine.wait()
+    assert time.monotonic() - began < 20.0
+    mine.release()
+    assert not store.entries()
+
+
 def test_a_writer_that_has_nothing_ends_with_its_trainer_at_once(tmp_path: Path):
     store, writer = CheckpointStore(tmp_path / "run"), dying(tmp_path / "run", 0)
     os.kill(writer, signal.SIGCONT)

@@ -45,7 +45,7 @@ def main(descriptor: int, trainer: int) -> None:
         signal.signal(number, signal.SIG_IGN)  # they are meant for the trainer: what it has handed over is finished
     with socket.socket(fileno=descriptor) as channel, _death_of(trainer) as death:
         while (message := _next(channel, trainer, death)) is not None:
-            answer = _answer(*message, orphaned=lambda: os.getppid() != trainer)
+            answer = _answer(*message, orphaned=lambda: os.getppid() != trainer or _is_closed(channel))
             with contextlib.suppress(OSError):  # nobody may be left to hear it
                 channel.sendall(json.dumps(answer).encode() + b"\n")
 
@@ -75,6 +75,13 @@ def _next(channel: socket.socket, trainer: int, death: Sequence[int]) -> tuple[i
     except ConnectionError:
         return None
     return (descriptors[0], *MESSAGE.unpack(data)) if data else None
+
+
+def _is_closed(channel: socket.socket) -> bool:
+    """Whether the other end is; what it has sent before can still be read."""
+    poll = select.poll()
+    poll.register(channel, getattr(select, "POLLRDHUP", 0))
+    return bool(poll.poll(0))
 
 
 def wait_for(channel: socket.socket, seconds: float, others: Sequence[int] = ()) -> bool:
@@ -116,7 +123,7 @@ def perform(
         job: what to write, see `engine.checkpoint.process`.
         memory: that its files are in.
         again: another process has died of it, and may have done all or a part. Default: False.
-        orphaned: whether the trainer has ended. Default: it has not.
+        orphaned: whether the trainer has ended, or its training has. Default: neither.
 
     Raises:
         CheckpointError: another rank has failed, or was not heard of before the deadline.
