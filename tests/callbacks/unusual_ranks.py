@@ -166,7 +166,7 @@ def one_has_finished(folder: Path, batches: int) -> dict[str, Any]:
 
     def trained(*callbacks: Any) -> Noisy:
         module, slow = Noisy(), Slow(0.03 if rank() == 1 else 0.0)
-        saves = FaultTolerantCheckpoint(folder, every_n_train_steps=3, busy="wait")
+        saves = FaultTolerantCheckpoint(folder, every_n_train_steps=3, busy="wait", save_on_exception=False)
         trainer = make_trainer(
             AsyncAveragingStrategy(DiLoCo(), EveryNSteps(3)), callbacks=[saves, slow, *callbacks],
             max_steps=steps, max_epochs=-1, enable_checkpointing=True,
