@@ -37,7 +37,8 @@ ALLOWED = {
     "transports": {"trainer", "engine", "comm", *GROUND},
     "callbacks": {"trainer", "monitor", "engine/checkpoint", "rules", *HALL},
     "strategies": {"transports", "trainer", "callbacks", "engine/averaging", "engine/gradients", "rules", *HALL},
-    "commands": {"trainer", "monitor", "engine/checkpoint", "rules", *HALL},
+    "launch": {"comm", *GROUND},
+    "commands": {"trainer", "monitor", "engine/checkpoint", "launch", "rules", *HALL},
 }
 """Which rooms a room may import from, besides itself. A wing, `engine/<wing>`, is a stranger to the other wings.
 `lightning_async/__init__.py` may import them all."""

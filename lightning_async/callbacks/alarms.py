@@ -54,5 +54,6 @@ def diverged(trainer: Any, words: str, used: Mapping[Remedy, int]) -> TrainingDi
     return TrainingDiverged(
         f"Rank {trainer.global_rank}: training has diverged at step {trainer.global_step} of epoch "
         f"{trainer.current_epoch}. {words or 'Another rank says why.'} Done so far: {tried}. Lower the learning rate, "
-        "clip gradients, or look at the data of this step; then resume from the last good checkpoint."
+        "clip gradients, or look at the data of this step; then resume from the last good checkpoint "
+        "(`FaultTolerantCheckpoint(recover='last_good')`)."
     )

@@ -51,8 +51,8 @@ class FaultTolerantCheckpoint(Checkpoint):
     SIGTERM to any rank saves once more, on all of them, and ends with exit code 75 (try again).
 
     Args:
-        dirpath: a directory that all ranks see, or a URL that fsspec knows. Where ranks take every step together, each
-            host may have its own.
+        dirpath: a directory that all ranks see, or a URL that fsspec knows; of this training alone. Where ranks take
+            every step together, each host may have its own.
         every_n_train_steps: save whenever so many optimizer steps were taken.
         train_time_interval: save whenever so much time has passed.
         save: or a policy of `lightning_async.rules.saving`. Default, without any of the three:
@@ -68,6 +68,8 @@ class FaultTolerantCheckpoint(Checkpoint):
         max_failures: after so many failed saves in a row training ends with an error. Default: 3.
         good_after: beside a `DivergenceMonitor`, a checkpoint is good when so many steps have followed in which nothing
             was out of bounds. Default: 20.
+        save_on_exception: when training ends by an exception, save what was trained until then; a rank alone, without
+            waiting for others. Default: True.
 
     Raises:
         TypeError: a policy lacks what one must answer, or an argument is of another type.
@@ -92,6 +94,7 @@ class FaultTolerantCheckpoint(Checkpoint):
         buffers: int = 2,
         max_failures: int = 3,
         good_after: int = 20,
+        save_on_exception: bool = True,
     ) -> None:
         owner = type(self).__name__
         policies: list[SavePolicy] = [] if save is None else [save]
@@ -117,6 +120,7 @@ class FaultTolerantCheckpoint(Checkpoint):
         self.settings = Settings(
             os.fspath(dirpath), policies[0] if len(policies) == 1 else AnySave(*(policies or [Adaptive()])), keep,
             recover, busy, buffers, max_failures, good_after, best,
+            save_on_exception,
         )  # fmt: skip
         self._now: Checkpointing | None = None
 
@@ -128,6 +132,8 @@ class FaultTolerantCheckpoint(Checkpoint):
                 f"`{type(self).__name__}` does not know the sharded state of `{strategy}` yet: use that strategy's own "
                 "checkpoints, or a strategy whose ranks hold whole replicas."
             )
+        # So that `trainer.checkpoint_callback`, and what is "best", are those of the user's `ModelCheckpoint`, if any.
+        trainer.callbacks = [*(each for each in trainer.callbacks if each is not self), self]
         self._now = Checkpointing(trainer, self.settings)
         self._now.install()
 

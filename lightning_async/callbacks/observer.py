@@ -109,8 +109,9 @@ class Observer:
             else:
                 size = norm(sample(optimizer))
             if size is not None:
-                drop |= self._is_to_drop(optimizer, size)
-                self._readings.put(name if whole else f"sample:{name}", size)
+                bad = self._is_to_drop(optimizer, size)  # and is told as the whole norm below: once
+                self._readings.put(name if whole or bad else f"sample:{name}", size)
+                drop |= bad
         if drop:
             self._readings.put(name, torch.tensor(math.nan))
         self.dropped |= drop

@@ -55,8 +55,9 @@ class HangWatchdog(Callback):
     stacks to stderr after twice the limit, and the exit code is 1.
 
     The first steps, validations, checkpoints and the ends of epochs have no limit unless ``other_s`` is given; waiting
-    at a gate has none. Time in which the whole process was stopped does not count. Where every step waits for all
-    ranks, all end, each with its own stacks: the one that hangs is where the others do not wait.
+    at a gate has none. Time in which the whole process was stopped does not count, but one that was stopped for more
+    than twice the limit may end by that timer when it goes on. Where every step waits for all ranks, all end, each with
+    its own stacks: the one that hangs is where the others do not wait.
 
     Args:
         k: steps as long as usual. Default 20.

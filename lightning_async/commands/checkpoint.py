@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import sys
-from collections.abc import Sequence
+import uuid
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 
 import torch
 
+from lightning_async.engine.checkpoint.claim import Claim
 from lightning_async.engine.checkpoint.manifest import Manifest
 from lightning_async.engine.checkpoint.retention import doomed
-from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
+from lightning_async.engine.checkpoint.store import CheckpointStore
 from lightning_async.engine.files import files_at
 from lightning_async.errors import CheckpointError, DamagedCheckpoint
 from lightning_async.rules.saving.keep import Best, EveryNth, KeepAny, KeepPolicy, Latest
@@ -29,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not store.files.exists(store.dirpath):
             raise FileNotFoundError(f"There is no directory {store.dirpath}.")
         return options.run(store, options)
-    except (OSError, ValueError) as error:
+    except (CheckpointError, OSError, ValueError) as error:
         print(f"lightning-async checkpoint: {error}", file=sys.stderr)
         return 1
 
@@ -70,7 +73,8 @@ def _list(store: CheckpointStore, options: argparse.Namespace) -> int:
     for entry in entries:
         print(f"{entry.name:<24} {_told(entry.manifest) if entry.manifest else _trouble(entry.error)}", end="")
         print("  good" if entry.good else "")
-    rest = sorted(set(store.files.names(store.dirpath)) - {entry.name for entry in entries})
+    named = {entry.name for entry in entries}
+    rest = sorted(n for n in store.files.names(store.dirpath) if n not in named and not n.startswith("."))
     for name in rest:
         print(f"{name:<24} {_standing(store, name)}")
     if not entries and not rest:
@@ -104,26 +108,19 @@ def _bytes(size: float) -> str:
 
 
 def _verify(store: CheckpointStore, options: argparse.Namespace) -> int:
-    entries = [entry for entry in store.entries() if options.number in (None, entry.number)]
+    entries = store.entries(options.number)
     if options.number is not None and not entries:
         raise ValueError(f"{store.dirpath} has no checkpoint of number {options.number}.")
     bad = 0
-    for entry in entries:
-        error = _error(store, entry)
-        bad += error is not None
-        print(f"{entry.name:<24} {_trouble(error) if error else 'whole'}")
-        if options.quarantine and isinstance(error, DamagedCheckpoint):
-            print(f"{'':<24} renamed to {store.quarantine(entry)}")
+    with _claimed(store, options.quarantine, "puts what is damaged aside"):
+        for entry in entries:
+            error = store.trouble(entry)
+            bad += error is not None
+            print(f"{entry.name:<24} {_trouble(error) if error else 'whole'}")
+            if options.quarantine and isinstance(error, DamagedCheckpoint):
+                print(f"{'':<24} renamed to {store.quarantine(entry)}")
     print(f"{len(entries) - bad} whole, {bad} not.")
     return 1 if bad else 0
-
-
-def _error(store: CheckpointStore, entry: Entry) -> Exception | None:
-    try:
-        store.verify(entry)
-    except (CheckpointError, OSError) as error:
-        return error
-    return None
 
 
 def _trouble(error: Exception | None) -> str:
@@ -131,9 +128,9 @@ def _trouble(error: Exception | None) -> str:
 
 
 def _export(store: CheckpointStore, options: argparse.Namespace) -> int:
-    entries = [entry for entry in store.entries() if options.number in (None, entry.number)]
+    entries = store.entries(options.number)
     for entry in entries:
-        if (error := _error(store, entry)) is not None:
+        if (error := store.trouble(entry)) is not None:
             print(f"{entry.name} {_trouble(error)}", file=sys.stderr)
             continue
         # Of no rank in particular: what all agreed on, with the first rank's progress.
@@ -162,12 +159,25 @@ def _prune(store: CheckpointStore, options: argparse.Namespace) -> int:
         keeps.append(Best(options.best, mode=options.mode))
     if not keeps and not options.damaged:
         raise ValueError("`prune` needs to know what to keep: --latest, --every or --best; or --damaged alone.")
-    gone = doomed(store.entries(), KeepAny(*keeps)) if keeps else []
-    for entry in gone:
-        print(f"{entry.name:<24} {'would be deleted' if options.dry_run else 'deleted'}")
+    with _claimed(store, not options.dry_run, "deletes old checkpoints there"):
+        gone = doomed(store.entries(), KeepAny(*keeps)) if keeps else []
+        for entry in gone:
+            print(f"{entry.name:<24} {'would be deleted' if options.dry_run else 'deleted'}")
+            if not options.dry_run:
+                store.remove(entry)
         if not options.dry_run:
-            store.remove(entry)
-    if not options.dry_run:
-        for name in store.clean(damaged=options.damaged):
-            print(f"{name:<24} deleted")
+            for name in store.clean(damaged=options.damaged):
+                print(f"{name:<24} deleted")
     return 0
+
+
+@contextlib.contextmanager
+def _claimed(store: CheckpointStore, changes: bool, does: str) -> Iterator[None]:
+    """Have the directory, where something is changed in it; whoever only reads needs no claim."""
+    claim = Claim(store, uuid.uuid4().hex, does)
+    if changes:
+        claim.take()
+    try:
+        yield
+    finally:
+        claim.release()

@@ -1,4 +1,4 @@
-"""The console script: ``lightning-async doctor | build-horovod | checkpoint``."""
+"""The console script: ``lightning-async doctor | build-horovod | launch | checkpoint``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ __all__ = ["main"]
 COMMANDS = {
     "doctor": "say what is installed, what runs, and why not something better",
     "build-horovod": "build Horovod for the installed torch (--mpi, --nccl)",
+    "launch": "start the ranks of a training on this host, and see to their end",
     "checkpoint": "list, verify, export or prune the checkpoints of a directory",
 }
 """Each is a module of this package with a function ``main`` that takes the other arguments."""

@@ -15,6 +15,7 @@ A position is a dict of plain values:
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils.data import (
@@ -88,13 +89,17 @@ class Here:
             self.generators.put(self._first_random)
             self._first_random = None
         if self._ahead:
-            self._before = self._now()
+            self._before = self._now(random=True)
 
     def position(self, before: bool = False) -> Position:
         """Now, or before the last fetch."""
-        now = (self._before if before else None) or self._now()
-        drawn, told = self.tape.drawn(now["made"]), describe(self._loader, self.given)
-        return {**now, "drawn": drawn, "share": told, "random": now["random"] if before else None}
+        return self.keep(before)()
+
+    def keep(self, before: bool) -> Callable[[], Position]:
+        """The same, put together when it is asked for; what happens until then does not change it."""
+        now = (self._before if before else None) or self._now(random=before)
+        tape, given = self.tape, self.given
+        return lambda: {**now, "drawn": tape.drawn(now["made"]), "share": describe(self._loader, given)}
 
     def sampler(self) -> Any:
         """What the loader takes its indices from."""
@@ -102,7 +107,7 @@ class Here:
             return self._loader._index_sampler
         return BatchSampler(self.given, self._loader.batch_size, self._loader.drop_last)
 
-    def _now(self) -> Position:
+    def _now(self, random: bool) -> Position:
         return {
             "taken": self.taken,
             "exhausted": self.exhausted,
@@ -112,7 +117,7 @@ class Here:
             "workers": dict(self.workers),
             "first": self.first,
             "dataset": copy.deepcopy(self._dataset.state_dict()) if self._dataset is not None else None,
-            "random": self.generators.take() if self._local else None,
+            "random": self.generators.take() if self._local and random else None,
         }
 
 
@@ -130,7 +135,8 @@ class _View:
 def iterate(loader: DataLoader[Any], here: Here) -> Any:
     """An iterator over ``loader`` that keeps ``here`` up to date, and begins at ``here.start``."""
     start = here.start
-    fetches_again = loader._dataset_kind == _DatasetKind.Iterable and not stateful(loader.dataset)
+    told = not start.get("taken") or start.get("dataset") is not None or start.get("workers")
+    fetches_again = loader._dataset_kind == _DatasetKind.Iterable and not (stateful(loader.dataset) and told)
     if here.exhausted:
         here.taken, fetches_again = start["taken"], False
         if not loader.persistent_workers:

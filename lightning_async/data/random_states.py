@@ -9,7 +9,7 @@ import inspect
 import random
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,13 +49,15 @@ class Generators:
 
     def take(self) -> States:
         """The states as they are now."""
-        states = {name: _state(generator) for name, generator in self._usual.items()}
+        return self.hold()()
+
+    def hold(self) -> Callable[[], States]:
+        """The same, made plain values only when they are asked for, which takes longer than to hold them."""
+        held = [(name, _held(generator)) for name, generator in self._usual.items()]
         if self._devices and torch.cuda.is_available() and torch.cuda.is_initialized():
-            for index in range(torch.cuda.device_count()):
-                states[f"cuda:{index}"] = _bytes(torch.cuda.get_rng_state(index))
-        for name, generator in self.named.items():
-            states[f"own:{name}"] = _state(generator)
-        return states
+            held += [(f"cuda:{i}", torch.cuda.get_rng_state(i)) for i in range(torch.cuda.device_count())]
+        held += [(f"own:{name}", _held(generator)) for name, generator in self.named.items()]
+        return lambda: {name: _plain(state) for name, state in held}
 
     def put(self, states: States) -> list[str]:
         """Set what ``states`` names; returns the names of which there is no generator here."""
@@ -127,14 +129,23 @@ def _filled(cell: Any) -> bool:
         return False
 
 
-def _state(generator: Any) -> Any:
+def _held(generator: Any) -> Any:
+    """Its state, in the generator's own terms."""
     if isinstance(generator, torch.Generator):
-        return _bytes(generator.get_state())
+        return generator.get_state()
     if isinstance(generator, np.random.Generator):
-        return _freeze(generator.bit_generator.state)
+        return generator.bit_generator.state
     if isinstance(generator, np.random.RandomState) or generator is np.random:
-        return _freeze(generator.get_state(legacy=False))
-    version, internal, gauss = generator.getstate()
+        return generator.get_state(legacy=False)
+    return generator.getstate()
+
+
+def _plain(state: Any) -> Any:
+    if isinstance(state, torch.Tensor):
+        return _bytes(state)
+    if isinstance(state, dict):
+        return _freeze(state)
+    version, internal, gauss = state
     return (version, array.array("I", internal).tobytes(), gauss)
 
 

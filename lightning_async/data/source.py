@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -15,13 +15,42 @@ from lightning_async.data.random_states import Generators, generators_in
 from lightning_async.data.tape import Tape
 from lightning_async.data.workers import stateful
 
-__all__ = ["Source", "source_of"]
+__all__ = ["Source", "begin_at", "generators_of", "sources_of"]
 
 log = logging.getLogger(__name__)
 
 
-def source_of(loader: Any, name: str) -> Source:
-    """How the position of ``loader``, any iterable, is followed."""
+def sources_of(loaders: Sequence[Any]) -> list[Source]:
+    """How the positions of a training's loaders, any iterables, are followed."""
+    names = ["the train dataloader"] if len(loaders) == 1 else [f"train dataloader {i}" for i in range(len(loaders))]
+    return [_source_of(loader, name) for loader, name in zip(loaders, names, strict=True)]
+
+
+def generators_of(sources: Sequence[Source]) -> Generators:
+    """All that draws random numbers: what everybody uses, and what these loaders have of their own."""
+    named = {
+        f"{index}.{path}": generator
+        for index, source in enumerate(sources)
+        for path, generator in source.generators().items()
+    }
+    return Generators(named, devices=True)
+
+
+def begin_at(sources: Sequence[Source], positions: Sequence[Position]) -> None:
+    """The next iteration of each begins at its position.
+
+    Raises:
+        ValueError: there are more, or fewer, loaders than then.
+    """
+    if len(sources) != len(positions):
+        raise ValueError(
+            f"the checkpoint is of a training with {len(positions)} train dataloaders, and this one has {len(sources)}."
+        )
+    for source, position in zip(sources, positions, strict=True):
+        source.begin_at(position)
+
+
+def _source_of(loader: Any, name: str) -> Source:
     own = isinstance(loader, DataLoader) and type(loader)._get_iterator is not DataLoader._get_iterator
     if isinstance(loader, DataLoader) and not own and not stateful(loader):
         return _OfDataLoader(loader, name)
@@ -59,6 +88,11 @@ class Source:
             ended: nothing more of this iteration will be read.
         """
         raise NotImplementedError
+
+    def keep(self, before: bool, ended: bool) -> Callable[[], Position]:
+        """The same, put together when it is asked for, at most one fetch later."""
+        position = self.position(before, ended)
+        return lambda: position
 
     def begin_at(self, position: Position) -> None:
         """The next iteration begins there."""
@@ -98,6 +132,11 @@ class _OfDataLoader(Source):
         if self._here is None or (ended and not self._persists):
             return {"ended": ended, "dataset": self._dataset_state()}
         return self._here.position(before)
+
+    def keep(self, before: bool, ended: bool) -> Callable[[], Position]:
+        if self._here is None or (ended and not self._persists):
+            return super().keep(before, ended)
+        return self._here.keep(before)
 
     def begin_at(self, position: Position) -> None:
         if position.get("dataset") is not None and stateful(self.loader.dataset):
@@ -150,6 +189,8 @@ class _OfIterable(Source):
         self.stand_in = _Followed(loader, self._iterator)
         self._now: Callable[[], Position] = lambda: {"taken": 0, "state": None}
         self._before: Position | None = None
+        self._first: list[Position] = []
+        """The position before the first fetch since `keep`."""
         self._tape: Tape | None = None
 
     def generators(self) -> dict[str, Any]:
@@ -160,6 +201,18 @@ class _OfIterable(Source):
             return {"ended": True, "state": self._now()["state"]}
         now = (self._before if before else None) or self._now()
         return {**now, "drawn": self._tape.drawn(now["made"]) if self._tape is not None else {}}
+
+    def keep(self, before: bool, ended: bool) -> Callable[[], Position]:
+        if before or ended:
+            return super().keep(before, ended)
+        first, tape = [], self._tape  # to ask the loader for its state may take long: it is asked before each fetch
+        self._first = first
+
+        def later() -> Position:
+            now = {**first[0], "random": None} if first else self._now()
+            return {**now, "drawn": tape.drawn(now["made"]) if tape is not None else {}}
+
+        return later
 
     def begin_at(self, position: Position) -> None:
         if position.get("state") is not None and stateful(self.loader):
@@ -197,7 +250,7 @@ class _OfIterable(Source):
 
         self._now, self._before = now, None
         batches = tape.call(lambda: iter(self.loader))
-        if again and start:
+        if start and (again or start.get("state") is None):
             self._tell(start["taken"])
             with generators.kept():
                 for _ in range(start["taken"]):
@@ -208,6 +261,8 @@ class _OfIterable(Source):
                 generators.put(first)
                 first = None
             self._before = now(generators.take())
+            if not self._first:
+                self._first.append(self._before)
             try:
                 batch = tape.call(lambda: next(batches))
             except StopIteration:

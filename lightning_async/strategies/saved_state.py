@@ -34,7 +34,7 @@ class SavedState:
 
     def begin_run(self) -> None:
         """A run begins: what an earlier one has loaded is not its own."""
-        self.origin, self._has_loaded, self._loaded = "none", False, None
+        self.origin, self._has_loaded, self._loaded, self._replica = "none", False, None, None
 
     def begin_stage(self, module: Any, fitting: bool) -> None:
         """The run has loaded its checkpoint, if any: a fit goes on from it, evaluation leaves it with the weights."""

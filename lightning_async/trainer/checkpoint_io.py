@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
+from lightning_async.errors import CheckpointError
 from lightning_async.trainer.namespace import fabric
 
 __all__ = ["DirectoryIO", "entry_at"]
@@ -21,7 +22,11 @@ def entry_at(path: Any) -> tuple[CheckpointStore, Entry] | None:
     except TypeError:
         return None
     store = CheckpointStore(dirpath or ".")
-    return next(((store, entry) for entry in store.entries() if entry.name == name), None)
+    return next(((store, entry) for entry in store.entries(name=name)), None)
+
+
+def _entries_in(path: Any) -> list[Entry]:
+    return CheckpointStore(path).entries() if isinstance(path, str | os.PathLike) and os.path.isdir(path) else []
 
 
 class DirectoryIO(_CheckpointIO):
@@ -40,6 +45,8 @@ class DirectoryIO(_CheckpointIO):
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         found = entry_at(path)
+        if found is None and (entries := _entries_in(path)):
+            raise CheckpointError(f"{path} is a directory of checkpoints: name one, as {entries[0].path}, the newest.")
         return self.inner.load_checkpoint(path, *args, **kwargs) if found is None else self._load(*found)
 
     def remove_checkpoint(self, path: Any) -> None:

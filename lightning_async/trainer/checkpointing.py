@@ -1,35 +1,37 @@
 """The checkpoints of one fit: found and verified before it, saved during it, complete after it.
 
-When to save, and how ranks agree on it, is for `trainer.saves`; what there is to save, for `trainer.whole_state` and
-`trainer.resume`; how it comes to the disk, for `engine.checkpoint`.
+Which one to go on from is for `trainer.recovery`; when to save, and how ranks agree on it, for `trainer.saves`; what
+there is to save, for `trainer.whole_state` and `trainer.resume`; how it comes to the disk, for `engine.checkpoint`.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import uuid
+from functools import partial
 from typing import Any
 
-from lightning_async.engine.checkpoint.recovery import recover
+from lightning_async.engine.checkpoint.claim import Claim
 from lightning_async.engine.checkpoint.saver import PATIENCE_S, Saver
-from lightning_async.engine.checkpoint.shards import load_own
-from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
+from lightning_async.engine.checkpoint.store import CheckpointStore
 from lightning_async.errors import AsyncTrainingError, CheckpointError, SettingsMismatch
 from lightning_async.trainer.checkpoint_io import DirectoryIO
 from lightning_async.trainer.due import Settings
 from lightning_async.trainer.namespace import pytorch
-from lightning_async.trainer.patches import Undo, replace, searches_lr, set_for_now
+from lightning_async.trainer.patches import Undo, in_words, replace, searches_lr, set_for_now
 from lightning_async.trainer.preemption import Preemption
+from lightning_async.trainer.recovery import Recovery, gather
 from lightning_async.trainer.resume import Resume
-from lightning_async.trainer.saves import Apart, Together
+from lightning_async.trainer.saves import FAILED_S, Together
+from lightning_async.trainer.saves_apart import Apart
 from lightning_async.trainer.whole_state import ALIKE, collect, left_out, put_back, whole
 
 __all__ = ["Checkpointing"]
 
 log = logging.getLogger(__name__)
 
-_FAILED_S = 10.0
-"""For what is still being written when training has failed: the writer goes on without its trainer."""
+_MEETING = re.compile(r"\.[0-9a-f]{12}-\d+")
 
 
 class Checkpointing:
@@ -44,15 +46,18 @@ class Checkpointing:
         self._trainer, self._settings = trainer, settings
         self.store = CheckpointStore(settings.dirpath)
         self.resume = Resume(trainer)
-        self.resumed: Entry | None = None
+        self._gather = partial(gather, trainer)
+        self._recovery = Recovery(trainer, settings, self.store, self.resume)
         self.saver: Saver | None = None
         self._pace: Together | Apart | None = None
         self._preempted = Preemption(trainer)
         self._undo: list[Undo] = []
         self._run, self._number = "", 0
+        self._first_step, self._expected = 0, False
+        """Whether there is memory for the state that optimizers have when they have stepped."""
+        self._claim: Claim | None = None
         self._group: list[int] = []
         """The ranks that see this rank's directory."""
-        self._verified: str | None = None
         self._patience_s = PATIENCE_S
         self._watcher: Any = None
         """Knows for how many steps nothing was out of bounds."""
@@ -63,76 +68,68 @@ class Checkpointing:
         """Before anything is restored: have checkpoints read, and in a fit found and, at batch boundaries, written."""
         trainer, strategy = self._trainer, self._trainer.strategy
         self._undo.append(replace(strategy, "teardown", self._tear_down))
-        self._undo.append(set_for_now(strategy, "_checkpoint_io", DirectoryIO(strategy.checkpoint_io, self._load)))
+        self._undo.append(
+            set_for_now(strategy, "_checkpoint_io", DirectoryIO(strategy.checkpoint_io, self._recovery.load))
+        )
         if trainer.state.fn != "fit" or trainer.fast_dev_run:
             return
         self._undo += self.resume.install()
         self.resume.on_boundary = self._boundary
         self._undo += [
+            replace(trainer.fit_loop, "run", self._run_fit),
             replace(trainer._checkpoint_connector, "resume_start", self._resume_start),
+            replace(trainer._checkpoint_connector, "resume_end", self._recovery.end),
             replace(strategy, "on_train_start", self._begin),
             *self._preempted.install(),
         ]
 
     def _resume_start(self, original: Any) -> Any:
         def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
-            original(checkpoint_path or self._recover(), *args, **kwargs)
+            if self._claim is None:  # a search for a learning rate ends with a call of this, too
+                self._take_directory()
+            original(checkpoint_path or self._recovery.choose(), *args, **kwargs)
 
         return resume_start
 
-    def _recover(self) -> str | None:
-        """The path of the checkpoint to go on from, on which all ranks agree; None where training begins."""
-        settings = self._settings
-        if settings.recover is None:
-            return None
-        entry = self._verified_entry(settings.recover)
-        self._verified = None if entry is None else entry.path
-        return self._verified
+    def _take_directory(self) -> None:
+        """Before anything in it is chosen or put into quarantine: it is ours, and what was handed over is there.
 
-    def _verified_entry(self, strategy: str) -> Entry | None:
-        """The checkpoint that ``strategy`` asks for, whole on all ranks, which call this together."""
-        found = recover(self.store, strategy, self._settings.best, self._gather)
-        for path, what in (found.damaged | found.unreadable).items():
-            log.warning("Rank %d: the checkpoint %s is passed over: %s", self._rank, path, what)
-        return found.entry
-
-    def _load(self, store: CheckpointStore, entry: Entry) -> dict[str, Any]:
-        """This rank's Lightning checkpoint out of one of ours."""
-        if entry.path != self._verified:
-            store.verify(entry)
-        checkpoint, resume = whole(store, entry, self._rank, self._trainer.world_size)
-        if self._trainer.state.fn == "fit":
-            if resume is None and (states := _all_of(store, entry)):
-                self.resume.restore_resized(states)
-            else:
-                self.resume.restore(resume)
-            self.resumed = entry
-        return checkpoint
+        Raises:
+            SettingsMismatch: the ranks were given different ones, and would not do the same.
+            CheckpointError: another program trains into it, or nothing can be written there.
+        """
+        runs, everyones = zip(*self._gather([uuid.uuid4().hex[:12], self._settings.compared()]), strict=True)
+        if len(set(everyones)) > 1:
+            raise SettingsMismatch(f"The ranks have different settings for checkpoints: {sorted(set(everyones))}.")
+        self._run = runs[0]
+        self._claim = Claim(self.store, self._run)
+        self._claim.take(self._gather)
+        self._claim.wait(self._gather)
 
     def start(self) -> None:
         """Training begins: agree on numbers, start the writer, and have its memory.
 
         Raises:
-            SettingsMismatch: the ranks were given different ones.
             OSError: nothing can be written into the directory.
         """
         trainer, settings = self._trainer, self._settings
         if trainer.fast_dev_run or searches_lr(trainer):
             return
-        told = self._gather([uuid.uuid4().hex[:12], self.store.next_number(), settings.compared()])
-        if len(everyones := {rules for _, _, rules in told}) > 1:
-            raise SettingsMismatch(f"The ranks have different settings for checkpoints: {sorted(everyones)}.")
-        self._run, number = told[0][0], max(number for _, number, _ in told)
+        number = max(self._gather(self.store.next_number()))
         self._group = self._meet()
-        if trainer.local_rank == 0:
-            self.store.clean(self._run)
+        if self._rank == self._group[0]:
+            try:
+                self.store.clean(self._run)
+            except OSError as error:  # somebody else's, perhaps: that is no reason not to train
+                log.warning("Rank %d: what was left unfinished cannot be deleted: %s", self._rank, error)
         for problem in self.resume.problems():
             log.warning("Rank %d: this training cannot be resumed exactly: %s", self._rank, problem)
         if names := left_out(trainer.lightning_module, trainer.datamodule):
             log.warning("Hyper-parameters that checkpoints do not hold, as reading them would execute code: %s.", names)
+        resumed = self._recovery.entry
         self._watcher = next((c for c in trainer.callbacks if hasattr(c, "clean_steps")), None)
         self.saver = Saver(
-            self.store, self._rank, self._run, settings.keep, resumed_from=self.resumed and self.resumed.number,
+            self.store, self._rank, self._run, settings.keep, resumed_from=resumed and resumed.number,
             good_after=settings.good_after if self._watcher else None,
             buffers=settings.buffers, max_failures=settings.max_failures,
         )  # fmt: skip
@@ -148,7 +145,10 @@ class Checkpointing:
                 kind = Together if getattr(trainer.strategy, "averager", None) is None else Apart
                 shared, own = collect(trainer, ALIKE)  # what cannot be saved is named now, and memory is there
                 self.saver.reserve(trainer.global_step, self._group, shared, own)
+                self._first_step = trainer.global_step
                 self._pace = kind(trainer, self.saver, self._settings, self._number, self._group)
+                self._undo.append(self.resume.points.whereabouts.follow())
+                self.resume.points.keeps = kind is Apart or self._settings.on_exception
 
         return on_train_start
 
@@ -168,16 +168,24 @@ class Checkpointing:
             strategy.barrier("files were seen")
         finally:
             files.unlink(path)
+        if self._rank == seen[0]:  # what a program that was killed just here has left
+            for name in files.names(self.store.dirpath):
+                if _MEETING.fullmatch(name) and not name.startswith(prefix):
+                    files.unlink(f"{self.store.dirpath}/{name}")
         return seen
 
     # ---- during training ----
 
     def _boundary(self) -> None:
         """A safe point of this rank's, see `Resume`."""
+        self._recovery.got_on = True
         if self.saver is None or self._pace is None:
             return
         if self.resume.where == "batch":
             self.saver.step(None if self._watcher is None else self._watcher.clean_steps)
+            if not self._expected and self._trainer.global_step > self._first_step:
+                self._expected = True
+                self._pace.expect(self.resume)
         self.saver.poll()
         self._pace.boundary(self.resume, self._preempted)
 
@@ -189,7 +197,7 @@ class Checkpointing:
         self.saver.flush(PATIENCE_S)
         self._trainer.strategy.barrier("what was asked for is marked and deleted")
         try:
-            entry = self._verified_entry("last_good")
+            entry = self._recovery.find("last_good")
         except CheckpointError as error:
             log.warning("Rank %d cannot go back: %s", self._rank, error)
             return None
@@ -204,10 +212,32 @@ class Checkpointing:
         if self._pace is not None:
             self._pace.end()
 
+    def _run_fit(self, original: Any) -> Any:
+        def run() -> None:
+            try:
+                original()
+            except BaseException as exception:
+                self._save_what_was(exception)
+                raise
+
+        return run
+
+    def _save_what_was(self, exception: BaseException) -> None:
+        """Training has ended by an exception, which the user shall see, whatever becomes of this; waits for nobody."""
+        preempted = pytorch("utilities.exceptions").SIGTERMException
+        if self._pace is None or not self._settings.on_exception or isinstance(exception, preempted | CheckpointError):
+            return
+        try:
+            if self._pace.fail(self.resume, exception):
+                log.warning("Rank %d saves what was trained until this: %s", self._rank, in_words(exception))
+        except Exception as error:
+            log.error("Rank %d: what was trained until this exception cannot be saved: %r", self._rank, error)
+
     def fail(self, exception: BaseException) -> None:
         """Training is over, by an exception; replicas that drift have met if that is a signal's."""
         preempted = isinstance(exception, pytorch("utilities.exceptions").SIGTERMException)
-        self._patience_s = PATIENCE_S if preempted else _FAILED_S
+        self._patience_s = PATIENCE_S if preempted else FAILED_S
+        self._recovery.explain(exception)
         if preempted and isinstance(self._pace, Apart):
             try:
                 self._pace.end("preemption")
@@ -217,8 +247,10 @@ class Checkpointing:
     def _tear_down(self, original: Any) -> Any:
         def teardown() -> None:
             """Of the strategy, however training has ended: what it has patched since is taken back first."""
-            original()
-            self.close()
+            try:
+                original()
+            finally:
+                self.close()
 
         return teardown
 
@@ -226,33 +258,21 @@ class Checkpointing:
         """Wait for what is being written. Idempotent."""
         while self._undo:
             self._undo.pop()()
-        saver, self.saver = self.saver, None
-        if saver is not None:
-            saver.close(self._patience_s)
         if self._pace is not None:
-            self._pace.close()
-            self._pace = None
+            self._pace.give_up()
+        saver, self.saver = self.saver, None
+        pace, self._pace = self._pace, None
+        try:
+            if saver is not None:
+                saver.close(self._patience_s)
+            if pace is not None:
+                pace.close()
+        finally:
+            if self._claim is not None:
+                self._claim.release()
 
     # ---- ranks ----
 
     @property
     def _rank(self) -> int:
         return self._trainer.global_rank
-
-    @property
-    def _ranks(self) -> range:
-        return range(self._trainer.world_size)
-
-    def _gather(self, value: Any) -> list[Any]:
-        """One plain value of every rank; all ranks call this together."""
-        strategy = self._trainer.strategy
-        return [strategy.broadcast(value, src) for src in self._ranks]
-
-
-def _all_of(store: CheckpointStore, entry: Entry) -> list[dict[str, Any]]:
-    """What `Resume` has of every rank of a training of another size; nothing where it lacks one."""
-    manifest = entry.manifest
-    assert manifest is not None
-    owns = [load_own(store, entry, rank) for rank in range(manifest.world_size)]
-    states = [own["resume"] for own in owns if own is not None and own["resume"] is not None]
-    return states if len(states) == manifest.world_size else []

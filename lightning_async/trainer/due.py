@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -13,8 +13,12 @@ import torch
 
 from lightning_async.engine.checkpoint.saver import Saver
 from lightning_async.rules.saving import Best, KeepPolicy, Progress, SavePolicy
+from lightning_async.trainer.patches import callbacks_of, in_words
+from lightning_async.trainer.settings import version
 
-__all__ = ["Clock", "Settings", "is_last", "manifest_of"]
+__all__ = ["Clock", "Settings", "is_last", "manifest_of", "was_stopped"]
+
+_LONGEST = 1000  # characters of an exception
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ class Settings:
         max_failures: failed saves in a row that end training.
         good_after: steps without harm, after which a checkpoint is good.
         best: what "best" means.
+        on_exception: whether to save when training ends by an exception.
     """
 
     dirpath: str
@@ -42,6 +47,7 @@ class Settings:
     max_failures: int
     good_after: int
     best: Best | None
+    on_exception: bool
 
     def compared(self) -> str:
         """What must be equal on all ranks, in words; directories of hosts may have different names."""
@@ -76,10 +82,10 @@ class Clock:
         self.saved_step, self._saved_at = step, time.monotonic()
 
 
-def manifest_of(trainer: Any, reason: str) -> dict[str, Any]:
-    """What the manifest of a save tells."""
-    metrics = {}
-    for name, value in trainer.callback_metrics.items():
+def manifest_of(trainer: Any, reason: str, exception: BaseException | None = None) -> dict[str, Any]:
+    """What the manifest of a save tells; after an ``exception`` no metric is computed, which may wait for others."""
+    metrics, known = {}, trainer.callback_metrics if exception is None else trainer._logger_connector._callback_metrics
+    for name, value in known.items():
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             metrics[name] = float(value)
     return {
@@ -87,8 +93,25 @@ def manifest_of(trainer: Any, reason: str) -> dict[str, Any]:
         "world_size": trainer.world_size,
         "reason": reason,
         "metrics": metrics,
-        "versions": {name: importlib.metadata.version(name) for name in ("torch", "lightning-async")},
+        "notes": _notes(trainer, exception),
+        "versions": {"torch": str(torch.__version__), "lightning-async": version()},
     }
+
+
+def _notes(trainer: Any, exception: BaseException | None) -> dict[str, Any]:
+    if exception is not None:
+        return {"exception": in_words(exception)[:_LONGEST]}
+    return {"stopped": _limits(trainer)} if trainer.should_stop else {}
+
+
+def was_stopped(trainer: Any, notes: Mapping[str, Any]) -> bool:
+    """Whether a callback had stopped the training that has left these notes, and its limits are the same now."""
+    return notes.get("stopped") == _limits(trainer)
+
+
+def _limits(trainer: Any) -> list[float | None]:
+    timers = [getattr(timer, "_duration", None) for timer in callbacks_of(trainer, "Timer")]
+    return [trainer.max_epochs, trainer.max_steps, *timers]
 
 
 def is_last(trainer: Any) -> bool:

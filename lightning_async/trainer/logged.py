@@ -9,7 +9,7 @@ import torch
 
 from lightning_async.trainer.namespace import pytorch
 
-__all__ = ["put_logged", "take_logged"]
+__all__ = ["Known", "put_logged", "take_logged"]
 
 _FIELDS = (
     "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "dataloader_idx",
@@ -18,9 +18,29 @@ _FIELDS = (
 _STATE = ("value", "cumulated_batch_size", "_forward_cache", "_update_count")
 
 
-def take_logged(trainer: Any) -> dict[str, Any]:
-    """Values of this epoch so far, and the last of each; copies."""
-    connector, modules = trainer._logger_connector, _metrics(trainer)
+class Known:
+    """What was taken before.
+
+    Args:
+        trainer: in a fit; its metrics are looked for now.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.metrics = _metrics(trainer)
+        self.copies: dict[str, tuple[list[Any], dict[str, Any]]] = {}
+        """Of each metric: its state, by reference, and a copy."""
+
+
+def take_logged(trainer: Any, known: Known | None = None) -> dict[str, Any]:
+    """Values of this epoch so far, and the last of each; copies.
+
+    Args:
+        trainer: in a fit.
+        known: filled here: metrics that were not updated since the last call with it are not copied again. Default:
+            nothing is.
+    """
+    connector, known = trainer._logger_connector, known or Known(trainer)
+    modules = known.metrics
     names = {id(metric): name for name, metric in modules.items()}
     results = trainer.fit_loop.epoch_loop._results
     return {
@@ -30,7 +50,7 @@ def take_logged(trainer: Any) -> dict[str, Any]:
         "first": connector._first_loop_iter,
         "fx": connector._current_fx,
         "results": {key: _take_result(result, names) for key, result in results.items() if not result.has_reset},
-        "metrics": {name: _take_metric(metric) for name, metric in modules.items()},
+        "metrics": {name: _take_metric(name, metric, known) for name, metric in modules.items()},
     }
 
 
@@ -58,8 +78,22 @@ def _metrics(trainer: Any) -> dict[str, Any]:
     return {name: child for name, child in trainer.lightning_module.named_modules() if isinstance(child, Metric)}
 
 
-def _take_metric(metric: Any) -> dict[str, Any]:
-    return {name: _copy(getattr(metric, name)) for name in [*metric._defaults, "_update_count", "_forward_cache"]}
+def _take_metric(name: str, metric: Any, known: Known) -> dict[str, Any]:
+    states = {state: getattr(metric, state) for state in [*metric._defaults, "_update_count", "_forward_cache"]}
+    marks = [_mark(value) for value in states.values()]
+    before, copies = known.copies.get(name, ([], {}))
+    if copies.keys() != states.keys() or any(old is not new for old, new in zip(before, marks, strict=True)):
+        copies = {state: _copy(value) for state, value in states.items()}
+        known.copies[name] = marks, copies
+    return copies
+
+
+def _mark(state: Any) -> Any:
+    """Another object after each update: of a list, which only grows or begins anew, its last entry.
+
+    What is updated in place, the count of updates tells.
+    """
+    return (state[-1] if state else None) if isinstance(state, list) else state
 
 
 def _take_result(result: Any, names: dict[int, str]) -> dict[str, Any]:

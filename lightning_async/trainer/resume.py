@@ -6,13 +6,16 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightning_async.data.random_states import Generators, reseed
-from lightning_async.data.source import Source, source_of
-from lightning_async.trainer.logged import put_logged, take_logged
+from lightning_async.data.random_states import reseed
+from lightning_async.data.source import begin_at, sources_of
+from lightning_async.trainer.epoch_starts import go_on_averaging, start_again
+from lightning_async.trainer.limits import Limits
+from lightning_async.trainer.logged import put_logged
 from lightning_async.trainer.namespace import fabric
 from lightning_async.trainer.patches import Undo, replace, searches_lr
 from lightning_async.trainer.resized import batches_left, resized
-from lightning_async.trainer.unsaved import put_unsaved, take_unsaved
+from lightning_async.trainer.safe_points import SafePoints
+from lightning_async.trainer.unsaved import put_unsaved
 
 __all__ = ["Resume"]
 
@@ -31,20 +34,21 @@ class Resume:
     - ``"validation"``: the batch is done with and its validation under way; a resume validates from the beginning;
     - ``"epoch"``: an epoch is done with, its hooks included.
 
+    What goes wrong between them has a state, too: `points`.
+
     Args:
         trainer: whose fit it is.
     """
 
     def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+        self._trainer, self._limits = trainer, Limits(trainer)
         self.on_boundary: Callable[[], None] = lambda: None
         """Called at every safe point: `capture` there."""
         self.where: str | None = None
         """The safe point at which the fit is; None elsewhere."""
-        self._sources: list[Source] = []
+        self.points = SafePoints(trainer)
         self._pending: dict[str, Any] | None = None
         self._live = self._in_batch_end = self._validation_is_due = False
-        self._at_validation: dict[str, Any] | None = None
 
     def install(self) -> list[Undo]:
         """Patch Lightning's loops; returns what takes it back."""
@@ -53,6 +57,7 @@ class Resume:
         self._live = True
         return [
             self._end,
+            *self.points.whereabouts.install(),
             replace(fit, "_load_combined_loader_states", self._load_loaders),
             replace(fit, "reset", self._reset_fit),
             replace(fit, "on_run_start", self._start_fit),
@@ -67,9 +72,8 @@ class Resume:
 
     def problems(self) -> list[str]:
         """What keeps this fit from being resumed exactly, one line for each, with what to do."""
-        found = [problem for source in self._sources for problem in source.problems()]
-        fetcher = self._trainer.fit_loop._data_fetcher
-        if type(fetcher).__name__ == "_DataLoaderIterDataFetcher":
+        found = [problem for source in self.points.sources for problem in source.problems()]
+        if type(self._trainer.fit_loop._data_fetcher).__name__ == "_DataLoaderIterDataFetcher":
             found.append(
                 "`training_step(dataloader_iter)` fetches batches itself, so nobody knows which of them were trained "
                 "on: take `batch` instead, or exactly one batch per step"
@@ -84,46 +88,35 @@ class Resume:
         """
         if self.where is None:
             raise RuntimeError("Resume.capture() works at safe points only: call it from `on_boundary`.")
-        fit, epoch = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop
-        began = self._at_validation if self.where == "validation" else None
-        held = len(getattr(fit._data_fetcher, "batches", ()))
-        ended = self.where == "epoch" or epoch._num_ready_batches_reached()
-        iterator = fit._combined_loader._iterator
-        return {
-            "where": self.where,
-            "random": began["random"] if began is not None else self._generators().take(),
-            "loaders": [source.position(held > 0, ended) for source in self._sources],
-            "combined": {name: value for name, value in vars(iterator).items() if name in ("_idx", "_consumed")},
-            "unsaved": take_unsaved(self._trainer),
-            "logged": began["logged"] if began is not None else take_logged(self._trainer),
-        }
+        return self.points.capture(self.where)
 
     def capture_before_validation(self) -> dict[str, Any] | None:
         """The same where a batch is done with and its validation has yet to begin; None elsewhere."""
         if not self._active or not self._in_batch_end:
             return None
-        self._at_validation = {"random": self._generators().take(), "logged": take_logged(self._trainer)}
-        self.where = "validation"
+        whereabouts, within = self.points.whereabouts, self.points.whereabouts.within
+        self.points.begin_validation()
         try:
-            return self.capture()
+            return self.points.capture("validation")
         finally:
-            self.where = self._at_validation = None
+            whereabouts.within, self.points.began = within, None
 
     def restore(self, state: dict[str, Any] | None) -> None:
         """Go on from ``state`` when fit starts, once Lightning has restored its own checkpoint."""
         self._pending = state
+        self._limits.expect()
 
     def restore_resized(self, states: Sequence[dict[str, Any]]) -> None:
         """The same where the number of ranks was another: from the states of all ranks at the save, by rank."""
         self._pending = resized(states, self._trainer.global_rank, self._trainer.world_size)
-
-    # ------------------------------------------------------------------ what follows the fit
+        self._limits.expect()
 
     def _end(self) -> None:
         self._live, self._pending, self.where = False, None, None
-        for source in self._sources:
+        self._limits.put_back()
+        for source in self.points.sources:
             source.detach()
-        self._sources = []
+        self.points.sources = []
 
     @property
     def _active(self) -> bool:
@@ -132,19 +125,12 @@ class Resume:
     def _boundary(self, where: str) -> None:
         if not self._active:
             return
+        self.points.reach(where)
         self.where = where
         try:
             self.on_boundary()
         finally:
             self.where = None
-
-    def _generators(self) -> Generators:
-        named = {
-            f"{index}.{path}": generator
-            for index, source in enumerate(self._sources)
-            for path, generator in source.generators().items()
-        }
-        return Generators(named, devices=True)
 
     def _end_batch(self, original: Any) -> Any:
         def on_advance_end(data_fetcher: Any) -> None:
@@ -168,19 +154,18 @@ class Resume:
         def run() -> Any:
             if not self._active or not self._in_batch_end:
                 return original()
-            self._at_validation = {"random": self._generators().take(), "logged": take_logged(self._trainer)}
-            try:
-                self._boundary("validation")
-                return original()
-            finally:
-                self._at_validation, self._in_batch_end = None, False
+            self.points.begin_validation()
+            self._boundary("validation")
+            output = original()
+            self.points.began, self._in_batch_end = None, False
+            return output
 
         return run
 
     def _validate_batch(self, original: Any) -> Any:
         def evaluation_step(*args: Any) -> None:
             original(*args)
-            if self._at_validation is not None:
+            if self.points.began is not None:
                 self._boundary("validation")
 
         return evaluation_step
@@ -191,28 +176,25 @@ class Resume:
         def load() -> None:
             if not self._active:
                 return original()
-            for source in self._sources:
+            for source in self.points.sources:
                 source.detach()
             combined = self._trainer.fit_loop._combined_loader
-            names = self._names(len(combined.flattened))
-            self._sources = [source_of(loader, name) for loader, name in zip(combined.flattened, names, strict=True)]
-            ahead = any(fabric("utilities.data").sized_len(source.loader) is None for source in self._sources)
-            for source in self._sources:
+            self.points.sources = sources = sources_of(combined.flattened)
+            ahead = any(fabric("utilities.data").sized_len(source.loader) is None for source in sources)
+            for source in sources:
                 source.ahead = ahead
-            combined.flattened = [source.stand_in for source in self._sources]
+            combined.flattened = [source.stand_in for source in sources]
+            self._limits.lift(self._pending is not None and self._pending["where"] != "epoch")
             if self._pending is None:
                 return original()
             self._trainer.fit_loop._combined_loader_states_to_load = []
             epoch = self._trainer.fit_loop.epoch_progress.current.processed
-            for source, position in zip(self._sources, self._pending["loaders"], strict=True):
+            for source in sources:
                 fabric("utilities.data")._set_sampler_epoch(source.loader, epoch)
-                source.begin_at(position)
+            begin_at(sources, self._pending["loaders"])
             return None
 
         return load
-
-    def _names(self, count: int) -> list[str]:
-        return ["the train dataloader" if count == 1 else f"train dataloader {index}" for index in range(count)]
 
     def _reset_fit(self, original: Any) -> Any:
         def reset() -> None:
@@ -227,12 +209,20 @@ class Resume:
 
     def _start_fit(self, original: Any) -> Any:
         def on_run_start() -> None:
-            original()
-            if self._active and self._pending is not None:
-                for source in self._sources:
+            pending = self._pending if self._active else None
+            self.points.modes.put_trained(
+                pending["modes"] if pending else {}
+            )  # and once more when hooks have set it anew
+            with self._limits.shown():
+                original()
+            self.points.modes.begin()
+            if pending is not None:
+                for source in self.points.sources:
                     source.idle = False
-                if self._pending["where"] == "epoch":
+                if pending["where"] == "epoch":
+                    self._limits.put_back()
                     self._trainer.fit_loop._resuming_from_checkpoint = False  # so that the loaders begin the next epoch
+                    go_on_averaging(self._trainer)
                     self._go_on()
 
         return on_run_start
@@ -255,6 +245,7 @@ class Resume:
 
     def _start_epoch(self, original: Any) -> Any:
         def on_run_start(data_fetcher: Any) -> None:
+            self._limits.put_back()
             original(data_fetcher)
             if not self._active or self._pending is None:
                 return
@@ -264,9 +255,10 @@ class Resume:
             epoch.batch_progress.is_last_batch = self._pending["unsaved"]["is_last_batch"]
             if not self._pending.get("resized"):
                 vars(self._trainer.fit_loop._combined_loader._iterator).update(self._pending["combined"])
+            start_again(self._trainer)
             self._go_on()
-            if where == "validation":
-                self._validation_is_due = True
+            if where in ("validation", "batch end"):
+                self._validation_is_due = where == "validation"
                 epoch.on_advance_end(data_fetcher)
 
         return on_run_start
@@ -286,9 +278,10 @@ class Resume:
     def _go_on(self) -> None:
         state, self._pending = self._pending, None
         assert state is not None
+        self.points.modes.put(state["modes"])
         put_unsaved(self._trainer, state["unsaved"])
         put_logged(self._trainer, state["logged"])
         if "seed" in state["random"]:  # a rank that was not there
             reseed(state["random"]["seed"])
         else:
-            self._generators().put(state["random"])
+            self.points.generators().put(state["random"])

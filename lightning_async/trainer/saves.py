@@ -1,10 +1,7 @@
-"""When to save, and what: of ranks that take every step together, and of replicas that drift.
+"""When to save, and what, of ranks that take every step together.
 
-`Together`: what is due on one rank's clock is heard by all a step later, so that all save after the same batch. What is
-due by the number of steps, as every rank knows it, is saved at once.
-
-`Apart`: a save belongs to a round. The rank on which one is due has the next round marked; of what that makes, each
-rank that takes part keeps a share, and with it, at its own next batch boundary, its own state. Nobody waits.
+What is due on one rank's clock is heard by all a step later, so that all save after the same batch. What is due by the
+number of steps, as every rank knows it, is saved at once.
 """
 
 from __future__ import annotations
@@ -13,20 +10,19 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from lightning_async.engine.checkpoint.process import SaveBusy
 from lightning_async.engine.checkpoint.saver import PATIENCE_S, Saver
-from lightning_async.engine.header import Mark
 from lightning_async.trainer.due import Clock, Settings, is_last, manifest_of
 from lightning_async.trainer.lagged import lagged_of
 from lightning_async.trainer.preemption import Preemption
 from lightning_async.trainer.resume import Resume
-from lightning_async.trainer.whole_state import ALIKE, REPLICAS, collect
+from lightning_async.trainer.whole_state import ALIKE, collect
 
-__all__ = ["Apart", "Together"]
+__all__ = ["FAILED_S", "Together", "batches", "finish", "refuse"]
 
 log = logging.getLogger(__name__)
+
+FAILED_S = 10.0
+"""For what is still being written when training has failed: the writer goes on without its trainer."""
 
 
 class Together:
@@ -47,6 +43,14 @@ class Together:
         self._lagged = lagged_of("FaultTolerantCheckpoint", trainer)
         self._stale = False
         """What is heard next was asked for before the last save."""
+        self._batches = batches(trainer)
+        """That the last save holds."""
+
+    def expect(self, resume: Resume) -> None:
+        """Optimizers have stepped, and have their state now: have memory for saves of it."""
+        shared, checkpoint = collect(self._trainer, ALIKE)
+        own = {"checkpoint": checkpoint, "resume": resume.capture()}
+        self._saver.expect(self._trainer.global_step, self._group, shared, own)
 
     def boundary(self, resume: Resume, preempted: Preemption) -> None:
         """A safe point, on all ranks; within a validation of a rank alone."""
@@ -54,14 +58,14 @@ class Together:
         if resume.where == "validation":
             if trainer.world_size == 1 and preempted.told:
                 self._save("preemption", resume)
-                preempted.leave(self._finish)
+                preempted.leave(lambda: finish(trainer, saver))
             return
         step, epoch_end = trainer.global_step, resume.where == "epoch"
         mine = clock.due(step, epoch_end)
         due, busy, told = self._asked([mine, saver.busy, preempted.told])
         if told:
             self._save("preemption", resume)
-            preempted.leave(self._finish)
+            preempted.leave(lambda: finish(trainer, saver))
         last, by_steps = epoch_end and is_last(trainer), clock.due_by_steps(step, epoch_end)
         if last or by_steps:
             due, busy = True, trainer.strategy.reduce_boolean_decision(saver.busy, all=False)
@@ -91,16 +95,30 @@ class Together:
         own = {"checkpoint": checkpoint, "resume": resume.capture()}
         self._saver.save(self._number, step, self._group, shared, own, manifest_of(trainer, reason))
         self._clock.saved(step)
-        self._stale = trainer.world_size > 1
+        self._stale, self._batches = trainer.world_size > 1, batches(trainer)
 
-    def _finish(self) -> None:
-        """All are here until the last one has written: a launcher may end those that are left when one has gone."""
-        self._saver.wait(PATIENCE_S)
-        self._trainer.strategy.barrier("the checkpoint is written")
+    def fail(self, resume: Resume, exception: BaseException) -> bool:
+        """Save alone, whatever the others do: what is equal on all ranks is whole on this one. Whether that was done.
+
+        A rank that finds another one's checkpoint of the same step leaves it at that.
+        """
+        trainer = self._trainer
+        if batches(trainer) == self._batches and not self._saver.costs.failed_in_a_row:
+            return False
+        with resume.points.as_it_was(ending=True) as state:
+            if state is None:
+                return refuse(trainer, resume)
+            shared, checkpoint = collect(trainer, ALIKE, state.callbacks)
+            own = {"checkpoint": checkpoint, "resume": state.resume}
+            manifest = manifest_of(trainer, "exception", exception)
+            return self._saver.save_alone(self._number + 1, trainer.global_step, shared, own, manifest, FAILED_S)
 
     def end(self) -> None:
         """The last save was made at the end of the last epoch; who looks for it next finds it."""
-        self._finish()
+        finish(self._trainer, self._saver)
+
+    def give_up(self) -> None:
+        """All ranks have handed over their parts, or none."""
 
     def close(self) -> None:
         """Training is over."""
@@ -108,134 +126,20 @@ class Together:
             self._lagged.close()
 
 
-class Apart:
-    """Saves of replicas that drift.
+def finish(trainer: Any, saver: Saver) -> None:
+    """All are here until the last one has written: a launcher may end those that are left when one has gone."""
+    saver.wait(PATIENCE_S)
+    trainer.strategy.barrier("the checkpoint is written")
 
-    Args:
-        trainer: in training.
-        saver: of this rank.
-        settings: what the user has asked for.
-        number: of the last save in the directory.
-        group: the ranks that see this rank's directory: all must.
 
-    Raises:
-        ValueError: they do not.
-    """
+def batches(trainer: Any) -> int:
+    """That were trained on, the one included whose hooks may still run."""
+    return trainer.fit_loop.epoch_loop.batch_progress.total.processed
 
-    def __init__(self, trainer: Any, saver: Saver, settings: Settings, number: int, group: Sequence[int]) -> None:
-        if len(group) < trainer.world_size:
-            raise ValueError(
-                f"`FaultTolerantCheckpoint(dirpath={settings.dirpath!r})` is one directory of ranks {list(group)}, and "
-                "another one elsewhere: while replicas drift, all ranks must see the same."
-            )
-        self._trainer, self._saver, self._settings = trainer, saver, settings
-        self._known, self._asked = number, False
-        self._averager: Any = None
-        self._attach()
-        self._clock = Clock(settings.save, saver, self._averager.global_step())
-        self._captured: tuple[int, Any] = (-1, None)
-        """What `Resume` had of the last batch boundary, and after which batch that was."""
-        self._resume: Resume | None = None
 
-    def _attach(self) -> None:
-        """Averaging may have begun anew."""
-        before, self._averager = self._averager, self._trainer.strategy.averager
-        if before is self._averager:
-            return
-        if before is not None:  # steps count from 0 again
-            self._give_up(before.marks.lost(all=True))
-            self._known = max(self._known, before.marks.saved)
-            self._clock.saved(self._averager.global_step())
-        self._averager.marks.begin(self._known)
-        self._averager.gates.add(self)
-        self._asked = False
-
-    def boundary(self, resume: Resume, preempted: Preemption) -> None:
-        """A safe point of this rank's; a signal is a vote, by which all leave."""
-        if resume.where == "validation":
-            return
-        self._attach()
-        self._resume = resume
-        self._captured = self._batches(), resume.capture()
-        self._take()
-        step, clock = self._averager.global_step(), self._clock
-        if self._averager.marks.saved != self._known:
-            self._known, self._asked = self._averager.marks.saved, False
-            clock.saved(step)
-        ahead = int(self._averager.ledger.synchronous)  # the next step is a round, after which all save
-        if self._asked or not clock.due(step + ahead, resume.where == "epoch"):
-            return
-        if self._saver.busy and self._settings.busy == "skip":
-            clock.saved(step)
-        elif not self._saver.busy or self._settings.busy == "wait":
-            self._asked = True
-            self._averager.marks.ask()
-
-    def _batches(self) -> int:
-        return self._trainer.fit_loop.epoch_loop.batch_progress.total.completed
-
-    def _resume_state(self) -> Any:
-        """None where this rank stands within a batch. It may wait for the batch's validation to begin."""
-        batches, state = self._captured
-        if batches == self._batches():
-            return state
-        return None if self._resume is None else self._resume.capture_before_validation()
-
-    def _give_up(self, marks: list[Mark]) -> None:
-        """Nobody waits for this rank's part of these."""
-        for number, step, _ in marks:
-            log.warning("Rank %d comes too late for its part of save %d.", self._trainer.global_rank, number)
-            self._saver.give_up(number, step, "another round had come before this replica's next batch boundary")
-
-    def _take(self) -> None:
-        """Save this rank's part of a marked round."""
-        self._give_up(self._averager.marks.lost())
-        marked = self._averager.marks.take()
-        if marked is None:
-            return
-        _, checkpoint = collect(self._trainer, frozenset())
-        own = {
-            "checkpoint": checkpoint,
-            "resume": self._resume_state(),
-            "clocks": self._averager.clocks(),
-            "agreed": marked.share,
-            "averaging": self._averager.state_dict() if marked.share is None else None,
-            "replica": self._averager.marks.replica(),
-        }
-        number, step, ranks = marked.mark
-        queue = self._settings.busy != "wait"
-        try:
-            self._saver.save(number, step, ranks, {}, own, manifest_of(self._trainer, "due"), queue)
-        except SaveBusy as error:
-            log.warning("Rank %d leaves out its part of save %d: %s", self._averager.marks.rank, number, error)
-
-    def end(self, reason: str = "the end") -> None:
-        """All ranks are here, with one model."""
-        trainer, strategy = self._trainer, self._trainer.strategy
-        known = strategy.reduce(torch.tensor(float(self._averager.marks.saved)), reduce_op="max")
-        number, step = int(known) + 1, self._averager.global_step()
-        step = int(strategy.reduce(torch.tensor(float(step)), reduce_op="max"))
-        shared, checkpoint = collect(trainer, REPLICAS)
-        shared["averaging"] = self._averager.state_dict()
-        own = {"checkpoint": checkpoint, "resume": self._resume_state(), "clocks": self._averager.clocks()}
-        self._averager.marks.begin(number)
-        self._saver.save(number, step, range(trainer.world_size), shared, own, manifest_of(trainer, reason))
-        self._saver.wait(PATIENCE_S)
-        strategy.barrier("the checkpoint is written")
-
-    def close(self) -> None:
-        """Nothing to let go of."""
-
-    # ---- at gates, see `Visitor` ----
-
-    def come(self) -> None: ...
-
-    def stand(self) -> None:
-        """Where this rank waits, it takes part in the rounds of others."""
-        self._take()
-
-    def go(self, waited_s: float) -> None: ...
-
-    def leave(self) -> None: ...
-
-    def resume(self) -> None: ...
+def refuse(trainer: Any, resume: Resume) -> bool:
+    """Say that this moment cannot be saved; False."""
+    log.warning(
+        "Rank %d: this moment is in no checkpoint: %s.", trainer.global_rank, resume.points.whereabouts.within.value
+    )
+    return False

@@ -19,7 +19,7 @@ from lightning_async.errors import SettingsMismatch
 from lightning_async.trainer.namespace import name as namespace
 from lightning_async.trainer.namespace import pl, pytorch
 
-__all__ = ["Compared", "check_checkpoint", "check_settings"]
+__all__ = ["Compared", "check_checkpoint", "check_settings", "version"]
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def check_settings(strategy: Compared, trainer: Any, world: World) -> None:
     if strangers:
         raise SettingsMismatch(
             f"Rank {world.rank}: ranks {strangers} run a version of lightning_async that does not compare settings; "
-            f"this is version {_version()}. Install the same version on every host."
+            f"this is version {version()}. Install the same version on every host."
         )
     stages = [settings["stage"] for settings in told]
     if len(set(stages)) > 1:
@@ -97,7 +97,7 @@ def _everywhere(trainer: Any) -> Settings:
     kinds = tuple(getattr(pytorch("callbacks"), kind, ()) for kind in _COLLECTIVE)
     together = sorted(type(callback).__name__ for callback in trainer.callbacks if isinstance(callback, kinds))
     values = {
-        "version of lightning_async": _version(),
+        "version of lightning_async": version(),
         "version of torch": ".".join(torch.__version__.split(".")[:2]),
         "namespace of Lightning": namespace,
         "callbacks of all ranks": together,
@@ -142,5 +142,6 @@ def _those(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
 
 
-def _version() -> str:
+def version() -> str:
+    """Of this package."""
     return importlib.import_module(__name__.partition(".")[0]).__version__

@@ -30,6 +30,8 @@ class Stopping:
     def __init__(self, strategy: Drifting, trainer: Any) -> None:
         self._strategy, self._trainer = strategy, trainer
         self._spikes = Spikes(trainer, self._vote)
+        self._told = False
+        """This rank was told to stop where there was nobody to tell yet."""
 
     def install(self) -> list[Undo]:
         """Patch; returns what takes it back."""
@@ -61,8 +63,8 @@ class Stopping:
     def _on_sigterm(self, original: Any) -> Any:
         def notify(signum: int, frame: Any) -> None:
             gates = self._strategy.gates
-            if gates is None:
-                self._trainer._signal_connector.received_sigterm = True
+            if gates is None:  # before training: Lightning's own flag would end this rank alone
+                self._told = True
             else:
                 gates.request_stop()
 
@@ -74,6 +76,9 @@ class Stopping:
             gates = self._strategy.gates
             if gates is None:
                 return
+            if self._told:
+                self._told = False
+                gates.request_stop()
             gates.resume()
             if Vote.STOP in gates.agreed:
                 self._strategy.finish_batch()

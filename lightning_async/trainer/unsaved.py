@@ -8,11 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["put_unsaved", "take_unsaved"]
+__all__ = ["put_unsaved", "take_plain", "take_unsaved"]
 
 
 def take_unsaved(trainer: Any) -> dict[str, Any]:
     """Plain values; gradients and buffers by reference."""
+    return {**take_plain(trainer), "gradients": _gradients(trainer), "buffers": _buffers(trainer)}
+
+
+def take_plain(trainer: Any) -> dict[str, Any]:
+    """Of these the plain values."""
     fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
     return {
         "reloaded": fit._last_train_dl_reload_epoch,
@@ -23,8 +28,6 @@ def take_unsaved(trainer: Any) -> dict[str, Any]:
         "since_validation_s": time.monotonic() - (getattr(trainer, "_last_val_time", None) or time.monotonic()),
         # DDP: whether the next forward pass begins with rank 0's buffers; not amid an accumulation
         "syncs_buffers": getattr(trainer.model, "require_forward_param_sync", None),
-        "gradients": _gradients(trainer),
-        "buffers": _buffers(trainer),
     }
 
 

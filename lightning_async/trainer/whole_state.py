@@ -26,15 +26,20 @@ ALIKE = frozenset({"parameters", "optimizer_states"})
 _HPARAMS = {"hyper_parameters": "hparams_type", "datamodule_hyper_parameters": "datamodule_hparams_type"}
 
 
-def collect(trainer: Any, alike: frozenset[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+def collect(
+    trainer: Any, alike: frozenset[str], callbacks: dict[str, Any] | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """``(shared, own)`` of a Trainer's state; tensors by reference.
 
     Args:
         trainer: in a fit.
         alike: what is shared, of ``"parameters"`` and ``"optimizer_states"``. Buffers never are: a BatchNorm's
             statistics differ between ranks under every strategy.
+        callbacks: their states, where these are of an earlier moment. Default: as they are.
     """
     own = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    if callbacks is not None:
+        own["callbacks"] = callbacks
     for key, type_key in _HPARAMS.items():
         own.pop(type_key, None)  # a class, such as OmegaConf's: the values are plain ones here
         if key in own:
@@ -60,15 +65,17 @@ def joined(shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     return checkpoint
 
 
-def whole(store: CheckpointStore, entry: Entry, rank: int, world_size: int) -> tuple[dict[str, Any], Any]:
+def whole(
+    store: CheckpointStore, entry: Entry, rank: int, world_size: int, mapped: bool = False
+) -> tuple[dict[str, Any], Any]:
     """``(checkpoint, resume)``: Lightning's checkpoint for one rank, and what `Resume` is to restore.
 
     A rank that took no part in the save begins from what all agreed on, with the first rank's progress; so do all where
-    the number of ranks has changed.
+    the number of ranks has changed. With ``mapped``, tensors are read when they are used, see `shards.load`.
     """
-    loaded = load(store, entry, rank)
+    loaded = load(store, entry, rank, mapped)
     ranks = loaded.manifest.ranks
-    own: Any = loaded.own or load_own(store, entry, ranks[0])
+    own: Any = loaded.own or load_own(store, entry, ranks[0], mapped=mapped)
     took_part = loaded.own is not None and loaded.manifest.world_size == world_size
     checkpoint = joined(loaded.shared, own["checkpoint"])
     averaging: Any = loaded.shared.get("averaging") or own.get("averaging")
@@ -79,8 +86,8 @@ def whole(store: CheckpointStore, entry: Entry, rank: int, world_size: int) -> t
         tensors = {name: value.clone() for name, value in state.items() if isinstance(value, Tensor)}
         replica = {**own["replica"], "state_dict": tensors}
     if own.get("agreed") is not None:
-        owns = [load_own(store, entry, each) for each in ranks]
-        averaging, model = _assembled([own["agreed"] for own in owns if own is not None])
+        shares: list[Any] = [load_own(store, entry, each, "agreed", mapped=mapped) for each in ranks]
+        averaging, model = _assembled(shares)
         for name, value in model.items():
             target = torch.view_as_real(state[name]) if state[name].is_complex() else state[name]
             target.copy_(value.view(target.shape))

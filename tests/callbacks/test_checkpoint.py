@@ -6,6 +6,7 @@ import json
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from datetime import timedelta
@@ -58,7 +59,8 @@ def train(saved: FaultTolerantCheckpoint, *callbacks: Any, module: Any = None, *
 
 
 def every(folder: Path, steps: int = 4, **settings: Any) -> FaultTolerantCheckpoint:
-    return FaultTolerantCheckpoint(folder, **{"every_n_train_steps": steps, "busy": "wait", **settings})
+    usual = {"every_n_train_steps": steps, "busy": "wait", "save_on_exception": False}
+    return FaultTolerantCheckpoint(folder, **{**usual, **settings})
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -195,9 +197,16 @@ def test_damage_is_named_and_set_aside(tmp_path: Path, caplog: pytest.LogCapture
     assert [path.name for path in tmp_path.iterdir() if "damaged" in path.name] == [f"{newest.name}.damaged-1"]
 
 
+def test_what_cannot_be_cleaned_is_named_and_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (strange := tmp_path / "000001-step-3.tmp-x").symlink_to(strange)
+    with caplog.at_level(logging.WARNING, "lightning_async"):
+        assert len(train(every(tmp_path, 5)).losses) == 24
+    assert f"cannot be deleted: [Errno 40] Too many levels of symbolic links: '{strange}'" in caplog.text
+
+
 def test_saves_that_fail_are_loud_and_end_training_after_some(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def take_away() -> None:
-        tmp_path.joinpath("saves").rmdir()
+        shutil.rmtree(tmp_path / "saves")
         tmp_path.joinpath("saves").write_text("no directory any more")
 
     for steps, ends in ((2, 10), (10, 24)):

@@ -7,15 +7,12 @@ import pytest
 from tests.callbacks.checkpoint_ranks import BATCHES, EPOCHS, STOP
 from tests.strategies.workers import Outcomes
 
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return Outcomes("tests.callbacks.checkpoint_ranks", tmp_path_factory.mktemp("checkpoints"))
+SCENARIOS = "tests.callbacks.checkpoint_ranks"
 
 
 @pytest.mark.parametrize("name", ["ddp", "synchronous", "standing_still"])
-def test_what_follows_is_equal_to_the_bit(outcomes: Outcomes, name: str) -> None:
-    told = outcomes(name)
+def test_what_follows_is_equal_to_the_bit(ranks: Outcomes, name: str) -> None:
+    told = ranks(name)
     for rank in told:
         assert rank["saved"] == rank["first"] == STOP // 4 * 4
         assert rank["ranks"] == [0, 1]
@@ -23,8 +20,8 @@ def test_what_follows_is_equal_to_the_bit(outcomes: Outcomes, name: str) -> None
         assert {tensor: value for tensor, value in rank["tensors"].items() if value} == {}
 
 
-def test_replicas_that_drift_go_on_each_from_its_own_state(outcomes: Outcomes) -> None:
-    first, second = outcomes("drifting")
+def test_replicas_that_drift_go_on_each_from_its_own_state(ranks: Outcomes) -> None:
+    first, second = ranks("drifting")
     assert first["saved"] == second["saved"]
     assert first["ranks"] == [0, 1]
     for rank in (first, second):
@@ -34,8 +31,8 @@ def test_replicas_that_drift_go_on_each_from_its_own_state(outcomes: Outcomes) -
     assert first["digest"] == second["digest"]
 
 
-def test_a_rank_that_has_finished_resumes_as_finished(outcomes: Outcomes) -> None:
-    for rank in outcomes("uneven"):
+def test_a_rank_that_has_finished_resumes_as_finished(ranks: Outcomes) -> None:
+    for rank in ranks("uneven"):
         assert rank["ranks"] == [[0, 1]] * len(rank["ranks"])
         assert rank["reason"][0] == "the end"
         assert set(rank["reason"][1:]) == {"due"}, "rounds while rank 0 waited at its last gate"
@@ -44,8 +41,8 @@ def test_a_rank_that_has_finished_resumes_as_finished(outcomes: Outcomes) -> Non
 
 
 @pytest.mark.parametrize("name", ["ddp_preempted", "drifting_preempted"])
-def test_a_signal_to_one_rank_saves_on_all_and_ends_with_75(outcomes: Outcomes, name: str) -> None:
-    told = outcomes(name)
+def test_a_signal_to_one_rank_saves_on_all_and_ends_with_75(ranks: Outcomes, name: str) -> None:
+    told = ranks(name)
     for rank in told:
         assert rank["code"] == 75
         assert rank["reasons"] == ["preemption"]
@@ -54,8 +51,15 @@ def test_a_signal_to_one_rank_saves_on_all_and_ends_with_75(outcomes: Outcomes, 
     assert told[1]["first"] - STOP in range(8), "all leave a few steps later"
 
 
-def test_damage_is_noticed_and_the_one_before_is_taken(outcomes: Outcomes) -> None:
-    told = outcomes("damaged")
+def test_a_signal_before_training_ends_all_ranks_after_a_batch(ranks: Outcomes) -> None:
+    for rank in ranks("told_before_training"):
+        assert (rank["code"], rank["reasons"], rank["ranks"]) == (75, ["preemption"], [0, 1])
+        assert 0 < rank["first"] < STOP
+        assert rank["steps"] == BATCHES * EPOCHS - rank["first"]
+
+
+def test_damage_is_noticed_and_the_one_before_is_taken(ranks: Outcomes) -> None:
+    told = ranks("damaged")
     for rank in told:
         assert rank["from"] == rank["older"] < rank["newest"]
         assert len(rank["aside"]) == 1

@@ -14,6 +14,7 @@ import torch
 
 from lightning_async import DivergenceMonitor
 from lightning_async.engine.checkpoint.store import CheckpointStore
+from lightning_async.errors import CheckpointError
 from lightning_async.rules.divergence import History
 from lightning_async.rules.saving import Best, Latest
 from lightning_async.trainer import checkpointing
@@ -44,6 +45,31 @@ def test_buffers_that_training_makes_are_there_again(tmp_path: Path) -> None:
     assert min(module.losses) == 8
     assert module.made.tolist() == [0.0] * 3
     assert module.grown.tolist() == [BATCHES * EPOCHS - 1.0] * 5
+
+
+def test_a_training_that_was_ended_after_its_last_step_comes_to_its_end(tmp_path: Path) -> None:
+    class Hooks(pl.Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            seen.append("epoch")
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            seen.append("end")
+
+    class Ended(Hooks):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            raise Interrupted
+
+    for end, saved in ((BATCHES, 1), (BATCHES - 2, 1)):  # with the last batch, and before it
+        seen: list[str] = []
+        folder, limits = tmp_path / str(end), {"max_steps": end, "max_epochs": -1}
+        with contextlib.suppress(Interrupted):
+            train(every(folder, end), Ended(), **limits)
+        assert steps_in(folder) == [end] * saved
+        assert train(every(folder, end), Hooks(), **limits).losses == {}
+        assert seen == ["epoch", "end"]
+        assert steps_in(folder) == [end] * (saved + 1)
+        assert train(every(folder, end), Hooks(), **limits).losses == {}
+        assert seen == ["epoch", "end"], "what has ended is complete"
 
 
 class EpochEnds(pl.Callback):
@@ -155,7 +181,7 @@ def test_a_kind_of_hyper_parameters_is_left_out(tmp_path: Path) -> None:
 def test_who_has_failed_does_not_wait_long_for_a_writer_that_does_not_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(checkpointing, "_FAILED_S", 0.5)
+    monkeypatch.setattr(checkpointing, "FAILED_S", 0.5)
     saved, pids = every(tmp_path, busy="skip"), []
 
     def stop() -> None:
@@ -174,3 +200,65 @@ def test_who_has_failed_does_not_wait_long_for_a_writer_that_does_not_write(
     while steps_in(tmp_path) != [4] and time.monotonic() < until:
         time.sleep(0.02)
     assert steps_in(tmp_path) == [4]
+
+
+@pytest.mark.filterwarnings("ignore:.*multiple `ModelCheckpoint` callbacks")
+def test_what_is_best_for_lightning_is_for_the_users_own_checkpoints_to_say(tmp_path: Path) -> None:
+    """Wherever ours stands in the list."""
+    theirs = pl.callbacks.ModelCheckpoint(tmp_path / "theirs", monitor="late", mode="min")
+    trainer = trainer_of(every(tmp_path / "ours", 12), theirs)
+    trainer.fit(Evaluated(), data())
+    assert trainer.checkpoint_callback is theirs
+    trainer.test(dataloaders=whole_data(), ckpt_path="best")
+    assert trainer.ckpt_path == theirs.best_model_path
+
+
+def test_a_training_that_has_ended_says_so_and_one_that_is_longer_does_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(every(tmp_path, 12))
+    train(every(tmp_path, 12))
+    assert len(told := [r.getMessage() for r in caplog.records if "nothing is trained" in r.getMessage()]) == 1
+    assert "-step-24). To go on with it, raise `max_epochs`" in told[0]
+    caplog.clear()
+    train(every(tmp_path, 12), max_epochs=EPOCHS + 1)
+    assert "nothing is trained" not in caplog.text
+
+
+def test_what_a_callback_has_stopped_has_ended(tmp_path: Path) -> None:
+    class Stops(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.should_stop = trainer.should_stop or trainer.global_step == BATCHES
+
+    assert len(train(every(tmp_path, 4), Stops(), max_epochs=5).losses) == BATCHES
+    assert train(every(tmp_path, 4), Stops(), max_epochs=5).losses == {}
+    assert len(train(every(tmp_path, 4), max_epochs=6).losses) == 5 * BATCHES
+
+
+def test_a_directory_of_checkpoints_is_no_checkpoint(tmp_path: Path) -> None:
+    train(every(tmp_path, 4), max_epochs=1)
+    with pytest.raises(CheckpointError, match=r"is a directory of checkpoints: name one, as .*-step-12, the newest"):
+        trainer_of(every(tmp_path, 4)).fit(Noisy(), data(), ckpt_path=str(tmp_path))
+
+
+def test_what_a_killed_program_has_left_where_ranks_met_is_gone(tmp_path: Path) -> None:
+    (tmp_path / ".0123456789ab-1").touch()
+    train(every(tmp_path, 4), max_epochs=1)
+    assert sorted(name for name in os.listdir(tmp_path) if name.startswith(".")) == [".claim", ".writer-0"]
+
+
+@pytest.mark.parametrize("changed", ["model", "loaders"])
+def test_a_program_that_does_not_fit_its_checkpoint_is_told_what_to_do(
+    changed: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(every(tmp_path, 12))
+    module, loaders = Noisy(), data()
+    if changed == "model":
+        module.net = torch.nn.Sequential(torch.nn.Linear(4, 7))
+        message = "Error.* in loading state_dict"
+    else:
+        loaders = [data(), data()]
+        message = "of a training with 1 train dataloaders, and this one has 2"
+    with pytest.raises((RuntimeError, ValueError), match=message):
+        trainer_of(every(tmp_path, 12), max_epochs=EPOCHS + 1).fit(module, loaders)
+    assert "-step-24, or before. If this program's model, optimizers or data are not those" in caplog.text

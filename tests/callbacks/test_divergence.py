@@ -46,6 +46,11 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_model(wrong: float, cap
     assert monitor.clean_steps == 5
 
 
+def test_what_is_not_finite_is_told_once_whether_all_of_it_was_looked_at_or_a_sample(caplog: pytest.LogCaptureFixture):
+    trainer(DivergenceMonitor(remedies=["log", "skip"])).fit(Line(dict.fromkeys(range(20, 30), NAN)), batches(40))
+    assert {said.count("gradient_norm/0") for said in messages(caplog)} == {1}
+
+
 def test_a_loss_that_is_not_finite_in_an_accumulated_window_is_skipped_with_it():
     module, monitor = Line({6: NAN}), DivergenceMonitor(signals=["loss"])
     trainer(monitor, accumulate_grad_batches=4).fit(module, batches(16))

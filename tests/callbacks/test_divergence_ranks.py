@@ -5,57 +5,52 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import pytest
-
 from tests.strategies.workers import Outcomes
 
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return Outcomes("tests.callbacks.ranks", tmp_path_factory.mktemp("divergence"))
+SCENARIOS = "tests.callbacks.ranks"
 
 
 def warnings(told: dict[str, Any]) -> list[str]:
     return [line for line in told["said"] if line.startswith("Rank ")]
 
 
-def test_ddp_skips_a_gradient_of_one_rank_on_all(outcomes: Outcomes):
-    first, second = outcomes("ddp_skips_a_gradient_of_one_rank_on_all")
+def test_ddp_skips_a_gradient_of_one_rank_on_all(ranks: Outcomes):
+    first, second = ranks("ddp_skips_a_gradient_of_one_rank_on_all")
     assert first["history"] == second["history"]
     assert first["history"][8] == first["history"][7] != first["history"][9]
     assert first["finite"]
     assert "Remedy: skip" in warnings(first)[0]
 
 
-def test_ddp_cuts_learning_rates_together(outcomes: Outcomes):
-    first, second = outcomes("ddp_cuts_learning_rates_together")
+def test_ddp_cuts_learning_rates_together(ranks: Outcomes):
+    first, second = ranks("ddp_cuts_learning_rates_together")
     assert first["lr"] == second["lr"] == 0.005
     assert first["history"] == second["history"]
     assert [line for line in warnings(first) if "Remedy" in line] == []
     assert "Remedy: cut_lr" in " ".join(warnings(second))
 
 
-def test_ddp_rolls_back_together(outcomes: Outcomes):
-    first, second = outcomes("ddp_rolls_back_together")
+def test_ddp_rolls_back_together(ranks: Outcomes):
+    first, second = ranks("ddp_rolls_back_together")
     assert first["rolled"] == second["rolled"] == [[24, 20]]
     assert first["history"] == second["history"]
     assert first["finite"]
 
 
-def test_ddp_stops_together(outcomes: Outcomes):
-    for told in outcomes("ddp_stops_together"):
+def test_ddp_stops_together(ranks: Outcomes):
+    for told in ranks("ddp_stops_together"):
         assert told["error"].startswith("TrainingDiverged: Rank ")
         assert told["step"] == 6
 
 
-def test_ddp_notices_losses_that_part(outcomes: Outcomes):
-    first, second = outcomes("ddp_notices_losses_that_part")
+def test_ddp_notices_losses_that_part(ranks: Outcomes):
+    first, second = ranks("ddp_notices_losses_that_part")
     assert "loss_variance is" in warnings(first)[0]
     assert [w.partition(",")[2] for w in warnings(first)] == [w.partition(",")[2] for w in warnings(second)]
 
 
-def test_a_drifting_replica_skips_alone(outcomes: Outcomes):
-    first, second = outcomes("drifting_skips_alone")
+def test_a_drifting_replica_skips_alone(ranks: Outcomes):
+    first, second = ranks("drifting_skips_alone")
     assert second["history"][8] == second["history"][7]
     assert warnings(first) == []
     assert first["finite"]
@@ -63,8 +58,8 @@ def test_a_drifting_replica_skips_alone(outcomes: Outcomes):
     assert first["values"] == second["values"]
 
 
-def test_a_drifting_replica_that_is_broken_is_reset_from_the_others_at_once(outcomes: Outcomes):
-    first, second = outcomes("drifting_resets_the_replica_that_is_broken")
+def test_a_drifting_replica_that_is_broken_is_reset_from_the_others_at_once(ranks: Outcomes):
+    first, second = ranks("drifting_resets_the_replica_that_is_broken")
     assert second["mended_s"] < 2.0
     assert all(math.isfinite(x) for h in first["history"] for x in h)
     assert second["at"] <= 21
@@ -72,16 +67,16 @@ def test_a_drifting_replica_that_is_broken_is_reset_from_the_others_at_once(outc
     assert second["finite"]
 
 
-def test_a_drifting_replica_whose_loss_has_gone_off_is_left_out(outcomes: Outcomes):
-    first, second = outcomes("drifting_leaves_out_a_replica_whose_loss_has_gone_off")
+def test_a_drifting_replica_whose_loss_has_gone_off_is_left_out(ranks: Outcomes):
+    first, second = ranks("drifting_leaves_out_a_replica_whose_loss_has_gone_off")
     assert max(abs(x) for h in first["history"] for x in h) < 100
     assert "Remedy: reset" in " ".join(warnings(second))
     assert max(map(abs, second["values"])) < 100
     assert first["values"] == second["values"]
 
 
-def test_drifting_replicas_roll_back_together(outcomes: Outcomes):
-    first, second = outcomes("drifting_rolls_back_together")
+def test_drifting_replicas_roll_back_together(ranks: Outcomes):
+    first, second = ranks("drifting_rolls_back_together")
     assert not first["error"]
     assert not second["error"]
     assert len(first["rolled"]) == len(second["rolled"]) == 1
@@ -94,22 +89,22 @@ def test_drifting_replicas_roll_back_together(outcomes: Outcomes):
     assert second["took_s"] < 10
 
 
-def test_drifting_replicas_do_more_each_time_and_stop_together(outcomes: Outcomes):
-    first, second = outcomes("drifting_cuts_syncs_and_stops_together")
+def test_drifting_replicas_do_more_each_time_and_stop_together(ranks: Outcomes):
+    first, second = ranks("drifting_cuts_syncs_and_stops_together")
     assert "TrainingDiverged" in first["error"]
     assert "TrainingDiverged" in second["error"]
     assert first["lr"] == second["lr"] == 0.005
     assert "sync_more 1x, sync 1x, cut_lr 1x, stop 1x" in second["error"]
 
 
-def test_a_replica_that_has_finished_decides_with_the_others(outcomes: Outcomes):
-    first, second = outcomes("drifting_with_unequal_shards_decides_with_one_that_has_finished")
+def test_a_replica_that_has_finished_decides_with_the_others(ranks: Outcomes):
+    first, second = ranks("drifting_with_unequal_shards_decides_with_one_that_has_finished")
     assert not first["error"]
     assert not second["error"]
     assert second["finite"]
     assert first["values"] == second["values"]
 
 
-def test_drifting_replicas_notice_that_they_part(outcomes: Outcomes):
-    told = [line for each in outcomes("drifting_notices_losses_that_part") for line in warnings(each)]
+def test_drifting_replicas_notice_that_they_part(ranks: Outcomes):
+    told = [line for each in ranks("drifting_notices_losses_that_part") for line in warnings(each)]
     assert any("loss_variance is" in line for line in told)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, DivergenceMonitor, EveryNSteps
+from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, DivergenceMonitor, EveryNSteps, Warmup
 from lightning_async.callbacks.checkpoint import FaultTolerantCheckpoint
 from lightning_async.engine.checkpoint.shards import load_own
 from lightning_async.engine.checkpoint.store import CheckpointStore
@@ -21,7 +20,7 @@ from lightning_async.errors import PeerLost
 from lightning_async.rules.divergence import History
 from lightning_async.rules.saving import Latest
 from lightning_async.trainer.namespace import pl
-from tests.callbacks.checkpoint_ranks import BATCHES, EPOCHS, STOP, At, Interrupted, Noisy, data, interrupt, train
+from tests.callbacks.checkpoint_ranks import BATCHES, EPOCHS, At, Interrupted, Noisy, data, goes_on, train
 from tests.strategies import problem
 from tests.strategies.workers import make_trainer, rank, scenario
 
@@ -48,24 +47,6 @@ class Mixed(Noisy):
         return loss + x + more + (self.coarse.float() * batch[0].mean()).square().mean() + self.empty.sum()
 
 
-def goes_on(folder: Path, strategy: Callable[[], Any], make: Callable[[], Noisy], **settings: Any) -> dict[str, Any]:
-    """Trained without and with an interruption; whether the first step that followed, and all of them, are equal."""
-    callbacks = settings.pop("callbacks", list)
-    whole, begun = train(folder / "whole", strategy(), *callbacks(), module=make(), **settings), make()
-    with contextlib.suppress(Interrupted, PeerLost):
-        train(folder / "parts", strategy(), At(STOP, interrupt), *callbacks(), module=begun, **settings)
-    entry = CheckpointStore(folder / "parts").entries()[0]
-    rest = train(folder / "parts", strategy(), *callbacks(), module=make(), **settings)
-    first = min(rest.losses)
-    return {
-        "saved": entry.step,
-        "first": first,
-        "goes_on": rest.losses[first] == begun.losses.get(first, rest.losses[first]),  # it may not have come to it
-        "exact": all(rest.losses[step] == whole.losses[step] for step in rest.losses),
-        "digest": problem.digest(rest),
-    }
-
-
 @scenario
 def mixed(folder: Path) -> dict[str, Any]:
     return goes_on(folder, lambda: AsyncAveragingStrategy(DiLoCo(), EveryNSteps(4)), Mixed)
@@ -74,6 +55,23 @@ def mixed(folder: Path) -> dict[str, Any]:
 @scenario
 def mixed_standing_still(folder: Path) -> dict[str, Any]:
     return goes_on(folder, lambda: AsyncAveragingStrategy(DeltaMean(), EveryNSteps(4), overlap=False), Mixed)
+
+
+@scenario
+def averaged_state(folder: Path) -> dict[str, Any]:
+    strategy = lambda: AsyncAveragingStrategy(DeltaMean(), EveryNSteps(4), optimizer_state="average")  # noqa: E731
+    return goes_on(folder, strategy)
+
+
+@scenario
+def compressed(folder: Path) -> dict[str, Any]:
+    return goes_on(folder, lambda: AsyncAveragingStrategy(DiLoCo(), EveryNSteps(4), compression="int8"))
+
+
+@scenario
+def warmed_up(folder: Path) -> dict[str, Any]:
+    strategy = lambda: AsyncAveragingStrategy(DiLoCo(), Warmup(EveryNSteps(4), steps=10))  # noqa: E731
+    return goes_on(folder, strategy, every_n_train_steps=2)
 
 
 @scenario
@@ -160,3 +158,56 @@ def divided_state(folder: Path) -> None:
             return ZeroRedundancyOptimizer(self.parameters(), torch.optim.Adam, lr=0.01)
 
     train(folder, "ddp", module=Divided())
+
+
+def one_has_finished(folder: Path, batches: int) -> dict[str, Any]:
+    """Rank 0 has taken its last step, and waits for rank 1, which is slow, and ends after a save."""
+    steps, store = 2 * BATCHES, CheckpointStore(folder)
+
+    def trained(*callbacks: Any) -> Noisy:
+        module, slow = Noisy(), Slow(0.03 if rank() == 1 else 0.0)
+        saves = FaultTolerantCheckpoint(folder, every_n_train_steps=3, busy="wait", save_on_exception=False)
+        trainer = make_trainer(
+            AsyncAveragingStrategy(DiLoCo(), EveryNSteps(3)), callbacks=[saves, slow, *callbacks],
+            max_steps=steps, max_epochs=-1, enable_checkpointing=True,
+        )  # fmt: skip
+        trainer.fit(module, data(batches if rank() == 0 else BATCHES))
+        return module
+
+    def end() -> None:
+        until = time.monotonic() + 30.0
+        while not (newest := store.entries()[:1]) or newest[0].step < (steps + BATCHES) // 2:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        raise Interrupted
+
+    with contextlib.suppress(Interrupted, PeerLost):
+        trained(*([At(steps - 2, end)] if rank() == 1 else []))
+    saved = store.entries()[0].step
+    rest = trained()
+    manifest = store.entries()[0].manifest
+    return {
+        "saved": saved,
+        "steps": len(rest.losses),
+        "digest": problem.digest(rest),
+        "reason": manifest.reason if manifest else None,
+    }
+
+
+class Slow(pl.Callback):
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        time.sleep(self.seconds)
+
+
+@scenario
+def one_has_finished_its_steps(folder: Path) -> dict[str, Any]:
+    return one_has_finished(folder, BATCHES)
+
+
+@scenario
+def one_has_finished_more_epochs(folder: Path) -> dict[str, Any]:
+    """The ranks have unequal numbers of epochs, and meet at the end of training only."""
+    return one_has_finished(folder, BATCHES // 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
 
 import pytest
 from hypothesis import given, settings
@@ -45,7 +46,7 @@ def test_they_come_back_as_they_were():
     assert math.isnan(Manifest.from_bytes(Manifest(1, 2, metrics={"x": math.nan}).to_bytes()).metrics["x"])
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(PLAIN)
 def test_whatever_is_sealed_comes_back_and_is_json(value: object):
     data = seal(value)
@@ -72,6 +73,39 @@ def test_what_is_sealed_but_no_manifest_is_damage():
     for kind, other in ((Manifest, RANK.to_bytes()), (RankManifest, WHOLE.to_bytes()), (Manifest, seal([1]))):
         with pytest.raises(DamagedCheckpoint, match="a/path does not hold what a manifest must"):
             kind.from_bytes(other, "a/path")
+
+
+STRANGE = {
+    "format": ["x", math.nan, None, True],
+    "number": ["x", -1, 1.5, None],
+    "step": [[], -1],
+    "world_size": [None, "2"],
+    "ranks": [3, "ab", [], [0, "1"], [-1], {"0": 0}],
+    "reason": [None, 1],
+    "created": ["x", 1e300, math.nan, -1.0],
+    "metrics": [[1], {"loss": "x"}, {"loss": None}],
+    "versions": [None],
+    "notes": [[]],
+    "files": [
+        *([], {"rank-0.bin": 7}, {"rank-0.bin": {"size": 1}}, {"rank-0.bin": {"size": "1", "crc32": 1}}),
+        {"rank-0.bin": {"size": -1, "crc32": 1}},
+        *({name: {"size": 1, "crc32": 1}} for name in ("../x", "/dev/zero", "..", ".", "", "a\0b", "a\ud800b")),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_a_sealed_field_of_another_kind_is_damage(name: str):
+    value = unseal(WHOLE.to_bytes(), "path")
+    for strange in STRANGE[name]:
+        with pytest.raises(DamagedCheckpoint, match="a/path does not hold what a manifest must"):
+            Manifest.from_bytes(seal({**value, name: strange}), "a/path")
+
+
+@pytest.mark.parametrize("body", [b"[" * 200_000 + b"]" * 200_000, b'"\xff"', b"{", b"9" * 10_000])
+def test_what_is_sealed_but_no_json_is_damage(body: bytes):
+    with pytest.raises(DamagedCheckpoint, match="a/path does not hold what a manifest must"):
+        unseal(b'{"crc32": "%08x",\n"sealed": %s}\n' % (zlib.crc32(body), body), "a/path")
 
 
 def test_what_a_later_version_adds_is_passed_over():

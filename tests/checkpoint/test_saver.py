@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from lightning_async.engine.checkpoint.saver import Saver
 from lightning_async.engine.checkpoint.store import CheckpointStore
 from lightning_async.errors import CheckpointError
 from lightning_async.rules.saving import Latest
+from tests.checkpoint.test_writer import POISONED
 
 
 def saver_of(folder: Path, rank: int = 0, **settings: object) -> Saver:
@@ -42,6 +45,23 @@ def test_nobody_waits_for_a_rank_that_gives_up(tmp_path: Path, late: float) -> N
         second.close(5.0)
 
 
+def test_nobody_waits_for_a_rank_whose_writers_have_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = saver_of(tmp_path, 0)
+    monkeypatch.setattr("lightning_async.engine.checkpoint.channel._BOOT", POISONED)
+    second = saver_of(tmp_path, 1)
+    try:
+        for number in (1, 2):
+            for saver, rank in ((first, 0), (second, 1)):
+                saver.save(number, 10 * number, (0, 1), {"x": torch.ones(3)}, {"own": rank}, {})
+            assert second.wait(20.0)
+            assert first.wait(20.0), "not ten minutes"
+        assert [saver.costs.failed for saver in (first, second)] == [1, 1]
+        assert [entry.step for entry in CheckpointStore(tmp_path).entries()] == [20]
+    finally:
+        first.close(5.0)
+        second.close(5.0)
+
+
 def test_a_state_that_cannot_be_saved_is_given_up_and_counted(tmp_path: Path) -> None:
     first, second = saver_of(tmp_path, 0), saver_of(tmp_path, 1, max_failures=1)
     try:
@@ -54,3 +74,26 @@ def test_a_state_that_cannot_be_saved_is_given_up_and_counted(tmp_path: Path) ->
     finally:
         first.close(5.0)
         second.close(5.0)
+
+
+def test_a_save_that_takes_very_long_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its writer is stopped, as one is that waits for a disk that does not answer: nothing is saved meanwhile."""
+    monkeypatch.setattr("lightning_async.engine.checkpoint.saver.PATIENCE_S", 0.2)
+    saver = saver_of(tmp_path)
+    pid = saver._writer.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        saver.save(1, 10, (0,), {}, {}, {})
+        for _ in range(50):
+            saver.poll()
+            time.sleep(0.01)
+        told = [message for message in caplog.messages if "has been under way for" in message]
+        assert len(told) in (1, 2), "not at every step"
+        assert f"(process {pid})" in told[0]
+    finally:
+        os.kill(pid, signal.SIGCONT)
+        saver.close(20.0)
+    assert [entry.step for entry in CheckpointStore(tmp_path).entries()] == [10]

@@ -93,3 +93,32 @@ def test_text_that_makes_no_sense_is_damage(tmp_path: Path, text: bytes):
     (tmp_path / entry.name / "rank-0.json").write_bytes(text)
     with pytest.raises(DamagedCheckpoint, match=r"rank-0\.json does not say what it should"):
         load(CheckpointStore(tmp_path), entry, 5)
+
+
+def test_one_thing_of_a_ranks_own_is_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    entry, store, read = commit(tmp_path, 3, (0, 1)), CheckpointStore(tmp_path), []
+    real = torch.frombuffer
+
+    def frombuffer(*arguments: Any, **options: Any) -> torch.Tensor:
+        read.append(arguments)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(torch, "frombuffer", frombuffer)
+    assert load_own(store, entry, 1, "number") == (3, None)
+    assert load_own(store, entry, 1, "absent") is None and load_own(store, entry, 4, "random") is None
+    assert not read
+    assert_equal(load_own(store, entry, 1, "random"), own_of(3, 1)["random"])
+    assert len(read) == 1
+
+
+def test_mapped_tensors_are_the_callers_as_well(tmp_path: Path):
+    """What is written to them is not in the file, and they outlive its name."""
+    entry, store = commit(tmp_path, 3, (0, 1)), CheckpointStore(tmp_path)
+    loaded = load(store, entry, 0, mapped=True)
+    assert_loaded(loaded, 3, 0)
+    loaded.shared["module"]["weight"].zero_()
+    assert not loaded.shared["module"]["weight"].any()
+    store.verify(entry)
+    again = load(store, entry, 1, mapped=True)
+    store.remove(entry)
+    assert_loaded(again, 3, 1)

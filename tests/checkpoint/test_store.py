@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import random
@@ -110,6 +111,29 @@ def test_two_ranks_that_wrote_one_file_are_not_committed(store: CheckpointStore)
     assert store.entries() == []
 
 
+def test_a_manifest_that_names_no_files_of_a_rank_is_damage(tmp_path: Path):
+    """What it does not name, nobody would verify."""
+    store = CheckpointStore(tmp_path)
+    entry = save(store, 1)
+    assert entry.manifest is not None
+    for files, ranks in (({}, (0, 1)), (entry.manifest.files, (0, 1, 5))):
+        strange = dataclasses.replace(entry.manifest, files=files, ranks=ranks)
+        (Path(entry.path) / "manifest.json").write_bytes(strange.to_bytes())
+        with pytest.raises(DamagedCheckpoint, match=rf"has no files of ranks \[{ranks[0] if not files else 5}"):
+            store.verify(entry)
+        assert isinstance(store.entries()[0].error, DamagedCheckpoint)
+
+
+def test_what_somebody_has_deleted_is_not_committed(store: CheckpointStore):
+    temporary = store.temporary(1, 10, "run")
+    with store.hold(temporary):
+        write_ranks(store, temporary, 1, (0, 1))
+        store.files.unlink(f"{temporary}/rank-1.bin")
+        with pytest.raises(DamagedCheckpoint, match=r"had \['rank-1.bin'\], which somebody has deleted"):
+            store.commit(temporary, Manifest(1, 10, ranks=(0, 1)))
+    assert store.entries() == []
+
+
 def test_a_run_must_be_a_word(tmp_path: Path):
     with pytest.raises(ValueError, match=r"run='../x'"):
         CheckpointStore(tmp_path).temporary(1, 10, "../x")
@@ -169,6 +193,25 @@ def test_what_was_left_unfinished_is_cleaned_when_its_writer_is_gone(tmp_path: P
         assert store.clean("me") == ["000004-step-1.tmp-dead", "000005-step-1.removed"]
     assert store.clean("me") == ["000003-step-1.tmp-them"]
     assert names(store) == ["000001-step-10", "000002-step-1.tmp-me"]
+
+
+def test_what_a_link_leads_to_is_not_deleted(tmp_path: Path):
+    """A checkpoint that was moved to another disk, and other things that are no folders, under names of ours."""
+    store, elsewhere = CheckpointStore(tmp_path / "run"), tmp_path / "elsewhere"
+    first, _ = save(store, 1), save(store, 2)
+    shutil.move(first.path, elsewhere)
+    for link in (first.path, store.temporary(3, 30, "x"), f"{store.final(4, 40)}.removed"):
+        os.symlink(elsewhere, link)
+    os.symlink(tmp_path / "nowhere", store.temporary(5, 50, "x"))
+    for path in (store.temporary(6, 60, "x"), f"{store.final(7, 70)}.removed"):
+        Path(path).touch()
+    before = sorted(os.listdir(elsewhere))
+    assert_whole(store, store.entries()[1])
+    assert store.writing() == []
+    assert [entry.number for entry in prune(store, Latest(1))] == [1]
+    assert [int(name[:6]) for name in store.clean()] == [3, 4, 5, 6, 7]
+    assert names(store) == ["000002-step-20"]
+    assert sorted(os.listdir(elsewhere)) == before
 
 
 def test_what_was_left_unfinished_at_a_url_is_cleaned_after_a_while(monkeypatch: pytest.MonkeyPatch):

@@ -7,6 +7,8 @@ import logging
 import os
 import random
 import resource
+import select
+import shutil
 import signal
 import subprocess
 import time
@@ -66,6 +68,11 @@ def committed(folder: Path) -> list[int]:
     return [entry.number for entry in entries]
 
 
+def names(folder: Path) -> list[str]:
+    """What is there, without files that are only locked."""
+    return sorted(name for name in os.listdir(folder) if not name.startswith("."))
+
+
 def pid_of(writer: Writer) -> int:
     assert writer.pid is not None
     return writer.pid
@@ -77,7 +84,7 @@ def test_saves_are_committed_and_read_again(tmp_path: Path, make: MakeWriter):
         result = saved(writer, job_of(number))
         assert result.committed and result.error is None and result.bytes > 8000 and result.seconds < 20
     assert committed(tmp_path) == [3, 2, 1]
-    assert sorted(os.listdir(tmp_path)) == ["000001-step-10", "000002-step-20", "000003-step-30"]
+    assert names(tmp_path) == ["000001-step-10", "000002-step-20", "000003-step-30"]
     manifest = CheckpointStore(tmp_path).entries()[0].manifest
     assert manifest is not None and (manifest.reason, manifest.epoch) == ("test", 3)
     assert time.time() - manifest.created < 60
@@ -104,7 +111,7 @@ def test_the_process_is_small_and_knows_no_torch(tmp_path: Path, make: MakeWrite
     assert int(status["VmRSS"].split()[0]) < 40_000
     assert os.getsid(pid) == pid
     assert {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in (0, 1)} == {"/dev/null"}
-    assert len(os.listdir(f"/proc/{pid}/fd")) <= 5  # none of the trainer's own
+    assert len(os.listdir(f"/proc/{pid}/fd")) <= 6  # none of the trainer's own
 
 
 def test_a_module_beside_the_script_takes_nobodys_place(
@@ -188,7 +195,7 @@ def test_a_writer_that_dies_at_any_moment(tmp_path: Path, make: MakeWriter):
         (entry, *_) = store.entries()
         store.verify(entry)
         assert_loaded(load(store, entry, 0), number, 0, numel=300_000)
-    assert len(os.listdir(tmp_path)) == 21
+    assert len(names(tmp_path)) == 21
 
 
 def test_a_writer_that_dies_idle_is_replaced_by_the_next_save(tmp_path: Path, make: MakeWriter):
@@ -237,7 +244,7 @@ def test_what_was_done_before_the_writer_died_is_not_done_twice(tmp_path: Path, 
     (result,) = writer.wait(20.0)
     assert result.committed
     assert (tmp_path / "000001-step-10/rank-0.bin").stat().st_ino == inode
-    assert os.listdir(tmp_path) == ["000001-step-10"]
+    assert names(tmp_path) == ["000001-step-10"]
 
 
 def test_a_writer_that_cannot_start_says_why(make: MakeWriter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -252,6 +259,24 @@ def test_a_writer_that_cannot_start_says_why(make: MakeWriter, monkeypatch: pyte
     assert result.error is not None and "exit status 1: no room at the inn" in result.error
 
 
+def test_where_no_file_can_be_opened_a_save_fails_and_later_ones_work(tmp_path: Path, make: MakeWriter):
+    writer, fresh, (soft, hard) = make(), make(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.kill(pid_of(writer), signal.SIGKILL)
+    assert select.select([writer._process._channel], [], [], 10.0)[0]  # pyright: ignore
+    before = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(CheckpointError, match=r"no process .* can be started: .*Too many open files"):
+            writer.save(job_of(1))
+        with pytest.raises(CheckpointError, match=r"no memory for a copy .*Too many open files"):
+            fresh.save(job_of(1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(os.listdir("/proc/self/fd")) <= before
+    assert saved(writer, job_of(2)).committed
+    assert saved(fresh, job_of(3)).committed
+
+
 def test_a_file_system_that_refuses_is_named_and_later_saves_work(tmp_path: Path, make: MakeWriter):
     writer = make()
     assert saved(writer, job_of(1)).committed
@@ -261,7 +286,7 @@ def test_a_file_system_that_refuses_is_named_and_later_saves_work(tmp_path: Path
     assert "rank 0: save 2, begun" in result.error and "rank-0.bin" in result.error
     assert "File too large" in result.error
     assert "memfd" not in Path(f"/proc/{writer.pid}/maps").read_text()
-    assert os.listdir(tmp_path) == ["000001-step-10"]
+    assert names(tmp_path) == ["000001-step-10"]
     resource.prlimit(pid_of(writer), resource.RLIMIT_FSIZE, limits)
     assert saved(writer, job_of(3)).committed
     assert committed(tmp_path) == [3, 1]
@@ -286,7 +311,7 @@ def test_a_full_disk(small_disk: Path, make: MakeWriter):
     assert "No space left on device" in str(results[-1].error)
     store = CheckpointStore(small_disk)
     assert [entry.number for entry in store.entries()] == [4, 3, 2, 1]
-    assert len(os.listdir(small_disk)) == 4  # nothing is left of those that failed
+    assert len(names(small_disk)) == 4  # nothing is left of those that failed
     for entry in store.entries()[1:]:
         store.verify(entry)
         store.remove(entry)
@@ -336,17 +361,30 @@ def test_without_the_part_of_one_rank_nothing_is_committed(tmp_path: Path, make:
     first.save(job_of(1, 0, (0, 1)))
     (result,) = first.wait(20.0)
     assert not result.committed and "nothing was heard of rank(s) [1] for 0 s" in str(result.error)
-    assert [path.name for path in tmp_path.rglob("*.*") if path.is_file()] == ["rank-0.failed"]
+    assert [path.name for path in tmp_path.rglob("rank*.*") if path.is_file()] == ["rank-0.failed"]
     # It was only late.
     second.save(job_of(1, 1, (0, 1)))
     assert [result.committed for result in second.wait(20.0)] == [False]
-    assert os.listdir(tmp_path) == []
+    assert names(tmp_path) == []
     # Only the other one: it cannot know, and leaves what it has written to `clean`.
     second.save(job_of(2, 1, (0, 1)))
     assert [result.committed for result in second.wait(20.0)] == [False]
     store = CheckpointStore(tmp_path)
     assert store.entries() == []
     assert store.clean("another") == ["000002-step-20.tmp-run"]
+
+
+def test_a_folder_that_somebody_deletes_is_not_waited_for(tmp_path: Path, make: MakeWriter):
+    first = make(rank=0)
+    first.save(job_of(1, 0, (0, 1)))
+    declared = tmp_path / "000001-step-10.tmp-run" / "rank-0.manifest.json"
+    until = time.monotonic() + 20.0
+    while not declared.exists():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    shutil.rmtree(declared.parent)
+    (result,) = first.wait(20.0)
+    assert "was deleted while it was written" in str(result.error)
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -367,7 +405,7 @@ def test_where_one_rank_fails_the_others_hear_of_it(tmp_path: Path, make: MakeWr
     assert not first.committed and not second.committed
     if failing == 1:
         assert "rank 1 could not write its part" in str(first.error) and "File too large" in str(first.error)
-    assert os.listdir(tmp_path) == []
+    assert names(tmp_path) == []
 
 
 def test_it_ends_with_its_trainer_not_with_its_terminal(make: MakeWriter):

@@ -80,6 +80,8 @@ def kill_often(folder: str, kills: int, seed: int, ranks: int = 1, tmpdir: str |
         if not i:
             long_enough = time_of_saves(trainers[0])
         time.sleep(chance.uniform(0.0, long_enough))
+        if i % 8 == 7:  # by chance alone, on a busy machine, none would be in the middle of it
+            wait_until_one_is_written(folder)
         kill(trainers, chance, writers_too=i % 4 == 3, writer_first=i % 5 == 4)
         said = max(trainer.committed() for trainer in trainers)
         for trainer in trainers:
@@ -89,6 +91,12 @@ def kill_often(folder: str, kills: int, seed: int, ranks: int = 1, tmpdir: str |
         seen["committed"] += newest >= first
         seen["after"] += newest >= first and newest > said  # its trainer did not live to hear of it
     return {**seen, "newest": newest}
+
+
+def wait_until_one_is_written(folder: str) -> None:
+    until = time.monotonic() + 2.0
+    while time.monotonic() < until and not any(".tmp-" in name for name in os.listdir(folder)):
+        time.sleep(0.001)
 
 
 def time_of_saves(trainer: Trainer) -> float:
@@ -144,7 +152,7 @@ def check(store: CheckpointStore, committed: int, ranks: int) -> int:
         assert entry.manifest is not None and entry.manifest.ranks == tuple(range(ranks))
     for rank in range(ranks if entries else 0):
         assert_loaded(load(store, entries[0], rank), newest, rank, NUMEL)
-    names = store.files.names(store.dirpath)
+    names = [name for name in store.files.names(store.dirpath) if not name.startswith(".writer-")]
     assert names == sorted(entry.name for entry in entries), "something is left that is no checkpoint"
     return newest
 

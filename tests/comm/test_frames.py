@@ -38,6 +38,8 @@ def assert_same(one: Any, other: Any) -> None:
     elif isinstance(one, list | tuple):
         for left, right in zip(one, other, strict=True):
             assert_same(left, right)
+    elif isinstance(one, complex):
+        assert_same([one.real, one.imag], [other.real, other.imag])
     elif isinstance(one, float) and math.isnan(one):
         assert math.isnan(other)
     else:
@@ -89,6 +91,7 @@ OTHERS = [
     numpy.array(3.5),
     numpy.array(["a", "bcd"]),
     [float("nan"), float("-inf"), -0.0],
+    [complex(0.0, float("nan")), complex(float("nan"), -0.0)],
     torch.tensor([1 + 2j, 3j]).conj(),
     {(1, "a"): {0: {"step": torch.tensor(3.0)}}, torch.float32: b"\xff\x00", None: -1},
 ]

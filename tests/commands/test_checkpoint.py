@@ -72,7 +72,7 @@ def test_prune_keeps_what_it_is_told_and_what_is_needed(store: CheckpointStore, 
     assert [entry.number for entry in store.entries()] == [4, 3, 2]  # the newest, the third, and the last good one
     assert "000006-step-60.tmp-dead  deleted" in capsys.readouterr().out
     assert main(["checkpoint", "prune", store.dirpath, "--latest", "1", "--damaged"]) == 0
-    assert sorted(os.listdir(store.dirpath)) == ["000002-step-20", "000004-step-40", "notes.txt"]
+    assert sorted(os.listdir(store.dirpath)) == [".claim", "000002-step-20", "000004-step-40", "notes.txt"]
 
 
 class Net(pl.LightningModule):
@@ -101,7 +101,7 @@ def test_export_is_an_ordinary_checkpoint(tmp_path: Path, capsys: pytest.Capture
     torch.manual_seed(0)
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(12, 4)), batch_size=4)
     net, output = Net(width=4), f"{tmp_path}/out/model.ckpt"
-    trainer(tmp_path, 4, FaultTolerantCheckpoint(tmp_path / "run", every_n_train_steps=2)).fit(net, data)
+    trainer(tmp_path, 4, FaultTolerantCheckpoint(tmp_path / "run", every_n_train_steps=3, busy="wait")).fit(net, data)
     store = CheckpointStore(tmp_path / "run")
     newest = store.entries()[0]
     assert newest.step == 4
@@ -126,7 +126,7 @@ def test_export_is_an_ordinary_checkpoint(tmp_path: Path, capsys: pytest.Capture
     assert main(["checkpoint", "export", store.dirpath, output]) == 0
     said = capsys.readouterr()
     assert "rank-0.bin has" in said.err and store.entries()[1].name in said.out
-    assert torch.load(output, weights_only=True)["global_step"] == 2
+    assert torch.load(output, weights_only=True)["global_step"] == 3
     assert main(["checkpoint", "export", store.dirpath, output, "--number", str(newest.number)]) == 1
     assert "no checkpoint to export that is whole" in capsys.readouterr().err
 

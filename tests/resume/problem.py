@@ -193,6 +193,7 @@ class Training:
     trainer: dict[str, Any] = field(default_factory=dict)
     strategy: Callable[[], Any] = lambda: "auto"
     seed: int = 1
+    callbacks: Callable[[], list[Any]] = list
 
     def fit(self, folder: Path, start: Point | None = None, wanted: Callable[[str], bool] = lambda name: True) -> Any:
         for seed in (random.seed, np.random.seed, torch.manual_seed):
@@ -202,13 +203,13 @@ class Training:
             torch.save(start.state, folder / "state.pt")  # and loads as what it is: plain values and tensors
             start = replace(start, state=torch.load(folder / "state.pt", weights_only=True))
         follow, module = Follow(start, wanted), self.module()
-        settings = {"max_epochs": 3, "num_sanity_val_steps": 0, **self.trainer}
+        settings = {"max_epochs": 3, "num_sanity_val_steps": 0, "enable_progress_bar": False, **self.trainer}
         if not self.validates:
             settings["limit_val_batches"] = 0
         trainer = pl.Trainer(
             accelerator="cpu",
-            strategy=self.strategy(), logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, callbacks=[follow], **settings,
+            strategy=self.strategy(), logger=False, enable_checkpointing=False, enable_model_summary=False,
+            callbacks=[*self.callbacks(), follow], **settings,
         )  # fmt: skip
         loader = self.loader()
         validation = DataLoader(Sized(5), batch_size=3)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_async.data.source import source_of
+from lightning_async.data.source import sources_of
 from lightning_async.trainer.resume import Resume
 from tests.resume.problem import Endless, Net, Sized, Training
 from tests.resume.test_loaders import Batches
@@ -50,7 +50,7 @@ LOADERS = {
 
 @pytest.mark.parametrize("told", LOADERS)
 def test_a_loader(told: str) -> None:
-    source = source_of(LOADERS[told](), "the train dataloader")
+    (source,) = sources_of([LOADERS[told]()])
     (problem,) = source.problems()
     assert problem.startswith("the train dataloader ") and told in problem
 

@@ -79,18 +79,13 @@ class Marks:
                     value.copy_(tensors[name])
             if buckets.replica.reference.shape == replica["reference"].shape:  # buffers may be kept now, or not
                 buckets.replica.reference.copy_(replica["reference"])
-            for name, remainder in buckets.replica.remainders.items():
-                if name in replica.get("remainders", {}):
-                    remainder.copy_(replica.get("remainders", {})[name])
+            remainders = replica.get("remainders", {})
+            for name in buckets.replica.remainders.keys() & remainders.keys():
+                buckets.replica.remainders[name].copy_(remainders[name])
             if replica["at_target"]:
                 buckets.replica.pack_(buckets.received)
         with self._box.changed:
             self._ledger.work, buckets.at_target = Work(*replica["work"]), replica["at_target"]
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._control.rank
 
     @property
     def saved(self) -> int:

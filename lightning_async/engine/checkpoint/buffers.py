@@ -1,6 +1,7 @@
 """Memory that the trainer fills and the writer's process writes to disk: the only copy that training waits for.
 
     FREE --- the trainer begins to copy ---> FILLING --- copied ---> WRITER --- its answer has come ---> FREE
+    FREE --- a larger state is expected ---> GROWING --- its memory is there ---> FREE
 
 It is anonymous memory with a file descriptor, so that it needs no room in /dev/shm, has no name that could be left
 behind, and lives on in the writer when the trainer is killed. Its pages are there before they are first written to:
@@ -9,10 +10,12 @@ else the first copy takes ten times as long.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import mmap
 import os
 import tempfile
+import threading
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -20,12 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_async.engine.checkpoint.copying import LARGE, copy_
 from lightning_async.errors import CheckpointError
 
-__all__ = ["ALIGNMENT", "Buffer", "Owner", "anonymous_file", "layout"]
+__all__ = ["ALIGNMENT", "Buffer", "Growth", "Owner", "anonymous_file", "layout"]
 
 ALIGNMENT = 64
 """Bytes; each tensor begins at a multiple, so that it can be viewed in place, whatever its dtype."""
+_PIECE = 32 << 20  # of so few pages torch does not make threads
 _SPARE = 1 << 20  # for the text, and for a state that grows a little
 
 
@@ -34,6 +39,7 @@ class Owner(enum.Enum):
 
     FREE = "free"
     FILLING = "filling"
+    GROWING = "growing"
     WRITER = "writer"
 
 
@@ -58,30 +64,40 @@ class Buffer:
         """For the writer; another one after each growth."""
         return self._descriptor
 
+    @property
+    def size(self) -> int:
+        """Bytes that it has room for."""
+        return self._whole.numel()
+
     def reserve(self, size: int) -> None:
         """Have room for so many bytes, in memory; what the buffer held is lost where it grows.
 
         Raises:
             CheckpointError: the system has no memory for it.
         """
-        if size <= self._whole.numel():
+        if size <= self.size:
             return
         self.release()
         size = -(-(size + size // 64 + _SPARE) // mmap.PAGESIZE) * mmap.PAGESIZE
-        descriptor = anonymous_file(self._name)
+        descriptor = -1
         try:
+            descriptor = anonymous_file(self._name)
             os.ftruncate(descriptor, size)
             if hasattr(os, "posix_fallocate"):  # an error here, where a write would be a signal
                 os.posix_fallocate(descriptor, 0, size)
-            memory = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+            memory = mmap.mmap(descriptor, size)
         except OSError as error:
-            os.close(descriptor)
+            if descriptor >= 0:
+                os.close(descriptor)
             raise CheckpointError(
                 f"there is no memory for a copy of the state, {size / 2**20:.0f} MiB ({error.strerror}): "
                 "take one buffer instead of two, or more memory."
             ) from error
         self._descriptor = descriptor
         self._whole = torch.frombuffer(memory, dtype=torch.uint8)  # holds the mapping as long as it lives
+        # So that each page is in place. The system could do it at once (MAP_POPULATE), but holding the interpreter.
+        for at in range(0, size, _PIECE):
+            self._whole[at : at + _PIECE : mmap.PAGESIZE].zero_()
         self._pinned = _pin(self._whole)
 
     def fill(self, tensors: Sequence[Tensor], text: bytes) -> int:
@@ -99,9 +115,7 @@ class Buffer:
                 self._whole[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
                 for tensor, at in zip(tensors, offsets, strict=True)
             ]
-        with torch.no_grad():
-            if tensors:
-                torch._foreach_copy_(self._views, list(tensors), non_blocking=self._pinned)
+        copy_(self._views, tensors, non_blocking=self._pinned)
         for device in {tensor.device for tensor in tensors if tensor.is_cuda} if self._pinned else ():
             torch.cuda.current_stream(device).synchronize()
         os.pwrite(self._descriptor, text, end)
@@ -116,6 +130,43 @@ class Buffer:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+class Growth:
+    """Buffers that get memory in the background: to have hundreds of megabytes takes longer than to fill them."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether that is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def begin(self, buffers: Sequence[Buffer], size: int) -> None:
+        """Have room for so many bytes in each buffer that is free, soon; nobody else touches them until then."""
+        growing = [buffer for buffer in buffers if buffer.owner is Owner.FREE and buffer.size < size]
+        if self.active or not growing:
+            return
+        for buffer in growing:
+            buffer.owner = Owner.GROWING
+        self._thread = threading.Thread(
+            target=self._grow, args=(growing, size), name="lightning_async-memory", daemon=True
+        )
+        self._thread.start()
+        if size < LARGE:
+            self._thread.join()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Until it is done; it waits for nobody itself."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    def _grow(self, buffers: Sequence[Buffer], size: int) -> None:
+        for buffer in buffers:
+            with contextlib.suppress(CheckpointError):  # the save that needs it says so
+                buffer.reserve(size)
+            buffer.owner = Owner.FREE
 
 
 def layout(tensors: Sequence[Tensor]) -> tuple[list[int], int]:

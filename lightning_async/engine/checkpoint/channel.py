@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from lightning_async.engine.checkpoint.buffers import anonymous_file
 from lightning_async.engine.checkpoint.writer import MESSAGE, wait_for
+from lightning_async.engine.files import Lock
 from lightning_async.errors import CheckpointError
 
 __all__ = ["Channel"]
@@ -35,6 +36,7 @@ class Channel:
 
     Args:
         rank: whose parts it writes.
+        lock: that the process holds as long as it lives; this one keeps nothing of it. Default: none.
 
     Raises:
         CheckpointError: the system does not let it start.
@@ -42,28 +44,34 @@ class Channel:
 
     _left: ClassVar[list[subprocess.Popen[bytes]]] = []  # those that still wrote when they were closed
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, lock: Lock | None = None) -> None:
         self.died = False
         """Whether it has ended, as far as `answers` knows."""
         self._received = b""
+        try:
+            with contextlib.ExitStack() as opened:
+                self._start(rank, lock, opened)
+                opened.pop_all()
+        except OSError as error:
+            raise CheckpointError(f"rank {rank}: no process that writes checkpoints can be started: {error}") from error
+        finally:
+            if lock is not None:
+                lock.close()
+        self.pid = self._popen.pid
+
+    def _start(self, rank: int, lock: Lock | None, opened: contextlib.ExitStack) -> None:
         self._errors = anonymous_file("checkpoint-errors")
-        self._channel, theirs = socket.socketpair()
+        opened.callback(os.close, self._errors)
+        self._channel, theirs = map(opened.enter_context, socket.socketpair())
         package = Path(__file__).resolve().parents[2]
         told = json.dumps([theirs.fileno(), os.getpid(), str(package), [path for path in sys.path if path]])
         # Isolated (-I): a module beside the user's script cannot take the place of one that it imports.
         command = [sys.executable, "-I", "-S", "-c", _BOOT, told, f"writes the checkpoints of rank {rank}"]
-        try:
+        with theirs:
             self._popen = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._errors,
-                pass_fds=[theirs.fileno()], start_new_session=True,
+                pass_fds=[theirs.fileno(), *([lock.descriptor] if lock else [])], start_new_session=True,
             )  # fmt: skip
-        except OSError as error:
-            self._channel.close()
-            os.close(self._errors)
-            raise CheckpointError(f"rank {rank}: no process that writes checkpoints can be started: {error}") from error
-        finally:
-            theirs.close()
-        self.pid = self._popen.pid
 
     def send(self, descriptor: int, offset: int, length: int, again: bool) -> None:
         """Hand over a job; raises OSError where the process has ended."""

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +37,10 @@ def unseal(data: bytes, path: str) -> Any:
         raise DamagedCheckpoint(f"{path} has {len(data)} bytes that are no manifest.")
     if int(found[1], 16) != zlib.crc32(found[2]):
         raise DamagedCheckpoint(f"{path} does not have the checksum {found[1].decode()} that it gives itself.")
-    return json.loads(found[2])
+    try:
+        return json.loads(found[2])
+    except (ValueError, RecursionError) as error:  # whoever wrote this has sealed what is no JSON
+        raise DamagedCheckpoint(f"{path} does not hold what a manifest must: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -111,11 +114,38 @@ def _known(kind: type[Manifest | RankManifest], data: bytes, path: str) -> dict[
     """The fields that this version knows; what a later one of the same format adds is passed over."""
     value = unseal(data, path)
     names = {each.name for each in dataclasses.fields(kind)}
-    if not isinstance(value, dict) or not names | {"format"} <= value.keys():
+    if not isinstance(value, dict) or not names | {"format"} <= value.keys() or not _is_number(value["format"]):
         raise DamagedCheckpoint(f"{path} does not hold what a manifest must.")
     if value["format"] > FORMAT:
         raise CheckpointError(
             f"{path} is of format {value['format']}, this version reads up to {FORMAT}: update lightning-async."
         )
+    if strange := sorted(name for name in names if not _KINDS.get(name, _is_number)(value[name])):
+        raise DamagedCheckpoint(f"{path} does not hold what a manifest must: {strange} are of another kind.")
     files = {name: FileRecord(record["size"], record["crc32"]) for name, record in value["files"].items()}
     return {**{name: value[name] for name in names}, "files": files}
+
+
+def _is_number(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_file(name: str, record: object) -> bool:
+    """One of this folder's."""
+    numbers = [record.get("size"), record.get("crc32")] if isinstance(record, dict) else [None]
+    return _FILE.fullmatch(name) is not None and all(map(_is_number, numbers))
+
+
+_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
+_LATEST = 253402300800.0
+"""The year 10000: no calendar knows a later one."""
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "reason": lambda value: isinstance(value, str),
+    "created": lambda value: type(value) in (int, float) and 0 <= value < _LATEST,
+    "ranks": lambda value: isinstance(value, list) and len(value) > 0 and all(map(_is_number, value)),
+    "metrics": lambda value: isinstance(value, dict) and all(type(each) in (int, float) for each in value.values()),
+    "versions": lambda value: isinstance(value, dict),
+    "notes": lambda value: isinstance(value, dict),
+    "files": lambda value: isinstance(value, dict) and all(_is_file(*item) for item in value.items()),
+}
+"""Whether a field is of its kind; the others are numbers, from 0 on."""

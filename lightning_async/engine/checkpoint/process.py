@@ -8,21 +8,23 @@ Only the training thread uses it. Nothing waits for a disk, but `Writer.wait` an
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import logging
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from lightning_async.engine.checkpoint.buffers import Buffer, Owner
+from lightning_async.engine.checkpoint.buffers import Buffer, Growth, Owner
 from lightning_async.engine.checkpoint.channel import Channel
+from lightning_async.engine.checkpoint.claim import lock_of_writer
+from lightning_async.engine.checkpoint.copying import uncollected
 from lightning_async.engine.checkpoint.manifest import Manifest
 from lightning_async.engine.checkpoint.shards import Shard, shard
+from lightning_async.engine.files import files_at
 from lightning_async.errors import CheckpointError
 
 __all__ = ["Job", "Result", "SaveBusy", "Writer"]
@@ -67,6 +69,7 @@ class Result:
         bytes: of this rank's files.
         committed: this rank has committed it. Other ranks know that their part is durable, no more.
         error: what went wrong; None where nothing did.
+        lost: nobody has told the other ranks of it, who wait for this one's part.
     """
 
     number: int
@@ -74,6 +77,7 @@ class Result:
     bytes: int = 0
     committed: bool = False
     error: str | None = None
+    lost: bool = False
 
 
 @dataclass
@@ -117,11 +121,17 @@ class Writer:
         self._flights: deque[_Flight] = deque()
         self._done: list[Result] = []
         self._process: Channel | None = None
+        self._growth = Growth()
 
     @property
     def busy(self) -> bool:
-        """Whether a save is being written, as far as `poll` knows."""
-        return bool(self._flights)
+        """Whether a save is being written, as far as `poll` knows, or its memory is yet to come, see `expect`."""
+        return bool(self._flights) or self._growth.active
+
+    @property
+    def waited_s(self) -> float:
+        """How long the save that is being written has been under way; 0 where there is none."""
+        return _since(self._flights[0]) if self._flights else 0.0
 
     @property
     def pid(self) -> int | None:
@@ -135,7 +145,7 @@ class Writer:
             CheckpointError: the system does not let it.
         """
         if self._process is None:
-            self._process = Channel(self._rank)
+            self._process = Channel(self._rank, lock_of_writer(*files_at(self._dirpath), self._rank))
 
     def reserve(self, job: Job) -> None:
         """Have the memory for saves like this one: the first of them then takes no longer than the others."""
@@ -143,6 +153,10 @@ class Writer:
         for buffer in self._buffers:
             if buffer.owner is Owner.FREE:
                 buffer.reserve(size)
+
+    def expect(self, job: Job, more: int = 0) -> None:
+        """The same in the background, for saves that have ``more`` bytes besides: `busy` meanwhile. Default: 0."""
+        self._growth.begin(self._buffers, self._shard(job).size + more)
 
     def save(self, job: Job, queue: bool = False) -> float:
         """Copy the state, which may change from then on, and hand the copy over; the seconds that this took.
@@ -157,6 +171,7 @@ class Writer:
             CheckpointError: there is no memory for a copy, or no writer can be started.
         """
         began = time.monotonic()
+        self._growth.wait()
         self._take_answers()
         free = [buffer for buffer in self._buffers if buffer.owner is Owner.FREE]
         if not free or (self._flights and not queue):
@@ -166,7 +181,7 @@ class Writer:
                 f"{began - first.started:.1f} s (process {self.pid})."
             )
         self.start()
-        with _uncollected():
+        with uncollected():
             part, buffer = self._shard(job), free[0]
             buffer.owner = Owner.FILLING
             try:
@@ -188,6 +203,7 @@ class Writer:
     def wait(self, timeout: float) -> list[Result]:
         """The same, once nothing is being written any more, or after ``timeout`` seconds."""
         until = time.monotonic() + timeout
+        self._growth.wait(timeout)
         self._take_answers()
         while self._flights and self._process and (left := until - time.monotonic()) > 0:
             self._process.wait(left)
@@ -200,6 +216,7 @@ class Writer:
         What is not written after ``timeout`` seconds has a `Result` with an error; its process writes on, then ends.
         """
         results = self.wait(timeout)
+        self._growth.wait()
         process, self._process = self._process, None
         for flight in self._flights:
             pid = process.pid if process else None
@@ -264,27 +281,15 @@ class Writer:
             except CheckpointError as error:
                 self._flights.remove(flight)
                 flight.buffer.owner = Owner.FREE
-                self._done.append(self._failure(flight, str(error)))
+                self._done.append(self._failure(flight, str(error), lost=True))
             else:
                 flight.attempts += flight is first
                 self._send(flight)
 
-    def _failure(self, flight: _Flight, what: str) -> Result:
+    def _failure(self, flight: _Flight, what: str, lost: bool = False) -> Result:
         seconds = _since(flight)
         shown = f"rank {self._rank}: save {flight.number}, begun {seconds:.1f} s ago, {what}"
-        return Result(flight.number, seconds, error=shown)
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without garbage collection: the many small objects that describe a state set it off, for longer than the copy."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+        return Result(flight.number, seconds, error=shown, lost=lost)
 
 
 def _since(flight: _Flight) -> float:

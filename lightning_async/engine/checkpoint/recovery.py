@@ -103,7 +103,7 @@ def recover(
     while (number := agree(gather([entry.number for entry in order]))) is not None:
         entry = next(entry for entry in order if entry.number == number)
         order.remove(entry)
-        error = _verified(store, entry, *share)
+        error = store.trouble(entry, *share)
         if not (bad := {place for place, wrong in gather([identity, error is not None]) if wrong}):
             return replace(found, entry=entry)
         _judge(store, entry, error, found)
@@ -129,14 +129,6 @@ def _share(store: CheckpointStore, gather: Gather) -> tuple[str, tuple[int, int]
     identity, me = store.files.identity(store.dirpath), uuid.uuid4().hex
     together = [each for place, each in gather([identity, me]) if place == identity]
     return identity, (together.index(me), len(together))
-
-
-def _verified(store: CheckpointStore, entry: Entry, part: int, parts: int) -> Exception | None:
-    try:
-        store.verify(entry, part, parts)
-    except (CheckpointError, OSError) as error:
-        return error
-    return None
 
 
 def _judge(store: CheckpointStore, entry: Entry, error: Exception | None, found: Recovered) -> bool:

@@ -101,9 +101,8 @@ class Keeper:
         return True
 
     def _entry(self, number: int) -> Entry:
-        for entry in self._store.entries():
-            if entry.number == number:
-                return entry
+        for entry in self._store.entries(number):
+            return entry
         raise CheckpointError(f"There is no checkpoint of number {number} in {self._store.dirpath}.")
 
     def _ask(self, task: Callable[[], object]) -> None:

@@ -25,7 +25,7 @@ _QUIET_S = 5.0
 
 @dataclass
 class Costs:
-    """What saves have cost so far, in seconds and bytes.
+    """What saves have cost so far, in seconds.
 
     Args:
         saves: that were handed over.
@@ -33,8 +33,6 @@ class Costs:
         failed: of these.
         stalled_s: training stood still for so long.
         slowed_s: steps took so much longer while a save was written.
-        written_s: saves were written in the background for so long.
-        bytes: written by this rank.
     """
 
     saves: int = 0
@@ -42,8 +40,6 @@ class Costs:
     failed: int = 0
     stalled_s: float = 0.0
     slowed_s: float = 0.0
-    written_s: float = 0.0
-    bytes: int = 0
     failed_in_a_row: int = field(default=0, repr=False)
 
     @property
@@ -87,8 +83,13 @@ class Saver:
         self._steps = 0
         self._begun_at: dict[int, int] = {}
         """Saves that may become good yet: after which of this rank's steps they were begun, by number."""
+        self._shared: dict[int, int] = {}
+        """The steps of saves in which other ranks take part, too, and that are not heard of yet, by number."""
+        self._alone = -1
+        """The save that other ranks may have made first."""
         self._writer = Writer(store.dirpath, rank, buffers)
         self._usual_s, self._last_step, self._last_error = 0.0, now(), ""
+        self._warn_after_s = PATIENCE_S
 
     def start(self) -> None:
         """Start the writer, so that the first save does not."""
@@ -123,6 +124,8 @@ class Saver:
         job = Job(number, step, self._run, tuple(ranks), shared, own, manifest)
         self.costs.saves += 1
         self._begun_at[number] = self._steps
+        if len(ranks) > 1:
+            self._shared[number] = step
         try:
             self._writer.save(job, queue)
         except (CheckpointError, TypeError, ValueError) as error:  # a state may come to hold what cannot be saved
@@ -133,6 +136,30 @@ class Saver:
             self._hear(Result(number, 0.0, error=f"rank {self._rank}: save {number} {error}"))
         self.costs.stalled_s += self._now() - started
         self._last_step = self._now()
+
+    def save_alone(
+        self, number: int, step: int, shared: Any, own: Any, manifest: Mapping[str, Any], patience_s: float
+    ) -> bool:
+        """The same for a checkpoint of this rank alone, which other ranks may be saving, too: the first one counts.
+
+        Waits ``patience_s`` at most for a save that is under way. False where another rank has begun before.
+
+        Raises:
+            CheckpointError, TypeError, ValueError: it cannot begin.
+        """
+        same = f"{number:06d}-step-"
+        names = [each for each in self._store.files.names(self._store.dirpath) if each.startswith(same)]
+        if any(".tmp-" not in each or f".tmp-{self._run}-" in each for each in names):
+            return False
+        job = Job(number, step, f"{self._run}-{self._rank}", (self._rank,), shared, own, manifest)
+        self.costs.saves += 1
+        self._begun_at[number], self._alone = self._steps, number
+        try:
+            self._writer.save(job, queue=True)
+        except SaveBusy:
+            self.wait(patience_s)
+            self._writer.save(job, queue=True)
+        return True
 
     def give_up(self, number: int, step: int, why: str) -> None:
         """This rank has nothing for a save that it was to take part in: the others need not wait for it."""
@@ -145,6 +172,14 @@ class Saver:
             TypeError: there is something in the state that cannot be saved; names it.
         """
         self._writer.reserve(Job(1, step, self._run, tuple(ranks), shared, own))
+
+    def expect(self, step: int, ranks: Sequence[int], shared: Any, own: Any, more: int = 0) -> None:
+        """The state has grown, as it does when optimizers have stepped: have the memory soon, and wait for nothing.
+
+        Args:
+            more: bytes that saves have besides. Default: 0.
+        """
+        self._writer.expect(Job(1, step, self._run, tuple(ranks), shared, own), more)
 
     def step(self, harmless: int | None = None) -> None:
         """A step is done: its time counts as a cost where it is longer than usual and a save is being written.
@@ -163,7 +198,7 @@ class Saver:
             self._usual_s = 0.9 * self._usual_s + 0.1 * took if self._usual_s else took
 
     def poll(self) -> None:
-        """Hear what has become of saves; wait for nothing.
+        """Hear what has become of saves; wait for nothing. Says so where one takes very long.
 
         Raises:
             CheckpointError: too many in a row have failed.
@@ -171,6 +206,15 @@ class Saver:
         for result in self._writer.poll():
             self._hear(result)
         self._check()
+        waited_s = self._writer.waited_s
+        if waited_s < PATIENCE_S:
+            self._warn_after_s = PATIENCE_S
+        elif waited_s >= self._warn_after_s:
+            self._warn_after_s = waited_s + PATIENCE_S
+            log.warning(
+                "Rank %d: a checkpoint has been under way for %.0f s (process %s); none is begun meanwhile. See "
+                "whether that process lives, and what its disk does.", self._rank, waited_s, self._writer.pid,
+            )  # fmt: skip
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until nothing is being written; whether that is so. Says so where that takes long."""
@@ -211,28 +255,37 @@ class Saver:
             )
 
     def _hear(self, result: Result) -> None:
-        costs = self.costs
-        costs.written_s += result.seconds
+        costs, step = self.costs, self._shared.pop(result.number, None)
         if result.error is not None:
+            if result.number == self._alone and any(each.number == self._alone for each in self._store.entries()):
+                return  # another rank was quicker
             costs.failed += 1
             costs.failed_in_a_row += 1
             self._last_error = result.error
-            log.error("A checkpoint could not be saved; training goes on. %s", result.error)
+            self._begun_at.pop(result.number, None)
+            if result.lost and step is not None:
+                self.give_up(result.number, step, result.error)
+            goes_on = "" if result.number == self._alone else "; training goes on"
+            log.error("A checkpoint could not be saved%s. %s", goes_on, result.error)
             return
-        costs.failed_in_a_row, costs.bytes = 0, costs.bytes + result.bytes
+        costs.failed_in_a_row = 0
         costs.committed += 1
         if result.committed:
             if self._good_after is not None:
                 self._keeper.awaited.add(result.number)
             self._keeper.prune()
+        else:
+            self._begun_at.pop(result.number, None)
 
     def _promote(self, harmless: int) -> None:
         """Mark as good what was followed by steps without harm; what was followed by harm never will be."""
         for number in sorted(self._keeper.awaited):
             after = self._steps - self._begun_at[number]
-            if harmless < after:
-                self._keeper.awaited.discard(number)
-            elif self._good_after is not None and after >= self._good_after:
-                self._keeper.awaited.discard(number)
+            good = self._good_after is not None and after >= self._good_after
+            if harmless >= after and not good:
+                continue
+            self._keeper.awaited.discard(number)
+            del self._begun_at[number]
+            if harmless >= after:
                 self._keeper.promote(number)
                 self._keeper.prune()

@@ -14,9 +14,10 @@ To read them executes no code.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,15 +105,22 @@ def shard(shared: object, own: object, rank: int, ranks: Sequence[int]) -> Shard
     return Shard(chosen, json.dumps(text, allow_nan=False).encode())
 
 
-def load(store: CheckpointStore, entry: Entry, rank: int) -> Loaded:
+def load(store: CheckpointStore, entry: Entry, rank: int, mapped: bool = False) -> Loaded:
     """Read a checkpoint that `CheckpointStore.verify` has found whole. Tensors are on the CPU, and the caller's.
+
+    Args:
+        store: that it is in.
+        entry: the checkpoint.
+        rank: whose ``own`` to read.
+        mapped: tensors are the files themselves where these are local, read when they are used. For as long as the
+            checkpoint is there: over a network it must not be deleted meanwhile. Default: they are copies.
 
     Raises:
         DamagedCheckpoint: its parts do not fit together; names the file.
         OSError: a file cannot be read.
     """
     manifest = entry.manifest or store.verify(entry)
-    parts = [_Part(store, entry.path, writer) for writer in sorted(manifest.ranks)]
+    parts = [_Part(store, entry.path, writer, mapped) for writer in sorted(manifest.ranks)]
     shared: dict[int, Tensor] = {}
     for part in parts:
         shared |= part.shared()
@@ -126,22 +134,44 @@ def load(store: CheckpointStore, entry: Entry, rank: int) -> Loaded:
     return Loaded(parts[0].shared_tree([shared[i] for i in range(count)]), own, manifest)
 
 
-def load_own(store: CheckpointStore, entry: Entry, rank: int) -> Any | None:
+def load_own(store: CheckpointStore, entry: Entry, rank: int, *keys: str, mapped: bool = False) -> Any | None:
     """What is a rank's own, alone: the files of others are not read. None where it had no part in the checkpoint.
+
+    Args:
+        store: that it is in.
+        entry: the checkpoint.
+        rank: whose.
+        keys: of the only thing to read, the outermost first; None where there is no such thing. Default: all.
+        mapped: see `load`.
 
     Raises:
         DamagedCheckpoint: its files do not fit together; names them.
         OSError: a file cannot be read.
     """
     manifest = entry.manifest or store.verify(entry)
-    return _Part(store, entry.path, rank).own() if rank in manifest.ranks else None
+    return _Part(store, entry.path, rank, mapped).own(*keys) if rank in manifest.ranks else None
+
+
+class _Read(Sequence[Tensor]):
+    """Tensors that are read when they are asked for, each once."""
+
+    def __init__(self, readers: Sequence[Callable[[], Tensor]]) -> None:
+        self._readers, self._read = readers, dict[int, Tensor]()
+
+    def __len__(self) -> int:
+        return len(self._readers)
+
+    def __getitem__(self, i: Any) -> Any:
+        if i not in self._read:
+            self._read[i] = self._readers[i]()
+        return self._read[i]
 
 
 class _Part:
     """The files of one rank."""
 
-    def __init__(self, store: CheckpointStore, folder: str, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, store: CheckpointStore, folder: str, rank: int, mapped: bool) -> None:
+        self.rank, self._mapped = rank, mapped
         self._path = f"{folder}/rank-{rank}.json"
         self._bytes = store.files.view(f"{folder}/rank-{rank}.bin")
         with self._naming():
@@ -157,10 +187,15 @@ class _Part:
         with self._naming():
             return unflatten(self._text["shared"]["tree"], tensors)
 
-    def own(self) -> Any:
+    def own(self, *keys: str) -> Any:
         with self._naming():
-            tensors = [self._tensor(*place) for place in self._text["own"]["tensors"]]
-            return unflatten(self._text["own"]["tree"], tensors)
+            tree = self._text["own"]["tree"]
+            for key in keys:
+                tree = next((value for name, value in tree["dict"] if name == key), None)
+                if tree is None:
+                    return None
+            places = self._text["own"]["tensors"]
+            return unflatten(tree, _Read([functools.partial(self._tensor, *place) for place in places]))
 
     def _tensor(self, name: str, shape: list[int], at: int) -> Tensor:
         dtype = DTYPES[name]
@@ -169,7 +204,10 @@ class _Part:
             raise ValueError(f"a tensor of {name}, {shape} at {at} does not fit into {len(self._bytes)} bytes")
         if end == at:
             return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(bytearray(self._bytes[at:end]), dtype=dtype).view(shape)
+        memory = self._bytes[at:end]
+        if not self._mapped or memory.readonly:
+            memory = bytearray(memory)
+        return torch.frombuffer(memory, dtype=dtype).view(shape)
 
     @contextlib.contextmanager
     def _naming(self) -> Iterator[None]:

@@ -101,7 +101,7 @@ class CheckpointStore:
 
         Raises:
             CheckpointError: a rank is missing.
-            DamagedCheckpoint: a rank's manifest does not hold what was written, or two ranks wrote one file.
+            DamagedCheckpoint: a rank's manifest does not hold what was written, two wrote one file, or one is gone.
             OSError: the file system refuses; nothing was committed.
         """
         if missing := self.missing(temporary, manifest.ranks):
@@ -114,6 +114,8 @@ class CheckpointStore:
             if twice := files.keys() & listed.keys():
                 raise DamagedCheckpoint(f"{temporary}/{name} names {sorted(twice)}, which another rank wrote.")
             files |= {**listed, name: FileRecord(len(data), zlib.crc32(data))}
+        if gone := sorted(files.keys() - set(self.files.names(temporary))):
+            raise DamagedCheckpoint(f"{temporary} had {gone}, which somebody has deleted.")
         manifest = dataclasses.replace(manifest, files=files)
         final = self.final(manifest.number, manifest.step)
         self.files.write(f"{temporary}/{MANIFEST}", [manifest.to_bytes()])
@@ -125,10 +127,20 @@ class CheckpointStore:
         self.files.unlink(f"{temporary}/{MANIFEST}")
         self.files.remove(temporary)
 
-    def entries(self) -> list[Entry]:
-        """All checkpoints under a final name, the newest first; reads their manifests only."""
-        found = [self._entry(match) for match in self._matches() if not match["rest"]]
-        return sorted((entry for entry in found if entry), key=lambda entry: (entry.number, entry.step), reverse=True)
+    def entries(self, number: int | None = None, name: str | None = None) -> list[Entry]:
+        """The checkpoints under a final name, the newest first; reads their manifests only.
+
+        Args:
+            number: of the only one to look for. Default: all.
+            name: of the only one to look for. Default: all.
+        """
+        wanted = [
+            match
+            for match in self._matches()
+            if not match["rest"] and number in (None, int(match["number"])) and name in (None, match.string)
+        ]
+        found = [entry for match in wanted if (entry := self._entry(match))]
+        return sorted(found, key=lambda entry: (entry.number, entry.step), reverse=True)
 
     def verify(self, entry: Entry, part: int = 0, parts: int = 1) -> Manifest:
         """Read every file of a checkpoint; its manifest, if it is whole.
@@ -148,6 +160,14 @@ class CheckpointStore:
         for name, record in by_size[part::parts]:
             self.files.check(f"{entry.path}/{name}", record)
         return manifest
+
+    def trouble(self, entry: Entry, part: int = 0, parts: int = 1) -> CheckpointError | OSError | None:
+        """What `verify` raises; None where nothing is wrong."""
+        try:
+            self.verify(entry, part, parts)
+        except (CheckpointError, OSError) as error:
+            return error
+        return None
 
     def promote(self, entry: Entry) -> None:
         """Mark a checkpoint as good, durably: training went on from it without harm.
@@ -230,6 +250,8 @@ class CheckpointStore:
         manifest = Manifest.from_bytes(data, path)
         if (manifest.number, manifest.step) != (entry.number, entry.step):
             raise DamagedCheckpoint(f"{path} is that of {manifest.number:06d}-step-{manifest.step}.")
+        if absent := [rank for rank in manifest.ranks if _rank_manifest(rank) not in manifest.files]:
+            raise DamagedCheckpoint(f"{path} has no files of ranks {absent}.")
         return manifest
 
     def _is_good(self, entry: Entry) -> bool:

@@ -21,8 +21,10 @@ import signal
 import socket
 import struct
 import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from lightning_async.engine.checkpoint.claim import has_no_writer
 from lightning_async.engine.checkpoint.manifest import Manifest, RankManifest
 from lightning_async.engine.checkpoint.store import CheckpointStore, failure_of
 from lightning_async.errors import CheckpointError
@@ -41,17 +43,31 @@ def main(descriptor: int, trainer: int) -> None:
     """Do jobs until the trainer, the process of that number, is gone, or says that there are no more."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # they are meant for the trainer: what it has handed over is finished
-    with socket.socket(fileno=descriptor) as channel:
-        while (message := _next(channel, trainer)) is not None:
-            answer = _answer(*message)
+    with socket.socket(fileno=descriptor) as channel, _death_of(trainer) as death:
+        while (message := _next(channel, trainer, death)) is not None:
+            answer = _answer(*message, orphaned=lambda: os.getppid() != trainer or _is_closed(channel))
             with contextlib.suppress(OSError):  # nobody may be left to hear it
                 channel.sendall(json.dumps(answer).encode() + b"\n")
 
 
-def _next(channel: socket.socket, trainer: int) -> tuple[int, int, int, bool] | None:
+@contextlib.contextmanager
+def _death_of(trainer: int) -> Iterator[list[int]]:
+    """A descriptor that has something to read when the trainer has ended; none where the system knows no such thing."""
+    try:
+        descriptor = os.pidfd_open(trainer)
+    except (AttributeError, OSError):
+        yield []
+        return
+    try:
+        yield [descriptor]
+    finally:
+        os.close(descriptor)
+
+
+def _next(channel: socket.socket, trainer: int, death: Sequence[int]) -> tuple[int, int, int, bool] | None:
     """The descriptor of the memory and the `MESSAGE` of the next job; None where no more will come."""
     # Forks of the trainer have the other end of the channel, too: that it ends is not heard as long as they live.
-    while not wait_for(channel, 1.0):
+    while not wait_for(channel, 1.0, death):
         if os.getppid() != trainer:
             return None
     try:
@@ -61,21 +77,35 @@ def _next(channel: socket.socket, trainer: int) -> tuple[int, int, int, bool] | 
     return (descriptors[0], *MESSAGE.unpack(data)) if data else None
 
 
-def wait_for(channel: socket.socket, seconds: float) -> bool:
-    """Wait until there is something to read, or the other end is closed; whether that is so."""
+def _is_closed(channel: socket.socket) -> bool:
+    """Whether the other end is; what it has sent before can still be read."""
+    poll = select.poll()
+    poll.register(channel, getattr(select, "POLLRDHUP", 0))
+    return bool(poll.poll(0))
+
+
+def wait_for(channel: socket.socket, seconds: float, others: Sequence[int] = ()) -> bool:
+    """Wait until there is something to read, or the other end is closed; whether that is so.
+
+    Args:
+        channel: to read from.
+        seconds: at most.
+        others: descriptors that end the wait, too. Default: none.
+    """
     poll = select.poll()  # `select.select` cannot take descriptors above 1023
-    poll.register(channel, select.POLLIN)
-    return bool(poll.poll(max(0.0, seconds) * 1000))
+    for each in (channel, *others):
+        poll.register(each, select.POLLIN)
+    return any(found == channel.fileno() for found, _ in poll.poll(max(0.0, seconds) * 1000))
 
 
-def _answer(descriptor: int, offset: int, length: int, again: bool) -> dict[str, Any]:
+def _answer(descriptor: int, offset: int, length: int, again: bool, orphaned: Callable[[], bool]) -> dict[str, Any]:
     started, number = time.monotonic(), None
     try:
         # Given back when nothing refers to it any more: where a write has failed, its traceback does until it is told.
         memory = memoryview(mmap.mmap(descriptor, offset + length, prot=mmap.PROT_READ))
         job: Job = json.loads(bytes(memory[offset:]))
         number = job["number"]
-        done = perform(job, memory, again)
+        done = perform(job, memory, again, orphaned)
     except Exception as error:
         text = f"{type(error).__name__}: {error}" if not isinstance(error, CheckpointError | OSError) else str(error)
         done = {"error": text[:_LONGEST_ERROR]}
@@ -84,13 +114,16 @@ def _answer(descriptor: int, offset: int, length: int, again: bool) -> dict[str,
     return {"number": number, "seconds": time.monotonic() - started, **done}
 
 
-def perform(job: Job, memory: memoryview, again: bool = False) -> dict[str, Any]:
+def perform(
+    job: Job, memory: memoryview, again: bool = False, orphaned: Callable[[], bool] = lambda: False
+) -> dict[str, Any]:
     """Write the files of a job, and commit the checkpoint where this rank is the first; what to answer.
 
     Args:
         job: what to write, see `engine.checkpoint.process`.
         memory: that its files are in.
         again: another process has died of it, and may have done all or a part. Default: False.
+        orphaned: whether the trainer has ended, or its training has. Default: neither.
 
     Raises:
         CheckpointError: another rank has failed, or was not heard of before the deadline.
@@ -111,7 +144,7 @@ def perform(job: Job, memory: memoryview, again: bool = False) -> dict[str, Any]
             _fail(store, temporary, job, error)
             raise
         if commits:
-            _commit(store, temporary, job)
+            _commit(store, temporary, job, orphaned)
         elif again and store.files.atomic and store.files.exists(manifest):
             store.discard(temporary)  # committed while this was looking at it, which has made the folder anew
         else:
@@ -126,11 +159,14 @@ def _write(store: CheckpointStore, temporary: str, job: Job, memory: memoryview)
     store.add_rank(temporary, RankManifest(job["rank"], records))
 
 
-def _commit(store: CheckpointStore, temporary: str, job: Job) -> None:
+def _commit(store: CheckpointStore, temporary: str, job: Job, orphaned: Callable[[], bool]) -> None:
     """Wait for the others, and commit, or delete what cannot be committed any more.
 
+    Who starts a killed training again waits for this: so ranks are not waited for that were killed before they had
+    handed over their part.
+
     Raises:
-        CheckpointError: another rank has failed, or was not heard of before the deadline.
+        CheckpointError: another rank has failed, or was not heard of before the deadline; or the folder is gone.
     """
     started, pause, silent = time.monotonic(), 0.005, []
     longest = 0.1 if store.files.atomic else 2.0  # to ask a remote store costs something
@@ -138,6 +174,13 @@ def _commit(store: CheckpointStore, temporary: str, job: Job) -> None:
         while True:
             silent, failed = _heard(store, temporary, job["ranks"])
             if not silent:
+                break
+            if job["rank"] in silent:  # it had said so: what others have said may be gone, too
+                raise CheckpointError(f"{temporary} was deleted while it was written.")
+            if orphaned() and all(has_no_writer(store, rank) for rank in silent):
+                silent, failed = _heard(store, temporary, job["ranks"])  # they may have been about to end
+                if silent:
+                    raise CheckpointError(f"{temporary}: rank(s) {silent} have ended, as training has.")
                 break
             if time.monotonic() - started > job["deadline_s"]:
                 raise CheckpointError(

@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 
 from lightning_async.engine.files.local import LocalFiles
-from lightning_async.engine.files.protocol import FileRecord, Files
+from lightning_async.engine.files.protocol import FileRecord, Files, Lock
 from lightning_async.engine.files.remote import RemoteFiles
 
-__all__ = ["FileRecord", "Files", "LocalFiles", "RemoteFiles", "files_at"]
+__all__ = ["FileRecord", "Files", "LocalFiles", "Lock", "RemoteFiles", "files_at"]
 
 
 def files_at(dirpath: str | os.PathLike[str]) -> tuple[Files, str]:

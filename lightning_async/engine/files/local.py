@@ -13,13 +13,25 @@ import mmap
 import os
 import time
 import uuid
+import weakref
 import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from lightning_async.engine.files.protocol import PIECE, STALE_S, Chunk, FileRecord, checking, compare, pieces
+from lightning_async.engine.files.protocol import PIECE, STALE_S, Chunk, FileRecord, Lock, checking, compare, pieces
 
 __all__ = ["LocalFiles"]
+
+_locks: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    """In a fork, such as a loader's worker: it may outlive this process, whose locks shall end with it."""
+    for lock in list(_locks):
+        lock.close()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 class LocalFiles:
@@ -62,7 +74,7 @@ class LocalFiles:
         with _naming(path), open(path, "rb") as file:
             if not os.fstat(file.fileno()).st_size:
                 return memoryview(b"")
-            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
 
     def check(self, path: str, record: FileRecord) -> None:
         with checking(path, record), _naming(path), open(path, "rb", buffering=0) as file:
@@ -99,12 +111,11 @@ class LocalFiles:
             self._calls.unlink(path)
 
     def remove(self, folder: str) -> None:
+        if os.path.islink(folder) or not os.path.isdir(folder):  # what a link leads to is not ours
+            self.unlink(folder)
+            return
         for name in self.names(folder):
-            path = f"{folder}/{name}"
-            if os.path.isdir(path) and not os.path.islink(path):
-                self.remove(path)
-            else:
-                self.unlink(path)
+            self.remove(f"{folder}/{name}")
         with contextlib.suppress(FileNotFoundError):
             self._calls.rmdir(folder)
 
@@ -135,9 +146,23 @@ class LocalFiles:
                     return False
                 except OSError:
                     return time.time() - os.fstat(descriptor).st_mtime > STALE_S
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             pass
         return True
+
+    def lock(self, path: str, shared: bool = False) -> Lock | None:
+        self._make(os.path.dirname(path))
+        with _naming(path):
+            descriptor = self._calls.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except OSError as error:
+            self._calls.close(descriptor)
+            if isinstance(error, BlockingIOError):
+                raise
+            return None
+        _locks.add(lock := Lock(descriptor))
+        return lock
 
     def _make(self, folder: str) -> None:
         """A new folder is durable only when the one that it lies in is."""

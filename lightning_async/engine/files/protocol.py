@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Protocol
 
 from lightning_async.errors import DamagedCheckpoint
 
-__all__ = ["PIECE", "STALE_S", "Chunk", "FileRecord", "Files", "checking", "compare", "pieces"]
+__all__ = ["PIECE", "STALE_S", "Chunk", "FileRecord", "Files", "Lock", "checking", "compare", "pieces"]
 
 PIECE = 4 << 20
 """Bytes that are written or read at a time; a checksum is taken while they are in the processor's cache."""
@@ -30,6 +31,31 @@ class FileRecord:
     crc32: int
 
 
+class Lock:
+    """A file that is locked until its descriptor is closed here, and in every process that it was handed to.
+
+    Args:
+        descriptor: of the open file, which a fork of this process does not keep.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def write(self, data: bytes) -> None:
+        """Say something in the file, instead of what it said."""
+        os.ftruncate(self.descriptor, 0)
+        os.pwrite(self.descriptor, data, 0)
+
+    def close(self) -> None:
+        """Let go. Idempotent."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        self.close()
+
+
 class Files(Protocol):
     """What a checkpoint needs of a file system. Paths are joined with ``/``."""
 
@@ -45,7 +71,7 @@ class Files(Protocol):
         ...
 
     def view(self, path: str) -> memoryview:
-        """All that a file holds, mapped into memory where that is possible."""
+        """All that a file holds, mapped into memory where that is possible; what is written there stays there."""
         ...
 
     def check(self, path: str, record: FileRecord) -> None:
@@ -82,6 +108,14 @@ class Files(Protocol):
 
     def hold(self, folder: str) -> contextlib.AbstractContextManager[None]:
         """Make a folder, and let others know for a while that a living process writes in it."""
+        ...
+
+    def lock(self, path: str, shared: bool = False) -> Lock | None:
+        """Lock a file, and make it where it is missing; None where the file system has no locks.
+
+        Raises:
+            BlockingIOError: another one holds it; with ``shared``, one that does not share it.
+        """
         ...
 
     def identity(self, folder: str) -> str:

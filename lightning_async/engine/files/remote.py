@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from lightning_async.engine.files.protocol import PIECE, STALE_S, Chunk, FileRecord, checking, compare, pieces
+from lightning_async.engine.files.protocol import PIECE, STALE_S, Chunk, FileRecord, Lock, checking, compare, pieces
 
 __all__ = ["RemoteFiles"]
 
@@ -96,6 +96,9 @@ class RemoteFiles:
     def hold(self, folder: str) -> Iterator[None]:
         self._system.makedirs(folder, exist_ok=True)
         yield
+
+    def lock(self, path: str, shared: bool = False) -> Lock | None:
+        return None
 
     def identity(self, folder: str) -> str:
         return f"{folder}:{os.getpid()}" if folder.startswith("memory:") else folder

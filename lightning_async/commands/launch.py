@@ -1,0 +1,83 @@
+"""Starts the ranks of a training on this host, and sees to their end: ``lightning-async launch -n 4 train.py``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_async.launch.decide import CANNOT_START, Policy
+from lightning_async.launch.environment import Job, available_cores, shown
+from lightning_async.launch.supervise import Supervisor
+
+__all__ = ["main"]
+
+_MOST_RANKS = 128  # there are six descriptors for each, and usually 1024 for a process
+_EPILOG = """exit codes:
+  0     all ranks have ended with 0
+  75    the ranks were told to end, have saved, and can be started again
+  69    the store, in which ranks meet, was lost
+  71    the system did not let a process start, or a file be written
+  130   told to end by SIGINT (143: SIGTERM, 129: SIGHUP)
+  128+N the rank that died first was killed by signal N
+  else  that of the rank that died first
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the job; its exit code."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    program = ["-m", *options.module] if options.module else options.program
+    for name in ("nnodes", "rdzv"):
+        if getattr(options, name) is not None:
+            parser.error(
+                f"--{name}: several hosts are not served yet; start the ranks with torchrun or srun there "
+                "(docs/lightning.md)."
+            )
+    if not program:
+        parser.error("which program? Give a script, or -m and a module.")
+    if options.n > _MOST_RANKS:
+        parser.error(f"-n {options.n}: at most {_MOST_RANKS} ranks on one host.")
+    if not hasattr(os, "pidfd_open"):
+        parser.error("this needs Linux 5.3 or newer (pidfd_open); elsewhere plain `python` starts the ranks.")
+    try:
+        policy = Policy(ranks=options.n, max_restarts=options.max_restarts, grace_s=options.grace)
+    except ValueError as error:
+        parser.error(str(error))
+    job = Job.of(program, options.n, options.max_restarts, os.environ, available_cores())
+    if options.dry_run:
+        print("\n".join(shown(job, os.environ)))
+        return 0
+    try:
+        return Supervisor(job, policy, options.log_dir).run()
+    except OSError as error:
+        print(f"lightning-async launch: {error}", file=sys.stderr)
+        return CANNOT_START
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-async launch",
+        description="Start the ranks of a training on this host, and see to their end.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("-n", type=int, required=True, metavar="N", help="how many ranks")
+    parser.add_argument(
+        "--max-restarts", type=int, default=0, metavar="N",
+        help="how often all ranks are started again when one has died (default: 0)",
+    )  # fmt: skip
+    parser.add_argument("--log-dir", type=Path, metavar="DIR", help="write what each rank writes to a file of its own")
+    parser.add_argument(
+        "--grace", type=float, default=30.0, metavar="S",
+        help="seconds that ranks have to save when the job is told to end (default: 30)",
+    )  # fmt: skip
+    parser.add_argument("--dry-run", action="store_true", help="print what would be started")
+    for name in ("--nnodes", "--rdzv"):
+        parser.add_argument(name, help=argparse.SUPPRESS)
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module, not a script, and its arguments")
+    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="script", help="and its arguments")
+    return parser

@@ -1,0 +1,93 @@
+"""What a rank is started with: its command line and its environment variables, those of ``torchrun``.
+
+Lightning, torch and scripts read these, so that what runs under torchrun runs here as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lightning_async.comm.membership.signing import SECRET, new_secret
+
+__all__ = ["ADDRESS", "Job", "available_cores", "shown"]
+
+ADDRESS = "127.0.0.1"
+"""Where the store listens: all ranks are on this host."""
+
+
+def available_cores() -> int:
+    """That this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to run, the same on all ranks.
+
+    Args:
+        program: of Python: a script, or ``-m`` and a module, then arguments.
+        ranks: how many processes.
+        max_restarts: as the ranks are told.
+        base: the environment of all ranks.
+        name: of the job, unique on this host.
+    """
+
+    program: Sequence[str]
+    ranks: int
+    max_restarts: int
+    base: Mapping[str, str]
+    name: str
+
+    @classmethod
+    def of(cls, program: Sequence[str], ranks: int, max_restarts: int, shell: Mapping[str, str], cores: int) -> Job:
+        """A job with the environment of this shell; what it lacks is added: a secret, threads of compute."""
+        base = dict(shell)
+        base.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
+        if not base.get(SECRET):
+            base[SECRET] = new_secret()  # all ranks are on this host: nobody else need know it
+        return cls(tuple(program), ranks, max_restarts, base, f"launch-{os.getpid()}")
+
+    def command(self) -> list[str]:
+        """Unbuffered, so that what a rank writes is seen, and is not lost when it is killed."""
+        return [sys.executable, "-u", *self.program]
+
+    def variables(self, rank: int, port: int | str, restarts: int) -> dict[str, str]:
+        """What is this rank's, or this start's."""
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "GROUP_RANK": "0",
+            "ROLE_RANK": str(rank),
+            "ROLE_NAME": "default",
+            "WORLD_SIZE": str(self.ranks),
+            "LOCAL_WORLD_SIZE": str(self.ranks),
+            "GROUP_WORLD_SIZE": "1",
+            "ROLE_WORLD_SIZE": str(self.ranks),
+            "MASTER_ADDR": ADDRESS,
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_RUN_ID": self.name,
+            "TORCHELASTIC_RESTART_COUNT": str(restarts),
+            "TORCHELASTIC_MAX_RESTARTS": str(self.max_restarts),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # no rank is to open a store of its own
+        }
+
+    def environment(self, rank: int, port: int, restarts: int) -> dict[str, str]:
+        """All of a rank's variables."""
+        return {**self.base, **self.variables(rank, port, restarts)}
+
+
+def shown(job: Job, shell: Mapping[str, str]) -> list[str]:
+    """What would be started, a command of a shell for each rank; of the secret only that there is one."""
+    added = {name: value for name, value in job.base.items() if shell.get(name) != value}
+    if SECRET in added:
+        added[SECRET] = "..."
+    lines = []
+    for rank in range(job.ranks):
+        variables = {**added, **job.variables(rank, "<free>", 0)}
+        told = [f"{name}={value}" for name, value in variables.items()]
+        lines.append(f"[{rank}] {shlex.join(['env', *told, *job.command()])}")
+    return lines

@@ -1,0 +1,255 @@
+"""What ranks write: whole lines with the rank before them, to the terminal and to a file for each rank.
+
+    a rank's pipe ---> Stream: whole lines ---> Sink: what the terminal takes without making anybody wait
+                                           \\--> the rank's file, without prefixes
+
+A rank keeps its two pipes over all its starts. Nothing here blocks: where the terminal takes no more, ranks are not
+read any more, and wait themselves, as they would without a launcher.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import select
+import selectors
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+__all__ = ["Outputs", "Sink", "Stream"]
+
+_PIECE = 4096  # a descriptor that is ready takes so much at once (PIPE_BUF)
+_FULL = 1 << 20
+_LONGEST_LINE = 1 << 18
+_TAIL = 15
+_PROGRESS_S = 10.0
+_CURSOR = re.compile(rb"\x1b\[\d*(?:;\d*)?[A-HJKSTf]")
+
+
+class Sink:
+    """The launcher's stdout or stderr.
+
+    Args:
+        fd: of it.
+        now: monotonic seconds, for tests.
+    """
+
+    def __init__(self, fd: int, now: Callable[[], float] = time.monotonic) -> None:
+        self.fd = fd
+        self._now, self._is_terminal = now, os.isatty(fd)
+        self._pending = bytearray()
+        self._progress, self._progress_at = b"", -_PROGRESS_S
+        self._gone = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is something to write."""
+        return bool(self._pending)
+
+    @property
+    def full(self) -> bool:
+        """Whether nothing more is to be read for it."""
+        return len(self._pending) >= _FULL
+
+    def lines(self, text: bytes, drawn: bool = False) -> None:
+        """Whole lines; ``drawn``: the first of them is what `progress` has shown."""
+        if self._gone:
+            return
+        if self._progress:
+            self._progress = b"" if drawn else self._progress
+            text = b"\r\x1b[K" + text + self._progress  # a progress bar stays the last line
+        self._pending += text
+
+    def progress(self, text: bytes) -> None:
+        """A line that will be overwritten: in place on a terminal, elsewhere now and then a line of its own."""
+        if self._gone:
+            return
+        if self._is_terminal:
+            self._progress = text[: max(1, self._columns() - 1)]
+            self._pending += b"\r" + self._progress + b"\x1b[K"
+        elif self._now() - self._progress_at >= _PROGRESS_S:
+            self._progress_at = self._now()
+            self._pending += text + b"\n"
+
+    def settle(self) -> None:
+        """What will be overwritten no more stays as a line of its own."""
+        if self._progress:
+            self._pending += b"\n"
+            self._progress = b""
+
+    def write(self) -> None:
+        """Write some of it, when the descriptor is ready."""
+        try:
+            del self._pending[: os.write(self.fd, self._pending[:_PIECE])]
+        except BlockingIOError:
+            pass
+        except OSError:  # the terminal is closed, or who has read a pipe has ended: the ranks go on
+            self._gone = True
+            self._pending.clear()
+
+    def flush(self, timeout: float) -> None:
+        """Write all of it, within so many seconds."""
+        poll, until = select.poll(), self._now() + timeout
+        poll.register(self.fd, select.POLLOUT)
+        while self._pending and (left := until - self._now()) > 0:
+            if poll.poll(1000 * left):
+                self.write()
+
+    def _columns(self) -> int:
+        try:
+            return os.get_terminal_size(self.fd).columns or 80
+        except OSError:
+            return 80
+
+
+class Stream:
+    """What one rank writes to one of its pipes.
+
+    Args:
+        fd: to read from.
+        prefix: of every line.
+        sink: for the lines.
+        log: a file for the lines without prefix; None for none.
+    """
+
+    def __init__(self, fd: int, prefix: bytes, sink: Sink, log: int | None = None) -> None:
+        os.set_blocking(fd, False)
+        self.fd, self.sink = fd, sink
+        self.tail: deque[bytes] = deque(maxlen=_TAIL)
+        """The last lines."""
+        self.open = True
+        """Whether anybody may still write to it."""
+        self._prefix, self._log = prefix, log
+        self._rest = b""
+
+    def read(self) -> int:
+        """Take what is there, at most a pipe full; how much that was."""
+        try:
+            data = os.read(self.fd, 1 << 16)
+        except BlockingIOError:
+            return 0
+        self.open = bool(data)
+        self._feed(data)
+        return len(data)
+
+    def drain(self) -> None:
+        """Take all that is there; what has no end of line gets one. For a rank that has ended."""
+        for _ in range(64):  # something that it has left behind may write without end
+            if not self.read():
+                break
+        if self._rest.strip(b"\r"):
+            self._feed(b"\n")
+        self._rest = b""
+
+    def note(self, text: str) -> None:
+        """A line of the launcher's in the rank's file."""
+        self._write_log(f"{text}\n".encode())
+
+    def _feed(self, data: bytes) -> None:
+        drawn = self._rest.startswith(b"\r")
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > _LONGEST_LINE:
+            lines.append(self._rest)
+            self._rest = b""
+        whole = [_last_drawn(line) for line in lines]
+        if whole:
+            self.tail.extend(line for line in whole if line.strip())
+            self.sink.lines(b"".join(self._prefix + line + b"\n" for line in whole), drawn)
+            self._write_log(b"".join(line + b"\n" for line in whole))
+        if b"\r" in self._rest:
+            line = _last_drawn(self._rest)
+            self._rest = b"\r" + line + b"\r" * self._rest.endswith(b"\r")
+            if data and line.strip():
+                self.sink.progress(self._prefix + line)
+
+    def _write_log(self, text: bytes) -> None:
+        if self._log is None:
+            return
+        try:
+            while text:
+                text = text[os.write(self._log, text) :]
+        except OSError as error:
+            self._log = None
+            self.sink.lines(
+                self._prefix + f"(no more is written to its file: {os.strerror(error.errno or errno.EIO)})\n".encode()
+            )
+
+
+def _last_drawn(line: bytes) -> bytes:
+    """What is seen of a line that was drawn over itself."""
+    drawn = [part for part in line.split(b"\r") if part]
+    return _CURSOR.sub(b"", drawn[-1]) if drawn else b""
+
+
+class Outputs:
+    """The pipes of all ranks, and where what they write goes.
+
+    Args:
+        readers: two descriptors for each rank, of what it writes to stdout and to stderr.
+        logs: a directory for a file for each rank; None for none.
+        stdout, stderr: of the launcher. Default: 1 and 2.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+
+    def __init__(self, readers: Sequence[int], logs: Path | None = None, stdout: int = 1, stderr: int = 2) -> None:
+        ranks = len(readers) // 2
+        out = Sink(stdout)
+        # Lines on their way to one terminal must not be cut by each other.
+        err = out if os.path.sameopenfile(stdout, stderr) else Sink(stderr)
+        self.sinks = (out, err)
+        width = len(str(ranks - 1))
+        self.streams: list[tuple[Stream, Stream]] = []
+        """Of each rank, stdout and stderr."""
+        self._logs: list[int] = []
+        for rank in range(ranks):
+            log = None if logs is None else _log_file(logs, rank)
+            self._logs += [] if log is None else [log]
+            prefix = f"[{rank:>{width}}] ".encode()
+            self.streams.append(
+                (
+                    Stream(readers[2 * rank], prefix, out, log),
+                    Stream(readers[2 * rank + 1], prefix, err, log),
+                )
+            )
+
+    def say(self, text: str) -> None:
+        """Words of the launcher itself."""
+        self.sinks[1].lines("".join(f"[launch] {line}\n" for line in text.splitlines()).encode())
+
+    def watch(self, selector: selectors.BaseSelector) -> None:
+        """Have the selector look at what can be read and written now; its keys hold what is then to be called."""
+        wanted: dict[int, tuple[int, Callable[[], object]]] = {}
+        for stream in (stream for pair in self.streams for stream in pair):
+            if stream.open and not stream.sink.full:
+                wanted[stream.fd] = selectors.EVENT_READ, stream.read
+        for sink in self.sinks:
+            if sink.waits:
+                wanted[sink.fd] = selectors.EVENT_WRITE, sink.write
+        mine = {stream.fd for pair in self.streams for stream in pair} | {sink.fd for sink in self.sinks}
+        for fd in mine:
+            known = fd in selector.get_map()
+            if known and fd not in wanted:
+                selector.unregister(fd)
+            elif not known and fd in wanted:
+                selector.register(fd, *wanted[fd])
+
+    def flush(self, timeout: float = 5.0) -> None:
+        """At the end: write what waits, unless nobody takes it."""
+        for sink in dict.fromkeys(self.sinks):
+            sink.settle()
+            sink.flush(timeout)
+
+    def close(self) -> None:
+        """The ranks' files."""
+        for log in self._logs:
+            os.close(log)
+
+
+def _log_file(folder: Path, rank: int) -> int:
+    folder.mkdir(parents=True, exist_ok=True)
+    return os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)

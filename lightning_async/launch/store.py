@@ -1,0 +1,92 @@
+"""The launcher's side of the store: the process that keeps it, and how that is told.
+
+A store of torch is in a process of its own: torch takes seconds to import, and hundreds of megabytes; and where the
+launcher is killed, the store has to outlive it until the ranks have saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from lightning_async.launch.environment import ADDRESS
+from lightning_async.launch.process import Process, watched
+
+__all__ = ["Keeper"]
+
+_BOOT = """
+import json, sys, types
+arguments, folder, path = json.loads(sys.argv[1])
+sys.path += path
+package = sys.modules["lightning_async"] = types.ModuleType("lightning_async")
+package.__path__ = [folder]
+from lightning_async.launch.keeper import main
+main(*arguments)
+"""
+_BACKLOG = 2048
+
+
+class Keeper:
+    """The process that keeps the store.
+
+    Args:
+        readers: of the ranks' pipes, which it reads when the launcher is killed.
+        logs: the directory of the ranks' files, if there is one.
+        grace_s: that ranks have then.
+
+    Raises:
+        OSError: the system does not let it start.
+    """
+
+    def __init__(self, readers: Sequence[int], logs: Path | None, grace_s: float) -> None:
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        arguments = [theirs.fileno(), list(readers), None if logs is None else str(logs.absolute()), grace_s]
+        package = Path(__file__).resolve().parents[1]
+        told = json.dumps([arguments, str(package), [os.path.abspath(path) for path in sys.path if path]])
+        # Isolated (-I): a module beside the user's script cannot take the place of one that it imports.
+        command = [sys.executable, "-I", "-c", _BOOT, told, f"keeps the store of launcher {os.getpid()}"]
+        try:
+            self._popen = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno(), *readers], start_new_session=True
+            )
+        finally:
+            theirs.close()
+        self.pidfd = watched(self._popen)
+        """Becomes readable when it ends."""
+
+    def open(self) -> int:
+        """A store in place of the one before; its port. Ranks can connect at once."""
+        with socket.create_server((ADDRESS, 0), backlog=_BACKLOG) as server:
+            port: int = server.getsockname()[1]
+            self._tell({"what": "store", "host": ADDRESS, "port": port}, [server.fileno()])
+        return port
+
+    def started(self, process: Process) -> None:
+        """It is to end when the launcher is killed."""
+        self._tell({"what": "started", "pid": process.pid}, [process.pidfd])
+
+    def ended(self, process: Process) -> None:
+        """Its number is free for others."""
+        self._tell({"what": "ended", "pid": process.pid}, [])
+
+    def died(self) -> str:
+        """How it has ended, after its descriptor became readable."""
+        status = self._popen.wait()
+        return f"signal {-status}" if status < 0 else f"exit status {status}"
+
+    def close(self) -> None:
+        """There are no ranks any more, so that nobody needs what the store holds."""
+        self._channel.close()
+        self._popen.kill()
+        self._popen.wait()
+        os.close(self.pidfd)
+
+    def _tell(self, said: Mapping[str, object], descriptors: Sequence[int]) -> None:
+        with contextlib.suppress(OSError):  # it has ended: its descriptor tells
+            socket.send_fds(self._channel, [json.dumps(said).encode()], descriptors)

@@ -1,0 +1,82 @@
+"""Who has died of what, in words."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_async.launch.decide import TRY_AGAIN
+
+__all__ = ["Ending", "how", "report", "signal_name"]
+
+HUNG = 70
+"""The exit code of `HangWatchdog`."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What became of one rank.
+
+    Args:
+        rank, pid: which one.
+        status: its exit status, or minus the signal that has killed it.
+        seconds: that it lived.
+        told: the signal by which the launcher has told it to end; None where it has not.
+        tail: the last lines of its stderr.
+    """
+
+    rank: int
+    pid: int
+    status: int
+    seconds: float
+    told: int | None = None
+    tail: Sequence[bytes] = ()
+
+
+def signal_name(number: int) -> str:
+    """SIGKILL for 9."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def how(ending: Ending) -> str:
+    """One rank's end, as the rest of a sentence."""
+    if ending.status == 0:
+        text = "ended in order"
+    elif ending.status == TRY_AGAIN:
+        text = f"has saved and ended with exit code {TRY_AGAIN} (preempted)"
+    elif ending.status == HUNG:
+        text = f"ended with exit code {HUNG} (of a watchdog: it has hung)"
+    elif ending.status > 0:
+        text = f"ended with exit code {ending.status}"
+    else:
+        text = f"was killed by {signal_name(-ending.status)}"
+    text += f" after {ending.seconds:.1f} s"
+    if ending.told is not None and ending.status == -ending.told:
+        return f"{text}, by the launcher"
+    if ending.told is not None:
+        return f"{text}, told by {signal_name(ending.told)}"
+    if ending.status == -signal.SIGKILL:
+        return f"{text} (by hand, or by the system for want of memory)"
+    return text
+
+
+def report(endings: Sequence[Ending], first: int | None, code: int | None) -> str:
+    """All ranks in the order of their ends, and the last lines of the first that died.
+
+    Args:
+        endings: in this order.
+        first: the rank that died first.
+        code: the launcher's exit code; None where the ranks are started again.
+    """
+    lines = [f"rank {ending.rank} (process {ending.pid}) {how(ending)}" for ending in endings]
+    for ending in endings:
+        if ending.rank == first and ending.told is None and ending.status != TRY_AGAIN and ending.tail:
+            lines.append(f"the last that rank {first} has written to stderr:")
+            lines += [f"    {line.decode(errors='replace')}" for line in ending.tail]
+    if code is not None:
+        lines.append(f"exit code {code}")
+    return "\n".join(lines)

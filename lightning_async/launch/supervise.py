@@ -1,0 +1,197 @@
+"""The launcher's loop: one thread waits for all that can happen, `decide` says what follows, and that is done.
+
+A rank's end is heard by a descriptor of its process, a signal by one of the launcher, and what ranks write by their
+pipes: nothing is looked at again and again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from lightning_async.launch import decide as decisions
+from lightning_async.launch.decide import CANNOT_START, Action, Due, Ended, Event, Finish, Phase, Policy, Send, Start
+from lightning_async.launch.environment import Job
+from lightning_async.launch.output import Outputs
+from lightning_async.launch.process import Process
+from lightning_async.launch.store import Keeper
+from lightning_async.launch.summary import Ending, report, signal_name
+
+__all__ = ["Supervisor"]
+
+_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+_KILLED_S = 1.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class Supervisor:
+    """Starts the ranks of a job, and sees to their end.
+
+    Args:
+        job: what to run.
+        policy: what is asked of the launcher.
+        logs: a directory for a file for each rank; None for none.
+    """
+
+    def __init__(self, job: Job, policy: Policy, logs: Path | None = None) -> None:
+        self._job, self._policy, self._logs = job, policy, logs
+        self._state, self._first_actions = decisions.begin(policy)
+        self._selector = selectors.PollSelector()
+        self._processes: dict[int, Process] = {}
+        self._told: dict[int, int] = {}
+        self._endings: list[Ending] = []
+        self._due: float | None = None
+        self._code: int | None = None
+        self._keeper: Keeper | None = None
+
+    def run(self) -> int:
+        """Until all have ended; the exit code."""
+        pipes = [os.pipe() for _ in range(2 * self._policy.ranks)]
+        self._readers, self._writers = [pipe[0] for pipe in pipes], [pipe[1] for pipe in pipes]
+        try:
+            self._outputs = Outputs(self._readers, self._logs)
+            with _signals_by_a_descriptor() as signals:
+                self._selector.register(signals, selectors.EVENT_READ, lambda: self._hear(signals))
+                try:
+                    self._perform(self._first_actions)
+                    while self._code is None:
+                        self._step()
+                except OSError as error:
+                    self._outputs.say(f"{error}: all ranks end")
+                    self._code = CANNOT_START
+                self._leave()  # not after other errors: then all is as if the launcher were killed, and ranks save
+            return self._code
+        finally:
+            self._selector.close()
+            for fd in (*self._readers, *self._writers):
+                os.close(fd)
+
+    def _step(self) -> None:
+        """Wait for the next thing to happen, and do what follows."""
+        self._outputs.watch(self._selector)
+        left = None if self._due is None else max(0.0, self._due - time.monotonic())
+        for key, _ in self._selector.select(left):
+            if self._selector.get_map().get(key.fd) == key:  # what came before may have closed it
+                key.data()
+        if self._due is not None and time.monotonic() >= self._due:
+            self._due = None
+            self._follow(Due())
+
+    def _follow(self, event: Event) -> None:
+        before = self._state
+        self._state, actions = decisions.decide(self._policy, before, event)
+        if isinstance(event, decisions.Signalled):
+            self._outputs.say(f"{signal_name(event.number)} has come.")
+        if self._state.phase is not before.phase:
+            self._tell(before.phase, actions)
+        self._perform(actions)
+
+    def _perform(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Start):
+                self._start(action.ranks)
+            elif isinstance(action, Send):
+                for rank in action.ranks & self._processes.keys():
+                    if action.number in _ENDS:
+                        self._told[rank] = action.number
+                    self._processes[rank].signal(action.number)
+            elif isinstance(action, Finish):
+                self._code = action.code
+            else:
+                self._due = time.monotonic() + action.seconds
+
+    def _start(self, ranks: frozenset[int]) -> None:
+        if self._keeper is None:
+            self._keeper = keeper = Keeper(self._readers, self._logs, self._policy.grace_s)
+            self._selector.register(keeper.pidfd, selectors.EVENT_READ, lambda: self._lose(keeper))
+        port, restarts = self._keeper.open(), self._state.restarts
+        self._endings.clear()
+        self._told.clear()
+        for rank in sorted(ranks):
+            for stream in self._outputs.streams[rank]:
+                stream.tail.clear()
+            out, err = self._writers[2 * rank : 2 * rank + 2]
+            environment = self._job.environment(rank, port, restarts)
+            process = self._processes[rank] = Process(self._job.command(), environment, out, err)
+            self._keeper.started(process)
+            self._selector.register(process.pidfd, selectors.EVENT_READ, lambda rank=rank: self._end(rank))
+            now = time.strftime("%Y-%m-%d %H:%M:%S")
+            self._outputs.streams[rank][0].note(f"[launch] {now} start {restarts}, process {process.pid}")
+
+    def _end(self, rank: int) -> None:
+        """A rank has ended."""
+        process = self._processes.pop(rank)
+        self._selector.unregister(process.pidfd)
+        status, seconds = process.end(), time.monotonic() - process.started
+        if self._keeper is not None:
+            self._keeper.ended(process)
+        for stream in self._outputs.streams[rank]:
+            stream.drain()
+        tail = tuple(self._outputs.streams[rank][1].tail)
+        self._endings.append(Ending(rank, process.pid, status, seconds, self._told.get(rank), tail))
+        self._follow(Ended(rank, status))
+
+    def _lose(self, keeper: Keeper) -> None:
+        """The process that keeps the store has ended."""
+        self._selector.unregister(keeper.pidfd)
+        self._outputs.say(f"The process that keeps the store has ended ({keeper.died()}).")
+        self._keeper = None
+        self._follow(decisions.StoreLost())
+
+    def _hear(self, signals: socket.socket) -> None:
+        for number in signals.recv(1024):
+            self._follow(decisions.Signalled(number, time.monotonic()))
+
+    def _tell(self, before: Phase, actions: list[Action]) -> None:
+        """What has changed, in words."""
+        state, say = self._state, self._outputs.say
+        if state.phase is Phase.STOPPING and state.first is not None and before is Phase.RUNNING:
+            say(f"{report(self._endings[-1:], None, None)}: the others end too.")
+        elif state.phase is Phase.BACKING_OFF:
+            say(report(self._endings, state.first, None))
+            pause = self._policy.pause_s(state.restarts)
+            number = f"restart {state.restarts + 1} of {self._policy.max_restarts}"
+            say(f"All ranks start again in {pause:g} s ({number}).")
+        elif state.phase is Phase.FINISHED:
+            code = next(action.code for action in actions if isinstance(action, Finish))
+            if code:
+                say(report(self._endings, state.first, code))
+
+    def _leave(self) -> None:
+        """No process stays that can be killed."""
+        for rank, process in self._processes.items():
+            process.signal(signal.SIGKILL)
+            if not process.wait(_KILLED_S):
+                self._outputs.say(f"rank {rank} (process {process.pid}) cannot be killed, and is left alone")
+        self._outputs.flush()
+        self._outputs.close()
+        if self._keeper is not None:
+            self._keeper.close()
+
+
+@contextlib.contextmanager
+def _signals_by_a_descriptor() -> Iterator[socket.socket]:
+    """A socket of which the numbers of signals can be read as they come; ignored ones (nohup) stay ignored."""
+    reader, writer = socket.socketpair()
+    reader.setblocking(False)
+    writer.setblocking(False)
+    before: Mapping[int, Callable[..., object] | int | None] = {
+        number: signal.getsignal(number) for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
+    }
+    wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    try:
+        for number in before:
+            signal.signal(number, lambda number, frame: None)
+        yield reader
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        for number, handler in before.items():
+            signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
+        reader.close()
+        writer.close()

@@ -1,0 +1,55 @@
+"""Ranks of which a checkpoint holds no state of their own: they go on beside one of which it does."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["beside", "completed"]
+
+log = logging.getLogger(__name__)
+
+
+def beside(states: Mapping[int, dict[str, Any]], rank: int, path: str) -> dict[str, Any] | None:
+    """The state from which ``rank`` goes on; None where no rank has one, and the data begins again.
+
+    It takes as many batches of its own data for read as the first rank that was there had. Where its sampler draws an
+    order by chance, that order is another one now.
+
+    Args:
+        states: what `Resume` has of each rank that was there.
+        rank: that was not.
+        path: of the checkpoint, for the warning.
+    """
+    if not states:
+        log.warning("Rank %d: %s does not hold where any rank stood in its data: the epoch's begins again.", rank, path)
+        return None
+    there = min(states)
+    log.warning(
+        "Rank %d has no state of its own in %s: it goes on from the model that all agreed on, at the place of rank %d "
+        "in its data, with other random numbers.", rank, path, there,
+    )  # fmt: skip
+    return _moved(states[there], rank)
+
+
+def completed(states: Mapping[int, dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
+    """The states of all ranks, those included that have none; nothing where no rank has one."""
+    return [states.get(rank) or _moved(states[min(states)], rank) for rank in range(world_size)] if states else []
+
+
+def _moved(state: dict[str, Any], rank: int) -> dict[str, Any]:
+    random = {"seed": zlib.crc32(state["random"]["torch"]) + rank}
+    return {**state, "random": random, "loaders": [_place(position, rank) for position in state["loaders"]]}
+
+
+def _place(position: dict[str, Any], rank: int) -> dict[str, Any]:
+    """As many batches further on. What a dataset, a loader or a worker says of itself is of the other rank's data."""
+    if "taken" not in position:
+        return {**position, "dataset": None, "state": None}
+    told = position.get("share")
+    if told is not None:
+        told = {"distributed": {**told, "rank": rank}, "sequential": told}.get(told["kind"])
+    of_the_rank = {"drawn": {}, "random": None, "seed": None, "workers": {}, "first": {}}
+    return {**position, **of_the_rank, "share": told, "dataset": None, "state": None}

@@ -1,0 +1,112 @@
+"""The checkpoint that a fit goes on from: found, verified, agreed on by all ranks, and put in place for this one."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any
+
+from lightning_async.engine.checkpoint.recovery import recover
+from lightning_async.engine.checkpoint.shards import load_own
+from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
+from lightning_async.trainer.absent import beside, completed
+from lightning_async.trainer.due import Settings, is_last, was_stopped
+from lightning_async.trainer.resume import Resume
+from lightning_async.trainer.whole_state import whole
+
+__all__ = ["Recovery", "gather"]
+
+log = logging.getLogger(__name__)
+
+
+def gather(trainer: Any, value: Any) -> list[Any]:
+    """One plain value of every rank; all ranks call this together."""
+    return [trainer.strategy.broadcast(value, src) for src in range(trainer.world_size)]
+
+
+class Recovery:
+    """What one fit goes on from.
+
+    Args:
+        trainer: whose fit it is.
+        settings: what the user has asked for.
+        store: the checkpoints.
+        resume: puts the fit where the checkpoint was made.
+    """
+
+    def __init__(self, trainer: Any, settings: Settings, store: CheckpointStore, resume: Resume) -> None:
+        self._trainer, self._settings, self._store, self._resume = trainer, settings, store, resume
+        self.entry: Entry | None = None
+        """The checkpoint; None where training began anew."""
+        self.got_on = False
+        """A safe point was reached in this fit."""
+        self._verified: str | None = None
+
+    def choose(self) -> str | None:
+        """The path of the one to go on from, on which all ranks agree; None where training begins."""
+        if self._settings.recover is None:
+            return None
+        entry = self.find(self._settings.recover)
+        self._verified = None if entry is None else entry.path
+        return self._verified
+
+    def find(self, strategy: str) -> Entry | None:
+        """The checkpoint that ``strategy`` asks for, whole on all ranks, which call this together."""
+        found = recover(self._store, strategy, self._settings.best, partial(gather, self._trainer))
+        for path, what in (found.damaged | found.unreadable).items():
+            log.warning("Rank %d: the checkpoint %s is passed over: %s", self._trainer.global_rank, path, what)
+        return found.entry
+
+    def load(self, store: CheckpointStore, entry: Entry) -> dict[str, Any]:
+        """This rank's Lightning checkpoint out of one of ours; in a fit, it goes on from there."""
+        if entry.path != self._verified:
+            store.verify(entry)
+        checkpoint, resume = whole(store, entry, self._trainer.global_rank, self._trainer.world_size)
+        if self._trainer.state.fn == "fit":
+            self._go_on(resume, store, entry)
+            self.entry = entry
+        return checkpoint
+
+    def _go_on(self, resume: Any, store: CheckpointStore, entry: Entry) -> None:
+        """From this rank's own state, or where there is none, from those of others."""
+        assert entry.manifest is not None
+        trained, states = entry.manifest.world_size, {} if resume is not None else _all_of(store, entry)
+        if resume is not None:
+            self._resume.restore(resume)
+        elif trained != self._trainer.world_size and states:
+            self._resume.restore_resized(completed(states, trained))
+        else:
+            self._resume.restore(beside(states, self._trainer.global_rank, entry.path))
+
+    def end(self, original: Any) -> Any:
+        """Of Lightning's `resume_end`, with a word where nothing is left to train."""
+
+        def resume_end() -> None:
+            original()
+            entry = self.entry
+            if entry is not None and entry.manifest is not None and entry.manifest.reason == "the end":
+                self._trainer.should_stop |= was_stopped(self._trainer, entry.manifest.notes)
+            if entry is not None and is_last(self._trainer):
+                log.warning(
+                    "Rank %d: nothing is trained, as the training in %s has ended (%s). To go on with it, raise "
+                    "`max_epochs` or `max_steps`; a new training needs a directory of its own, or `recover=None`.",
+                    self._trainer.global_rank, self._store.dirpath, entry.name,
+                )  # fmt: skip
+
+        return resume_end
+
+    def explain(self, exception: BaseException) -> None:
+        """What may be wrong where a fit fails before it got on."""
+        if self.entry is not None and not self.got_on and isinstance(exception, Exception):
+            log.error(
+                "Rank %d failed at its first batch after going on from %s, or before. If this program's model, "
+                "optimizers or data are not those of that training, give it a directory of its own, or `recover=None`.",
+                self._trainer.global_rank, self.entry.path,
+            )  # fmt: skip
+
+
+def _all_of(store: CheckpointStore, entry: Entry) -> dict[int, dict[str, Any]]:
+    """What `Resume` has of every rank that has a state of its own."""
+    assert entry.manifest is not None
+    owns = {rank: load_own(store, entry, rank) for rank in entry.manifest.ranks}
+    return {rank: own["resume"] for rank, own in owns.items() if own is not None and own["resume"] is not None}

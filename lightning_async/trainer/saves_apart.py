@@ -1,0 +1,199 @@
+"""When to save, and what, of replicas that drift.
+
+A save belongs to a round. The rank on which one is due has the next round marked; of what that makes, each rank that
+takes part keeps a share, and with it, at its own next batch boundary, its own state. Nobody waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from lightning_async.engine.checkpoint.process import SaveBusy
+from lightning_async.engine.checkpoint.saver import Saver
+from lightning_async.engine.header import Mark
+from lightning_async.rules.schedules.fixed import Synchronous
+from lightning_async.trainer.due import Clock, Settings, manifest_of
+from lightning_async.trainer.preemption import Preemption
+from lightning_async.trainer.resume import Resume
+from lightning_async.trainer.safe_points import AsItWas
+from lightning_async.trainer.saves import FAILED_S, batches, finish, refuse
+from lightning_async.trainer.whole_state import REPLICAS, collect
+
+__all__ = ["Apart"]
+
+log = logging.getLogger(__name__)
+
+
+class Apart:
+    """Saves of replicas that drift.
+
+    Args:
+        trainer: in training.
+        saver: of this rank.
+        settings: what the user has asked for.
+        number: of the last save in the directory.
+        group: the ranks that see this rank's directory. All must, unless every step is synchronous: then each
+            directory has all that is needed.
+
+    Raises:
+        ValueError: they do not.
+    """
+
+    def __init__(self, trainer: Any, saver: Saver, settings: Settings, number: int, group: Sequence[int]) -> None:
+        if len(group) < trainer.world_size and not isinstance(trainer.strategy.schedule, Synchronous):
+            raise ValueError(
+                f"`FaultTolerantCheckpoint(dirpath={settings.dirpath!r})` is one directory of ranks {list(group)}, and "
+                "another one elsewhere: while replicas drift, all ranks must see the same."
+            )
+        self._trainer, self._saver, self._settings, self._group = trainer, saver, settings, group
+        self._known, self._asked = number, False
+        self._averager: Any = None
+        self._attach()
+        self._clock = Clock(settings.save, saver, self._averager.global_step())
+        self._resume: Resume | None = None
+        self._began = batches(trainer)
+
+    def _attach(self) -> None:
+        """Averaging may have begun anew."""
+        before, self._averager = self._averager, self._trainer.strategy.averager
+        if before is self._averager:
+            return
+        if before is not None:  # steps count from 0 again
+            self._give_up(before.marks.lost(all=True))
+            self._known = max(self._known, before.marks.saved)
+            self._clock.saved(self._averager.global_step())
+        self._averager.marks.begin(self._known)
+        self._averager.gates.add(self)
+        self._asked = False
+
+    def expect(self, resume: Resume) -> None:
+        """Optimizers have stepped, and have their state now: have memory for saves of it, and of what was agreed on."""
+        _, checkpoint = collect(self._trainer, frozenset())
+        own = {"checkpoint": checkpoint, "resume": resume.capture(), "replica": self._averager.marks.replica()}
+        rule = sum(
+            value.nbytes
+            for value in self._averager.state_dict()["rule_state"].values()
+            if isinstance(value, torch.Tensor)
+        )
+        agreed = (rule + 4 * self._averager.replica.layout.numel) // self._trainer.world_size
+        self._saver.expect(self._trainer.global_step, [self._trainer.global_rank], {}, own, agreed)
+
+    def boundary(self, resume: Resume, preempted: Preemption) -> None:
+        """A safe point of this rank's; a signal is a vote, by which all leave."""
+        if resume.where == "validation":
+            return
+        self._attach()
+        self._resume = resume
+        self._take()
+        step, clock = self._averager.global_step(), self._clock
+        if self._averager.marks.saved != self._known:
+            self._known, self._asked = self._averager.marks.saved, False
+            clock.saved(step)
+        ahead = int(self._averager.ledger.synchronous)  # the next step is a round, after which all save
+        if self._asked or not clock.due(step + ahead, resume.where == "epoch"):
+            return
+        if self._saver.busy and self._settings.busy == "skip":
+            clock.saved(step)
+        elif not self._saver.busy or self._settings.busy == "wait":
+            self._asked = True
+            self._averager.marks.ask()
+
+    @contextlib.contextmanager
+    def _as_it_was(self) -> Iterator[AsItWas]:
+        """The state to go on from; its `resume` is None where there is none. It may wait for a validation to begin."""
+        resume = self._resume
+        if resume is None:
+            yield AsItWas(None, None)
+        elif resume.where is not None:
+            yield AsItWas(resume.capture(), None)
+        elif state := resume.capture_before_validation():
+            yield AsItWas(state, None)
+        else:
+            with resume.points.as_it_was() as state:
+                yield state or AsItWas(None, None)
+
+    def give_up(self) -> None:
+        """Training is over: nobody waits for this rank's part of a round that was marked meanwhile."""
+        self._give_up(self._averager.marks.lost(all=True), "its training ended before its next batch boundary")
+
+    def _give_up(
+        self, marks: list[Mark], why: str = "another round had come before this replica's next batch boundary"
+    ) -> None:
+        """Nobody waits for this rank's part of these."""
+        for number, step, _ in marks:
+            log.warning("Rank %d comes too late for its part of save %d.", self._trainer.global_rank, number)
+            self._saver.give_up(number, step, why)
+
+    def _take(self) -> None:
+        """Save this rank's part of a marked round."""
+        self._give_up(self._averager.marks.lost())
+        marked = self._averager.marks.take()
+        if marked is None:
+            return
+        (number, step, ranks), queue = marked.mark, self._settings.busy != "wait"
+        ranks = [each for each in ranks if each in self._group]
+        with self._as_it_was() as state:
+            _, checkpoint = collect(self._trainer, frozenset(), state.callbacks)
+            own = {
+                "checkpoint": checkpoint,
+                "resume": state.resume,
+                "clocks": self._averager.clocks(),
+                "agreed": marked.share,
+                "averaging": self._averager.state_dict() if marked.share is None else None,
+                "replica": self._averager.marks.replica(),
+            }
+            try:
+                self._saver.save(number, step, ranks, {}, own, manifest_of(self._trainer, "due"), queue)
+            except SaveBusy as error:
+                log.warning("Rank %d leaves out its part of save %d: %s", self._trainer.global_rank, number, error)
+
+    def fail(self, resume: Resume, exception: BaseException) -> bool:
+        """Save this replica alone, whatever the others do; all go on from its model. Whether that was done."""
+        trainer, averager = self._trainer, self._averager
+        if batches(trainer) == self._began:
+            return False
+        with resume.points.as_it_was(ending=True) as state:
+            if state is None:
+                return refuse(trainer, resume)
+            shared, checkpoint = collect(trainer, REPLICAS, state.callbacks)
+            shared["averaging"] = averager.state_dict()
+            own = {"checkpoint": checkpoint, "resume": state.resume, "clocks": averager.clocks()}
+            number, step = max(self._known, averager.marks.saved) + 1, averager.global_step()
+            manifest = manifest_of(trainer, "exception", exception)
+            return self._saver.save_alone(number, step, shared, own, manifest, FAILED_S)
+
+    def end(self, reason: str = "the end") -> None:
+        """All ranks are here, with one model."""
+        trainer, strategy = self._trainer, self._trainer.strategy
+        mine = torch.tensor([self._averager.marks.saved, self._averager.global_step()], dtype=torch.float64)
+        known, step = (int(each) for each in strategy.reduce(mine, reduce_op="max"))
+        number = known + 1
+        self._averager.marks.begin(number)
+        with self._as_it_was() as state:
+            shared, checkpoint = collect(trainer, REPLICAS, state.callbacks)
+            shared["averaging"] = self._averager.state_dict()
+            own = {"checkpoint": checkpoint, "resume": state.resume, "clocks": self._averager.clocks()}
+            self._saver.save(number, step, self._group, shared, own, manifest_of(trainer, reason))
+        finish(trainer, self._saver)
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+    # ---- at gates, see `Visitor` ----
+
+    def come(self) -> None: ...
+
+    def stand(self) -> None:
+        """Where this rank waits, it takes part in the rounds of others."""
+        self._take()
+
+    def go(self, waited_s: float) -> None: ...
+
+    def leave(self) -> None: ...
+
+    def resume(self) -> None: ...

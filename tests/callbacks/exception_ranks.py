@@ -1,0 +1,128 @@
+"""Two ranks of which one ends by an exception, with what all have in common and what is each one's own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, EveryNSteps, Synchronous
+from lightning_async.callbacks.checkpoint import FaultTolerantCheckpoint
+from lightning_async.engine.checkpoint.store import CheckpointStore
+from tests.callbacks.checkpoint_ranks import BATCHES, EPOCHS, STOP, At, Interrupted, Noisy, interrupt, train
+from tests.strategies import problem
+from tests.strategies.workers import logged, make_trainer, rank, scenario
+
+
+class Plain(Noisy):
+    """Nothing random in it but its data, which ranks divide; tells what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+        self.seen: dict[int, float] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen[self.trainer.global_step] = float(batch[0].sum())
+        return super().training_step(batch, batch_idx)
+
+
+def divided(folder: Path, *callbacks: Any, **settings: Any) -> Plain:
+    x = torch.randn(8 * BATCHES, 4, generator=torch.Generator().manual_seed(5))
+    data = DataLoader(TensorDataset(x, x.sum(dim=1, keepdim=True)), batch_size=4, shuffle=True)
+    module, saved = Plain(), FaultTolerantCheckpoint(folder, every_n_train_steps=1000, **settings)
+    trainer = make_trainer(
+        "ddp", callbacks=[saved, *callbacks], max_epochs=EPOCHS, enable_checkpointing=True, use_distributed_sampler=True
+    )
+    module.error = None  # pyright: ignore
+    try:
+        trainer.fit(module, data)
+    except Exception as error:
+        module.error = type(error).__name__  # pyright: ignore
+    return module
+
+
+def ddp_fails(folder: str) -> Any:
+    """Rank 1 ends; so rank 0's next collective fails."""
+    began = time.monotonic()
+    module = divided(Path(folder), *([At(STOP, interrupt)] if rank() == 1 else []))
+    return {"error": module.error, "seconds": time.monotonic() - began, "last": max(module.losses)}
+
+
+@scenario
+def ddp(folder: Path) -> Any:
+    """What an earlier pair of processes has left goes on."""
+    with logged() as messages:
+        rest = divided(folder.parent / "left")
+    whole = divided(folder)
+    return {
+        "error": rest.error,
+        "seen": [rest.seen[step] == whole.seen[step] for step in range(STOP, BATCHES * EPOCHS)],
+        "losses": rest.losses == {step: loss for step, loss in whole.losses.items() if step >= STOP},
+        "equal": problem.digest(rest) == problem.digest(whole),
+        "said": [message for message in messages if "has no state of its own" in message],
+    }
+
+
+def fails(folder: Path, strategy: Callable[[], Any]) -> dict[str, Any]:
+    begun, error = Noisy(), None
+    settings: dict[str, Any] = {"every_n_train_steps": 1000, "save_on_exception": True}
+    try:
+        train(folder, strategy(), *([At(STOP, interrupt)] if rank() == 1 else []), module=begun, **settings)
+    except Exception as raised:
+        error = type(raised).__name__
+    entry = CheckpointStore(folder).entries()[0]
+    assert entry.manifest is not None
+    rest = train(folder, strategy(), **settings)
+    first = min(rest.losses)
+    return {
+        "error": error,
+        "reason": entry.manifest.reason,
+        "ranks": entry.manifest.ranks,
+        "first": first,
+        "last": max(begun.losses),
+        "steps": len(rest.losses),
+        "goes_on": rest.losses[first] == begun.losses[first] if rank() in entry.manifest.ranks else None,
+        "digest": problem.digest(rest),
+    }
+
+
+@scenario
+def synchronous(folder: Path) -> Any:
+    return fails(folder, lambda: AsyncAveragingStrategy(DeltaMean(), Synchronous()))
+
+
+@scenario
+def standing_still(folder: Path) -> Any:
+    return fails(folder, lambda: AsyncAveragingStrategy(DeltaMean(), EveryNSteps(4), overlap=False))
+
+
+@scenario
+def drifting(folder: Path) -> Any:
+    return fails(folder, lambda: AsyncAveragingStrategy(DiLoCo(), EveryNSteps(4)))
+
+
+@scenario
+def at_a_gate(folder: Path) -> Any:
+    """Rank 0 waits at the end of the epoch for rank 1, which fails at its end's hooks' very beginning."""
+
+    class Late(Noisy):
+        def on_train_batch_end(self, *_: Any) -> None:
+            if rank() == 1 and self.trainer.global_step == BATCHES:
+                time.sleep(0.3)
+                raise Interrupted
+
+    begun, name = Late(), None
+    try:
+        train(folder, AsyncAveragingStrategy(DiLoCo(), EveryNSteps(4)), module=begun, save_on_exception=True)
+    except Exception as error:
+        name = type(error).__name__
+    entry = CheckpointStore(folder).entries()[0]
+    assert entry.manifest is not None
+    rest = train(folder, AsyncAveragingStrategy(DiLoCo(), EveryNSteps(4)))
+    return {"error": name, "reason": entry.manifest.reason, "first": min(rest.losses), "digest": problem.digest(rest)}

@@ -1,0 +1,110 @@
+"""The launcher as its users start it, with real processes for ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import ROOT
+
+SCRIPT = str(Path(__file__).with_name("ranks.py"))
+CONSOLE = str(ROOT / "lightning_async/commands/bin/lightning-async")
+
+
+class Launched:
+    """A launcher that runs."""
+
+    def __init__(self, arguments: tuple[str, ...], folder: Path, descriptors: int | None, **more: str) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1", **more}
+        self.folder, self._until = folder, time.monotonic() + 150
+        self._out, self._err = folder / "out", folder / "err"
+        limit = [] if descriptors is None else ["bash", "-c", f'ulimit -S -n {descriptors}; exec "$@"', "-"]
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self.process = subprocess.Popen(
+                [*limit, sys.executable, CONSOLE, "launch", *arguments],
+                cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True,
+            )  # fmt: skip
+
+    @property
+    def out(self) -> str:
+        return self._out.read_text(errors="replace")
+
+    @property
+    def err(self) -> str:
+        return self._err.read_text(errors="replace")
+
+    def wait_for(self, text: str, times: int = 1) -> None:
+        """Until it has been written so often."""
+        while (self.out + self.err).count(text) < times:
+            ended = self.process.poll() is not None and (self.out + self.err).count(text) < times
+            assert not ended, f"ended without {text!r}\n{self.out[-3000:]}\n{self.err[-3000:]}"
+            self._check(f"{text!r} was not written")
+            time.sleep(0.01)
+
+    def until(self, true: Callable[[], object], what: str) -> None:
+        while not true():
+            self._check(what)
+            time.sleep(0.01)
+
+    def _check(self, what: str) -> None:
+        assert time.monotonic() < self._until, f"{what}\n{self.out[-3000:]}\n{self.err[-3000:]}"
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def end(self) -> int:
+        """Its exit code."""
+        return self.process.wait(max(0.0, self._until - time.monotonic()))
+
+    def keeper(self) -> int | None:
+        """The process that keeps its store."""
+        named = f"keeps the store of launcher {self.process.pid}".encode()
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if named in (folder / "cmdline").read_bytes():
+                    return int(folder.name)
+        return None
+
+
+def with_variable(name: str, value: str) -> list[str]:
+    """The command lines of all processes that live and have this in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"{name}={value}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found.append((folder / "cmdline").read_text()[-100:])
+    return found
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+    """``launch("-n", "2", SCRIPT, ...)``; at the end there is no launcher any more, nor a store."""
+    started: list[Launched] = []
+
+    def start(*arguments: str, descriptors: int | None = None, **environment: str) -> Launched:
+        folder = tmp_path / str(len(started))
+        folder.mkdir()
+        started.append(Launched(arguments, folder, descriptors, **environment))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.process.kill()
+        each.process.wait()
+    for each in started:
+        each.until(lambda each=each: each.keeper() is None, "the store outlives all")

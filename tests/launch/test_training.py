@@ -1,0 +1,53 @@
+"""A training with Lightning under the launcher, which loses a rank, then its launcher, and comes to its end."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.launch.conftest import Launched, lives
+
+SCRIPT = str(Path(__file__).with_name("train.py"))
+BATCHES = 200
+
+
+def begins(text: str) -> list[dict[str, int]]:
+    """For each start, the step with which each rank began."""
+    found = re.findall(r"BEGINS (\d) (\d+)", text)
+    return [{rank: int(step) for rank, step in found[at : at + 2]} for at in range(0, len(found), 2)]
+
+
+def steps(text: str) -> dict[str, int]:
+    """How many each rank has taken since it began for the last time."""
+    return {rank: text[text.rindex(f"BEGINS {rank}") :].count(f"[{rank}] step ") for rank in "01"}
+
+
+def test_a_rank_is_killed_then_the_launcher_and_training_goes_on(launch: Callable[..., Launched], tmp_path: Path):
+    command = ("-n", "2", "--max-restarts", "1", SCRIPT, str(tmp_path / "checkpoints"), str(BATCHES))
+    first = launch(*command, KILL="1")
+    first.wait_for("BEGINS", 4)
+    (killed_at,) = map(int, re.findall(r"KILLED at (\d+)", first.out))
+    began, resumed = begins(first.out)
+    assert began == {"0": 0, "1": 0}
+    assert 0 < resumed["1"] <= killed_at
+    assert "was killed by SIGKILL" in first.err
+    first.until(lambda: min(steps(first.out).values()) > 8, "there are no steps")
+
+    keeper = first.keeper()
+    assert keeper is not None
+    first.signal(signal.SIGKILL)
+    first.end()
+    first.until(lambda: not lives(keeper), "somebody outlives the launcher")
+    taken = steps(first.out)
+    assert "ENDS" not in first.out, "the training was too short for this test"
+
+    second = launch(*command)
+    assert second.end() == 0, second.err
+    (went_on,) = begins(second.out)
+    # All steps are there, not only those up to the last save by the schedule.
+    assert went_on == {rank: resumed[rank] + taken[rank] for rank in "01"}
+    ends = re.findall(r"ENDS (\d) (\d+) (\w+)", second.out)
+    assert sorted(end[:2] for end in ends) == [("0", str(BATCHES)), ("1", str(BATCHES))]
+    assert len({end[2] for end in ends}) == 1

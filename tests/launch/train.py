@@ -1,0 +1,42 @@
+"""A user's script, for the launcher: ``train.py FOLDER BATCHES``. With KILL set, rank 1 is killed after one save."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from lightning_async import AsyncAveragingStrategy, EveryNSteps, FaultTolerantCheckpoint
+from lightning_async.engine.checkpoint.store import CheckpointStore
+from tests.strategies.failure_workers import Tiny, digest, loader, make_trainer
+
+
+class Killed(Tiny):
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.store = CheckpointStore(folder)
+
+    def on_train_start(self) -> None:
+        print("BEGINS", self.global_rank, self.trainer.global_step, flush=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        time.sleep(0.01)
+        first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and "KILL" in os.environ
+        if first and self.global_rank == 1 and self.trainer.global_step > 10 and self.store.entries():
+            print("KILLED at", self.trainer.global_step, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_end(self) -> None:
+        print("ENDS", self.global_rank, self.trainer.global_step, digest(self), flush=True)
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    strategy = AsyncAveragingStrategy(schedule=EveryNSteps(4))
+    checkpoint = FaultTolerantCheckpoint(folder, every_n_train_steps=8)
+    trainer = make_trainer(strategy, 2, callbacks=[checkpoint], enable_checkpointing=True)
+    trainer.fit(Killed(folder), loader(int(sys.argv[2])))
