@@ -142,7 +142,7 @@ def run(job: Job) -> Measured:
     trainer.fit(Experts(job.width), DataLoader(Same(torch.randn(job.batch, job.width), job.steps), batch_size=None))
     saves.finish()
     measured = meter.measured(job)
-    made = list(Path(job.folder).iterdir())
+    made = [path for path in Path(job.folder).iterdir() if not path.name.startswith(".")]
     sizes = [path.stat().st_size for path in Path(job.folder).rglob("*") if path.is_file()]
     measured.bytes = sum(sizes) / max(1, len(made))
     return measured
