@@ -60,8 +60,11 @@ def test_the_tests_after_it_are_not_blamed(report: str):
     assert "ERROR at teardown of test_careful" not in report
 
 
-def test_a_module_that_does_its_work_when_it_is_imported_is_refused(request: pytest.FixtureRequest):
+def test_a_module_that_does_its_work_when_it_is_imported_is_refused(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+):
     plugin: Any = request.config.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
+    monkeypatch.setattr(plugin, "BEFORE_COLLECTION", (set(threading.enumerate()), plugin.children()))
     finish = plugin.pytest_collection_finish
     finish(request.session)
     end = threading.Event()

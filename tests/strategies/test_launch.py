@@ -22,7 +22,7 @@ from tests.support import ROOT, RankResult, free_port, run_ranks, shell_environm
 SCRIPT = str(ROOT / "tests/strategies/launch_script.py")
 LIMIT_S = 180.0
 """For one launch; on an idle machine none takes 20 s."""
-CLEAN_EXITS = int(os.environ.get("CLEAN_EXITS", "3"))
+CLEAN_EXITS = int(os.environ.get("CLEAN_EXITS", "2"))
 """Runs of `test_exits_are_clean`: ``CLEAN_EXITS=20 make test`` for all that was promised."""
 
 
