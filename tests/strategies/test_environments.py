@@ -25,7 +25,7 @@ import os
 from pathlib import Path
 _LAUNCHERS = {environments._LAUNCHERS!r}
 {inspect.getsource(environments._launcher_above)}
-print(_launcher_above().replace(" ", "_"), flush=True)
+os.write(1, _launcher_above().replace(" ", "_").encode() + b"\\n")  # at once: two processes write here
 """
 
 
