@@ -16,7 +16,7 @@ WHOLE = Attempt({0: "0x1.0p+0", 1: "0x1.8p+0", 2: "0x1.cp+0"}, "its end")
 
 @pytest.mark.timeout(240)  # four processes, of which three come one after the other
 def test_a_training_that_is_killed_is_equal_with_one_that_is_not(tmp_path: Path) -> None:
-    environment = shell_environment({"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)})
+    environment = shell_environment({"TMPDIR": str(tmp_path)})
     run = subprocess.run(
         [sys.executable, str(ROOT / "examples/fault_tolerance.py"), "--steps=100", "--seed=1"],
         cwd=tmp_path,

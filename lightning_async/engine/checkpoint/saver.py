@@ -147,9 +147,7 @@ class Saver:
         Raises:
             CheckpointError, TypeError, ValueError: it cannot begin.
         """
-        same = f"{number:06d}-step-"
-        names = [each for each in self._store.files.names(self._store.dirpath) if each.startswith(same)]
-        if any(".tmp-" not in each or f".tmp-{self._run}-" in each for each in names):
+        if self._store.begun(number, self._run):
             return False
         job = Job(number, step, f"{self._run}-{self._rank}", (self._rank,), shared, own, manifest)
         self.costs.saves += 1

@@ -71,6 +71,11 @@ class CheckpointStore:
         """One more than any number in the directory, those of damaged and unfinished checkpoints included."""
         return 1 + max((int(found["number"]) for found in self._matches()), default=0)
 
+    def begun(self, number: int, run: str) -> bool:
+        """Whether a checkpoint of this number is there, or one rank of a run writes one alone, as ``<run>-<rank>``."""
+        rests = [match["rest"] or "" for match in self._matches() if int(match["number"]) == number]
+        return any(not rest.startswith(".tmp-") or rest.startswith(f".tmp-{run}-") for rest in rests)
+
     def hold(self, temporary: str) -> contextlib.AbstractContextManager[None]:
         """Make the folder; while this lasts, or until this process dies, `clean` leaves it alone."""
         return self.files.hold(temporary)
