@@ -1,0 +1,131 @@
+"""What a rank tells its launcher arrives whole or not at all, and disturbs nobody."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_async.comm.launched import LAUNCHER, LONGEST, heard, named, tell_generation
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """The launcher's end, and the rank's, which the variable names."""
+    launcher, rank = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    with launcher, rank:
+        launcher.setblocking(False)
+        monkeypatch.setenv(LAUNCHER, named(rank.fileno())[LAUNCHER])
+        yield launcher, rank
+
+
+def read(launcher: socket.socket) -> bytes | None:
+    try:
+        return launcher.recv(LONGEST)
+    except BlockingIOError:
+        return None
+
+
+def test_each_message_arrives_whole(ends: tuple[socket.socket, socket.socket]):
+    launcher, rank = ends
+    everybody = [str(number) for number in range(128)]
+    tell_generation(0, everybody)
+    tell_generation(7, ("0", "2"))
+    assert heard(read(launcher) or b"", os.getpid()) == (0, tuple(everybody))
+    message = read(launcher)
+    assert message is not None
+    assert heard(message, os.getpid()) == (7, ("0", "2"))
+    assert heard(message, os.getpid() + 1) is None
+    rank.send(b"still open")
+    assert read(launcher) == b"still open"
+
+
+def test_it_never_waits(ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch):
+    launcher, rank = ends
+    rank.setblocking(True)
+    socket.setdefaulttimeout(100)
+    try:
+        for number in range(2000):  # more than is kept
+            tell_generation(number, ["0"])
+    finally:
+        socket.setdefaulttimeout(None)
+    assert heard(read(launcher) or b"", os.getpid()) == (0, ("0",))
+
+
+def test_what_is_too_long_is_not_sent(ends: tuple[socket.socket, socket.socket]):
+    tell_generation(0, [str(number) for number in range(1000)])
+    assert read(ends[0]) is None
+
+
+def test_nobody_listens_any_more(ends: tuple[socket.socket, socket.socket]):
+    ends[0].close()
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as programs do that write into `head`
+    try:
+        tell_generation(0, ["0"])
+    finally:
+        signal.signal(signal.SIGPIPE, before)
+
+
+def test_the_descriptor_is_somebody_elses(ends: tuple[socket.socket, socket.socket], tmp_path: Path):
+    """A script has closed all descriptors, and opened others since: a file, another socket, none."""
+    launcher, rank = ends
+    number = rank.fileno()
+    other, its_rank = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    with other, its_rank, (tmp_path / "file").open("wb") as file:
+        other.setblocking(False)
+        for taken in (file.fileno(), its_rank.fileno()):
+            os.dup2(taken, number)
+            tell_generation(0, ["0"])
+        assert read(other) is None
+    assert (tmp_path / "file").read_bytes() == b""
+    rank.close()
+    tell_generation(0, ["0"])
+    assert read(launcher) is None
+
+
+@pytest.mark.parametrize("value", [None, "", "3", "x:1:2", "-1:0:0", "99999999999999999999:1:1", "0:0:0"])
+def test_there_is_no_launcher(value: str | None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(LAUNCHER, raising=False)
+    if value is not None:
+        monkeypatch.setenv(LAUNCHER, value)
+    tell_generation(0, ["0"])
+
+
+def test_a_forked_child_is_not_the_rank(ends: tuple[socket.socket, socket.socket]):
+    """It has the variable and the descriptor; what it says is of another training."""
+    child = os.fork()
+    if not child:
+        tell_generation(9, ["0"])
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    message = read(ends[0])
+    assert message is not None
+    assert heard(message, child) == (9, ("0",))
+    assert heard(message, os.getpid()) is None
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"",
+        b"\xff\x00",
+        b"[" * LONGEST,
+        b"[]",
+        b"1",
+        b'{"process":1}',
+        b'{"process":1,"generation":0}',
+        b'{"process":1,"generation":-1,"members":["0"]}',
+        b'{"process":1,"generation":true,"members":["0"]}',
+        b'{"process":1,"generation":0.0,"members":["0"]}',
+        b'{"process":1,"generation":0,"members":[0]}',
+        b'{"process":1,"generation":0,"members":"0"}',
+        b'{"generation":0,"members":["0"]}',
+        b'{"process":1,"generation":0,"members":["0"]}{}',
+    ],
+)
+def test_other_messages_are_nothing(message: bytes):
+    assert heard(message, 1) is None
