@@ -8,21 +8,21 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_async.launch.decide import CANNOT_START, Policy
 from lightning_async.launch.environment import Job, available_cores, shown
+from lightning_async.launch.state import CANNOT_START, Policy
 from lightning_async.launch.supervise import Supervisor
 
 __all__ = ["main"]
 
-_MOST_RANKS = 128  # there are six descriptors for each, and usually 1024 for a process
+_MOST_RANKS = 128  # there are seven descriptors for each, and usually 1024 for a process
 _EPILOG = """exit codes:
-  0     all ranks have ended with 0
+  0     all ranks have ended with 0, those aside without which training went on
   75    the ranks were told to end, have saved, and can be started again
   69    the store, in which ranks meet, was lost
   71    the system did not let a process start, or a file be written
   130   told to end by SIGINT (143: SIGTERM, 129: SIGHUP)
-  128+N the rank that died first was killed by signal N
-  else  that of the rank that died first
+  128+N the rank that died first, of those without which training did not go on, was killed by signal N
+  else  that of this rank
 """
 
 

@@ -12,13 +12,17 @@ import ctypes
 import os
 import select
 import signal
+import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+
+from lightning_async.comm.launched import LONGEST, named
 
 __all__ = ["Process", "watched"]
 
 _PR_SET_PDEATHSIG = 1
+_MESSAGES = 512  # more than a socket keeps
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)
 
 
@@ -57,10 +61,15 @@ class Process:
                 os._exit(128 + signal.SIGTERM)
 
         self.started = time.monotonic()
-        self._popen = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
-            start_new_session=True, preexec_fn=die_with_the_launcher,
-        )  # fmt: skip
+        self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        """What it tells is there to read. It is never at its end: others may have inherited the other one."""
+        self.channel.setblocking(False)
+        with theirs:
+            self._popen = subprocess.Popen(
+                command, env={**environment, **named(theirs.fileno())}, pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
+                start_new_session=True, preexec_fn=die_with_the_launcher,
+            )  # fmt: skip
         self.pid = self._popen.pid
         self.pidfd = watched(self._popen)
         """Becomes readable when it ends."""
@@ -73,6 +82,14 @@ class Process:
             else:
                 signal.pidfd_send_signal(self.pidfd, number)
 
+    def messages(self) -> Iterator[bytes]:
+        """What it has told, or others by its channel; see `heard`."""
+        for _ in range(_MESSAGES):  # others may write without end
+            try:
+                yield self.channel.recv(LONGEST)
+            except OSError:
+                return
+
     def wait(self, timeout: float) -> bool:
         """Whether it ends within so many seconds."""
         return bool(select.select([self.pidfd], [], [], timeout)[0])
@@ -82,4 +99,5 @@ class Process:
         self.signal(signal.SIGKILL)  # before anybody asks for its status: until then its number is nobody else's
         status = self._popen.wait()
         os.close(self.pidfd)
+        self.channel.close()
         return status

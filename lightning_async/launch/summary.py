@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from lightning_async.launch.decide import TRY_AGAIN
+from lightning_async.launch.state import TRY_AGAIN
 
-__all__ = ["Ending", "how", "report", "signal_name"]
+__all__ = ["Ending", "goes_on", "how", "report", "signal_name"]
 
 HUNG = 70
 """The exit code of `HangWatchdog`."""
@@ -64,19 +64,32 @@ def how(ending: Ending) -> str:
     return text
 
 
-def report(endings: Sequence[Ending], first: int | None, code: int | None) -> str:
-    """All ranks in the order of their ends, and the last lines of the first that died.
+def goes_on(lost: Sequence[Ending], left: int, ranks: int) -> str:
+    """These have died, and so many of all train without them."""
+    return f"{report(lost, None, None)}: training goes on with {left} of {ranks} ranks."
+
+
+def report(endings: Sequence[Ending], first: int | None, code: int | None, lost: Collection[int] = frozenset()) -> str:
+    """All ranks in the order of their ends, and the last lines of those that died by themselves.
 
     Args:
         endings: in this order.
-        first: the rank that died first.
+        first: the rank that died first, of those that are not lost.
         code: the launcher's exit code; None where the ranks are started again.
+        lost: the ranks without which training went on.
     """
-    lines = [f"rank {ending.rank} (process {ending.pid}) {how(ending)}" for ending in endings]
+    without = dict.fromkeys(lost, "; training went on without it")
+    lines = [
+        f"rank {ending.rank} (process {ending.pid}) {how(ending)}{without.get(ending.rank, '')}" for ending in endings
+    ]
     for ending in endings:
-        if ending.rank == first and ending.told is None and ending.status != TRY_AGAIN and ending.tail:
-            lines.append(f"the last that rank {first} has written to stderr:")
+        died = ending.rank in (first, *lost) and ending.told is None and ending.status != TRY_AGAIN
+        if died and ending.tail:
+            lines.append(f"the last that rank {ending.rank} has written to stderr:")
             lines += [f"    {line.decode(errors='replace')}" for line in ending.tail]
+    if lost:
+        in_order = sum(ending.status == 0 for ending in endings)
+        lines.append(f"{in_order} of {len(endings)} ranks have ended in order")
     if code is not None:
         lines.append(f"exit code {code}")
     return "\n".join(lines)

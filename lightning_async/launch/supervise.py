@@ -1,7 +1,7 @@
 """The launcher's loop: one thread waits for all that can happen, `decide` says what follows, and that is done.
 
-A rank's end is heard by a descriptor of its process, a signal by one of the launcher, and what ranks write by their
-pipes: nothing is looked at again and again.
+A rank's end is heard by a descriptor of its process, what it tells by a socket, a signal by one of the launcher, and
+what ranks write by their pipes: nothing is looked at again and again.
 """
 
 from __future__ import annotations
@@ -15,13 +15,29 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from lightning_async.launch import decide as decisions
-from lightning_async.launch.decide import CANNOT_START, Action, Due, Ended, Event, Finish, Phase, Policy, Send, Start
+from lightning_async.comm.launched import heard
+from lightning_async.launch.decide import begin, decide
 from lightning_async.launch.environment import Job
 from lightning_async.launch.output import Outputs
 from lightning_async.launch.process import Process
+from lightning_async.launch.state import (
+    CANNOT_START,
+    Action,
+    Due,
+    Ended,
+    Event,
+    Finish,
+    Generation,
+    Phase,
+    Policy,
+    Send,
+    Signalled,
+    Start,
+    StoreLost,
+    Told,
+)
 from lightning_async.launch.store import Keeper
-from lightning_async.launch.summary import Ending, report, signal_name
+from lightning_async.launch.summary import Ending, goes_on, report, signal_name
 
 __all__ = ["Supervisor"]
 
@@ -41,7 +57,7 @@ class Supervisor:
 
     def __init__(self, job: Job, policy: Policy, logs: Path | None = None) -> None:
         self._job, self._policy, self._logs = job, policy, logs
-        self._state, self._first_actions = decisions.begin(policy)
+        self._state, self._first_actions = begin(policy)
         self._selector = selectors.PollSelector()
         self._processes: dict[int, Process] = {}
         self._told: dict[int, int] = {}
@@ -85,11 +101,15 @@ class Supervisor:
 
     def _follow(self, event: Event) -> None:
         before = self._state
-        self._state, actions = decisions.decide(self._policy, before, event)
-        if isinstance(event, decisions.Signalled):
+        self._state, actions = decide(self._policy, before, event)
+        if isinstance(event, Signalled):
             self._outputs.say(f"{signal_name(event.number)} has come.")
+        lost = self._state.lost - before.lost
+        if lost and self._state.phase is Phase.RUNNING and self._state.agreed is not None:
+            left = len(self._state.agreed.members)
+            self._outputs.say(goes_on([each for each in self._endings if each.rank in lost], left, self._policy.ranks))
         if self._state.phase is not before.phase:
-            self._tell(before.phase, actions)
+            self._tell(actions)
         self._perform(actions)
 
     def _perform(self, actions: list[Action]) -> None:
@@ -121,13 +141,16 @@ class Supervisor:
             process = self._processes[rank] = Process(self._job.command(), environment, out, err)
             self._keeper.started(process)
             self._selector.register(process.pidfd, selectors.EVENT_READ, lambda rank=rank: self._end(rank))
+            self._selector.register(process.channel, selectors.EVENT_READ, lambda rank=rank: self._listen(rank))
             now = time.strftime("%Y-%m-%d %H:%M:%S")
             self._outputs.streams[rank][0].note(f"[launch] {now} start {restarts}, process {process.pid}")
 
     def _end(self, rank: int) -> None:
         """A rank has ended."""
+        self._listen(rank)
         process = self._processes.pop(rank)
         self._selector.unregister(process.pidfd)
+        self._selector.unregister(process.channel)
         status, seconds = process.end(), time.monotonic() - process.started
         if self._keeper is not None:
             self._keeper.ended(process)
@@ -137,31 +160,41 @@ class Supervisor:
         self._endings.append(Ending(rank, process.pid, status, seconds, self._told.get(rank), tail))
         self._follow(Ended(rank, status))
 
+    def _listen(self, rank: int) -> None:
+        """A rank has told something."""
+        process, numbers = self._processes[rank], {str(number): number for number in self._policy.all}
+        for message in process.messages():
+            told = heard(message, process.pid)
+            if told is not None and numbers.keys() >= set(told[1]):
+                members = frozenset(numbers[name] for name in told[1])
+                self._follow(Told(rank, Generation(told[0], members)))
+
     def _lose(self, keeper: Keeper) -> None:
         """The process that keeps the store has ended."""
         self._selector.unregister(keeper.pidfd)
         self._outputs.say(f"The process that keeps the store has ended ({keeper.died()}).")
         self._keeper = None
-        self._follow(decisions.StoreLost())
+        self._follow(StoreLost())
 
     def _hear(self, signals: socket.socket) -> None:
         for number in signals.recv(1024):
-            self._follow(decisions.Signalled(number, time.monotonic()))
+            self._follow(Signalled(number, time.monotonic()))
 
-    def _tell(self, before: Phase, actions: list[Action]) -> None:
+    def _tell(self, actions: list[Action]) -> None:
         """What has changed, in words."""
         state, say = self._state, self._outputs.say
-        if state.phase is Phase.STOPPING and state.first is not None and before is Phase.RUNNING:
-            say(f"{report(self._endings[-1:], None, None)}: the others end too.")
+        if state.phase is Phase.STOPPING and state.first is not None:
+            first = [ending for ending in self._endings if ending.rank == state.first]
+            say(f"{report(first, None, None)}: the others end too.")
         elif state.phase is Phase.BACKING_OFF:
-            say(report(self._endings, state.first, None))
+            say(report(self._endings, state.first, None, state.lost))
             pause = self._policy.pause_s(state.restarts)
             number = f"restart {state.restarts + 1} of {self._policy.max_restarts}"
             say(f"All ranks start again in {pause:g} s ({number}).")
         elif state.phase is Phase.FINISHED:
             code = next(action.code for action in actions if isinstance(action, Finish))
-            if code:
-                say(report(self._endings, state.first, code))
+            if code or state.lost:
+                say(report(self._endings, state.first, code, state.lost))
 
     def _leave(self) -> None:
         """No process stays that can be killed."""

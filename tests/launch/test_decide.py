@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from lightning_async.launch.decide import (
+from lightning_async.launch.decide import begin, decide
+from lightning_async.launch.state import (
     STORE_LOST,
     TRY_AGAIN,
     Action,
@@ -24,8 +25,6 @@ from lightning_async.launch.decide import (
     State,
     StoreLost,
     Wait,
-    begin,
-    decide,
 )
 
 TERM, INT, HUP, KILL, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL, signal.SIGUSR1

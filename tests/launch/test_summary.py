@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from lightning_async.callbacks.watchdog import HangWatchdog
-from lightning_async.launch.decide import TRY_AGAIN
+from lightning_async.launch.state import TRY_AGAIN
 from lightning_async.launch.summary import HUNG, Ending, how, report
 from lightning_async.trainer import preemption
 

@@ -1,0 +1,202 @@
+"""What the launcher knows of a job, what can happen to it, and what can be done then: values.
+
+There are no clocks, processes or signals in here; `decide` has what follows from what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from lightning_async.arguments import check_int, check_real
+
+__all__ = [
+    "CANNOT_START", "STORE_LOST", "TRY_AGAIN", "Action", "Due", "Ended", "Event", "Finish", "Generation", "Phase",
+    "Policy", "Send", "Signalled", "Start", "State", "StoreLost", "Told", "Wait",
+]  # fmt: skip
+
+TRY_AGAIN = 75
+"""EX_TEMPFAIL of sysexits.h: a rank that was told to go has saved, and can be started again."""
+STORE_LOST = 69
+"""EX_UNAVAILABLE: the store, in which ranks meet, has died."""
+CANNOT_START = 71
+"""EX_OSERR: the system did not let a rank or the store start, or a file be written."""
+
+_LONGEST_PAUSE_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What is asked of the launcher.
+
+    Args:
+        ranks: how many there are.
+        max_restarts: how often all ranks are started again after one has died. Default: 0.
+        grace_s: seconds that ranks have to save and to end when the job is told to end. Default: 30.
+        patience_s: seconds that they have when one of them has died, to go on without it, and then to end. Default: 5.
+        first_pause_s: before the first restart; each further pause is twice as long, up to a minute. Default: 1.
+
+    Raises:
+        TypeError, ValueError: an argument is out of range.
+    """
+
+    ranks: int
+    max_restarts: int = 0
+    grace_s: float = 30.0
+    patience_s: float = 5.0
+    first_pause_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_int(self, "ranks", at_least=1)
+        check_int(self, "max_restarts", at_least=0)
+        for name in ("grace_s", "patience_s", "first_pause_s"):
+            check_real(self, name, at_least=0.0)
+
+    @property
+    def all(self) -> frozenset[int]:
+        return frozenset(range(self.ranks))
+
+    def pause_s(self, restarts: int) -> float:
+        """Before the next restart, when there have been so many."""
+        return min(self.first_pause_s * 2.0 ** min(restarts, 60), _LONGEST_PAUSE_S)
+
+
+class Phase(Enum):
+    """Where the job stands."""
+
+    RUNNING = "running"
+    REGROUPING = "regrouping"
+    STOPPING = "stopping"
+    BACKING_OFF = "backing off"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A rank has ended: its exit status, or minus the number of the signal that has killed it."""
+
+    rank: int
+    status: int
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Ranks that train together: the first, of all, is 0; each later one is without those that have died."""
+
+    number: int
+    members: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Told:
+    """A rank has told that it is in this generation."""
+
+    rank: int
+    generation: Generation
+
+
+@dataclass(frozen=True)
+class StoreLost:
+    """The process that holds the store has ended."""
+
+
+@dataclass(frozen=True)
+class Signalled:
+    """The launcher was sent a signal, at that many monotonic seconds."""
+
+    number: int
+    at: float
+
+
+@dataclass(frozen=True)
+class Due:
+    """What the last `Wait` waited for has not happened in time."""
+
+
+Event = Ended | Told | StoreLost | Signalled | Due
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start these ranks, with a store of their own."""
+
+    ranks: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send these ranks a signal."""
+
+    number: int
+    ranks: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Be `Due` after so many seconds, in place of what was waited for before."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Finish:
+    """End with this exit code."""
+
+    code: int
+
+
+Action = Start | Send | Wait | Finish
+
+
+@dataclass(frozen=True)
+class State:
+    """What is known.
+
+    Args:
+        phase: where the job stands.
+        living: ranks whose processes live.
+        statuses: of the ranks of this start that have ended, in this order.
+        told: the last generation that each rank has told.
+        lost: ranks that have died, and without which training goes on.
+        store_lost: the store has died first.
+        asked: the signal by which the job was told to end, if it was.
+        asked_at: when.
+        killed: those that live have been sent SIGKILL.
+        restarts: so far.
+    """
+
+    phase: Phase = Phase.RUNNING
+    living: frozenset[int] = frozenset()
+    statuses: Mapping[int, int] = field(default_factory=dict)
+    told: Mapping[int, Generation] = field(default_factory=dict)
+    lost: frozenset[int] = frozenset()
+    store_lost: bool = False
+    asked: int | None = None
+    asked_at: float = 0.0
+    killed: bool = False
+    restarts: int = 0
+
+    @property
+    def trains(self) -> bool:
+        """Whether nobody has been told to end."""
+        return self.phase in (Phase.RUNNING, Phase.REGROUPING)
+
+    @property
+    def first(self) -> int | None:
+        """The rank that died first in this start, of those that are not lost; None where none has."""
+        if self.store_lost:
+            return None
+        return next((rank for rank, status in self.statuses.items() if status != 0 and rank not in self.lost), None)
+
+    @property
+    def agreed(self) -> Generation | None:
+        """The newest generation, if all of its members that live are in it; what the dead have told is void."""
+        told = {rank: generation for rank, generation in self.told.items() if self.statuses.get(rank, 0) == 0}
+        number = max((generation.number for generation in told.values()), default=-1)
+        newest = {generation for generation in told.values() if generation.number == number}
+        if len(newest) != 1:
+            return None
+        (generation,) = newest
+        here = all(told.get(rank) == generation for rank in generation.members & self.living)
+        return generation if here else None

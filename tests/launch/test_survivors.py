@@ -1,0 +1,177 @@
+"""Ranks die and the others go on: real launchers, real ranks without torch, real kills."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launch import conftest
+from tests.launch.conftest import CONSOLE, Launched, lives
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the launcher needs Linux")
+
+SCRIPT = str(Path(__file__).with_name("survivors.py"))
+ENVIRONMENT = {"PYTHONPATH": str(conftest.ROOT)}
+
+
+class Ranks:
+    """The ranks of a launcher, which do what they are told."""
+
+    def __init__(self, job: Launched, count: int) -> None:
+        self.job, self.everybody = job, tuple(range(count))
+        job.wait_for("ready", count)
+        self.pids = {int(rank): int(pid) for rank, pid in re.findall(r"\[(\d)\] ready (\d+)", job.out)}
+        # For reading, too: then this does not wait for a rank, nor fails without one.
+        self._pipes = [os.open(job.folder / f"rank-{rank}", os.O_RDWR) for rank in self.everybody]
+        self.tell(0, *self.everybody)
+
+    def do(self, rank: int, *words: object) -> None:
+        os.write(self._pipes[rank], " ".join(map(str, (*words, "\n"))).encode())
+
+    def tell(self, number: int, *members: int) -> None:
+        """All of them tell that they are in this generation, and the launcher has heard it."""
+        for rank in members:
+            self.do(rank, "tell", number, *members)
+        self.job.wait_for(f"told {number}\n", len(members))
+
+    def end(self, rank: int, status: int) -> None:
+        self.do(rank, "end", status)
+        self.job.until(lambda: not lives(self.pids[rank]), f"rank {rank} lives")
+
+    def kill(self, rank: int) -> None:
+        os.kill(self.pids[rank], signal.SIGKILL)
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            os.close(pipe)
+
+
+Begin = Callable[..., Ranks]
+
+
+@pytest.fixture
+def begin(launch: Callable[..., Launched]) -> Iterator[Begin]:
+    """``begin(3, "--max-restarts", "1")``: ranks that are in the first generation."""
+    with contextlib.ExitStack() as stack:
+
+        def start(count: int, *options: str) -> Ranks:
+            ranks = Ranks(launch("-n", str(count), *options, SCRIPT, **ENVIRONMENT), count)
+            stack.callback(ranks.close)
+            return ranks
+
+        yield start
+
+
+def said(job: Launched) -> list[str]:
+    """What the launcher has said, without the numbers of processes and times."""
+    lines = [line.removeprefix("[launch] ") for line in job.err.splitlines() if line.startswith("[launch] ")]
+    return [re.sub(r" \(process \d+\)| after [\d.]+ s", "", line) for line in lines]
+
+
+KILLED = "was killed by SIGKILL (by hand, or by the system for want of memory)"
+
+
+def test_ranks_die_in_turn_the_first_among_them_and_the_others_go_on(begin: Begin):
+    ranks = begin(4)
+    job = ranks.job
+    ranks.kill(0)
+    ranks.tell(1, 1, 2, 3)
+    job.wait_for("training goes on with 3 of 4 ranks")
+    ranks.end(1, 0)  # it is done early, which is no death
+    ranks.kill(3)
+    ranks.tell(2, 2)
+    job.wait_for("training goes on with 1 of 4 ranks")
+    ranks.end(2, 0)
+    assert job.end() == 0
+    assert said(job) == [
+        f"rank 0 {KILLED}: training goes on with 3 of 4 ranks.",
+        f"rank 3 {KILLED}: training goes on with 1 of 4 ranks.",
+        f"rank 0 {KILLED}; training went on without it",
+        "rank 1 ended in order",
+        f"rank 3 {KILLED}; training went on without it",
+        "rank 2 ended in order",
+        "2 of 4 ranks have ended in order",
+        "exit code 0",
+    ]
+
+
+def test_what_others_write_is_not_heard_and_who_inherits_a_descriptor_is_not_waited_for(begin: Begin):
+    ranks = begin(2)
+    job = ranks.job
+    ranks.do(1, "garbage")
+    job.wait_for("garbage")
+    ranks.do(1, "fork")
+    job.wait_for("forked")
+    job.wait_for("child ")
+    child = int(re.findall(r"child (\d+)", job.out)[0])
+    try:
+        ranks.kill(0)
+        ranks.tell(1, 1)
+        job.wait_for("training goes on with 1 of 2 ranks")
+        ranks.end(1, 0)
+        assert job.end() == 0
+        assert lives(child)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_survivors_fail_later_and_all_start_again(begin: Begin):
+    ranks = begin(3, "--max-restarts", "1")
+    job = ranks.job
+    ranks.kill(2)
+    ranks.tell(1, 0, 1)
+    job.wait_for("training goes on with 2 of 3 ranks")
+    ranks.end(0, 3)
+    ranks.end(1, 4)
+    assert job.end() == 0
+    assert job.out.count("again\n") == 3
+    assert said(job) == [
+        f"rank 2 {KILLED}: training goes on with 2 of 3 ranks.",
+        f"rank 2 {KILLED}; training went on without it",
+        "rank 0 ended with exit code 3",
+        "rank 1 ended with exit code 4",
+        "the last that rank 0 has written to stderr:",
+        "    it has had enough",
+        "0 of 3 ranks have ended in order",
+        "All ranks start again in 1 s (restart 1 of 1).",
+    ]
+
+
+def test_told_to_end_after_a_loss_the_others_save(begin: Begin):
+    ranks = begin(2)
+    ranks.kill(0)
+    ranks.tell(1, 1)
+    ranks.do(1, "saves")
+    ranks.job.wait_for("saves")
+    ranks.job.wait_for("training goes on")
+    ranks.job.signal(signal.SIGTERM)
+    assert ranks.job.end() == 75
+
+
+def test_too_late_is_as_if_nobody_went_on(begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    impatient = tmp_path / "lightning-async"
+    source, (last, before) = Path(CONSOLE).read_text(), ("sys.exit(main())", "\nimport functools\n")
+    assert last in source
+    patience = "from lightning_async.commands import launch\n"
+    patience += "launch.Policy = functools.partial(launch.Policy, patience_s=0.5)\n"
+    impatient.write_text(source.replace(last, before + patience + last))
+    monkeypatch.setattr(conftest, "CONSOLE", str(impatient))
+    ranks = begin(2)
+    ranks.do(1, "deaf")
+    ranks.job.wait_for("deaf")
+    ranks.kill(0)
+    ranks.job.wait_for("the others end too.")
+    ranks.do(1, "tell", 1, 1)
+    assert ranks.job.end() == 137
+    assert said(ranks.job) == [
+        f"rank 0 {KILLED}: the others end too.",
+        f"rank 0 {KILLED}",
+        "rank 1 was killed by SIGKILL, by the launcher",
+        "exit code 137",
+    ]
