@@ -53,10 +53,11 @@ def deaf() -> None:
 def garbage() -> None:
     """All that may come out of a descriptor that others have inherited."""
     descriptor = int(os.environ[launched.LAUNCHER].partition(":")[0])
-    mine = {"process": os.getpid(), "generation": 8}
-    others = {"process": 1, "generation": 9, "members": ["0", "1"]}
-    for said in (others, mine, {**mine, "members": ["7"]}, {**mine, "members": []}, {**mine, "members": [["1"]]}):
-        os.write(descriptor, json.dumps(said).encode())
+    mine = {"process": os.getpid(), "generation": 9}
+    for members in (None, [], ["0"], ["0", "1", "7"], ["0", "1", ["1"]], ["0", "1", "01"]):
+        os.write(descriptor, json.dumps({**mine, "members": members}).encode())
+    os.write(descriptor, json.dumps({**mine, "members": ["0", "1"], "process": 1}).encode())
+    os.write(descriptor, json.dumps({**mine, "members": ["0", "1"], "generation": "9"}).encode())
     for raw in (b"\xff\0", b"\n", b"", b"[" * 10_000, b"1" * 10_000):
         os.write(descriptor, raw)
     say("garbage")
@@ -69,7 +70,7 @@ def fork() -> None:
         say("child", child)
         return
     os.setsid()
-    launched.tell_generation(99, ["1"])
+    launched.tell_generation(9, ["0", "1"])
     say("forked")
     while True:
         signal.pause()
