@@ -12,11 +12,13 @@ __all__ = [
     "CollectiveError",
     "CollectiveTimeout",
     "DamagedCheckpoint",
+    "Evicted",
     "GateMismatch",
     "GenerationChanged",
     "LayoutMismatch",
     "PeerLost",
     "SettingsMismatch",
+    "StoreLost",
     "TrainingDiverged",
 ]
 
@@ -43,6 +45,14 @@ class PeerLost(AsyncTrainingError):
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.ranks = ranks
+
+
+class StoreLost(PeerLost):
+    """The store does not answer any more: without it nobody can form a group, and the run ends on every rank."""
+
+
+class Evicted(PeerLost):
+    """The others took this rank for dead and have gone on without it: what it knows is of the past."""
 
 
 class LayoutMismatch(AsyncTrainingError):

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -32,10 +33,21 @@ _KEPT = 3
 class Recovery(NamedTuple):
     """What an engine does about a call that failed."""
 
-    report: Callable[[CollectiveError], None]
+    report: Callable[[PeerLost | CollectiveError], None]
     """Has the groups formed anew, because of this error."""
     check: Callable[[], None]
     """Raises if the engine has failed itself."""
+    survives: Callable[[PeerLost], bool]
+    """Whether the others go on without the ranks that are lost: then groups are formed anew, too."""
+
+
+class Answer(NamedTuple):
+    """Of one call, the same on all ranks that have it."""
+
+    value: Tensor | None
+    generation: int
+    """In which all ranks have answered."""
+    world_size: int
 
 
 class Calls:
@@ -60,10 +72,14 @@ class Calls:
         """Set while an engine runs that can form groups anew."""
         self._changed = threading.Condition()
         self._begun = self._done = 0
-        self._answers: dict[int, Tensor | None] = {}
+        self._answers: dict[int, Answer] = {}
         """The last ones, by number."""
+        self.last = Answer(None, 0, collectives.world_size)
+        """What the last call returned."""
+        self._seen: set[int] = set()
         self._forming = False
-        self._formed = 0
+        self._formed = self.generation = 0
+        """How often groups were formed anew, and the number of the generation that they are of."""
 
     # ---- the training thread ----
 
@@ -84,21 +100,31 @@ class Calls:
         while True:
             formed = self._usable(started)
             if self._done >= self._begun:
-                return _copy(self._answers[self._begun])
+                return self._returned(self._answers[self._begun])
             try:
-                answer = self._wait(start(self._collectives), started)
-            except PeerLost:
-                raise
-            except CollectiveError as error:
+                value = self._wait(start(self._collectives), started)
+            except (PeerLost, CollectiveError) as error:
                 self._explain(what, error, started, formed)
                 continue
             with self._changed:
                 if not self._forming and self._formed == formed:
-                    self._keep({self._begun: _copy(answer)})
-                    return answer
+                    answer = Answer(_copy(value), self.generation, self._collectives.world_size)
+                    self._keep({self._begun: answer})
+                    return self._returned(answer)
                 # The groups go: an answer that the others were not told of does not count.
 
-    def _keep(self, answers: dict[int, Tensor | None]) -> None:
+    @contextmanager
+    def recorded(self) -> Iterator[set[int]]:
+        """The generations in which the calls made within were answered."""
+        self._seen = seen = set()
+        yield seen
+
+    def _returned(self, answer: Answer) -> Any:
+        self.last = answer
+        self._seen.add(answer.generation)
+        return _copy(answer.value)
+
+    def _keep(self, answers: dict[int, Answer]) -> None:
         """Under the lock."""
         self._answers.update(answers)
         self._done = max(self._answers)
@@ -125,9 +151,11 @@ class Calls:
             self._check()
         return pending.result(timedelta(0))
 
-    def _explain(self, what: str, error: CollectiveError, started: float, formed: int) -> None:
-        """Find the cause of a failure: a rank that is gone, which is raised, or none, and the call is repeated."""
+    def _explain(self, what: str, error: PeerLost | CollectiveError, started: float, formed: int) -> None:
+        """Find the cause of a failure: raise it where nobody goes on without the rank; else the call is repeated."""
         recovery = self.recovery
+        if isinstance(error, PeerLost) and (recovery is None or not recovery.survives(error)):
+            raise error
         if recovery is not None and not isinstance(error, CollectiveTimeout):
             with self._changed:
                 if self._formed == formed and not self._forming:
@@ -165,10 +193,13 @@ class Calls:
             self.recovery, self._forming = None, False
             self._changed.notify_all()
 
-    def settle(self, gather: Callable[[Tensor], Tensor], broadcast: Callable[[Tensor, int], Tensor]) -> None:
+    def settle(
+        self, gather: Callable[[Tensor], Tensor], broadcast: Callable[[Tensor, int], Tensor], generation: int
+    ) -> None:
         """All ranks' engines compare their calls, and those that are ahead hand over what they know.
 
         Args:
+            generation: its number.
             gather: of every rank's row, over the new groups.
             broadcast: from one rank.
 
@@ -177,7 +208,7 @@ class Calls:
             AsyncTrainingError: ranks are further apart than they can be if they run the same program.
         """
         with self._changed:
-            done, answer = self._done, encode([list(item) for item in self._answers.items()])
+            done, answer = self._done, encode([[number, *each] for number, each in self._answers.items()])
         table = gather(torch.tensor([done, answer.numel()]))
         counts = table[:, 0].tolist()
         newest = max(counts)
@@ -189,9 +220,9 @@ class Calls:
             data = broadcast(data, source)
             if done < newest:
                 with self._changed:
-                    self._keep(dict(decode(data)))
+                    self._keep({number: Answer(*each) for number, *each in decode(data)})
         with self._changed:
-            self._forming, self._formed = False, self._formed + 1
+            self._forming, self._formed, self.generation = False, self._formed + 1, generation
             self._changed.notify_all()
 
 

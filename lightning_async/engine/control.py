@@ -20,7 +20,7 @@ from lightning_async.engine.mailbox import Mailbox
 from lightning_async.engine.regroup import Regroup
 from lightning_async.engine.replica import Replica
 from lightning_async.engine.transfer import Transfer
-from lightning_async.errors import AsyncTrainingError, CollectiveError
+from lightning_async.errors import AsyncTrainingError, CollectiveError, PeerLost
 
 __all__ = ["ControlPlane"]
 
@@ -37,6 +37,7 @@ class ControlPlane:
         part_bytes: payloads move in parts of at most this size.
         now: a monotonic clock, in seconds.
         calls: of the training thread over all ranks, which go on in the new groups when these are formed anew.
+        min_replicas: ranks that are lost are done without, as long as so many are left. Default: all that there are.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class ControlPlane:
         part_bytes: int = 16 << 20,
         now: Callable[[], float] = time.monotonic,
         calls: Calls | None = None,
+        min_replicas: int | None = None,
     ) -> None:
         self.mailbox = Mailbox()
         self.buckets = Buckets(replica, self.mailbox)
@@ -59,8 +61,10 @@ class ControlPlane:
         large = roots[1].fork("payload", deadlines.payload)
         self.transfer = Transfer(small, large, self.mailbox, membership, deadlines.payload, part_bytes, now)
         self.wings: list[Wing] = []
-        regroup = Regroup(roots, membership, self.mailbox, self.transfer, calls, deadlines, now)
-        self._loop = Loop(self.wings, self.buckets, self.mailbox, self.transfer, membership, regroup, deadlines, now)
+        self.regroup = Regroup(roots, membership, self.mailbox, self.transfer, calls, deadlines, min_replicas, now)
+        self._loop = Loop(
+            self.wings, self.buckets, self.mailbox, self.transfer, membership, self.regroup, deadlines, now
+        )
         self._thread = threading.Thread(target=self._loop.run, name=f"lightning_async-rounds-{self.rank}", daemon=True)
 
     @property
@@ -85,7 +89,7 @@ class ControlPlane:
         self.mailbox.last_exchange = self.mailbox.next_exchange
         self.buckets.lay_out(self.transfer.registered)
         if self._calls is not None:
-            self._calls.recovery = Recovery(self._report_trouble, self._look)
+            self._calls.recovery = Recovery(self._report_trouble, self._look, self.regroup.survives)
         self._thread.start()
 
     def close(self, timeout: timedelta) -> bool:
@@ -123,7 +127,7 @@ class ControlPlane:
         with self.mailbox.changed:
             self.see()
 
-    def _report_trouble(self, error: CollectiveError) -> None:
+    def _report_trouble(self, error: PeerLost | CollectiveError) -> None:
         with self.mailbox.changed:
             self.mailbox.trouble = error
             self.mailbox.changed.notify_all()

@@ -100,9 +100,7 @@ class Loop:
         while self._wait_for_cause():
             try:
                 self._serve()
-            except PeerLost:
-                raise
-            except CollectiveError as error:
+            except (PeerLost, CollectiveError) as error:
                 if not self._regroup.possible:
                     self._regroup.look_for_the_cause()
                     raise
@@ -120,7 +118,7 @@ class Loop:
                 box.changed.wait(1.0)
                 try:
                     self._membership.check()
-                except GenerationChanged:
+                except (PeerLost, GenerationChanged):
                     return True
         return False
 
@@ -266,8 +264,8 @@ class Loop:
 
     # ---- failing ----
 
-    def _recover(self, error: CollectiveError) -> None:
-        """Meet all ranks again in a new generation of the groups.
+    def _recover(self, error: PeerLost | CollectiveError) -> None:
+        """Meet all ranks that live again in a new generation of the groups.
 
         All answer its first header at once. The bell of the one that failed is gone with it, some may have lost its
         answer, and a training thread with nothing to send is kept from packing (`announced`) until it is served.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_async.engine.header import Gate, Vote
-from lightning_async.errors import CollectiveError
+from lightning_async.errors import CollectiveError, PeerLost
 
 __all__ = ["Mailbox"]
 
@@ -42,7 +42,7 @@ class Mailbox:
     stop_requested: bool = False
     """Set by a signal handler, which may touch nothing else: a vote for stopping follows."""
     closing: bool = False
-    trouble: CollectiveError | None = None
+    trouble: PeerLost | CollectiveError | None = None
     """A call of the training thread's has failed: the groups are to be formed anew."""
 
     # ---- of the engine's thread ----

@@ -1,16 +1,16 @@
-"""After a failure: meet all ranks again, in groups of a new generation."""
+"""After a failure: meet all ranks again, or those that are left, in groups of a new generation."""
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import NoReturn
 
 from torch import Tensor
 
-from lightning_async.comm.membership.generation import listed
+from lightning_async.comm.membership.generation import Generation, listed
 from lightning_async.comm.membership.membership import Membership
 from lightning_async.comm.protocols import Collectives, ElasticCollectives
 from lightning_async.engine.calls import Calls
@@ -18,7 +18,7 @@ from lightning_async.engine.deadlines import Deadlines
 from lightning_async.engine.header import Gate
 from lightning_async.engine.mailbox import Mailbox
 from lightning_async.engine.transfer import Closed, Transfer
-from lightning_async.errors import CollectiveError, CollectiveTimeout, PeerLost
+from lightning_async.errors import CollectiveError, CollectiveTimeout, Evicted, PeerLost, StoreLost
 
 __all__ = ["Regroup"]
 
@@ -28,7 +28,7 @@ _HEARSAY_S, _BEAT_S = 2.0, 0.1
 
 
 class Regroup:
-    """Forms the groups anew, with all ranks or not at all.
+    """Forms the groups anew, with all ranks that live, as long as these are enough.
 
     Args:
         roots: the root communicators: for CPU tensors, and for payloads, which may be the same.
@@ -37,6 +37,7 @@ class Regroup:
         transfer: by which ranks compare their calls in the new groups.
         calls: of the training thread, which go on in the new groups.
         deadlines: how long to wait for the others.
+        min_replicas: fewer ranks do not go on. Default: all that there are.
         now: a monotonic clock, in seconds.
     """
 
@@ -48,6 +49,7 @@ class Regroup:
         transfer: Transfer,
         calls: Calls | None,
         deadlines: Deadlines,
+        min_replicas: int | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         first, second = roots
@@ -58,39 +60,59 @@ class Regroup:
         self._membership, self._mailbox = membership, mailbox
         self._transfer, self._calls = transfer, calls
         self._deadlines, self._now = deadlines, now
+        self._min_replicas = membership.generation.world_size if min_replicas is None else min_replicas
+        self.on_loss: Callable[[Generation, str], None] = lambda generation, why: None
+        """Called with a new generation, and with why others are not in it, once its groups are formed."""
+        self._lost: list[str] = []
+        """Why ranks are not in the generation that is being formed."""
         self.attempts = 0
         """Failures in a row."""
 
-    def after(self, error: CollectiveError) -> int:
-        """Try until all ranks have met again; the number of the generation in which they have.
+    def survives(self, error: PeerLost) -> bool:
+        """Whether enough ranks are left to go on without those that are lost."""
+        left = self._membership.generation.world_size - len(self._membership.lost())
+        return self.possible and not isinstance(error, (StoreLost, Evicted)) and left >= self._min_replicas
+
+    def after(self, error: PeerLost | CollectiveError) -> int:
+        """Try until all ranks that live have met again; the number of the generation in which they have.
 
         Raises:
-            PeerLost: names the ranks that are lost.
+            PeerLost: names the ranks that are lost, and without which nobody goes on.
+            Evicted: the others have gone on without this rank.
             CollectiveError: too many attempts have failed.
             Closed: the engine closes.
         """
         box = self._mailbox
+        box.failed += 1
         while True:
-            self.attempts += 1
-            box.failed += 1
-            if self.attempts >= self._deadlines.attempts:
-                raise CollectiveError(
-                    f"Rank {self._transfer.rank}: round {box.next_exchange} failed {self.attempts} times in a row; the "
-                    f"last time: {error} If the network is slow, raise `Deadlines(payload=...)`."
-                ) from error
+            if isinstance(error, PeerLost):
+                if not self.survives(error):
+                    raise error
+            else:
+                self._count(error)
             log.info("Rank %d: round %d failed: %s", self._transfer.rank, box.next_exchange, error)
             try:
                 generation = self._meet(box.next_exchange)
-            except PeerLost:
-                raise
-            except CollectiveError as again:
+            except (PeerLost, CollectiveError) as again:
                 error = again
+                box.failed += not isinstance(error, PeerLost)
                 continue
+            if self._lost:
+                why, self._lost = "; ".join(self._lost), []
+                self.on_loss(self._membership.generation, why)
             log.warning(
                 "Rank %d: round %d failed and is repeated by re-formed groups (number %d); no weight has changed. %s",
                 self._transfer.rank, box.next_exchange, generation, error,
             )  # fmt: skip
             return generation
+
+    def _count(self, error: CollectiveError) -> None:
+        self.attempts += 1
+        if self.attempts >= self._deadlines.attempts:
+            raise CollectiveError(
+                f"Rank {self._transfer.rank}: round {self._mailbox.next_exchange} failed {self.attempts} times in a "
+                f"row; the last time: {error} If the network is slow, raise `Deadlines(payload=...)`."
+            ) from error
 
     def _meet(self, round_id: int) -> int:
         """The new generation, once all ranks are in it and their training threads' calls go on there."""
@@ -108,12 +130,12 @@ class Regroup:
                     raise
         missing = [name for name in members if name not in generation.members]
         if missing:
-            self._end_without(missing, round_id)
+            self._go_on_without(missing, round_id)
         for root in self._roots:
             root.reconfigure(generation)
         self._mailbox.trouble = None
         if self._calls is not None:
-            self._calls.settle(self._transfer.gather, self._from)
+            self._calls.settle(self._transfer.gather, self._from, generation.number)
         return generation.number
 
     def _from(self, data: Tensor, source: int) -> Tensor:
@@ -136,14 +158,24 @@ class Regroup:
         if self._calls is not None:
             self._calls.abandon()
 
-    def _end_without(self, missing: list[str], round_id: int) -> NoReturn:
-        """Some ranks are not in the next generation: no round comes any more."""
-        box, left = self._mailbox, self._membership.left()
+    def _go_on_without(self, missing: list[str], round_id: int) -> None:
+        """Some ranks are not in the next generation.
+
+        Raises:
+            Closed: they left through the last gate.
+            PeerLost: too few are left: no round comes any more.
+        """
+        box, left, generation = self._mailbox, self._membership.left(), self._membership.generation
         with box.changed:
             if box.gate in (Gate.TRAIN_END, Gate.STOP) and left.issuperset(missing):
                 # Nobody leaves in order but through the last gate, whose answer this rank has lost.
                 box.open_gate(box.gate, self._now())
                 raise Closed
+            box.last_clock = math.nan  # the sum of other ranks' steps: what comes next is no longer equal with it
+        why = self._membership.why(missing)
+        if generation.world_size >= self._min_replicas:
+            self._lost.append(why)
+            return
         missing = [rank for rank in missing if rank not in left] or missing  # those that left may have lost a peer too
         raise PeerLost(
             f"Rank {self._transfer.rank}: lost in round {round_id}: {self._membership.why(missing)}. Training ends "

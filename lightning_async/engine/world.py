@@ -62,6 +62,12 @@ class World:
         """How many ranks there are."""
         return self._collectives.world_size
 
+    def generation(self) -> int:
+        """The generation in which all have met here; while drifting, the one that this rank is in."""
+        if not self.drifting:
+            self._compare("who is left")
+        return self.calls.generation if self.drifting else self.calls.last.generation
+
     def fork(self, name: str, timeout: timedelta) -> Collectives:
         """A communicator over the same ranks with an order of its own; it closes with this one."""
         return self._collectives.fork(name, timeout)
@@ -80,17 +86,20 @@ class World:
         if self._is_local(f"reduce({kind})", "returns this replica's own value (log with `on_epoch=True` instead)"):
             return tensor
         buffer = _to_cpu(tensor)
-        self._compare(f"reduce({kind}) of shape {tuple(tensor.shape)}, {tensor.dtype}")
-        if kind == "product":
-            return self._gather(buffer).prod(dim=0).to(tensor.device)
-        if kind in ("mean", "avg") and not buffer.is_floating_point():
+        mean = kind in ("mean", "avg")
+        if mean and not buffer.is_floating_point():
             buffer = buffer.to(torch.float64)
         op_ = {"min": ReduceOp.MIN, "max": ReduceOp.MAX}.get(kind, ReduceOp.SUM)
-        out = self.calls(f"reduce({kind})", lambda c: c.all_reduce(buffer.clone(), op_))
-        if kind in ("mean", "avg"):
-            out = out / self.world_size
-            out = out if tensor.is_floating_point() else out.to(torch.get_default_dtype())
-        return out.to(tensor.device)
+
+        def reduce() -> Tensor:
+            self._compare(f"reduce({kind}) of shape {tuple(tensor.shape)}, {tensor.dtype}")
+            if kind == "product":
+                return self._gather(buffer).prod(dim=0)
+            out = self.calls(f"reduce({kind})", lambda c: c.all_reduce(buffer.clone(), op_))
+            return out / self.calls.last.world_size if mean else out
+
+        out = self._in_one_generation(reduce)
+        return (out if tensor.is_floating_point() or not mean else out.to(torch.get_default_dtype())).to(tensor.device)
 
     def all_gather(self, tensor: Tensor, sync_grads: bool = False) -> Tensor:
         """Every rank's tensor (equal shapes), stacked along a new first dimension."""
@@ -101,34 +110,46 @@ class World:
             )
         if sync_grads and tensor.requires_grad:
             return _GatherWithGrad.apply(tensor, self)
-        self._compare(f"all_gather of shape {tuple(tensor.shape)}, {tensor.dtype}")
-        return self._gather(_to_cpu(tensor)).to(tensor.device)
+        mine = _to_cpu(tensor)
+
+        def gather() -> Tensor:
+            self._compare(f"all_gather of shape {tuple(tensor.shape)}, {tensor.dtype}")
+            return self._gather(mine)
+
+        return self._in_one_generation(gather).to(tensor.device)
 
     def gather_uneven(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's tensor; shapes may differ in size, not in number of dimensions."""
         if self.world_size == 1 or self.drifting:
             return [tensor]
-        self._compare(f"gather of {tensor.ndim} dimensions, {tensor.dtype}")
-        shape = torch.tensor([*tensor.shape], dtype=torch.int64)
-        shapes = self._gather(shape).tolist() if tensor.ndim else [[]] * self.world_size
-        largest = [max(sizes) for sizes in zip(*shapes, strict=True)]
-        padded = torch.zeros(largest, dtype=tensor.dtype)
-        padded[tuple(slice(n) for n in tensor.shape)] = tensor.detach().cpu()
-        rows = self._gather(padded).to(tensor.device)
-        return [row[tuple(slice(n) for n in sizes)] for row, sizes in zip(rows, shapes, strict=True)]
+        mine = tensor.detach().cpu()
+
+        def gather() -> list[Tensor]:
+            self._compare(f"gather of {tensor.ndim} dimensions, {tensor.dtype}")
+            shapes = self._gather(torch.tensor([*tensor.shape], dtype=torch.int64)).tolist() if tensor.ndim else []
+            padded = torch.zeros([max(sizes) for sizes in zip(*shapes, strict=True)], dtype=tensor.dtype)
+            padded[tuple(slice(n) for n in tensor.shape)] = mine
+            rows = self._gather(padded)
+            shapes = shapes or [[]] * len(rows)
+            return [row[tuple(slice(n) for n in sizes)] for row, sizes in zip(rows, shapes, strict=True)]
+
+        return [row.to(tensor.device) for row in self._in_one_generation(gather)]
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Rank ``src``'s object: plain values and tensors as they are, others of Lightning's and the user's pickled."""
         if self._is_local("broadcast", "returns this replica's own object"):
             return obj
-        self._compare(f"broadcast from rank {src}")
-        data, pickled = torch.empty(0, dtype=torch.uint8), False
-        if self.rank == src:
-            data, pickled = _encoded(obj)
-        head = torch.tensor([data.numel(), pickled])
-        size, pickled = self._gather(head)[src].tolist()
-        room = data if self.rank == src else torch.empty(size, dtype=torch.uint8)
-        data = self.calls("broadcast", lambda c: c.broadcast(room.clone(), src))
+
+        def broadcast() -> tuple[Tensor, bool]:
+            self._compare(f"broadcast from rank {src}")
+            is_source, data, pickled = self.rank == src, torch.empty(0, dtype=torch.uint8), False
+            if is_source:
+                data, pickled = _encoded(obj)
+            size, pickled = self._gather(torch.tensor([data.numel(), pickled]))[src].tolist()
+            room = data if is_source else torch.empty(size, dtype=torch.uint8)
+            return self.calls("broadcast", lambda c: c.broadcast(room.clone(), src)), bool(pickled)
+
+        data, pickled = self._in_one_generation(broadcast)
         return cast(T, pickle.loads(data.numpy().tobytes()) if pickled else decode(data))
 
     def gather_objects(self, obj: T) -> list[T]:
@@ -145,6 +166,22 @@ class World:
         with torch.no_grad():
             for tensor, pending in under_way:
                 tensor.copy_(self.calls("the broadcast of the model", lambda c, pending=pending: pending))
+
+    def _in_one_generation(self, operation: Callable[[], T]) -> T:
+        """The answer to an operation of several calls, all of which were answered by the same ranks.
+
+        Who has answered which call is known alike on all ranks, so all repeat it, or none.
+        """
+        while True:
+            with self.calls.recorded() as generations:
+                try:
+                    answer = operation()
+                except Exception:
+                    if len(generations) > 1:
+                        continue  # it took answers of more ranks, or of others, for those of these
+                    raise
+            if len(generations) <= 1:
+                return answer
 
     def _gather(self, tensor: Tensor) -> Tensor:
         return self.calls("all_gather", lambda c: c.all_gather(tensor))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -34,9 +34,6 @@ from lightning_async.trainer.settings import check_checkpoint, check_settings
 from lightning_async.transports.choose import TransportName
 from lightning_async.transports.transport import Transport
 
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
-
 __all__ = ["AsyncAveragingStrategy"]
 
 
@@ -64,15 +61,18 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         compression: of the messages: ``"int8"`` or ``"fp8"`` (a quarter of the bytes; for rules that send differences,
             such as `DiLoCo`), ``"bf16"`` (half), or ``"none"`` (default). Nothing is lost: what a message cannot hold
             stays in the replica's parameters and goes with the next one. Gates exchange fp32.
+        min_replicas: ranks may be lost as long as so many are left, and these go on: no local step of theirs is lost,
+            the round under way is repeated by them, and from the next epoch on they have all samples among them. None
+            (default): a rank that is lost ends training on all.
         deadlines: how long to wait for what.
         part_mb: payloads move in parts of at most this many MiB. Default 16.
         transport: who starts the ranks and what moves their bytes: `TorchTransport`, `HorovodTransport`, or a short
             name, "torch", "horovod" or "auto" (default): Horovod where horovodrun started the ranks, else torch.
 
     Raises:
-        TypeError: ``rule``, ``schedule`` or ``transport`` lacks what one must answer.
-        ValueError: an unknown policy, a rule that overwrites together with ``overlap=True``, or one that sends its
-            parameters together with 8 bits of compression.
+        TypeError: ``rule``, ``schedule`` or ``transport`` lacks what one must answer; ``min_replicas`` is no number.
+        ValueError: an unknown policy, ``min_replicas`` below 1, a rule that overwrites together with ``overlap=True``,
+            or one that sends its parameters together with 8 bits of compression.
 
     Source: local SGD (Stich, 2019), DiLoCo (Douillard et al., 2023), and asynchronous model averaging as in Bagua.
     """
@@ -91,6 +91,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         optimizer_state: OptimizerPolicy = "keep",
         lr_clock: refusals.LrClock = "local",
         compression: Compression = "none",
+        min_replicas: int | None = None,
         deadlines: Deadlines | None = None,
         part_mb: float = 16.0,
         transport: Transport | TransportName = "auto",
@@ -104,9 +105,10 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         refusals.check_policies(owner, buffers, optimizer_state, lr_clock, part_mb)
         self.config = AveragerConfig(
             overlap=overlap, weighting=weighting, compression=compression, deadlines=deadlines,
-            part_bytes=max(4, int(part_mb * 2**20)),
+            part_bytes=max(4, int(part_mb * 2**20)), min_replicas=min_replicas,
         )  # fmt: skip
         self.config.check_rule(owner, self.rule)
+        self.shrinks = min_replicas is not None
         self.buffers: BufferPolicy = buffers
         self.optimizer_state_policy: OptimizerPolicy = optimizer_state
         self.lr_clock: refusals.LrClock = lr_clock
@@ -126,8 +128,9 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         refusals.check_callbacks(trainer.callbacks)
         if self.world is not None:
             check_settings(self, trainer, self.world)
+            refusals.check_survival(self.config.min_replicas, self.world_size, trainer.callbacks)
 
-    def setup(self, trainer: pl.Trainer) -> None:
+    def setup(self, trainer: Any) -> None:
         self._trainer = trainer
         fitting = trainer.state.fn == "fit"
         self._saved.begin_stage(trainer.lightning_module, fitting)
@@ -239,9 +242,8 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
     @property
     def shared_steps(self) -> tuple[int, int] | None:
         """See `Drifting`."""
-        if self.averager is None or self.lr_clock == "local":
-            return None
-        return self.averager.first_step, self.averager.global_step()
+        averager = None if self.lr_clock == "local" else self.averager
+        return None if averager is None else (averager.first_step, averager.global_step())
 
     def end_epoch(self) -> None:
         """See `Drifting`."""
@@ -265,12 +267,10 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
 
     def settings(self) -> dict[str, object]:
         """What must be equal on all ranks in a fit."""
-        config = self.config
         return {
             "strategy": type(self).__qualname__, "rule": self.rule, "schedule": self.schedule,
-            "overlap": config.overlap, "weighting": config.weighting, "compression": config.compression,
             "buffers": self.buffers, "optimizer_state": self.optimizer_state_policy, "lr_clock": self.lr_clock,
-            "part_mb": config.part_bytes / 2**20, "backend": self.transport.backend_on(self.root_device),
+            "backend": self.transport.backend_on(self.root_device), **self.config.settings(),
         }  # fmt: skip
 
     def usual_settings(self) -> dict[str, object]:

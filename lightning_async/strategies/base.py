@@ -16,11 +16,11 @@ from lightning_async.engine.tensors import describe
 from lightning_async.engine.world import World
 from lightning_async.errors import LayoutMismatch
 from lightning_async.flat import FlatLayout
+from lightning_async.strategies.survivors import Survivors, among, number_rank
 from lightning_async.trainer.compiled import CompiledMark
 from lightning_async.trainer.namespace import fabric, pytorch
 from lightning_async.trainer.patches import rank_zero_info, searches_lr
-from lightning_async.transports.choose import TransportName, choose_transport
-from lightning_async.transports.torch import TorchTransport
+from lightning_async.transports.choose import REGISTERED, TransportName, choose_transport
 from lightning_async.transports.transport import Connection, Transport
 
 if TYPE_CHECKING:
@@ -69,7 +69,9 @@ class ReplicatedStrategy(ParallelStrategy):
         self._connection: Connection | None = None
         self.failed = False
         """This rank has ended with an exception: nothing waits for others any more."""
-        self._runs = self._operations = 0
+        self.num_runs = self._operations = 0
+        self.survivors: Survivors | None = None
+        """Who is left, where training goes on without those that are lost."""
 
     # ---- ranks and processes ----
 
@@ -113,14 +115,23 @@ class ReplicatedStrategy(ParallelStrategy):
         if environment is not None:
             environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             environment.set_world_size(self.num_nodes * self.num_processes)
-        for module in (fabric("utilities.rank_zero"), pytorch("utilities.rank_zero")):
-            module.rank_zero_only.rank = self.global_rank
+        number_rank(self.global_rank)
+
+    @property
+    def global_rank(self) -> int:
+        """This rank's number, which changes where others are lost and training goes on without them."""
+        return super().global_rank if self.survivors is None else self.survivors.generation.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are, without those that are lost."""
+        return super().world_size if self.survivors is None else self.survivors.generation.world_size
 
     def _configure_launcher(self) -> None:
         self._launcher = self.transport.launcher(self, self.num_processes, self.num_nodes, self._child_died)
 
-    def _child_died(self, local_rank: int, returncode: int) -> timedelta:
-        """A rank that was started here is gone. Returns how long the others may take to end by themselves."""
+    def _child_died(self, local_rank: int, returncode: int) -> timedelta | None:
+        """A rank that was started here is gone. Returns how long the others may take to end; None: they go on."""
         connection = self._connection
         if connection is None or self._dead_after is None:
             return timedelta(0)
@@ -129,7 +140,7 @@ class ReplicatedStrategy(ParallelStrategy):
             connection.membership.report_death(str(rank), f"its process ended with status {returncode}")
         except Exception as error:  # then the others find out by its silence
             log.warning("Rank %d: the others could not be told that rank %d died: %s", self.global_rank, rank, error)
-        return self._dead_after
+        return None if self.survivors is not None and self.survivors.can_lose_one else self._dead_after
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -139,9 +150,12 @@ class ReplicatedStrategy(ParallelStrategy):
     def connect_ranks(self) -> None:
         """Join the other ranks, if there are any; all call this together."""
         if self.world_size > 1:
-            self._runs = next(_runs)
+            self.num_runs = next(_runs)
             self._connection = self.transport.connect(
-                self.cluster_environment, self.root_device, f"lightning_async/{self._runs}", self._dead_after
+                among(self.survivors, self.cluster_environment),
+                self.root_device,
+                f"lightning_async/{self.num_runs}",
+                self._dead_after,
             )
 
     @property
@@ -154,13 +168,7 @@ class ReplicatedStrategy(ParallelStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """The strategy's name, and the same with the ways to start ranks from a notebook."""
-        named: dict[str, Transport | TransportName] = {
-            "": "auto",
-            "_spawn": TorchTransport(start="spawn"),
-            "_fork": TorchTransport(start="fork"),
-            "_notebook": TorchTransport(start="fork"),
-        }
-        for suffix, transport in named.items():
+        for suffix, transport in REGISTERED.items():
             strategy_registry.register(
                 cls.strategy_name + suffix,
                 cls,
@@ -260,10 +268,10 @@ class ReplicatedStrategy(ParallelStrategy):
         """`world`; after a run, one for this operation (`trainer.save_checkpoint` after `fit`, say)."""
         if self._connection is not None:
             yield self._connection.world
-        elif self.world_size > 1 and self._runs > 0 and not self.failed:
+        elif self.world_size > 1 and self.num_runs > 0 and not self.failed:
             self._operations += 1
-            name = f"lightning_async/{self._runs}.{self._operations}"
-            with self.transport.short_world(self.cluster_environment, name) as world:
+            name = f"lightning_async/{self.num_runs}.{self._operations}"
+            with self.transport.short_world(among(self.survivors, self.cluster_environment), name) as world:
                 yield world
         else:
             yield None

@@ -20,8 +20,9 @@ from lightning_async.engine.replica import Replica
 from lightning_async.rules.averaging.protocol import AveragingRule
 from lightning_async.strategies.saved_state import SavedState, state_of
 from lightning_async.strategies.stepping import Stepping, Steps
+from lightning_async.strategies.survivors import Survivors
 from lightning_async.trainer.patches import rank_zero_info
-from lightning_async.transports.transport import Connection
+from lightning_async.transports.transport import Connection, Transport
 
 __all__ = ["Averaged", "Session"]
 
@@ -33,6 +34,9 @@ class Averaged(Steps, Protocol):
 
     config: AveragerConfig
     rule: AveragingRule
+    survivors: Survivors | None
+    num_runs: int
+    transport: Transport
 
     @property
     def bucket_device(self) -> torch.device: ...
@@ -69,7 +73,17 @@ class Session:
         control = ControlPlane(
             connection.root, connection.membership, replica, config.deadlines,
             payload=connection.payload, part_bytes=config.part_bytes, calls=connection.world.calls,
+            min_replicas=config.min_replicas,
         )  # fmt: skip
+        if config.min_replicas is not None:
+            if not control.regroup.possible:
+                raise ValueError(
+                    f"`min_replicas={config.min_replicas}`: {strategy.transport!r} cannot form groups anew, so that "
+                    "the first rank that is lost ends training. Use `TorchTransport()`, or leave it out."
+                )
+            generation, before = connection.membership.generation, strategy.survivors
+            strategy.survivors = Survivors(generation, strategy.num_runs, config.min_replicas, before)
+            control.regroup.on_loss = strategy.survivors.go_on
         connection.membership.on_change = control.wake
         self.averager = BackgroundAverager(control, strategy.rule, strategy.schedule, config)
         averager = self.averager
@@ -107,6 +121,8 @@ class Session:
         summary = self.averager.summary
         summary.elapsed_s = time.monotonic() - self.averager.started_at
         summary.samples_by_rank = self._world.gather_objects(summary.samples)
+        if (survivors := self._strategy.survivors) is not None:
+            summary.rank, summary.lost = survivors.generation.rank, survivors.lost
 
     def tell(self) -> None:
         """One summary of the run, on rank 0."""

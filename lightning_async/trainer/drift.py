@@ -12,6 +12,7 @@ from lightning_async.engine.world import World
 from lightning_async.trainer import refusals
 from lightning_async.trainer.averaged_models import AveragedModels
 from lightning_async.trainer.convening import Convening
+from lightning_async.trainer.dealing import Dealing
 from lightning_async.trainer.empty_shards import EmptyShards
 from lightning_async.trainer.learning_rates import LearningRates
 from lightning_async.trainer.meeting import Meeting
@@ -45,7 +46,10 @@ class DriftPatches:
             strategy.on_model_changed,
         ]
         convening = Convening(strategy, trainer, self._meeting, saving)
-        self._parts = (stopping, convening, self._validation, saving, self._rates, EmptyShards(strategy, trainer))
+        self._parts = (
+            stopping, convening, self._validation, saving, self._rates, EmptyShards(strategy, trainer),
+            Dealing(strategy, trainer),
+        )  # fmt: skip
         self._undo: list[Undo] = []
 
     def install(self, world: World) -> None:

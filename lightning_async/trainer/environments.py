@@ -193,3 +193,24 @@ class HorovodEnvironment(ClusterEnvironment):
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         """Nothing: the launcher has decided."""
+
+
+class Survivor:
+    """A cluster environment of which ranks are lost: the others are numbered anew, all else is as it was.
+
+    Args:
+        environment: the one that the ranks were started in.
+        rank, world_size: this rank's number now, and how many are left.
+    """
+
+    def __init__(self, environment: Any, rank: int, world_size: int) -> None:
+        self._environment, self._rank, self._world_size = environment, rank, world_size
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._environment, name)
+
+    def global_rank(self) -> int:
+        return self._rank
+
+    def world_size(self) -> int:
+        return self._world_size

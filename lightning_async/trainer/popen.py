@@ -115,7 +115,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     Args:
         environment, num_processes, num_nodes: see Lightning's.
         on_death: called with the local rank and the exit status of a process that died; returns how long the others
-            may take to end.
+            may take to end, None where they go on without it.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         environment: Any,
         num_processes: int,
         num_nodes: int,
-        on_death: Callable[[int, int], timedelta],
+        on_death: Callable[[int, int], timedelta | None],
     ) -> None:
         super().__init__(environment, num_processes, num_nodes)
         self._on_death = on_death
@@ -143,18 +143,28 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 class _Watch(_ChildProcessObserver):
     """Looks after the processes once a second."""
 
-    def __init__(self, children: Sequence[subprocess.Popen[Any]], on_death: Callable[[int, int], timedelta]) -> None:
+    def __init__(
+        self, children: Sequence[subprocess.Popen[Any]], on_death: Callable[[int, int], timedelta | None]
+    ) -> None:
         super().__init__(main_pid=os.getpid(), child_processes=list(children), sleep_period=1)
         self._on_death = on_death
+        self._known: set[int] = set()
 
-    def _terminate_all(self) -> None:
-        patience = timedelta(0)
-        for local_rank, child in enumerate(self._child_processes, start=1):
-            if child.returncode:
-                log.error("The process of local rank %d ended with status %d.", local_rank, child.returncode)
-                try:
-                    patience = max(patience, self._on_death(local_rank, child.returncode))
-                except Exception:
-                    log.exception("The other ranks could not be told; they are ended.")
-        threading.Event().wait(patience.total_seconds())  # a daemon: it ends with the process
-        super()._terminate_all()
+    def _run(self) -> bool:
+        """Whether all are looked after."""
+        dead = [rank for rank, child in enumerate(self._child_processes, start=1) if child.poll()]
+        news = [self._tell(rank) for rank in dead if rank not in self._known]
+        self._known.update(dead)
+        if patience := [left for left in news if left is not None]:
+            threading.Event().wait(max(patience).total_seconds())  # a daemon: it ends with the process
+            self._terminate_all()
+        return bool(patience) or all(child.returncode is not None for child in self._child_processes)
+
+    def _tell(self, local_rank: int) -> timedelta | None:
+        status = self._child_processes[local_rank - 1].returncode
+        log.error("The process of local rank %d ended with status %d.", local_rank, status)
+        try:
+            return self._on_death(local_rank, status)
+        except Exception:
+            log.exception("The other ranks could not be told; they are ended.")
+            return timedelta(0)

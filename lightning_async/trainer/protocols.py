@@ -16,6 +16,9 @@ class Drifting(Protocol):
     failed: bool
     """This rank has ended with an exception: it waits for nobody."""
 
+    shrinks: bool
+    """Training may go on without ranks that are lost."""
+
     @property
     def gates(self) -> Gates | None:
         """None before training has begun, and where there is one rank."""

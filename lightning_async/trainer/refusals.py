@@ -15,7 +15,15 @@ from lightning_async.rules.averaging.protocol import AveragingRule
 from lightning_async.rules.schedules.protocol import Schedule
 from lightning_async.trainer.namespace import pytorch
 
-__all__ = ["LrClock", "check_arguments", "check_callbacks", "check_fit", "check_policies", "check_setup"]
+__all__ = [
+    "LrClock",
+    "check_arguments",
+    "check_callbacks",
+    "check_fit",
+    "check_policies",
+    "check_setup",
+    "check_survival",
+]
 
 log = logging.getLogger(__name__)
 LrClock = Literal["local", "global"]
@@ -57,6 +65,25 @@ def check_callbacks(callbacks: list[Any]) -> None:
                 "`BatchSizeFinder` looks on one device only. Use it with `Trainer(devices=1)` and no strategy, then "
                 "train the replicas with the size that was found."
             )
+
+
+def check_survival(min_replicas: int | None, world_size: int, callbacks: list[Any]) -> None:
+    """Whether ranks may be lost down to a number.
+
+    Raises:
+        ValueError: there are fewer ranks than that, or a callback keeps the numbers that ranks began with.
+    """
+    if min_replicas is None:
+        return
+    if min_replicas > world_size:
+        raise ValueError(f"`AsyncAveragingStrategy(min_replicas={min_replicas})`: there are {world_size} ranks only.")
+    names = {kind.__name__ for callback in callbacks for kind in type(callback).__mro__}
+    if min_replicas < world_size and "FaultTolerantCheckpoint" in names:
+        raise ValueError(
+            f"`AsyncAveragingStrategy(min_replicas={min_replicas})`: `FaultTolerantCheckpoint` keeps the numbers that "
+            "ranks began with, so far. Leave `min_replicas` out: where a rank is lost, all begin again from the last "
+            "checkpoint; or save with Lightning's `ModelCheckpoint`."
+        )
 
 
 def check_setup(trainer: Any, layer_sync: Any) -> None:

@@ -11,9 +11,17 @@ from lightning_async.transports.horovod import HorovodTransport
 from lightning_async.transports.torch import TorchTransport
 from lightning_async.transports.transport import Transport
 
-__all__ = ["TransportName", "choose_transport"]
+__all__ = ["REGISTERED", "TransportName", "choose_transport"]
 
 TransportName = Literal["auto", "torch", "horovod"]
+
+REGISTERED: dict[str, Transport | TransportName] = {
+    "": "auto",
+    "_spawn": TorchTransport(start="spawn"),
+    "_fork": TorchTransport(start="fork"),
+    "_notebook": TorchTransport(start="fork"),
+}
+"""What Lightning's registry holds, by the ending of the strategy's name there."""
 
 
 def choose_transport(owner: str, transport: Transport | TransportName, gloo_timeout: timedelta) -> Transport:

@@ -50,7 +50,7 @@ class HorovodTransport(Transport):
         return HorovodEnvironment()
 
     def launcher(
-        self, strategy: Any, num_processes: int, num_nodes: int, on_death: Callable[[int, int], timedelta]
+        self, strategy: Any, num_processes: int, num_nodes: int, on_death: Callable[[int, int], timedelta | None]
     ) -> Any:
         return None
 

@@ -77,7 +77,7 @@ class TorchTransport(Transport):
         return MPIRunEnvironment() if type(lightnings) is own and MPIRunEnvironment.detect() else lightnings
 
     def launcher(
-        self, strategy: Any, num_processes: int, num_nodes: int, on_death: Callable[[int, int], timedelta]
+        self, strategy: Any, num_processes: int, num_nodes: int, on_death: Callable[[int, int], timedelta | None]
     ) -> Any:
         if self.start == "popen":
             return ScriptLauncher(strategy.cluster_environment, num_processes, num_nodes, on_death)
@@ -127,7 +127,7 @@ class TorchTransport(Transport):
             # The store is no older than the job, and all ranks have met in it.
             membership = Membership(
                 store, rank, world_size, dead_after=dead_after, start_timeout=max(dead_after, _FIRST_BEAT),
-                fresh=True, seal=seal,
+                fresh=True, readmit=False, seal=seal,
             )  # fmt: skip
             membership.start()
             terms.check = membership.check
@@ -148,10 +148,14 @@ class TorchTransport(Transport):
 
 def _meet(environment: Any, name: str, dead_after: timedelta | None) -> Presence:
     """Wait for all ranks to come to a run, however late they are, while their processes live."""
-    rank, seal = environment.global_rank(), Seal.of_job()
+    rank, world_size, seal = environment.global_rank(), environment.world_size(), Seal.of_job()
+    room = "lightning_async"
+    if _presences and not _presences[0].inherited and _presences[0].world_size != world_size:  # ranks were lost
+        _presences.pop().close()
+        room = name
     if not _presences or _presences[0].inherited:
-        store, world_size = _store(environment, rank), environment.world_size()
-        _presences[:] = [Presence(store, rank, world_size, dead_after or _DEAD_AFTER, _START_TIMEOUT, seal)]
+        store, patience = _store(environment, rank), dead_after or _DEAD_AFTER
+        _presences[:] = [Presence(store, rank, world_size, patience, _START_TIMEOUT, seal, room)]
     _presences[0].meet(name, getattr(environment, "job", ""), seal, _START_TIMEOUT)
     return _presences[0]
 

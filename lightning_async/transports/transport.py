@@ -102,7 +102,7 @@ class Transport(Protocol):
         ...
 
     def launcher(
-        self, strategy: Any, num_processes: int, num_nodes: int, on_death: Callable[[int, int], timedelta]
+        self, strategy: Any, num_processes: int, num_nodes: int, on_death: Callable[[int, int], timedelta | None]
     ) -> Any:
         """What starts the other ranks of this host; None where that is done."""
         ...

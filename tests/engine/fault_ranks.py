@@ -130,18 +130,23 @@ def faulty_rank(
     weighting: Any = "samples",
     part_bytes: int = 16 << 20,
     compression: Any = "none",
+    min_replicas: int | None = None,
 ) -> Iterator[FaultyRank]:
     module = nn.Linear(numel, 1, bias=False)
     with torch.no_grad():
         module.weight.fill_(1.0)
     membership = Membership(
-        store, collectives.rank, collectives.world_size, interval=timedelta(seconds=0.02), dead_after=dead_after
-    )
+        store, collectives.rank, collectives.world_size, interval=timedelta(seconds=0.02), dead_after=dead_after,
+        fresh=True, readmit=False,
+    )  # fmt: skip
     membership.start()
     ledger = Ledger()
 
+    def nobody(*_: object) -> Any:
+        raise ConnectionError("this rank is dead")
+
     def die() -> None:
-        membership._heart._stop = True  # its heartbeats end without a word; `Kill` breaks its connections off too
+        membership._board.exchange = nobody  # its heartbeats end without a word; `Kill` breaks its connections off too
 
     averager, gradients = assemble(
         FaultyCollectives(Recording(collectives, ledger), script, kill=die),  # pyright: ignore[reportArgumentType]
@@ -152,6 +157,7 @@ def faulty_rank(
         AveragerConfig(
             overlap=overlap, deadlines=deadlines, weighting=weighting, part_bytes=part_bytes, compression=compression
         ),
+        min_replicas=min_replicas,
     )
     ledger.wings = averager.control.wings
     try:

@@ -21,15 +21,24 @@ class Census:
         fresh: see `Membership`.
         dead_s, start_s: the silence that is death, of a peer that was seen and of one that was not yet.
         elastic: whether ranks may join: then who has been in longest comes first; else all keep their order.
+        readmit: whether a rank that a generation was formed without may come back.
     """
 
     def __init__(
-        self, generation: Generation, fresh: bool, dead_s: float, start_s: float, elastic: bool = True
+        self,
+        generation: Generation,
+        fresh: bool,
+        dead_s: float,
+        start_s: float,
+        elastic: bool = True,
+        readmit: bool = True,
     ) -> None:
         self.generation = generation
         self.me = generation.name
         self.peers: dict[str, Peer] = {}
         self._fresh, self._dead_s, self._start_s, self._elastic = fresh, dead_s, start_s, elastic
+        self.readmit = readmit
+        self._evicted: set[str] = set()
         self.hear_of(generation.members)
 
     def hear_of(self, names: Iterable[str]) -> None:
@@ -59,7 +68,7 @@ class Census:
 
     def bell(self) -> int:
         """The highest that a peer has rung."""
-        return max([peer.record.bell for peer in self.peers.values()], default=0)
+        return max([peer.record.bell for peer in self._heard().values()], default=0)
 
     def view(self) -> object:
         """What a listener is told of when it changes."""
@@ -70,18 +79,18 @@ class Census:
 
     def newest(self) -> int:
         """The newest generation that a living peer is in, or waits for."""
-        return max([peer.record.wanted for peer in self.peers.values() if peer.up], default=0)
+        return max([peer.record.wanted for peer in self._heard().values() if peer.up], default=0)
 
     def ahead(self) -> list[str]:
         """The living peers that have left this generation for a newer one."""
         number = self.generation.number
-        return in_order(name for name, peer in self.peers.items() if peer.up and peer.record.wanted > number)
+        return in_order(name for name, peer in self._heard().items() if peer.up and peer.record.wanted > number)
 
     def awaited(self, wanted: int) -> list[str]:
         """The ranks without which the generation that is wanted cannot be decided."""
         return in_order(
             name
-            for name, peer in self.peers.items()
+            for name, peer in self._heard().items()
             if not peer.lost
             and ((peer.up and peer.record.wanted != wanted) or (not peer.confirmed and name in self.generation.members))
         )
@@ -95,7 +104,7 @@ class Census:
         """
         if self.generation.number < 0 or self.awaited(mine.wanted):
             return None
-        since = {name: peer.record.since for name, peer in self.peers.items() if peer.up} | {self.me: mine.since}
+        since = {name: peer.record.since for name, peer in self._heard().items() if peer.up} | {self.me: mine.since}
         if not self._elastic:
             return in_order(since)
         return sorted(in_order(since), key=lambda name: mine.wanted if since[name] == OUTSIDE else since[name])
@@ -103,6 +112,12 @@ class Census:
     def enter(self, number: int, members: tuple[str, ...]) -> None:
         """Be in this generation from now on."""
         self.hear_of(members)
+        if not self.readmit:
+            self._evicted |= {*self.generation.members} - {*members}
         self.generation = Generation(number, members, members.index(self.me))
         for peer in self.peers.values():
             peer.restarted = False
+
+    def _heard(self) -> dict[str, Peer]:
+        """The peers whose word counts: one that was left out may wake up, and speaks of the past."""
+        return {name: peer for name, peer in self.peers.items() if name not in self._evicted}

@@ -23,10 +23,10 @@ from lightning_async.comm.membership.board import Board, Waiting
 from lightning_async.comm.membership.census import Census
 from lightning_async.comm.membership.generation import Generation, at_start, listed
 from lightning_async.comm.membership.heart import Heart
-from lightning_async.comm.membership.roster import FAILED, LEFT, OUTSIDE, UP, Record, describe, new_life
+from lightning_async.comm.membership.roster import FAILED, LEFT, OUTSIDE, UP, Record, describe, evicted, new_life
 from lightning_async.comm.membership.signing import Seal
 from lightning_async.comm.membership.stores import Contact, Store
-from lightning_async.errors import CollectiveTimeout, GenerationChanged, PeerLost
+from lightning_async.errors import CollectiveTimeout, Evicted, GenerationChanged, PeerLost, StoreLost
 
 __all__ = ["HEARTBEAT", "Membership"]
 
@@ -48,6 +48,7 @@ class Membership:
         rank, world_size: of this rank at the start; all that start together are named by their numbers, for life.
         member: the name of a newcomer, of rank 0 in a world of 1, which is to be taken into a generation of the others.
         elastic: whether newcomers are; all ranks say the same. Else nobody looks for them.
+        readmit: whether a rank that the others have gone on without may come back; else nobody listens to it.
         interval: between two beats.
         dead_after: the silence after which a peer, or the store, is lost. At least four intervals.
         start_timeout: the silence allowed to a peer that has not been seen yet.
@@ -69,6 +70,7 @@ class Membership:
         *,
         member: str | None = None,
         elastic: bool = False,
+        readmit: bool = True,
         interval: timedelta = HEARTBEAT,
         dead_after: timedelta = timedelta(seconds=20),
         start_timeout: timedelta = timedelta(minutes=5),
@@ -86,7 +88,7 @@ class Membership:
         elastic = elastic or member is not None
         self._board = Board(store, generation.name, generation.members, seal, patience, elastic)
         self.dead_after, self._dead_s = dead_after, dead_after.total_seconds()
-        self._census = Census(generation, fresh, self._dead_s, start_timeout.total_seconds(), elastic)
+        self._census = Census(generation, fresh, self._dead_s, start_timeout.total_seconds(), elastic, readmit)
         self._interval_s = interval.total_seconds()
         self.on_change, self._clock = on_change, clock
         self._lock = threading.Lock()
@@ -185,6 +187,7 @@ class Membership:
 
         Raises:
             PeerLost: names the ranks lost since the call began, or the store's host.
+            Evicted: the others have formed one without this rank, and it may not come back.
             CollectiveTimeout: names the ranks that live but did not come.
         """
         deadline = self._clock() + timeout.total_seconds()
@@ -197,6 +200,8 @@ class Membership:
                     if self._census.me in members:
                         return self._enter(number, members)
                     # Decided without this rank, when it was taken for dead: ask for another one.
+                    if not self._census.readmit:
+                        raise Evicted(evicted(self._census.me, number, members, self._dead_s))
                     self._want(number + 1)
                 self._want(self._mine.wanted)
                 self._check_store()
@@ -274,7 +279,7 @@ class Membership:
     def _check_store(self) -> None:
         if self._heart.started and (silence := self._contact.lost(self._clock())) is not None:
             me = self._census.me
-            raise PeerLost(f"rank {me}: {silence}", () if me == "0" else (0,))
+            raise StoreLost(f"rank {me}: {silence}", () if me == "0" else (0,))
 
     def _check_members(self, known: frozenset[str], restarts: bool = False) -> None:
         if lost := self._census.gone(known, restarts):

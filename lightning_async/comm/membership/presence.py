@@ -35,17 +35,25 @@ class Presence:
         dead_after: a process without a heartbeat for so long is lost.
         start_timeout: the same before its first run.
         seal: of the records.
+        room: where the records lie in the store: another one for ranks that have other numbers.
 
     Raises:
         AsyncTrainingError: another process lives under this rank.
     """
 
     def __init__(
-        self, store: Store, rank: int, world_size: int, dead_after: timedelta, start_timeout: timedelta, seal: Seal
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        dead_after: timedelta,
+        start_timeout: timedelta,
+        seal: Seal,
+        room: str = "lightning_async",
     ) -> None:
-        self._store, self._rank, self._world_size = store, rank, world_size
+        self._store, self._rank, self.world_size = store, rank, world_size
         self._membership = Membership(
-            PrefixStore("lightning_async/presence", store), rank, world_size,
+            PrefixStore(f"{room}/presence", store), rank, world_size,
             interval=min(_INTERVAL, dead_after / _SEVERAL), dead_after=dead_after, start_timeout=start_timeout,
             fresh=True, seal=seal.within("presence"),
         )  # fmt: skip
@@ -57,6 +65,11 @@ class Presence:
     def inherited(self) -> bool:
         """Whether this is a fork of the process that it speaks for."""
         return os.getpid() != self._pid
+
+    def close(self) -> None:
+        """This process lives on, elsewhere."""
+        atexit.unregister(self._membership.close)
+        self._membership.close()
 
     def check(self) -> None:
         """Raise if a process is gone. No I/O.
@@ -81,7 +94,7 @@ class Presence:
         """
         patience = Patience(self._rank, timeout, self.check)
         with naming_the_stores_host(self._rank):
-            greet(PrefixStore(name, self._store), self._rank, self._world_size, job, seal.within(name), patience)
+            greet(PrefixStore(name, self._store), self._rank, self.world_size, job, seal.within(name), patience)
 
 
 @contextmanager

@@ -26,16 +26,19 @@ class AveragerConfig:
         weighting: a message's weight: the samples or the steps behind it, or 1 for each.
         compression: of the rule's messages, see `CompressedMean`. Default "none".
         part_bytes: payloads move in parts of at most this size. Default 16 MiB.
+        min_replicas: ranks that are lost are done without, as long as so many are left. Default: all that there are.
         deadlines: how long to wait for what.
 
     Raises:
-        ValueError: an unknown weighting or compression, or a part smaller than one element.
+        TypeError: ``min_replicas`` is no number.
+        ValueError: it is below 1, an unknown weighting or compression, or a part smaller than one element.
     """
 
     overlap: bool = True
     weighting: Weighting = "samples"
     compression: Compression = "none"
     part_bytes: int = 16 << 20
+    min_replicas: int | None = None
     deadlines: Deadlines = field(default_factory=Deadlines)
 
     def __post_init__(self) -> None:
@@ -47,6 +50,16 @@ class AveragerConfig:
             )
         if self.part_bytes < 4:
             raise ValueError(f"`AveragerConfig(part_bytes={self.part_bytes})` must be at least 4.")
+
+        if not isinstance(self.min_replicas, int | None) or isinstance(self.min_replicas, bool):
+            raise TypeError(f"`min_replicas={self.min_replicas!r}` must be a number of replicas, or None for all.")
+        if self.min_replicas is not None and self.min_replicas < 1:
+            raise ValueError(f"`min_replicas={self.min_replicas}` must be at least 1.")
+
+    def settings(self) -> dict[str, object]:
+        """What must be equal on all ranks."""
+        own = {name: getattr(self, name) for name in ("overlap", "weighting", "compression", "min_replicas")}
+        return {**own, "part_mb": self.part_bytes / 2**20}
 
     def check_rule(self, owner: str, rule: AveragingRule) -> None:
         """Raise ValueError, in the name of ``owner``, for a rule that this configuration cannot carry out."""

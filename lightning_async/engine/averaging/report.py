@@ -53,6 +53,7 @@ class RunSummary:
 
     rank: int = 0
     world_size: int = 1
+    lost: int = 0
     rounds: int = 0
     consensuses: int = 0
     synchronous_steps: int = 0
@@ -139,13 +140,13 @@ class RunSummary:
     def load_state_dict(self, saved: Mapping[str, float]) -> None:
         """Go on counting from there."""
         for name, value in saved.items():
-            if name not in ("rank", "world_size"):
+            if name not in ("rank", "world_size", "lost"):
                 setattr(self, name, value)
 
     def __str__(self) -> str:
         return _table(
             {
-                "replicas": f"{self.world_size}",
+                "replicas": f"{self.world_size}" + (f", {self.lost} lost" if self.lost else ""),
                 "averaging rounds": f"{self.rounds}"
                 + (f", absent in {self.absent_rounds}" if self.absent_rounds else "")
                 + (f", healed {self.healed} times" if self.healed else "")

@@ -1,0 +1,82 @@
+"""Ranks are lost, and those that are left go on: what Lightning, the launcher and the user learn of it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from lightning_async.comm.launched import tell_generation
+from lightning_async.comm.membership.generation import Generation
+from lightning_async.trainer.environments import Survivor
+from lightning_async.trainer.namespace import fabric, pytorch
+
+__all__ = ["Survivors", "among", "number_rank"]
+
+log = logging.getLogger(__name__)
+
+
+class Survivors:
+    """Who is left of the ranks that began; the numbers that they have now.
+
+    The engine's thread changes it, as soon as the groups of a new generation are formed; everybody reads.
+
+    Args:
+        generation: the first of a run.
+        run: number of that run, which is equal on all ranks.
+        min_replicas: fewer do not go on.
+        before: who was left of an earlier run.
+    """
+
+    def __init__(self, generation: Generation, run: int, min_replicas: int, before: Survivors | None = None) -> None:
+        self._names = generation.members if before is None else before.names
+        """For life: the numbers that the ranks of this run were started with."""
+        self._started = generation.world_size if before is None else before._started
+        self._run, self._min_replicas = run, min_replicas
+        self.generation = generation
+        self._tell()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The numbers that those who are left were started with."""
+        return tuple(self._names[int(member)] for member in self.generation.members)
+
+    @property
+    def lost(self) -> int:
+        """How many ranks are gone."""
+        return self._started - self.generation.world_size
+
+    @property
+    def can_lose_one(self) -> bool:
+        """Whether the others go on should one more be lost."""
+        return self.generation.world_size > self._min_replicas
+
+    def go_on(self, generation: Generation, why: str) -> None:
+        """A generation is formed in which others are missing, for these reasons."""
+        before, self.generation = self.generation, generation
+        number_rank(generation.rank)
+        self._tell()
+        log.warning(
+            "Rank %d goes on as rank %d of %d: %s. %d of %d replicas are left, and fewer than %d do not go on. What "
+            "the lost had not shared is gone; their samples are dealt out again with the next epoch.",
+            before.rank, generation.rank, generation.world_size, why, generation.world_size, self._started,
+            self._min_replicas,
+        )  # fmt: skip
+        if generation.rank == 0 and before.rank != 0:
+            log.warning("This rank, started as rank %s, logs and saves from here.", self.names[0])
+
+    def _tell(self) -> None:
+        """The launcher hears of it; numbers go on counting up from run to run."""
+        tell_generation((self._run << 32) + self.generation.number, self.names)
+
+
+def among(survivors: Survivors | None, environment: Any) -> Any:
+    """The environment of those that are left."""
+    if survivors is None or not survivors.lost:
+        return environment
+    return Survivor(environment, survivors.generation.rank, survivors.generation.world_size)
+
+
+def number_rank(rank: int) -> None:
+    """Tell Lightning's printing, logging and saving which rank this process is."""
+    for module in (fabric("utilities.rank_zero"), pytorch("utilities.rank_zero")):
+        module.rank_zero_only.rank = rank

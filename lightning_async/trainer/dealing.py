@@ -1,0 +1,64 @@
+"""Ranks are lost: from the next epoch on those that are left have all samples among them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch.utils.data import DistributedSampler
+
+from lightning_async.trainer.patches import Undo, replace
+from lightning_async.trainer.protocols import Drifting
+
+__all__ = ["Dealing"]
+
+
+class Dealing:
+    """Loaders are made again where they are asked for and the number of ranks is another one.
+
+    Lightning then gives each its part as at the start. A `DistributedSampler` of the user's is numbered anew.
+
+    Args:
+        strategy: where all ranks meet.
+        trainer: its loops are patched.
+    """
+
+    def __init__(self, strategy: Drifting, trainer: Any) -> None:
+        self._strategy, self._trainer = strategy, trainer
+
+    def install(self) -> list[Undo]:
+        """Patch; returns what takes it back."""
+        fit = self._trainer.fit_loop
+        loops = (fit, fit.epoch_loop.val_loop) if self._strategy.shrinks else ()
+        return [
+            replace(loop, "setup_data", lambda original, loop=loop: self._setup_data(original, loop)) for loop in loops
+        ]
+
+    def _setup_data(self, original: Any, loop: Any) -> Any:
+        dealt_in = 0
+
+        def setup_data() -> None:
+            nonlocal dealt_in
+            world = self._strategy.world
+            now = 0 if world is None else world.generation()
+            if now != dealt_in and loop._combined_loader is not None:
+                for loader in loop._combined_loader.flattened:
+                    for sampler in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
+                        _number(
+                            getattr(sampler, "sampler", sampler), **self._trainer.strategy.distributed_sampler_kwargs
+                        )
+                loop._combined_loader = None
+            dealt_in = now
+            original()
+
+        return setup_data
+
+
+def _number(sampler: Any, num_replicas: int, rank: int) -> None:
+    if type(sampler) is not DistributedSampler or sampler.num_replicas == num_replicas:
+        return
+    whole: Any = sampler.dataset
+    rest = len(whole) % num_replicas if sampler.drop_last else 0
+    sampler.num_replicas, sampler.rank = num_replicas, rank
+    sampler.num_samples = math.ceil((len(whole) - rest) / num_replicas)
+    sampler.total_size = sampler.num_samples * num_replicas

@@ -1,0 +1,117 @@
+"""What a rank of the tests of survivors does: train while others die, and say what it has seen."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_async import AsyncAveragingStrategy, Deadlines, EveryNSteps
+from lightning_async.trainer.namespace import pl, pytorch
+from tests.strategies.failure_workers import digest
+
+SAMPLES = 48
+DEADLINES = Deadlines(dead_after=timedelta(seconds=3))
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Seen(pl.LightningModule):
+    """Notes which samples it has seen, by epoch; dies where it is told to, by the number it was started with.
+
+    Args:
+        deaths: by that number: the place and the epoch, then how many steps of it are taken.
+    """
+
+    def __init__(self, deaths: dict[str, tuple[str, int, int]]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(1, 1)
+        self.trained: dict[int, list[int]] = {}
+        self.validated: dict[int, list[int]] = {}
+        self.steps: list[float] = []
+        self._dies = deaths.get(os.environ["RANK"])
+
+    def _at(self, place: str, taken: int) -> None:
+        if self._dies == (place, self.current_epoch, taken):
+            die()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self._at("step", batch_idx)
+        time.sleep(0.01)
+        self.trained.setdefault(self.current_epoch, []).extend(batch.flatten().int().tolist())
+        self.steps.append(time.monotonic())
+        loss = self.layer(batch / SAMPLES).pow(2).mean()
+        self.log("train_loss", loss, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self._at("validation", batch_idx)
+        self.validated.setdefault(self.current_epoch, []).extend(batch.flatten().int().tolist())
+        self.log("val_loss", self.layer(batch / SAMPLES).pow(2).mean(), sync_dist=True)
+
+    def on_train_epoch_end(self) -> None:
+        self._at("epoch end", 0)
+
+    def on_train_end(self) -> None:
+        self._at("the end", 0)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def loader(own_sampler: bool, num_workers: int) -> DataLoader:
+    data: Any = torch.arange(SAMPLES).float().unsqueeze(1)
+    sampler: Any = None
+    if own_sampler:
+        number, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        sampler = DistributedSampler(data, count, number)
+    return DataLoader(data, batch_size=2, sampler=sampler, num_workers=num_workers)
+
+
+def survive(
+    folder: str,
+    deaths: dict[str, tuple[str, int, int]],
+    min_replicas: int | None = 1,
+    period: int = 3,
+    overlap: bool = True,
+    own_sampler: bool = False,
+    num_workers: int = 0,
+    epochs: int = 3,
+) -> None:
+    deaths = {number: (place, epoch, taken) for number, (place, epoch, taken) in deaths.items()}
+    strategy = AsyncAveragingStrategy(
+        schedule=EveryNSteps(period), overlap=overlap, deadlines=DEADLINES, min_replicas=min_replicas
+    )
+    module = Seen(deaths)
+    logger = pytorch("loggers").CSVLogger(folder, name="log", version=0)
+    trainer = pl.Trainer(
+        strategy=strategy, accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), max_epochs=epochs,
+        default_root_dir=folder, logger=logger, enable_progress_bar=False, enable_model_summary=False,
+        num_sanity_val_steps=0, log_every_n_steps=1,
+        callbacks=[pytorch("callbacks").ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)],
+    )  # fmt: skip
+    told: dict[str, Any] = {"name": os.environ["RANK"]}
+    try:
+        trainer.fit(module, loader(own_sampler, num_workers), loader(False, 0))
+    except BaseException as error:
+        told["error"] = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        pauses = [b - a for a, b in zip(module.steps, module.steps[1:], strict=False)]
+        told |= {
+            "digest": digest(module), "rank": trainer.global_rank, "world_size": trainer.world_size,
+            "trained": module.trained, "validated": module.validated, "longest_s": max(pauses, default=0.0),
+            "lost": strategy.summary.lost, "rounds": strategy.summary.rounds, "failed": strategy.summary.failed_rounds,
+            "summary": str(strategy.summary),
+        }  # fmt: skip
+        print("ENDED " + json.dumps(told), flush=True)
