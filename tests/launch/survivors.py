@@ -52,7 +52,7 @@ def deaf() -> None:
 
 def garbage() -> None:
     """All that may come out of a descriptor that others have inherited."""
-    descriptor = int(os.environ[launched.LAUNCHER].partition(":")[0])
+    descriptor = int(os.environ[launched.CHANNEL].partition(":")[0])
     mine = {"process": os.getpid(), "generation": 9}
     for members in (None, [], ["0"], ["0", "1", "7"], ["0", "1", ["1"]], ["0", "1", "01"]):
         os.write(descriptor, json.dumps({**mine, "members": members}).encode())
