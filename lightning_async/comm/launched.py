@@ -17,9 +17,9 @@ import os
 import socket
 from collections.abc import Sequence
 
-__all__ = ["LAUNCHER", "LONGEST", "heard", "named", "tell_generation"]
+__all__ = ["CHANNEL", "LONGEST", "heard", "named", "tell_generation"]
 
-LAUNCHER = "LIGHTNING_ASYNC_LAUNCHER"
+CHANNEL = "LIGHTNING_ASYNC_LAUNCHER_FD"
 """The environment variable that names a rank's end: descriptor, device and inode."""
 LONGEST = 4096
 """Bytes of a message; a longer one is not sent."""
@@ -40,8 +40,8 @@ def tell_generation(number: int, members: Sequence[str]) -> None:
     if len(message) > LONGEST:
         return
     with contextlib.suppress(OSError, ValueError, OverflowError):
-        descriptor = int(os.environ.get(LAUNCHER, "").partition(":")[0])
-        if os.environ[LAUNCHER] != _name(descriptor):
+        descriptor = int(os.environ.get(CHANNEL, "").partition(":")[0])
+        if os.environ[CHANNEL] != _name(descriptor):
             return
         # Not a plain write: what the descriptor is may change in between, and a file must not get this.
         channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM, 0, descriptor)
@@ -54,7 +54,7 @@ def tell_generation(number: int, members: Sequence[str]) -> None:
 
 def named(descriptor: int) -> dict[str, str]:
     """The variable of the rank that inherits this descriptor."""
-    return {LAUNCHER: _name(descriptor)}
+    return {CHANNEL: _name(descriptor)}
 
 
 def heard(message: bytes, process: int) -> tuple[int, tuple[str, ...]] | None:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_async.comm.launched import LAUNCHER, LONGEST, heard, named, tell_generation
+from lightning_async.comm.launched import CHANNEL, LONGEST, heard, named, tell_generation
+from tests.support import ROOT
 
 
 @pytest.fixture
@@ -19,7 +20,7 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[socket.socket, socke
     launcher, rank = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     with launcher, rank:
         launcher.setblocking(False)
-        monkeypatch.setenv(LAUNCHER, named(rank.fileno())[LAUNCHER])
+        monkeypatch.setenv(CHANNEL, named(rank.fileno())[CHANNEL])
         yield launcher, rank
 
 
@@ -87,11 +88,16 @@ def test_the_descriptor_is_somebody_elses(ends: tuple[socket.socket, socket.sock
     assert read(launcher) is None
 
 
+def test_the_variable_is_of_this_module_alone():
+    modules = [path for path in (ROOT / "lightning_async").rglob("*.py") if f'"{CHANNEL}"' in path.read_text()]
+    assert [path.name for path in modules] == ["launched.py"]
+
+
 @pytest.mark.parametrize("value", [None, "", "3", "x:1:2", "-1:0:0", "99999999999999999999:1:1", "0:0:0"])
 def test_there_is_no_launcher(value: str | None, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv(LAUNCHER, raising=False)
+    monkeypatch.delenv(CHANNEL, raising=False)
     if value is not None:
-        monkeypatch.setenv(LAUNCHER, value)
+        monkeypatch.setenv(CHANNEL, value)
     tell_generation(0, ["0"])
 
 

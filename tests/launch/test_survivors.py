@@ -108,7 +108,6 @@ def test_what_others_write_is_not_heard_and_who_inherits_a_descriptor_is_not_wai
     ranks.do(1, "garbage")
     job.wait_for("garbage")
     ranks.do(1, "fork")
-    job.wait_for("forked")
     job.wait_for("child ")
     child = int(re.findall(r"child (\d+)", job.out)[0])
     try:
@@ -119,6 +118,19 @@ def test_what_others_write_is_not_heard_and_who_inherits_a_descriptor_is_not_wai
         assert lives(child)
     finally:
         os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_who_tells_and_ends_at_once_has_gone_on(begin: Begin, dead: int):
+    """The launcher is busy meanwhile, and hears of all together."""
+    ranks, other = begin(2), 1 - dead
+    ranks.job.signal(signal.SIGSTOP)
+    ranks.kill(dead)
+    ranks.do(other, "tell", 1, other)
+    ranks.end(other, 0)
+    ranks.job.signal(signal.SIGCONT)
+    assert ranks.job.end() == 0
+    assert "[launch] 1 of 2 ranks have ended in order\n" in ranks.job.err
 
 
 def test_survivors_fail_later_and_all_start_again(begin: Begin):
