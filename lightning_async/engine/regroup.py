@@ -63,6 +63,7 @@ class Regroup:
         self._min_replicas = membership.generation.world_size if min_replicas is None else min_replicas
         self.on_loss: Callable[[Generation, str], None] = lambda generation, why: None
         """Called with a new generation, and with why others are not in it, once its groups are formed."""
+        self._may_lose = min_replicas is not None
         self._lost: list[str] = []
         """Why ranks are not in the generation that is being formed."""
         self.attempts = 0
@@ -90,6 +91,8 @@ class Regroup:
                     raise error
             else:
                 self._count(error)
+                if self._may_lose and not isinstance(error, CollectiveTimeout):
+                    self._membership.suspect()
             log.info("Rank %d: round %d failed: %s", self._transfer.rank, box.next_exchange, error)
             try:
                 generation = self._meet(box.next_exchange)

@@ -151,12 +151,8 @@ class ReplicatedStrategy(ParallelStrategy):
         """Join the other ranks, if there are any; all call this together."""
         if self.world_size > 1:
             self.num_runs = next(_runs)
-            self._connection = self.transport.connect(
-                among(self.survivors, self.cluster_environment),
-                self.root_device,
-                f"lightning_async/{self.num_runs}",
-                self._dead_after,
-            )
+            place, name = among(self.survivors, self.cluster_environment), f"lightning_async/{self.num_runs}"
+            self._connection = self.transport.connect(place, self.root_device, name, self._dead_after)
 
     @property
     def bucket_device(self) -> torch.device:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
 from tests.launch.conftest import Launched, lives
+from tests.strategies.survivor_workers import SAMPLES
 
 SCRIPT = str(Path(__file__).with_name("train.py"))
 BATCHES = 200
@@ -51,3 +53,17 @@ def test_a_rank_is_killed_then_the_launcher_and_training_goes_on(launch: Callabl
     ends = re.findall(r"ENDS (\d) (\d+) (\w+)", second.out)
     assert sorted(end[:2] for end in ends) == [("0", str(BATCHES)), ("1", str(BATCHES))]
     assert len({end[2] for end in ends}) == 1
+
+
+def test_rank_0_is_killed_and_the_others_train_and_test_to_the_end(launch: Callable[..., Launched], tmp_path: Path):
+    deaths = {"0": ["step", 0, 4]}
+    run = launch("-n", "3", "-m", "tests.strategies.survivor_workers", str(tmp_path / "run"), json.dumps(deaths))
+    assert run.end() == 0, run.out + run.err
+    assert "training goes on with 2 of 3 ranks" in run.err
+    told = [json.loads(line.partition("ENDED ")[2]) for line in run.out.splitlines() if "ENDED " in line]
+    assert [(each["name"], each["rank"], each["world_size"]) for each in sorted(told, key=lambda x: x["name"])] == [
+        ("1", 0, 2), ("2", 1, 2),
+    ]  # fmt: skip
+    assert len({each["digest"] for each in told}) == 1
+    assert sorted(sample for each in told for sample in each["tested"]) == list(range(SAMPLES))
+    assert {each["test_mean"] for each in told} == {(SAMPLES - 1) / 2}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
-from lightning_async import HorovodStrategy
+from lightning_async import AsyncAveragingStrategy, HorovodStrategy
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
 from tests.strategies.numerics import adam, momentum
@@ -175,6 +175,11 @@ def other_starts() -> Any:
 @scenario
 def other_shapes() -> Any:
     return fit(Net(network=lambda: problem.network(8 + rank())))
+
+
+@scenario
+def survivors_over_horovod() -> Any:
+    return fit(strategy=AsyncAveragingStrategy(transport="horovod", min_replicas=1))
 
 
 @scenario

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torchmetrics import MeanMetric
 
-from lightning_async import AsyncAveragingStrategy, DiLoCo, TorchTransport
+from lightning_async import AsyncAveragingStrategy, DiLoCo, FaultTolerantCheckpoint, TorchTransport
 from lightning_async.trainer.namespace import pl, pytorch
 from tests.strategies import problem
 from tests.strategies.workers import Net, fit, loader, rank, scenario, shard
@@ -26,6 +26,20 @@ def _fit(module: Any = None, **options: Any) -> Any:
 def sync_batchnorm_argument() -> Any:
     return _fit(
         Net(network=lambda: nn.Sequential(nn.BatchNorm1d(problem.FEATURES), problem.network())), sync_batchnorm=True
+    )
+
+
+@scenario
+def more_survivors_than_ranks() -> Any:
+    return fit(AsyncAveragingStrategy(min_replicas=3), loader(shard((2, 2))))
+
+
+@scenario
+def survivors_and_checkpoints() -> Any:
+    return fit(
+        AsyncAveragingStrategy(min_replicas=1),
+        loader(shard((2, 2))),
+        callbacks=[FaultTolerantCheckpoint("checkpoints")],
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from datetime import timedelta
 from typing import Any
@@ -18,6 +19,8 @@ from lightning_async.trainer.namespace import pl, pytorch
 from tests.strategies.failure_workers import digest
 
 SAMPLES = 48
+NUMBER = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
+RANKS = int(os.environ.get("WORLD_SIZE", "3"))
 DEADLINES = Deadlines(dead_after=timedelta(seconds=3))
 
 
@@ -38,8 +41,10 @@ class Seen(pl.LightningModule):
         self.layer = nn.Linear(1, 1)
         self.trained: dict[int, list[int]] = {}
         self.validated: dict[int, list[int]] = {}
+        self.tested: list[int] = []
         self.steps: list[float] = []
-        self._dies = deaths.get(os.environ["RANK"])
+        self.pause_s = 0.01
+        self._dies = deaths.get(str(NUMBER))
 
     def _at(self, place: str, taken: int) -> None:
         if self._dies == (place, self.current_epoch, taken):
@@ -47,7 +52,8 @@ class Seen(pl.LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self._at("step", batch_idx)
-        time.sleep(0.01)
+        time.sleep(self.pause_s)
+        print(f"step {len(self.steps)}", flush=True)
         self.trained.setdefault(self.current_epoch, []).extend(batch.flatten().int().tolist())
         self.steps.append(time.monotonic())
         loss = self.layer(batch / SAMPLES).pow(2).mean()
@@ -58,6 +64,10 @@ class Seen(pl.LightningModule):
         self._at("validation", batch_idx)
         self.validated.setdefault(self.current_epoch, []).extend(batch.flatten().int().tolist())
         self.log("val_loss", self.layer(batch / SAMPLES).pow(2).mean(), sync_dist=True)
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.tested.extend(batch.flatten().int().tolist())
+        self.log("test_mean", batch.mean(), sync_dist=True, batch_size=len(batch))
 
     def on_train_epoch_end(self) -> None:
         self._at("epoch end", 0)
@@ -73,8 +83,7 @@ def loader(own_sampler: bool, num_workers: int) -> DataLoader:
     data: Any = torch.arange(SAMPLES).float().unsqueeze(1)
     sampler: Any = None
     if own_sampler:
-        number, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        sampler = DistributedSampler(data, count, number)
+        sampler = DistributedSampler(data, RANKS, NUMBER)
     return DataLoader(data, batch_size=2, sampler=sampler, num_workers=num_workers)
 
 
@@ -87,22 +96,27 @@ def survive(
     own_sampler: bool = False,
     num_workers: int = 0,
     epochs: int = 3,
+    then_test: bool = False,
+    pause_s: float = 0.01,
 ) -> None:
     deaths = {number: (place, epoch, taken) for number, (place, epoch, taken) in deaths.items()}
     strategy = AsyncAveragingStrategy(
         schedule=EveryNSteps(period), overlap=overlap, deadlines=DEADLINES, min_replicas=min_replicas
     )
     module = Seen(deaths)
+    module.pause_s = pause_s
     logger = pytorch("loggers").CSVLogger(folder, name="log", version=0)
     trainer = pl.Trainer(
-        strategy=strategy, accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), max_epochs=epochs,
+        strategy=strategy, accelerator="cpu", devices=RANKS, max_epochs=epochs,
         default_root_dir=folder, logger=logger, enable_progress_bar=False, enable_model_summary=False,
         num_sanity_val_steps=0, log_every_n_steps=1,
         callbacks=[pytorch("callbacks").ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)],
     )  # fmt: skip
-    told: dict[str, Any] = {"name": os.environ["RANK"]}
+    told: dict[str, Any] = {"name": str(NUMBER)}
     try:
         trainer.fit(module, loader(own_sampler, num_workers), loader(False, 0))
+        if then_test:
+            trainer.test(module, loader(False, 0), verbose=False)
     except BaseException as error:
         told["error"] = f"{type(error).__name__}: {error}"
         raise
@@ -110,8 +124,16 @@ def survive(
         pauses = [b - a for a, b in zip(module.steps, module.steps[1:], strict=False)]
         told |= {
             "digest": digest(module), "rank": trainer.global_rank, "world_size": trainer.world_size,
-            "trained": module.trained, "validated": module.validated, "longest_s": max(pauses, default=0.0),
+            "trained": module.trained, "validated": module.validated,
+            "tested": module.tested, "test_mean": float(trainer.callback_metrics.get("test_mean", -1.0)),
+            "longest_s": max(pauses, default=0.0),
             "lost": strategy.summary.lost, "rounds": strategy.summary.rounds, "failed": strategy.summary.failed_rounds,
             "summary": str(strategy.summary),
         }  # fmt: skip
         print("ENDED " + json.dumps(told), flush=True)
+
+
+if (
+    __name__ == "__main__"
+):  # under a launcher: `python -m tests.strategies.survivor_workers FOLDER '{"0": ["step", 0, 4]}'`
+    survive(sys.argv[1], json.loads(sys.argv[2]), then_test=True)

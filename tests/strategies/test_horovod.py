@@ -69,6 +69,11 @@ def test_models_of_other_shapes_are_refused(ranks: Outcomes) -> None:
         assert error.startswith("LayoutMismatch") and "net.0.weight" in error
 
 
+def test_survivors_over_horovod_are_refused(ranks: Outcomes) -> None:
+    for error in ranks.errors("survivors_over_horovod"):
+        assert error.startswith("ValueError: `min_replicas=1`: HorovodTransport")
+
+
 @pytest.mark.parametrize(("name", "error"), [("bf16_mixed", 0.05), ("compressed", 2e-3), ("bf16_true", 0.3)])
 def test_lower_precision_keeps_replicas_equal(ranks: Outcomes, name: str, error: float) -> None:
     expected = flat(train_alone(EQUAL))

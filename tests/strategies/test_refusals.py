@@ -37,6 +37,9 @@ SCENARIOS = "tests.strategies.refusals"
         ({"transport": "mpi"}, ValueError, ("transport='mpi'", "'horovod'", "TorchTransport(backend='gloo')")),
         ({"transport": TorchTransport}, TypeError, ("transport=", "TorchTransport()")),
         ({"transport": 3}, TypeError, ("transport=3", "TorchTransport()", "'horovod'")),
+        ({"min_replicas": 0}, ValueError, ("min_replicas=0", "at least 1")),
+        ({"min_replicas": 1.0}, TypeError, ("min_replicas=1.0", "None")),
+        ({"min_replicas": True}, TypeError, ("min_replicas=True",)),
         ({"part_mb": 0.0}, ValueError, ("part_mb=0.0", "> 0")),
     ],
 )
@@ -118,6 +121,8 @@ def test_without_horovod_the_advice_can_be_followed(monkeypatch: pytest.MonkeyPa
         ("sync_batchnorm_argument", ("ValueError", "sync_batchnorm=True", "buffers=")),
         ("sync_batchnorm_module", ("ValueError", "SyncBatchNorm", "net.0")),
         ("metric_on_step", ("ValueError", "`metric`", "dist_sync_on_step=True")),
+        ("more_survivors_than_ranks", ("ValueError", "min_replicas=3", "2 ranks")),
+        ("survivors_and_checkpoints", ("ValueError", "min_replicas=1", "FaultTolerantCheckpoint")),
         ("pruning", ("ValueError", "`ModelPruning` renames", "before training")),
         ("batch_size_finder", ("ValueError", "`BatchSizeFinder`", "devices=1")),
         ("lazy", ("ValueError", "net.0.weight", "lazy")),

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import csv
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +17,26 @@ from torch.distributed import TCPStore
 
 from tests.strategies.survivor_workers import SAMPLES
 from tests.strategies.test_failures import ended
-from tests.support import start_ranks
+from tests.support import RankGroup, RankResult, shell_environment, start_ranks
 
 SURVIVE = "tests.strategies.survivor_workers:survive"
 
 
-def survivors(folder: Path, deaths: dict[str, Any], world_size: int = 3, **kwargs: Any) -> list[dict[str, Any]]:
-    """What those say that are left; all of them end with 0."""
+@contextmanager
+def three_ranks(folder: Path, deaths: dict[str, Any], **kwargs: Any) -> Iterator[RankGroup]:
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
     arguments = {"folder": str(folder), "deaths": deaths, **kwargs}
-    with start_ranks(SURVIVE, world_size, kwargs=arguments, env=env, timeout=150) as group:
-        results = group.join()
+    with start_ranks(SURVIVE, 3, kwargs=arguments, env=env, timeout=150) as group:
+        yield group
+
+
+def survivors(results: list[RankResult], dead: Collection[int]) -> list[dict[str, Any]]:
+    """What those say that are left; all of them end with 0."""
     told = []
     for number, result in enumerate(results):
-        if str(number) in deaths:
-            assert result.returncode == -9, result
+        if number in dead:
+            assert result.returncode, result
         else:
             assert result.returncode == 0 and not result.timed_out, "\n".join(map(str, results))
             told.append(ended(result))
@@ -37,7 +47,8 @@ def survivors(folder: Path, deaths: dict[str, Any], world_size: int = 3, **kwarg
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("place", [("step", 0, 4), ("validation", 0, 2), ("epoch end", 1, 0)], ids=lambda p: p[0])
 def test_the_others_go_on_with_all_samples_from_the_next_epoch_on(victim: int, place: Any, tmp_path: Path) -> None:
-    told = survivors(tmp_path, {str(victim): place})
+    with three_ranks(tmp_path, {str(victim): place}) as group:
+        told = survivors(group.join(), [victim])
     assert [(each["rank"], each["world_size"], each["lost"]) for each in told] == [(0, 2, 1), (1, 2, 1)]
     for what in ("trained", "validated"):
         seen = sorted(sample for each in told for sample in each[what]["2"])
@@ -46,3 +57,31 @@ def test_the_others_go_on_with_all_samples_from_the_next_epoch_on(victim: int, p
     with open(tmp_path / "log" / "version_0" / "metrics.csv") as file:
         epochs = {row["epoch"] for row in csv.DictReader(file) if row["val_loss"]}
     assert "2" in epochs
+
+
+def test_a_rank_that_was_stopped_is_done_without_and_hears_so_when_it_wakes(tmp_path: Path) -> None:
+    with three_ranks(tmp_path, {}, pause_s=0.1, epochs=4) as group:
+        group.wait_for(1, "step 2\n")
+        group.signal(1, signal.SIGSTOP)
+        group.wait_for(0, "ENDED")
+        group.signal(1, signal.SIGCONT)
+        results = group.join()
+    survivors(results, [1])
+    assert "Evicted" in ended(results[1])["error"]
+    assert "have gone on without it in generation 1" in ended(results[1])["error"]
+
+
+def test_a_users_own_sampler_and_loaders_with_workers_are_dealt_anew(tmp_path: Path) -> None:
+    with three_ranks(tmp_path, {"2": ("step", 0, 1)}, own_sampler=True, num_workers=2) as group:
+        told = survivors(group.join(), [2])
+    assert sorted(sample for each in told for sample in each["trained"]["2"]) == list(range(SAMPLES))
+
+
+def test_under_plain_python_the_others_end_in_order(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.strategies.survivor_workers", str(tmp_path), '{"1": ["step", 0, 2]}']
+    run = subprocess.run(command, capture_output=True, text=True, timeout=200, env=shell_environment(), check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    told = [json.loads(line.partition("ENDED ")[2]) for line in run.stdout.splitlines() if "ENDED " in line]
+    assert sorted(each["name"] for each in told) == ["0", "2"]
+    assert len({each["digest"] for each in told}) == 1
+    assert sorted(sample for each in told for sample in each["tested"]) == list(range(SAMPLES))

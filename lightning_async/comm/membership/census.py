@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from lightning_async.comm.membership.generation import Generation, in_order
+from lightning_async.comm.membership.generation import Generation, in_order, listed
 from lightning_async.comm.membership.roster import OUTSIDE, Peer, Record
 
 __all__ = ["Census"]
+
+_MIN_SUSPICION_S = 1.0
 
 
 class Census:
@@ -37,6 +39,7 @@ class Census:
         self.me = generation.name
         self.peers: dict[str, Peer] = {}
         self._fresh, self._dead_s, self._start_s, self._elastic = fresh, dead_s, start_s, elastic
+        self._suspicious = False
         self.readmit = readmit
         self._evicted: set[str] = set()
         self.hear_of(generation.members)
@@ -50,8 +53,16 @@ class Census:
     def judge(self, records: Mapping[str, Record | None], passed_s: float) -> None:
         """Take in a reading, so long after the last one; None for what was no record."""
         self.hear_of(records)
+        dead_s = min(self._dead_s, max(self._dead_s / 10, _MIN_SUSPICION_S)) if self._suspicious else self._dead_s
         for name, record in records.items():
-            self.peers[name].judge(record, passed_s, self._dead_s, self._start_s)
+            self.peers[name].judge(record, passed_s, dead_s, self._start_s)
+
+    def suspect(self) -> None:
+        """A connection has closed: until the next generation a tenth of the silence is death, but a second at least.
+
+        Who lives has heard of it, too, and says so within a few beats.
+        """
+        self._suspicious = True
 
     def lost(self) -> frozenset[str]:
         """All that are lost, whether they are in this generation or not."""
@@ -114,6 +125,7 @@ class Census:
         self.hear_of(members)
         if not self.readmit:
             self._evicted |= {*self.generation.members} - {*members}
+        self._suspicious = False
         self.generation = Generation(number, members, members.index(self.me))
         for peer in self.peers.values():
             peer.restarted = False
@@ -121,3 +133,21 @@ class Census:
     def _heard(self) -> dict[str, Peer]:
         """The peers whose word counts: one that was left out may wake up, and speaks of the past."""
         return {name: peer for name, peer in self.peers.items() if name not in self._evicted}
+
+    # ---- in words ----
+
+    def overdue(self, wanted: int, waited_s: float) -> str:
+        """That a generation has not come about, and whom it waits for."""
+        return (
+            f"rank {self.me}: generation {wanted} did not come about within {waited_s:g} s: rank(s) "
+            f"{listed(self.awaited(wanted))} live but have not left their generation. Are they in a long computation "
+            "that never calls check()?"
+        )
+
+    def evicted(self, number: int, members: Iterable[str]) -> str:
+        """That the others have gone on without this rank, and what to do about it."""
+        return (
+            f"rank {self.me}: rank(s) {listed(members)} heard nothing of it for too long, or that it had failed, and "
+            f"have gone on without it in generation {number}. What it did since is lost. Was its process or its host "
+            "stopped, or too busy for a heartbeat? Then raise `Deadlines(dead_after=...)`."
+        )

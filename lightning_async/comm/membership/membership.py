@@ -23,7 +23,7 @@ from lightning_async.comm.membership.board import Board, Waiting
 from lightning_async.comm.membership.census import Census
 from lightning_async.comm.membership.generation import Generation, at_start, listed
 from lightning_async.comm.membership.heart import Heart
-from lightning_async.comm.membership.roster import FAILED, LEFT, OUTSIDE, UP, Record, describe, evicted, new_life
+from lightning_async.comm.membership.roster import FAILED, LEFT, OUTSIDE, UP, Record, describe, new_life
 from lightning_async.comm.membership.signing import Seal
 from lightning_async.comm.membership.stores import Contact, Store
 from lightning_async.errors import CollectiveTimeout, Evicted, GenerationChanged, PeerLost, StoreLost
@@ -178,6 +178,11 @@ class Membership:
                     f"rank {self._census.me}: rank(s) {listed(newer)} left generation {self.generation.number}."
                 )
 
+    def suspect(self) -> None:
+        """A connection has closed: see `Census.suspect`."""
+        with self._lock:
+            self._census.suspect()
+
     def next_generation(self, timeout: timedelta) -> Generation:
         """Enter the next generation together with every rank that lives; each member gets its view of the same one.
 
@@ -201,18 +206,13 @@ class Membership:
                         return self._enter(number, members)
                     # Decided without this rank, when it was taken for dead: ask for another one.
                     if not self._census.readmit:
-                        raise Evicted(evicted(self._census.me, number, members, self._dead_s))
+                        raise Evicted(self._census.evicted(number, members))
                     self._want(number + 1)
                 self._want(self._mine.wanted)
                 self._check_store()
                 self._check_members(known)
                 if self._clock() >= deadline:
-                    awaited = listed(self._census.awaited(self._mine.wanted))
-                    raise CollectiveTimeout(
-                        f"rank {self._census.me}: generation {self._mine.wanted} did not come about within "
-                        f"{timeout.total_seconds():g} s: rank(s) {awaited} live but have not left their "
-                        "generation. Are they in a long computation that never calls check()?"
-                    )
+                    raise CollectiveTimeout(self._census.overdue(self._mine.wanted, timeout.total_seconds()))
                 self._beaten.wait(self._interval_s)
 
     def beat(self) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_async.comm.membership.generation import in_order, listed
 
 __all__ = [
-    "ABSENT", "FAILED", "LEFT", "OUTSIDE", "PREFIX", "UP", "Peer", "Record", "describe", "dump", "evicted",
+    "ABSENT", "FAILED", "LEFT", "OUTSIDE", "PREFIX", "UP", "Peer", "Record", "describe", "dump",
     "key", "load", "new_life",
 ]  # fmt: skip
 
@@ -95,15 +94,6 @@ def describe(lost: dict[str, Peer]) -> str:
     """Why the peers are lost, and what to do about it."""
     reasons = "; ".join(peer.describe(rank) for rank, peer in lost.items()).rstrip(".")
     return f"{reasons}. See the log of rank(s) {listed(in_order(lost))}, and start again from the last checkpoint."
-
-
-def evicted(me: str, number: int, members: Sequence[str], dead_s: float) -> str:
-    """That the others have gone on without this rank, and what to do about it."""
-    return (
-        f"rank {me}: rank(s) {listed(members)} heard nothing of it for {dead_s:g} s, or that it had failed, and have "
-        f"gone on without it in generation {number}. What it did since is lost. Was its process or its host stopped, "
-        "or too busy for a heartbeat? Then raise `Deadlines(dead_after=...)`."
-    )
 
 
 def new_life() -> str:
