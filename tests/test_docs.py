@@ -200,7 +200,8 @@ def test_an_open_fence_and_a_dead_link_are_found(tmp_path: Path):
 
 def test_every_line_on_failures_names_tests_that_exist() -> None:
     text = (ROOT / "docs" / "failure-semantics.md").read_text(encoding="utf-8")
-    table = [line for line in text.splitlines() if line.startswith("| ")][2:]
+    headers = ("| what happens |", "| --- |")
+    table = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith(headers)]
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
     assert len(table) > 25
     for line in table:

@@ -16,7 +16,7 @@ from lightning_async.engine.tensors import describe
 from lightning_async.engine.world import World
 from lightning_async.errors import LayoutMismatch
 from lightning_async.flat import FlatLayout
-from lightning_async.strategies.survivors import Survivors, among, number_rank
+from lightning_async.strategies.survivors import Survivors, among, left_here, number_rank
 from lightning_async.trainer.compiled import CompiledMark
 from lightning_async.trainer.namespace import fabric, pytorch
 from lightning_async.trainer.patches import rank_zero_info, searches_lr
@@ -70,7 +70,7 @@ class ReplicatedStrategy(ParallelStrategy):
         self.failed = False
         """This rank has ended with an exception: nothing waits for others any more."""
         self.num_runs = self._operations = 0
-        self.survivors: Survivors | None = None
+        self.survivors: Survivors | None = left_here()
         """Who is left, where training goes on without those that are lost."""
 
     # ---- ranks and processes ----

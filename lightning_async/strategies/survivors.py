@@ -10,9 +10,10 @@ from lightning_async.comm.membership.generation import Generation
 from lightning_async.trainer.environments import Survivor
 from lightning_async.trainer.namespace import fabric, pytorch
 
-__all__ = ["Survivors", "among", "number_rank"]
+__all__ = ["Survivors", "among", "left_here", "number_rank"]
 
 log = logging.getLogger(__name__)
+_here: list[Survivors] = []  # of this process, once ranks are lost: they are to every strategy that follows
 
 
 class Survivors:
@@ -53,6 +54,7 @@ class Survivors:
     def go_on(self, generation: Generation, why: str) -> None:
         """A generation is formed in which others are missing, for these reasons."""
         before, self.generation = self.generation, generation
+        _here[:] = [self]
         number_rank(generation.rank)
         self._tell()
         log.warning(
@@ -67,6 +69,11 @@ class Survivors:
     def _tell(self) -> None:
         """The launcher hears of it; numbers go on counting up from run to run."""
         tell_generation((self._run << 32) + self.generation.number, self.names)
+
+
+def left_here() -> Survivors | None:
+    """Who is left, where an earlier run of this process has lost ranks."""
+    return _here[0] if _here else None
 
 
 def among(survivors: Survivors | None, environment: Any) -> Any:

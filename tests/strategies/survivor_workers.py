@@ -117,6 +117,13 @@ def survive(
         trainer.fit(module, loader(own_sampler, num_workers), loader(False, 0))
         if then_test:
             trainer.test(module, loader(False, 0), verbose=False)
+            again = AsyncAveragingStrategy(schedule=EveryNSteps(period), min_replicas=1)
+            alike = pl.Trainer(
+                strategy=again, accelerator="cpu", devices=RANKS, max_epochs=1, logger=False, enable_progress_bar=False,
+                enable_model_summary=False, enable_checkpointing=False, default_root_dir=folder,
+            )  # fmt: skip
+            module.trained, module._dies = {}, None
+            alike.fit(module, loader(False, 0))
     except BaseException as error:
         told["error"] = f"{type(error).__name__}: {error}"
         raise

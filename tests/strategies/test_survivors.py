@@ -83,5 +83,7 @@ def test_under_plain_python_the_others_end_in_order(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
     told = [json.loads(line.partition("ENDED ")[2]) for line in run.stdout.splitlines() if "ENDED " in line]
     assert sorted(each["name"] for each in told) == ["0", "2"]
+    assert sorted(sample for each in told for sample in each["trained"]["0"]) == list(range(SAMPLES))
+    assert {each["test_mean"] for each in told} == {(SAMPLES - 1) / 2}
     assert len({each["digest"] for each in told}) == 1
     assert sorted(sample for each in told for sample in each["tested"]) == list(range(SAMPLES))
