@@ -40,6 +40,7 @@ def survivors_and_checkpoints() -> Any:
         AsyncAveragingStrategy(min_replicas=1),
         loader(shard((2, 2))),
         callbacks=[FaultTolerantCheckpoint("checkpoints")],
+        enable_checkpointing=True,
     )
 
 
