@@ -161,7 +161,8 @@ def test_when_and_what_to_keep(tmp_path: Path) -> None:
             self.log("score", float(abs(self.trainer.global_step - 12)))
 
     module = Validated()
-    saved = FaultTolerantCheckpoint(tmp_path, save=AtEpochEnd(), keep=KeepAny(Best("score"), EveryNth(10)))
+    keep = KeepAny(Best("score"), EveryNth(10))
+    saved = FaultTolerantCheckpoint(tmp_path, save=AtEpochEnd(), keep=keep, busy="wait")
     trainer = trainer_of(saved, max_epochs=4, num_sanity_val_steps=0)
     trainer.fit(module, data(), whole_data())
     entries = CheckpointStore(tmp_path).entries()
