@@ -51,7 +51,7 @@ def kill(pid: int) -> None:
     os.waitpid(pid, 0)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(150)
 def test_a_second_training_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
     """As the first one takes its newest checkpoint from there, too: no number comes twice."""
 
@@ -81,7 +81,7 @@ def test_a_second_training_is_refused_and_the_first_goes_on(tmp_path: Path) -> N
     assert train(every(tmp_path, 4)).losses == {}, "it has let go, and what it has saved is complete"
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(150)
 def test_killed_while_a_slow_disk_writes_and_started_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The process that writes is stopped, as a disk would do it, with two saves in hand."""
 
