@@ -24,7 +24,17 @@ from lightning_async.trainer.namespace import pl, pytorch
 from tests.strategies import problem
 from tests.strategies.test_optimizer_state import OPTIMIZERS
 from tests.strategies.workers import (
-    Net, Recorder, fit, loader, logged, make_trainer, rank, report, scenario, shard, until_it_has_arrived,
+    Net,
+    Recorder,
+    fit,
+    loader,
+    logged,
+    make_trainer,
+    rank,
+    report,
+    scenario,
+    shard,
+    until_it_has_arrived,
 )  # fmt: skip
 
 
