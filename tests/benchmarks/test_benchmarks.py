@@ -90,8 +90,9 @@ def test_quick_run_of_checkpoints_writes_table_numbers_and_picture(
     assert nothing["step_ms"] > 0.0
     assert nothing["stall_ms"] is None
     assert ours["peer"] == "ours"
-    assert ours["worst_ms"] >= max(ours["stall_ms"], ours["first_ms"])
-    assert ours["work_ms"] > 0.0
+    assert ours["worst_ms"] >= ours["first_ms"]
+    if ours["stall_ms"] is not None:  # where writing the first one took all of these few steps, there is no second
+        assert ours["worst_ms"] >= ours["stall_ms"] and ours["work_ms"] > 0.0
     assert math.isfinite(ours["slowdown"])
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".md", ".png"]  # no checkpoints are left
 
