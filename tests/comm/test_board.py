@@ -239,12 +239,13 @@ def test_a_store_that_stalls_for_each_new_client_is_given_none() -> None:
 
 def test_a_stall_longer_than_an_answer_may_take_is_recovered_from() -> None:
     with over_proxy(dead_after=12.0) as (proxy, ranks):
-        before = proxy.connections
+        before, until_s = proxy.connections, time.monotonic() + 4.5  # an answer may take a quarter of `dead_after`
         proxy.stall()
-        until(lambda: all(rank._contact.refusals for rank in ranks))
+        while time.monotonic() < until_s:
+            check_all(ranks)
         proxy.flow()
         until_all_beat(ranks, beats(ranks))
-        assert proxy.connections <= before + 4  # for each rank: is somebody there, and a client
+        assert before < proxy.connections <= before + 4  # for each rank: is somebody there, and a client
 
 
 @pytest.mark.alone
@@ -264,7 +265,7 @@ def test_a_stall_shorter_than_dead_after_is_survived(part: float) -> None:
 
 def test_a_process_that_ends_within_a_request_ends_in_order() -> None:
     """As left behind, the heartbeat's thread would come back to an interpreter that shuts down: SIGABRT."""
-    (result,) = run_ranks(ROOT / "tests/comm/end_within_a_request.py", 1, timeout=40, fresh=True)
+    (result,) = run_ranks(ROOT / "tests/comm/end_within_a_request.py", 1, fresh=True)
     assert "terminate called" not in result.stderr
 
 
