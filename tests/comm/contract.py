@@ -452,7 +452,7 @@ def abort_wakes_and_reconfigure_renews(stage: Stage) -> None:
 def abort_in_the_middle_of_large_messages(stage: Stage) -> None:
     """Gloo does not tell a half-sent message that its connection has ended; the operation must not wait for it."""
     comm = stage.comm
-    keeps_s = 8.0  # so long torch keeps what is stuck
+    keeps_s = 6.0  # so long torch keeps what is stuck
     fork = comm.fork("payload", timedelta(seconds=keeps_s))
     stage.meet("forked")
     ranks = tuple(range(comm.world_size))

@@ -38,7 +38,7 @@ def metric_beside_a_large_message(megabytes: int, piece_bytes: int) -> dict[str,
     large, small = comm.fork("payload"), comm.fork("metric")
     buffer = torch.ones(megabytes << 18)
     alone, beside, whole = [], [], []
-    for times, busy in ((alone, False), (beside, True)) * 3:
+    for times, busy in ((alone, False), (beside, True)) * 6:
         comm.barrier().result()
         started = time.monotonic()
         pending = large.all_reduce(buffer) if busy else None

@@ -45,6 +45,7 @@ def test_contract_of_failures(name: str) -> None:
     assert_kept(run("contract", kwargs={"last": name}, timeout=150), name)
 
 
+@pytest.mark.alone
 def test_a_metric_is_quick_beside_a_large_message() -> None:
     """Pieces of 4 MB, one at a time: the small message waits for one of them at most, not for 128 MB."""
     kwargs = {"megabytes": 128, "piece_bytes": 4 << 20}
