@@ -19,8 +19,12 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 T = TypeVar("T")
+
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")  # how long an example takes says what else the machine does
 
 GRACE_S = 5.0
 """How long threads and processes that are already ending may take to do so."""

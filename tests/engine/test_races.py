@@ -17,7 +17,9 @@ from lightning_async.engine.header import Arrival, Gate, Vote
 from lightning_async.rules import DeltaMean, DiLoCo, EveryNSteps, Synchronous, Warmup
 from tests.engine.fault_ranks import HEADER, NEVER, PAYLOAD, FaultyRank, values
 
-few = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(
+    max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)  # fmt: skip
 
 
 @pytest.fixture(params=[5e-3, 1e-5], ids=["usual", "eager"])

@@ -23,7 +23,19 @@ from lightning_async import (
 from lightning_async.trainer.namespace import pl, pytorch
 from tests.strategies import problem
 from tests.strategies.test_optimizer_state import OPTIMIZERS
-from tests.strategies.workers import Net, Recorder, fit, loader, logged, make_trainer, rank, report, scenario, shard
+from tests.strategies.workers import (
+    Net,
+    Recorder,
+    fit,
+    loader,
+    logged,
+    make_trainer,
+    rank,
+    report,
+    scenario,
+    shard,
+    until_it_has_arrived,
+)  # fmt: skip
 
 
 def every_step(**options: Any) -> AsyncAveragingStrategy:
@@ -34,12 +46,15 @@ def every_step(**options: Any) -> AsyncAveragingStrategy:
 
 
 class Gan(pl.LightningModule):
-    """Two optimizers, and losses that both look at both networks; both are built before the first step."""
+    """Two optimizers, and losses that both look at both networks; both are built before the first step.
 
-    def __init__(self, raw: bool = False, toggled: bool = False, pause_s: float = 0.0) -> None:
+    With ``overlapped``, rounds arrive between the two steps of a batch.
+    """
+
+    def __init__(self, raw: bool = False, toggled: bool = False, overlapped: bool = False) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.pause_s = pause_s
+        self.overlapped = overlapped
         self.a, self.b = problem.network(), problem.network(4)
         self.raw, self.toggled = raw, toggled
         self.moved_by_others: list[float] = []
@@ -52,7 +67,6 @@ class Gan(pl.LightningModule):
         ).square().mean()
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        time.sleep(self.pause_s)
         opt_a, opt_b = self.optimizers(use_pl_optimizer=not self.raw)  # pyright: ignore
         parts = ((opt_a, self.a, 0), (opt_b, self.b, 1))
         if self.toggled:
@@ -72,6 +86,8 @@ class Gan(pl.LightningModule):
             self.manual_backward(loss, retain_graph=i == 0, inputs=[*parts[i][1].parameters()])
         for optimizer, _, _ in parts:
             optimizer.step()
+            if self.overlapped and optimizer is opt_a:
+                until_it_has_arrived(self)
         # within a batch the parameters move by this rank's own steps only
         self.moved_by_others += [
             float((p.detach() - (old - 0.05 * g)).abs().max())
@@ -140,7 +156,7 @@ def gan_toggled() -> Any:
 
 @scenario
 def gan_overlapped() -> Any:
-    return _gan(AsyncAveragingStrategy(schedule=EveryNSteps(1)), numbers=(40, 60), pause_s=0.004)
+    return _gan(AsyncAveragingStrategy(schedule=EveryNSteps(1)), numbers=(10, 15), overlapped=True)
 
 
 @scenario
@@ -259,12 +275,30 @@ def _scheduled(module: Scheduled, numbers: tuple[int, int], val: Any = None, **o
     return {"last_epoch": scheduler.last_epoch, "lr": trainer.optimizers[0].param_groups[0]["lr"], "rates": rates}
 
 
+class InStep(Scheduled):
+    """Rank 1 takes a step when rank 0 has taken four more, or all of its own; each rank says so in ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__("step")
+        self.folder = folder
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        other = 1 - rank()
+        awaited = min(24, 4 * (batch_idx + 1)) if rank() else batch_idx // 4
+        while awaited and not (self.folder / f"{other}.{awaited}").exists():  # until `LIMIT_S` at the latest
+            time.sleep(0.001)
+        if rank():
+            until_it_has_arrived(self)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        (self.folder / f"{rank()}.{batch_idx + 1}").touch()
+
+
 @scenario
-def lr_clocks() -> Any:
-    pause_s = (0.004, 0.016)
-    return {
-        clock: _scheduled(Scheduled("step", pause_s=pause_s), (24, 24), lr_clock=clock) for clock in ("local", "global")
-    }
+def lr_clocks(folder: Path) -> Any:
+    modules = {"local": Scheduled("step"), "global": InStep(folder)}
+    return {clock: _scheduled(module, (24, 24), lr_clock=clock) for clock, module in modules.items()}
 
 
 @scenario
@@ -553,7 +587,7 @@ def gather_between_gates() -> Any:
 def telemetry(folder: Path) -> Any:
     csv_logger = pytorch("loggers").CSVLogger(folder, name="run", version=0)
     recorder = Recorder()
-    module = Net(pause_s=(0.002, 0.004))
+    module = Net(rounds_arrive=True)
     trainer = make_trainer(
         AsyncAveragingStrategy(schedule=EveryNSteps(2)), callbacks=[recorder], logger=csv_logger, log_every_n_steps=5
     )

@@ -119,12 +119,19 @@ def loader(data: Iterable[Any]) -> DataLoader:
     return DataLoader(list(data), batch_size=None)  # pyright: ignore[reportArgumentType]
 
 
+def until_it_has_arrived(module: Any) -> None:
+    """Within a step: wait for the round that is under way, so that how many there are is not up to the machine."""
+    averager = module.trainer.strategy.averager
+    averager.gates.wait(lambda: averager._buckets.message is None)
+
+
 class Net(pl.LightningModule):
     """`problem.network` with plain SGD.
 
     Args:
         pause_s: each rank sleeps for so long in every step.
         optimizer: makes the optimizer.
+        rounds_arrive: each round arrives within the step after the one that has begun it.
     """
 
     def __init__(
@@ -132,10 +139,11 @@ class Net(pl.LightningModule):
         pause_s: Sequence[float] = (0.0, 0.0),
         optimizer: Callable[[Any], torch.optim.Optimizer] = lambda ps: torch.optim.SGD(ps, lr=0.05),
         network: Callable[[], torch.nn.Module] = problem.network,
+        rounds_arrive: bool = False,
     ) -> None:
         super().__init__()
         self.net = network()
-        self.pause_s = pause_s
+        self.pause_s, self.rounds_arrive = pause_s, rounds_arrive
         self.make_optimizer = optimizer
 
     def forward(self, x: Tensor) -> Tensor:
@@ -144,6 +152,8 @@ class Net(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if pause := self.pause_s[rank()]:
             time.sleep(pause)
+        if self.rounds_arrive:
+            until_it_has_arrived(self)
         return problem.loss_of(self, batch)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
