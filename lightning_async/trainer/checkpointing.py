@@ -142,13 +142,14 @@ class Checkpointing:
             original()
             trainer = self._trainer
             if self.saver is not None:
-                kind = Together if getattr(trainer.strategy, "averager", None) is None else Apart
+                apart = getattr(trainer.strategy, "averager", None) is not None
                 shared, own = collect(trainer, ALIKE)  # what cannot be saved is named now, and memory is there
                 self.saver.reserve(trainer.global_step, self._group, shared, own)
                 self._first_step = trainer.global_step
-                self._pace = kind(trainer, self.saver, self._settings, self._number, self._group)
+                common = trainer, self.saver, self._settings, self._number, self._group
+                self._pace = Apart(*common, self.resume) if apart else Together(*common)
                 self._undo.append(self.resume.points.whereabouts.follow())
-                self.resume.points.keeps = kind is Apart or self._settings.on_exception
+                self.resume.points.keeps = apart or self._settings.on_exception
 
         return on_train_start
 

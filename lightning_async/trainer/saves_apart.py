@@ -39,12 +39,15 @@ class Apart:
         number: of the last save in the directory.
         group: the ranks that see this rank's directory. All must, unless every step is synchronous: then each
             directory has all that is needed.
+        resume: knows this rank's place, from its first batch on: it may wait at a gate before its first boundary.
 
     Raises:
         ValueError: they do not.
     """
 
-    def __init__(self, trainer: Any, saver: Saver, settings: Settings, number: int, group: Sequence[int]) -> None:
+    def __init__(
+        self, trainer: Any, saver: Saver, settings: Settings, number: int, group: Sequence[int], resume: Resume
+    ) -> None:
         if len(group) < trainer.world_size and not isinstance(trainer.strategy.schedule, Synchronous):
             raise ValueError(
                 f"`FaultTolerantCheckpoint(dirpath={settings.dirpath!r})` is one directory of ranks {list(group)}, and "
@@ -55,7 +58,7 @@ class Apart:
         self._averager: Any = None
         self._attach()
         self._clock = Clock(settings.save, saver, self._averager.global_step())
-        self._resume: Resume | None = None
+        self._resume = resume
         self._began = batches(trainer)
 
     def _attach(self) -> None:
@@ -88,7 +91,6 @@ class Apart:
         if resume.where == "validation":
             return
         self._attach()
-        self._resume = resume
         self._take()
         step, clock = self._averager.global_step(), self._clock
         if self._averager.marks.saved != self._known:
@@ -107,9 +109,7 @@ class Apart:
     def _as_it_was(self) -> Iterator[AsItWas]:
         """The state to go on from; its `resume` is None where there is none. It may wait for a validation to begin."""
         resume = self._resume
-        if resume is None:
-            yield AsItWas(None, None)
-        elif resume.where is not None:
+        if resume.where is not None:
             yield AsItWas(resume.capture(), None)
         elif state := resume.capture_before_validation():
             yield AsItWas(state, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, EveryNSteps, Synchronous
 from lightning_async.callbacks.checkpoint import FaultTolerantCheckpoint
-from lightning_async.engine.checkpoint.store import CheckpointStore
+from lightning_async.engine.checkpoint.claim import Claim
+from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
 from lightning_async.errors import PeerLost
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
@@ -63,6 +65,46 @@ def interrupt() -> None:
     raise Interrupted
 
 
+class Stands(pl.Callback):
+    """Leaves a file where this rank stands at a gate and has taken so many steps, see `Visitor`."""
+
+    def __init__(self, path: Path, steps: int) -> None:
+        self.path, self.steps = path, steps
+        self.trainer: Any = None
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if self.trainer is None:
+            self.trainer = trainer
+            trainer.strategy.gates.add(self)
+
+    def come(self) -> None: ...
+
+    def stand(self) -> None:
+        if self.trainer.global_step >= self.steps:
+            self.path.touch()
+
+    def go(self, waited_s: float) -> None: ...
+
+    def leave(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+
+def until(condition: Callable[[], object], what: str, seconds: float = 45.0) -> None:
+    """Wait for something that is certain to come."""
+    late = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < late, f"rank {rank()} waits in vain until {what}"
+        time.sleep(0.005)
+
+
+def settled(folder: Path) -> list[Entry]:
+    """The checkpoints, once nothing is written any more: the first rank commits, maybe after the others have ended."""
+    store = CheckpointStore(folder)
+    Claim(store, "a test").wait(timeout_s=40.0)
+    return store.entries()
+
+
 def data(batches: int = BATCHES) -> DataLoader[Any]:
     """Shuffled with this rank's random numbers."""
     generator = torch.Generator().manual_seed(rank())
@@ -93,7 +135,7 @@ def goes_on(
     whole, begun = train(folder / "whole", strategy(), *callbacks(), module=make(), **settings), make()
     with contextlib.suppress(Interrupted, PeerLost):
         train(folder / "parts", strategy(), At(STOP, interrupt), *callbacks(), module=begun, **settings)
-    entry = CheckpointStore(folder / "parts").entries()[0]
+    entry = settled(folder / "parts")[0]
     assert entry.manifest is not None
     rest = train(folder / "parts", strategy(), *callbacks(), module=make(), **settings)
     first = min(rest.losses)
@@ -197,7 +239,7 @@ def damaged(folder: Path) -> dict[str, Any]:
     """A bit of the newest one has changed: both ranks go on from the one before, which one of them verified."""
     with contextlib.suppress(Interrupted, PeerLost):
         train(folder, "ddp", At(STOP, interrupt))
-    newest, older = CheckpointStore(folder).entries()[:2]
+    newest, older = settled(folder)[:2]
     torch.distributed.barrier()
     if rank() == 0:
         path = Path(newest.path) / "rank-1.bin"

@@ -13,8 +13,19 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, EveryNSteps, Synchronous
 from lightning_async.callbacks.checkpoint import FaultTolerantCheckpoint
-from lightning_async.engine.checkpoint.store import CheckpointStore
-from tests.callbacks.checkpoint_ranks import BATCHES, EPOCHS, STOP, At, Interrupted, Noisy, interrupt, train
+from tests.callbacks.checkpoint_ranks import (
+    BATCHES,
+    EPOCHS,
+    STOP,
+    At,
+    Interrupted,
+    Noisy,
+    Stands,
+    interrupt,
+    settled,
+    train,
+    until,
+)
 from tests.strategies import problem
 from tests.strategies.workers import logged, make_trainer, rank, scenario
 
@@ -76,7 +87,7 @@ def fails(folder: Path, strategy: Callable[[], Any]) -> dict[str, Any]:
         train(folder, strategy(), *([At(STOP, interrupt)] if rank() == 1 else []), module=begun, **settings)
     except Exception as raised:
         error = type(raised).__name__
-    entry = CheckpointStore(folder).entries()[0]
+    entry = settled(folder)[0]
     assert entry.manifest is not None
     rest = train(folder, strategy(), **settings)
     first = min(rest.losses)
@@ -110,19 +121,20 @@ def drifting(folder: Path) -> Any:
 @scenario
 def at_a_gate(folder: Path) -> Any:
     """Rank 0 waits at the end of the epoch for rank 1, which fails at its end's hooks' very beginning."""
+    waits = folder / ".waits"
 
     class Late(Noisy):
         def on_train_batch_end(self, *_: Any) -> None:
             if rank() == 1 and self.trainer.global_step == BATCHES:
-                time.sleep(0.3)
+                until(waits.exists, "rank 0 stands at the gate")
                 raise Interrupted
 
-    begun, name = Late(), None
+    begun, name, tell = Late(), None, [Stands(waits, BATCHES)] if rank() == 0 else []
     try:
-        train(folder, AsyncAveragingStrategy(DiLoCo(), EveryNSteps(4)), module=begun, save_on_exception=True)
+        train(folder, AsyncAveragingStrategy(DiLoCo(), EveryNSteps(4)), *tell, module=begun, save_on_exception=True)
     except Exception as error:
         name = type(error).__name__
-    entry = CheckpointStore(folder).entries()[0]
+    entry = settled(folder)[0]
     assert entry.manifest is not None
     rest = train(folder, AsyncAveragingStrategy(DiLoCo(), EveryNSteps(4)))
     return {"error": name, "reason": entry.manifest.reason, "first": min(rest.losses), "digest": problem.digest(rest)}

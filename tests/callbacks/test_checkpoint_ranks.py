@@ -25,7 +25,7 @@ def test_replicas_that_drift_go_on_each_from_its_own_state(ranks: Outcomes) -> N
     assert first["saved"] == second["saved"]
     assert first["ranks"] == [0, 1]
     for rank in (first, second):
-        assert abs(rank["first"] - rank["saved"]) <= 4, "its own number of steps, near the mean"
+        assert abs(rank["first"] - rank["saved"]) <= BATCHES, "its own number of steps: they meet after each epoch"
         assert len(rank["losses"]) == BATCHES * EPOCHS - rank["first"]
         assert rank["goes_on"], "its own parameters, random numbers and place in its data"
     assert first["digest"] == second["digest"]

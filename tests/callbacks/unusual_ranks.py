@@ -16,11 +16,24 @@ from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, Divergenc
 from lightning_async.callbacks.checkpoint import FaultTolerantCheckpoint
 from lightning_async.engine.checkpoint.shards import load_own
 from lightning_async.engine.checkpoint.store import CheckpointStore
+from lightning_async.engine.header import Vote
 from lightning_async.errors import PeerLost
 from lightning_async.rules.divergence import History
 from lightning_async.rules.saving import Latest
 from lightning_async.trainer.namespace import pl
-from tests.callbacks.checkpoint_ranks import BATCHES, EPOCHS, At, Interrupted, Noisy, data, goes_on, train
+from tests.callbacks.checkpoint_ranks import (
+    BATCHES,
+    EPOCHS,
+    At,
+    Interrupted,
+    Noisy,
+    Stands,
+    data,
+    goes_on,
+    settled,
+    train,
+    until,
+)
 from tests.strategies import problem
 from tests.strategies.workers import make_trainer, rank, scenario
 
@@ -81,10 +94,12 @@ def weights_averaged(folder: Path) -> dict[str, Any]:
 
 
 class Validated(Noisy):
-    """Rank 0 comes to validations long before the other one."""
+    """Rank 1 takes the first step of an epoch when it has heard that rank 0 waits for it with a validation."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        time.sleep(0.1 * rank())
+        gates: Any = self.trainer.strategy.gates  # pyright: ignore[reportAttributeAccessIssue]
+        if rank() == 1 and batch_idx == 0:
+            until(lambda: Vote.VALIDATE in gates.agreed, "rank 0 asks for a validation")
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -93,19 +108,29 @@ class Validated(Noisy):
 
 @scenario
 def saved_while_one_waits_for_a_validation(folder: Path) -> Any:
-    strategy = AsyncAveragingStrategy(DeltaMean(), EveryNSteps(1))
-    saved = FaultTolerantCheckpoint(folder, every_n_train_steps=1, keep=Latest(99))
+    """The places of all ranks in each save; it ends with the epoch in which one of rank 0's is a validation."""
+    store, late = CheckpointStore(folder), time.monotonic() + 40.0
+
+    def places() -> dict[int, list[Any]]:
+        found = {}
+        for entry in store.entries():
+            assert entry.manifest is not None
+            owns = [load_own(store, entry, each) for each in entry.manifest.ranks]
+            found[entry.number] = [own and own["resume"] and own["resume"]["where"] for own in owns]
+        return found
+
+    class Ends(pl.Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            seen = rank() == 0 and (time.monotonic() > late or "validation" in [each[0] for each in places().values()])
+            trainer.should_stop = trainer.strategy.reduce_boolean_decision(seen, all=False)
+
+    saved = FaultTolerantCheckpoint(folder, every_n_train_steps=1, keep=Latest(9999))
     trainer = make_trainer(
-        strategy, callbacks=[saved], max_epochs=1, enable_checkpointing=True, val_check_interval=BATCHES // 2
-    )
+        AsyncAveragingStrategy(DeltaMean(), EveryNSteps(1)), callbacks=[saved, Ends()], max_epochs=-1,
+        enable_checkpointing=True, val_check_interval=BATCHES // 2,
+    )  # fmt: skip
     trainer.fit(Validated(), data(), data(1))
-    store = CheckpointStore(folder)
-    places = {}
-    for entry in store.entries():
-        assert entry.manifest is not None
-        owns = {each: load_own(store, entry, each) for each in entry.manifest.ranks}
-        places[entry.step] = [own and own["resume"] and own["resume"]["where"] for own in owns.values()]
-    return places
+    return places()
 
 
 @scenario
@@ -161,29 +186,26 @@ def divided_state(folder: Path) -> None:
 
 
 def one_has_finished(folder: Path, batches: int) -> dict[str, Any]:
-    """Rank 0 has taken its last step, and waits for rank 1, which is slow, and ends after a save."""
-    steps, store = 2 * BATCHES, CheckpointStore(folder)
+    """Rank 0 has taken its last step, and waits for rank 1, which goes on then, and ends after a save."""
+    steps, store, waits = 2 * BATCHES, CheckpointStore(folder), folder / ".waits"
 
     def trained(*callbacks: Any) -> Noisy:
-        module, slow = Noisy(), Slow(0.03 if rank() == 1 else 0.0)
+        module = Noisy()
         saves = FaultTolerantCheckpoint(folder, every_n_train_steps=3, busy="wait", save_on_exception=False)
         trainer = make_trainer(
-            AsyncAveragingStrategy(DiLoCo(), EveryNSteps(3)), callbacks=[saves, slow, *callbacks],
+            AsyncAveragingStrategy(DiLoCo(), EveryNSteps(3)), callbacks=[saves, *callbacks],
             max_steps=steps, max_epochs=-1, enable_checkpointing=True,
         )  # fmt: skip
         trainer.fit(module, data(batches if rank() == 0 else BATCHES))
         return module
 
     def end() -> None:
-        until = time.monotonic() + 30.0
-        while not (newest := store.entries()[:1]) or newest[0].step < (steps + BATCHES) // 2:
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        until(lambda: [e for e in store.entries()[:1] if e.step >= (steps + BATCHES) // 2], "it is saved", 30.0)
         raise Interrupted
 
     with contextlib.suppress(Interrupted, PeerLost):
-        trained(*([At(steps - 2, end)] if rank() == 1 else []))
-    saved = store.entries()[0].step
+        trained(*([Late(waits), At(steps - 2, end)] if rank() == 1 else [Stands(waits, steps)]))
+    saved = settled(folder)[0].step
     rest = trained()
     manifest = store.entries()[0].manifest
     return {
@@ -194,12 +216,16 @@ def one_has_finished(folder: Path, batches: int) -> dict[str, Any]:
     }
 
 
-class Slow(pl.Callback):
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+class Late(pl.Callback):
+    """Goes on in the second epoch when the other rank waits, and has each round done before its next step."""
 
-    def on_train_batch_start(self, *_: Any) -> None:
-        time.sleep(self.seconds)
+    def __init__(self, waits: Path) -> None:
+        self.waits = waits
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step > BATCHES:
+            until(self.waits.exists, "rank 0 has finished")
+            until(lambda: trainer.strategy.averager.control.buckets.message is None, "the round is done")
 
 
 @scenario
