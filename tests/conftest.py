@@ -26,7 +26,7 @@ T = TypeVar("T")
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")  # how long an example takes says what else the machine does
 
-GRACE_S = 5.0
+GRACE_S = 30.0
 """How long threads and processes that are already ending may take to do so."""
 
 HARMLESS_THREADS = (

@@ -33,8 +33,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("careless")
     (folder / "sub").mkdir()
     conftest = (ROOT / "tests/conftest.py").read_text()
-    assert "GRACE_S = 5.0" in conftest
-    (folder / "conftest.py").write_text(conftest.replace("GRACE_S = 5.0", "GRACE_S = 0.2"))
+    assert "GRACE_S = 30.0" in conftest
+    (folder / "conftest.py").write_text(conftest.replace("GRACE_S = 30.0", "GRACE_S = 0.2"))
     (folder / "pytest.ini").write_text("[pytest]\n")
     tests = ["import os, subprocess, sys, threading", "import torch.distributed as dist", "kept = []"]
     for kind, (body, _) in CARELESS.items():

@@ -60,31 +60,32 @@ def test_a_failure_shows_what_every_rank_wrote():
 
 
 def test_a_hang_ends_at_the_deadline_with_stacks_and_without_orphans():
-    start = time.monotonic()
-    with start_ranks("tests.test_support:hang_with_a_child", 2, timeout=2.0) as group:
+    with start_ranks("tests.test_support:hang_with_a_child", 2) as group:
         for rank in range(2):
             group.wait_for(rank, "child")
+        start = time.monotonic()
+        group.deadline = start + 1.0
         results = group.join()
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
     assert all(result.timed_out and "hang_with_a_child" in result.stderr for result in results)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while any(alive(int(result.stdout.split()[1])) for result in results):
         assert time.monotonic() < deadline, "a rank's child process outlived it"
         time.sleep(0.01)
 
 
 def test_signals_reach_one_rank_only():
-    with start_ranks("tests.test_support:hang_with_a_child", 2, timeout=20.0) as group:
+    with start_ranks("tests.test_support:hang_with_a_child", 2) as group:
         for rank in range(2):
             group.wait_for(rank, "child")
         group.signal(1, signal.SIGKILL)
-        assert group.processes[1].wait(5) == -signal.SIGKILL
+        assert group.processes[1].wait(60) == -signal.SIGKILL
         assert group.processes[0].poll() is None
 
 
 def test_waiting_for_a_line_that_never_comes_is_a_failure():
     with (
-        start_ranks("tests.test_support:fail_on_rank_1", 2, timeout=20.0) as group,
+        start_ranks("tests.test_support:fail_on_rank_1", 2) as group,
         pytest.raises(AssertionError, match="ended without printing 'never'"),
     ):
         group.wait_for(1, "never")

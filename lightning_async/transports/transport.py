@@ -20,7 +20,7 @@ from lightning_async.engine.world import World
 __all__ = ["Connection", "Transport", "short_world"]
 
 log = logging.getLogger(__name__)
-_HEARSAY_S = 2.0
+_HEARSAY_S, _OUTLIVES_S = 2.0, 5.0
 
 
 class Connection:
@@ -63,11 +63,22 @@ class Connection:
             try:
                 self.root.barrier().result(timedelta(seconds=30))
             except Exception as error:
+                in_order = False
                 log.warning("Rank %d has ended its run; another rank has not: %s.", self.root.rank, self._why(error))
         if self._membership is not None:
+            if not in_order and self.root.rank == 0:
+                self._outlive_the_others(self._membership)
             self._membership.close()
         for root in self._roots:
             root.close()
+
+    def _outlive_the_others(self, membership: Membership) -> None:
+        """The store goes with rank 0: let the others hear first what has happened, or they know no more than that."""
+        membership.leave()
+        until = time.monotonic() + _OUTLIVES_S
+        others = {*membership.generation.members} - {membership.generation.name}
+        while others - membership.left() - {*membership.lost()} and time.monotonic() < until:
+            time.sleep(0.02)
 
     def _why(self, error: Exception) -> str:
         """Who is gone, and why, as soon as the heartbeats tell; in short."""

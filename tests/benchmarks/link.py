@@ -106,14 +106,15 @@ class Link:
         return int(received) * 8 / 1e6 / float(seconds)
 
 
-# The clock starts with the first bytes and does not count them: the bucket is full then.
+# The clock starts before the first bytes, which are not counted: the bucket is full then.
 _RECEIVE = """
 import socket, sys, time
 listener = socket.create_server((sys.argv[1], 0))
 print(listener.getsockname()[1], flush=True)
 connection = listener.accept()[0]
-connection.recv(1 << 16)
 start, count = time.monotonic(), 0
+connection.sendall(b"!")  # else bytes would wait here already, for a receiver that is given no time
+connection.recv(1 << 16)
 while data := connection.recv(1 << 20):
     count += len(data)
 print(count, time.monotonic() - start)
@@ -123,6 +124,7 @@ import socket, sys
 with socket.create_connection((sys.argv[1], int(sys.argv[2]))) as connection:
     if sys.argv[4]:
         connection.setsockopt(socket.SOL_SOCKET, 47, int(sys.argv[4]))
+    connection.recv(1)
     connection.sendall(bytes(int(sys.argv[3])))
 """
 

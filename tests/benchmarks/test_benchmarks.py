@@ -90,8 +90,9 @@ def test_quick_run_of_checkpoints_writes_table_numbers_and_picture(
     assert nothing["step_ms"] > 0.0
     assert nothing["stall_ms"] is None
     assert ours["peer"] == "ours"
-    assert ours["worst_ms"] >= max(ours["stall_ms"], ours["first_ms"])
-    assert ours["work_ms"] > 0.0
+    assert ours["worst_ms"] >= ours["first_ms"]
+    if ours["stall_ms"] is not None:  # where writing the first one took all of these few steps, there is no second
+        assert ours["worst_ms"] >= ours["stall_ms"] and ours["work_ms"] > 0.0
     assert math.isfinite(ours["slowdown"])
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".md", ".png"]  # no checkpoints are left
 
@@ -119,7 +120,7 @@ def test_shaped_link_holds_its_rate_and_goes() -> None:
 
     def fail_on_the_link() -> None:
         with link.shaped(2, 100.0) as made:
-            assert 50.0 < made.measured_mbit(2_000_000) < 105.0
+            assert 50.0 < made.measured_mbit(8_000_000) < 105.0
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -131,7 +132,7 @@ def test_shaped_link_holds_its_rate_and_goes() -> None:
 @pytest.mark.timeout(60)
 def test_paced_link_holds_its_rate() -> None:
     with link.paced(2, 100.0) as made:
-        assert 50.0 < made.measured_mbit(4_000_000) < 130.0
+        assert 50.0 < made.measured_mbit(8_000_000) < 130.0
 
 
 @pytest.mark.timeout(120)
@@ -145,10 +146,10 @@ def test_nothing_is_left_after_a_signal(tmp_path: Path, number: signal.Signals) 
             time.sleep(0.02)
             workers = workers_of(process.pid)
         group.signal(0, number)
-        process.wait(timeout=30)
+        process.wait(timeout=60)
     assert process.returncode != 0
     assert workers
-    assert living(workers, 5.0) == []
+    assert living(workers, 30.0) == []
     assert namespaces(process.pid) == []
 
 
@@ -167,9 +168,9 @@ def test_nothing_is_left_after_a_signal_that_comes_while_ranks_start(tmp_path: P
     rank = f"exec tail -f {marker}"
     kwargs = {"scripts": [f"kill -{name} $PPID; {rank}", *[rank] * 7]}
     try:
-        (done,) = run_ranks("tests.benchmarks.test_benchmarks:start_peers", 1, kwargs=kwargs, timeout=50, check=False)
+        (done,) = run_ranks("tests.benchmarks.test_benchmarks:start_peers", 1, kwargs=kwargs, timeout=150, check=False)
         assert done.returncode == status, done
-        assert living(running(str(marker)), 5.0) == []
+        assert living(running(str(marker)), 30.0) == []
     finally:
         for pid in running(str(marker)):
             os.kill(pid, signal.SIGKILL)

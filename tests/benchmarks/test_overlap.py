@@ -13,10 +13,9 @@ from tests.benchmarks import overlap_gpu
 from tests.strategies.problem import distance
 
 
-@pytest.mark.timeout(100)
 def test_on_the_cpu_it_averages_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--device", "cpu", "--numel", "500000", "--tokens", "64", "--steps", "2", "--blocks", "2"]
-    status = overlap_gpu.main(["--out", str(tmp_path), *options, "--seconds", "60"])
+    status = overlap_gpu.main(["--out", str(tmp_path), *options, "--seconds", "180"])
     table, told = (tmp_path / "overlap_gpu.md").read_text(), json.loads((tmp_path / "overlap_gpu.json").read_text())
     assert capsys.readouterr().out == table + "\n"
     assert f"{'FAIL' if status else 'pass'}: slowdown of a step" in table
@@ -40,7 +39,7 @@ def test_on_the_cpu_it_averages_and_writes(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_replicas_move_towards_each_other(tmp_path: Path) -> None:
-    options = ["--device", "cpu", "--numel", "50000", "--steps", "1", "--blocks", "1", "--seconds", "60"]
+    options = ["--device", "cpu", "--numel", "50000", "--steps", "1", "--blocks", "1", "--seconds", "180"]
     overlap_gpu.main(["--out", str(tmp_path), *options])
     told = json.loads((tmp_path / "overlap_gpu.json").read_text())
     start, trained, peer = told["trained"]["start"], told["trained"]["end"], told["peer"]["end"]

@@ -14,7 +14,7 @@ from lightning_async.comm.horovod.collectives import HorovodCollectives
 from lightning_async.comm.horovod.world import HorovodWorld
 from lightning_async.errors import CollectiveError
 from tests.comm.contract import CHECKS, LAST_CHECKS
-from tests.comm.workers import RANK, TIMEOUT, WORLD_SIZE, open_store, other_threads, run_checks
+from tests.comm.workers import TIMEOUT, WORLD_SIZE, end, open_store, other_threads, run_checks
 
 # Of which the contract makes splits, and of which some exchange.
 SETS = [(0,), (1,)] if WORLD_SIZE == 2 else [(0,), *itertools.combinations(range(WORLD_SIZE), 2)]
@@ -27,9 +27,7 @@ def contract(last: str | None = None) -> dict[str, Any]:
     checks = CHECKS if last is None else {last: LAST_CHECKS[last]}
     told = run_checks(checks, store, lambda name: HorovodCollectives(world, name=name, timeout=TIMEOUT))
     threads = other_threads()
-    store.add("done", 1)
-    while RANK == 0 and store.add("done", 0) < WORLD_SIZE:  # the store goes with this process
-        time.sleep(0.002)
+    end(store)
     return told | {"threads": threads}
 
 
@@ -40,7 +38,7 @@ def metric_beside_a_large_message(megabytes: int, piece_bytes: int) -> dict[str,
     large, small = comm.fork("payload"), comm.fork("metric")
     buffer = torch.ones(megabytes << 18)
     alone, beside, whole = [], [], []
-    for times, busy in ((alone, False), (beside, True)) * 3:
+    for times, busy in ((alone, False), (beside, True)) * 6:
         comm.barrier().result()
         started = time.monotonic()
         pending = large.all_reduce(buffer) if busy else None

@@ -46,6 +46,10 @@ class Proxy:
         for thread in self._threads:
             thread.join(5.0)
 
+    @property
+    def flows(self) -> bool:
+        return self._flows.is_set()
+
     def stall(self) -> None:
         self._flows.clear()
 

@@ -30,12 +30,12 @@ def test_threads(check: Check, wrap: Callable[[Any], Any], world_size: int) -> N
 
     def on_rank(collectives: Any) -> None:
         try:
-            check(Stage(wrap(collectives), lambda where: void(barrier.wait(10))))
+            check(Stage(wrap(collectives), lambda where: void(barrier.wait(60))))
         except BaseException:
             barrier.abort()
             raise
 
-    world.run(on_rank, timedelta(seconds=20))
+    world.run(on_rank, timedelta(seconds=60))
 
 
 def void(_: object) -> None:
@@ -45,7 +45,7 @@ def void(_: object) -> None:
 @pytest.fixture(scope="module", params=[2, 3])
 def gloo(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """The whole contract in one launch, as starting processes is what takes time."""
-    results = run_ranks("tests.comm.workers:contract", request.param, timeout=60)
+    results = run_ranks("tests.comm.workers:contract", request.param, timeout=150)
     return [result.value for result in results]
 
 
@@ -63,4 +63,4 @@ def test_gloo_leaves_no_thread(gloo: list[dict[str, Any]]) -> None:
 
 
 def test_gloo_forms_groups_fast(gloo: list[dict[str, Any]]) -> None:
-    assert max(told["timings"]["reconfigure_s"] for told in gloo) < 2.0
+    assert max(told["timings"]["reconfigure_s"] for told in gloo) < 10.0, "half of what it may take"

@@ -16,10 +16,10 @@ from lightning_async.comm.simulated.faulty import Corrupt, Delay, Fail, Fault, F
 from lightning_async.comm.simulated.inprocess import InProcessWorld
 from lightning_async.errors import CollectiveError, CollectiveTimeout
 
-SHORT = timedelta(seconds=0.3)
+SHORT, LONG = timedelta(seconds=0.3), timedelta(seconds=30)
 
 
-def run(script: Sequence[Fault], fn: Callable[[Any], Any], timeout: timedelta = timedelta(seconds=5), **kw: Any) -> Any:
+def run(script: Sequence[Fault], fn: Callable[[Any], Any], timeout: timedelta = LONG, **kw: Any) -> Any:
     """Two ranks; the script is rank 0's."""
     world = InProcessWorld(2, timeout)
     return world.run(lambda comm: fn(FaultyCollectives(comm, script if comm.rank == 0 else (), **kw)))
@@ -50,7 +50,7 @@ def test_fail_after_leaves_the_data_in_place() -> None:
     def body(comm: Any) -> float:
         buffer = torch.ones(1)
         pending = comm.all_reduce(buffer)
-        assert pending.wait(timedelta(seconds=5))
+        assert pending.wait(timedelta(seconds=30))
         return buffer.item()
 
     assert run([Fault(op="*", action=Fail(after=True))], body) == [2.0, 2.0]
@@ -100,7 +100,7 @@ def test_delay_waits_for_the_event_and_keeps_the_order() -> None:
     def body(comm: Any) -> list[float]:
         if comm.rank == 1:
             first = comm.all_reduce(torch.ones(1))
-            assert asked.wait(5)
+            assert asked.wait(30)
             assert not first.wait(timedelta(seconds=0.05))
             event.set()
             return [first.result().item(), comm.all_reduce(torch.full((1,), 5.0)).result().item()]
@@ -170,5 +170,5 @@ def test_strict_world_names_both_ranks() -> None:
 def test_run_never_hangs() -> None:
     release = threading.Event()
     with pytest.raises(CollectiveTimeout, match="rank 1 still running"):
-        InProcessWorld(2).run(lambda comm: release.wait(20) if comm.rank == 1 else None, SHORT)
+        InProcessWorld(2).run(lambda comm: release.wait(60) if comm.rank == 1 else None, SHORT)
     release.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -11,9 +12,14 @@ from lightning_async.comm.membership.stores import HashStore
 from lightning_async.comm.torch.collectives import TorchCollectives
 from tests.support import run_ranks, start_ranks
 
+LIMIT_S = 150.0
+"""For the ranks of one test."""
+SOON_S = 20.0
+"""Half of what an operation waits for."""
+
 
 def test_killed_in_an_all_reduce() -> None:
-    with start_ranks("tests.comm.workers:lose_a_rank", 3, kwargs={"dead_after": 1.0}, timeout=50) as group:
+    with start_ranks("tests.comm.workers:lose_a_rank", 3, kwargs={"dead_after": 2.0}, timeout=LIMIT_S) as group:
         for rank in range(3):
             group.wait_for(rank, "training")
         time.sleep(0.3)  # well inside the loop of all-reduces
@@ -23,15 +29,15 @@ def test_killed_in_an_all_reduce() -> None:
     assert [result.returncode for result in results] == [0, 0, -9], "\n".join(map(str, results))
     for result in results[:2]:
         told = result.value
-        assert told["noticed"] - killed_at < 1.0
+        assert told["noticed"] - killed_at < SOON_S
         assert "all_reduce(sum) #" in told["message"] and "generation 0" in told["message"]
         assert told["lost"] == [2] and "rank 2 was last seen" in told["text"]
-        assert 0.8 < told["named"] - killed_at < 4.0
+        assert 0.5 < told["named"] - killed_at < SOON_S
         assert told["members"] == ["0", "1"] and told["total"] == 2.0
 
 
 def test_the_stores_host_killed() -> None:
-    with start_ranks("tests.comm.workers:lose_the_store", 2, kwargs={"dead_after": 4.0}, timeout=50) as group:
+    with start_ranks("tests.comm.workers:lose_the_store", 2, kwargs={"dead_after": 4.0}, timeout=LIMIT_S) as group:
         for rank in range(2):
             group.wait_for(rank, "training")
         killed_at = time.time()
@@ -40,16 +46,18 @@ def test_the_stores_host_killed() -> None:
     told = results[1].value
     assert results[1].returncode == 0, results[1]
     assert told["ranks"] == [0] and "the store has not answered" in told["text"]
-    assert told["at"] - killed_at < 6.0
+    assert told["at"] - killed_at < SOON_S
 
 
-def test_stopped_for_a_while_is_no_death() -> None:
-    with start_ranks("tests.comm.workers:survive_stops", 2, kwargs={"dead_after": 6.0}, timeout=60) as group:
+def test_stopped_for_a_while_is_no_death(tmp_path: Path) -> None:
+    kwargs = {"dead_after": 12.0, "folder": str(tmp_path)}
+    with start_ranks("tests.comm.workers:survive_stops", 2, kwargs=kwargs, timeout=LIMIT_S) as group:
         for stopped in range(2):  # rank 0 hosts the store
             group.wait_for(1 - stopped, f"waiting for {stopped}")
             group.wait_for(stopped, f"stop {stopped}")
             group.signal(stopped, signal.SIGSTOP)
             time.sleep(2.5)
+            (tmp_path / f"{stopped} was stopped").touch()
             group.signal(stopped, signal.SIGCONT)
         results = group.join()
     assert [result.returncode for result in results] == [0, 0], "\n".join(map(str, results))
@@ -58,7 +66,7 @@ def test_stopped_for_a_while_is_no_death() -> None:
 
 @pytest.mark.parametrize("again", range(2))
 def test_ends_in_order(again: int) -> None:
-    for result in run_ranks("tests.comm.workers:exit_in_order", 2, kwargs={"times": 4}, timeout=40):
+    for result in run_ranks("tests.comm.workers:exit_in_order", 2, kwargs={"times": 4}, timeout=LIMIT_S):
         assert result.value == 4
         assert "Traceback" not in result.stderr and "terminate" not in result.stderr, result
 
@@ -77,8 +85,8 @@ def test_wrong_arguments_raise_before_any_io() -> None:
 
 
 def test_a_fork_that_leaves_takes_nothing_along_and_does_not_wait() -> None:
-    for result in run_ranks("tests.comm.workers:fork_within", 2, timeout=40):
+    for result in run_ranks("tests.comm.workers:fork_within", 2, timeout=LIMIT_S):
         told = result.value
         assert told["ended"] and told["status"] == 0, result
-        assert told["took_s"] < 5.0
+        assert told["took_s"] < SOON_S
         assert told["total"] == 2.0 and told["left"] == []

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from lightning_async.errors import CollectiveError, PeerLost
 from tests.comm.contract import ALL_CHECKS, Check, Stage
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-TIMEOUT = timedelta(seconds=20)
+TIMEOUT = timedelta(seconds=40)
 
 
 def open_store() -> Any:
@@ -40,6 +41,13 @@ def meet(store: Any, name: str) -> None:
     while store.add(f"meet/{name}", 0) < WORLD_SIZE:
         if time.monotonic() > deadline:
             raise TimeoutError(name)
+        time.sleep(0.002)
+
+
+def end(store: Any) -> None:
+    """Nobody needs the store after this: the rank that has it goes last."""
+    store.add("end", 1)
+    while RANK == 0 and store.add("end", 0) < WORLD_SIZE:  # until the test's deadline at the latest
         time.sleep(0.002)
 
 
@@ -90,13 +98,13 @@ def contract(
         device,
         peers_hear,
     )
-    until = time.monotonic() + 6.0 * (backend == "gloo")  # what got stuck in a check ends by its own timeout
+    until = time.monotonic() + 20.0 * (backend == "gloo")  # what got stuck in a check ends by its own timeout
     while native_threads() >= 8 and time.monotonic() < until:
         time.sleep(0.05)
         groups.sweep()
-    threads = other_threads()
-    meet(store, "end")
-    return told | {"threads": threads, "native": native_threads()}
+    left = {"threads": other_threads(), "native": native_threads()}
+    end(store)
+    return told | left
 
 
 def native_threads() -> int:
@@ -164,14 +172,15 @@ def lose_the_store(dead_after: float) -> dict[str, Any]:
             time.sleep(0.01)
 
 
-def survive_stops(dead_after: float) -> list[float]:
+def survive_stops(dead_after: float, folder: str) -> list[float]:
     """Each rank in turn is stopped for a while; the other waits for it in an all-reduce and checks all the time."""
     waited = []
     with world(dead_after) as (comm, membership):
         for stopped in range(WORLD_SIZE):
             if stopped == RANK:
                 print(f"stop {stopped}", flush=True)
-                time.sleep(0.5)  # in here
+                while not Path(folder, f"{stopped} was stopped").exists():  # until the test's deadline at the latest
+                    time.sleep(0.01)
             started = time.monotonic()
             pending = comm.all_reduce(torch.ones(4))
             print(f"waiting for {stopped}", flush=True)
@@ -198,8 +207,7 @@ def exit_in_order(times: int) -> int:
         else:
             comm.reconfigure(replace(Generation.first(RANK, WORLD_SIZE), number=1))
             fork.barrier().result()
-    meet(store, "end")
-    time.sleep(0.2 * (RANK == 0))  # the host of the store goes last
+    end(store)
     return times
 
 
@@ -220,7 +228,7 @@ def fork_within() -> dict[str, Any]:
             membership.close()
             comm.close()
     began, ended, status = time.monotonic(), 0, 0
-    while not ended and time.monotonic() - began < 8.0:
+    while not ended and time.monotonic() - began < 60.0:
         ended, status = os.waitpid(pid, os.WNOHANG)
         time.sleep(0.02)
     if not ended:
@@ -232,7 +240,7 @@ def fork_within() -> dict[str, Any]:
     time.sleep(0.5)
     membership.check()
     left = sorted(membership.left())
-    meet(store, "end")
     membership.close()
     comm.close()
+    end(store)
     return {"ended": True, "status": status, "took_s": took_s, "total": total, "left": left}

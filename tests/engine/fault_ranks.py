@@ -27,7 +27,9 @@ from tests.engine.ranks import Rank, assemble
 
 PAYLOAD, HEADER = "world/payload", "world/header"
 NEVER = EveryNSteps(10**6)
-DEADLINES = Deadlines(payload=timedelta(seconds=5), grace=timedelta(seconds=60), reform=timedelta(seconds=20))
+DEADLINES = Deadlines(payload=timedelta(seconds=30), grace=timedelta(seconds=90), reform=timedelta(seconds=60))
+LIMIT_S = 60.0
+"""For whatever a test waits for."""
 
 
 @dataclass
@@ -172,7 +174,7 @@ def outcomes(
     *,
     scripts: dict[int, Sequence[Fault]] | None = None,
     each: dict[int, dict[str, Any]] | None = None,
-    timeout: float = 40.0,
+    timeout: float = 150.0,
     **kwargs: Any,
 ) -> list[Outcome]:
     """Run ``body`` on every rank, each to its own end; ``each`` holds further arguments by rank."""
@@ -213,5 +215,5 @@ class Turnstile:
     def set(self, name: str) -> None:
         self.event(name).set()
 
-    def wait(self, name: str, timeout: float = 20.0) -> None:
+    def wait(self, name: str, timeout: float = LIMIT_S) -> None:
         assert self.event(name).wait(timeout), f"nobody came to {name!r}"

@@ -24,7 +24,7 @@ from lightning_async.rules import DeltaMean, EveryNSteps
 from lightning_async.rules.averaging.protocol import AveragingRule
 from lightning_async.rules.schedules.protocol import Action, Schedule
 
-QUICK = Deadlines(payload=timedelta(seconds=2), grace=timedelta(seconds=5), reform=timedelta(seconds=20))
+DEADLINES = Deadlines(payload=timedelta(seconds=30), grace=timedelta(seconds=60), reform=timedelta(seconds=60))
 
 
 def bits(x: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ def rank_of(collectives: Any, store: Any, goal: float, **kwargs: Any) -> Iterato
     """A replica, from start to a clean end."""
     rule: AveragingRule = kwargs.pop("rule", None) or DeltaMean()
     schedule: Schedule = kwargs.pop("schedule", None) or EveryNSteps(4)
-    config = AveragerConfig(**{"deadlines": QUICK, **kwargs.pop("config", {})})
+    config = AveragerConfig(**{"deadlines": DEADLINES, **kwargs.pop("config", {})})
     numel = kwargs.pop("numel", 8)
     dead_after = kwargs.pop("dead_after", timedelta(seconds=20))
     buffers = kwargs.pop("buffers", "average")
@@ -112,7 +112,7 @@ def rank_of(collectives: Any, store: Any, goal: float, **kwargs: Any) -> Iterato
 
 
 def run(
-    world_size: int, body: Callable[[Rank], Any], timeout: float = 30.0, goals: Any = None, **kwargs: Any
+    world_size: int, body: Callable[[Rank], Any], timeout: float = 150.0, goals: Any = None, **kwargs: Any
 ) -> list[Any]:
     """Run ``body`` on every rank; its results by rank."""
     world = InProcessWorld(world_size)

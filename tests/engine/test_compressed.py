@@ -173,7 +173,7 @@ def test_unequal_numbers_of_steps() -> None:
 
 
 def test_a_replica_that_is_not_finite_takes_over_the_others_model() -> None:
-    seen = threading.Barrier(2, timeout=20)
+    seen = threading.Barrier(2, timeout=60)
 
     def body(rank: Rank) -> Tensor:
         rank.train(4)

@@ -16,7 +16,7 @@ from lightning_async.engine.deadlines import Deadlines
 from lightning_async.engine.header import Arrival, Gate, Vote
 from lightning_async.errors import AsyncTrainingError, CollectiveError, GateMismatch, LayoutMismatch, PeerLost
 from lightning_async.rules import DeltaMean, DiLoCo, EveryNSteps, Synchronous, Warmup
-from tests.engine.fault_ranks import HEADER, NEVER, PAYLOAD, FaultyRank, Turnstile, outcomes, values
+from tests.engine.fault_ranks import HEADER, LIMIT_S, NEVER, PAYLOAD, FaultyRank, Turnstile, outcomes, values
 
 RULES = [pytest.param(DeltaMean(), id="DeltaMean"), pytest.param(DiLoCo(), id="DiLoCo")]
 
@@ -63,7 +63,8 @@ def test_a_header_that_fails_is_repeated(rule) -> None:
 
 
 def test_a_header_that_fails_keeps_no_rank_from_packing_that_had_nothing_to_send() -> None:
-    """It was rung for. Where that header fails, the next one is served at once, and not after `grace`."""
+    """It was rung for. Where that header fails, the next one is served at once, and not after `grace`, which is longer
+    than what these ranks wait for."""
 
     turn = Turnstile()
 
@@ -71,7 +72,7 @@ def test_a_header_that_fails_keeps_no_rank_from_packing_that_had_nothing_to_send
         if rank.number == 0:
             rank.train(4)
             rank.averager.control._loop._ring_for_this()  # as for a training thread that is silent for long
-            turn.wait("trained", 5.0)
+            turn.wait("trained")
         else:
             rank.averager.gates.wait(lambda: rank.averager._box.failed > 0)
             rank.train(4)
@@ -80,7 +81,7 @@ def test_a_header_that_fails_keeps_no_rank_from_packing_that_had_nothing_to_send
         return rank.averager.summary.failed_rounds
 
     script = [Fault(op="all_gather", nth=1, name=HEADER)]
-    assert values(2, body, scripts={1: script}, each={0: {"overlap": True}}, timeout=10.0) == [1, 1]
+    assert values(2, body, scripts={1: script}, each={0: {"overlap": True}}) == [1, 1]
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -150,18 +151,18 @@ def test_a_payload_in_parts_that_fails_half_way_is_repeated() -> None:
 
 
 def test_a_payload_that_hangs_is_repeated_after_its_deadline() -> None:
-    deadlines = Deadlines(payload=timedelta(seconds=0.3), reform=timedelta(seconds=20))
+    deadlines = Deadlines(payload=timedelta(seconds=1), reform=timedelta(seconds=60))
     smooth = values(2, train_and_meet)
     script = [Fault(op="all_reduce", nth=2, action=Hang(), name=PAYLOAD)]
     started = time.monotonic()
     rough = values(2, train_and_meet, deadlines=deadlines, scripts={1: script})
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30, "half of all other deadlines"
     assert_alike(rough, smooth)
     assert [each["summary"].failed_rounds for each in rough] == [1, 1]
 
 
 def test_failure_after_failure_ends_with_one_clear_error() -> None:
-    deadlines = Deadlines(payload=timedelta(seconds=5), reform=timedelta(seconds=20), attempts=3)
+    deadlines = Deadlines(payload=timedelta(seconds=30), reform=timedelta(seconds=60), attempts=3)
     script = [Fault(op="all_reduce", nth=n, action=Fail(text="no route"), name=PAYLOAD) for n in range(1, 9)]
     ended = outcomes(3, train_and_meet, deadlines=deadlines, scripts={1: script})
     for outcome in ended:
@@ -172,7 +173,7 @@ def test_failure_after_failure_ends_with_one_clear_error() -> None:
 
 
 def test_failures_far_apart_do_not_add_up() -> None:
-    deadlines = Deadlines(payload=timedelta(seconds=5), reform=timedelta(seconds=20), attempts=2)
+    deadlines = Deadlines(payload=timedelta(seconds=30), reform=timedelta(seconds=60), attempts=2)
     script = [Fault(op="all_reduce", nth=n, action=Fail(), name=PAYLOAD) for n in (1, 3, 5)]
     ended = values(2, train_and_meet, deadlines=deadlines, scripts={0: script})
     assert [each["summary"].failed_rounds for each in ended] == [3, 3]
@@ -189,20 +190,18 @@ def test_a_rank_that_raises_ends_all_others_with_its_name_and_text(where: str) -
     def body(rank: FaultyRank) -> None:
         rank.train(8)
         if rank.number == 1:
-            turn.wait("others go on", 20.0)
+            turn.wait("others go on")
             raise ValueError("the data ran dry")
         turn.set("others go on")
         if where == "gate":
             rank.meet()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + LIMIT_S
         while time.monotonic() < deadline:
             rank.train(1)
-        raise AssertionError("went on for 20 s without rank 1")
+        raise AssertionError("went on without rank 1")
 
     schedule = Synchronous() if where == "gradients" else NEVER if where in ("tick", "gate") else EveryNSteps(4)
-    started = time.monotonic()
     ended = outcomes(3, body, schedule=schedule, overlap=where == "tick")
-    assert time.monotonic() - started < 10
     for number in (0, 2):
         error = ended[number].error
         assert isinstance(error, PeerLost), error
@@ -218,14 +217,14 @@ def test_a_silent_rank_is_named_by_all_others() -> None:
         rank.train(4)
         if rank.number == 1:
             rank.membership._heart._stop = True  # the heartbeat thread ends
-            turn.wait("the others know", 20.0)
+            turn.wait("the others know")
             return
         try:
             rank.meet()
         finally:
             turn.set("the others know")
 
-    ended = outcomes(3, body, dead_after=timedelta(seconds=0.5))
+    ended = outcomes(3, body, dead_after=timedelta(seconds=1.5))
     for number in (0, 2):
         error = ended[number].error
         assert isinstance(error, PeerLost), error
@@ -241,7 +240,7 @@ def test_a_rank_whose_connections_break_and_whose_heartbeats_end_is_lost(world_s
             rank.train(1)
 
     script = [Fault(op="all_reduce", nth=2, action=Kill(), name=PAYLOAD)]
-    ended = outcomes(world_size, body, scripts={1: script}, dead_after=timedelta(seconds=0.5))
+    ended = outcomes(world_size, body, scripts={1: script}, dead_after=timedelta(seconds=1.5))
     for number in {0, world_size - 1} - {1}:
         error = ended[number].error
         assert isinstance(error, PeerLost), error
@@ -266,12 +265,12 @@ def test_closing_while_the_groups_are_re_formed_does_not_wait() -> None:
     def body(rank: FaultyRank) -> float:
         if rank.number == 1:
             rank.averager.close()  # lives, but serves no more
-            turn.wait("rank 0 has closed", 30.0)
+            turn.wait("rank 0 has closed")
             return 0.0
         rank.train(1)
         turn.wait("a round has failed")
         started = time.monotonic()
-        rank.averager.close(timedelta(seconds=4))
+        rank.averager.close(timedelta(seconds=20))
         turn.set("rank 0 has closed")
         return time.monotonic() - started
 
@@ -281,22 +280,22 @@ def test_closing_while_the_groups_are_re_formed_does_not_wait() -> None:
     log.setLevel(logging.INFO)
     try:
         script = [Fault(op="all_gather", nth=1, action=Fail(), name=HEADER)]
-        deadlines = Deadlines(reform=timedelta(seconds=6), attempts=1000)
+        deadlines = Deadlines(reform=timedelta(seconds=40), attempts=1000)
         took, _ = values(2, body, schedule=EveryNSteps(1), overlap=True, scripts={0: script}, deadlines=deadlines)
     finally:
         log.setLevel(level)
         log.removeHandler(handler)
-    assert took < 2.0
+    assert took < 10.0, "half of what it may wait"
 
 
 # ---- late and absent ranks ----
 
 
 def test_a_rank_that_is_late_for_the_header_is_no_failure() -> None:
-    deadlines = Deadlines(payload=timedelta(seconds=0.2), reform=timedelta(seconds=20))
+    deadlines = Deadlines(payload=timedelta(seconds=1), reform=timedelta(seconds=60))
     smooth = values(2, train_and_meet)
     for nth in (1, 2):  # the header, the commit
-        script = [Fault(op="all_gather", nth=nth, action=Delay(0.8), name=HEADER)]
+        script = [Fault(op="all_gather", nth=nth, action=Delay(2.0), name=HEADER)]
         rough = values(2, train_and_meet, deadlines=deadlines, scripts={1: script})
         assert [each["summary"].failed_rounds for each in rough] == [0, 0]
         assert_alike(rough, smooth)
@@ -308,7 +307,7 @@ def stalling(steps_before: int, rounds_missed: int, turn: Turnstile, times: list
     def body(rank: FaultyRank) -> dict[str, Any]:
         if rank.number == 2:
             rank.train(steps_before)
-            turn.wait("the others went on", 60.0)
+            turn.wait("the others went on")
             rank.train(2 - steps_before % 2)
         else:
             for _ in range(rounds_missed):
@@ -325,10 +324,8 @@ def stalling(steps_before: int, rounds_missed: int, turn: Turnstile, times: list
 
 @pytest.mark.parametrize("rounds_missed", [1, 3])
 def test_rounds_go_on_without_a_stalled_rank_and_it_keeps_its_progress(rounds_missed: int) -> None:
-    deadlines = Deadlines(grace=timedelta(seconds=1.0), reform=timedelta(seconds=20))
-    ended = values(
-        3, stalling(1, rounds_missed, Turnstile(), []), schedule=EveryNSteps(2), deadlines=deadlines, timeout=60.0
-    )
+    deadlines = Deadlines(grace=timedelta(seconds=3), reform=timedelta(seconds=60))
+    ended = values(3, stalling(1, rounds_missed, Turnstile(), []), schedule=EveryNSteps(2), deadlines=deadlines)
     lr, first, x, stalled = 0.1, 1.0, [1.0, 1.0], 1.0
     stalled -= lr * (stalled - 2.0)
     for _ in range(rounds_missed):
@@ -350,10 +347,10 @@ def test_rounds_go_on_without_a_stalled_rank_and_it_keeps_its_progress(rounds_mi
 
 
 def test_a_stalled_rank_holds_the_others_up_once_not_every_round() -> None:
-    deadlines = Deadlines(grace=timedelta(seconds=1.0), reform=timedelta(seconds=20))
+    deadlines = Deadlines(grace=timedelta(seconds=3), reform=timedelta(seconds=60))
     times: list[float] = []
-    values(3, stalling(1, 4, Turnstile(), times), schedule=EveryNSteps(2), deadlines=deadlines, timeout=60.0)
-    assert sorted(times)[len(times) // 2] < 0.5, times
+    values(3, stalling(1, 4, Turnstile(), times), schedule=EveryNSteps(2), deadlines=deadlines)
+    assert sorted(times)[len(times) // 2] < 1.5, times  # half the grace
 
 
 # ---- numbers that are not finite ----
@@ -409,7 +406,7 @@ def test_a_validation_that_one_rank_asks_for_opens_on_all() -> None:
             seen.append(rank.x.clone())
             rank.train(3)
         elif rank.number == 1:
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + LIMIT_S
             while Vote.VALIDATE not in averager.gates.agreed and time.monotonic() < deadline:
                 rank.train(1)
             assert rank.meet(Gate.VALIDATE) is Arrival.OPEN
@@ -476,7 +473,7 @@ def test_the_first_round_of_a_vote_stops_all_ranks() -> None:
         if rank.number == 0:
             rank.train(5)
             averager.gates.request_stop()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + LIMIT_S
         while Vote.STOP not in averager.gates.agreed and time.monotonic() < deadline:
             rank.train(1)
         assert rank.meet(Gate.STOP) is Arrival.OPEN
@@ -493,7 +490,7 @@ def test_a_vote_for_the_end_reaches_all_ranks() -> None:
         if rank.number == 0:
             rank.train(3)
             rank.averager.gates.vote(Vote.END)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + LIMIT_S
         while Vote.END not in rank.averager.gates.agreed and time.monotonic() < deadline:
             rank.train(1)
         assert Vote.END in rank.averager.gates.agreed
@@ -520,10 +517,10 @@ def test_a_header_without_a_round_leaves_a_waiting_message_as_it_is() -> None:
             else:
                 turn.wait("here")
                 rank.train(1)
-                assert ready[0].wait(20.0)
+                assert ready[0].wait(LIMIT_S)
                 if votes:
                     rank.averager.gates.vote(Vote.END)
-                    deadline = time.monotonic() + 20
+                    deadline = time.monotonic() + LIMIT_S
                     while Vote.END not in rank.averager.gates.agreed and time.monotonic() < deadline:
                         rank.averager.gates.resume()
                 rank.train(3)
@@ -555,7 +552,7 @@ def test_a_rank_at_the_end_of_its_epoch_that_is_told_to_stop_stops_all() -> None
                 arrival = rank.meet(Gate.STOP)
             return Vote.STOP in averager.gates.agreed
         rank.train(2)
-        deadline = time.monotonic() + 6
+        deadline = time.monotonic() + LIMIT_S
         while Vote.STOP not in averager.gates.agreed and time.monotonic() < deadline:
             rank.train(1)
             turn.event("never").wait(0.001)
@@ -579,7 +576,7 @@ def test_a_validation_is_heard_of_while_the_asking_ranks_message_waits() -> None
             assert rank.meet(Gate.VALIDATE) is Arrival.OPEN
             return True
         turn.wait("ready")
-        deadline = time.monotonic() + 6
+        deadline = time.monotonic() + LIMIT_S
         while Vote.VALIDATE not in averager.gates.agreed and time.monotonic() < deadline:
             averager.gates.resume()  # trains a long step
             turn.event("never").wait(0.01)

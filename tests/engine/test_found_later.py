@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from lightning_async.engine.replica import Replica
 from lightning_async.errors import AsyncTrainingError, LayoutMismatch
 from lightning_async.rules import DiLoCo, EveryNSteps, Mean, Warmup
 from lightning_async.rules.schedules.protocol import Action, Clock, Step
-from tests.engine.fault_ranks import HEADER, NEVER, FaultyRank, values
+from tests.engine.fault_ranks import HEADER, LIMIT_S, NEVER, FaultyRank, values
 from tests.engine.ranks import Rank, bits, run
 from tests.engine.test_calls import LIGHTNING, Caller, call
 from tests.engine.test_tensors import BLOCKING, Model, on_ranks
@@ -269,7 +270,7 @@ def test_a_rank_that_comes_late_to_synchronous_steps_is_taken_in() -> None:
             assert rank.meet(Gate.EPOCH_END, epoch) is Arrival.OPEN
         return seen, x, rank.averager.summary.synchronous_steps
 
-    (left, x, steps), (right, x2, steps2) = run(2, body, schedule=BackAt11(), timeout=40)
+    (left, x, steps), (right, x2, steps2) = run(2, body, schedule=BackAt11())
     assert left[4] and right[4]
     assert (steps, steps2) == (14, 19)
     torch.testing.assert_close(x, x2, atol=0.1, rtol=0)  # the other took one synchronous step more, alone
@@ -293,10 +294,9 @@ def test_a_vote_is_heard_of_although_its_header_only_says_to_catch_up() -> None:
             recover(error)
 
         averager.control._loop._recover = vote_and_recover
-        for _ in range(3000):
+        deadline = time.monotonic() + LIMIT_S
+        while Vote.STOP not in averager.gates.agreed and time.monotonic() < deadline:
             rank.train(1)
-            if Vote.STOP in averager.gates.agreed:
-                break
             never.wait(0.001)
         agreed = Vote.STOP in averager.gates.agreed
         rank.meet(Gate.STOP)

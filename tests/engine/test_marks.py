@@ -102,14 +102,14 @@ def test_a_mark_comes_again_with_the_round_that_failed(name: str, op: str, nth: 
 
 
 def test_a_rank_that_is_absent_takes_no_part() -> None:
-    turn, deadlines = Turnstile(), Deadlines(grace=timedelta(seconds=1.0), reform=timedelta(seconds=20))
+    turn, deadlines = Turnstile(), Deadlines(grace=timedelta(seconds=3), reform=timedelta(seconds=60))
 
     def body(rank: FaultyRank) -> Any:
         marks, found = marks_of(rank), []
         boundary = collect(marks, found, rank)
         if rank.number == 2:
             rank.train(1, each=boundary)
-            turn.wait("the others went on", 60.0)
+            turn.wait("the others went on")
             rank.train(1, each=boundary)
         else:
             marks.ask()
@@ -118,7 +118,7 @@ def test_a_rank_that_is_absent_takes_no_part() -> None:
         rank.meet()
         return [marked.mark for _, marked, _ in found], marks.saved
 
-    told = values(3, body, schedule=EveryNSteps(2), deadlines=deadlines, timeout=60.0)
+    told = values(3, body, schedule=EveryNSteps(2), deadlines=deadlines)
     assert [marks for marks, _ in told] == [[Mark(1, 1, (0, 1))]] * 2 + [[]]
     assert [saved for _, saved in told] == [1] * 3, "it knows of the save"
 

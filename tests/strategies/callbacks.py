@@ -12,11 +12,23 @@ from torch import nn
 from lightning_async import AsyncAveragingStrategy, DiLoCo, EveryNSteps, Mean
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
-from tests.strategies.workers import Net, Recorder, fit, loader, logged, make_trainer, rank, report, scenario, shard
+from tests.strategies.workers import (
+    PATIENT,
+    Net,
+    Recorder,
+    fit,
+    loader,
+    logged,
+    make_trainer,
+    rank,
+    report,
+    scenario,
+    shard,
+)
 
 
 def diloco() -> AsyncAveragingStrategy:
-    return AsyncAveragingStrategy(DiLoCo(), EveryNSteps(3), overlap=False)
+    return AsyncAveragingStrategy(DiLoCo(), EveryNSteps(3), overlap=False, deadlines=PATIENT)
 
 
 class Tuned(Net):
@@ -90,7 +102,7 @@ def _averaged(callback: Any, numbers: tuple[int, int], folder: Path, **options: 
     """Rounds after every third step, validations after every sixth, all deterministic."""
     seen = Seen()
     checkpoint = pl.callbacks.ModelCheckpoint(dirpath=folder, filename="end", save_on_train_epoch_end=True)
-    strategy = AsyncAveragingStrategy(Mean(), EveryNSteps(3), overlap=False, weighting="steps")
+    strategy = AsyncAveragingStrategy(Mean(), EveryNSteps(3), overlap=False, weighting="steps", deadlines=PATIENT)
     told = fit(
         strategy, loader(shard(numbers)), val=loader(shard((1, 1))), callbacks=[callback, seen, checkpoint],
         enable_checkpointing=True, **{"val_check_interval": 6, **options},

@@ -1,4 +1,8 @@
-"""A user's script under Horovod Elastic: says which samples each rank took, and when."""
+"""A user's script under Horovod Elastic: says which samples each rank took, and when.
+
+``elastic_script.py [holds] [slow]``: rank 1 stays in its 20th step, until it is killed; a rank that is alone takes its
+time, so that another one can come.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +27,15 @@ class Module(pl.LightningModule):
         self.layer = torch.nn.Linear(1, 1)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        time.sleep(0.02)
+        alone = self.trainer.world_size == 1
+        time.sleep(0.1 if alone and "slow" in sys.argv else 0.02)
         (x,) = batch
         taken = ",".join(str(int(value)) for value in x.view(-1))
         told = f"{os.getpid()} {self.global_rank} {self.trainer.world_size} {self.current_epoch}"
         # One write: the lines of ranks that share a pipe must not mix.
         os.write(1, f"\nSTEP {told} {self.trainer.global_step} {time.time()} {taken}\n".encode())
+        if "holds" in sys.argv and self.global_rank == 1 and self.trainer.global_step == 20:
+            time.sleep(60.0)  # it is killed meanwhile
         return (self.layer(x / SAMPLES) - 1.0).pow(2).mean()
 
     def configure_optimizers(self) -> Any:

@@ -10,7 +10,9 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,21 +41,18 @@ class Tiny(pl.LightningModule):
 
     Args:
         pause_s: sleep in every step.
-        at: rank, step, and what happens there: "raise", "sleep", "die"; or "raise in validation".
-        for_s: how long the sleep is.
+        at: rank, step, and what happens there: "raise", "wait", "die"; or "raise in validation".
+        gate: a file; the wait ends when it is there.
     """
 
-    def __init__(self, pause_s: float = 0.0, at: tuple[int, int, str] | None = None, for_s: float = 0.0) -> None:
+    def __init__(self, pause_s: float = 0.0, at: tuple[int, int, str] | None = None, gate: str = "") -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layer = nn.Linear(8, 1)
-        self.pause_s, self.at, self.for_s = pause_s, at, for_s
+        self.pause_s, self.at, self.gate = pause_s, at, gate
         self.taken = 0
-        self.longest_s, self._last = 0.0, time.monotonic()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        now = time.monotonic()
-        self.longest_s, self._last = max(self.longest_s, now - self._last if self.taken > 1 else 0.0), now
         time.sleep(self.pause_s)
         self.taken += 1
         print(f"step {self.taken}", flush=True)
@@ -62,7 +61,7 @@ class Tiny(pl.LightningModule):
                 raise ValueError("the data ran dry")
             if self.at[2] == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(self.for_s)
+            _wait_for(Path(self.gate).exists)
         return (self.layer(batch) - self.trainer.global_rank).pow(2).mean()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -104,7 +103,7 @@ def train(
     deadlines: dict[str, float] | None = None,
     pause_s: float = 0.005,
     at: tuple[int, int, str] | None = None,
-    for_s: float = 0.0,
+    gate: str = "",
     **options: Any,
 ) -> None:
     """Train; ``batches`` by rank."""
@@ -115,7 +114,7 @@ def train(
         overlap=overlap,
         deadlines=Deadlines(**times),  # pyright: ignore
     )
-    module = Tiny(pause_s, at, for_s)
+    module = Tiny(pause_s, at, gate)
     trainer = make_trainer(strategy, len(batches), **options)
     told: dict[str, Any] = {"rank": own}
     try:
@@ -131,7 +130,6 @@ def train(
             "digest": digest(module),
             "finite": finite(module),
             "taken": module.taken,
-            "longest_s": module.longest_s,
             "failed": summary.failed_rounds,
             "rounds": summary.rounds,
             "absent": summary.absent_rounds,
@@ -165,15 +163,34 @@ def between_runs(then: str, how: str, dead_after: float, folder: str) -> None:
     print("ENDED " + json.dumps(told | {"took_s": time.monotonic() - began}), flush=True)
 
 
-def without_the_first(where: str) -> None:
-    """Rank 0 dies in the start, and the other rank comes to ``where`` when it is gone."""
+def without_the_first(where: str, folder: str) -> None:
+    """Rank 0 dies in the start, when the other rank has come to ``where``, which goes on there when it is gone."""
+    here, victim = Path(folder, "here"), Path(folder, "victim")
 
     def gone(*args: Any, **kwargs: Any) -> Any:
         if os.environ["RANK"] == "0":
+            _wait_for(here.exists)
+            victim.with_suffix(".part").write_text(str(os.getpid()))
+            victim.with_suffix(".part").rename(victim)
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(1.0)
+        here.touch()
+        _wait_for(lambda: victim.exists() and not _lives(int(victim.read_text())))
         return original(*args, **kwargs)
 
     original = getattr(torch_transport, where)
     setattr(torch_transport, where, gone)
     train([8, 8])
+
+
+def _wait_for(condition: Callable[[], bool]) -> None:
+    """Until the test's deadline at the latest."""
+    while not condition():
+        time.sleep(0.01)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

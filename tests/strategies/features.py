@@ -24,6 +24,7 @@ from lightning_async.trainer.namespace import pl, pytorch
 from tests.strategies import problem
 from tests.strategies.test_optimizer_state import OPTIMIZERS
 from tests.strategies.workers import (
+    PATIENT,
     Net,
     Recorder,
     fit,
@@ -39,7 +40,7 @@ from tests.strategies.workers import (
 
 
 def every_step(**options: Any) -> AsyncAveragingStrategy:
-    return AsyncAveragingStrategy(Mean(), EveryNSteps(1), overlap=False, **options)
+    return AsyncAveragingStrategy(Mean(), EveryNSteps(1), overlap=False, deadlines=PATIENT, **options)
 
 
 # ---- manual optimization ----

@@ -9,11 +9,11 @@ import torch
 from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, EveryNSteps, Mean, Synchronous, Warmup
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
-from tests.strategies.workers import Net, fit, loader, logged, make_trainer, scenario, shard
+from tests.strategies.workers import PATIENT, Net, fit, loader, logged, make_trainer, scenario, shard
 
 
 def every_step(rule: Any, **options: Any) -> AsyncAveragingStrategy:
-    return AsyncAveragingStrategy(rule, EveryNSteps(1), overlap=False, **options)
+    return AsyncAveragingStrategy(rule, EveryNSteps(1), overlap=False, deadlines=PATIENT, **options)
 
 
 def momentum(params: Any) -> torch.optim.Optimizer:
@@ -80,14 +80,18 @@ def diloco() -> Any:
     """Several times: whichever rank comes first, the numbers are the same."""
     told = []
     for _ in range(4):
-        strategy = AsyncAveragingStrategy(DiLoCo(outer_lr=0.7, outer_momentum=0.9), EveryNSteps(4), overlap=False)
+        strategy = AsyncAveragingStrategy(
+            DiLoCo(outer_lr=0.7, outer_momentum=0.9), EveryNSteps(4), overlap=False, deadlines=PATIENT
+        )
         told.append(fit(strategy, loader(shard((12, 12), (3, 9))), max_epochs=2))
     return told[0] | {"same": [t["history"] == told[0]["history"] for t in told]}
 
 
 @scenario
 def warm_up() -> Any:
-    strategy = AsyncAveragingStrategy(DiLoCo(0.7, 0.9), Warmup(EveryNSteps(4), steps=6), overlap=False)
+    strategy = AsyncAveragingStrategy(
+        DiLoCo(0.7, 0.9), Warmup(EveryNSteps(4), steps=6), overlap=False, deadlines=PATIENT
+    )
     return fit(strategy, loader(shard((14, 14), (3, 9))))
 
 
@@ -145,7 +149,9 @@ def same_data_on_both_ranks() -> Any:
     told = {}
     data = problem.batches(0, 12)
     for policy in ("keep", "average"):
-        strategy = AsyncAveragingStrategy(schedule=EveryNSteps(2), overlap=False, optimizer_state=policy)
+        strategy = AsyncAveragingStrategy(
+            schedule=EveryNSteps(2), overlap=False, deadlines=PATIENT, optimizer_state=policy
+        )
         told[policy] = fit(strategy, loader(data), Net(optimizer=adam))["flat"]
     return told
 

@@ -10,11 +10,11 @@ import torch
 from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, EveryNSteps
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
-from tests.strategies.workers import Net, Recorder, loader, make_trainer, rank, report, scenario, shard
+from tests.strategies.workers import PATIENT, Net, Recorder, loader, make_trainer, rank, report, scenario, shard
 
 
 def diloco() -> AsyncAveragingStrategy:
-    return AsyncAveragingStrategy(DiLoCo(), EveryNSteps(3), overlap=False)
+    return AsyncAveragingStrategy(DiLoCo(), EveryNSteps(3), overlap=False, deadlines=PATIENT)
 
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:

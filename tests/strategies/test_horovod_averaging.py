@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.horovod import horovod_environment, needs_horovod
-from tests.strategies.test_failures import TRAIN, ended, wait_for_step
+from tests.strategies.test_failures import LIMIT_S, SOON_S, TRAIN, ended, wait_for_step
 from tests.strategies.test_launch import SCRIPT, assert_one_test_result, assert_two_ranks_fitted, launch
 from tests.strategies.test_numerics import (  # noqa: F401
     test_compressed_messages_stay_near_one_process,
@@ -40,7 +40,7 @@ def test_lightnings_collectives_at_a_gate(ranks: Outcomes) -> None:
 
 def test_a_killed_rank_ends_the_other_with_an_error_of_horovods_kind() -> None:
     kwargs = {"batches": [100_000] * 2, "deadlines": {"dead_after": 3.0}}
-    with horovod_environment(2) as env, start_ranks(TRAIN, 2, kwargs=kwargs, timeout=60.0, env=env) as group:
+    with horovod_environment(2) as env, start_ranks(TRAIN, 2, kwargs=kwargs, timeout=LIMIT_S, env=env) as group:
         wait_for_step(group, 30, 2)
         killed_at = time.time()
         group.signal(1, signal.SIGKILL)
@@ -48,7 +48,7 @@ def test_a_killed_rank_ends_the_other_with_an_error_of_horovods_kind() -> None:
     assert not survivor.timed_out and survivor.returncode == 1, survivor
     told = ended(survivor)
     assert told["error"].startswith(KINDS), told
-    assert told["at"] - killed_at < 7.0
+    assert told["at"] - killed_at < SOON_S
     assert told["finite"]
 
 
@@ -56,7 +56,7 @@ def test_a_killed_rank_ends_the_other_with_an_error_of_horovods_kind() -> None:
 def test_an_exception_on_one_rank_is_named_by_the_other(at: list[Any]) -> None:
     """Horovod only tells that it has been shut down; the heartbeats tell by whom, and why."""
     kwargs = {"batches": [40] * 2, "at": at}
-    with horovod_environment(2) as env, start_ranks(TRAIN, 2, kwargs=kwargs, timeout=60.0, env=env) as group:
+    with horovod_environment(2) as env, start_ranks(TRAIN, 2, kwargs=kwargs, timeout=LIMIT_S, env=env) as group:
         results = group.join()
     assert ended(results[at[0]])["error"] == "ValueError: the data ran dry"
     other = results[1 - at[0]]

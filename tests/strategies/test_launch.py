@@ -100,7 +100,7 @@ def test_plain_python_names_a_rank_that_is_killed(tmp_path: Path) -> None:
     ) as group:
         (process,) = group.processes
         assert process.wait(LIMIT_S) == 1
-        wait_for_group_to_end(process.pid, 10.0)
+        wait_for_group_to_end(process.pid, LIMIT_S / 4)
         (result,) = group.join()
     text = result.stdout + result.stderr
     assert "rank 1 failed: its process ended with status -9" in text, text[-4000:]
@@ -151,20 +151,22 @@ def test_a_watcher_goes_on_although_the_others_cannot_be_told(caplog: pytest.Log
 
     died, other, main = (
         subprocess.Popen([sys.executable, "-S", "-c", code])
-        for code in ("raise SystemExit(3)", *["import time; time.sleep(60)"] * 2)
+        for code in ("raise SystemExit(3)", *["import time; time.sleep(200)"] * 2)
     )
     watch = _Watch([died, other], on_death)
     watch._main_pid = main.pid  # in this process's place
-    died.wait(10.0)
+    died.wait(50.0)
     assert watch._run()
-    assert [other.wait(10.0), main.wait(10.0)] == [-signal.SIGKILL] * 2
+    assert [other.wait(50.0), main.wait(50.0)] == [-signal.SIGKILL] * 2
     assert "could not be told" in caplog.text and "Connection reset by peer" in caplog.text
 
 
 def test_a_launcher_that_is_killed_while_it_starts_the_others_leaves_none(tmp_path: Path) -> None:
-    with start_ranks(Path(SCRIPT), 1, args=["popen", "2", "fit"], cwd=tmp_path, launched=False) as group:
+    with start_ranks(
+        Path(SCRIPT), 1, args=["popen", "2", "fit"], cwd=tmp_path, launched=False, timeout=LIMIT_S
+    ) as group:
         (process,) = group.processes
-        deadline = time.monotonic() + 30.0
+        deadline = time.monotonic() + LIMIT_S / 3
         while len(group_members(process.pid)) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
         assert len(group_members(process.pid)) == 2

@@ -44,7 +44,7 @@ print(json.dumps([changed, [name for name in before if name not in after], len(b
 @pytest.mark.parametrize("namespace", ["lightning.pytorch", "pytorch_lightning"])
 def test_importing_the_package_patches_nothing(namespace: str) -> None:
     command = [sys.executable, "-W", "ignore", "-c", IMPORT, namespace]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    said = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert said.returncode == 0, said.stderr
     changed, gone, number = json.loads(said.stdout.splitlines()[-1])
     assert (changed, gone) == ([], [])

@@ -170,7 +170,7 @@ def test_a_world_of_one_says_so_and_trains_as_a_single_device() -> None:
 
 
 def test_the_older_namespace() -> None:
-    told = [result.value for result in run_ranks("tests.strategies.classic:train", timeout=60, fresh=True)]
+    told = [result.value for result in run_ranks("tests.strategies.classic:train", timeout=150, fresh=True)]
     for rank in told:
         assert (rank["namespace"], rank["other"]) == ("pytorch_lightning", False)
         assert rank["samples_by_rank"] == [2 * 5 * 4, 2 * 9 * 4]

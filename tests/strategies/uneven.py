@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torchmetrics import MeanMetric, SumMetric
 
-from lightning_async import AsyncAveragingStrategy, Deadlines, EveryNSteps, EverySeconds, Mean
+from lightning_async import AsyncAveragingStrategy, EveryNSteps, EverySeconds, Mean
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
-from tests.strategies.workers import Net, fit, loader, logged, rank, scenario, shard
+from tests.strategies.workers import PATIENT, Net, fit, loader, logged, rank, scenario, shard
 
 SHARDS = (20, 60)
 
@@ -282,6 +282,5 @@ def drift_canary(folder: Path) -> Any:
             if rank() == 0 and batch_idx == 29:
                 through.touch()
 
-    patient = Deadlines(grace=timedelta(hours=1))  # no round goes on without rank 1
-    strategy = AsyncAveragingStrategy(schedule=EveryNSteps(5), deadlines=patient)
+    strategy = AsyncAveragingStrategy(schedule=EveryNSteps(5), deadlines=PATIENT)
     return fit(strategy, loader(shard((30, 30))), Stuck())

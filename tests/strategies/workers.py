@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,16 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_async import AsyncAveragingStrategy
+from lightning_async import AsyncAveragingStrategy, Deadlines
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
 from tests.support import Environment, run_ranks
 
 LIMIT_S = 60.0
 """For one scenario. One that hangs shall not take the others with it."""
+
+PATIENT = Deadlines(grace=timedelta(hours=1))
+"""For what must come out to the bit: no round goes on without a rank that is given no time, or compiles for long."""
 
 SCENARIOS: dict[str, dict[str, Callable[..., Any]]] = {}
 

@@ -123,9 +123,13 @@ class Membership:
         self._exchange()
         self._heart.start()
 
+    def leave(self) -> None:
+        """Say goodbye, and go on hearing of the others."""
+        self._publish_end(LEFT, "")
+
     def close(self) -> None:
         """Say goodbye and end the thread; idempotent. A store out of reach delays it by a few seconds at most."""
-        self._publish_end(LEFT, "")
+        self.leave()
         self._heart.stop()
 
     def fail(self, text: str) -> None:
