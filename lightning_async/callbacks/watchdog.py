@@ -204,6 +204,7 @@ class HangWatchdog(Callback):
                 _dump(text, file)
         if self._stderr is not None:
             _dump(text, self._stderr)
+        _arm(_TOLD_S, self._stderr)  # the timer is not to come before that is over
         teller = threading.Thread(target=_tell_others, args=(trainer.strategy, text), daemon=True)
         teller.start()
         teller.join(_TOLD_S)

@@ -46,7 +46,9 @@ def hangs(folder: str, how: str) -> None:
     os.environ.pop("WORLD_SIZE", None)
     what = {"python": a_sleep, "C": a_sleep_with_the_interpreter}[how]
     watchdog = HangWatchdog(k=5, min_s=0.5, warmup=5, dirpath=folder, exit_code=71)
-    trainer(watchdog).fit(Hangs(20, what), batches(40))
+    fit = trainer(watchdog)
+    fit.strategy.world, fit.strategy.on_exception = None, lambda error: time.sleep(1.5)  # to tell others takes long
+    fit.fit(Hangs(20, what), batches(40))
 
 
 def is_slow_elsewhere(folder: str) -> str:
@@ -71,7 +73,7 @@ def steps(folder: str) -> int:
     """Many steps, for a test that stops the process meanwhile."""
     os.environ.pop("RANK", None)
     os.environ.pop("WORLD_SIZE", None)
-    fit = trainer(HangWatchdog(k=5, min_s=0.5, warmup=5, dirpath=folder))
+    fit = trainer(HangWatchdog(k=5, min_s=1.0, warmup=5, dirpath=folder))
     fit.fit(Hangs(30, lambda: None), batches(100))
     return fit.global_step
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,12 +16,15 @@ from lightning_async.callbacks.divergence import DivergenceMonitor
 from lightning_async.engine.deadlines import Deadlines
 from lightning_async.rules.divergence import History
 from lightning_async.trainer.namespace import pl, pytorch
+from tests.callbacks.checkpoint_ranks import until
 from tests.callbacks.problem import Keeper, Line, batches, finite, values
 from tests.strategies.workers import logged, rank, scenario
 
 NAN = math.nan
 NONE: dict[int, float] = {}
 HISTORY = History(window=30, warmup=5, cooldown=2)
+LONG = Deadlines(dead_after=timedelta(seconds=50), grace=timedelta(seconds=40))
+"""What waits for one of these is not done at once."""
 
 
 class Paced(Line):
@@ -28,12 +32,12 @@ class Paced(Line):
 
     Args:
         poison: at the end of this step, on this rank, what becomes of the optimizer's state and the parameters.
+        ready: the file that is there once the other rank is ready for that. Default: it always is.
     """
 
-    def __init__(self, wrong: Any = None, poison: int = 0, pause_s: float = 0.003) -> None:
+    def __init__(self, wrong: Any = None, poison: int = 0, pause_s: float = 0.003, ready: Path | None = None) -> None:
         super().__init__(wrong)
-        self.poison, self.pause_s = poison, pause_s
-        self.said: list[float] = []
+        self.poison, self.pause_s, self.ready = poison, pause_s, ready
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         time.sleep(self.pause_s)
@@ -41,6 +45,8 @@ class Paced(Line):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.steps == self.poison > 0:
+            if self.ready is not None:
+                until(self.ready.exists, "the other rank is ready")
             with torch.no_grad():
                 self.layer.weight[0, 0] = NAN
             self.poison = 0
@@ -77,8 +83,7 @@ def ddp() -> Any:
 
 
 def drifting(**options: Any) -> AsyncAveragingStrategy:
-    deadlines = Deadlines(dead_after=timedelta(seconds=10), grace=timedelta(seconds=5))
-    return AsyncAveragingStrategy(schedule=options.pop("schedule", EveryNSteps(8)), deadlines=deadlines, **options)
+    return AsyncAveragingStrategy(schedule=options.pop("schedule", EveryNSteps(8)), deadlines=LONG, **options)
 
 
 # ---- DDP ----
@@ -155,21 +160,28 @@ def drifting_leaves_out_a_replica_whose_loss_has_gone_off() -> Any:
 
 
 @scenario
-def drifting_rolls_back_together() -> Any:
+def drifting_rolls_back_together(folder: Path) -> Any:
     monitor = DivergenceMonitor(remedies=["log", "roll_back", "stop"])
-    keeper = Keeper(monitor)
-    begun = time.monotonic()
+    keeper, ready = Keeper(monitor), folder / "rank 0 has a good state"
     after: list[list[float]] = []
+
+    class Tells(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if rank() == 0 and keeper.good is not None:
+                ready.touch()
 
     class Recorded(AsyncAveragingStrategy):
         def start_over(self) -> None:
             after.append(values(self.module))
             super().start_over()
 
-    module = Paced(poison=33 if rank() == 1 else 0)
+    module = Paced(poison=33 if rank() == 1 else 0, ready=ready)
     validated: list[int] = []
     module.validation_step = lambda batch, batch_idx: validated.append(module.steps)  # type: ignore[method-assign]
-    told = fit(Recorded(schedule=EveryNSteps(8)), module, monitor, keeper, n=80, val_check_interval=7)
+    begun = time.monotonic()
+    told = fit(
+        Recorded(schedule=EveryNSteps(8), deadlines=LONG), module, monitor, keeper, Tells(), n=80, val_check_interval=7
+    )
     took_s = time.monotonic() - begun
     return told | {"rolled": keeper.rolled, "took_s": took_s, "after": after, "validated": len(validated)}
 

@@ -67,7 +67,7 @@ def steps_in(folder: Path) -> list[int]:
     return [entry.step for entry in CheckpointStore(folder).entries()]
 
 
-def in_child(body: Callable[[], Any], timeout: float = 60.0) -> int:
+def in_child(body: Callable[[], Any], timeout: float = 140.0) -> int:
     """The exit code of a process of its own."""
     process = multiprocessing.get_context("fork").Process(target=body)
     process.start()
@@ -90,7 +90,7 @@ class Told(Noisy):
         return loss
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(200)
 def test_killed_three_times_the_history_is_that_of_one_run(tmp_path: Path) -> None:
     whole = train(every(tmp_path / "whole", 3))
     for stop in (7, 13, 20, None):
@@ -104,7 +104,7 @@ def test_killed_three_times_the_history_is_that_of_one_run(tmp_path: Path) -> No
     assert [[step, loss] for step, loss in lines if whole.losses[step] != loss] == []
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(150)
 def test_a_signal_saves_and_ends_with_75(tmp_path: Path) -> None:
     tell = At(9, lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert in_child(lambda: train(every(tmp_path, 1000), tell)) == 75
@@ -113,7 +113,7 @@ def test_a_signal_saves_and_ends_with_75(tmp_path: Path) -> None:
     assert min(train(every(tmp_path, 1000)).losses) == 10
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(150)
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     def twice() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -161,7 +161,8 @@ def test_when_and_what_to_keep(tmp_path: Path) -> None:
             self.log("score", float(abs(self.trainer.global_step - 12)))
 
     module = Validated()
-    saved = FaultTolerantCheckpoint(tmp_path, save=AtEpochEnd(), keep=KeepAny(Best("score"), EveryNth(10)))
+    keep = KeepAny(Best("score"), EveryNth(10))
+    saved = FaultTolerantCheckpoint(tmp_path, save=AtEpochEnd(), keep=keep, busy="wait")
     trainer = trainer_of(saved, max_epochs=4, num_sanity_val_steps=0)
     trainer.fit(module, data(), whole_data())
     entries = CheckpointStore(tmp_path).entries()
@@ -232,7 +233,7 @@ def test_what_cannot_be_saved_is_named_when_training_starts(tmp_path: Path) -> N
         train(every(tmp_path), module=Strange())
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(150)
 def test_nan_rolls_back_to_a_good_checkpoint(tmp_path: Path) -> None:
     """The poisoned one that was saved meanwhile never becomes good; the data goes on."""
 

@@ -185,6 +185,7 @@ def test_who_has_failed_does_not_wait_long_for_a_writer_that_does_not_write(
     saved, pids = every(tmp_path, busy="skip"), []
 
     def stop() -> None:
+        saved._now.saver.wait(20.0)  # pyright: ignore  (its memory grows)
         pids.append(saved._now.saver._writer.pid)  # pyright: ignore
         os.kill(pids[0], signal.SIGSTOP)
 
@@ -192,11 +193,11 @@ def test_who_has_failed_does_not_wait_long_for_a_writer_that_does_not_write(
         began = time.monotonic()
         with pytest.raises(Interrupted):
             train(saved, At(2, stop), At(9, interrupt))
-        assert time.monotonic() - began < 10.0
+        assert time.monotonic() - began < 60.0, "it waits for ten minutes"
     finally:
         os.kill(pids[0], signal.SIGCONT)
     assert "writes on" in caplog.text
-    until = time.monotonic() + 10.0
+    until = time.monotonic() + 60.0
     while steps_in(tmp_path) != [4] and time.monotonic() < until:
         time.sleep(0.02)
     assert steps_in(tmp_path) == [4]

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from lightning_async.errors import CheckpointError
 from lightning_async.rules.saving import Latest
 from tests.callbacks.checkpoint_ranks import At
 from tests.callbacks.test_checkpoint import every, steps_in, train
+from tests.checkpoint.test_claim import once_said
 
 
 @pytest.fixture(autouse=True)
@@ -51,16 +51,19 @@ def kill(pid: int) -> None:
     os.waitpid(pid, 0)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(150)
 def test_a_second_training_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
     """As the first one takes its newest checkpoint from there, too: no number comes twice."""
 
     def train_and_stop(said: int) -> None:
+        saved = every(tmp_path, 4)
+
         def stop() -> None:
+            saved._now.saver.wait(20.0)  # pyright: ignore
             os.write(said, b".")
             os.kill(os.getpid(), signal.SIGSTOP)
 
-        train(every(tmp_path, 4), At(9, stop))
+        train(saved, At(9, stop))
         os._exit(7)
 
     pid, _ = started(train_and_stop)
@@ -78,7 +81,7 @@ def test_a_second_training_is_refused_and_the_first_goes_on(tmp_path: Path) -> N
     assert train(every(tmp_path, 4)).losses == {}, "it has let go, and what it has saved is complete"
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(150)
 def test_killed_while_a_slow_disk_writes_and_started_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The process that writes is stopped, as a disk would do it, with two saves in hand."""
 
@@ -93,16 +96,14 @@ def test_killed_while_a_slow_disk_writes_and_started_at_once(tmp_path: Path, cap
             os.write(said, b"%d" % saved._now.saver._writer.pid)  # pyright: ignore
             signal.pause()
 
-        train(saved, At(7, stop), At(10, tell))
+        # The memory that grows with the optimizer's state is there before the first one is due.
+        train(saved, At(3, lambda: saved._now.saver.wait(20.0)), At(7, stop), At(10, tell))  # pyright: ignore
 
     pid, writer = started(train_and_hang)
     kill(pid)
     assert steps_in(tmp_path) == [4]
-    later = threading.Timer(1.0, lambda: os.kill(int(writer), signal.SIGCONT))
-    later.start()
-    with caplog.at_level(logging.WARNING, "lightning_async"):
+    with caplog.at_level(logging.WARNING, "lightning_async"), once_said(lambda: os.kill(int(writer), signal.SIGCONT)):
         module = train(every(tmp_path, 4))
-    later.join()
     assert min(module.losses) == 8, "what had been handed over is not lost"
     assert "still writing something" in caplog.text or "still writing 000002-step-8" in caplog.text
     assert steps_in(tmp_path)[0] == 24

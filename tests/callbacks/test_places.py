@@ -54,12 +54,16 @@ def test_other_settings_on_one_rank_are_refused_on_all(outcomes: Outcomes) -> No
             assert name.replace("every_n_train_steps", "EveryNTrainSteps(n=3)") in said
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(230)
 def test_killed_where_one_host_has_not_written_its_newest(tmp_path: Path) -> None:
-    with start_ranks("tests.callbacks.places_ranks:killed", 2, kwargs={"folder": str(tmp_path)}, timeout=60.0) as group:
+    with start_ranks(
+        "tests.callbacks.places_ranks:killed", 2, kwargs={"folder": str(tmp_path)}, timeout=110.0
+    ) as group:
         killed = group.join()
     assert [each.returncode for each in killed] == [-9, -9], "\n".join(map(str, killed))
-    first, second = run_ranks("tests.callbacks.places_ranks:begun_again", 2, kwargs={"folder": str(tmp_path)})
+    first, second = run_ranks(
+        "tests.callbacks.places_ranks:begun_again", 2, kwargs={"folder": str(tmp_path)}, timeout=110.0
+    )
     assert first.value == [[16, 12], 12, 24]
     assert second.value == [[12, 8], 12, 24]
 

@@ -41,7 +41,7 @@ def tell(number: signal.Signals) -> At:
     return At(9, lambda: os.kill(os.getpid(), number))
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("variables", "job"),
     [({}, "4711"), ({"SLURM_ARRAY_JOB_ID": "4700", "SLURM_ARRAY_TASK_ID": "3"}, "4700_3")],
@@ -57,14 +57,14 @@ def test_it_saves_asks_for_another_turn_and_goes_on(tmp_path: Path, variables: d
     assert (tmp_path / "asked").read_text() == f"scontrol requeue {job}\n", "once"
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(150)
 def test_sigterm_saves_and_asks_for_nothing(tmp_path: Path) -> None:
     assert on_slurm(tmp_path, tell(signal.SIGTERM)) == 75
     assert not (tmp_path / "asked").exists()
     assert steps_in(tmp_path / "saves") == [10]
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(150)
 def test_a_queue_that_refuses_costs_no_checkpoint(tmp_path: Path) -> None:
     assert on_slurm(tmp_path, tell(signal.SIGUSR1), status=1) == 75
     assert steps_in(tmp_path / "saves") == [10]

@@ -116,7 +116,7 @@ def test_a_forks_copy_does_not_let_go(tmp_path: Path):
     ours.release()
 
 
-def test_ranks_of_one_program_share_it_and_all_hear_of_another(tmp_path: Path):
+def test_ranks_of_one_program_share_it_and_all_hear_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Two see one directory, the third has its own, as on another host."""
     here, there = CheckpointStore(tmp_path / "here"), CheckpointStore(tmp_path / "there")
 
@@ -139,13 +139,16 @@ def test_ranks_of_one_program_share_it_and_all_hear_of_another(tmp_path: Path):
         return told
 
     claims: list[Claim] = []
-    assert all_take("first") == ["", "", ""]
+    with monkeypatch.context() as patch:  # one that is to share it waits until the other has said who it is
+        patch.setattr(claim, "GRACE_S", 20.0)
+        assert all_take("first") == ["", "", ""]
     told = all_take("second")
     assert len(set(told)) == 1
     assert told[0].count("is in use") == 3
     assert "rank 2: " + there.dirpath in told[0]
     for each in claims[:3]:
         each.release()
+    monkeypatch.setattr(claim, "GRACE_S", 1.0)
     with forked(lambda: taken(there, "third")):
         assert [words.count("is in use") for words in all_take("second")] == [1, 1, 1]
         taken(here, "fourth").release()  # what two of the ranks had is given back
@@ -189,20 +192,32 @@ def dying(folder: Path, saves: int, rank: int = 0, ranks: tuple[int, ...] = (0,)
     return writer
 
 
+@contextlib.contextmanager
+def once_said(action: Callable[[], object]) -> Iterator[None]:
+    """Do it as soon as somebody says that he waits."""
+
+    class Heard(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "still writing" in record.getMessage():
+                claim.log.removeHandler(self)
+                action()
+
+    claim.log.addHandler(heard := Heard())
+    yield
+    claim.log.removeHandler(heard)
+
+
 @pytest.mark.parametrize("saves", [0, 1, 2])
 def test_what_a_killed_trainer_has_handed_over_is_waited_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, saves: int
 ):
     """Also what its writer has not begun with."""
     store, writer = CheckpointStore(tmp_path / "run"), dying(tmp_path / "run", saves)
-    later = threading.Timer(0.5, lambda: os.kill(writer, signal.SIGCONT))
     mine = taken(store, "second")
-    later.start()
-    with caplog.at_level(logging.WARNING, "lightning_async"):
+    with caplog.at_level(logging.WARNING, "lightning_async"), once_said(lambda: os.kill(writer, signal.SIGCONT)):
         began = time.monotonic()
         mine.wait(timeout_s=30.0)
     assert time.monotonic() - began < 20.0
-    later.join()
     assert [entry.number for entry in store.entries()] == list(range(saves, 0, -1))
     assert f"still writing something in {store.dirpath}; waiting for it, 30 s more at most" in caplog.text
     assert len(caplog.records) == 1
@@ -239,13 +254,16 @@ def test_who_trains_again_in_one_process_does_not_wait_for_a_part_that_can_come_
 
 
 def test_a_writer_that_has_nothing_ends_with_its_trainer_at_once(tmp_path: Path):
-    store, writer = CheckpointStore(tmp_path / "run"), dying(tmp_path / "run", 0)
-    os.kill(writer, signal.SIGCONT)
-    began = time.monotonic()
-    mine = taken(store, "second")
-    mine.wait()
-    mine.release()
-    assert time.monotonic() - began < 0.9, "it looks once a second whether its trainer lives"
+    store, took = CheckpointStore(tmp_path / "run"), []
+    for _ in range(3):  # the quickest counts, as others may have the cores
+        writer = dying(tmp_path / "run", 0)
+        mine = taken(store, "second")
+        os.kill(writer, signal.SIGCONT)
+        began = time.monotonic()
+        mine.wait()
+        took.append(time.monotonic() - began)
+        mine.release()
+    assert min(took) < 0.9, "it looks once a second whether its trainer lives"
 
 
 def test_a_wait_has_an_end(tmp_path: Path, caplog: pytest.LogCaptureFixture):

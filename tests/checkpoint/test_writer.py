@@ -154,7 +154,7 @@ def test_a_writer_that_is_stopped_holds_up_nobody(tmp_path: Path, make: MakeWrit
         writer.save(job_of(2), queue=True)
     assert writer.wait(0.2) == []
     (result,) = writer.close(0.3)
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 20.0, "it never ends"
     assert result.error is not None and f"is not written yet; process {pid} writes on" in result.error
     os.kill(pid, signal.SIGCONT)
     assert_gone(pid)
@@ -460,8 +460,8 @@ def committed_numbers(folder: Path) -> list[int]:
 
 
 def assert_gone(pid: int) -> None:
-    """Within some seconds; it may be a child that nobody has waited for yet."""
-    deadline = time.monotonic() + 10.0
+    """Soon; it may be a child that nobody has waited for yet."""
+    deadline = time.monotonic() + 60.0
     while time.monotonic() < deadline:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)

@@ -79,9 +79,11 @@ def kill_often(folder: str, kills: int, seed: int, ranks: int = 1, tmpdir: str |
         trainers = [start(folder, f"run{i}", first, rank, everyone) for rank in everyone]
         if not i:
             long_enough = time_of_saves(trainers[0])
+        if i % 2 == 0:  # the machine may be much busier by now: enough of them are killed after a save
+            wait_until_one_is_committed(store, first)
         time.sleep(chance.uniform(0.0, long_enough))
         if i % 8 == 7:  # by chance alone, on a busy machine, none would be in the middle of it
-            wait_until_one_is_written(folder)
+            stop_while_one_is_written(folder, trainers)
         kill(trainers, chance, writers_too=i % 4 == 3, writer_first=i % 5 == 4)
         said = max(trainer.committed() for trainer in trainers)
         for trainer in trainers:
@@ -93,10 +95,23 @@ def kill_often(folder: str, kills: int, seed: int, ranks: int = 1, tmpdir: str |
     return {**seen, "newest": newest}
 
 
-def wait_until_one_is_written(folder: str) -> None:
-    until = time.monotonic() + 2.0
-    while time.monotonic() < until and not any(".tmp-" in name for name in os.listdir(folder)):
-        time.sleep(0.001)
+def wait_until_one_is_committed(store: CheckpointStore, first: int) -> None:
+    until = time.monotonic() + 10.0
+    while time.monotonic() < until and not any(entry.number >= first for entry in store.entries()):
+        time.sleep(0.005)
+
+
+def stop_while_one_is_written(folder: str, trainers: list[Trainer]) -> None:
+    """All of them, with their writers, at a moment in which a save is under way."""
+    everybody, until = [pid for trainer in trainers for pid in (trainer.pid, trainer.writer)], time.monotonic() + 10.0
+    while time.monotonic() < until:
+        for pid in everybody:
+            os.kill(pid, signal.SIGSTOP)
+        if any(".tmp-" in name for name in os.listdir(folder)):
+            return
+        for pid in everybody:
+            os.kill(pid, signal.SIGCONT)
+        time.sleep(0.002)
 
 
 def time_of_saves(trainer: Trainer) -> float:
@@ -124,7 +139,7 @@ def kill(trainers: list[Trainer], chance: random.Random, writers_too: bool, writ
 
 def wait_until_gone(trainer: Trainer) -> None:
     """The writer ends with its trainer, when it has finished what it had; the one that has replaced it, too."""
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + 60.0
     while writers := writers_of(trainer.pid):
         assert time.monotonic() < deadline, f"writers {writers} still run"
         time.sleep(0.005)

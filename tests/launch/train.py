@@ -1,4 +1,7 @@
-"""A user's script, for the launcher: ``train.py FOLDER BATCHES``. With KILL set, rank 1 is killed after one save."""
+"""A user's script, for the launcher: ``train.py FOLDER BATCHES``.
+
+With KILL set, rank 1 is killed after one save; started again, the training is not to come to its end.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,16 @@ from tests.strategies.failure_workers import Tiny, digest, loader, make_trainer
 class Killed(Tiny):
     def __init__(self, folder: Path) -> None:
         super().__init__()
-        self.store = CheckpointStore(folder)
+        self.store, self.since = CheckpointStore(folder), 0
 
     def on_train_start(self) -> None:
         print("BEGINS", self.global_rank, self.trainer.global_step, flush=True)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        time.sleep(0.01)
-        first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and "KILL" in os.environ
-        if first and self.global_rank == 1 and self.trainer.global_step > 10 and self.store.entries():
+        self.since += 1
+        kill, first = "KILL" in os.environ, os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        time.sleep(0.2 if kill and not first and self.since > 12 else 0.01)
+        if kill and first and self.global_rank == 1 and self.trainer.global_step > 10 and self.store.entries():
             print("KILLED at", self.trainer.global_step, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         return super().training_step(batch, batch_idx)

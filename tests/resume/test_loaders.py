@@ -137,7 +137,6 @@ UNUSUAL = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
 @pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
 @pytest.mark.parametrize("kind", LOADERS)
 def test_a_loader(kind: str, tmp_path: Path) -> None:
