@@ -1,7 +1,4 @@
-"""Ranks of a real Horovod, for tests: skipped where it is not installed (`make horovod` builds it).
-
-``python -m tests.horovod NUM_RANKS`` is Horovod's rendezvous server, as horovodrun runs it.
-"""
+"""Ranks of a real Horovod, for tests: skipped where it is not installed (`make horovod` builds it)."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -37,7 +33,7 @@ needs_horovod_mpi = pytest.mark.skipif(
 @contextlib.contextmanager
 def rendezvous(num_ranks: int, prefix: Sequence[str] = ()) -> Iterator[int]:
     """The rendezvous server, in a process of its own that ``prefix`` may start elsewhere; yields its port."""
-    command = [*prefix, sys.executable, "-m", "tests.horovod", str(num_ranks)]
+    command = [*prefix, sys.executable, "-m", "tests.rendezvous", str(num_ranks)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as server:
         try:
@@ -85,18 +81,3 @@ def horovod_environment(nprocs: int) -> Iterator[Callable[[int], Mapping[str, st
         yield lambda rank: variables(
             rank, nprocs, port, address="127.0.0.1", host="localhost", interface="lo", one_host=True
         )
-
-
-def _serve(num_ranks: int) -> None:
-    hosts: Any = importlib.import_module("horovod.runner.common.util.hosts")
-    server: Any = importlib.import_module("horovod.runner.http.http_server").RendezvousServer(0)
-    # Its plan says how many ranks there are; by which names they come is the ranks' own business.
-    plan = hosts.get_host_assignments(hosts.parse_hosts(f"localhost:{num_ranks}"), num_ranks)
-    port = server.start()
-    server.init(plan)
-    print(port, flush=True)
-    threading.Event().wait()
-
-
-if __name__ == "__main__":
-    _serve(int(sys.argv[1]))

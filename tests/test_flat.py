@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_async.flat import FlatLayout
+from tests.support import run_ranks
 
 SHAPES = st.lists(st.sampled_from([(), (0,), (1,), (5,), (2, 3), (0, 4), (3, 1, 2)]), max_size=8)
 
@@ -72,13 +70,13 @@ def test_fingerprint_fits_a_double_and_tells_layouts_apart() -> None:
     assert base not in others
 
 
+def fingerprint() -> int:
+    return FlatLayout([torch.zeros(2, 3), torch.zeros(())], ["weight", "bias"]).fingerprint()
+
+
 def test_fingerprint_is_the_same_in_another_process() -> None:
-    code = (
-        "import torch; from lightning_async.flat import FlatLayout; "
-        "print(FlatLayout([torch.zeros(2, 3), torch.zeros(())], ['weight', 'bias']).fingerprint())"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert int(out.stdout) == FlatLayout([torch.zeros(2, 3), torch.zeros(())], ["weight", "bias"]).fingerprint()
+    """In each of them strings have other hashes."""
+    assert [result.value for result in run_ranks("tests.test_flat:fingerprint", 2)] == [fingerprint()] * 2
 
 
 def test_first_difference_names_the_tensor_on_both_sides() -> None:

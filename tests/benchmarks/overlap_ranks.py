@@ -53,7 +53,7 @@ class Job:
         blocks: pairs of blocks, at most.
         until: by `time.monotonic`, which is one clock for all processes: no further pair is begun that would end later.
         port: of the store.
-        parent: the process without which this one shall not live.
+        parent: the process without which this one shall not live, if that has started it.
     """
 
     device: str
@@ -304,7 +304,8 @@ def connect(job: Job) -> Any:
 def measure(**fields: Any) -> dict[str, Any]:
     """One rank's part; see `Job`."""
     job = Job(**fields)
-    die_with_parent(job.parent)
+    if os.getppid() == job.parent:  # else it was forked by another, and ends by its deadline
+        die_with_parent(job.parent)
     rank = int(os.environ["RANK"])
     module = build(job.numel, torch.device(job.device if rank == 0 else "cpu"))
     switch = Switch(EveryNSteps(1), math.inf if rank else 0)

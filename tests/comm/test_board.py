@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -249,18 +249,21 @@ def test_a_stall_longer_than_an_answer_may_take_is_recovered_from() -> None:
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("part", [0.5, 0.7, 0.8])
-def test_a_stall_shorter_than_dead_after_is_survived(part: float) -> None:
+def test_stalls_shorter_than_dead_after_are_survived() -> None:
     """An eighth of it may pass before the next attempt; what is left must do on a machine that is slow for a while."""
-    dead_after = 12.0
-    with over_proxy(dead_after=dead_after) as (proxy, ranks):
-        until(lambda: min(beats(ranks)) > 2)
-        proxy.stall()
-        beaten, until_s = beats(ranks), time.monotonic() + part * dead_after
-        while time.monotonic() < until_s:
-            check_all(ranks)
-        proxy.flow()
-        until_all_beat(ranks, beaten)
+    dead_after, parts = 12.0, (0.5, 0.7, 0.8)
+    with ExitStack() as stack:
+        worlds = [stack.enter_context(over_proxy(dead_after=dead_after)) for _ in parts]
+        all_ranks = [rank for _, ranks in worlds for rank in ranks]
+        until(lambda: min(beats(all_ranks)) > 2)
+        for proxy, _ in worlds:
+            proxy.stall()
+        beaten, since = beats(all_ranks), time.monotonic()
+        for part, (proxy, _) in zip(parts, worlds, strict=True):
+            while time.monotonic() < since + part * dead_after:
+                check_all(all_ranks)
+            proxy.flow()
+        until_all_beat(all_ranks, beaten)
 
 
 def test_a_process_that_ends_within_a_request_ends_in_order() -> None:

@@ -6,29 +6,24 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.support import ROOT
+from tests.ops.compiled import compiled
 
-SOURCES = ROOT / "cuda_ext" / "csrc"
 GXX, NVCC = shutil.which("g++"), shutil.which("nvcc")
 
 pytestmark = pytest.mark.timeout(300)  # compiling it takes a while on few cores
 
 
 @pytest.mark.skipif(GXX is None, reason="no g++")
-def test_every_kernel_is_the_cpu_library_under_the_address_sanitizer(tmp_path: Path):
-    program = tmp_path / "emulated"
+def test_every_kernel_is_the_cpu_library_under_the_address_sanitizer():
     command = [
         str(GXX), "-std=c++17", "-O0", "-g1", "-fsanitize=address", "-ffp-contract=off", "-fopenmp", "-DLA_EMULATOR",
-        "-DLA_LEVEL=portable", "-Wno-psabi", f"-I{ROOT / 'cuda_ext' / 'emulator'}", f"-I{SOURCES}", "-w",
-        "-x", "c++", str(ROOT / "cuda_ext" / "emulator" / "compare.cpp"), str(SOURCES / "cpu_kernels.cpp"),
-        str(SOURCES / "cuda.cu"), "-o", str(program),
+        "-DLA_LEVEL=portable", "-Wno-psabi", "-Iemulator", "-Icsrc", "-w",
+        "-x", "c++", "emulator/compare.cpp", "csrc/cpu_kernels.cpp", "csrc/cuda.cu", "-o", "OUT/emulated",
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-3000:]
+    program = compiled("emulated", command) / "emulated"
     run = subprocess.run([str(program)], capture_output=True, text=True, timeout=100)
     assert run.returncode == 0, run.stdout + run.stderr[-5000:]
     assert re.search(r"^\d{3,} comparisons agree$", run.stdout, flags=re.MULTILINE), run.stdout
@@ -38,18 +33,16 @@ def test_every_kernel_is_the_cpu_library_under_the_address_sanitizer(tmp_path: P
 
 @pytest.mark.skipif(NVCC is None, reason="no nvcc")
 @pytest.mark.skipif(sys.platform != "linux", reason="nvcc of Linux")
-def test_nvcc_spills_no_registers_and_reads_16_bytes_at_a_time(tmp_path: Path):
+def test_nvcc_spills_no_registers_and_reads_16_bytes_at_a_time():
     command = [
-        str(NVCC), "-std=c++17", "-O3", "-fmad=false", "-Xptxas", "-v", "--keep", f"--keep-dir={tmp_path}", "-cubin",
-        "-gencode=arch=compute_90,code=sm_90",
-        str(SOURCES / "cuda.cu"), "-o", str(tmp_path / "cuda.cubin"),
+        str(NVCC), "-std=c++17", "-O3", "-fmad=false", "-Xptxas", "-v", "-cubin",
+        "-gencode=arch=compute_90,code=sm_90", "--keep", "--keep-dir=OUT", "csrc/cuda.cu", "-o", "OUT/cuda.cubin",
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr)
+    made = compiled("sm_90", command)
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", (made / "log").read_text())
     assert len(spills) > 200
     assert set(spills) == {("0", "0")}
-    assembly = next(tmp_path.glob("*.ptx")).read_text()
+    assembly = next(made.glob("*.ptx")).read_text()
     kernels = re.split(r"^\.visible \.entry |^\.entry |^// \.globl", assembly, flags=re.MULTILINE)
     elementwise = [kernel for kernel in kernels if re.match(r"\s*_Z\S*(flat|list)_kernel", kernel)]
     assert len(elementwise) > 200
