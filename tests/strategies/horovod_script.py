@@ -1,6 +1,6 @@
 """A user's script of synchronous training, for Horovod's launchers: tells the weights after some steps.
 
-``horovod_script.py WHAT...`` trains once with each reduction, and where it reads ``averaging``, as `launch_script` does.
+``horovod_script.py WHAT...`` trains once with each reduction, and for ``averaging`` does what `launch_script` does.
 """
 
 from __future__ import annotations
