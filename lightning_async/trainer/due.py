@@ -67,19 +67,25 @@ class Clock:
     def __init__(self, policy: SavePolicy, saver: Saver, step: int) -> None:
         self._policy, self._saver = policy, saver
         self.saved_step, self._saved_at = step, time.monotonic()
+        self._put_off = False
 
     def due_by_steps(self, step: int, epoch_end: bool) -> bool:
         """Whether a save is due on every rank, whatever the time."""
-        return self._policy.due(Progress(step, self.saved_step, 0.0, math.inf, epoch_end))
+        return self._put_off or self._policy.due(Progress(step, self.saved_step, 0.0, math.inf, epoch_end))
 
     def due(self, step: int, epoch_end: bool) -> bool:
         """Whether a save is due on this rank."""
         since = time.monotonic() - self._saved_at
-        return self._policy.due(Progress(step, self.saved_step, since, self._saver.costs.of_one, epoch_end))
+        progress = Progress(step, self.saved_step, since, self._saver.costs.of_one, epoch_end)
+        return self._put_off or self._policy.due(progress)
+
+    def put_off(self) -> None:
+        """One is due while another is being written: it stays so, also where the end of an epoch is over by then."""
+        self._put_off = True
 
     def saved(self, step: int) -> None:
         """A save has begun, or one that was due is left out."""
-        self.saved_step, self._saved_at = step, time.monotonic()
+        self.saved_step, self._saved_at, self._put_off = step, time.monotonic(), False
 
 
 def manifest_of(trainer: Any, reason: str, exception: BaseException | None = None) -> dict[str, Any]:

@@ -77,6 +77,8 @@ class Together:
         if busy and not last and self._settings.busy != "wait":
             if self._settings.busy == "skip":
                 clock.saved(step)
+            elif by_steps:  # which all ranks know
+                clock.put_off()
             return
         self._save("the end" if last else "due", resume)
 

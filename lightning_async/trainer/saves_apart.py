@@ -104,6 +104,8 @@ class Apart:
         elif not self._saver.busy or self._settings.busy == "wait":
             self._asked = True
             self._averager.marks.ask()
+        else:
+            clock.put_off()
 
     @contextlib.contextmanager
     def _as_it_was(self) -> Iterator[AsItWas]:

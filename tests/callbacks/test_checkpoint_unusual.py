@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_async import DivergenceMonitor
+from lightning_async import DivergenceMonitor, FaultTolerantCheckpoint
 from lightning_async.engine.checkpoint.store import CheckpointStore
 from lightning_async.errors import CheckpointError
 from lightning_async.rules.divergence import History
-from lightning_async.rules.saving import Best, Latest
+from lightning_async.rules.saving import AnySave, AtEpochEnd, Best, EveryNTrainSteps, Latest
 from lightning_async.trainer import checkpointing
 from lightning_async.trainer.namespace import pl
 from tests.callbacks.checkpoint_ranks import At, Interrupted, Noisy, interrupt
@@ -201,6 +201,26 @@ def test_who_has_failed_does_not_wait_long_for_a_writer_that_does_not_write(
     while steps_in(tmp_path) != [4] and time.monotonic() < until:
         time.sleep(0.02)
     assert steps_in(tmp_path) == [4]
+
+
+def test_a_save_at_the_end_of_an_epoch_that_is_put_off_is_made(tmp_path: Path) -> None:
+    """Another one is being written meanwhile, which takes until step 15."""
+    policy = AnySave(AtEpochEnd(), EveryNTrainSteps(10))
+    saved = FaultTolerantCheckpoint(tmp_path, save=policy, keep=Latest(9))
+
+    def signal_writer(number: signal.Signals) -> None:
+        saver: Any = saved._now.saver  # pyright: ignore
+        if number == signal.SIGSTOP:
+            saver.wait(20.0)  # its memory grows
+        os.kill(saver._writer.pid, number)
+        if number == signal.SIGCONT:
+            saver.wait(20.0)
+
+    train(
+        saved, At(5, lambda: signal_writer(signal.SIGSTOP)), At(15, lambda: signal_writer(signal.SIGCONT)),
+        max_epochs=EPOCHS,
+    )  # fmt: skip
+    assert steps_in(tmp_path)[-2:] == [16, 10]
 
 
 @pytest.mark.filterwarnings("ignore:.*multiple `ModelCheckpoint` callbacks")
