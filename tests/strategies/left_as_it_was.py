@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,11 @@ from tests.strategies.workers import Net, fit, loader, make_trainer, rank, scena
 
 
 class Measured(Net):
-    """Has a metric, which is patched for the time of a fit."""
+    """Has a metric, which is patched for the time of a fit. Ranks fail together: else one hears of the other's end."""
 
-    def __init__(self, fails_at: str = "") -> None:
+    def __init__(self, fails_at: str, folder: Path) -> None:
         super().__init__()
-        self.metric, self.fails_at = MeanMetric(), fails_at
+        self.metric, self.fails_at, self.folder = MeanMetric(), fails_at, folder
 
     def setup(self, stage: str) -> None:
         self._fail("setup")
@@ -43,6 +44,9 @@ class Measured(Net):
 
     def _fail(self, where: str) -> None:
         if where == self.fails_at:
+            (self.folder / f"{where} {rank()}").touch()
+            while not (self.folder / f"{where} {1 - rank()}").exists():  # until `LIMIT_S` at the latest
+                time.sleep(0.001)
             raise ValueError("on purpose")
 
 
@@ -83,7 +87,7 @@ class Seen(pl.Callback):
 
 
 def _run(fails_at: str, folder: Path) -> dict[str, Any]:
-    module, seen = Measured(fails_at), Seen()
+    module, seen = Measured(fails_at, folder), Seen()
     spikes = pytorch("callbacks").SpikeDetection(finite_only=False) if hasattr(pl.callbacks, "SpikeDetection") else None
     callbacks = [pl.callbacks.Timer("00:01:00:00"), pl.callbacks.ModelCheckpoint(folder), seen]
     trainer = make_trainer(
