@@ -144,7 +144,7 @@ def faulty_rank(
     membership.start()
     ledger = Ledger()
 
-    def nobody(*_: object) -> Any:
+    def nobody(mine: Any) -> Any:
         raise ConnectionError("this rank is dead")
 
     def die() -> None:

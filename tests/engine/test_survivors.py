@@ -89,7 +89,7 @@ def test_fewer_than_the_minimum_do_not_go_on() -> None:
 
 @pytest.mark.parametrize("rule", [DeltaMean(), DiLoCo()], ids=lambda rule: type(rule).__name__)
 def test_two_die_in_turn_and_one_is_left(rule) -> None:
-    scripts = {
+    scripts: dict[int, Sequence[Fault]] = {
         0: [Fault(op="all_reduce", nth=1, action=Kill(), name=PAYLOAD)],
         2: [Fault(op="all_reduce", nth=3, action=Kill(), name=PAYLOAD)],
     }
