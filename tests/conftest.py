@@ -158,20 +158,22 @@ def leaves_nothing_behind() -> Iterator[None]:
 
 
 LONGEST = (
-    "strategies/test_launch.py",
     "strategies/test_failures.py",
-    "strategies/test_horovod_mpi.py",
+    "strategies/test_launch.py",
     "examples/test_horovod.py",
-    "test_packaging.py",
-    "examples/test_char_lm.py",
-    "callbacks/test_checkpoint_ranks.py",
-    "callbacks/test_checkpoint_unusual_ranks.py",
-    "ops/test_cuda_sources.py",
-    "strategies/test_features.py",
-    "test_extending.py",
-    "benchmarks/test_benchmarks.py",
-    "examples/test_fault_tolerance.py",
     "strategies/test_horovod_averaging.py",
+    "strategies/test_horovod_mpi.py",
+    "launch/test_training.py",
+    "benchmarks/test_benchmarks.py",
+    "examples/test_char_lm.py",
+    "comm/test_horovod.py",
+    "strategies/test_features.py",
+    "strategies/test_refusals.py",
+    "callbacks/test_checkpoint_unusual_ranks.py",
+    "examples/test_fault_tolerance.py",
+    "test_extending.py",
+    "ops/test_cuda_sources.py",
+    "test_packaging.py",
 )
 """Files that take half a minute or more: where processes share the files, these go first, so that all end together."""
 

@@ -100,9 +100,6 @@ class Regroup:
                 error = again
                 box.failed += not isinstance(error, PeerLost)
                 continue
-            if self._lost:
-                why, self._lost = "; ".join(self._lost), []
-                self.on_loss(self._membership.generation, why)
             log.warning(
                 "Rank %d: round %d failed and is repeated by re-formed groups (number %d); no weight has changed. %s",
                 self._transfer.rank, box.next_exchange, generation, error,
@@ -137,6 +134,9 @@ class Regroup:
         for root in self._roots:
             root.reconfigure(generation)
         self._mailbox.trouble = None
+        if self._lost:  # before the training thread goes on, by numbers that are others now
+            self.on_loss(generation, "; ".join(self._lost))
+            self._lost = []
         if self._calls is not None:
             self._calls.settle(self._transfer.gather, self._from, generation.number)
         return generation.number

@@ -24,7 +24,7 @@ def test_every_kernel_is_the_cpu_library_under_the_address_sanitizer():
         "-x", "c++", "emulator/compare.cpp", "csrc/cpu_kernels.cpp", "csrc/cuda.cu", "-o", "OUT/emulated",
     ]  # fmt: skip
     program = compiled("emulated", command) / "emulated"
-    run = subprocess.run([str(program)], capture_output=True, text=True, timeout=100)
+    run = subprocess.run([str(program)], capture_output=True, text=True, timeout=200)
     assert run.returncode == 0, run.stdout + run.stderr[-5000:]
     assert re.search(r"^\d{3,} comparisons agree$", run.stdout, flags=re.MULTILINE), run.stdout
     broken = subprocess.run([str(program), "overrun"], capture_output=True, text=True, timeout=100)

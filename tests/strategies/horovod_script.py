@@ -1,6 +1,6 @@
 """A user's script of synchronous training, for Horovod's launchers: tells the weights after some steps.
 
-``horovod_script.py REDUCTION...`` trains once with each.
+``horovod_script.py WHAT...`` trains once with each reduction, and for ``averaging`` does what `launch_script` does.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_async import HorovodStrategy
 from lightning_async.trainer.namespace import pl
+from tests.strategies import launch_script
 
 LR, STEPS, BATCH = 0.1, 4, 3
 
@@ -65,5 +66,8 @@ def train(reduction: Any) -> None:
 
 
 if __name__ == "__main__":
-    for reduction in sys.argv[1:]:
-        train(reduction)
+    for what in sys.argv[1:]:
+        if what == "averaging":
+            launch_script.main("horovod", "2", "fit", "test")
+        else:
+            train(what)

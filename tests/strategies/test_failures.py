@@ -159,11 +159,11 @@ def test_the_first_rank_dies_while_the_others_start(where: str, tmp_path: Path) 
 def test_a_second_rank_1_and_a_stranger_do_not_disturb_a_run() -> None:
     port = free_port()
     env = {"MASTER_PORT": str(port), SECRET: "of the job"}
-    kwargs = {"batches": [ENDLESS] * 2, "deadlines": {"dead_after": 5.0}}
+    kwargs = {"batches": [ENDLESS] * 2, "deadlines": {"dead_after": 30.0}}  # beats are overwritten meanwhile
     second = env | {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     with start_ranks(TRAIN, 2, kwargs=kwargs, timeout=LIMIT_S, env=env) as group:
         wait_for_step(group, 20, 2)
-        store: Any = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=5), wait_for_workers=False)
+        store: Any = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60), wait_for_workers=False)
         names = [key for key in store.list_keys() if key.endswith("membership/1")]
         assert len(names) == 2, "of the process, and of its run"
         record = {"life": "x", "beat": 10**6, "wanted": 0, "bell": 0, "state": "failed", "text": "I am a stranger"}

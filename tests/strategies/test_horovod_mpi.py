@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.horovod import needs_horovod_mpi
 from tests.strategies.horovod_script import BATCH, LR, STEPS, data, loss, model
-from tests.strategies.test_launch import SCRIPT, assert_two_ranks_fitted, launch
+from tests.strategies.test_launch import assert_two_ranks_fitted, launch
 from tests.support import ROOT
 
 pytestmark = [
@@ -26,14 +26,17 @@ HOROVODRUN = [
     str(Path(sys.executable).with_name("horovodrun")), "--mpi", "--mpi-args=--allow-run-as-root --oversubscribe",
     "-np", "2",
 ]  # fmt: skip
-LAUNCHERS = pytest.mark.parametrize("launcher", [MPIRUN, HOROVODRUN], ids=["mpirun", "horovodrun"])
-SYNCHRONOUS = [sys.executable, str(ROOT / "tests/strategies/horovod_script.py")]
+SCRIPT = [sys.executable, str(ROOT / "tests/strategies/horovod_script.py")]
 
 
-@LAUNCHERS
-def test_averaging(launcher: list[str], tmp_path: Path) -> None:
-    text = launch([*launcher, sys.executable, SCRIPT, "horovod", "2", "fit", "test"], tmp_path)
-    text = "\n".join(line.partition("<stdout>:")[2] or line for line in text.splitlines())
+@pytest.fixture(scope="module", params=[MPIRUN, HOROVODRUN], ids=["mpirun", "horovodrun"])
+def text(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What both ranks wrote: they average, and then train synchronously."""
+    written = launch([*request.param, *SCRIPT, "averaging", "mean", "adasum"], tmp_path_factory.mktemp("horovod"))
+    return "\n".join(line.partition("<stdout>:")[2] or line for line in written.splitlines())
+
+
+def test_averaging(text: str) -> None:
     assert_two_ranks_fitted(text)
     assert text.count("DONE") == 2
 
@@ -64,9 +67,7 @@ def train(combine: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
     return [p.detach() for p in parameters]
 
 
-@LAUNCHERS
-def test_synchronous_training_is_that_of_one_process(launcher: list[str], tmp_path: Path) -> None:
-    text = launch([*launcher, *SYNCHRONOUS, "mean", "adasum"], tmp_path)
+def test_synchronous_training_is_that_of_one_process(text: str) -> None:
     lines = [json.loads(line.partition("TOLD ")[2]) for line in text.splitlines() if "TOLD " in line]
     for combine in (mean, adasum):
         told = [line for line in lines if line["reduction"] == combine.__name__]
@@ -80,4 +81,4 @@ def test_a_horovod_that_sees_one_rank_under_mpirun_is_refused(tmp_path: Path) ->
     """As one without MPI does, which would train as many times alone."""
     blind = ["-x", "HOROVOD_CONTROLLER=gloo", "-x", "HOROVOD_CPU_OPERATIONS=gloo"]
     with pytest.raises(AssertionError, match=r"Horovod sees 1 rank\(s\), but the launcher started 2"):
-        launch([*MPIRUN, *blind, *SYNCHRONOUS, "mean"], tmp_path)
+        launch([*MPIRUN, *blind, *SCRIPT, "mean"], tmp_path)

@@ -84,9 +84,8 @@ class Membership:
             raise ValueError(f"`Membership(dead_after={dead_after})` must be at least four intervals of {interval}.")
         # A stall of the store that is shorter costs nothing: the answer is waited for.
         patience = max(_MIN_PATIENCE, dead_after / 4)
-        seal = Seal() if seal is None else seal
         elastic = elastic or member is not None
-        self._board = Board(store, generation.name, generation.members, seal, patience, elastic)
+        self._board = Board(store, generation.name, generation.members, seal or Seal(), patience, elastic)
         self.dead_after, self._dead_s = dead_after, dead_after.total_seconds()
         self._census = Census(generation, fresh, self._dead_s, start_timeout.total_seconds(), elastic, readmit)
         self._interval_s = interval.total_seconds()
@@ -127,7 +126,7 @@ class Membership:
 
     def leave(self) -> None:
         """Say goodbye, and go on hearing of the others."""
-        self._publish_end(LEFT, "")
+        self._publish_end(LEFT)
 
     def close(self) -> None:
         """Say goodbye and end the thread; idempotent. A store out of reach delays it by a few seconds at most."""
@@ -190,9 +189,8 @@ class Membership:
     def next_generation(self, timeout: timedelta) -> Generation:
         """Enter the next generation together with every rank that lives; each member gets its view of the same one.
 
-        Ranks lost before the call are left out. One that is lost during the call raises; call again to go on
-        without it. A rank that comes back, under its old name, is taken in, and so are newcomers where they may join.
-        Whoever misses most of the last generation's members is on the smaller side of a network that fell apart.
+        Ranks lost before the call are left out. One that is lost during it raises; call again to go on without it. Who
+        comes back, under the old name, is taken in unless that is ruled out, and so are newcomers where they may join.
 
         Raises:
             PeerLost: names the ranks lost since the call began, or the store's host.
@@ -249,8 +247,7 @@ class Membership:
             self._mine = mine = replace(self._mine, beat=self._mine.beat + 1)
         records = self._board.exchange(mine)
         with self._lock:
-            self._published = mine
-            now = self._clock()
+            self._published, now = mine, self._clock()
             passed = min(now - self._read_at, self._dead_s / 4)
             self._read_at = now
             self._contact.answered(now)
@@ -282,15 +279,14 @@ class Membership:
 
     def _check_store(self) -> None:
         if self._heart.started and (silence := self._contact.lost(self._clock())) is not None:
-            me = self._census.me
-            raise StoreLost(f"rank {me}: {silence}", () if me == "0" else (0,))
+            raise StoreLost(f"rank {self._census.me}: {silence}", () if self._census.me == "0" else (0,))
 
     def _check_members(self, known: frozenset[str], restarts: bool = False) -> None:
         if lost := self._census.gone(known, restarts):
             text = f"rank {self._census.me}, generation {self.generation.number}: {describe(lost)}"
             raise PeerLost(text, tuple(sorted(map(self.generation.rank_of, lost))))
 
-    def _publish_end(self, state: str, text: str) -> None:
+    def _publish_end(self, state: str, text: str = "") -> None:
         if self._heart.inherited:
             return
         with self._beaten:
