@@ -115,9 +115,13 @@ class Calls:
 
     @contextmanager
     def recorded(self) -> Iterator[set[int]]:
-        """The generations in which the calls made within were answered."""
-        self._seen = seen = set()
-        yield seen
+        """The generations in which the calls made within were answered; they count for what this is within, too."""
+        outer, self._seen = self._seen, set()
+        try:
+            yield self._seen
+        finally:
+            outer |= self._seen
+            self._seen = outer
 
     def _returned(self, answer: Answer) -> Any:
         self.last = answer
