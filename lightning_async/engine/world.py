@@ -219,12 +219,13 @@ class _GatherWithGrad(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, world: World) -> Tensor:
-        ctx.world = world
-        return world.all_gather(tensor.detach())
+        gathered = world.all_gather(tensor.detach())
+        ctx.world, ctx.row = world, world.calls.rank_then()  # ranks may be lost before the backward pass
+        return gathered
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return ctx.world.reduce(grad.contiguous(), "sum")[ctx.world.rank], None
+        return ctx.world.reduce(grad.contiguous(), "sum")[ctx.row], None
 
 
 def _encoded(obj: object) -> tuple[Tensor, bool]:

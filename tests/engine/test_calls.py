@@ -270,3 +270,20 @@ def test_what_torchmetrics_computes_is_of_the_same_ranks() -> None:
     first, second, dead = call(3, body, min_replicas=1)
     assert isinstance(dead, Crash)
     assert first == ([1.5, 1.5], 1.0) and second == ([1.5, 1.5], 2.0)
+
+
+def test_gradients_of_what_was_gathered_reach_the_rows_of_before_a_loss() -> None:
+    def body(caller: Caller) -> Any:
+        assert caller.averager.gates.rendezvous(Gate.VALIDATE) is Arrival.OPEN
+        x, factors = torch.ones(1, requires_grad=True), torch.tensor([[10.0], [20.0], [30.0]])
+        loss = (caller.world.all_gather(x, sync_grads=True) * factors).sum()
+        caller.world.barrier("all have gathered")
+        if caller.number == 0:
+            raise Crash
+        caller.world.barrier("among those that are left")
+        loss.backward()
+        return float(x.grad), caller.world.rank
+
+    dead, first, second = call(3, body, min_replicas=1)
+    assert isinstance(dead, Crash)
+    assert (first, second) == ((40.0, 0), (60.0, 1))
