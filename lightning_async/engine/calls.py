@@ -80,6 +80,8 @@ class Calls:
         self._forming = False
         self._formed = self.generation = 0
         """How often groups were formed anew, and the number of the generation that they are of."""
+        self._ranks = {0: collectives.rank}
+        """This rank's number, by generation."""
 
     # ---- the training thread ----
 
@@ -115,9 +117,17 @@ class Calls:
 
     @contextmanager
     def recorded(self) -> Iterator[set[int]]:
-        """The generations in which the calls made within were answered."""
-        self._seen = seen = set()
-        yield seen
+        """The generations in which the calls made within were answered; they count for what this is within, too."""
+        outer, self._seen = self._seen, set()
+        try:
+            yield self._seen
+        finally:
+            outer |= self._seen
+            self._seen = outer
+
+    def rank_then(self) -> int:
+        """This rank's number among those that have answered the last call."""
+        return self._ranks[self.last.generation]
 
     def _returned(self, answer: Answer) -> Any:
         self.last = answer
@@ -223,6 +233,7 @@ class Calls:
                     self._keep({number: Answer(*each) for number, *each in decode(data)})
         with self._changed:
             self._forming, self._formed, self.generation = False, self._formed + 1, generation
+            self._ranks[generation] = self._collectives.rank
             self._changed.notify_all()
 
 

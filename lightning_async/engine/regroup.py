@@ -64,6 +64,8 @@ class Regroup:
         self.on_loss: Callable[[Generation, str], None] = lambda generation, why: None
         """Called with a new generation, and with why others are not in it, once its groups are formed."""
         self._may_lose = min_replicas is not None
+        if min_replicas is not None:
+            membership.keep(min_replicas)
         self._lost: list[str] = []
         """Why ranks are not in the generation that is being formed."""
         self.attempts = 0

@@ -62,6 +62,23 @@ class World:
         """How many ranks there are."""
         return self._collectives.world_size
 
+    def in_one_generation(self, operation: Callable[[], T]) -> T:
+        """The answer to an operation of several calls, all of which were answered by the same ranks.
+
+        Who has answered which call is known alike on all ranks, so all repeat it, or none. It may hold others of these,
+        and leaves what it works on as it is.
+        """
+        while True:
+            with self.calls.recorded() as generations:
+                try:
+                    answer = operation()
+                except Exception:
+                    if len(generations) > 1:
+                        continue  # it took answers of more ranks, or of others, for those of these
+                    raise
+            if len(generations) <= 1:
+                return answer
+
     def generation(self) -> int:
         """The generation in which all have met here; while drifting, the one that this rank is in."""
         if not self.drifting:
@@ -98,7 +115,7 @@ class World:
             out = self.calls(f"reduce({kind})", lambda c: c.all_reduce(buffer.clone(), op_))
             return out / self.calls.last.world_size if mean else out
 
-        out = self._in_one_generation(reduce)
+        out = self.in_one_generation(reduce)
         return (out if tensor.is_floating_point() or not mean else out.to(torch.get_default_dtype())).to(tensor.device)
 
     def all_gather(self, tensor: Tensor, sync_grads: bool = False) -> Tensor:
@@ -116,7 +133,7 @@ class World:
             self._compare(f"all_gather of shape {tuple(tensor.shape)}, {tensor.dtype}")
             return self._gather(mine)
 
-        return self._in_one_generation(gather).to(tensor.device)
+        return self.in_one_generation(gather).to(tensor.device)
 
     def gather_uneven(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's tensor; shapes may differ in size, not in number of dimensions."""
@@ -133,7 +150,7 @@ class World:
             shapes = shapes or [[]] * len(rows)
             return [row[tuple(slice(n) for n in sizes)] for row, sizes in zip(rows, shapes, strict=True)]
 
-        return [row.to(tensor.device) for row in self._in_one_generation(gather)]
+        return [row.to(tensor.device) for row in self.in_one_generation(gather)]
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Rank ``src``'s object: plain values and tensors as they are, others of Lightning's and the user's pickled."""
@@ -149,7 +166,7 @@ class World:
             room = data if is_source else torch.empty(size, dtype=torch.uint8)
             return self.calls("broadcast", lambda c: c.broadcast(room.clone(), src)), bool(pickled)
 
-        data, pickled = self._in_one_generation(broadcast)
+        data, pickled = self.in_one_generation(broadcast)
         return cast(T, pickle.loads(data.numpy().tobytes()) if pickled else decode(data))
 
     def gather_objects(self, obj: T) -> list[T]:
@@ -166,22 +183,6 @@ class World:
         with torch.no_grad():
             for tensor, pending in under_way:
                 tensor.copy_(self.calls("the broadcast of the model", lambda c, pending=pending: pending))
-
-    def _in_one_generation(self, operation: Callable[[], T]) -> T:
-        """The answer to an operation of several calls, all of which were answered by the same ranks.
-
-        Who has answered which call is known alike on all ranks, so all repeat it, or none.
-        """
-        while True:
-            with self.calls.recorded() as generations:
-                try:
-                    answer = operation()
-                except Exception:
-                    if len(generations) > 1:
-                        continue  # it took answers of more ranks, or of others, for those of these
-                    raise
-            if len(generations) <= 1:
-                return answer
 
     def _gather(self, tensor: Tensor) -> Tensor:
         return self.calls("all_gather", lambda c: c.all_gather(tensor))
@@ -218,12 +219,13 @@ class _GatherWithGrad(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, world: World) -> Tensor:
-        ctx.world = world
-        return world.all_gather(tensor.detach())
+        gathered = world.all_gather(tensor.detach())
+        ctx.world, ctx.row = world, world.calls.rank_then()  # ranks may be lost before the backward pass
+        return gathered
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return ctx.world.reduce(grad.contiguous(), "sum")[ctx.world.rank], None
+        return ctx.world.reduce(grad.contiguous(), "sum")[ctx.row], None
 
 
 def _encoded(obj: object) -> tuple[Tensor, bool]:

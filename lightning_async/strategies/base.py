@@ -16,7 +16,7 @@ from lightning_async.engine.tensors import describe
 from lightning_async.engine.world import World
 from lightning_async.errors import LayoutMismatch
 from lightning_async.flat import FlatLayout
-from lightning_async.strategies.survivors import Survivors, among, left_here, number_rank
+from lightning_async.strategies.survivors import Survivors, among, left_here, name_in_run, number_rank
 from lightning_async.trainer.compiled import CompiledMark
 from lightning_async.trainer.namespace import fabric, pytorch
 from lightning_async.trainer.patches import rank_zero_info, searches_lr
@@ -72,6 +72,7 @@ class ReplicatedStrategy(ParallelStrategy):
         self.num_runs = self._operations = 0
         self.survivors: Survivors | None = left_here()
         """Who is left, where training goes on without those that are lost."""
+        self._survivors_then: tuple[str, ...] = ()
 
     # ---- ranks and processes ----
 
@@ -132,12 +133,14 @@ class ReplicatedStrategy(ParallelStrategy):
 
     def _child_died(self, local_rank: int, returncode: int) -> timedelta | None:
         """A rank that was started here is gone. Returns how long the others may take to end; None: they go on."""
-        connection = self._connection
+        rank, connection = self.node_rank * self.num_processes + local_rank, self._connection
+        if self.survivors is not None and self.survivors.does_without(rank):
+            return None
         if connection is None or self._dead_after is None:
             return timedelta(0)
-        rank = self.node_rank * self.num_processes + local_rank
         try:
-            connection.membership.report_death(str(rank), f"its process ended with status {returncode}")
+            name = name_in_run(rank, self._survivors_then)
+            connection.membership.report_death(name, f"its process ended with status {returncode}")
         except Exception as error:  # then the others find out by its silence
             log.warning("Rank %d: the others could not be told that rank %d died: %s", self.global_rank, rank, error)
         return None if self.survivors is not None and self.survivors.can_lose_one else self._dead_after
@@ -150,7 +153,7 @@ class ReplicatedStrategy(ParallelStrategy):
     def connect_ranks(self) -> None:
         """Join the other ranks, if there are any; all call this together."""
         if self.world_size > 1:
-            self.num_runs = next(_runs)
+            self.num_runs, self._survivors_then = next(_runs), () if self.survivors is None else self.survivors.names
             place, name = among(self.survivors, self.cluster_environment), f"lightning_async/{self.num_runs}"
             self._connection = self.transport.connect(place, self.root_device, name, self._dead_after)
 

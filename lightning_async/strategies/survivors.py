@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from lightning_async.comm.launched import tell_generation
@@ -10,7 +11,7 @@ from lightning_async.comm.membership.generation import Generation
 from lightning_async.trainer.environments import Survivor
 from lightning_async.trainer.namespace import fabric, pytorch
 
-__all__ = ["Survivors", "among", "left_here", "number_rank"]
+__all__ = ["Survivors", "among", "left_here", "name_in_run", "number_rank"]
 
 log = logging.getLogger(__name__)
 _here: list[Survivors] = []  # of this process, once ranks are lost: they are to every strategy that follows
@@ -51,6 +52,10 @@ class Survivors:
         """Whether the others go on should one more be lost."""
         return self.generation.world_size > self._min_replicas
 
+    def does_without(self, rank: int) -> bool:
+        """Whether the one that was started with this number is lost, and the others go on."""
+        return str(rank) not in self.names
+
     def go_on(self, generation: Generation, why: str) -> None:
         """A generation is formed in which others are missing, for these reasons."""
         before, self.generation = self.generation, generation
@@ -81,6 +86,19 @@ def among(survivors: Survivors | None, environment: Any) -> Any:
     if survivors is None or not survivors.lost:
         return environment
     return Survivor(environment, survivors.generation.rank, survivors.generation.world_size)
+
+
+def name_in_run(rank: int, names: Sequence[str]) -> str:
+    """What the rank that was started with this number is called in a run.
+
+    >>> name_in_run(2, ()), name_in_run(2, ("0", "2", "3"))
+    ('2', '1')
+
+    Args:
+        rank: that number.
+        names: of those that began that run, the numbers that they were started with; none where all did.
+    """
+    return str(names.index(str(rank)) if names else rank)
 
 
 def number_rank(rank: int) -> None:

@@ -16,6 +16,7 @@ from lightning_async.trainer.dealing import Dealing
 from lightning_async.trainer.empty_shards import EmptyShards
 from lightning_async.trainer.learning_rates import LearningRates
 from lightning_async.trainer.meeting import Meeting
+from lightning_async.trainer.metrics import WholeMetrics
 from lightning_async.trainer.patches import Undo, replace, sync_metrics_through
 from lightning_async.trainer.protocols import Drifting
 from lightning_async.trainer.saving import Saving
@@ -48,7 +49,7 @@ class DriftPatches:
         convening = Convening(strategy, trainer, self._meeting, saving)
         self._parts = (
             stopping, convening, self._validation, saving, self._rates, EmptyShards(strategy, trainer),
-            Dealing(strategy, trainer),
+            Dealing(strategy, trainer), WholeMetrics(strategy, trainer),
         )  # fmt: skip
         self._undo: list[Undo] = []
 

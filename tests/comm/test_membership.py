@@ -14,7 +14,7 @@ import pytest
 from lightning_async.comm.membership.generation import Generation
 from lightning_async.comm.membership.membership import Membership
 from lightning_async.comm.membership.stores import HashStore, PrefixStore
-from lightning_async.errors import CollectiveTimeout, GenerationChanged, PeerLost
+from lightning_async.errors import CollectiveTimeout, Evicted, GenerationChanged, PeerLost
 
 DEAD = timedelta(seconds=20)
 
@@ -442,6 +442,55 @@ def test_a_rank_that_misses_a_generation_keeps_its_number_where_none_may_join() 
             hand.beat(0, 1, 2)
         assert [rank.generation.number for rank in hand.ranks] == [number] * 3
         assert [rank.generation.rank for rank in hand.ranks] == [0, 1, 2]
+
+
+def look(rank: Membership) -> Any:
+    """What the next generation is, or why there is none yet."""
+    try:
+        return rank.next_generation(timedelta(0))
+    except (CollectiveTimeout, PeerLost) as error:
+        return error
+
+
+def test_one_that_was_left_out_does_not_propose_itself_for_a_later_generation() -> None:
+    hand = Hand(4, readmit=False, fresh=True)
+    hand.everybody_is_seen()
+    hand.beat(0, 1, 3, times=25, seconds=1.0)  # rank 2 is stopped
+    found: list[Any] = []
+    for times in (2, 0):
+        found = [look(hand.ranks[r]) for r in (0, 1, 3)]
+        hand.beat(0, 1, 3, times=times, seconds=0.1)
+    assert agreed(found) == (1, ("0", "1", "3"))
+    for r in (0, 1):  # rank 3 is silent, and they wait for it as long as they wait for any
+        assert isinstance(look(hand.ranks[r]), CollectiveTimeout)
+    hand.beat(0, 1, 2, times=2, seconds=0.1)
+    hand.ranks[2].suspect()  # it wakes up, and takes rank 3 for lost sooner
+    found = [look(hand.ranks[2])]
+    while isinstance(found[-1], CollectiveTimeout) and len(found) < 60:
+        hand.beat(2, 0, 1, seconds=0.1)
+        found.append(look(hand.ranks[2]))
+    assert isinstance(found[-1], Evicted), found[-1]
+    hand.beat(0, 1, times=25, seconds=1.0)
+    assert agreed([look(hand.ranks[r]) for r in (0, 1)]) == (2, ("0", "1"))
+
+
+def test_one_that_alone_does_not_go_on_decides_nothing_for_the_others() -> None:
+    hand = Hand(3, readmit=False, fresh=True)
+    for rank in hand.ranks:
+        rank.keep(2)
+    hand.everybody_is_seen()
+    hand.ranks[0].suspect()
+    look(hand.ranks[0])
+    hand.beat(0, times=25, seconds=0.1)  # the others do not reach the store for a while
+    with pytest.raises(PeerLost, match=r"rank 1 was last seen .* ago; rank 2 was last seen"):
+        hand.ranks[0].next_generation(timedelta(0))
+    hand.ranks[0].leave()
+    hand.ranks[0].beat()
+    found: list[Any] = []
+    for times in (3, 0):
+        found = [look(hand.ranks[r]) for r in (1, 2)]
+        hand.beat(1, 2, times=times, seconds=0.1)
+    assert agreed(found) == (1, ("1", "2"))
 
 
 def test_one_that_leaves_in_order_is_in_no_later_generation() -> None:

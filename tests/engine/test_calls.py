@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from lightning_async.engine.replica import Replica
 from lightning_async.engine.world import World
 from lightning_async.errors import AsyncTrainingError, CollectiveError, PeerLost
 from lightning_async.rules import DeltaMean
+from lightning_async.trainer.metrics import WholeMetrics
+from lightning_async.trainer.namespace import pytorch
 from tests.engine.fault_ranks import DEADLINES, HEADER, NEVER
 from tests.engine.ranks import assemble
 
@@ -28,7 +31,7 @@ LIGHTNING = "world/lightning"
 class Caller:
     """A rank with an engine, and Lightning's collectives beside it."""
 
-    def __init__(self, collectives: Any, store: Any, script: Sequence[Fault]) -> None:
+    def __init__(self, collectives: Any, store: Any, script: Sequence[Fault], min_replicas: int | None = None) -> None:
         self.number = collectives.rank
         self.membership = Membership(
             store, collectives.rank, collectives.world_size, interval=timedelta(seconds=0.02)
@@ -40,19 +43,22 @@ class Caller:
         torch.nn.init.constant_(self.module.weight, float(self.number))
         config = AveragerConfig(deadlines=DEADLINES)
         self.averager, _ = assemble(
-            faulty, self.membership, Replica(self.module), DeltaMean(), NEVER, config, calls=self.world.calls
-        )
+            faulty, self.membership, Replica(self.module), DeltaMean(), NEVER, config, calls=self.world.calls,
+            min_replicas=min_replicas,
+        )  # fmt: skip
 
     def close(self) -> None:
         self.averager.close()
         self.membership.close()
 
 
-def call(world_size: int, body: Any, scripts: dict[int, Sequence[Fault]] | None = None) -> list[Any]:
+def call(
+    world_size: int, body: Any, scripts: dict[int, Sequence[Fault]] | None = None, min_replicas: int | None = None
+) -> list[Any]:
     world = InProcessWorld(world_size)
 
     def on_rank(collectives: Any) -> Any:
-        caller = Caller(collectives, world.store, (scripts or {}).get(collectives.rank, ()))
+        caller = Caller(collectives, world.store, (scripts or {}).get(collectives.rank, ()), min_replicas)
         try:
             caller.averager.start()
             return body(caller)
@@ -179,3 +185,105 @@ def test_a_failure_that_nobody_is_to_blame_for_names_the_call() -> None:
 def test_only_plain_values_are_gathered() -> None:
     with pytest.raises(TypeError, match=r"the value is a builtins\.object, and cannot travel"):
         World(InProcessWorld(1).collectives(0)).gather_objects(object())
+
+
+class Crash(RuntimeError):
+    """What a rank raises."""
+
+
+def test_what_is_computed_of_several_answers_is_of_the_same_ranks() -> None:
+    def body(caller: Caller) -> Any:
+        assert caller.averager.gates.rendezvous(Gate.VALIDATE) is Arrival.OPEN
+        world = caller.world
+
+        def mean() -> float:
+            total = world.reduce(torch.tensor(float(caller.number + 1)), "sum")
+            if caller.number == 2:
+                raise Crash
+            return float(total / world.reduce(torch.tensor(1.0), "sum"))
+
+        return world.in_one_generation(mean)
+
+    first, second, dead = call(3, body, min_replicas=1)
+    assert isinstance(dead, Crash)
+    assert (first, second) == (1.5, 1.5)
+
+
+def test_what_is_logged_is_a_mean_of_the_same_ranks() -> None:
+    made: Any = pytorch("trainer.connectors.logger_connector.result")
+
+    def body(caller: Caller) -> Any:
+        results, sums = made._ResultCollection(training=False), []
+
+        def reduce(tensor: Any, reduce_op: Any = None, group: Any = None) -> Any:
+            if caller.number == 2 and sums:
+                raise Crash
+            sums.append(caller.world.reduce(tensor, reduce_op))
+            return sums[-1]
+
+        caller.world.drifting = True
+        results.log(
+            "validation_step", "val_loss", torch.tensor(float(caller.number + 1)), on_step=False, on_epoch=True,
+            sync_dist=True, sync_dist_fn=reduce, batch_size=1,
+        )  # fmt: skip
+        assert caller.averager.gates.rendezvous(Gate.VALIDATE) is Arrival.OPEN
+        caller.world.drifting = False
+        loop: Any = SimpleNamespace(_results=results, val_loop=SimpleNamespace(_results=made._ResultCollection(False)))
+        trainer = SimpleNamespace(fit_loop=SimpleNamespace(epoch_loop=loop), lightning_module=caller.module)
+        strategy: Any = SimpleNamespace(world=caller.world, shrinks=True)
+        for _ in WholeMetrics(strategy, trainer).install():
+            pass
+        return float(results.metrics(on_step=False)["callback"]["val_loss"])
+
+    first, second, dead = call(3, body, min_replicas=1)
+    assert isinstance(dead, Crash)
+    assert (first, second) == (1.5, 1.5)
+
+
+def test_what_torchmetrics_computes_is_of_the_same_ranks() -> None:
+    from torchmetrics.aggregation import MeanMetric
+
+    def body(caller: Caller) -> Any:
+        caller.module.mean = MeanMetric()
+        caller.module.mean.update(float(caller.number + 1))
+        gathered: list[Any] = []
+
+        def gather(tensor: Any, group: Any = None) -> Any:
+            if caller.number == 2 and gathered:
+                raise Crash
+            gathered.append(caller.world.gather_uneven(tensor))
+            return gathered[-1]
+
+        caller.module.mean.dist_sync_fn = gather
+        caller.module.mean.distributed_available_fn = lambda: True
+        loop = SimpleNamespace(_results=SimpleNamespace(_get_cache=None), val_loop=None)
+        loop.val_loop = loop
+        strategy: Any = SimpleNamespace(world=caller.world, shrinks=True)
+        trainer = SimpleNamespace(fit_loop=SimpleNamespace(epoch_loop=loop), lightning_module=caller.module)
+        undo = WholeMetrics(strategy, trainer).install()
+        assert caller.averager.gates.rendezvous(Gate.VALIDATE) is Arrival.OPEN
+        found = [float(caller.module.mean.compute()) for _ in range(2)]
+        for each in undo:
+            each()
+        return found, float(caller.module.mean.mean_value)
+
+    first, second, dead = call(3, body, min_replicas=1)
+    assert isinstance(dead, Crash)
+    assert first == ([1.5, 1.5], 1.0) and second == ([1.5, 1.5], 2.0)
+
+
+def test_gradients_of_what_was_gathered_reach_the_rows_of_before_a_loss() -> None:
+    def body(caller: Caller) -> Any:
+        assert caller.averager.gates.rendezvous(Gate.VALIDATE) is Arrival.OPEN
+        x, factors = torch.ones(1, requires_grad=True), torch.tensor([[10.0], [20.0], [30.0]])
+        loss = (caller.world.all_gather(x, sync_grads=True) * factors).sum()
+        caller.world.barrier("all have gathered")
+        if caller.number == 0:
+            raise Crash
+        caller.world.barrier("among those that are left")
+        loss.backward()
+        return float(x.grad), caller.world.rank
+
+    dead, first, second = call(3, body, min_replicas=1)
+    assert isinstance(dead, Crash)
+    assert (first, second) == ((40.0, 0), (60.0, 1))

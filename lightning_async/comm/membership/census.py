@@ -41,6 +41,8 @@ class Census:
         self._fresh, self._dead_s, self._start_s, self._elastic = fresh, dead_s, start_s, elastic
         self._suspicious = False
         self.readmit = readmit
+        self.fewest = 0
+        """Fewer do not go on, so they decide nothing for the others."""
         self._evicted: set[str] = set()
         self.hear_of(generation.members)
 
@@ -77,6 +79,11 @@ class Census:
         others = {name: self.peers[name] for name in self.generation.members if name != self.me and name not in known}
         return {name: peer for name, peer in others.items() if peer.lost or (restarts and peer.restarted)}
 
+    @property
+    def enough(self) -> bool:
+        """Whether as many of this generation are left as go on."""
+        return self.generation.world_size - len(self.gone()) >= self.fewest
+
     def bell(self) -> int:
         """The highest that a peer has rung."""
         return max([peer.record.bell for peer in self._heard().values()], default=0)
@@ -89,8 +96,13 @@ class Census:
         ]
 
     def newest(self) -> int:
-        """The newest generation that a living peer is in, or waits for."""
-        return max([peer.record.wanted for peer in self._heard().values() if peer.up], default=0)
+        """The newest generation that a living peer is in, or waits for.
+
+        Where nobody may come back, none is passed over: the next one may have been decided without this rank, which
+        then would propose itself for a later one.
+        """
+        newest = max([peer.record.wanted for peer in self._heard().values() if peer.up], default=0)
+        return newest if self.readmit else min(newest, self.generation.number + 1)
 
     def ahead(self) -> list[str]:
         """The living peers that have left this generation for a newer one."""
@@ -113,7 +125,7 @@ class Census:
         Else a rank that only heard too late of a generation with it keeps its number, too. A newcomer decides nothing,
         as it may not have heard of all.
         """
-        if self.generation.number < 0 or self.awaited(mine.wanted):
+        if not self.enough or self.generation.number < 0 or self.awaited(mine.wanted):
             return None
         since = {name: peer.record.since for name, peer in self._heard().items() if peer.up} | {self.me: mine.since}
         if not self._elastic:
@@ -135,6 +147,10 @@ class Census:
         return {name: peer for name, peer in self.peers.items() if name not in self._evicted}
 
     # ---- in words ----
+
+    def left_behind(self, by: Iterable[str]) -> str:
+        """That others wait in a newer generation."""
+        return f"rank {self.me}: rank(s) {listed(by)} left generation {self.generation.number}."
 
     def overdue(self, wanted: int, waited_s: float) -> str:
         """That a generation has not come about, and whom it waits for."""

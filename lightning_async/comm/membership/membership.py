@@ -21,7 +21,7 @@ from datetime import timedelta
 
 from lightning_async.comm.membership.board import Board, Waiting
 from lightning_async.comm.membership.census import Census
-from lightning_async.comm.membership.generation import Generation, at_start, listed
+from lightning_async.comm.membership.generation import Generation, at_start
 from lightning_async.comm.membership.heart import Heart
 from lightning_async.comm.membership.roster import FAILED, LEFT, OUTSIDE, UP, Record, describe, new_life
 from lightning_async.comm.membership.signing import Seal
@@ -177,9 +177,11 @@ class Membership:
             self._check_store()
             self._check_members(frozenset(), restarts=True)
             if newer := self._census.ahead():
-                raise GenerationChanged(
-                    f"rank {self._census.me}: rank(s) {listed(newer)} left generation {self.generation.number}."
-                )
+                raise GenerationChanged(self._census.left_behind(newer))
+
+    def keep(self, fewest: int) -> None:
+        """Where fewer are left, they decide on no generation."""
+        self._census.fewest = fewest
 
     def suspect(self) -> None:
         """A connection has closed: see `Census.suspect`."""
@@ -189,8 +191,7 @@ class Membership:
     def next_generation(self, timeout: timedelta) -> Generation:
         """Enter the next generation together with every rank that lives; each member gets its view of the same one.
 
-        Ranks lost before the call are left out. One that is lost during it raises; call again to go on without it. Who
-        comes back, under the old name, is taken in unless that is ruled out, and so are newcomers where they may join.
+        Ranks lost before the call are left out; one lost during it raises: call again. Others may come back, or join.
 
         Raises:
             PeerLost: names the ranks lost since the call began, or the store's host.
@@ -199,15 +200,14 @@ class Membership:
         """
         deadline = self._clock() + timeout.total_seconds()
         with self._beaten:
-            known = self._census.lost()
+            known = self._census.lost() if self._census.enough else frozenset()
             self._want(max(self.generation.number, 0) + 1)
             while True:
                 number, members = self._decided
                 if number == self._mine.wanted:
                     if self._census.me in members:
                         return self._enter(number, members)
-                    # Decided without this rank, when it was taken for dead: ask for another one.
-                    if not self._census.readmit:
+                    if not self._census.readmit:  # it was taken for dead; else it asks for another one
                         raise Evicted(self._census.evicted(number, members))
                     self._want(number + 1)
                 self._want(self._mine.wanted)

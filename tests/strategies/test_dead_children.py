@@ -1,0 +1,60 @@
+"""What the launcher of plain `python` says of a process that has ended, where training goes on without its rank."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_async import AsyncAveragingStrategy
+from lightning_async.comm.membership.generation import Generation
+from lightning_async.strategies import survivors
+from lightning_async.strategies.survivors import Survivors
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(survivors, "_here", [])
+    monkeypatch.setattr(survivors, "number_rank", lambda rank: None)
+
+
+def strategy(min_replicas: int, world_size: int) -> tuple[Any, list[str]]:
+    """Rank 0 of so many, in a run, and whose deaths it has reported."""
+    own: Any = AsyncAveragingStrategy(min_replicas=min_replicas, transport="torch")
+    own.parallel_devices, reported = [None] * world_size, []
+    own._environment = SimpleNamespace(node_rank=lambda: 0)
+    own._connection = SimpleNamespace(membership=SimpleNamespace(report_death=lambda name, text: reported.append(name)))
+    own.survivors = Survivors(Generation.first(0, world_size), 1, min_replicas)
+    return own, reported
+
+
+def test_the_end_of_one_without_which_the_others_go_on_already_ends_nobody() -> None:
+    own, reported = strategy(2, 3)
+    own.survivors.go_on(Generation(1, ("0", "2"), 0), "rank 1 failed")  # before its process has ended
+    assert own._child_died(1, 1) is None
+    own._connection = None  # as after a fit
+    assert own._child_died(1, 1) is None
+    assert not reported
+
+
+def test_one_more_than_may_be_lost_ends_the_others() -> None:
+    own, reported = strategy(2, 3)
+    own.survivors.go_on(Generation(1, ("0", "2"), 0), "rank 1 failed")
+    assert isinstance(own._child_died(2, 1), timedelta)
+    assert reported == ["2"]
+
+
+def test_in_a_later_run_it_is_reported_by_the_name_that_it_has_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, reported = strategy(1, 4)
+    own.survivors.go_on(Generation(1, ("0", "2", "3"), 0), "rank 1 failed")
+    connection = own._connection
+    monkeypatch.setattr(type(own), "root_device", None)
+    object.__setattr__(own, "transport", SimpleNamespace(connect=lambda *_: connection))
+    own.connect_ranks()
+    assert own._child_died(2, -9) is None
+    assert reported == ["1"]  # "2" would be the name of the rank that was started as 3, and lives
+    own.survivors = Survivors(Generation.first(0, 3), 2, 1, own.survivors)
+    assert own._child_died(3, -9) is None
+    assert reported == ["1", "2"]
