@@ -18,7 +18,7 @@ from lightning_async.engine.deadlines import Deadlines
 from lightning_async.engine.header import Gate
 from lightning_async.engine.mailbox import Mailbox
 from lightning_async.engine.transfer import Closed, Transfer
-from lightning_async.errors import CollectiveError, CollectiveTimeout, Evicted, PeerLost, StoreLost
+from lightning_async.errors import CollectiveError, CollectiveTimeout, Evicted, GenerationChanged, PeerLost, StoreLost
 
 __all__ = ["Regroup"]
 
@@ -93,7 +93,7 @@ class Regroup:
                     raise error
             else:
                 self._count(error)
-                if self._may_lose and not isinstance(error, CollectiveTimeout):
+                if self._may_lose and not isinstance(error, (CollectiveTimeout, GenerationChanged)):
                     self._membership.suspect()
             log.info("Rank %d: round %d failed: %s", self._transfer.rank, box.next_exchange, error)
             try:

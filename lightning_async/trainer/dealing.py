@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
@@ -11,6 +12,8 @@ from lightning_async.trainer.patches import Undo, replace
 from lightning_async.trainer.protocols import Drifting
 
 __all__ = ["Dealing"]
+
+log = logging.getLogger(__name__)
 
 
 class Dealing:
@@ -50,8 +53,21 @@ class Dealing:
                 loop._combined_loader = None
             dealt_in = now
             original()
+            self._warn_of_others(loop)
 
         return setup_data
+
+    def _warn_of_others(self, loop: Any) -> None:
+        """A sampler that was made for the ranks of an earlier run has parts that nobody takes."""
+        world_size = self._trainer.strategy.world_size
+        for loader in () if loop._combined_loader is None else loop._combined_loader.flattened:
+            sampler = getattr(loader, "sampler", None)
+            if type(sampler) is DistributedSampler and sampler.num_replicas > world_size:
+                log.warning(
+                    "A DistributedSampler is for %d replicas, and %d are left: nobody takes the other parts. Make it "
+                    "with `num_replicas=trainer.world_size, rank=trainer.global_rank`, or leave it to Lightning.",
+                    sampler.num_replicas, world_size,
+                )  # fmt: skip
 
 
 def _number(sampler: Any, num_replicas: int, rank: int) -> None:

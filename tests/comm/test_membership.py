@@ -474,6 +474,17 @@ def test_one_that_was_left_out_does_not_propose_itself_for_a_later_generation() 
     assert agreed([look(hand.ranks[r]) for r in (0, 1)]) == (2, ("0", "1"))
 
 
+def test_where_something_broke_a_tenth_of_the_silence_from_then_on_is_death() -> None:
+    hand = Hand(2, readmit=False, fresh=True, dead_after=timedelta(seconds=30))
+    hand.everybody_is_seen()
+    hand.beat(0, times=10, seconds=0.5)  # rank 1 is busy
+    hand.ranks[0].suspect()
+    hand.beat(0, times=5, seconds=0.5)
+    assert hand.ranks[0].lost() == (), "it has had 2.5 s to say that it has heard of it"
+    hand.beat(0, times=2, seconds=0.5)
+    assert hand.ranks[0].lost() == ("1",)
+
+
 def test_one_that_alone_does_not_go_on_decides_nothing_for_the_others() -> None:
     hand = Hand(3, readmit=False, fresh=True)
     for rank in hand.ranks:

@@ -282,6 +282,7 @@ def test_gradients_of_what_was_gathered_reach_the_rows_of_before_a_loss() -> Non
             raise Crash
         caller.world.barrier("among those that are left")
         loss.backward()
+        assert x.grad is not None
         return float(x.grad), caller.world.rank
 
     dead, first, second = call(3, body, min_replicas=1)

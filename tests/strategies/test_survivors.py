@@ -10,16 +10,31 @@ import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch.distributed import TCPStore
+from torch.utils.data import DistributedSampler
 
+from lightning_async.trainer.dealing import Dealing
 from tests.strategies.survivor_workers import SAMPLES
 from tests.strategies.test_failures import ended
 from tests.support import RankGroup, RankResult, shell_environment, start_ranks
 
 SURVIVE = "tests.strategies.survivor_workers:survive"
+
+
+def test_a_sampler_that_was_made_for_those_that_are_lost_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    """In a later run: in the one that loses ranks it is numbered anew."""
+    loaders = SimpleNamespace(flattened=[SimpleNamespace(sampler=DistributedSampler(range(6), 3, 0))])  # pyright: ignore
+    loop: Any = SimpleNamespace(_combined_loader=None)
+    strategy: Any = SimpleNamespace(shrinks=True, world=None, world_size=2)
+    deal = Dealing(strategy, SimpleNamespace(strategy=strategy))._setup_data(
+        lambda: setattr(loop, "_combined_loader", loaders), loop
+    )
+    deal()
+    assert "is for 3 replicas, and 2 are left" in caplog.text
 
 
 @contextmanager

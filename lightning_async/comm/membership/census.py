@@ -39,7 +39,8 @@ class Census:
         self.me = generation.name
         self.peers: dict[str, Peer] = {}
         self._fresh, self._dead_s, self._start_s, self._elastic = fresh, dead_s, start_s, elastic
-        self._suspicious = False
+        self._silent_before: dict[str, float] = {}
+        """Seconds that each peer was silent for when something broke; empty where nothing has."""
         self.readmit = readmit
         self.fewest = 0
         """Fewer do not go on, so they decide nothing for the others."""
@@ -55,16 +56,17 @@ class Census:
     def judge(self, records: Mapping[str, Record | None], passed_s: float) -> None:
         """Take in a reading, so long after the last one; None for what was no record."""
         self.hear_of(records)
-        dead_s = min(self._dead_s, max(self._dead_s / 10, _MIN_SUSPICION_S)) if self._suspicious else self._dead_s
+        soon_s = max(self._dead_s / 10, _MIN_SUSPICION_S)
         for name, record in records.items():
-            self.peers[name].judge(record, passed_s, dead_s, self._start_s)
+            before_s = self._silent_before.get(name, self._dead_s)
+            self.peers[name].judge(record, passed_s, min(self._dead_s, before_s + soon_s), self._start_s)
 
     def suspect(self) -> None:
-        """A connection has closed: until the next generation a tenth of the silence is death, but a second at least.
+        """Something broke: until the next generation a tenth of the silence is death from now on, a second at least.
 
         Who lives has heard of it, too, and says so within a few beats.
         """
-        self._suspicious = True
+        self._silent_before = self._silent_before or {name: peer.silent_s for name, peer in self.peers.items()}
 
     def lost(self) -> frozenset[str]:
         """All that are lost, whether they are in this generation or not."""
@@ -137,7 +139,7 @@ class Census:
         self.hear_of(members)
         if not self.readmit:
             self._evicted |= {*self.generation.members} - {*members}
-        self._suspicious = False
+        self._silent_before = {}
         self.generation = Generation(number, members, members.index(self.me))
         for peer in self.peers.values():
             peer.restarted = False
