@@ -80,7 +80,7 @@ def test_a_killed_rank_ends_all_others_with_its_name(victim: int, world_size: in
         assert result.returncode == 1, result
         told = ended(result)
         print(f"rank {result.rank}: {told['at'] - killed_at:.2f} s, exit {exits:.2f} s: {told['error']}")
-        assert told["error"].startswith("PeerLost"), told
+        assert told["error"].startswith("StoreLost" if victim == 0 else "PeerLost"), told
         assert f"rank {victim}" in told["error"] or (victim == 0 and "rank 0" in told["error"])
         assert told["at"] - killed_at < SOON_S
         assert told["finite"]
