@@ -73,6 +73,9 @@ def run_checks(
                 check(stage)
         except BaseException:
             failures[name] = traceback.format_exc()
+        meet(
+            store, f"{name}/checked"
+        )  # who has its answer may have it before the others, whose connections it would close
         comm.close()
         timings[name] = time.monotonic() - started
         print(f"{name}: " + (f"failed\n{failures[name]}" if name in failures else f"kept, {timings[name]:.2f} s"))
