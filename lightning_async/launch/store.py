@@ -82,9 +82,9 @@ class Keeper:
 
     def close(self) -> None:
         """There are no ranks any more, so that nobody needs what the store holds."""
-        self._channel.close()
-        self._popen.kill()
+        self._popen.kill()  # first: the end of the channel is what it hears when the launcher was killed
         self._popen.wait()
+        self._channel.close()
         os.close(self.pidfd)
 
     def _tell(self, said: Mapping[str, object], descriptors: Sequence[int]) -> None:
