@@ -177,9 +177,8 @@ class Regroup:
                 box.open_gate(box.gate, self._now())
                 raise Closed
             box.last_clock = math.nan  # the sum of other ranks' steps: what comes next is no longer equal with it
-        why = self._membership.why(missing)
         if generation.world_size >= self._min_replicas:
-            self._lost.append(why)
+            self._lost.append(self._membership.why(missing))
             return
         missing = [rank for rank in missing if rank not in left] or missing  # those that left may have lost a peer too
         raise PeerLost(

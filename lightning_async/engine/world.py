@@ -81,9 +81,10 @@ class World:
 
     def generation(self) -> int:
         """The generation in which all have met here; while drifting, the one that this rank is in."""
-        if not self.drifting:
-            self._compare("who is left")
-        return self.calls.generation if self.drifting else self.calls.last.generation
+        if self.drifting:
+            return self.calls.generation
+        self._compare("who is left")
+        return self.calls.last.generation
 
     def fork(self, name: str, timeout: timedelta) -> Collectives:
         """A communicator over the same ranks with an order of its own; it closes with this one."""

@@ -44,12 +44,9 @@ class Dealing:
             nonlocal dealt_in
             world = self._strategy.world
             now = 0 if world is None else world.generation()
-            if now != dealt_in and loop._combined_loader is not None:
-                for loader in loop._combined_loader.flattened:
-                    for sampler in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
-                        _number(
-                            getattr(sampler, "sampler", sampler), **self._trainer.strategy.distributed_sampler_kwargs
-                        )
+            if now != dealt_in:
+                for sampler in _distributed_samplers(loop):
+                    _number(sampler, **self._trainer.strategy.distributed_sampler_kwargs)
                 loop._combined_loader = None
             dealt_in = now
             original()
@@ -60,9 +57,8 @@ class Dealing:
     def _warn_of_others(self, loop: Any) -> None:
         """A sampler that was made for the ranks of an earlier run has parts that nobody takes."""
         world_size = self._trainer.strategy.world_size
-        for loader in () if loop._combined_loader is None else loop._combined_loader.flattened:
-            sampler = getattr(loader, "sampler", None)
-            if type(sampler) is DistributedSampler and sampler.num_replicas > world_size:
+        for sampler in _distributed_samplers(loop):
+            if sampler.num_replicas > world_size:
                 log.warning(
                     "A DistributedSampler is for %d replicas, and %d are left: nobody takes the other parts. Make it "
                     "with `num_replicas=trainer.world_size, rank=trainer.global_rank`, or leave it to Lightning.",
@@ -70,8 +66,16 @@ class Dealing:
                 )  # fmt: skip
 
 
-def _number(sampler: Any, num_replicas: int, rank: int) -> None:
-    if type(sampler) is not DistributedSampler or sampler.num_replicas == num_replicas:
+def _distributed_samplers(loop: Any) -> list[DistributedSampler[Any]]:
+    """The user's own, each once, of the loaders that a loop has: of samples, or within one of batches."""
+    loaders = () if loop._combined_loader is None else loop._combined_loader.flattened
+    of_loaders = [getattr(loader, name, None) for loader in loaders for name in ("sampler", "batch_sampler")]
+    found = {id(sampler): sampler for sampler in (getattr(each, "sampler", each) for each in of_loaders)}
+    return [sampler for sampler in found.values() if type(sampler) is DistributedSampler]
+
+
+def _number(sampler: DistributedSampler[Any], num_replicas: int, rank: int) -> None:
+    if sampler.num_replicas == num_replicas:
         return
     whole: Any = sampler.dataset
     rest = len(whole) % num_replicas if sampler.drop_last else 0
