@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -156,6 +157,7 @@ class ReplicatedStrategy(ParallelStrategy):
             self.num_runs, self._survivors_then = next(_runs), () if self.survivors is None else self.survivors.names
             place, name = among(self.survivors, self.cluster_environment), f"lightning_async/{self.num_runs}"
             self._connection = self.transport.connect(place, self.root_device, name, self._dead_after)
+            self._connection.hear_deaths(partial(name_in_run, names=self._survivors_then))
 
     @property
     def bucket_device(self) -> torch.device:
