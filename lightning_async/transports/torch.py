@@ -131,7 +131,7 @@ class TorchTransport(Transport):
             )  # fmt: skip
             membership.start()
             terms.check = membership.check
-        return Connection(root, payload, membership)
+        return Connection(root, payload, membership, store)
 
     def short_world(self, environment: Any, name: str) -> AbstractContextManager[World]:
         rank, presence = environment.global_rank(), _meet(environment, name, None)
