@@ -122,11 +122,12 @@ def watch(trace: Trace, module: Trained) -> None:
 
     def apply(original: Any, loop: Any, exchange: Any) -> None:
         original(loop, exchange)
-        generation = loop._membership.generation
+        strategy: Any = module.trainer.strategy
+        generation, survivors = loop._membership.generation, strategy.survivors
         trace.note(
-            "commit", id=exchange.id, kind=type(exchange.kind).__name__, generation=generation.number,
-            members=generation.members, failed=loop._box.failed, digest=digests.pop(exchange.id),
-            step=getattr(exchange.message, "step", None),
+            "commit", run=strategy.num_runs, id=exchange.id, kind=type(exchange.kind).__name__,
+            generation=generation.number, members=generation.members if survivors is None else survivors.names,
+            failed=loop._box.failed, digest=digests.pop(exchange.id), step=getattr(exchange.message, "step", None),
         )  # fmt: skip
 
     def commit(original: Any, kind: Any, exchange: Exchange) -> None:

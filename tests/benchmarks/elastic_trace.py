@@ -130,7 +130,7 @@ def measure_death(lives: Sequence[Life], place: str, names: Sequence[str], kille
         before = [commit for commit in life.commits if commit["t"] < killed_at]
         times = [commit["t"] for commit in before][-RECENT:]
         periods += [b - a for a, b in itertools.pairwise(times)]
-        repeated.append(first["failed"] - before[-1]["failed"])
+        repeated.append(first["failed"] - before[-1]["failed"] * (first["run"] == before[-1]["run"]))
         until = first["t"] + 0.5  # the merge of that round, too
         pauses += [s["gap"] for s in life.of("step") if killed_at < s["t"] < until and s["gap"] is not None]
     return Death(
@@ -151,7 +151,7 @@ def alike(lives: Iterable[Life]) -> bool:
     for life in lives:
         for commit in life.commits:
             if commit["digest"] is not None:
-                made[commit["id"]].add(commit["digest"])
+                made[commit["run"], commit["id"]].add(commit["digest"])
         for end in life.of("end"):
             made["end"].add(end["digest"])
     return all(len(digests) == 1 for digests in made.values())

@@ -13,7 +13,8 @@ from tests.benchmarks.elastic_trace import Life, Traces, alike, measure_death
 
 
 def commit(t: float, id: int, members: str, digest: str = "a", failed: int = 0) -> dict[str, Any]:
-    return {"what": "commit", "t": t, "id": id, "members": list(members), "digest": digest, "failed": failed}
+    said = {"run": 1, "id": id, "members": list(members), "digest": digest, "failed": failed}
+    return {"what": "commit", "t": t, **said}
 
 
 def step(t: float, gap: float | None) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 import urllib.request
@@ -54,6 +55,9 @@ def test_status_follows_a_job_that_loses_ranks(
         assert [replica["rank"] for replica in job["replicas"]][1:] == [0, 1]
         assert job["training"] == 2
         assert job["replicas"][1]["failed_rounds"] >= 1
+        assert re.search(
+            r"\[event=lost rank=0 was=1 generation=1 world_size=2 names=1,2\]\n", (group._folder / "1.err").read_text()
+        )
         before = job["replicas"][2]["step"]
         group.signal(1, signal.SIGSTOP)
         job = look_until(look, lambda job: states(job) == ["lost", "lost", "trains"])
