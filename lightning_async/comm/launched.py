@@ -17,10 +17,12 @@ import os
 import socket
 from collections.abc import Sequence
 
-__all__ = ["CHANNEL", "LONGEST", "heard", "named", "tell_generation"]
+__all__ = ["CHANNEL", "LONGEST", "REJOIN", "came_back", "heard", "named", "tell_generation"]
 
 CHANNEL = "LIGHTNING_ASYNC_LAUNCHER_FD"
 """The environment variable that names a rank's end: descriptor, device and inode."""
+REJOIN = "LIGHTNING_ASYNC_REJOIN"
+"""The environment variable of a rank that is started again while others train on: how often it has been."""
 LONGEST = 4096
 """Bytes of a message; a longer one is not sent."""
 
@@ -50,6 +52,12 @@ def tell_generation(number: int, members: Sequence[str]) -> None:
             channel.send(message)
         finally:
             channel.detach()
+
+
+def came_back() -> int | None:
+    """How often this rank was started again while others trained on; None where it was started with all."""
+    text = os.environ.get(REJOIN, "")
+    return int(text) if text.isascii() and text.isdigit() else None
 
 
 def named(descriptor: int) -> dict[str, str]:

@@ -39,6 +39,7 @@ class Averaged(Steps, Protocol):
     config: AveragerConfig
     rule: AveragingRule
     survivors: Survivors | None
+    host: Any
     num_runs: int
     transport: Transport
     failed: bool
@@ -88,8 +89,16 @@ class Session:
                 )
             generation, before = connection.membership.generation, strategy.survivors
             strategy.survivors = Survivors(generation, strategy.num_runs, config.min_replicas, before)
+            strategy.survivors.tell()
             control.regroup.on_loss = strategy.survivors.go_on
-        connection.membership.on_change = control.wake
+        host = strategy.host
+
+        def on_change() -> None:
+            control.wake()
+            if host is not None:
+                host.notice()
+
+        connection.membership.on_change = on_change
         self.averager = BackgroundAverager(control, strategy.rule, strategy.schedule, config)
         averager = self.averager
         gradients = SynchronousGradients(control, averager.gates, averager.synchronous_step, averager.wing.weigh_step)

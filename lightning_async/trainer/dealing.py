@@ -38,12 +38,15 @@ class Dealing:
         ]
 
     def _setup_data(self, original: Any, loop: Any) -> Any:
-        dealt_in = 0
+        dealt_in = "", 0
 
         def setup_data() -> None:
             nonlocal dealt_in
             world = self._strategy.world
-            now = 0 if world is None else world.generation()
+            now = dealt_in
+            if world is not None and not world.drifting:  # else this rank has just come, and all do so next
+                generation = world.generation()
+                now = self._strategy.room, generation
             if now != dealt_in:
                 for sampler in _distributed_samplers(loop):
                     _number(sampler, **self._trainer.strategy.distributed_sampler_kwargs)
