@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_async.comm.launched import came_back, tell_generation
 from lightning_async.comm.membership.generation import Generation
+from lightning_async.events import tell
 from lightning_async.trainer.environments import Newcomer, Survivor
 from lightning_async.trainer.namespace import fabric, pytorch
 
@@ -70,11 +71,13 @@ class Survivors:
         before, self.generation = self.generation, generation
         self._number(self._run)
         self.tell()
-        log.warning(
-            "Rank %d goes on as rank %d of %d: %s. %d of %d replicas are left, and fewer than %d do not go on. What "
-            "the lost had not shared is gone; their samples are dealt out again with the next epoch.",
-            before.rank, generation.rank, generation.world_size, why, generation.world_size, self._started,
-            self._min_replicas,
+        left = generation.world_size
+        tell(
+            "lost", logging.WARNING,
+            f"Rank {before.rank} goes on as rank {generation.rank} of {left}: {why}. {left} of {self._started} "
+            f"replicas are left, and fewer than {self._min_replicas} do not go on. What the lost had not shared is "
+            "gone; their samples are dealt out again with the next epoch.",
+            rank=generation.rank, was=before.rank, generation=generation.number, world_size=left, names=self.names,
         )  # fmt: skip
         if generation.rank == 0 and before.rank != 0:
             log.warning("This rank, started as rank %s, logs and saves from here.", self.names[0])

@@ -16,6 +16,7 @@ from lightning_async.comm.launched import Death, Listener, listen
 from lightning_async.comm.membership.door import Door
 from lightning_async.comm.membership.generation import in_order
 from lightning_async.comm.membership.membership import Membership
+from lightning_async.comm.membership.stores import Store
 from lightning_async.comm.protocols import Collectives
 from lightning_async.engine.world import World
 
@@ -32,9 +33,13 @@ class Connection:
         root: for CPU tensors.
         payload: for the buckets; may be ``root``.
         membership: started; None where the transport alone tells who is gone.
+        store: of all ranks, where there is one.
     """
 
-    def __init__(self, root: Collectives, payload: Collectives, membership: Membership | None) -> None:
+    def __init__(
+        self, root: Collectives, payload: Collectives, membership: Membership | None, store: Store | None = None
+    ) -> None:
+        self.store = store
         self.root, self.payload, self._membership = root, payload, membership
         self._roots = [root] if payload is root else [root, payload]
         self._listener: Listener | None = None
