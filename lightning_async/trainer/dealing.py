@@ -42,17 +42,23 @@ class Dealing:
 
         def setup_data() -> None:
             nonlocal dealt_in
-            world = self._strategy.world
-            now = 0 if world is None else world.generation()
-            if now != dealt_in:
-                for sampler in _distributed_samplers(loop):
-                    _number(sampler, **self._trainer.strategy.distributed_sampler_kwargs)
-                loop._combined_loader = None
-            dealt_in = now
-            original()
+            while True:
+                now = self._generation()
+                if now != dealt_in:
+                    for sampler in _distributed_samplers(loop):
+                        _number(sampler, **self._trainer.strategy.distributed_sampler_kwargs)
+                    loop._combined_loader = None
+                dealt_in = now
+                original()
+                if self._generation() == now:
+                    break  # else ranks were lost meanwhile, and it is not known which numbers were read
             self._warn_of_others(loop)
 
         return setup_data
+
+    def _generation(self) -> int:
+        world = self._strategy.world
+        return 0 if world is None else world.generation()
 
     def _warn_of_others(self, loop: Any) -> None:
         """A sampler that was made for the ranks of an earlier run has parts that nobody takes."""
