@@ -12,9 +12,10 @@ from lightning_async.events import tell
 from lightning_async.trainer.environments import Newcomer, Survivor
 from lightning_async.trainer.namespace import fabric, pytorch
 
-__all__ = ["Survivors", "among", "is_newcomer", "left_here", "name_in_run", "number_rank", "numbered_last"]
+__all__ = ["Survivors", "among", "count_run", "is_newcomer", "left_here", "name_in_run", "number_rank", "numbered_last"]
 
 log = logging.getLogger(__name__)
+_runs = [0]
 _here: list[Survivors] = []  # of this process, once ranks are lost: they are to every strategy that follows
 
 
@@ -91,6 +92,15 @@ class Survivors:
     def tell(self) -> None:
         """The launcher hears of it; numbers go on counting up from run to run."""
         tell_generation((self._run << 32) + self.generation.number, self.names)
+
+
+def count_run(at_least: int = 0) -> int:
+    """The number of a new run of this process, by any strategy: what one leaves in the store is not the next one's.
+
+    All ranks count alike; one that came late begins with ``at_least`` this.
+    """
+    _runs[0] = max(_runs[0] + 1, at_least)
+    return _runs[0]
 
 
 def left_here() -> Survivors | None:

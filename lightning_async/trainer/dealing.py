@@ -61,8 +61,8 @@ class Dealing:
         world = self._strategy.world
         if world is None or world.drifting:
             return before
-        generation = world.generation()
-        return self._strategy.room, generation
+        generation, survivors = world.generation(), self._strategy.survivors
+        return "" if survivors is None else survivors.room, generation
 
     def _warn_of_others(self, loop: Any) -> None:
         """A sampler that was made for the ranks of an earlier run has parts that nobody takes."""

@@ -29,7 +29,7 @@ def test_a_sampler_that_was_made_for_those_that_are_lost_is_told_of(caplog: pyte
     """In a later run: in the one that loses ranks it is numbered anew."""
     loaders = SimpleNamespace(flattened=[SimpleNamespace(sampler=DistributedSampler(range(6), 3, 0))])  # pyright: ignore
     loop: Any = SimpleNamespace(_combined_loader=None)
-    strategy: Any = SimpleNamespace(shrinks=True, world=None, world_size=2)
+    strategy: Any = SimpleNamespace(shrinks=True, world=None, world_size=2, survivors=None)
     deal = Dealing(strategy, SimpleNamespace(strategy=strategy))._setup_data(
         lambda: setattr(loop, "_combined_loader", loaders), loop
     )
