@@ -42,6 +42,10 @@ class Survivors:
         """The numbers that those who are left were started with."""
         return tuple(self._names[int(member)] for member in self.generation.members)
 
+    def called(self, name: str) -> str:
+        """The number that a rank of this run, by its name in it, was started with; of one that is lost, too."""
+        return self._names[int(name)]
+
     @property
     def lost(self) -> int:
         """How many ranks are gone."""
@@ -63,8 +67,8 @@ class Survivors:
         number_rank(generation.rank)
         self._tell()
         log.warning(
-            "Rank %d goes on as rank %d of %d: %s. %d of %d replicas are left, and fewer than %d do not go on. What "
-            "the lost had not shared is gone; their samples are dealt out again with the next epoch.",
+            "Rank %d goes on as rank %d of %d: %s. %d of %d replicas are left, and fewer than %d do not go on. Steps "
+            "that the lost had not shared are gone; their samples are trained on by the others.",
             before.rank, generation.rank, generation.world_size, why, generation.world_size, self._started,
             self._min_replicas,
         )  # fmt: skip
