@@ -38,12 +38,12 @@ class Dealing:
         ]
 
     def _setup_data(self, original: Any, loop: Any) -> Any:
-        dealt_in = 0
+        dealt_in = "", 0
 
         def setup_data() -> None:
             nonlocal dealt_in
             while True:
-                now = self._generation()
+                now = self._division(dealt_in)
                 if now != dealt_in:
                     for sampler in _distributed_samplers(loop):
                         _number(sampler, **self._trainer.strategy.distributed_sampler_kwargs)
@@ -53,15 +53,19 @@ class Dealing:
                 if self._number_left_over(loop):
                     loop._combined_loader = None
                     original()
-                if self._generation() == now:
+                if self._division(now) == now:
                     break  # else ranks were lost meanwhile, and it is not known which numbers were read
             self._warn_of_others(loop)
 
         return setup_data
 
-    def _generation(self) -> int:
+    def _division(self, before: tuple[str, int]) -> tuple[str, int]:
+        """Differs where other ranks are there than ``before``. One that has just come deals with all, next time."""
         world = self._strategy.world
-        return 0 if world is None else world.generation()
+        if world is None or world.drifting:
+            return before
+        generation = world.generation()
+        return self._strategy.room, generation
 
     def _number_left_over(self, loop: Any) -> bool:
         """Samplers for all the ranks that this job began with, of whom some were lost in an earlier run."""

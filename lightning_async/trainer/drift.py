@@ -49,7 +49,7 @@ class DriftPatches:
             saving.model_changed,
             strategy.on_model_changed,
         ]
-        convening = Convening(strategy, trainer, self._meeting, saving)
+        convening = Convening(strategy, trainer, self._meeting, saving, strategy.host)
         self._parts = (
             stopping, convening, self._validation, saving, self._rates, EmptyShards(strategy, trainer),
             Dealing(strategy, trainer), self._inheritance, Revalidation(strategy, trainer),
@@ -78,6 +78,16 @@ class DriftPatches:
             ValueError: the ranks have unequal numbers of epochs, and something happens at their ends on all ranks.
         """
         self._validation.gates_epochs = refusals.check_fit(self._trainer, world)
+        self._meeting.begin(world)
+
+    @property
+    def gates_epochs(self) -> bool:
+        """Whether all ranks meet at the end of each epoch."""
+        return self._validation.gates_epochs
+
+    def go_on(self, world: World, gates_epochs: bool) -> None:
+        """The same training goes on with newcomers, of which this rank may be one, in a world of all of them."""
+        self._validation.gates_epochs = gates_epochs
         self._meeting.begin(world)
 
     def start_over(self) -> None:
