@@ -68,7 +68,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
             such as `DiLoCo`), ``"bf16"`` (half), or ``"none"`` (default). Nothing is lost: what a message cannot hold
             stays in the replica's parameters and goes with the next one. Gates exchange fp32.
         min_replicas: ranks may be lost as long as so many are left, and these go on: no local step of theirs is lost,
-            the round under way is repeated by them, and from the next epoch on they have all samples among them. None
+            the round under way is repeated by them, and they train on what the lost had not shared of the epoch. None
             (default): a rank that is lost ends training on all.
         deadlines: how long to wait for what.
         part_mb: payloads move in parts of at most this many MiB. Default 16.

@@ -53,6 +53,10 @@ class Survivors:
         """The numbers that those who are left were started with."""
         return tuple(self._names[int(member)] for member in self.generation.members)
 
+    def called(self, name: str) -> str:
+        """The number that a rank of this run, by its name in it, was started with; of one that is lost, too."""
+        return self._names[int(name)]
+
     @property
     def lost(self) -> int:
         """How many ranks are gone."""
@@ -76,8 +80,8 @@ class Survivors:
         tell(
             "lost", logging.WARNING,
             f"Rank {before.rank} goes on as rank {generation.rank} of {left}: {why}. {left} of {self._started} "
-            f"replicas are left, and fewer than {self._min_replicas} do not go on. What the lost had not shared is "
-            "gone; their samples are dealt out again with the next epoch.",
+            f"replicas are left, and fewer than {self._min_replicas} do not go on. Steps that the lost had not shared "
+            "are gone; their samples are trained on by the others.",
             rank=generation.rank, was=before.rank, generation=generation.number, world_size=left, names=self.names,
         )  # fmt: skip
         if generation.rank == 0 and before.rank != 0:
