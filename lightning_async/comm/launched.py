@@ -24,10 +24,12 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["CHANNEL", "LONGEST", "Death", "Listener", "heard", "listen", "named", "news", "tell_generation"]
+__all__ = ["CHANNEL", "LONGEST", "REJOIN", "Death", "Listener", "heard", "listen", "named", "news", "tell_generation"]
 
 CHANNEL = "LIGHTNING_ASYNC_LAUNCHER_FD"
 """The environment variable that names a rank's end: descriptor, device and inode."""
+REJOIN = "LIGHTNING_ASYNC_REJOIN"
+"""The environment variable of a rank that was started again alone, to join those who train: how often it was so far."""
 LONGEST = 4096
 """Bytes of a message; a longer one is not sent."""
 _ENDS_S = 2.0
