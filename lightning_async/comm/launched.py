@@ -24,12 +24,15 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["CHANNEL", "LONGEST", "REJOIN", "Death", "Listener", "heard", "listen", "named", "news", "tell_generation"]
+__all__ = [
+    "CHANNEL", "LONGEST", "REJOIN", "Death", "Listener", "came_back", "heard", "listen", "named", "news",
+    "tell_generation",
+]  # fmt: skip
 
 CHANNEL = "LIGHTNING_ASYNC_LAUNCHER_FD"
 """The environment variable that names a rank's end: descriptor, device and inode."""
 REJOIN = "LIGHTNING_ASYNC_REJOIN"
-"""The environment variable of a rank that was started again alone, to join those who train: how often it was so far."""
+"""The environment variable of a rank that is started again while others train on: how often it has been."""
 LONGEST = 4096
 """Bytes of a message; a longer one is not sent."""
 _ENDS_S = 2.0
@@ -75,6 +78,12 @@ def tell_generation(number: int, members: Sequence[str]) -> None:
             channel.send(message)
         finally:
             channel.detach()
+
+
+def came_back() -> int | None:
+    """How often this rank was started again while others trained on; None where it was started with all."""
+    text = os.environ.get(REJOIN, "")
+    return int(text) if text.isascii() and text.isdigit() else None
 
 
 def listen(on_death: Callable[[Death], None]) -> Listener | None:

@@ -16,10 +16,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from lightning_async.comm.launched import Death, heard
+from lightning_async.comm.membership.signing import SECRET
 from lightning_async.launch.decide import begin, decide
-from lightning_async.launch.environment import Job
+from lightning_async.launch.environment import ADDRESS, Job
 from lightning_async.launch.output import Outputs
 from lightning_async.launch.process import Process
+from lightning_async.launch.registry import Registry
 from lightning_async.launch.state import (
     CANNOT_START,
     Action,
@@ -71,6 +73,7 @@ class Supervisor:
         self._port = self._attempt = 0
         self._code: int | None = None
         self._keeper: Keeper | None = None
+        self._registry = Registry(ADDRESS, job.base.get(SECRET, ""), tuple(job.program))
 
     def run(self) -> int:
         """Until all have ended; the exit code."""
@@ -90,6 +93,7 @@ class Supervisor:
                 self._leave()  # not after other errors: then all is as if the launcher were killed, and ranks save
             return self._code
         finally:
+            self._registry.remove()
             self._selector.close()
             for fd in (*self._readers, *self._writers):
                 os.close(fd)
@@ -144,6 +148,7 @@ class Supervisor:
             self._keeper = keeper = Keeper(self._readers, self._logs, self._policy.grace_s)
             self._selector.register(keeper.pidfd, selectors.EVENT_READ, lambda: self._lose(keeper))
         self._port, self._attempt = self._keeper.open(), self._state.restarts
+        self._registry.write(self._port)
         self._endings.clear()
         self._dues.clear()
         for rank in sorted(ranks):

@@ -47,7 +47,7 @@ class Seen(pl.LightningModule):
         self._dies = deaths.get(str(NUMBER))
 
     def _at(self, place: str, taken: int) -> None:
-        if self._dies == (place, self.current_epoch, taken):
+        if self._dies == (place, self.current_epoch, taken) and "LIGHTNING_ASYNC_REJOIN" not in os.environ:
             die()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:

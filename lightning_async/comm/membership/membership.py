@@ -156,6 +156,16 @@ class Membership:
         with self._lock:
             return frozenset(name for name, peer in self._census.peers.items() if peer.has_left)
 
+    def up(self) -> frozenset[str]:
+        """The names of the peers that live, by this rank's view. No I/O."""
+        with self._lock:
+            return frozenset(name for name, peer in self._census.peers.items() if peer.up)
+
+    def guests(self) -> tuple[str, ...]:
+        """The names of the newcomers that wait to be invited, by this rank's view. No I/O."""
+        with self._lock:
+            return tuple(self._census.guests())
+
     def lost(self) -> tuple[str, ...]:
         """The names of the members of this generation that are lost, by this rank's view. No I/O."""
         with self._lock:
