@@ -159,7 +159,8 @@ class Loop:
         if verdict.common.catch_up is not None:
             self._catch_up(verdict.common.catch_up)
         elif verdict.plan is not None and verdict.plan.kind is not None:
-            mark = mark_of(headers) if verdict.plan.kind.takes_marks else None
+            members = self._membership.generation.members
+            mark = mark_of(headers, members) if verdict.plan.kind.takes_marks else None
             self._exchange(verdict.plan.kind, verdict.plan, everyones[verdict.wing], waited_s, mark)
         else:
             self.prepared = None
@@ -256,7 +257,7 @@ class Loop:
             self._box.lost += [] if self._box.marked is None else [self._box.marked]
             self._box.marked = copied
             if exchange.mark is not None:
-                self._box.saved = exchange.mark.number
+                self._box.saved = max(self._box.saved, exchange.mark.number)
                 self._box.asked &= ~Vote.SAVE
             exchange.kind.hand_over(exchange)  # from here on the training thread may go on
         self.prepared = None
