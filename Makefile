@@ -5,10 +5,13 @@
 #   make horovod               build Horovod for the installed torch, into `.venv` (HOROVOD_ARGS=--mpi, --nccl)
 #   make native                build the native libraries of the ops again (an install has built what it could)
 #   make gpu                   all that needs a GPU, in at most eight minutes, with its results in runs/gpu
+#   make kills                 ranks die in turn, in all places; what that costs the others, in runs/elastic (KILLS=100)
+#   make soak                  ten minutes of training with a kill every 15 s, in runs/elastic (SOAK_S=600)
 #   make lint | types | bench | clean
 #
 # Variables: PYTHON (which Python makes the environment), PIP_ARGS (more options for pip), TORCH (which torch: a
-# requirement for pip; it stays installed until another is asked for), DEMO_ARGS, TEST_ARGS, BENCH_ARGS, HOROVOD_ARGS.
+# requirement for pip; it stays installed until another is asked for), DEMO_ARGS, TEST_ARGS, BENCH_ARGS, ELASTIC_ARGS,
+# HOROVOD_ARGS.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -28,7 +31,7 @@ else
 TORCH ?= torch==2.13.0
 endif
 
-.PHONY: help venv demo test horovod native gpu lint types bench format clean ask
+.PHONY: help venv demo test horovod native gpu lint types bench kills soak format clean ask
 help:
 	@sed -n 's/^#   //p' Makefile
 
@@ -92,6 +95,14 @@ bench: $(VENV)/.ready-test
 	$(BIN)/python -m tests.benchmarks.averaging $(BENCH_ARGS)
 	$(BIN)/python -m tests.benchmarks.ops --out runs/ops
 	$(BIN)/python -m tests.benchmarks.checkpoints --out runs/bench
+
+KILLS ?= 8
+kills: $(VENV)/.ready-test
+	$(BIN)/python -m tests.benchmarks.elastic --out runs/elastic --kills $(KILLS) $(ELASTIC_ARGS)
+
+SOAK_S ?= 600
+soak: $(VENV)/.ready-test
+	$(BIN)/python -m tests.benchmarks.soak --out runs/elastic --seconds $(SOAK_S) $(ELASTIC_ARGS)
 
 clean:
 	rm -rf $(VENV) runs build dist *.egg-info lightning_async/ops/lib .pytest_cache .ruff_cache .hypothesis

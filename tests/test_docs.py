@@ -81,6 +81,15 @@ COMMANDS = {
     "lightning-async launch -n 4 --dry-run train.py": (
         "tests/commands/test_launch.py::test_a_dry_run_shows_what_would_be_started"
     ),
+    "lightning-async status": "tests/launch/test_registry.py::test_a_job_is_found_while_it_runs",
+    "lightning-async status 10.0.0.5:29500 --watch": (
+        "tests/commands/test_status.py::test_it_watches_until_the_store_is_gone"
+    ),
+    "lightning-async status --prometheus 9400": (
+        "tests/commands/test_status.py::test_it_serves_prometheus_until_a_signal_comes"
+    ),
+    "make kills KILLS=100": "tests/benchmarks/test_elastic.py",
+    "make soak": "tests/benchmarks/test_elastic.py",
     "make bench": "tests/benchmarks/test_benchmarks.py",
     "python examples/char_lm.py --strategy async_averaging --devices 2": (
         "tests/examples/test_char_lm.py::test_a_short_run_ends_with_numbers_and_a_picture"

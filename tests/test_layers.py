@@ -18,12 +18,13 @@ from tests.support import ROOT
 PACKAGE = "lightning_async"
 MAX_LINES = 300
 
-GROUND = {"errors", "flat", "arguments"}
+GROUND = {"errors", "flat", "arguments", "events"}
 HALL = {"engine", "comm", "ops", *GROUND}
 ALLOWED = {
     "errors": set(),
     "flat": {"errors"},
     "arguments": set(),
+    "events": set(),
     "ops": {"flat", "errors"},
     "rules": {"ops", *GROUND},
     "comm": {*GROUND},

@@ -1,4 +1,4 @@
-"""The console script: ``lightning-async doctor | build-horovod | launch | checkpoint``."""
+"""The console script: ``lightning-async doctor | build-horovod | launch | checkpoint | status``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ COMMANDS = {
     "build-horovod": "build Horovod for the installed torch (--mpi, --nccl)",
     "launch": "start the ranks of a training on this host, and see to their end",
     "checkpoint": "list, verify, export or prune the checkpoints of a directory",
+    "status": "show what the replicas of a job do while it runs",
 }
 """Each is a module of this package with a function ``main`` that takes the other arguments."""
 

@@ -15,7 +15,7 @@ from lightning_async.engine.buckets import Buckets, Exchange
 from lightning_async.engine.calls import Calls, Recovery
 from lightning_async.engine.deadlines import Deadlines
 from lightning_async.engine.header import Vote
-from lightning_async.engine.loop import Loop
+from lightning_async.engine.loop import Loop, Stage
 from lightning_async.engine.mailbox import Mailbox
 from lightning_async.engine.regroup import Regroup
 from lightning_async.engine.replica import Replica
@@ -71,6 +71,11 @@ class ControlPlane:
     def rank(self) -> int:
         """This rank's number in the present generation."""
         return self.transfer.rank
+
+    @property
+    def reforming(self) -> bool:
+        """Whether the groups are being formed anew."""
+        return self._loop.stage is Stage.FAILED
 
     def register(self, wing: Wing) -> None:
         """Add a wing; before `start`, in the same order on all ranks."""

@@ -19,10 +19,10 @@ from lightning_async.engine.header import Gate
 from lightning_async.engine.mailbox import Mailbox
 from lightning_async.engine.transfer import Closed, Transfer
 from lightning_async.errors import CollectiveError, CollectiveTimeout, Evicted, GenerationChanged, PeerLost, StoreLost
+from lightning_async.events import tell
 
 __all__ = ["Regroup"]
 
-log = logging.getLogger(__name__)
 _SLICE = timedelta(seconds=1)
 _HEARSAY_S, _BEAT_S = 2.0, 0.1
 
@@ -90,21 +90,28 @@ class Regroup:
         while True:
             if isinstance(error, PeerLost):
                 if not self.survives(error):
+                    if isinstance(error, Evicted):  # the error itself is the line that people read
+                        tell("evicted", logging.INFO, str(error), rank=self._transfer.rank)
                     raise error
             else:
                 self._count(error)
                 if self._may_lose and not isinstance(error, (CollectiveTimeout, GenerationChanged)):
                     self._membership.suspect()
-            log.info("Rank %d: round %d failed: %s", self._transfer.rank, box.next_exchange, error)
+            rank, round_id = self._transfer.rank, box.next_exchange
+            words = f"Rank {rank}: round {round_id} failed: {error}"
+            tell("round_failed", logging.INFO, words, rank=rank, round=round_id)
             try:
                 generation = self._meet(box.next_exchange)
             except (PeerLost, CollectiveError) as again:
                 error = again
                 box.failed += not isinstance(error, PeerLost)
                 continue
-            log.warning(
-                "Rank %d: round %d failed and is repeated by re-formed groups (number %d); no weight has changed. %s",
-                self._transfer.rank, box.next_exchange, generation, error,
+            tell(
+                "regrouped", logging.WARNING,
+                f"Rank {rank}: round {round_id} failed and is repeated by re-formed groups (number {generation}); no "
+                f"weight has changed. {error}",
+                rank=self._transfer.rank, round=round_id, generation=generation,
+                world_size=self._transfer.small.world_size,
             )  # fmt: skip
             return generation
 

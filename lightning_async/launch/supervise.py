@@ -15,14 +15,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from lightning_async.comm.launched import heard
+from lightning_async.comm.launched import Death, heard
+from lightning_async.comm.membership.signing import SECRET
 from lightning_async.launch.decide import begin, decide
-from lightning_async.launch.environment import Job
+from lightning_async.launch.environment import ADDRESS, Job
 from lightning_async.launch.output import Outputs
 from lightning_async.launch.process import Process
+from lightning_async.launch.registry import Registry
 from lightning_async.launch.state import (
     CANNOT_START,
     Action,
+    Announce,
     Due,
     Ended,
     Event,
@@ -37,7 +40,7 @@ from lightning_async.launch.state import (
     Told,
 )
 from lightning_async.launch.store import Keeper
-from lightning_async.launch.summary import Ending, goes_on, report, signal_name
+from lightning_async.launch.summary import Ending, goes_on, how, report, signal_name
 
 __all__ = ["Supervisor"]
 
@@ -65,6 +68,7 @@ class Supervisor:
         self._due: float | None = None
         self._code: int | None = None
         self._keeper: Keeper | None = None
+        self._registry = Registry(ADDRESS, job.base.get(SECRET, ""), tuple(job.program))
 
     def run(self) -> int:
         """Until all have ended; the exit code."""
@@ -84,6 +88,7 @@ class Supervisor:
                 self._leave()  # not after other errors: then all is as if the launcher were killed, and ranks save
             return self._code
         finally:
+            self._registry.remove()
             self._selector.close()
             for fd in (*self._readers, *self._writers):
                 os.close(fd)
@@ -121,16 +126,24 @@ class Supervisor:
                     if action.number in _ENDS:
                         self._told[rank] = action.number
                     self._processes[rank].signal(action.number)
+            elif isinstance(action, Announce):
+                self._announce(action.dead, action.ranks)
             elif isinstance(action, Finish):
                 self._code = action.code
             else:
                 self._due = time.monotonic() + action.seconds
+
+    def _announce(self, dead: int, ranks: frozenset[int]) -> None:
+        ending = next(each for each in reversed(self._endings) if each.rank == dead)
+        for rank in ranks & self._processes.keys():
+            self._processes[rank].tell(Death(dead, ending.pid, f"died: its process {how(ending)}"))
 
     def _start(self, ranks: frozenset[int]) -> None:
         if self._keeper is None:
             self._keeper = keeper = Keeper(self._readers, self._logs, self._policy.grace_s)
             self._selector.register(keeper.pidfd, selectors.EVENT_READ, lambda: self._lose(keeper))
         port, restarts = self._keeper.open(), self._state.restarts
+        self._registry.write(port)
         self._endings.clear()
         self._told.clear()
         for rank in sorted(ranks):
@@ -159,6 +172,8 @@ class Supervisor:
         tail = tuple(self._outputs.streams[rank][1].tail)
         self._endings.append(Ending(rank, process.pid, status, seconds, self._told.get(rank), tail))
         self._follow(Ended(rank, status))
+        for other in tuple(self._processes):  # some may have been read while they were told of it
+            self._listen(other)
 
     def _listen(self, rank: int) -> None:
         """A rank has told something."""

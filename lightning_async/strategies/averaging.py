@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,8 +24,10 @@ from lightning_async.rules import DeltaMean, EveryNSteps
 from lightning_async.rules.averaging.protocol import AveragingRule
 from lightning_async.rules.schedules.protocol import Schedule
 from lightning_async.strategies.base import ReplicatedStrategy
+from lightning_async.strategies.joining import Guest, Host
 from lightning_async.strategies.saved_state import SavedState
 from lightning_async.strategies.session import Session
+from lightning_async.strategies.survivors import is_newcomer
 from lightning_async.trainer import refusals
 from lightning_async.trainer.drift import DriftPatches
 from lightning_async.trainer.namespace import name as namespace
@@ -32,9 +35,11 @@ from lightning_async.trainer.namespace import pytorch
 from lightning_async.trainer.patches import Undo, in_words, searches_lr, shorten
 from lightning_async.trainer.settings import check_checkpoint, check_settings
 from lightning_async.transports.choose import TransportName
-from lightning_async.transports.transport import Transport
+from lightning_async.transports.transport import Connection, Transport
 
 __all__ = ["AsyncAveragingStrategy"]
+
+_fits = itertools.count(1)  # of this process, in the order of its script, which is the same on all ranks
 
 
 class AsyncAveragingStrategy(ReplicatedStrategy):
@@ -109,21 +114,23 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         )  # fmt: skip
         self.config.check_rule(owner, self.rule)
         self.shrinks = min_replicas is not None
+        self.host = Host(self) if self.shrinks else None
+        self.num_fits = 0
         self.buffers: BufferPolicy = buffers
         self.optimizer_state_policy: OptimizerPolicy = optimizer_state
         self.lr_clock: refusals.LrClock = lr_clock
         self._session: Session | None = None
         self.summary = RunSummary()
         self._trainer: Any = None
-        self._patches: DriftPatches | None = None
-        self._saved = SavedState(self.checkpoint_key)
-        self._undo: list[Undo] = []
+        self.patches: DriftPatches | None = None
+        self.saved = SavedState(self.checkpoint_key)
+        self.undo: list[Undo] = []
         self._begins_anew = False
 
     def setup_environment(self) -> None:
         super().setup_environment()
         self.failed = False
-        self._saved.begin_run()
+        self.saved.begin_run()
         trainer: Any = self.module.trainer
         refusals.check_callbacks(trainer.callbacks)
         if self.world is not None:
@@ -133,39 +140,58 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
     def setup(self, trainer: Any) -> None:
         self._trainer = trainer
         fitting = trainer.state.fn == "fit"
-        self._saved.begin_stage(trainer.lightning_module, fitting)
+        self.saved.begin_stage(trainer.lightning_module, fitting)
         if self.world is not None and fitting:
-            check_checkpoint(self.world, self._saved.origin)
+            check_checkpoint(self.world, self.saved.origin)
             refusals.check_setup(trainer, self._layer_sync)
         self.setup_replica(trainer)
         if fitting:
-            self._patches = DriftPatches(self, trainer)
+            self.num_fits = next(_fits)
+            self.patches = DriftPatches(self, trainer)
             if self.world is not None:
-                self._undo.append(self._patches.remove)
-                self._patches.install(self.world)
-            self._undo.append(monitor_for_now(trainer))
+                self.undo.append(self.patches.remove)
+                self.patches.install(self.world)
+            self.undo.append(monitor_for_now(trainer))
 
     def on_train_start(self) -> None:
         """All ranks hold the same model: replicas part from here."""
         if self.averager is not None:  # a loop within this fit, such as the LearningRateFinder's
             self.start_over()
-        self.begin_averaging()
+        if is_newcomer():
+            Guest(self, self._trainer).join()
+        else:
+            self.begin_averaging()
 
     def begin_averaging(self) -> None:
         """Let this replica drift, if the others are here to begin with it."""
         self._begins_anew = False
         self.summary = RunSummary(rank=self.global_rank, world_size=self.world_size)
         if self.world_size == 1:
-            self._saved.take()  # it goes with weights that this training leaves behind
+            self.saved.take()  # it goes with weights that this training leaves behind
             self.tell_alone("so there is nothing to average. Pass `Trainer(devices=2)` or more")
             return
-        assert self._connection is not None and self._patches is not None
-        self._patches.begin(self._connection.world)
-        self._session = Session(self, self._connection, self._patches.within_batch, self._saved)
+        assert self._connection is not None and self.patches is not None
+        self.patches.begin(self._connection.world)
+        self._go_on(self._connection)
+
+    def _go_on(self, connection: Connection) -> None:
+        assert self.patches is not None
+        self._session = Session(self, connection, self.patches.within_batch, self.saved)
         self.summary = self._session.averager.summary
         self._session.start()
+        if self.host is not None:
+            self.host.open(self._trainer)
+
+    def go_on_wider(self, connection: Connection, run: int) -> None:
+        """See `Joined`."""
+        self._end_averaging()
+        self.disconnect(in_order=True)
+        self.use(connection, run)
+        self._go_on(connection)
 
     def _end_averaging(self) -> None:
+        if self.host is not None:
+            self.host.close()
         if self._session is not None:
             self._session.close()
             self._session = None
@@ -176,8 +202,8 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         self.disconnect(in_order=True)
         self.connect_ranks()
         self._begins_anew = True
-        if self._patches is not None:
-            self._patches.start_over()
+        if self.patches is not None:
+            self.patches.start_over()
 
     def begin_again(self) -> None:
         """Before a batch or a gate: if a checkpoint was restored during training, average from there."""
@@ -196,11 +222,11 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
                 self._connection.membership.fail(in_words(exception))
 
     def teardown(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+        while self.undo:
+            self.undo.pop()()
         self._end_averaging()
         self._begins_anew = False
-        self._patches = self._trainer = None
+        self.patches = self._trainer = None
         self.disconnect(in_order=not self.failed)
         super().teardown()
 
@@ -259,7 +285,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         """See `Drifting`."""
         if self._session is not None:
             self._session.sum_up()
-            self._saved.keep(self._session.state())
+            self.saved.keep(self._session.state())
             if not searches_lr(self._trainer):
                 self._session.tell()
 
@@ -280,14 +306,14 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
     # ---- checkpoints ----
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        self._saved.write(checkpoint, None if self._session is None else self._session.state())
+        self.saved.write(checkpoint, None if self._session is None else self._session.state())
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         if self.averager is not None:
             self.start_over()
-        self._saved.load(checkpoint)
+        self.saved.load(checkpoint)
         return checkpoint
 
     def __repr__(self) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -16,7 +16,15 @@ from lightning_async.engine.tensors import describe
 from lightning_async.engine.world import World
 from lightning_async.errors import LayoutMismatch
 from lightning_async.flat import FlatLayout
-from lightning_async.strategies.survivors import Survivors, among, left_here, name_in_run, number_rank
+from lightning_async.strategies.survivors import (
+    Survivors,
+    among,
+    is_newcomer,
+    left_here,
+    name_in_run,
+    number_rank,
+    numbered_last,
+)
 from lightning_async.trainer.compiled import CompiledMark
 from lightning_async.trainer.namespace import fabric, pytorch
 from lightning_async.trainer.patches import rank_zero_info, searches_lr
@@ -32,7 +40,7 @@ else:
 __all__ = ["ReplicatedStrategy"]
 
 log = logging.getLogger(__name__)
-_runs = itertools.count(1)  # of this process, by any strategy: what a run leaves in the store is not the next one's
+_runs = [0]  # of this process, by any strategy: what a run leaves in the store is not the next one's
 T = TypeVar("T")
 
 
@@ -72,6 +80,8 @@ class ReplicatedStrategy(ParallelStrategy):
         self.num_runs = self._operations = 0
         self.survivors: Survivors | None = left_here()
         """Who is left, where training goes on without those that are lost."""
+        self.host: Any = None
+        """Takes newcomers in; None where nobody can come."""
         self._survivors_then: tuple[str, ...] = ()
 
     # ---- ranks and processes ----
@@ -85,7 +95,7 @@ class ReplicatedStrategy(ParallelStrategy):
     def cluster_environment(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, environment: Any
     ) -> None:
-        self._environment = self.transport.environment(environment)
+        self._environment = numbered_last(self.transport.environment(environment))
 
     @property
     def root_device(self) -> torch.device:
@@ -152,10 +162,34 @@ class ReplicatedStrategy(ParallelStrategy):
 
     def connect_ranks(self) -> None:
         """Join the other ranks, if there are any; all call this together."""
-        if self.world_size > 1:
-            self.num_runs, self._survivors_then = next(_runs), () if self.survivors is None else self.survivors.names
-            place, name = among(self.survivors, self.cluster_environment), f"lightning_async/{self.num_runs}"
-            self._connection = self.transport.connect(place, self.root_device, name, self._dead_after)
+        if self.world_size > 1 and not is_newcomer():
+            place, run = among(self.survivors, self.cluster_environment), self.count_run()
+            elastic = self.host is not None
+            self.use(
+                self.transport.connect(place, self.root_device, f"lightning_async/{run}", self._dead_after, elastic),
+                run,
+            )
+
+    def count_run(self, at_least: int = 0) -> int:
+        """See `Joined`."""
+        _runs[0] = max(_runs[0] + 1, at_least)
+        return _runs[0]
+
+    def use(self, connection: Connection, run: int) -> None:
+        """All ranks are connected for this run."""
+        self._connection, self.num_runs = connection, run
+        self._survivors_then = () if self.survivors is None else self.survivors.names
+        connection.hear_deaths(partial(name_in_run, names=self._survivors_then))
+
+    @property
+    def room(self) -> str:
+        """See `Drifting`."""
+        return "" if self.survivors is None else self.survivors.room
+
+    @property
+    def connection(self) -> Connection | None:
+        """Of all ranks, while the Trainer runs; None in a world of one."""
+        return self._connection
 
     @property
     def bucket_device(self) -> torch.device:

@@ -61,6 +61,10 @@ class SavedState:
         loaded, self._loaded = self._loaded, None
         return loaded
 
+    def go_on(self, state: dict[str, Any]) -> None:
+        """What averaging is to go on from, as if it had been loaded."""
+        self._loaded = state
+
     def keep(self, state: dict[str, Any]) -> None:
         """The state at the end of a fit, for checkpoints that are saved after it."""
         self._last = state

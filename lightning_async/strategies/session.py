@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
+from lightning_async.comm.membership.signing import SECRET
+from lightning_async.comm.membership.standing import ENDED, FAILED, Publisher
 from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.batch_norm import recompute_batch_norm
 from lightning_async.engine.averaging.config import AveragerConfig
@@ -19,6 +22,7 @@ from lightning_async.engine.header import Arrival, Gate
 from lightning_async.engine.replica import Replica
 from lightning_async.rules.averaging.protocol import AveragingRule
 from lightning_async.strategies.saved_state import SavedState, state_of
+from lightning_async.strategies.standing import standing_of
 from lightning_async.strategies.stepping import Stepping, Steps
 from lightning_async.strategies.survivors import Survivors
 from lightning_async.trainer.patches import rank_zero_info
@@ -35,8 +39,10 @@ class Averaged(Steps, Protocol):
     config: AveragerConfig
     rule: AveragingRule
     survivors: Survivors | None
+    host: Any
     num_runs: int
     transport: Transport
+    failed: bool
 
     @property
     def bucket_device(self) -> torch.device: ...
@@ -83,19 +89,35 @@ class Session:
                 )
             generation, before = connection.membership.generation, strategy.survivors
             strategy.survivors = Survivors(generation, strategy.num_runs, config.min_replicas, before)
+            strategy.survivors.tell()
             control.regroup.on_loss = strategy.survivors.go_on
-        connection.membership.on_change = control.wake
+        host = strategy.host
+
+        def on_change() -> None:
+            control.wake()
+            if host is not None:
+                host.notice()
+
+        connection.membership.on_change = on_change
         self.averager = BackgroundAverager(control, strategy.rule, strategy.schedule, config)
         averager = self.averager
         gradients = SynchronousGradients(control, averager.gates, averager.synchronous_step, averager.wing.weigh_step)
         self._saved = saved
         saved.resume(self.averager, strategy.global_rank, strategy.world_size)
         self.stepping = Stepping(strategy, self.averager, gradients, meet)
+        self._publisher: Publisher | None = None
+        if connection.store is not None:
+            run = strategy.num_runs
+            self._publisher = Publisher(
+                connection.store, lambda: standing_of(averager, strategy.survivors, run), os.environ.get(SECRET)
+            )
 
     def start(self) -> None:
         """All ranks call this together, with equal replicas."""
         self._connection.open()
         self.averager.start()
+        if self._publisher is not None:
+            self._publisher.start()
         if (replica := self._saved.take_replica()) is not None:
             self.averager.marks.part(replica, replica["state_dict"], self._strategy.module)
 
@@ -103,6 +125,8 @@ class Session:
         """Waits for no other rank."""
         self.averager.close()
         self.stepping.close()
+        if self._publisher is not None:
+            self._publisher.close(FAILED if self._strategy.failed else ENDED)
 
     def on_model_changed(self) -> None:
         """A gate has given all replicas another model."""

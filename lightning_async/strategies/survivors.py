@@ -1,4 +1,4 @@
-"""Ranks are lost, and those that are left go on: what Lightning, the launcher and the user learn of it."""
+"""Ranks are lost, or come back, and training goes on: what Lightning, the launcher and the user learn of it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_async.comm.launched import tell_generation
+from lightning_async.comm.launched import came_back, tell_generation
 from lightning_async.comm.membership.generation import Generation
-from lightning_async.trainer.environments import Survivor
+from lightning_async.events import tell
+from lightning_async.trainer.environments import Newcomer, Survivor
 from lightning_async.trainer.namespace import fabric, pytorch
 
-__all__ = ["Survivors", "among", "left_here", "name_in_run", "number_rank"]
+__all__ = ["Survivors", "among", "is_newcomer", "left_here", "name_in_run", "number_rank", "numbered_last"]
 
 log = logging.getLogger(__name__)
 _here: list[Survivors] = []  # of this process, once ranks are lost: they are to every strategy that follows
@@ -34,8 +35,17 @@ class Survivors:
         """For life: the numbers that the ranks of this run were started with."""
         self._started = generation.world_size if before is None else before._started
         self._run, self._min_replicas = run, min_replicas
+        self.room = "" if before is None else before.room
+        """Where those who are there meet, since their numbers have changed; "" where they have not."""
         self.generation = generation
-        self._tell()
+
+    def with_newcomers(self, rank: int, names: Sequence[str], run: int) -> Survivors:
+        """Those who are there once others have come back, for a run of all of them: what this rank's number is in it,
+        and what all are called for life."""
+        made = Survivors(Generation.first(rank, len(names)), run, self._min_replicas, self)
+        made._names = tuple(names)
+        made._number(run)
+        return made
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -68,19 +78,26 @@ class Survivors:
     def go_on(self, generation: Generation, why: str) -> None:
         """A generation is formed in which others are missing, for these reasons."""
         before, self.generation = self.generation, generation
-        _here[:] = [self]
-        number_rank(generation.rank)
-        self._tell()
-        log.warning(
-            "Rank %d goes on as rank %d of %d: %s. %d of %d replicas are left, and fewer than %d do not go on. What "
-            "the lost had not shared is gone; their samples are dealt out again with the next epoch.",
-            before.rank, generation.rank, generation.world_size, why, generation.world_size, self._started,
-            self._min_replicas,
+        self._number(self._run)
+        self.tell()
+        left = generation.world_size
+        tell(
+            "lost", logging.WARNING,
+            f"Rank {before.rank} goes on as rank {generation.rank} of {left}: {why}. {left} of {self._started} "
+            f"replicas are left, and fewer than {self._min_replicas} do not go on. What the lost had not shared is "
+            "gone; their samples are dealt out again with the next epoch.",
+            rank=generation.rank, was=before.rank, generation=generation.number, world_size=left, names=self.names,
         )  # fmt: skip
         if generation.rank == 0 and before.rank != 0:
             log.warning("This rank, started as rank %s, logs and saves from here.", self.names[0])
 
-    def _tell(self) -> None:
+    def _number(self, run: int) -> None:
+        """Numbers are others from this run on."""
+        self.room = f"lightning_async/since{run}"
+        _here[:] = [self]
+        number_rank(self.generation.rank)
+
+    def tell(self) -> None:
         """The launcher hears of it; numbers go on counting up from run to run."""
         tell_generation((self._run << 32) + self.generation.number, self.names)
 
@@ -91,10 +108,20 @@ def left_here() -> Survivors | None:
 
 
 def among(survivors: Survivors | None, environment: Any) -> Any:
-    """The environment of those that are left."""
-    if survivors is None or not survivors.lost:
+    """The environment of those that are there."""
+    if survivors is None or not survivors.room:
         return environment
-    return Survivor(environment, survivors.generation.rank, survivors.generation.world_size)
+    return Survivor(environment, survivors.generation.rank, survivors.generation.world_size, survivors.room)
+
+
+def is_newcomer() -> bool:
+    """Whether this process was started while others train, and is not among them yet."""
+    return came_back() is not None and not _here
+
+
+def numbered_last(environment: Any) -> Any:
+    """The environment of a newcomer, whatever it was before: the others have a rank 0."""
+    return Newcomer(environment) if environment is not None and is_newcomer() else environment
 
 
 def name_in_run(rank: int, names: Sequence[str]) -> str:

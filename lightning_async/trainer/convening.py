@@ -33,24 +33,28 @@ class Convening:
         strategy: whose gates these are.
         trainer: its callbacks, and the end of each batch.
         meeting: opens the gates.
-        others: that are no callbacks themselves, and decide as these do.
+        saving: no callback itself, and decides as these do.
+        host: takes newcomers in, when all else is decided and there is no other model.
     """
 
-    def __init__(self, strategy: Drifting, trainer: Any, meeting: Meeting, *others: Convened) -> None:
-        self._strategy, self._trainer, self._meeting, self._others = strategy, trainer, meeting, others
+    def __init__(
+        self, strategy: Drifting, trainer: Any, meeting: Meeting, saving: Convened, host: Convened | None
+    ) -> None:
+        self._strategy, self._trainer, self._meeting = strategy, trainer, meeting
+        self._saving, self._host = saving, host
         self._called = False
         """By a callback of this rank."""
 
     def install(self) -> list[Undo]:
         """Patch; returns what takes it back."""
         return [
-            *(set_for_now(callback, "call_together", self._call) for callback in self._convened()),
+            *(set_for_now(each, "call_together", self._call) for each in (*self._convened(), self._host) if each),
             set_for_now(self._meeting, "on_called", self._hold),
             replace(self._trainer.fit_loop.epoch_loop, "on_advance_end", self._after_batch),
         ]
 
     def _convened(self) -> list[Convened]:
-        return [*self._others, *(each for each in self._trainer.callbacks if isinstance(each, Convened))]
+        return [self._saving, *(each for each in self._trainer.callbacks if isinstance(each, Convened))]
 
     def _call(self) -> None:
         self._called = True
@@ -76,3 +80,5 @@ class Convening:
             module = self._trainer.lightning_module
             world.make_equal_([*module.parameters(), *module.buffers()])  # each may have gone back to its own
             self._strategy.start_over()
+        elif self._host is not None and not any(replaced):
+            self._host.decide(world)

@@ -14,6 +14,7 @@ from lightning_async.trainer.averaged_models import AveragedModels
 from lightning_async.trainer.convening import Convening
 from lightning_async.trainer.dealing import Dealing
 from lightning_async.trainer.empty_shards import EmptyShards
+from lightning_async.trainer.inheritance import Inheritance
 from lightning_async.trainer.learning_rates import LearningRates
 from lightning_async.trainer.meeting import Meeting
 from lightning_async.trainer.metrics import WholeMetrics
@@ -38,7 +39,8 @@ class DriftPatches:
         self._strategy, self._trainer = strategy, trainer
         stopping = Stopping(strategy, trainer)
         self._meeting = Meeting(strategy, trainer, stopping)
-        self._validation = Validation(strategy, trainer, self._meeting)
+        inheritance = Inheritance(strategy, trainer)
+        self._validation = Validation(strategy, trainer, self._meeting, inheritance)
         self._rates = LearningRates(strategy, trainer)
         saving = Saving(strategy, trainer)
         self._meeting.on_model_changed += [
@@ -46,10 +48,10 @@ class DriftPatches:
             saving.model_changed,
             strategy.on_model_changed,
         ]
-        convening = Convening(strategy, trainer, self._meeting, saving)
+        convening = Convening(strategy, trainer, self._meeting, saving, strategy.host)
         self._parts = (
             stopping, convening, self._validation, saving, self._rates, EmptyShards(strategy, trainer),
-            Dealing(strategy, trainer), WholeMetrics(strategy, trainer),
+            Dealing(strategy, trainer), inheritance, WholeMetrics(strategy, trainer),
         )  # fmt: skip
         self._undo: list[Undo] = []
 
@@ -74,6 +76,16 @@ class DriftPatches:
             ValueError: the ranks have unequal numbers of epochs, and something happens at their ends on all ranks.
         """
         self._validation.gates_epochs = refusals.check_fit(self._trainer, world)
+        self._meeting.begin(world)
+
+    @property
+    def gates_epochs(self) -> bool:
+        """Whether all ranks meet at the end of each epoch."""
+        return self._validation.gates_epochs
+
+    def go_on(self, world: World, gates_epochs: bool) -> None:
+        """The same training goes on with newcomers, of which this rank may be one, in a world of all of them."""
+        self._validation.gates_epochs = gates_epochs
         self._meeting.begin(world)
 
     def start_over(self) -> None:

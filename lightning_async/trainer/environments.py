@@ -10,7 +10,7 @@ from typing import Any
 from lightning_async.comm.horovod.world import HorovodWorld
 from lightning_async.trainer.namespace import fabric
 
-__all__ = ["HorovodEnvironment", "MPIRunEnvironment"]
+__all__ = ["HorovodEnvironment", "MPIRunEnvironment", "Newcomer", "Survivor"]
 
 ClusterEnvironment: Any = fabric("plugins.environments").ClusterEnvironment
 
@@ -195,22 +195,50 @@ class HorovodEnvironment(ClusterEnvironment):
         """Nothing: the launcher has decided."""
 
 
-class Survivor:
-    """A cluster environment of which ranks are lost: the others are numbered anew, all else is as it was.
+class _Renumbered:
+    """A cluster environment in which this rank's number is another one; all else is as it was.
 
     Args:
         environment: the one that the ranks were started in.
-        rank, world_size: this rank's number now, and how many are left.
     """
 
-    def __init__(self, environment: Any, rank: int, world_size: int) -> None:
-        self._environment, self._rank, self._world_size = environment, rank, world_size
+    def __init__(self, environment: Any) -> None:
+        self._environment = environment
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._environment, name)
+
+
+class Survivor(_Renumbered):
+    """Ranks are lost, or came back: those who are there are numbered anew.
+
+    Args:
+        environment: the one that the ranks were started in.
+        rank, world_size: this rank's number now, and how many there are.
+        room: where those who are there meet from now on; differs from that of others before.
+    """
+
+    def __init__(self, environment: Any, rank: int, world_size: int, room: str) -> None:
+        super().__init__(environment)
+        self._rank, self._world_size, self.room = rank, world_size, room
 
     def global_rank(self) -> int:
         return self._rank
 
     def world_size(self) -> int:
         return self._world_size
+
+
+class Newcomer(_Renumbered):
+    """The others train already, and one of them is rank 0: whatever this one was, it comes last."""
+
+    @property
+    def started_as(self) -> int:
+        """The number that this rank was started with."""
+        return self._environment.global_rank()
+
+    def global_rank(self) -> int:
+        return self._environment.world_size() - 1
+
+    def world_size(self) -> int:
+        return self._environment.world_size()

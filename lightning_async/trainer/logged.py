@@ -9,7 +9,7 @@ import torch
 
 from lightning_async.trainer.namespace import pytorch
 
-__all__ = ["Known", "put_logged", "take_logged"]
+__all__ = ["Known", "put_blank", "put_logged", "take_logged"]
 
 _FIELDS = (
     "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "dataloader_idx",
@@ -70,6 +70,17 @@ def put_logged(trainer: Any, state: dict[str, Any]) -> None:
         result = _make_result(trainer, saved, modules)
         if result is not None:
             results[key] = result.to(device)
+
+
+def put_blank(trainer: Any, state: dict[str, Any]) -> None:
+    """As if this rank had logged the same in the epoch under way, of no samples: ends of epochs are collectives."""
+    put_logged(trainer, state)
+    for key in state["results"]:
+        result = trainer.fit_loop.epoch_loop._results.get(key)
+        if result is not None:
+            result.reset()
+            result.has_reset = False
+            result._update_count = 1
 
 
 def _metrics(trainer: Any) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from lightning_async.engine.gates import Gates
 from lightning_async.engine.world import World
@@ -18,6 +18,14 @@ class Drifting(Protocol):
 
     shrinks: bool
     """Training may go on without ranks that are lost."""
+
+    @property
+    def room(self) -> str:
+        """Differs from before where ranks came back; "" where all are those that began."""
+        ...
+
+    host: Any
+    """Takes newcomers in, see `Convened`; None where nobody can come."""
 
     @property
     def gates(self) -> Gates | None:

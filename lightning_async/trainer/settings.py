@@ -19,7 +19,7 @@ from lightning_async.errors import SettingsMismatch
 from lightning_async.trainer.namespace import name as namespace
 from lightning_async.trainer.namespace import pl, pytorch
 
-__all__ = ["Compared", "check_checkpoint", "check_settings", "version"]
+__all__ = ["Compared", "Settings", "check_checkpoint", "check_newcomer", "check_settings", "settings_of", "version"]
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def check_settings(strategy: Compared, trainer: Any, world: World) -> None:
     stage = trainer.state.fn.value
     same, usual = _everywhere(trainer), {}
     if stage == "fit":
-        same |= _texts(strategy.settings(), trainer, _PRECISION)
+        same = settings_of(strategy, trainer)
         usual = _usual(strategy, trainer)
     told = world.gather_objects({"stage": stage, "same": same, "usual": usual})
     strangers = [rank for rank, settings in enumerate(told) if not isinstance(settings, dict) or "same" not in settings]
@@ -72,6 +72,24 @@ def check_settings(strategy: Compared, trainer: Any, world: World) -> None:
     _refuse(world, [settings["same"] for settings in told])
     if world.rank == 0 and (different := _differences([settings["usual"] for settings in told])):
         log.warning("The ranks were started with different settings: %s. Is that meant?", different)
+
+
+def settings_of(strategy: Compared, trainer: Any) -> Settings:
+    """What must be equal on all ranks in a fit, as texts."""
+    return _everywhere(trainer) | _texts(strategy.settings(), trainer, _PRECISION)
+
+
+def check_newcomer(theirs: Settings, mine: Settings) -> None:
+    """Compare what a newcomer was started with to what those have who train.
+
+    Raises:
+        SettingsMismatch: names each setting that differs, and its values.
+    """
+    if different := _differences([theirs, mine]):
+        raise SettingsMismatch(
+            f"This rank comes to a training of others, and was started with other settings: {different} (rank 0: they; "
+            "rank 1: this one). Start it with the same versions and arguments."
+        )
 
 
 def check_checkpoint(world: World, checkpoint: str) -> None:

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from lightning_async.arguments import check_choice
+from lightning_async.comm.launched import came_back
+from lightning_async.comm.membership.door import Door
 from lightning_async.comm.membership.membership import Membership
 from lightning_async.comm.membership.presence import Presence, naming_the_stores_host
 from lightning_async.comm.membership.signing import SECRET, Seal
@@ -30,7 +32,7 @@ from lightning_async.trainer.environments import MPIRunEnvironment
 from lightning_async.trainer.namespace import fabric
 from lightning_async.trainer.patches import rank_zero_info
 from lightning_async.trainer.popen import ProcessLauncher, ScriptLauncher, check_launcher
-from lightning_async.transports.transport import Connection, Transport, short_world
+from lightning_async.transports.transport import Connection, ElasticTransport, short_world
 
 __all__ = ["StartMethod", "TorchTransport"]
 
@@ -39,12 +41,12 @@ _FORM_TIMEOUT, _START_TIMEOUT = timedelta(minutes=5), timedelta(minutes=30)
 _DEAD_AFTER = timedelta(minutes=1)  # between the runs of strategies that have no heartbeats
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _FIRST_BEAT = timedelta(seconds=30)  # of a rank that has just been met
-_beside_mpi: list[Any] = []
+_stores: list[Any] = []  # of this process: one, from its first run on
 _presences: list[Presence] = []  # of this process: one, from its first run on
 
 
 @dataclass(frozen=True, kw_only=True)
-class TorchTransport(Transport):
+class TorchTransport(ElasticTransport):
     """torch.distributed moves the bytes; torchrun, SLURM, mpirun or Lightning starts the ranks. See `Transport`.
 
     Args:
@@ -95,31 +97,66 @@ class TorchTransport(Transport):
         return root_device if on_gpu else torch.device("cpu")
 
     def connect(
-        self, environment: Any, root_device: torch.device, name: str, dead_after: timedelta | None
+        self,
+        environment: Any,
+        root_device: torch.device,
+        name: str,
+        dead_after: timedelta | None,
+        elastic: bool = False,
     ) -> Connection:
         with naming_the_stores_host(environment.global_rank()):
-            return self._connect(environment, root_device, name, dead_after)
+            _join_default_group(environment, self.backend_on(root_device))
+            presence = _meet(environment, name, dead_after)
+            return self._connect(environment, root_device, name, dead_after, _START_TIMEOUT, elastic, presence.check)
+
+    def widen(
+        self,
+        environment: Any,
+        root_device: torch.device,
+        name: str,
+        dead_after: timedelta,
+        timeout: timedelta,
+        check: Callable[[], None],
+    ) -> Connection:
+        rank, seal, job = environment.global_rank(), Seal.of_job().within(name), getattr(environment, "job", "")
+        room = distributed_c10d.PrefixStore(name, _store(environment, rank))
+        greet(room, rank, environment.world_size(), job, seal, Patience(rank, timeout, check))
+        return self._connect(environment, root_device, name, dead_after, timeout, True, check)
+
+    def door(self, environment: Any) -> Door:
+        return Door(_store(environment, environment.global_rank()), Seal.of_job())
+
+    def visit(self, environment: Any, name: str, guest: str, dead_after: timedelta) -> Membership:
+        store = distributed_c10d.PrefixStore(name, _store(environment, environment.global_rank()))
+        seal = Seal.of_job().within(name)
+        return Membership(store, 0, 1, member=guest, dead_after=dead_after, fresh=True, readmit=False, seal=seal)
 
     def _connect(
-        self, environment: Any, root_device: torch.device, name: str, dead_after: timedelta | None
+        self,
+        environment: Any,
+        root_device: torch.device,
+        name: str,
+        dead_after: timedelta | None,
+        timeout: timedelta,
+        elastic: bool,
+        check: Callable[[], None],
     ) -> Connection:
+        """Communicators of ranks that have met; ``check`` tells of those that are gone where no heartbeats do."""
         backend = self.backend_on(root_device)
         if backend == "nccl":
             nccl.set_variables()
-        _join_default_group(environment, backend)
         rank, world_size, seal = environment.global_rank(), environment.world_size(), Seal.of_job().within(name)
-        presence = _meet(environment, name, dead_after)
         store = distributed_c10d.PrefixStore(name, _store(environment, rank))
-        terms = Terms(seal, presence.check, _host(environment))
+        terms, form_timeout = Terms(seal, check, _host(environment)), min(_FORM_TIMEOUT, timeout)
         small = "mpi" if backend == "mpi" else "gloo"
         root = TorchCollectives(
-            store, rank, world_size, backend=small, timeout=timedelta(days=7), form_timeout=_FORM_TIMEOUT, terms=terms
+            store, rank, world_size, backend=small, timeout=timedelta(days=7), form_timeout=form_timeout, terms=terms
         )
         payload: Any = root
         if self.bucket_device(root_device).type == "cuda":
             payload = TorchCollectives(
                 store, rank, world_size, backend=backend, name="device", device=root_device,
-                form_timeout=_FORM_TIMEOUT, terms=terms,
+                form_timeout=form_timeout, terms=terms,
             )  # fmt: skip
             payload = StagedCollectives(payload, root_device) if backend == "gloo" else payload
         membership = None
@@ -127,11 +164,11 @@ class TorchTransport(Transport):
             # The store is no older than the job, and all ranks have met in it.
             membership = Membership(
                 store, rank, world_size, dead_after=dead_after, start_timeout=max(dead_after, _FIRST_BEAT),
-                fresh=True, readmit=False, seal=seal,
+                elastic=elastic, fresh=True, readmit=False, seal=seal,
             )  # fmt: skip
             membership.start()
             terms.check = membership.check
-        return Connection(root, payload, membership)
+        return Connection(root, payload, membership, store)
 
     def short_world(self, environment: Any, name: str) -> AbstractContextManager[World]:
         rank, presence = environment.global_rank(), _meet(environment, name, None)
@@ -149,10 +186,9 @@ class TorchTransport(Transport):
 def _meet(environment: Any, name: str, dead_after: timedelta | None) -> Presence:
     """Wait for all ranks to come to a run, however late they are, while their processes live."""
     rank, world_size, seal = environment.global_rank(), environment.world_size(), Seal.of_job()
-    room = "lightning_async"
-    if _presences and not _presences[0].inherited and _presences[0].world_size != world_size:  # ranks were lost
+    room = getattr(environment, "room", "lightning_async")
+    if _presences and not _presences[0].inherited and _presences[0].room != room:  # ranks were lost, or have joined
         _presences.pop().close()
-        room = name
     if not _presences or _presences[0].inherited:
         store, patience = _store(environment, rank), dead_after or _DEAD_AFTER
         _presences[:] = [Presence(store, rank, world_size, patience, _START_TIMEOUT, seal, room)]
@@ -161,10 +197,16 @@ def _meet(environment: Any, name: str, dead_after: timedelta | None) -> Presence
 
 
 def _join_default_group(environment: Any, backend: str) -> None:
-    """Torch's default group, for code of the user's that expects one; this package forms its own beside it."""
-    if dist.is_initialized():
+    """Torch's default group, for code of the user's that expects one; this package forms its own beside it.
+
+    Who comes back is in none: the group of those that began cannot grow.
+    """
+    if dist.is_initialized() or came_back() is not None:
         return
-    store = None if backend == "mpi" else _open_store(environment, environment.global_rank())
+    if backend == "nccl":
+        nccl.set_variables()
+    _stores.clear()
+    store = None if backend == "mpi" else _store(environment, environment.global_rank())
     with _gloo_at(_host(environment)):
         connect = fabric("utilities.distributed")._init_dist_connection
         connect(environment, backend, timeout=_START_TIMEOUT, store=store)
@@ -183,24 +225,28 @@ def _leave_default_group(pid: int) -> None:
 
 
 def _store(environment: Any, rank: int) -> Any:
-    """The default group's store; MPI's group has none, there rank 0 opens one, for all runs of the process."""
-    if dist.get_backend() != "mpi":
+    """The store of all ranks, for all runs of the process: the one below the default group, which MPI's has not.
+
+    A rank that comes back is in no default group, and finds the store that the others have met in.
+    """
+    if not _stores and dist.is_initialized() and dist.get_backend() != "mpi":  # somebody else has made the group
         return distributed_c10d._get_default_store()
-    if not _beside_mpi:
-        _beside_mpi.append(_open_store(environment, rank))
-    return _beside_mpi[0]
+    if not _stores:
+        _stores.append(_open_store(environment, rank, greets=came_back() is None))
+    return _stores[0]
 
 
-def _open_store(environment: Any, rank: int) -> Any:
-    """The store of all ranks, in which all have met."""
+def _open_store(environment: Any, rank: int, greets: bool = True) -> Any:
+    """The store of all ranks, in which all have met if it ``greets`` them."""
     patience = Patience(rank, _START_TIMEOUT, check_launcher)
     address, seal = _address(environment), Seal.of_job()
     launcher_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent
-    store = open_store(address, environment.main_port, rank == 0 and not launcher_serves, patience)
+    store = open_store(address, environment.main_port, rank == 0 and greets and not launcher_serves, patience)
     if launcher_serves:  # it may outlive the ranks, and start them again
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = distributed_c10d.PrefixStore(f"lightning_async/attempt{attempt}", store)
-    greet(store, rank, environment.world_size(), getattr(environment, "job", ""), seal, patience)
+    if greets:
+        greet(store, rank, environment.world_size(), getattr(environment, "job", ""), seal, patience)
     if not is_loopback(address) and not seal.signs:
         rank_zero_info(
             f"The ranks' records in the store at {address} are not signed: whoever reaches it can speak for a rank. "

@@ -6,18 +6,21 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from lightning_async.comm.launched import Death, Listener, listen
+from lightning_async.comm.membership.door import Door
 from lightning_async.comm.membership.generation import in_order
 from lightning_async.comm.membership.membership import Membership
+from lightning_async.comm.membership.stores import Store
 from lightning_async.comm.protocols import Collectives
 from lightning_async.engine.world import World
 
-__all__ = ["Connection", "Transport", "short_world"]
+__all__ = ["Connection", "ElasticTransport", "Transport", "short_world"]
 
 log = logging.getLogger(__name__)
 _HEARSAY_S, _OUTLIVES_S = 2.0, 5.0
@@ -30,11 +33,16 @@ class Connection:
         root: for CPU tensors.
         payload: for the buckets; may be ``root``.
         membership: started; None where the transport alone tells who is gone.
+        store: of all ranks, where there is one.
     """
 
-    def __init__(self, root: Collectives, payload: Collectives, membership: Membership | None) -> None:
+    def __init__(
+        self, root: Collectives, payload: Collectives, membership: Membership | None, store: Store | None = None
+    ) -> None:
+        self.store = store
         self.root, self.payload, self._membership = root, payload, membership
         self._roots = [root] if payload is root else [root, payload]
+        self._listener: Listener | None = None
         lightning = root.fork("lightning")
         self._pid = os.getpid()
         if membership is None:
@@ -46,6 +54,21 @@ class Connection:
     def membership(self) -> Membership:
         assert self._membership is not None
         return self._membership
+
+    def hear_deaths(self, name_of: Callable[[int], str]) -> None:
+        """Have the launcher's word, where it has started this rank: a peer whose process has died is lost at once.
+
+        Args:
+            name_of: what a rank is called here, by the number that it was started with; ValueError for one that is not.
+        """
+        if (membership := self._membership) is None:
+            return
+
+        def hear(death: Death) -> None:
+            with suppress(ValueError):
+                membership.hear_death(name_of(death.rank), death.process, death.text)
+
+        self._listener = listen(hear)
 
     def open(self) -> None:
         """Form all groups now, those forked off too, rather than each at its first use."""
@@ -59,6 +82,8 @@ class Connection:
         """
         if os.getpid() != self._pid:
             return
+        if self._listener is not None:
+            self._listener.close()
         if in_order:
             try:
                 self.root.barrier().result(timedelta(seconds=30))
@@ -131,7 +156,12 @@ class Transport(Protocol):
         ...
 
     def connect(
-        self, environment: Any, root_device: torch.device, name: str, dead_after: timedelta | None
+        self,
+        environment: Any,
+        root_device: torch.device,
+        name: str,
+        dead_after: timedelta | None,
+        elastic: bool = False,
     ) -> Connection:
         """Join all ranks for a run.
 
@@ -140,9 +170,44 @@ class Transport(Protocol):
             root_device: of the replica.
             name: differs between the runs of one process.
             dead_after: a rank without a heartbeat for so long is lost; None for no heartbeats.
+            elastic: guests may beat beside the ranks, where the transport can have any.
         """
         ...
 
     def short_world(self, environment: Any, name: str) -> AbstractContextManager[World]:
         """Collectives over all ranks for one operation outside of a run; all call it with the same name."""
+        ...
+
+
+@runtime_checkable
+class ElasticTransport(Transport, Protocol):
+    """One whose ranks may come back."""
+
+    def door(self, environment: Any) -> Door:
+        """Where newcomers ask to be taken in."""
+        ...
+
+    def visit(self, environment: Any, name: str, guest: str, dead_after: timedelta) -> Membership:
+        """A newcomer's heartbeat beside those of a run, by this name; not started."""
+        ...
+
+    def widen(
+        self,
+        environment: Any,
+        root_device: torch.device,
+        name: str,
+        dead_after: timedelta,
+        timeout: timedelta,
+        check: Callable[[], None],
+    ) -> Connection:
+        """Join ranks that train on another connection, and newcomers, for a run that goes on from theirs.
+
+        Args:
+            environment: says who this rank is in it.
+            root_device: of the replica.
+            name: of the run.
+            dead_after: as for `connect`.
+            timeout: for all to come.
+            check: raises where somebody will not.
+        """
         ...

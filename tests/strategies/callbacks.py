@@ -60,7 +60,7 @@ def _train(module: Net, *callbacks: Any, folder: Path, **options: Any) -> Any:
     defaults = {"max_epochs": 3, "default_root_dir": folder}
     trainer = make_trainer(diloco(), callbacks=[*callbacks, recorder], **(defaults | options))
     trainer.fit(module, loader(shard((7, 7))))
-    return report(trainer, module, recorder) | {"state": trainer.strategy._saved._last["round"]}
+    return report(trainer, module, recorder) | {"state": trainer.strategy.saved._last["round"]}
 
 
 @scenario

@@ -61,6 +61,11 @@ class Census:
             before_s = self._silent_before.get(name, self._dead_s)
             self.peers[name].judge(record, passed_s, min(self._dead_s, before_s + soon_s), self._start_s)
 
+    def hear_death(self, name: str, process: int, text: str) -> None:
+        """A process has ended that spoke for a peer; what that means for the peer is judged with the next reading."""
+        if name in self.peers:
+            self.peers[name].death = process, text
+
     def suspect(self) -> None:
         """Something broke: until the next generation a tenth of the silence is death from now on, a second at least.
 
@@ -85,6 +90,13 @@ class Census:
     def enough(self) -> bool:
         """Whether as many of this generation are left as go on."""
         return self.generation.world_size - len(self.gone()) >= self.fewest
+
+    def guests(self) -> list[str]:
+        """Newcomers that live, and want no generation: they wait to be invited to another run."""
+        found = (name for name, peer in self.peers.items() if peer.up and name not in self.generation.members)
+        return in_order(
+            name for name in found if (record := self.peers[name].record).since == OUTSIDE and record.wanted == 0
+        )
 
     def bell(self) -> int:
         """The highest that a peer has rung."""
@@ -113,10 +125,12 @@ class Census:
 
     def awaited(self, wanted: int) -> list[str]:
         """The ranks without which the generation that is wanted cannot be decided."""
+        guests = self.guests()
         return in_order(
             name
             for name, peer in self._heard().items()
             if not peer.lost
+            and name not in guests
             and ((peer.up and peer.record.wanted != wanted) or (not peer.confirmed and name in self.generation.members))
         )
 
@@ -129,7 +143,9 @@ class Census:
         """
         if not self.enough or self.generation.number < 0 or self.awaited(mine.wanted):
             return None
-        since = {name: peer.record.since for name, peer in self._heard().items() if peer.up} | {self.me: mine.since}
+        guests = self.guests()
+        up = {name: peer for name, peer in self._heard().items() if peer.up and name not in guests}
+        since = {name: peer.record.since for name, peer in up.items()} | {self.me: mine.since}
         if not self._elastic:
             return in_order(since)
         return sorted(in_order(since), key=lambda name: mine.wanted if since[name] == OUTSIDE else since[name])

@@ -51,7 +51,7 @@ class Presence:
         seal: Seal,
         room: str = "lightning_async",
     ) -> None:
-        self._store, self._rank, self.world_size = store, rank, world_size
+        self._store, self._rank, self._world_size, self.room = store, rank, world_size, room
         self._membership = Membership(
             PrefixStore(f"{room}/presence", store), rank, world_size,
             interval=min(_INTERVAL, dead_after / _SEVERAL), dead_after=dead_after, start_timeout=start_timeout,
@@ -94,7 +94,7 @@ class Presence:
         """
         patience = Patience(self._rank, timeout, self.check)
         with naming_the_stores_host(self._rank):
-            greet(PrefixStore(name, self._store), self._rank, self.world_size, job, seal.within(name), patience)
+            greet(PrefixStore(name, self._store), self._rank, self._world_size, job, seal.within(name), patience)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ __all__ = [
     "PollingStore",
     "PrefixStore",
     "Store",
+    "base_of",
     "connect",
     "own_client",
     "reachable",
@@ -88,7 +89,7 @@ def connect(store: Store, timeout: timedelta) -> tuple[Store, dict[int, int]]:
     with _connecting:  # or another thread's client would be taken for ours
         before = snapshot()
         client = client.clone()
-        base = _base(client)
+        base = base_of(client)
         ports = {base.port} if isinstance(base, TCPStore) else set()
         opened = {fd: inode for fd, inode in opened_since(before) if connects(fd, set(), ports)}
     # A HashStore has no clients: its clone is itself, and its timeout everybody's.
@@ -156,7 +157,7 @@ def read_all(store: Store, keys: Sequence[str]) -> list[bytes]:
 
 def reachable(store: Store, timeout: timedelta) -> bool:
     """Whether somebody listens where the store is. A client would try for long, and print stack traces."""
-    base = _base(store)
+    base = base_of(store)
     if not isinstance(base, TCPStore):
         return True
     try:
@@ -166,7 +167,8 @@ def reachable(store: Store, timeout: timedelta) -> bool:
     return True
 
 
-def _base(store: Any) -> Any:
+def base_of(store: Any) -> Any:
+    """The store below all prefixes."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store  # type: ignore[attr-defined]
     return store

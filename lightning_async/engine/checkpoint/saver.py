@@ -14,6 +14,7 @@ from lightning_async.engine.checkpoint.process import Job, Result, SaveBusy, Wri
 from lightning_async.engine.checkpoint.retention import Keeper
 from lightning_async.engine.checkpoint.store import CheckpointStore
 from lightning_async.errors import CheckpointError
+from lightning_async.events import tell
 from lightning_async.rules.saving import KeepPolicy
 
 __all__ = ["PATIENCE_S", "Saver"]
@@ -274,11 +275,14 @@ class Saver:
             if result.lost and step is not None:
                 self.give_up(result.number, step, result.error)
             goes_on = "" if result.number == self._alone else "; training goes on"
-            log.error("A checkpoint could not be saved%s. %s", goes_on, result.error)
+            words = f"A checkpoint could not be saved{goes_on}. {result.error}"
+            tell("save_failed", logging.ERROR, words, rank=self._rank, number=result.number)
             return
         costs.failed_in_a_row = 0
         costs.committed += 1
         if result.committed:
+            words = f"Rank {self._rank}: checkpoint {result.number} is committed."
+            tell("saved", logging.INFO, words, rank=self._rank, number=result.number)
             if self._good_after is not None:
                 self._keeper.awaited.add(result.number)
             self._keeper.prune()

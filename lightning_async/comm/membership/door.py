@@ -1,0 +1,64 @@
+"""Where a rank that comes back asks those that train to take it in: notes in the store, beside those of their runs.
+
+those that train              the newcomer
+pin(notice of their run)
+                              read_notice, compares, beats beside their hearts as a guest, see `Membership.guests`
+all stand at a gate:
+invite(guest, to a new run)
+                              read_invitation, and connects with all of them
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_async.comm.membership.signing import Seal
+from lightning_async.comm.membership.stores import PrefixStore, Store
+
+__all__ = ["Door"]
+
+_NOTICE = "notice"
+
+
+class Door:
+    """Notes are small, of JSON's terms, and signed where the job has a secret. Reading never waits for one.
+
+    Args:
+        store: of the job; used by the thread that calls only.
+        seal: of the job.
+    """
+
+    def __init__(self, store: Store, seal: Seal) -> None:
+        self._store: Any = PrefixStore("lightning_async/door", store)
+        self._seal = seal.within("door")
+
+    def pin(self, notice: Mapping[str, Any]) -> None:
+        """Say which run goes on, and what a newcomer must have in common with it. Empty: none that takes anybody in."""
+        self._write(_NOTICE, notice)
+
+    def read_notice(self) -> dict[str, Any]:
+        """What was pinned last; empty where nothing is."""
+        return self._read(_NOTICE)
+
+    def invite(self, guest: str, invitation: Mapping[str, Any]) -> None:
+        """Say to which run a guest is invited, and as which rank."""
+        self._write(f"invitation/{guest}", invitation)
+
+    def read_invitation(self, guest: str) -> dict[str, Any]:
+        """The invitation of this guest; empty where there is none yet."""
+        return self._read(f"invitation/{guest}")
+
+    def _write(self, key: str, note: Mapping[str, Any]) -> None:
+        self._store.set(key, self._seal.sign(key, json.dumps(dict(note)).encode()))
+
+    def _read(self, key: str) -> dict[str, Any]:
+        if not self._store.check([key]):
+            return {}
+        value = self._seal.open(key, self._store.get(key))
+        try:
+            note = {} if value is None else json.loads(value)
+        except (ValueError, RecursionError):
+            note = {}
+        return note if isinstance(note, dict) else {}

@@ -1,0 +1,117 @@
+"""Which jobs of this user run on this host, so that ``lightning-async status`` finds their stores.
+
+A launcher keeps one file, which only its user can read: it holds the job's secret, as the ranks' environments do. The
+folder is in ``XDG_RUNTIME_DIR``, or, where there is none, beside other temporary files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+__all__ = ["Entry", "Registry", "running"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A job that runs.
+
+    Args:
+        launcher: the process number of its launcher.
+        started: when that began, in ticks of the system: another process may get its number.
+        host, port: of the store.
+        secret: of the job.
+        program: what it runs.
+    """
+
+    launcher: int
+    started: int
+    host: str
+    port: int
+    secret: str
+    program: tuple[str, ...]
+
+
+class Registry:
+    """The entry of this launcher; where the system does not let it be written there is none, and nothing is lost.
+
+    Args:
+        host: of the store.
+        secret: of the job.
+        program: what it runs.
+    """
+
+    def __init__(self, host: str, secret: str, program: tuple[str, ...]) -> None:
+        self._host, self._secret, self._program = host, secret, program
+        self._path = _folder() / f"{os.getpid()}.json"
+
+    def write(self, port: int) -> None:
+        """The store is there."""
+        entry = Entry(
+            launcher=os.getpid(), started=_started(os.getpid()) or 0, host=self._host, port=port,
+            secret=self._secret, program=self._program,
+        )  # fmt: skip
+        with contextlib.suppress(OSError):
+            self._path.parent.mkdir(mode=0o700, exist_ok=True)
+            if not _is_ours(self._path.parent):
+                return
+            part = self._path.with_suffix(".part")
+            part.unlink(missing_ok=True)
+            descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(descriptor, "w") as file:
+                json.dump(asdict(entry), file)
+            part.rename(self._path)
+
+    def remove(self) -> None:
+        """The job has ended."""
+        with contextlib.suppress(OSError):
+            self._path.unlink(missing_ok=True)
+
+
+def running() -> list[Entry]:
+    """The jobs of this user on this host, in the order in which they began; what dead launchers left is deleted."""
+    found = []
+    folder = _folder()
+    if not _is_ours(folder):
+        return []
+    for path in folder.glob("*.json"):
+        try:
+            said = json.loads(path.read_text())
+            entry = Entry(**{**said, "program": tuple(said["program"])})
+        except (OSError, ValueError, TypeError, KeyError):
+            continue
+        if _started(entry.launcher) == entry.started:
+            found.append(entry)
+        else:
+            with contextlib.suppress(OSError):
+                path.unlink()
+    return sorted(found, key=lambda entry: entry.started)
+
+
+def _folder() -> Path:
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and Path(runtime).is_dir():
+        return Path(runtime, "lightning_async")
+    return Path(tempfile.gettempdir(), f"lightning_async-{os.getuid()}")
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether nobody else can write into it: others may make folders beside temporary files."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    return folder.is_dir() and not folder.is_symlink() and found.st_uid == os.getuid() and not found.st_mode & 0o077
+
+
+def _started(process: int) -> int | None:
+    """When a process began, in ticks since the system did; None where it is gone."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])

@@ -1,0 +1,94 @@
+"""A rank comes to a fit that is under way: what it takes over of Lightning's state, and where its loops begin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_async.trainer.logged import put_blank, take_logged
+from lightning_async.trainer.patches import Undo, replace
+
+__all__ = ["begin_within_epoch", "state_for_newcomers", "take_over"]
+
+_NOT_SENT = ("hparams_name", "hyper_parameters", "datamodule_hparams_name", "datamodule_hyper_parameters")
+
+
+def state_for_newcomers(trainer: Any) -> dict[str, Any]:
+    """What a newcomer takes over of this rank: what a checkpoint holds, buffers that none does, directories."""
+    module = trainer.lightning_module
+    checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    return {
+        "checkpoint": {key: value for key, value in checkpoint.items() if key not in _NOT_SENT},
+        "buffers": {name: buffer.detach() for name, buffer in module.named_buffers()},
+        "directories": [str(getattr(callback, "dirpath", None) or "") for callback in trainer.callbacks],
+        "should_stop": bool(trainer.should_stop),
+        "logged": take_logged(trainer),
+    }
+
+
+def take_over(trainer: Any, state: dict[str, Any]) -> None:
+    """Be as the rank that `state_for_newcomers` is of; the fit's loop is about to begin an epoch."""
+    connector, module, fit = trainer._checkpoint_connector, trainer.lightning_module, trainer.fit_loop
+    for callback, directory in zip(trainer.callbacks, state["directories"], strict=False):
+        if directory and hasattr(callback, "dirpath"):  # else it would not believe its state
+            callback.dirpath = directory
+    connector._loaded_checkpoint = state["checkpoint"]
+    connector.restore_datamodule()
+    connector.restore_model()
+    connector.restore_callbacks()
+    connector.restore_training_state()
+    connector._loaded_checkpoint = {}
+    _copy(dict(module.named_buffers()), state["buffers"])
+    trainer.should_stop = state["should_stop"]
+    epochs = fit.epoch_progress
+    for count in (epochs.total, epochs.current):
+        count.ready = count.started = count.completed = count.processed
+    fit.epoch_loop.batch_progress.reset_on_run()
+    fit.epoch_loop.val_loop.batch_progress.reset_on_run()
+    fit.restarting = False
+    fit._loaded_from_state_dict = fit.epoch_loop._loaded_from_state_dict = False
+    fit.reset_restart_stage()
+
+
+def begin_within_epoch(trainer: Any, state: dict[str, Any]) -> list[Undo]:
+    """The epoch's data is the others': go to its end, and take a part from the next one on.
+
+    Patches the fit's loop; returns what takes it back.
+
+    Args:
+        trainer: about to begin an epoch.
+        state: see `state_for_newcomers`.
+    """
+    fit, done = trainer.fit_loop, False
+    given: list[float] = []
+
+    def run(original: Any) -> Any:
+        def of_epoch(fetcher: Any) -> None:
+            if done:
+                original(fetcher)
+                return
+            put_blank(trainer, state["logged"])
+            given.append(fit.max_batches)
+            fit.max_batches = 0  # so that the end of the epoch is one to the schedulers of learning rates
+
+        return of_epoch
+
+    def end(original: Any) -> Any:
+        def on_advance_end() -> None:
+            nonlocal done
+            original()
+            if not done:
+                done = True
+                fit.max_batches = given.pop()
+
+        return on_advance_end
+
+    return [replace(fit.epoch_loop, "run", run), replace(fit, "on_advance_end", end)]
+
+
+@torch.no_grad()
+def _copy(own: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    for name, tensor in theirs.items():
+        own[name].copy_(tensor)

@@ -1,0 +1,167 @@
+"""What ranks have written down while others died, and what follows from it: numbers of each death."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["BATCH", "Death", "Life", "Traces", "measure_death", "percentile"]
+
+BATCH = 8
+"""Samples of a step."""
+Event = dict[str, Any]
+RECENT = 12
+"""Rounds before a death by which its period is told."""
+
+
+@dataclass
+class Life:
+    """One process of a rank, from its start.
+
+    Args:
+        name: of the rank.
+        process: its number.
+        events: what it has written down, in this order.
+    """
+
+    name: str
+    process: int
+    events: list[Event] = field(default_factory=list)
+    read: int = 0
+
+    def of(self, what: str) -> list[Event]:
+        return [event for event in self.events if event["what"] == what]
+
+    @property
+    def commits(self) -> list[Event]:
+        return self.of("commit")
+
+    @property
+    def ended(self) -> bool:
+        """In order."""
+        return bool(self.events) and self.events[-1]["what"] == "end"
+
+
+class Traces:
+    """The files of a run, read as they grow."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lives: dict[str, Life] = {}
+
+    def read(self) -> list[Life]:
+        """All lives that there were, with all that is known of them by now."""
+        for path in sorted(self._folder.glob("trace-*.jsonl")):
+            _, name, process = path.stem.split("-")
+            life = self._lives.setdefault(path.name, Life(name, int(process)))
+            with path.open("rb") as file:
+                file.seek(life.read)
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break
+                    life.read += len(line)
+                    life.events.append(json.loads(line))
+        return list(self._lives.values())
+
+
+@dataclass(kw_only=True)
+class Death:
+    """What a death has cost those that are left. Times in seconds.
+
+    Args:
+        place: where the rank was.
+        name: its name.
+        ranks: how many there were with it.
+        recovery_s: from the kill to the next committed round, on the last of the survivors.
+        period_s: from one round to the next, before it.
+        pause_s: the longest that a survivor's training thread stood between two steps, gates left out, until then.
+        repeated: rounds that failed and were repeated.
+        alike: survivors have committed the same, to the bit.
+    """
+
+    place: str
+    name: str
+    ranks: int
+    recovery_s: float
+    period_s: float
+    pause_s: float
+    repeated: int
+    alike: bool
+
+    @property
+    def excess_s(self) -> float:
+        """Beyond the period."""
+        return self.recovery_s - self.period_s
+
+
+def survivors_of(lives: Iterable[Life], names: Iterable[str], killed_at: float) -> list[Life]:
+    """The lives that go on from there."""
+    gone = set(names)
+    return [
+        life
+        for life in lives
+        if life.name not in gone and life.commits and any(c["t"] < killed_at for c in life.commits)
+        and life.events[-1]["t"] > killed_at
+    ]  # fmt: skip
+
+
+def first_without(life: Life, names: Iterable[str], killed_at: float) -> Event | None:
+    """The first round that a survivor has committed without those that died."""
+    gone = set(names)
+    return next((c for c in life.commits if c["t"] > killed_at and not gone & set(c["members"])), None)
+
+
+def measure_death(lives: Sequence[Life], place: str, names: Sequence[str], killed_at: float) -> Death | None:
+    """Of ranks that died at that time; None where some survivor has not committed a round since."""
+    survivors = survivors_of(lives, names, killed_at)
+    firsts = [first_without(life, names, killed_at) for life in survivors]
+    if not survivors or any(first is None for first in firsts):
+        return None
+    pauses, repeated, periods = [0.0], [0], []
+    for life, first in zip(survivors, firsts, strict=True):
+        assert first is not None
+        before = [commit for commit in life.commits if commit["t"] < killed_at]
+        times = [commit["t"] for commit in before][-RECENT:]
+        periods += [b - a for a, b in itertools.pairwise(times)]
+        repeated.append(first["failed"] - before[-1]["failed"] * (first["run"] == before[-1]["run"]))
+        until = first["t"] + 0.5  # the merge of that round, too
+        pauses += [s["gap"] for s in life.of("step") if killed_at < s["t"] < until and s["gap"] is not None]
+    return Death(
+        place=place,
+        name=",".join(names),
+        ranks=len(survivors) + len(names),
+        recovery_s=max(first["t"] for first in firsts if first is not None) - killed_at,
+        period_s=statistics.median(periods) if periods else math.nan,
+        pause_s=max(pauses),
+        repeated=max(repeated),
+        alike=alike(survivors),
+    )
+
+
+def alike(lives: Iterable[Life]) -> bool:
+    """Whether all have committed the same in each round, and ended with the same model."""
+    made: defaultdict[object, set[str]] = defaultdict(set)
+    for life in lives:
+        for commit in life.commits:
+            if commit["digest"] is not None:
+                made[commit["run"], commit["id"]].add(commit["digest"])
+        for end in life.of("end"):
+            made["end"].add(end["digest"])
+    return all(len(digests) == 1 for digests in made.values())
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that this share of them does not exceed.
+
+    >>> percentile([3.0, 1.0, 2.0, 4.0], 0.5), percentile([3.0, 1.0], 0.95)
+    (2.0, 3.0)
+    """
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan

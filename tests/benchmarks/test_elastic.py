@@ -1,0 +1,89 @@
+"""What deaths cost: the arithmetic by table, and short runs of both programs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.benchmarks import elastic, soak
+from tests.benchmarks.elastic_trace import Life, Traces, alike, measure_death
+
+
+def commit(t: float, id: int, members: str, digest: str = "a", failed: int = 0) -> dict[str, Any]:
+    said = {"run": 1, "id": id, "members": list(members), "digest": digest, "failed": failed}
+    return {"what": "commit", "t": t, **said}
+
+
+def step(t: float, gap: float | None) -> dict[str, Any]:
+    return {"what": "step", "t": t, "gap": gap}
+
+
+def life(name: str, *events: dict[str, Any]) -> Life:
+    return Life(name, 100 + int(name), list(events))
+
+
+BEFORE = [commit(1.0, 1, "012"), commit(1.5, 2, "012"), commit(2.0, 3, "012")]
+
+
+def test_a_death_is_measured_to_the_last_survivors_next_round_without_the_dead():
+    first = life("0", *BEFORE, commit(3.0, 4, "02", failed=1), step(2.9, 0.01))
+    second = life("2", *BEFORE, step(2.3, None), commit(3.2, 4, "02", failed=1), step(3.3, 0.2), step(9.0, 7.0))
+    death = measure_death([first, second], "merge", ["1"], 2.25)
+    assert death is not None
+    assert (death.place, death.name, death.ranks, death.repeated, death.alike) == ("merge", "1", 3, 1, True)
+    assert death.recovery_s == pytest.approx(0.95)
+    assert death.period_s == 0.5
+    assert death.excess_s == pytest.approx(0.45)
+    assert death.pause_s == 0.2
+
+
+def test_a_round_with_the_dead_is_not_the_next_one():
+    answered = life("0", *BEFORE, commit(2.26, 4, "012"))
+    assert measure_death([answered], "commit", ["1"], 2.25) is None
+    assert measure_death([life("0", *BEFORE, commit(3.0, 4, "0"))], "commit", ["1"], 2.25) is not None
+
+
+def test_replicas_that_committed_different_bits_are_not_alike():
+    assert alike([life("0", commit(1.0, 1, "01")), life("1", commit(1.1, 1, "01"))])
+    assert not alike([life("0", commit(1.0, 1, "01")), life("1", commit(1.1, 1, "01", "b"))])
+    ends = [{"what": "end", "t": 2.0, "digest": digest} for digest in "ab"]
+    assert not alike([life("0", ends[0]), life("1", ends[1])])
+
+
+def test_a_line_that_is_not_whole_yet_is_read_later(tmp_path: Path):
+    path, traces = tmp_path / "trace-2-4711.jsonl", Traces(tmp_path)
+    path.write_text(json.dumps(step(1.0, None)) + "\n" + '{"what": "end", ')
+    (found,) = traces.read()
+    assert (found.name, found.process, len(found.events), found.ended) == ("2", 4711, 1, False)
+    path.write_text(path.read_text() + '"t": 2.0, "digest": "a"}\n')
+    assert traces.read()[0].ended
+
+
+def test_samples_of_a_killed_process_count_up_to_its_last_round():
+    events = [step(float(t), 0.0) for t in range(1, 6)] + [commit(3.5, 1, "01")]
+    assert soak.kept(life("0", *events), killed=True, since=1.5, until=9.0) == 2
+    assert soak.kept(life("0", *events), killed=False, since=1.5, until=9.0) == 4
+
+
+@pytest.mark.timeout(230)
+def test_a_rank_dies_in_a_collective_and_numbers_come_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    options = ["--scenario", "averaging", "--kills", "1", "--ranks", "3", "--places", "payload"]
+    assert elastic.main([*options, "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "elastic.md").read_text() in capsys.readouterr().out
+    assert (tmp_path / "elastic.png").read_bytes().startswith(b"\x89PNG")
+    (outcome,) = json.loads((tmp_path / "elastic.json").read_text())["outcomes"]
+    (death,) = outcome["deaths"]
+    assert (death["place"], death["ranks"], death["repeated"], death["alike"]) == ("payload", 3, 1, True)
+    assert outcome["codes"] == [0]
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".md", ".png"]  # nothing of the run is left
+
+
+@pytest.mark.benchmark
+def test_a_short_soak(tmp_path: Path):
+    options = ["--seconds", "12", "--free-seconds", "4", "--every", "5", "--ranks", "3", "--out", str(tmp_path)]
+    assert soak.main(options) == 0
+    result = json.loads((tmp_path / "soak.json").read_text())
+    assert result["kills"] >= 1 and result["alike"] and result["fault_free"] > 0.0

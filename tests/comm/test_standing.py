@@ -1,0 +1,90 @@
+"""Records of where replicas stand, through a real store."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+from torch.distributed import PrefixStore, TCPStore
+
+from lightning_async.comm.membership.standing import Publisher, Standing, read_standings
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), wait_for_workers=False)
+
+
+def until(condition: object, what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+def publisher(store: TCPStore, name: str, steps: list[int], secret: str | None) -> Publisher:
+    deep = PrefixStore("run", PrefixStore("attempt", store))
+    return Publisher(
+        deep, lambda: Standing(name=name, step=steps[0], state="trains"), secret, timedelta(milliseconds=20)
+    )
+
+
+@pytest.mark.parametrize("secret", [None, "a secret"])
+def test_each_process_has_a_record_which_follows_it_to_its_end(store: TCPStore, secret: str | None):
+    steps = [[3], [5]]
+    both = [publisher(store, str(rank), steps[rank], secret) for rank in range(2)]
+    assert read_standings(store, secret) == []
+    for each in both:
+        each.start()
+        until(lambda: len(read_standings(store, secret)) > both.index(each), "no record")  # noqa: B023
+    assert [(s.name, s.step, s.state) for s in read_standings(store, secret)] == [
+        ("0", 3, "trains"),
+        ("1", 5, "trains"),
+    ]
+    steps[1][0] = 9
+    until(lambda: read_standings(store, secret)[1].step == 9, "it does not go on")
+    assert read_standings(store, secret)[1].steps_per_s > 0.0
+    both[1].close()
+    both[0].close("failed")
+    both[0].close()
+    assert [s.state for s in read_standings(store, secret)] == ["failed", "ended"]
+    assert not [thread.name for thread in threading.enumerate() if "heartbeat" in thread.name]
+
+
+def test_what_strangers_write_is_left_out_and_without_the_secret_signatures_are(store: TCPStore):
+    mine = publisher(store, "0", [1], "a secret")
+    mine.start()
+    until(lambda: read_standings(store, "a secret"), "no record")
+    mine.close()
+    store.add("lightning_async/status/lives", 5)
+    store.set("lightning_async/status/2", Standing(name="1").dump().decode())
+    store.set("lightning_async/status/3", "[" * 30_000)
+    store.set("lightning_async/status/4", json.dumps({"name": "1", "members": "12"}))
+    store.set("lightning_async/status/5", json.dumps({"name": "2", "later": 1, "step": 4}))
+    assert [s.name for s in read_standings(store, "a secret")] == ["0"]
+    assert [s.name for s in read_standings(store, None)] == ["0", "1", "2"]
+    store.add("lightning_async/status/lives", 1 << 40)
+    assert len(read_standings(store, "a secret")) == 1
+
+
+def test_a_store_that_is_gone_disturbs_nobody():
+    servers = [TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), wait_for_workers=False)]
+    client = TCPStore("127.0.0.1", servers[0].port, None, False, timedelta(seconds=10), wait_for_workers=False)
+    looks: list[float] = []
+
+    def look() -> Standing:
+        looks.append(time.monotonic())
+        return Standing(name="0")
+
+    mine = Publisher(client, look, None, timedelta(milliseconds=5))
+    mine.start()
+    until(lambda: read_standings(servers[0], None), "no record")
+    servers.clear()
+    seen = len(looks)
+    until(lambda: len(looks) > seen + 4, "it does not try again")
+    started = time.monotonic()
+    mine.close()
+    assert time.monotonic() - started < 30.0
