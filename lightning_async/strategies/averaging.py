@@ -133,7 +133,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         refusals.check_callbacks(trainer.callbacks)
         if self.world is not None:
             check_settings(self, trainer, self.world)
-            refusals.check_survival(self.config.min_replicas, self.world_size, trainer.callbacks)
+            refusals.check_survival(self.config.min_replicas, self.world_size)
 
     def setup(self, trainer: Any) -> None:
         self._trainer = trainer

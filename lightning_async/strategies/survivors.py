@@ -51,7 +51,16 @@ class Survivors:
     @property
     def names(self) -> tuple[str, ...]:
         """The numbers that those who are left were started with."""
-        return tuple(self._names[int(member)] for member in self.generation.members)
+        return self.for_life(self.generation.members)
+
+    def for_life(self, members: Sequence[str]) -> tuple[str, ...]:
+        """The numbers that members of a generation of this run were started with."""
+        return tuple(self._names[int(member)] for member in members)
+
+    @property
+    def started(self) -> int:
+        """How many ranks there were at first."""
+        return self._started
 
     def called(self, name: str) -> str:
         """The number that a rank of this run, by its name in it, was started with; of one that is lost, too."""
