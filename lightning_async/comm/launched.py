@@ -1,10 +1,12 @@
-"""What a rank tells the launcher that has started it: which generation it is in, and with whom.
+"""What a rank and the launcher that has started it tell each other: with whom a rank trains, and who has died.
 
     rank --- {"process": 4711, "generation": 1, "members": ["0", "2"]} ---> launcher
+    rank <-- {"process": 4711, "dead": 1, "was": 4712, "how": "its process was killed by SIGKILL"} --- launcher
 
 The launcher hands each rank one end of a pair of sockets, and names it in a variable by its number and by what file it
 is. One message is one datagram: it is whole or not there, never waits for a reader, and, sent to one who is gone,
-raises no SIGPIPE. Whoever is not that rank is not heard: descriptors are inherited where processes fork.
+raises no SIGPIPE. Whoever is not that rank is not heard, and hears nothing: descriptors are inherited where processes
+fork.
 
 Only the standard library is imported: the launcher runs without torch.
 """
@@ -13,11 +15,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
+import select
 import socket
-from collections.abc import Sequence
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-__all__ = ["CHANNEL", "LONGEST", "REJOIN", "came_back", "heard", "named", "tell_generation"]
+__all__ = [
+    "CHANNEL", "LONGEST", "REJOIN", "Death", "Listener", "came_back", "heard", "listen", "named", "news",
+    "tell_generation",
+]  # fmt: skip
 
 CHANNEL = "LIGHTNING_ASYNC_LAUNCHER_FD"
 """The environment variable that names a rank's end: descriptor, device and inode."""
@@ -25,6 +35,25 @@ REJOIN = "LIGHTNING_ASYNC_REJOIN"
 """The environment variable of a rank that is started again while others train on: how often it has been."""
 LONGEST = 4096
 """Bytes of a message; a longer one is not sent."""
+_ENDS_S = 2.0
+_log = logging.getLogger(__name__)
+
+
+class Death(NamedTuple):
+    """A rank's process has ended, and not in order.
+
+    Args:
+        rank: the number that it was started with.
+        process: its number; where the rank has been started again, another one lives.
+        text: how it has ended, in words that follow the rank.
+    """
+
+    rank: int
+    process: int
+    text: str
+
+
+# ---- on the rank's side ----
 
 
 def tell_generation(number: int, members: Sequence[str]) -> None:
@@ -38,15 +67,12 @@ def tell_generation(number: int, members: Sequence[str]) -> None:
         members: their names for life, those of the numbers that ranks were started with.
     """
     said = {"process": os.getpid(), "generation": int(number), "members": [str(member) for member in members]}
-    message = json.dumps(said, separators=(",", ":")).encode()
+    message = _dump(said)
     if len(message) > LONGEST:
         return
     with contextlib.suppress(OSError, ValueError, OverflowError):
-        descriptor = int(os.environ.get(CHANNEL, "").partition(":")[0])
-        if os.environ[CHANNEL] != _name(descriptor):
-            return
         # Not a plain write: what the descriptor is may change in between, and a file must not get this.
-        channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM, 0, descriptor)
+        channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM, 0, _mine())
         try:
             channel.setblocking(False)
             channel.send(message)
@@ -60,9 +86,110 @@ def came_back() -> int | None:
     return int(text) if text.isascii() and text.isdigit() else None
 
 
+def listen(on_death: Callable[[Death], None]) -> Listener | None:
+    """Hear of deaths from now on, and of those that were told since somebody last did.
+
+    Args:
+        on_death: called on a thread of its own; what it raises is logged.
+
+    Returns:
+        what ends it; None where no launcher has started this process.
+    """
+    with contextlib.suppress(OSError, ValueError, OverflowError):
+        channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM, 0, os.dup(_mine()))
+        creator, *_ = struct.unpack("3i", channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if creator == os.getppid():  # else a fork of the rank, from which it must not take what is told
+            return Listener(channel, on_death)
+        channel.close()
+    return None
+
+
+class Listener:
+    """A thread that reads what the launcher tells this rank; ended by `close`.
+
+    Args:
+        channel: the rank's end, which is the listener's now.
+        on_death: see `listen`.
+    """
+
+    def __init__(self, channel: socket.socket, on_death: Callable[[Death], None]) -> None:
+        self._channel, self._on_death, self._process = channel, on_death, os.getpid()
+        self._wake, self._woken = socket.socketpair()
+        self._thread = threading.Thread(target=self._run, name="lightning_async listener", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; idempotent. A fork of the rank has none: there this does nothing."""
+        if os.getpid() != self._process:
+            return
+        with contextlib.suppress(OSError):  # it has ended by itself
+            self._wake.send(b"\0")  # not closed: a fork may hold it open
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_ENDS_S)
+
+    def _run(self) -> None:
+        with self._channel, self._wake, self._woken:
+            poll = select.poll()
+            poll.register(self._channel, select.POLLIN | select.POLLRDHUP)
+            poll.register(self._woken, select.POLLIN)
+            while self._woken.fileno() not in (ready := dict(poll.poll())):
+                try:
+                    self._hear(self._channel.recv(LONGEST, socket.MSG_DONTWAIT))
+                except BlockingIOError:
+                    if ready[self._channel.fileno()] != select.POLLIN:  # whoever has inherited it has shut it down
+                        return
+                except OSError:
+                    return
+
+    def _hear(self, message: bytes) -> None:
+        if (death := _death(message, self._process)) is None:
+            return
+        try:
+            self._on_death(death)
+        except Exception:
+            _log.exception("Rank %d %s; that was told by the launcher, and was of no use.", death.rank, death.text)
+
+
+def _death(message: bytes, process: int) -> Death | None:
+    said = _load(message, process)
+    rank, was, how = said.get("dead"), said.get("was"), said.get("how")
+    if type(rank) is not int or type(was) is not int or not isinstance(how, str):
+        return None
+    return Death(rank, was, how)
+
+
+def _mine() -> int:
+    """This rank's end.
+
+    Raises:
+        ValueError, OSError, OverflowError: there is none, or none any more.
+    """
+    name = os.environ.get(CHANNEL, "")
+    descriptor = int(name.partition(":")[0])
+    if name != _name(descriptor):
+        raise ValueError("it is another file by now")
+    return descriptor
+
+
+# ---- on the launcher's side ----
+
+
 def named(descriptor: int) -> dict[str, str]:
     """The variable of the rank that inherits this descriptor."""
     return {CHANNEL: _name(descriptor)}
+
+
+def news(death: Death, process: int) -> bytes:
+    """A message that tells a rank of another one's death.
+
+    >>> news(Death(1, 4712, "its process was killed"), 4711)
+    b'{"process":4711,"dead":1,"was":4712,"how":"its process was killed"}'
+
+    Args:
+        death: which, and how.
+        process: of the rank that is told.
+    """
+    return _dump({"process": process, "dead": death.rank, "was": death.process, "how": death.text})
 
 
 def heard(message: bytes, process: int) -> tuple[int, tuple[str, ...]] | None:
@@ -75,18 +202,29 @@ def heard(message: bytes, process: int) -> tuple[int, tuple[str, ...]] | None:
         message: as it has come.
         process: the rank's.
     """
-    try:
-        said = json.loads(message)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(said, dict) or said.get("process") != process:
-        return None
+    said = _load(message, process)
     number, members = said.get("generation"), said.get("members")
     if type(number) is not int or number < 0 or not isinstance(members, list):
         return None
     if not all(isinstance(member, str) for member in members):
         return None
     return number, tuple(members)
+
+
+# ---- on both ----
+
+
+def _dump(said: dict[str, Any]) -> bytes:
+    return json.dumps(said, separators=(",", ":")).encode()
+
+
+def _load(message: bytes, process: int) -> dict[str, Any]:
+    """What is said by, or to, this process; nothing where that is no message, or another one's."""
+    try:
+        said = json.loads(message)
+    except (ValueError, RecursionError):
+        return {}
+    return said if isinstance(said, dict) and said.get("process") == process else {}
 
 
 def _name(descriptor: int) -> str:

@@ -20,6 +20,7 @@ __all__ = [
     "decide",
     "from_rows",
     "mark_of",
+    "places_of",
     "ready_for",
     "survey",
     "to_row",
@@ -207,6 +208,12 @@ def _place(headers: Sequence[Header], votes: Vote) -> Gate:
     if Vote.STOP in votes and gate is not Gate.STOP:
         return Gate.NONE  # all leave together, by that one
     return gate
+
+
+def places_of(headers: Sequence[Header], names: Sequence[str]) -> dict[str, float]:
+    """How far the data of each rank that takes part goes in what these headers decide on: all, in a consensus."""
+    ready = max(h.ready for h in headers)
+    return {name: h.place for name, h in zip(names, headers, strict=True) if h.ready == ready}
 
 
 def ready_for(headers: Sequence[Header]) -> int:

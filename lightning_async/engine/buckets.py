@@ -17,7 +17,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -37,10 +37,12 @@ class Message:
     Args:
         priority: of the kind of round that it is for.
         step: the replica's step count at the snapshot.
+        place: how far its data has gone into it.
     """
 
     priority: int
     step: int
+    place: float = field(default=0.0, kw_only=True)
 
 
 class Kind(Protocol):
@@ -87,6 +89,7 @@ class Exchange:
         header_s: waiting for the slowest rank's header.
         exchange_s: moving and committing the payload.
         mark: the checkpoint that belongs to it, if one does.
+        places: by name, how far the data of each rank that takes part has gone into it.
     """
 
     id: int
@@ -97,6 +100,7 @@ class Exchange:
     header_s: float = 0.0
     exchange_s: float = 0.0
     mark: Mark | None = None
+    places: dict[str, float] = field(default_factory=dict)
 
 
 class Owner(enum.Enum):
@@ -184,6 +188,8 @@ class Buckets:
         finally:
             self.to_engine.give()
             with self._changed:
+                if message is not None:
+                    message.place = self._mailbox.place
                 self.message = message or self.message
                 self.owner = Owner.FREE
                 self._changed.notify_all()

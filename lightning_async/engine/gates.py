@@ -129,6 +129,22 @@ class Gates:
         with self._box.changed:
             self._box.loss = loss
 
+    def tell_place(self, place: float) -> None:
+        """How far this replica is in its data with the step that follows; goes with the next message."""
+        with self._box.changed:
+            self._box.place = place
+
+    @property
+    def name(self) -> str:
+        """This rank's, for life."""
+        return self._control.membership.generation.name
+
+    @property
+    def places(self) -> dict[str, float]:
+        """By name, how far each rank was in its data with what all have committed; equal on all ranks at a gate."""
+        with self._box.changed:
+            return dict(self._box.places)
+
     @property
     def standing(self) -> bool:
         """Whether the training thread stands at a gate."""

@@ -96,6 +96,7 @@ class Header(NamedTuple):
         last_exchange: its `exchange` at that time.
         saved: the last save that it knows of, by number.
         loss: of its last batch; infinite where that is not known, or not finite.
+        place: how far it is in its data: with what its message holds, or, without one, with its last step.
     """
 
     exchange: int = 1
@@ -115,3 +116,4 @@ class Header(NamedTuple):
     last_exchange: int = 1
     saved: int = 0
     loss: float = math.inf
+    place: float = 0.0

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from lightning_async.comm.membership.membership import Membership
-from lightning_async.engine.ballot import Decision, Plan, Verdict, Wing, decide, from_rows, mark_of, to_row
+from lightning_async.engine.ballot import Decision, Plan, Verdict, Wing, decide, from_rows, mark_of, places_of, to_row
 from lightning_async.engine.buckets import Buckets, Exchange, Kind, Message, Owner, side_stream
 from lightning_async.engine.deadlines import Deadlines
-from lightning_async.engine.header import Gate, Header, Mark, Vote
+from lightning_async.engine.header import Gate, Header, Vote
 from lightning_async.engine.mailbox import Mailbox
 from lightning_async.engine.regroup import Regroup
 from lightning_async.engine.transfer import Closed, Transfer
@@ -159,8 +159,7 @@ class Loop:
         if verdict.common.catch_up is not None:
             self._catch_up(verdict.common.catch_up)
         elif verdict.plan is not None and verdict.plan.kind is not None:
-            mark = mark_of(headers) if verdict.plan.kind.takes_marks else None
-            self._exchange(verdict.plan.kind, verdict.plan, everyones[verdict.wing], waited_s, mark)
+            self._exchange(verdict.plan.kind, verdict.plan, everyones[verdict.wing], headers, waited_s)
         else:
             self.prepared = None
         self._to(Stage.IDLE)
@@ -190,6 +189,7 @@ class Loop:
             last_exchange=box.last_exchange,
             saved=box.saved,
             loss=box.loss,
+            place=box.place if message is None else message.place,
         )
 
     def _note(self, verdict: Verdict, mine: Header, headers: Sequence[Header]) -> None:
@@ -221,14 +221,16 @@ class Loop:
 
     # ---- exchanges ----
 
-    def _exchange(self, kind: Kind, plan: Plan, parts: Sequence[Any], waited_s: float, mark: Mark | None) -> None:
+    def _exchange(self, kind: Kind, plan: Plan, parts: Sequence[Any], headers: Sequence[Header], waited: float) -> None:
         """Move a payload, and apply it if every rank has it: a rank that has not does not come to the last gather."""
         self._to(Stage.PAYLOAD)
         self.prepared = None
         self._buckets.claim()
         started = self._now()
         exchange = kind.begin(plan, self._box.next_exchange, parts)
-        exchange.header_s, exchange.mark = waited_s, mark
+        exchange.header_s = waited
+        if kind.takes_marks:
+            exchange.mark, exchange.places = mark_of(headers), places_of(headers, self._membership.generation.members)
         kind.move(exchange)
         exchange.exchange_s = self._now() - started  # what is known, should the answer to the commit be lost
         self._to(Stage.COMMIT)
@@ -239,18 +241,18 @@ class Loop:
 
     def _catch_up(self, id: int) -> None:
         """Some ranks committed an exchange whose last answer others lost; those hold it prepared."""
-        prepared = self.prepared
         if self._box.next_exchange > id:
             return
-        if prepared is None or prepared.id != id:
+        if self.prepared is None or self.prepared.id != id:
             raise RuntimeError(f"Rank {self._transfer.rank} is told to commit round {id}, but holds none prepared.")
         log.warning("Rank %d: round %d was committed elsewhere; committing it here too.", self._transfer.rank, id)
-        self._apply(prepared)
+        self._apply(self.prepared)
 
     def _apply(self, exchange: Exchange) -> None:
         with self._box.committing:
             exchange.kind.commit(exchange)
             self._box.next_exchange += 1
+            self._box.places |= exchange.places
             copied = None if exchange.mark is None else self.on_mark(exchange)
         with self._buckets.handing_over():
             self._box.lost += [] if self._box.marked is None else [self._box.marked]

@@ -37,6 +37,8 @@ class Mailbox:
     """Optimizer steps that it has taken."""
     loss: float = math.inf
     """Of the last batch; infinite where it is not known."""
+    place: float = 0.0
+    """How far it is in its data, with the batches that its steps are of: a number that only grows."""
     last_seen: float = 0.0
     """When the training thread was last heard of."""
     stop_requested: bool = False
@@ -77,6 +79,8 @@ class Mailbox:
     """Optimizer steps per replica, on average over all, at the last header."""
     steps_then: float = 0.0
     """The same, of this replica, at the last header."""
+    places: dict[str, float] = field(default_factory=dict)
+    """By name, how far each rank was in its data with what all have committed; equal on all ranks at a gate."""
     failed: int = 0
     """Exchanges that failed and were repeated."""
     error: BaseException | None = None

@@ -20,6 +20,7 @@ from lightning_async.launch.state import (
     STORE_LOST,
     TRY_AGAIN,
     Action,
+    Announce,
     Ended,
     Event,
     Finish,
@@ -108,13 +109,16 @@ def _ended(policy: Policy, state: State, event: Ended) -> Decision:
     state = _without_the_lost(replace(state, living=state.living - {event.rank}, statuses=statuses))
     if not state.living:
         return _all_ended(policy, state)
-    if not state.trains or event.status == 0 or event.rank in state.lost:
+    if not state.trains or event.status == 0:
         return state, []
+    told: list[Action] = [Announce(event.rank, state.living)] if state.told else []
+    if event.rank in state.lost:
+        return state, told
     if event.status == TRY_AGAIN:
         # All ranks save together. A second SIGTERM would end those that are still at it.
         return replace(state, phase=Phase.STOPPING), [Wait(policy.grace_s)]
-    if state.told:
-        return replace(state, phase=Phase.REGROUPING), [Wait(policy.patience_s)]
+    if told:
+        return replace(state, phase=Phase.REGROUPING), [*told, Wait(policy.patience_s)]
     return _stop(policy, state)
 
 

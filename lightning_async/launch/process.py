@@ -17,7 +17,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from lightning_async.comm.launched import LONGEST, named
+from lightning_async.comm.launched import LONGEST, Death, named, news
 
 __all__ = ["Process", "watched"]
 
@@ -64,6 +64,7 @@ class Process:
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         """What it tells is there to read. It is never at its end: others may have inherited the other one."""
         self.channel.setblocking(False)
+        self._unread: list[bytes] = []
         with theirs:
             self._popen = subprocess.Popen(
                 command, env={**environment, **named(theirs.fileno())}, pass_fds=[theirs.fileno()],
@@ -82,13 +83,26 @@ class Process:
             else:
                 signal.pidfd_send_signal(self.pidfd, number)
 
-    def messages(self) -> Iterator[bytes]:
+    def messages(self) -> list[bytes]:
         """What it has told, or others by its channel; see `heard`."""
+        self._unread, unread = [], [*self._unread, *self._read()]
+        return unread
+
+    def _read(self) -> Iterator[bytes]:
         for _ in range(_MESSAGES):  # others may write without end
             try:
                 yield self.channel.recv(LONGEST)
             except OSError:
                 return
+
+    def tell(self, death: Death) -> None:
+        """Another rank has died. It does not wait: who has read nothing for long hears of it by silence.
+
+        What is sent to one who is gone takes what that one has told along: it is read before, and is among `messages`.
+        """
+        self._unread += self._read()
+        with contextlib.suppress(OSError):
+            self.channel.send(news(death, self.pid))
 
     def wait(self, timeout: float) -> bool:
         """Whether it ends within so many seconds."""

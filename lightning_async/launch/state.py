@@ -12,8 +12,8 @@ from enum import Enum
 from lightning_async.arguments import check_int, check_real
 
 __all__ = [
-    "CANNOT_START", "STORE_LOST", "TRY_AGAIN", "Action", "Due", "Ended", "Event", "Finish", "Generation", "Phase",
-    "Policy", "Send", "Signalled", "Start", "State", "StoreLost", "Told", "Wait",
+    "CANNOT_START", "STORE_LOST", "TRY_AGAIN", "Action", "Announce", "Due", "Ended", "Event", "Finish", "Generation",
+    "Phase", "Policy", "Send", "Signalled", "Start", "State", "StoreLost", "Told", "Wait",
 ]  # fmt: skip
 
 TRY_AGAIN = 75
@@ -133,6 +133,14 @@ class Send:
 
 
 @dataclass(frozen=True)
+class Announce:
+    """Tell these ranks that one has died."""
+
+    dead: int
+    ranks: frozenset[int]
+
+
+@dataclass(frozen=True)
 class Wait:
     """Be `Due` after so many seconds, in place of what was waited for before."""
 
@@ -146,7 +154,7 @@ class Finish:
     code: int
 
 
-Action = Start | Send | Wait | Finish
+Action = Start | Send | Announce | Wait | Finish
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from lightning_async.comm.launched import heard
+from lightning_async.comm.launched import Death, heard
 from lightning_async.comm.membership.signing import SECRET
 from lightning_async.launch.decide import begin, decide
 from lightning_async.launch.environment import ADDRESS, Job
@@ -25,6 +25,7 @@ from lightning_async.launch.registry import Registry
 from lightning_async.launch.state import (
     CANNOT_START,
     Action,
+    Announce,
     Due,
     Ended,
     Event,
@@ -39,7 +40,7 @@ from lightning_async.launch.state import (
     Told,
 )
 from lightning_async.launch.store import Keeper
-from lightning_async.launch.summary import Ending, goes_on, report, signal_name
+from lightning_async.launch.summary import Ending, goes_on, how, report, signal_name
 
 __all__ = ["Supervisor"]
 
@@ -125,10 +126,17 @@ class Supervisor:
                     if action.number in _ENDS:
                         self._told[rank] = action.number
                     self._processes[rank].signal(action.number)
+            elif isinstance(action, Announce):
+                self._announce(action.dead, action.ranks)
             elif isinstance(action, Finish):
                 self._code = action.code
             else:
                 self._due = time.monotonic() + action.seconds
+
+    def _announce(self, dead: int, ranks: frozenset[int]) -> None:
+        ending = next(each for each in reversed(self._endings) if each.rank == dead)
+        for rank in ranks & self._processes.keys():
+            self._processes[rank].tell(Death(dead, ending.pid, f"died: its process {how(ending)}"))
 
     def _start(self, ranks: frozenset[int]) -> None:
         if self._keeper is None:
@@ -164,6 +172,8 @@ class Supervisor:
         tail = tuple(self._outputs.streams[rank][1].tail)
         self._endings.append(Ending(rank, process.pid, status, seconds, self._told.get(rank), tail))
         self._follow(Ended(rank, status))
+        for other in tuple(self._processes):  # some may have been read while they were told of it
+            self._listen(other)
 
     def _listen(self, rank: int) -> None:
         """A rank has told something."""

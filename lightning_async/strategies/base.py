@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -178,6 +179,7 @@ class ReplicatedStrategy(ParallelStrategy):
         """All ranks are connected for this run."""
         self._connection, self.num_runs = connection, run
         self._survivors_then = () if self.survivors is None else self.survivors.names
+        connection.hear_deaths(partial(name_in_run, names=self._survivors_then))
 
     @property
     def room(self) -> str:

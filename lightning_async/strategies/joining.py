@@ -260,7 +260,7 @@ class Guest:
 
     def _connect(self, place: dict[str, Any]) -> None:
         strategy, run, rank, names = self._strategy, int(place["run"]), int(place["rank"]), place["names"]
-        strategy.count_run(run - 1)
+        strategy.count_run(run)
         min_replicas = strategy.config.min_replicas
         assert min_replicas is not None
         first = Generation.first(rank, strategy.cluster_environment.world_size())

@@ -42,20 +42,27 @@ class Dealing:
 
         def setup_data() -> None:
             nonlocal dealt_in
-            world = self._strategy.world
-            now = dealt_in
-            if world is not None and not world.drifting:  # else this rank has just come, and all do so next
-                generation = world.generation()
-                now = self._strategy.room, generation
-            if now != dealt_in:
-                for sampler in _distributed_samplers(loop):
-                    _number(sampler, **self._trainer.strategy.distributed_sampler_kwargs)
-                loop._combined_loader = None
-            dealt_in = now
-            original()
+            while True:
+                now = self._division(dealt_in)
+                if now != dealt_in:
+                    for sampler in _distributed_samplers(loop):
+                        _number(sampler, **self._trainer.strategy.distributed_sampler_kwargs)
+                    loop._combined_loader = None
+                dealt_in = now
+                original()
+                if self._division(now) == now:
+                    break  # else ranks were lost meanwhile, and it is not known which numbers were read
             self._warn_of_others(loop)
 
         return setup_data
+
+    def _division(self, before: tuple[str, int]) -> tuple[str, int]:
+        """Differs where other ranks are there than ``before``. One that has just come deals with all, next time."""
+        world = self._strategy.world
+        if world is None or world.drifting:
+            return before
+        generation = world.generation()
+        return self._strategy.room, generation
 
     def _warn_of_others(self, loop: Any) -> None:
         """A sampler that was made for the ranks of an earlier run has parts that nobody takes."""

@@ -14,6 +14,7 @@ from lightning_async.trainer.averaged_models import AveragedModels
 from lightning_async.trainer.convening import Convening
 from lightning_async.trainer.dealing import Dealing
 from lightning_async.trainer.empty_shards import EmptyShards
+from lightning_async.trainer.inheritance import Inheritance
 from lightning_async.trainer.learning_rates import LearningRates
 from lightning_async.trainer.meeting import Meeting
 from lightning_async.trainer.metrics import WholeMetrics
@@ -38,7 +39,8 @@ class DriftPatches:
         self._strategy, self._trainer = strategy, trainer
         stopping = Stopping(strategy, trainer)
         self._meeting = Meeting(strategy, trainer, stopping)
-        self._validation = Validation(strategy, trainer, self._meeting)
+        inheritance = Inheritance(strategy, trainer)
+        self._validation = Validation(strategy, trainer, self._meeting, inheritance)
         self._rates = LearningRates(strategy, trainer)
         saving = Saving(strategy, trainer)
         self._meeting.on_model_changed += [
@@ -49,7 +51,7 @@ class DriftPatches:
         convening = Convening(strategy, trainer, self._meeting, saving, strategy.host)
         self._parts = (
             stopping, convening, self._validation, saving, self._rates, EmptyShards(strategy, trainer),
-            Dealing(strategy, trainer), WholeMetrics(strategy, trainer),
+            Dealing(strategy, trainer), inheritance, WholeMetrics(strategy, trainer),
         )  # fmt: skip
         self._undo: list[Undo] = []
 

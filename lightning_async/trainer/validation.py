@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from lightning_async.engine.header import Gate, Vote
+from lightning_async.trainer.inheritance import Inheritance
 from lightning_async.trainer.meeting import Meeting, join_validation
 from lightning_async.trainer.patches import Undo, replace
 from lightning_async.trainer.protocols import Drifting
@@ -21,10 +22,11 @@ class Validation:
         strategy: whose gates these are.
         trainer: its loops.
         meeting: opens the gates.
+        inheritance: what is left of an epoch where ranks were lost.
     """
 
-    def __init__(self, strategy: Drifting, trainer: Any, meeting: Meeting) -> None:
-        self._strategy, self._trainer, self._meeting = strategy, trainer, meeting
+    def __init__(self, strategy: Drifting, trainer: Any, meeting: Meeting, inheritance: Inheritance) -> None:
+        self._strategy, self._trainer, self._meeting, self._inheritance = strategy, trainer, meeting, inheritance
         self.gates_epochs = True
         """Whether all ranks meet at the end of each epoch."""
         self._due = self._held = 0
@@ -93,6 +95,8 @@ class Validation:
             gates, world = self._strategy.gates, self._strategy.world
             if self.gates_epochs and gates is not None and world is not None:
                 self._meeting.rendezvous(Gate.EPOCH_END, self._trainer.current_epoch)
+                while self._inheritance.rest():
+                    self._meeting.rendezvous(Gate.EPOCH_END, self._trainer.current_epoch)
                 world = self._strategy.world or world  # another one, where averaging has begun anew meanwhile
                 due = torch.tensor(float(self._due_at_end))
                 if world.reduce(due, "max") > 0.0 and not self._validated:

@@ -197,8 +197,11 @@ def _meet(environment: Any, name: str, dead_after: timedelta | None) -> Presence
 
 
 def _join_default_group(environment: Any, backend: str) -> None:
-    """Torch's default group, for code of the user's that expects one; this package forms its own beside it."""
-    if dist.is_initialized():
+    """Torch's default group, for code of the user's that expects one; this package forms its own beside it.
+
+    Who comes back is in none: the group of those that began cannot grow.
+    """
+    if dist.is_initialized() or came_back() is not None:
         return
     if backend == "nccl":
         nccl.set_variables()

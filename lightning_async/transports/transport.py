@@ -6,12 +6,13 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from lightning_async.comm.launched import Death, Listener, listen
 from lightning_async.comm.membership.door import Door
 from lightning_async.comm.membership.generation import in_order
 from lightning_async.comm.membership.membership import Membership
@@ -41,6 +42,7 @@ class Connection:
         self.store = store
         self.root, self.payload, self._membership = root, payload, membership
         self._roots = [root] if payload is root else [root, payload]
+        self._listener: Listener | None = None
         lightning = root.fork("lightning")
         self._pid = os.getpid()
         if membership is None:
@@ -52,6 +54,21 @@ class Connection:
     def membership(self) -> Membership:
         assert self._membership is not None
         return self._membership
+
+    def hear_deaths(self, name_of: Callable[[int], str]) -> None:
+        """Have the launcher's word, where it has started this rank: a peer whose process has died is lost at once.
+
+        Args:
+            name_of: what a rank is called here, by the number that it was started with; ValueError for one that is not.
+        """
+        if (membership := self._membership) is None:
+            return
+
+        def hear(death: Death) -> None:
+            with suppress(ValueError):
+                membership.hear_death(name_of(death.rank), death.process, death.text)
+
+        self._listener = listen(hear)
 
     def open(self) -> None:
         """Form all groups now, those forked off too, rather than each at its first use."""
@@ -65,6 +82,8 @@ class Connection:
         """
         if os.getpid() != self._pid:
             return
+        if self._listener is not None:
+            self._listener.close()
         if in_order:
             try:
                 self.root.barrier().result(timedelta(seconds=30))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Iterator
+import threading
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from lightning_async.comm.launched import CHANNEL, LONGEST, heard, named, tell_generation
+from lightning_async.comm.launched import CHANNEL, LONGEST, Death, heard, listen, named, news, tell_generation
 from tests.support import ROOT
 
 
@@ -112,6 +114,112 @@ def test_a_forked_child_is_not_the_rank(ends: tuple[socket.socket, socket.socket
     assert message is not None
     assert heard(message, child) == (9, ("0",))
     assert heard(message, os.getpid()) is None
+
+
+def in_a_rank(what: Callable[[], None]) -> None:
+    """In a child of this process, which is to it what the launcher is to a rank."""
+    child = os.fork()
+    if not child:
+        try:
+            signal.alarm(60)
+            what()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+DEATHS = [Death(2, 4712, "died: its process was killed by SIGKILL"), Death(0, 4710, "died"), Death(1, 4711, "é" * 99)]
+
+
+def test_a_rank_hears_of_deaths_until_it_closes_and_the_next_listener_of_those_since(
+    ends: tuple[socket.socket, socket.socket],
+):
+    launcher, rank = ends
+
+    def hears() -> None:
+        got: list[Death] = []
+        more = threading.Semaphore(0)
+
+        def hear(death: Death) -> None:
+            got.append(death)
+            more.release()
+            raise RuntimeError("this is logged, and the next one is heard")
+
+        process, threads = os.getpid(), threading.active_count()
+        listener = listen(hear)
+        assert listener is not None
+        for message in (b"{}", b"\xff", b"[" * LONGEST, news(DEATHS[1], process + 1), news(DEATHS[0], process)):
+            launcher.send(message)
+        assert more.acquire(timeout=30)
+        rank.close()  # as a script does that closes all descriptors
+        launcher.send(news(DEATHS[1], process))
+        assert more.acquire(timeout=30)
+        for _ in range(2):
+            listener.close()
+        assert threading.active_count() == threads
+        assert got == DEATHS[:2]
+
+    def hears_later() -> None:
+        heard_: list[Death] = []
+        launcher.send(news(DEATHS[2], os.getpid()))
+        done = threading.Event()
+        listener = listen(lambda death: (heard_.append(death), done.set())[0])
+        assert listener is not None
+        assert done.wait(30)
+        listener.close()
+        tell_generation(3, ["0"])  # which the listener's end has left as it was
+        assert heard(read(launcher) or b"", os.getpid()) == (3, ("0",))
+        assert heard_ == [DEATHS[2]]
+
+    in_a_rank(hears)
+    in_a_rank(hears_later)
+
+
+def test_a_fork_of_a_rank_takes_nothing_of_what_it_is_told_and_ends_no_listener(
+    ends: tuple[socket.socket, socket.socket],
+):
+    launcher, _ = ends
+
+    def forks() -> None:
+        heard_ = threading.Event()
+        listener = listen(lambda death: heard_.set())
+        assert listener is not None
+
+        def fork() -> None:
+            assert listen(lambda death: None) is None
+            listener.close()
+
+        in_a_rank(fork)
+        launcher.send(news(DEATHS[0], os.getpid()))
+        assert heard_.wait(30)
+        listener.close()
+
+    in_a_rank(forks)
+
+
+def test_who_has_inherited_the_channel_shuts_it_down_and_the_listener_ends(ends: tuple[socket.socket, socket.socket]):
+    _, rank = ends
+
+    def shut_down() -> None:
+        threads = threading.active_count()
+        listener = listen(lambda death: None)
+        assert listener is not None
+        rank.shutdown(socket.SHUT_RD)
+        listener._thread.join(30)
+        assert threading.active_count() == threads
+        listener.close()
+
+    in_a_rank(shut_down)
+
+
+def test_nobody_listens_where_no_launcher_has_started_this_process(
+    ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+):
+    assert listen(lambda death: None) is None  # this process has made the pair
+    monkeypatch.delenv(CHANNEL)
+    in_a_rank(lambda: None if listen(lambda death: None) is None else os._exit(2))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -164,6 +165,47 @@ def test_a_failure_is_told() -> None:
         with pytest.raises(PeerLost, match="rank 1 failed: ValueError: no such label") as caught:
             ranks[0].check()
         assert caught.value.ranks == (1,)
+
+
+def test_a_process_that_is_told_to_have_died_is_lost_at_once_and_not_one_that_follows_it() -> None:
+    hand = Hand(3)
+    hand.everybody_is_seen()
+    life = hand.ranks[2]._mine.life
+    assert life.startswith(f"process {os.getpid()} on ")
+    me = hand.ranks[0]
+    me.hear_death("2", os.getpid() + 1, "died: another one")
+    me.hear_death("7", os.getpid(), "died: nobody knows it")
+    hand.beat(0)
+    me.check()
+    me.hear_death("2", os.getpid(), "died: its process was killed")
+    hand.beat(2)  # what it may have written last
+    hand.beat(0)
+    with pytest.raises(PeerLost, match=r"rank 2 died: its process was killed\. See the log") as error:
+        me.check()
+    assert error.value.ranks == (2,)
+    hand.beat(1)
+    hand.ranks[1].check()  # it was told nothing
+    hand.ranks[2]._mine = replace(hand.ranks[2]._mine, life=f"process {os.getpid() + 1} on it")
+    hand.beat(2)
+    hand.beat(0)
+    assert me.lost() == ()
+
+
+def test_one_that_was_never_seen_and_has_died_is_lost_and_one_that_left_is_not() -> None:
+    hand = Hand(3)
+    hand.store.compare_set("lightning_async/membership/1", "", "{}")
+    hand.store.compare_set("lightning_async/membership/2", "", "{}")
+    me = hand.ranks[0]
+    me.hear_death("1", 4711, "died")
+    hand.beat(0, times=2)
+    assert me.lost() == ("1",)
+    hand.beat(2, 0, 2, 0)
+    hand.ranks[2].leave()
+    hand.beat(2)
+    me.hear_death("2", os.getpid(), "died: after its goodbye")
+    hand.beat(0)
+    assert me.lost() == ("1",)
+    assert me.left() == {"2"}
 
 
 def test_bells_are_heard_at_once() -> None:

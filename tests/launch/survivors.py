@@ -39,6 +39,12 @@ def tell(number: str, *members: str) -> None:
     say("told", number)
 
 
+def listens() -> None:
+    """Says of which deaths the launcher tells it."""
+    launched.listen(lambda death: say("dead", *death))
+    say("listens")
+
+
 def saves() -> None:
     """SIGTERM: exit code 75."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(75))

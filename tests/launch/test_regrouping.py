@@ -12,6 +12,7 @@ from lightning_async.launch.state import (
     STORE_LOST,
     TRY_AGAIN,
     Action,
+    Announce,
     Due,
     Ended,
     Event,
@@ -65,7 +66,7 @@ DUE: list[Event] = [Due()]
 def test_the_others_are_waited_for_and_go_on(dead: int):
     left = sorted(ALL - {dead})
     state, actions = run(PLAIN, FIRST, dies(dead))
-    assert actions == [Wait(5.0)]
+    assert actions == [Announce(dead, frozenset(left)), Wait(5.0)]
     assert state.phase is Phase.REGROUPING
     state, actions = run(PLAIN, FIRST, dies(dead), tell(1, *left, by=(left[0],)))
     assert state.phase is Phase.REGROUPING  # the other may still do something else
@@ -136,7 +137,7 @@ def test_who_does_not_go_on_in_time_ends(steps: list[list[Event]]):
 
 def test_each_death_is_given_its_time():
     _, actions = run(PLAIN, FIRST, dies(2), dies(0, 1))
-    assert actions == [Wait(5.0)]
+    assert actions == [Announce(0, frozenset({1})), Wait(5.0)]
 
 
 LOST = [FIRST, dies(2), tell(1, 0, 1)]
@@ -177,7 +178,11 @@ def test_exit_codes(steps: list[list[Event]], code: int):
         pytest.param([*LOST, dies(0, 75)], [Wait(30.0)], id="preempted"),
         pytest.param([FIRST, dies(2), dies(0, 75)], [Wait(30.0)], id="preempted while regrouping"),
         pytest.param([FIRST, dies(2, 75)], [Wait(30.0)], id="preempted: all save together"),
-        pytest.param([*LOST, dies(0)], [Wait(5.0)], id="the next one dies"),
+        pytest.param([*LOST, dies(0)], [Announce(0, frozenset({1})), Wait(5.0)], id="the next one dies"),
+        pytest.param([FIRST, tell(1, 0, 1), dies(2)], [Announce(2, frozenset({0, 1}))], id="they have gone on before"),
+        pytest.param(
+            [FIRST, tell(1, 0, 1, by=(0,)), dies(2)], [Announce(2, frozenset({0, 1})), Wait(5.0)], id="one of them has"
+        ),
         pytest.param([*LOST, [StoreLost()]], [Send(TERM, frozenset({0, 1})), Wait(30.0)], id="the store is lost"),
         pytest.param([*LOST, [Told(1, Generation(9, frozenset({0})))]], [], id="of others one tells nothing"),
         pytest.param([*LOST, dies(0), [*DUE, *DUE]], [Send(KILL, frozenset({1})), Wait(10.0)], id="patience is over"),

@@ -101,6 +101,25 @@ def test_ranks_die_in_turn_the_first_among_them_and_the_others_go_on(begin: Begi
     ]
 
 
+def test_those_who_live_are_told_at_once_who_has_died_and_how(begin: Begin):
+    ranks = begin(3)
+    for rank in (0, 1):
+        ranks.do(rank, "listens")
+    ranks.job.wait_for("listens", 2)
+    ranks.kill(2)
+    ranks.job.wait_for("dead 2 ", 2)  # before they have told anything
+    died = f"dead 2 {ranks.pids[2]} died: its process was killed by SIGKILL after"
+    assert [f"[{rank}] {died}" in ranks.job.out for rank in (0, 1)] == [True, True]
+    ranks.tell(1, 0, 1)
+    ranks.job.wait_for("training goes on with 2 of 3 ranks")
+    ranks.end(0, 3)
+    ranks.job.wait_for("dead 0 ")
+    ranks.tell(2, 1)
+    ranks.end(1, 0)
+    assert ranks.job.end() == 0
+    assert ranks.job.out.count("dead ") == 3
+
+
 def test_what_others_write_is_not_heard_and_who_inherits_a_descriptor_is_not_waited_for(begin: Begin):
     ranks = begin(2)
     job = ranks.job

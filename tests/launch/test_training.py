@@ -59,9 +59,12 @@ def test_a_rank_is_killed_then_the_launcher_and_training_goes_on(launch: Callabl
 def test_rank_0_is_killed_then_rank_2_and_the_last_one_trains_and_tests(
     launch: Callable[..., Launched], tmp_path: Path
 ):
-    deaths = {"0": ["step", 0, 4], "2": ["validation", 1, 2]}
-    run = launch("-n", "3", "-m", "tests.strategies.survivor_workers", str(tmp_path / "run"), json.dumps(deaths))
+    """Of the deaths they are told: by silence alone they would have to wait for longer than the launcher waits."""
+    deaths, silence = {"0": ["step", 0, 4], "2": ["validation", 1, 2]}, "200"
+    program = ("-m", "tests.strategies.survivor_workers", str(tmp_path / "run"), json.dumps(deaths), silence)
+    run = launch("-n", "3", *program)
     assert run.end() == 0, run.out + run.err
+    assert re.search(r"goes on as rank 0 of 2: rank 0 died: its process was killed by SIGKILL after [\d.]+ s", run.err)
     assert "training goes on with 2 of 3 ranks" in run.err
     assert "training goes on with 1 of 3 ranks" in run.err
     told = [json.loads(line.partition("ENDED ")[2]) for line in run.out.splitlines() if "ENDED " in line]

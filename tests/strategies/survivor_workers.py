@@ -98,10 +98,11 @@ def survive(
     epochs: int = 3,
     then_test: bool = False,
     pause_s: float = 0.01,
+    deadlines: Deadlines = DEADLINES,
 ) -> None:
     deaths = {number: (place, epoch, taken) for number, (place, epoch, taken) in deaths.items()}
     strategy = AsyncAveragingStrategy(
-        schedule=EveryNSteps(period), overlap=overlap, deadlines=DEADLINES, min_replicas=min_replicas
+        schedule=EveryNSteps(period), overlap=overlap, deadlines=deadlines, min_replicas=min_replicas
     )
     module = Seen(deaths)
     module.pause_s = pause_s
@@ -142,5 +143,6 @@ def survive(
 
 if (
     __name__ == "__main__"
-):  # under a launcher: `python -m tests.strategies.survivor_workers FOLDER '{"0": ["step", 0, 4]}'`
-    survive(sys.argv[1], json.loads(sys.argv[2]), then_test=True)
+):  # under a launcher: `python -m tests.strategies.survivor_workers FOLDER '{"0": ["step", 0, 4]}' 3`
+    patient = Deadlines(dead_after=timedelta(seconds=float(sys.argv[3])))
+    survive(sys.argv[1], json.loads(sys.argv[2]), then_test=True, deadlines=patient)

@@ -49,12 +49,16 @@ def test_one_more_than_may_be_lost_ends_the_others() -> None:
 def test_in_a_later_run_it_is_reported_by_the_name_that_it_has_there(monkeypatch: pytest.MonkeyPatch) -> None:
     own, reported = strategy(1, 4)
     own.survivors.go_on(Generation(1, ("0", "2", "3"), 0), "rank 1 failed")
-    connection = own._connection
+    connection, names = own._connection, []
+    connection.hear_deaths = names.append
     monkeypatch.setattr(type(own), "root_device", None)
     object.__setattr__(own, "transport", SimpleNamespace(connect=lambda *_: connection))
     own.connect_ranks()
     assert own._child_died(2, -9) is None
     assert reported == ["1"]  # "2" would be the name of the rank that was started as 3, and lives
+    assert [names[0](rank) for rank in (0, 2, 3)] == ["0", "1", "2"]  # for what another launcher says of them
+    with pytest.raises(ValueError, match="not in"):
+        names[0](1)
     own.survivors = Survivors(Generation.first(0, 3), 2, 1, own.survivors)
     assert own._child_died(3, -9) is None
     assert reported == ["1", "2"]

@@ -93,7 +93,7 @@ def test_a_users_own_sampler_and_loaders_with_workers_are_dealt_anew(tmp_path: P
 
 
 def test_under_plain_python_the_others_end_in_order(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.strategies.survivor_workers", str(tmp_path), '{"1": ["step", 0, 2]}']
+    command = [sys.executable, "-m", "tests.strategies.survivor_workers", str(tmp_path), '{"1": ["step", 0, 2]}', "3"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=200, env=shell_environment(), check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     told = [json.loads(line.partition("ENDED ")[2]) for line in run.stdout.splitlines() if "ENDED " in line]

@@ -61,6 +61,11 @@ class Census:
             before_s = self._silent_before.get(name, self._dead_s)
             self.peers[name].judge(record, passed_s, min(self._dead_s, before_s + soon_s), self._start_s)
 
+    def hear_death(self, name: str, process: int, text: str) -> None:
+        """A process has ended that spoke for a peer; what that means for the peer is judged with the next reading."""
+        if name in self.peers:
+            self.peers[name].death = process, text
+
     def suspect(self) -> None:
         """Something broke: until the next generation a tenth of the silence is death from now on, a second at least.
 

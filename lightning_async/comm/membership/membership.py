@@ -88,13 +88,11 @@ class Membership:
         self._board = Board(store, generation.name, generation.members, seal or Seal(), patience, elastic)
         self.dead_after, self._dead_s = dead_after, dead_after.total_seconds()
         self._census = Census(generation, fresh, self._dead_s, start_timeout.total_seconds(), elastic, readmit)
-        self._interval_s = interval.total_seconds()
-        self.on_change, self._clock = on_change, clock
+        self._interval_s, self.on_change, self._clock = interval.total_seconds(), on_change, clock
         self._lock = threading.Lock()
         self._beaten = threading.Condition(self._lock)
         self._heart = Heart(lambda: self.beat(), self._interval_s, self._board.hang_up)
-        self._mine = Record(life=new_life(), state=UP, since=OUTSIDE if member is not None else 0)
-        self._published = self._mine
+        self._mine = self._published = Record(life=new_life(), state=UP, since=OUTSIDE if member is not None else 0)
         self._decided: tuple[int, tuple[str, ...]] = (0, ())
         self._read_at = clock()
         self._contact = Contact(self._read_at, self._dead_s)
@@ -138,12 +136,14 @@ class Membership:
         self._publish_end(FAILED, text[:2000])
 
     def report_death(self, name: str, text: str) -> None:
-        """Tell all ranks that a peer's process has ended in an error, so that none waits out its silence.
-
-        Raises:
-            RuntimeError: the store is out of reach.
-        """
+        """Tell all ranks that a peer's process has ended in an error; RuntimeError where the store is out of reach."""
         self._board.report(name, text)
+
+    def hear_death(self, name: str, process: int, text: str) -> None:
+        """Whoever started this process of a peer's knows that it has ended: it is lost now, but for one that left."""
+        with self._lock:
+            self._census.hear_death(name, process, text)
+        self._heart.wake()
 
     def ring(self, bell: int) -> None:
         """Say that this rank wants round ``bell`` now. Published at once, by the heartbeat thread."""

@@ -48,6 +48,7 @@ class Peer:
     silent_s: float = 0.0
     limit_s: float = 0.0
     lost: bool = False
+    death: tuple[int, str] | None = None  # a process of this name that has ended, and how, by whoever started it
 
     @property
     def up(self) -> bool:
@@ -56,6 +57,16 @@ class Peer:
     @property
     def has_left(self) -> bool:
         return self.record.state == LEFT and self.confirmed
+
+    @property
+    def failure(self) -> str | None:
+        """What is known of its end, if that was none in order."""
+        if self.record.state == FAILED and self.confirmed:
+            return f"failed: {self.record.text}"
+        if self.death is None or self.record.state == LEFT:
+            return None
+        process, text = self.death  # another process may live under the name by now
+        return text if not self.record.life or self.record.life.startswith(f"process {process} on ") else None
 
     def judge(self, record: Record | None, passed_s: float, dead_s: float, start_s: float) -> None:
         """Take in a reading, ``passed_s`` after the last one; None where it was no record."""
@@ -69,9 +80,8 @@ class Peer:
             self.silent_s += passed_s
         self.read = True
         self.limit_s = dead_s if self.confirmed else start_s
-        failed = self.record.state == FAILED and self.confirmed
         expected = self.record.state == UP or not self.confirmed
-        self.lost = failed or (expected and self.silent_s >= self.limit_s)
+        self.lost = self.failure is not None or (expected and self.silent_s >= self.limit_s)
 
     def _is_older(self, record: Record) -> bool:
         """Whether somebody has written an earlier record of the same life again."""
@@ -79,8 +89,8 @@ class Peer:
 
     def describe(self, rank: str) -> str:
         """Why the peer is lost, for messages."""
-        if self.record.state == FAILED and self.confirmed:
-            return f"rank {rank} failed: {self.record.text}"
+        if self.failure is not None:
+            return f"rank {rank} {self.failure}"
         if self.restarted and not self.lost:
             return f"rank {rank} was restarted"
         if not self.lost:

@@ -1,0 +1,192 @@
+"""Ranks are lost: the others train, at the end of the epoch, on what those had not shared of it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+from lightning_async.data.samplers import describe
+from lightning_async.data.shares import Share, inherited, unheard
+from lightning_async.data.source import Source, sources_of
+from lightning_async.engine.world import World
+from lightning_async.trainer.namespace import fabric
+from lightning_async.trainer.patches import Undo, callbacks_of, replace, set_for_now
+from lightning_async.trainer.protocols import Drifting
+
+__all__ = ["Inheritance"]
+
+log = logging.getLogger(__name__)
+_EPOCH = 2**32
+
+
+class Inheritance:
+    """Each sample of an epoch is trained on once, in work that a round has merged, whoever is lost meanwhile.
+
+    At the start of an epoch all ranks tell each other what they have of it, and with each message how far they are. At
+    its end, at the gate, those that are left deal out what the lost had not shared, and go on with the epoch.
+
+    Args:
+        strategy: has the gates, and is where all ranks meet.
+        trainer: its loops are patched.
+    """
+
+    def __init__(self, strategy: Drifting, trainer: Any) -> None:
+        self._strategy, self._trainer = strategy, trainer
+        self._shares: dict[str, Share] = {}
+        """Of those that have yet to be seen at the end of this epoch, by name."""
+        self._world: World | None = None
+        """Where that was told."""
+
+    def install(self) -> list[Undo]:
+        """Patch; returns what takes it back."""
+        if not self._strategy.shrinks:
+            return []
+        return [
+            replace(self._trainer.fit_loop.epoch_loop, "on_run_start", self._begin),
+            replace(self._trainer.strategy, "on_train_batch_start", self._begin_batch),
+        ]
+
+    def rest(self) -> bool:
+        """At the gate that ends an epoch: train on what the lost have left of it; whether there was something."""
+        world, gates = self._strategy.world, self._strategy.gates
+        if not self._shares or world is None or gates is None or world is not self._world:
+            return False
+        epoch, fit = self._trainer.fit_loop.epoch_loop, self._trainer.fit_loop
+        stops = (fit._can_stop_early and self._trainer.should_stop) or epoch.global_step == epoch.max_steps
+        mine: list[Any] = [gates.name, not stops, epoch.batch_progress.current.ready, gates.places]
+        told = world.gather_objects(mine)
+        places: dict[str, float] = {}
+        for _, _, _, heard in told:
+            places |= {name: max(place, places.get(name, 0.0)) for name, place in heard.items()}
+        there = {name for name, *_ in told}
+        lost = {name: each for name, each in self._shares.items() if name not in there}
+        self._tell(lost)
+        takers = {name: ready for name, goes_on, ready, _ in told if goes_on}
+        left = [(each, self._number(places.get(name, 0.0))) for name, each in lost.items()]
+        self._shares = inherited(left, takers) if takers else {}
+        if not self._shares:
+            return False
+        log.info(
+            "Epoch %d goes on with what %s had not shared of it: %s batches.",
+            self._trainer.current_epoch, ", ".join(f"rank {name}" for name in lost),
+            " and ".join(str(each.end - each.first) for each in self._shares.values()),
+        )  # fmt: skip
+        if gates.name in self._shares:
+            self._train(self._shares[gates.name])
+        return True
+
+    # ---- what each rank has, and how far it is ----
+
+    def _begin(self, original: Any) -> Any:
+        def on_run_start(data_fetcher: Any) -> None:
+            world, gates = self._strategy.world, self._strategy.gates
+            self._shares, self._world = {}, world
+            if world is not None and gates is not None and not world.drifting:
+                mine: list[Any] = [gates.name, list(self._mine())]
+                told = world.gather_objects(mine)
+                self._shares = {name: Share(*each) for name, each in told}
+                for number, each in enumerate(unheard(self._shares.values())):
+                    self._shares[f"(lost as the epoch began, {number})"] = each
+            original(data_fetcher)
+
+        return on_run_start
+
+    def _mine(self) -> Share:
+        fit, trainer = self._trainer.fit_loop, self._trainer
+        first = fit.epoch_loop.batch_progress.current.ready
+        anew = (
+            trainer.current_epoch > 0 and not fit.is_resuming and not fit.epoch_loop.restarting
+        )  # as Lightning has it
+        skipped, loaders = 0, []
+        for loader in fit._combined_loader.flattened:
+            told, count = None, fabric("utilities.data").sized_len(loader)
+            if hasattr(loader, "_get_iterator") and count is not None:
+                told, source = describe(loader, None), _follower(loader)
+                if source is not None and not anew:
+                    position = source.position(before=False, ended=False)
+                    told, skipped = position.get("share"), position.get("taken", 0)
+                    if told is not None and told["kind"] == "given":
+                        count = -(-len(told["indices"]) // told["batch_size"])
+            loaders.append((told, count or 0))
+        end = first if math.isinf(fit.max_batches) else fit.max_batches
+        return Share(first, max(first, end), skipped, fit._combined_loader._mode == "max_size_cycle", loaders)
+
+    def _begin_batch(self, original: Any) -> Any:
+        def on_train_batch_start(batch: Any, batch_idx: int) -> None:
+            original(batch, batch_idx)
+            gates, epoch = self._strategy.gates, self._trainer.fit_loop.epoch_loop
+            if gates is not None and not epoch._should_accumulate():  # else its gradients are yet to be stepped with
+                gates.tell_place(self._trainer.current_epoch * _EPOCH + epoch.batch_progress.current.ready)
+
+        return on_train_batch_start
+
+    def _number(self, place: float) -> int:
+        """Of the first batch of this epoch behind a place."""
+        return max(0, int(place) - self._trainer.current_epoch * _EPOCH)
+
+    def _tell(self, lost: dict[str, Share]) -> None:
+        for name, each in lost.items():
+            if not each.is_known:
+                log.warning(
+                    "What rank %s had of epoch %d and did not train on is missing in it: with a DataLoader of a "
+                    "map-style dataset and a DistributedSampler, Lightning's or torch's, others could tell which "
+                    "samples these are.", name, self._trainer.current_epoch,
+                )  # fmt: skip
+
+    # ---- training on it ----
+
+    def _train(self, share: Share) -> None:
+        """The epoch goes on, by Lightning's own loop, with these batches."""
+        fit, trainer = self._trainer.fit_loop, self._trainer
+        epoch, fetcher, combined = fit.epoch_loop, fit._data_fetcher, fit._combined_loader
+        undo = [
+            set_for_now(fit, "max_batches", share.end),
+            replace(epoch, "update_lr_schedulers", _within_epoch),
+        ]
+        if trainer.val_check_interval == 1.0 and isinstance(trainer.val_check_interval, float):
+            undo.append(set_for_now(trainer, "val_check_batch", share.end))
+        for bar in callbacks_of(trainer, "TQDMProgressBar"):
+            bar.train_progress_bar.total = share.end
+        made = []
+        for loader, (told, _) in zip(combined.flattened, share.loaders, strict=True):
+            if (source := _follower(loader)) is None:
+                source = sources_of([loader])[0]
+                made.append(source)
+            loader._iterator = None  # of workers that persist
+            source.begin_at({"taken": 0, "made": 0, "drawn": {}, "share": told})
+        try:
+            iter(fetcher)
+            fetcher.length, fetcher.done = share.end - share.first, False
+            epoch.batch_progress.is_last_batch = False
+            while not epoch.done:
+                try:
+                    epoch.advance(fetcher)
+                    epoch.on_advance_end(fetcher)
+                except StopIteration:
+                    break
+                finally:
+                    epoch.on_iteration_done()
+        finally:
+            for each in undo:
+                each()
+            for source in made:
+                source.detach()
+                source.loader._iterator = None
+        epoch.batch_progress.is_last_batch = True
+
+
+def _within_epoch(original: Any) -> Any:
+    """Schedulers that step with an epoch have done so with the last batch of this rank's own."""
+
+    def update_lr_schedulers(interval: str, update_plateau_schedulers: bool) -> None:
+        if interval != "epoch" or update_plateau_schedulers:
+            original(interval, update_plateau_schedulers)
+
+    return update_lr_schedulers
+
+
+def _follower(loader: Any) -> Source | None:
+    """What follows a loader's position, for checkpoints."""
+    owner = getattr(vars(loader).get("_get_iterator"), "__self__", None)
+    return owner if isinstance(owner, Source) else None

@@ -1,0 +1,102 @@
+"""What is left of lost ranks' shares of an epoch, dealt out among the others: each sample once, without padding."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_async.data.samplers import describe, share
+from lightning_async.data.shares import Share, batches_of, inherited, unheard
+
+Shares = dict[str, Share]
+
+
+def shares(length: int, ranks: int, size: int = 3, limit: int | None = None, **settings: Any) -> Shares:
+    found = {}
+    drop_last = settings.pop("drop_last", False)
+    for rank in range(ranks):
+        data: Any = range(length)
+        sampler = DistributedSampler(data, ranks, rank, **settings)
+        sampler.set_epoch(2)
+        loader: DataLoader[Any] = DataLoader(data, size, sampler=sampler, drop_last=drop_last)
+        end = len(loader) if limit is None else min(limit, len(loader))
+        found[str(rank)] = Share(0, end, 0, True, [(describe(loader, None), len(loader))])
+    return found
+
+
+def samples(of: Share, begin: int = 0, end: int | None = None) -> list[int]:
+    one: Share = of._replace(end=of.end if end is None else end)
+    return [index for batch in batches_of(one, begin) for index in batch[0]]
+
+
+@pytest.mark.parametrize("length", [60, 61, 62, 71])
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_whoever_is_lost_each_sample_is_taken_once(length: int, shuffle: bool, drop_last: bool) -> None:
+    chance = random.Random(length)
+    held = shares(length, 5, shuffle=shuffle, seed=3, drop_last=drop_last)
+    everything = sorted(sample for each in held.values() for sample in samples(each))
+    if not drop_last:
+        assert everything == list(range(length))
+    counted: list[int] = []
+    ready, there = {name: each.end for name, each in held.items()}, set(held)
+    while held:
+        lost = set(chance.sample(sorted(there), min(chance.choice([0, 1, 2]), len(there) - 1)))
+        there -= lost
+        left = []
+        for name, each in held.items():
+            place = chance.randint(each.first, each.end) if name in lost else each.end
+            counted += samples(each, end=place)
+            left += [(each, place)] if name in lost else []
+        held = inherited(left, {name: ready[name] for name in sorted(there)})
+        assert {each.first for each in held.values()} <= {ready[name] for name in held}
+        sizes = {each.end - each.first for each in held.values()} | ({0} if len(held) < len(there) else set())
+        assert not held or max(sizes) - min(sizes) <= 1
+        ready |= {name: each.end for name, each in held.items()}
+    assert sorted(counted) == everything
+
+
+def test_a_limit_on_batches_is_one_for_those_who_inherit() -> None:
+    held = shares(60, 3, limit=4, shuffle=False)
+    dealt = inherited([(held["1"], 3)], {"0": 4, "2": 4})
+    assert {name: samples(each) for name, each in dealt.items()} == {"0": samples(held["1"], 3)}
+    assert dealt["0"].end == 5
+
+
+@pytest.mark.parametrize("cycles", [True, False])
+def test_batches_of_several_loaders_stay_together(cycles: bool) -> None:
+    long, short = shares(60, 3, size=4, shuffle=False)["1"], shares(12, 3, size=1, shuffle=False)["1"]
+    both = Share(0, 5 if cycles else 4, 0, cycles, [*long.loaders, *short.loaders])
+    own = [share({"share": each.loaders[0][0]}) for each in (long, short)]
+    expected = [(own[0][4 * k : 4 * k + 4], [own[1][k % 4]]) for k in range(both.end)]
+    assert batches_of(both, 0) == expected
+    dealt = inherited([(both, 1)], {"0": 5, "2": 5})
+    assert [batch for each in dealt.values() for batch in batches_of(each, 0)] == expected[1::2] + expected[2::2]
+
+
+def test_an_epoch_that_was_gone_on_with_from_the_middle_is_counted_from_there() -> None:
+    whole = shares(60, 3, shuffle=False)["0"]
+    resumed = whole._replace(first=2, skipped=2)
+    assert samples(resumed, 3) == samples(whole, 3)
+    told = {"kind": "given", "length": 60, "batch_size": 3, "indices": torch.arange(12)}
+    divided = Share(3, 7, 0, True, [(told, 4)])  # its epoch has been counted to 3
+    assert samples(divided, 5) == list(range(6, 12)) and samples(divided) == list(range(12))
+
+
+def test_those_who_were_lost_before_they_said_what_they_have_are_found_by_their_numbers() -> None:
+    held = shares(61, 4, shuffle=True)
+    missing = {name: held.pop(name) for name in ("1", "3")}
+    assert [each.loaders for each in unheard(held.values())] == [each.loaders for each in missing.values()]
+    resumed = [each._replace(first=1, skipped=1) for each in held.values()]
+    assert unheard(resumed) == []
+
+
+def test_what_nobody_can_tell_is_not_dealt_out() -> None:
+    weighted: DataLoader[Any] = DataLoader(range(9), 3, sampler=torch.utils.data.WeightedRandomSampler([1.0] * 9, 9))  # pyright: ignore
+    unknown = Share(0, 3, 0, True, [(describe(weighted, None), 3)])
+    assert not unknown.is_known and inherited([(unknown, 0)], {"0": 3}) == {}
+    assert unheard([unknown]) == []

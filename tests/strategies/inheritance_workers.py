@@ -1,0 +1,132 @@
+"""What a rank of the tests of inheritance does: it writes down each sample that it trains on, and may be killed."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler, WeightedRandomSampler
+
+from lightning_async import AsyncAveragingStrategy, DeltaMean, EveryNSteps, Synchronous
+from lightning_async.trainer.namespace import pl, pytorch
+from tests.strategies.failure_workers import digest
+from tests.strategies.survivor_workers import DEADLINES, NUMBER, RANKS, die
+
+PERIOD = 3
+
+
+class Noted(pl.LightningModule):
+    """Writes what it sees into a file, which outlives it.
+
+    Args:
+        folder: of the files.
+        death: where this rank dies: "step", "validation" or "epoch end", the epoch, and the batch of it.
+        alive: ranks that a rank waits for before it dies: they have merged what it has shared.
+    """
+
+    def __init__(self, folder: Path, death: Any, alive: list[str]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(1, 1)
+        self.folder, self._death, self._alive = folder, death, alive
+        self.told: list[Any] = []
+        self.bars: list[int] = []
+        self.last: list[int] = []
+
+    def _note(self, what: str, batch: Any, batch_idx: int) -> None:
+        columns = [part.flatten().int().tolist() for part in (batch if isinstance(batch, list) else [batch])]
+        self.told.append([what, self.current_epoch, batch_idx, columns])
+        with open(self.folder / f"{NUMBER}.{what}.{self.current_epoch}", "a") as file:
+            file.write(f"{batch_idx}\n")
+
+    def _at(self, place: str, taken: int) -> None:
+        if self._death != [place, self.current_epoch, taken]:
+            return
+        (self.folder / f"{NUMBER}.json").write_text(json.dumps(self.told))
+        began = taken // PERIOD * PERIOD if place == "step" else 0
+        deadline = time.monotonic() + 60
+        for name in self._alive:
+            while began and not self._has_begun(name, began):
+                assert time.monotonic() < deadline
+                time.sleep(0.005)
+        die()
+
+    def _has_begun(self, name: str, batch: int) -> bool:
+        path = self.folder / f"{name}.train.{self.current_epoch}"
+        return path.exists() and any(int(line) >= batch for line in path.read_text().splitlines())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self._at("step", batch_idx)
+        time.sleep(0.002)
+        self._note("train", batch, batch_idx)
+        if self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            self.last.append(batch_idx)
+        x = batch[0] if isinstance(batch, list) else batch
+        loss = self.layer(x / 100).pow(2).mean()
+        self.log("train_loss", loss, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self._at("validation", batch_idx)
+        self._note("validate", batch, batch_idx)
+        self.log("val_mean", batch.mean(), sync_dist=True, batch_size=len(batch))
+
+    def on_validation_epoch_end(self) -> None:
+        self.told.append(["validated", self.current_epoch, 0, []])
+
+    def on_train_epoch_end(self) -> None:
+        self.told.append(["epoch", self.current_epoch, float(self.trainer.num_training_batches), []])
+        self._at("epoch end", 0)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
+        return {"optimizer": optimizer, "lr_scheduler": self.scheduler}
+
+
+def loaders(settings: dict[str, Any]) -> Any:
+    """One loader, or two of unequal length in one."""
+    size, workers = settings.get("batch_size", 2), settings.get("num_workers", 0)
+    own, shuffle, found = settings.get("sampler"), settings.get("shuffle", False), []
+    for samples in settings.get("samples", [54]):
+        data: Any = torch.arange(samples).float().unsqueeze(1)
+        sampler: Any = {
+            None: None,
+            "distributed": DistributedSampler(data, RANKS, NUMBER, shuffle=shuffle),
+            "sequential": SequentialSampler(data),
+            "weighted": WeightedRandomSampler([1.0] * samples, samples),
+        }[own]
+        loader = DataLoader(
+            data, size, sampler=sampler, shuffle=shuffle if sampler is None else None, num_workers=workers,
+            drop_last=settings.get("drop_last", False), persistent_workers=settings.get("persistent", False),
+        )  # fmt: skip
+        found.append(loader)
+    if len(found) == 1:
+        return found[0]
+    return pytorch("utilities.combined_loader").CombinedLoader(found, settings["mode"])
+
+
+def inherit(folder: str, deaths: dict[str, Any], epochs: int = 2, trainer: Any = None, **settings: Any) -> Any:
+    """Train, and say what was seen."""
+    alive = [str(rank) for rank in range(RANKS) if str(rank) not in deaths]
+    module = Noted(Path(folder), deaths.get(str(NUMBER)), alive)
+    strategy = AsyncAveragingStrategy(
+        rule=DeltaMean(), schedule=Synchronous() if settings.get("synchronous") else EveryNSteps(PERIOD), overlap=False,
+        deadlines=DEADLINES, min_replicas=1,
+    )  # fmt: skip
+    fit = pl.Trainer(
+        strategy=strategy, accelerator="cpu", devices=RANKS, max_epochs=epochs, default_root_dir=folder, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, num_sanity_val_steps=0,
+        **(trainer or {}),
+    )  # fmt: skip
+    validation: Any = DataLoader(torch.arange(24).float().unsqueeze(1), 2)  # pyright: ignore[reportArgumentType]
+    fit.fit(module, loaders(settings), validation)
+    return {
+        "told": module.told, "digest": digest(module), "rounds": strategy.summary.rounds, "last": module.last,
+        "epochs_scheduled": module.scheduler.last_epoch, "mean": float(fit.callback_metrics["val_mean"]),
+        "batches": fit.num_training_batches, "val_check_batch": fit.val_check_batch,
+    }  # fmt: skip
