@@ -68,23 +68,23 @@ class Run:
             RankFailed: it has not become so, or all have ended.
         """
         until = time.monotonic() + timeout_s
-        while not done(lives := self.traces.read()):
-            ended = self.process.poll() is not None and not done(lives := self.traces.read())
+        while not done(all_ := self.traces.read()):
+            ended = self.process.poll() is not None and not done(all_ := self.traces.read())
             if ended or time.monotonic() > until:
                 raise RankFailed(f"{'ended' if ended else 'in vain'} while waiting {what}\n{self.said()}")
             time.sleep(0.02)
-        return lives
+        return all_
 
     def living(self) -> dict[str, Life]:
         """Those that train, by name."""
-        return {life.name: life for life in self.traces.read() if lives(life.process) and not life.ended}
+        return {life.name: life for life in self.traces.read() if alive(life.process) and not life.ended}
 
     def settled(self, without: Sequence[Life] = ()) -> Callable[[list[Life]], bool]:
         """Whether all that live have committed some rounds together."""
         gone = {life.process for life in without}
 
-        def done(lives_: list[Life]) -> bool:
-            here = [each for each in lives_ if each.process not in gone and lives(each.process) and not each.ended]
+        def done(all_: list[Life]) -> bool:
+            here = [each for each in all_ if each.process not in gone and alive(each.process) and not each.ended]
             names = {life.name for life in here}
             return bool(here) and all(
                 len(last := life.commits[-SETTLED:]) == SETTLED and all(set(c["members"]) == names for c in last)
@@ -92,6 +92,10 @@ class Run:
             )
 
         return done
+
+    def ended(self) -> bool:
+        """Whether the launcher has ended."""
+        return self.process.poll() is not None
 
     def said(self) -> str:
         self._out.flush()
@@ -110,7 +114,7 @@ class Run:
             os.kill(life.process, signal.SIGKILL)
         else:
             self.order(life, place)
-            self.wait(f"for rank {life.name} to die in {place}", lambda _: not lives(life.process))
+            self.wait(f"for rank {life.name} to die in {place}", lambda _: not alive(life.process))
             (self.folder / f"die-{life.name}").unlink(missing_ok=True)
             self.traces.read()
             at = next((event["t"] for event in life.of("die")), time.monotonic())
@@ -144,7 +148,7 @@ class Run:
         self._out.close()
 
 
-def lives(process: int) -> bool:
+def alive(process: int) -> bool:
     """Whether it is there, and no zombie."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
@@ -248,7 +252,7 @@ def stopped(options: argparse.Namespace, outcome: Outcome) -> None:
             outcome.deaths.append(death)
             say(f"  {death}")
             os.kill(victim.process, signal.SIGCONT)
-            run.wait("for it to end", lambda _, process=victim.process: not lives(process))
+            run.wait("for it to end", lambda _, process=victim.process: not alive(process))
             run.traces.read()
             said = [event["error"] for event in victim.of("error")]
             outcome.facts.append(
