@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lightning_async.arguments import check_choice, check_int, check_protocol
+from lightning_async.comm.launched import came_back
 from lightning_async.engine.checkpoint.recovery import STRATEGIES, candidates
 from lightning_async.engine.checkpoint.store import CheckpointStore
 from lightning_async.rules.saving import (
@@ -131,6 +132,11 @@ class FaultTolerantCheckpoint(Checkpoint):
             raise ValueError(
                 f"`{type(self).__name__}` does not know the sharded state of `{strategy}` yet: use that strategy's own "
                 "checkpoints, or a strategy whose ranks hold whole replicas."
+            )
+        if came_back() is not None and getattr(trainer.strategy, "survivors", None) is None and trainer.world_size > 1:
+            raise ValueError(
+                f"`{type(self).__name__}`: a rank that comes back while others train on cannot save with them yet. They "
+                "go on, and save, without it."
             )
         # So that `trainer.checkpoint_callback`, and what is "best", are those of the user's `ModelCheckpoint`, if any.
         trainer.callbacks = [*(each for each in trainer.callbacks if each is not self), self]

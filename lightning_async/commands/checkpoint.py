@@ -19,6 +19,7 @@ from lightning_async.engine.checkpoint.store import CheckpointStore
 from lightning_async.engine.files import files_at
 from lightning_async.errors import CheckpointError, DamagedCheckpoint
 from lightning_async.rules.saving.keep import Best, EveryNth, KeepAny, KeepPolicy, Latest
+from lightning_async.trainer.names import NOBODY
 from lightning_async.trainer.whole_state import whole
 
 __all__ = ["main"]
@@ -134,7 +135,7 @@ def _export(store: CheckpointStore, options: argparse.Namespace) -> int:
             print(f"{entry.name} {_trouble(error)}", file=sys.stderr)
             continue
         # Of no rank in particular: what all agreed on, with the first rank's progress.
-        checkpoint, _ = whole(store, entry, rank=-1, world_size=1)
+        checkpoint, _ = whole(store, entry, NOBODY)
         data = io.BytesIO()
         torch.save(checkpoint, data)
         data.seek(0)

@@ -231,15 +231,16 @@ def ready_for(headers: Sequence[Header]) -> int:
     return wanted if there and len({h.version for h in headers}) == 1 else 0
 
 
-def mark_of(headers: Sequence[Header]) -> Mark | None:
-    """The checkpoint that some rank asks for: it belongs to the round that these headers begin.
+def mark_of(headers: Sequence[Header], members: Sequence[str]) -> Mark | None:
+    """The checkpoint that some rank asks for: it belongs to the round that these headers of ``members`` begin.
 
-    >>> mark_of([Header(votes=Vote.SAVE, ready=1, clock=9, saved=3), Header(saved=2), Header(gate=Gate.TRAIN_END)])
-    Mark(number=4, step=3, ranks=(0, 2))
+    >>> standing = Header(gate=Gate.TRAIN_END)
+    >>> mark_of([Header(votes=Vote.SAVE, ready=1, clock=9, saved=3), Header(saved=2), standing], ["0", "2", "3"])
+    Mark(number=4, step=3, members=('0', '3'))
     """
     if not any(Vote.SAVE in h.votes for h in headers):
         return None
-    present = tuple(rank for rank, h in enumerate(headers) if h.ready or h.gate is not Gate.NONE)
+    present = tuple(name for name, h in zip(members, headers, strict=True) if h.ready or h.gate is not Gate.NONE)
     step = int(sum(h.clock for h in headers) / len(headers))
     return Mark(max(h.saved for h in headers) + 1, step, present)
 

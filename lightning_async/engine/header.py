@@ -67,12 +67,13 @@ class Mark(NamedTuple):
     Args:
         number: of the save, the same on all ranks.
         step: optimizer steps per replica, the mean over all.
-        ranks: those that take part: they have a message, or stand at a gate.
+        members: the names of those that take part: they have a message, or stand at a gate. Names, as the exchange may
+            be committed in a generation in which numbers are others.
     """
 
     number: int
     step: int
-    ranks: tuple[int, ...]
+    members: tuple[str, ...]
 
 
 class Header(NamedTuple):

@@ -199,8 +199,7 @@ class Loop:
         self._some_silent = any(h.excused and h.gate is Gate.NONE for h in headers)
         with box.changed:
             box.mean_steps, box.steps_then = sum(h.clock for h in headers) / len(headers), mine.clock
-            box.samples_by_rank = tuple(h.samples for h in headers)
-            box.losses = tuple(h.loss for h in headers)
+            box.samples_by_rank, box.losses = zip(*((h.samples, h.loss) for h in headers), strict=True)
             votes = common.votes.lasting if verdict.opens or common.late else common.votes
             box.agreed |= votes & ~Vote.SAVE  # which the engine's threads carry out
             if verdict.opens or (common.late and box.num_opened < max(h.opened for h in headers)):
@@ -230,7 +229,8 @@ class Loop:
         exchange = kind.begin(plan, self._box.next_exchange, parts)
         exchange.header_s = waited
         if kind.takes_marks:
-            exchange.mark, exchange.places = mark_of(headers), places_of(headers, self._membership.generation.members)
+            members = self._membership.generation.members
+            exchange.mark, exchange.places = mark_of(headers, members), places_of(headers, members)
         kind.move(exchange)
         exchange.exchange_s = self._now() - started  # what is known, should the answer to the commit be lost
         self._to(Stage.COMMIT)
@@ -258,7 +258,7 @@ class Loop:
             self._box.lost += [] if self._box.marked is None else [self._box.marked]
             self._box.marked = copied
             if exchange.mark is not None:
-                self._box.saved = exchange.mark.number
+                self._box.saved = max(self._box.saved, exchange.mark.number)
                 self._box.asked &= ~Vote.SAVE
             exchange.kind.hand_over(exchange)  # from here on the training thread may go on
         self.prepared = None

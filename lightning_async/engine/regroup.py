@@ -184,6 +184,7 @@ class Regroup:
                 box.open_gate(box.gate, self._now())
                 raise Closed
             box.last_clock = math.nan  # the sum of other ranks' steps: what comes next is no longer equal with it
+            box.saved += 1  # a rank that has failed may have saved alone, by the number that came next
         if generation.world_size >= self._min_replicas:
             self._lost.append(self._membership.why(missing))
             return

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["beside", "completed"]
+__all__ = ["among", "beside", "completed"]
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ def beside(states: Mapping[int, dict[str, Any]], rank: int, path: str) -> dict[s
     order by chance, that order is another one now.
 
     Args:
-        states: what `Resume` has of each rank that was there.
+        states: what `Resume` has of each rank that was there, by its name.
         rank: that was not.
         path: of the checkpoint, for the warning.
     """
@@ -34,9 +34,21 @@ def beside(states: Mapping[int, dict[str, Any]], rank: int, path: str) -> dict[s
     return _moved(states[there], rank)
 
 
+def among(state: dict[str, Any], world_size: int) -> int:
+    """How many ranks the data of the epoch under way was dealt out to; ``world_size`` where the state is too old."""
+    return state.get("dealt", (0, world_size))[1]
+
+
 def completed(states: Mapping[int, dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
-    """The states of all ranks, those included that have none; nothing where no rank has one."""
-    return [states.get(rank) or _moved(states[min(states)], rank) for rank in range(world_size)] if states else []
+    """The states of all ranks that the epoch's data was dealt out to, those included that have none.
+
+    Args:
+        states: what `Resume` has of each rank that was there, by its name.
+        world_size: of the training.
+    """
+    first = states[min(states)]
+    places = {state.get("dealt", (name,))[0]: state for name, state in sorted(states.items())}
+    return [places.get(place) or _moved(first, place) for place in range(among(first, world_size))]
 
 
 def _moved(state: dict[str, Any], rank: int) -> dict[str, Any]:

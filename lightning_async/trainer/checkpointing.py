@@ -9,15 +9,18 @@ from __future__ import annotations
 import logging
 import re
 import uuid
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_async.engine.checkpoint.claim import Claim
 from lightning_async.engine.checkpoint.saver import PATIENCE_S, Saver
 from lightning_async.engine.checkpoint.store import CheckpointStore
-from lightning_async.errors import AsyncTrainingError, CheckpointError, SettingsMismatch
+from lightning_async.engine.world import World
+from lightning_async.errors import AsyncTrainingError, CheckpointError, Evicted, SettingsMismatch
 from lightning_async.trainer.checkpoint_io import DirectoryIO
 from lightning_async.trainer.due import Settings
+from lightning_async.trainer.names import Names, names_of
 from lightning_async.trainer.namespace import pytorch
 from lightning_async.trainer.patches import Undo, in_words, replace, searches_lr, set_for_now
 from lightning_async.trainer.preemption import Preemption
@@ -30,6 +33,7 @@ from lightning_async.trainer.whole_state import ALIKE, collect, left_out, put_ba
 __all__ = ["Checkpointing"]
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _MEETING = re.compile(r"\.[0-9a-f]{12}-\d+")
 
@@ -56,6 +60,7 @@ class Checkpointing:
         self._first_step, self._expected = 0, False
         """Whether there is memory for the state that optimizers have when they have stepped."""
         self._claim: Claim | None = None
+        self._left = self._names.left
         self._group: list[int] = []
         """The ranks that see this rank's directory."""
         self._patience_s = PATIENCE_S
@@ -116,22 +121,22 @@ class Checkpointing:
         if trainer.fast_dev_run or searches_lr(trainer):
             return
         number = max(self._gather(self.store.next_number()))
-        self._group = self._meet()
-        if self._rank == self._group[0]:
+        self._group, rank = self._meet(), self._names.mine
+        if rank == self._group[0]:
             try:
                 self.store.clean(self._run)
             except OSError as error:  # somebody else's, perhaps: that is no reason not to train
-                log.warning("Rank %d: what was left unfinished cannot be deleted: %s", self._rank, error)
+                log.warning("Rank %d: what was left unfinished cannot be deleted: %s", rank, error)
         for problem in self.resume.problems():
-            log.warning("Rank %d: this training cannot be resumed exactly: %s", self._rank, problem)
+            log.warning("Rank %d: this training cannot be resumed exactly: %s", rank, problem)
         if names := left_out(trainer.lightning_module, trainer.datamodule):
             log.warning("Hyper-parameters that checkpoints do not hold, as reading them would execute code: %s.", names)
         resumed = self._recovery.entry
         self._watcher = next((c for c in trainer.callbacks if hasattr(c, "clean_steps")), None)
         self.saver = Saver(
-            self.store, self._rank, self._run, settings.keep, resumed_from=resumed and resumed.number,
+            self.store, rank, self._run, settings.keep, resumed_from=resumed and resumed.number,
             good_after=settings.good_after if self._watcher else None,
-            buffers=settings.buffers, max_failures=settings.max_failures,
+            buffers=settings.buffers, max_failures=settings.max_failures, lost=lambda: self._names.lost,
         )  # fmt: skip
         self.saver.start()
         self._number = number - 1
@@ -160,7 +165,8 @@ class Checkpointing:
             OSError: nothing can be written there.
         """
         files, strategy = self.store.files, self._trainer.strategy
-        path = f"{self.store.dirpath}/.{self._run}-{self._rank}"
+        rank = self._names.mine
+        path = f"{self.store.dirpath}/.{self._run}-{rank}"
         files.write(path, [b""])
         try:
             strategy.barrier("files are there")
@@ -169,7 +175,7 @@ class Checkpointing:
             strategy.barrier("files were seen")
         finally:
             files.unlink(path)
-        if self._rank == seen[0]:  # what a program that was killed just here has left
+        if rank == seen[0]:  # what a program that was killed just here has left
             for name in files.names(self.store.dirpath):
                 if _MEETING.fullmatch(name) and not name.startswith(prefix):
                     files.unlink(f"{self.store.dirpath}/{name}")
@@ -188,6 +194,9 @@ class Checkpointing:
                 self._expected = True
                 self._pace.expect(self.resume)
         self.saver.poll()
+        if self._claim is not None and self._names.left != self._left:
+            self._left = self._names.left
+            self._claim.keep()
         self._pace.boundary(self.resume, self._preempted)
 
     def roll_back(self) -> int | None:
@@ -198,13 +207,13 @@ class Checkpointing:
         self.saver.flush(PATIENCE_S)
         self._trainer.strategy.barrier("what was asked for is marked and deleted")
         try:
-            entry = self._recovery.find("last_good")
+            entry = self._in_one_generation(lambda: self._recovery.find("last_good"))
         except CheckpointError as error:
-            log.warning("Rank %d cannot go back: %s", self._rank, error)
+            log.warning("Rank %d cannot go back: %s", self._names.mine, error)
             return None
         if entry is None:
             return None
-        checkpoint, _ = whole(self.store, entry, self._rank, self._trainer.world_size)
+        checkpoint, _ = whole(self.store, entry, self._names)
         put_back(self._trainer, checkpoint)
         return entry.step
 
@@ -225,14 +234,17 @@ class Checkpointing:
 
     def _save_what_was(self, exception: BaseException) -> None:
         """Training has ended by an exception, which the user shall see, whatever becomes of this; waits for nobody."""
-        preempted = pytorch("utilities.exceptions").SIGTERMException
-        if self._pace is None or not self._settings.on_exception or isinstance(exception, preempted | CheckpointError):
+        in_order = pytorch("utilities.exceptions").SIGTERMException | CheckpointError
+        if isinstance(exception, Evicted):  # the others train on, and save
+            self._pace = None
+        if self._pace is None or not self._settings.on_exception or isinstance(exception, in_order):
             return
         try:
             if self._pace.fail(self.resume, exception):
-                log.warning("Rank %d saves what was trained until this: %s", self._rank, in_words(exception))
+                log.warning("Rank %d saves what was trained until this: %s", self._names.mine, in_words(exception))
         except Exception as error:
-            log.error("Rank %d: what was trained until this exception cannot be saved: %r", self._rank, error)
+            rank = self._names.mine
+            log.error("Rank %d: what was trained until this exception cannot be saved: %r", rank, error)
 
     def fail(self, exception: BaseException) -> None:
         """Training is over, by an exception; replicas that drift have met if that is a signal's."""
@@ -243,7 +255,7 @@ class Checkpointing:
             try:
                 self._pace.end("preemption")
             except AsyncTrainingError as error:  # the signal's own exception goes on
-                log.error("Rank %d: there is no checkpoint of this moment: %s", self._rank, error)
+                log.error("Rank %d: there is no checkpoint of this moment: %s", self._names.mine, error)
 
     def _tear_down(self, original: Any) -> Any:
         def teardown() -> None:
@@ -275,5 +287,10 @@ class Checkpointing:
     # ---- ranks ----
 
     @property
-    def _rank(self) -> int:
-        return self._trainer.global_rank
+    def _names(self) -> Names:
+        return names_of(self._trainer)
+
+    def _in_one_generation(self, operation: Callable[[], T]) -> T:
+        """By answers of the same ranks, where some may be lost meanwhile."""
+        world = getattr(self._trainer.strategy, "world", None)
+        return world.in_one_generation(operation) if isinstance(world, World) else operation()

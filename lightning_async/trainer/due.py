@@ -13,6 +13,7 @@ import torch
 
 from lightning_async.engine.checkpoint.saver import Saver
 from lightning_async.rules.saving import Best, KeepPolicy, Progress, SavePolicy
+from lightning_async.trainer.names import names_of
 from lightning_async.trainer.patches import callbacks_of, in_words
 from lightning_async.trainer.settings import version
 
@@ -96,7 +97,7 @@ def manifest_of(trainer: Any, reason: str, exception: BaseException | None = Non
             metrics[name] = float(value)
     return {
         "epoch": trainer.current_epoch,
-        "world_size": trainer.world_size,
+        "world_size": names_of(trainer).started,
         "reason": reason,
         "metrics": metrics,
         "notes": _notes(trainer, exception),

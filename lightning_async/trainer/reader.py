@@ -22,6 +22,7 @@ from torch.futures import Future
 from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
 from lightning_async.errors import CheckpointError
 from lightning_async.trainer.checkpoint_io import entry_at
+from lightning_async.trainer.names import NOBODY
 from lightning_async.trainer.whole_state import whole
 
 __all__ = ["CheckpointReader"]
@@ -57,7 +58,7 @@ class CheckpointReader(StorageReader):
 
     def read_metadata(self) -> Metadata:
         """What there is, by key."""
-        checkpoint, _ = whole(self._store, self._entry, rank=-1, world_size=1, mapped=True)
+        checkpoint, _ = whole(self._store, self._entry, NOBODY, mapped=True)
         self._values, paths = flatten_state_dict(checkpoint)
         return Metadata({key: _described(value) for key, value in self._values.items()}, planner_data=paths)
 

@@ -9,8 +9,10 @@ from typing import Any
 from lightning_async.engine.checkpoint.recovery import recover
 from lightning_async.engine.checkpoint.shards import load_own
 from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
-from lightning_async.trainer.absent import beside, completed
+from lightning_async.engine.world import World
+from lightning_async.trainer.absent import among, beside, completed
 from lightning_async.trainer.due import Settings, is_last, was_stopped
+from lightning_async.trainer.names import names_of
 from lightning_async.trainer.resume import Resume
 from lightning_async.trainer.whole_state import whole
 
@@ -21,6 +23,9 @@ log = logging.getLogger(__name__)
 
 def gather(trainer: Any, value: Any) -> list[Any]:
     """One plain value of every rank; all ranks call this together."""
+    world = getattr(trainer.strategy, "world", None)
+    if isinstance(world, World):
+        return world.gather_objects(value)
     return [trainer.strategy.broadcast(value, src) for src in range(trainer.world_size)]
 
 
@@ -61,7 +66,7 @@ class Recovery:
         """This rank's Lightning checkpoint out of one of ours; in a fit, it goes on from there."""
         if entry.path != self._verified:
             store.verify(entry)
-        checkpoint, resume = whole(store, entry, self._trainer.global_rank, self._trainer.world_size)
+        checkpoint, resume = whole(store, entry, names_of(self._trainer))
         if self._trainer.state.fn == "fit":
             self._go_on(resume, store, entry)
             self.entry = entry
@@ -70,13 +75,18 @@ class Recovery:
     def _go_on(self, resume: Any, store: CheckpointStore, entry: Entry) -> None:
         """From this rank's own state, or where there is none, from those of others."""
         assert entry.manifest is not None
-        trained, states = entry.manifest.world_size, {} if resume is not None else _all_of(store, entry)
-        if resume is not None:
+        rank, ranks, trained = self._trainer.global_rank, self._trainer.world_size, entry.manifest.world_size
+        if resume is not None and among(resume, trained) == ranks:
             self._resume.restore(resume)
-        elif trained != self._trainer.world_size and states:
-            self._resume.restore_resized(completed(states, trained))
+            return
+        states = _all_of(store, entry)
+        alike = trained == names_of(self._trainer).started
+        if not states or (alike and resume is None):
+            resume = beside(states, rank, entry.path)
+        if not states or (alike and among(states[min(states)], trained) == ranks):
+            self._resume.restore(resume)
         else:
-            self._resume.restore(beside(states, self._trainer.global_rank, entry.path))
+            self._resume.restore_resized(completed(states, trained), resume)
 
     def end(self, original: Any) -> Any:
         """Of Lightning's `resume_end`, with a word where nothing is left to train."""
@@ -106,7 +116,7 @@ class Recovery:
 
 
 def _all_of(store: CheckpointStore, entry: Entry) -> dict[int, dict[str, Any]]:
-    """What `Resume` has of every rank that has a state of its own."""
+    """What `Resume` has of every rank that has a state of its own, by its name."""
     assert entry.manifest is not None
     owns = {rank: load_own(store, entry, rank) for rank in entry.manifest.ranks}
     return {rank: own["resume"] for rank, own in owns.items() if own is not None and own["resume"] is not None}

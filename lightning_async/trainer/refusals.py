@@ -67,23 +67,14 @@ def check_callbacks(callbacks: list[Any]) -> None:
             )
 
 
-def check_survival(min_replicas: int | None, world_size: int, callbacks: list[Any]) -> None:
+def check_survival(min_replicas: int | None, world_size: int) -> None:
     """Whether ranks may be lost down to a number.
 
     Raises:
-        ValueError: there are fewer ranks than that, or a callback keeps the numbers that ranks began with.
+        ValueError: there are fewer ranks than that.
     """
-    if min_replicas is None:
-        return
-    if min_replicas > world_size:
+    if min_replicas is not None and min_replicas > world_size:
         raise ValueError(f"`AsyncAveragingStrategy(min_replicas={min_replicas})`: there are {world_size} ranks only.")
-    names = {kind.__name__ for callback in callbacks for kind in type(callback).__mro__}
-    if min_replicas < world_size and "FaultTolerantCheckpoint" in names:
-        raise ValueError(
-            f"`AsyncAveragingStrategy(min_replicas={min_replicas})`: `FaultTolerantCheckpoint` keeps the numbers that "
-            "ranks began with, so far. Leave `min_replicas` out: where a rank is lost, all begin again from the last "
-            "checkpoint; or save with Lightning's `ModelCheckpoint`."
-        )
 
 
 def check_setup(trainer: Any, layer_sync: Any) -> None:

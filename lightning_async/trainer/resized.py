@@ -16,7 +16,9 @@ __all__ = ["batches_left", "resized"]
 log = logging.getLogger(__name__)
 
 
-def resized(states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+def resized(
+    states: Sequence[dict[str, Any]], rank: int, world_size: int, own: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """The state from which ``rank`` of ``world_size`` goes on, made of those of all ranks at the save.
 
     Each sample of the epoch is still seen once. Gradients in accumulation are left out, and so is the rest of an epoch
@@ -26,13 +28,14 @@ def resized(states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dic
         states: by the rank that they were captured on.
         rank: among those that go on.
         world_size: how many go on.
+        own: the state of this one at the save. Default: that of another rank, each of one as far as there are enough.
     """
-    base = states[rank % len(states)]
+    base = own or states[rank % len(states)]
     loaders = [state["loaders"] for state in states]
     positions = [
         _divided(list(of_ranks), rank, world_size, len(base["loaders"])) for of_ranks in zip(*loaders, strict=True)
     ]
-    random = base["random"] if rank < len(states) else {"seed": zlib.crc32(base["random"]["torch"]) + rank}
+    random = base["random"] if own or rank < len(states) else {"seed": zlib.crc32(base["random"]["torch"]) + rank}
     unsaved = {**base["unsaved"], "gradients": {}}
     return {**base, "loaders": positions, "random": random, "unsaved": unsaved, "resized": True}
 

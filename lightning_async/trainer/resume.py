@@ -106,9 +106,10 @@ class Resume:
         self._pending = state
         self._limits.expect()
 
-    def restore_resized(self, states: Sequence[dict[str, Any]]) -> None:
-        """The same where the number of ranks was another: from the states of all ranks at the save, by rank."""
-        self._pending = resized(states, self._trainer.global_rank, self._trainer.world_size)
+    def restore_resized(self, states: Sequence[dict[str, Any]], own: dict[str, Any] | None = None) -> None:
+        """The same where the number of ranks was another: from the states of all ranks at the save, by rank; and from
+        this rank's ``own``, where it was there. Default: what it was called then says nothing."""
+        self._pending = resized(states, self._trainer.global_rank, self._trainer.world_size, own)
         self._limits.expect()
 
     def _end(self) -> None:
@@ -179,6 +180,7 @@ class Resume:
             for source in self.points.sources:
                 source.detach()
             combined = self._trainer.fit_loop._combined_loader
+            self.points.dealt = [self._trainer.global_rank, self._trainer.world_size]
             self.points.sources = sources = sources_of(combined.flattened)
             ahead = any(fabric("utilities.data").sized_len(source.loader) is None for source in sources)
             for source in sources:

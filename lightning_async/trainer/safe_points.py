@@ -72,6 +72,8 @@ class SafePoints:
         self._trainer = trainer
         self.sources: list[Source] = []
         """Its loaders."""
+        self.dealt = [0, 1]
+        """Of how many parts of the epoch's data this rank has which: ``[part, parts]``."""
         self.keeps = True
         """Whether a batch that goes wrong has a state to go on from."""
         self.whereabouts, self.modes = Whereabouts(trainer), Modes(trainer)
@@ -104,6 +106,7 @@ class SafePoints:
             **((self.began if where == "validation" else None) or self._moving()),
             "loaders": [source.position(held, ended) for source in self.sources],
             "combined": self._combined(),
+            "dealt": self.dealt,
             "unsaved": take_unsaved(self._trainer),
         }
 
@@ -192,6 +195,7 @@ class SafePoints:
                     "random": kept.random(),
                     "loaders": [position() for position in kept.loaders],
                     "combined": kept.combined,
+                    "dealt": self.dealt,
                     "unsaved": {**take_unsaved(self._trainer), **kept.plain},
                     "logged": kept.logged,
                     "modes": self.modes.take() if kept.modes is None else kept.modes,

@@ -18,6 +18,7 @@ from lightning_async.engine.checkpoint.saver import Saver
 from lightning_async.engine.header import Mark
 from lightning_async.rules.schedules.fixed import Synchronous
 from lightning_async.trainer.due import Clock, Settings, manifest_of
+from lightning_async.trainer.names import names_of
 from lightning_async.trainer.preemption import Preemption
 from lightning_async.trainer.resume import Resume
 from lightning_async.trainer.safe_points import AsItWas
@@ -48,7 +49,8 @@ class Apart:
     def __init__(
         self, trainer: Any, saver: Saver, settings: Settings, number: int, group: Sequence[int], resume: Resume
     ) -> None:
-        if len(group) < trainer.world_size and not isinstance(trainer.strategy.schedule, Synchronous):
+        left = names_of(trainer).left
+        if not set(left) <= set(group) and not isinstance(trainer.strategy.schedule, Synchronous):
             raise ValueError(
                 f"`FaultTolerantCheckpoint(dirpath={settings.dirpath!r})` is one directory of ranks {list(group)}, and "
                 "another one elsewhere: while replicas drift, all ranks must see the same."
@@ -56,6 +58,7 @@ class Apart:
         self._trainer, self._saver, self._settings, self._group = trainer, saver, settings, group
         self._known, self._asked = number, False
         self._averager: Any = None
+        self._left = left
         self._attach()
         self._clock = Clock(settings.save, saver, self._averager.global_step())
         self._resume = resume
@@ -72,6 +75,7 @@ class Apart:
             self._clock.saved(self._averager.global_step())
         self._averager.marks.begin(self._known)
         self._averager.gates.add(self)
+        self._survivors = self._trainer.strategy.survivors
         self._asked = False
 
     def expect(self, resume: Resume) -> None:
@@ -84,7 +88,7 @@ class Apart:
             if isinstance(value, torch.Tensor)
         )
         agreed = (rule + 4 * self._averager.replica.layout.numel) // self._trainer.world_size
-        self._saver.expect(self._trainer.global_step, [self._trainer.global_rank], {}, own, agreed)
+        self._saver.expect(self._trainer.global_step, [names_of(self._trainer).mine], {}, own, agreed)
 
     def boundary(self, resume: Resume, preempted: Preemption) -> None:
         """A safe point of this rank's; a signal is a vote, by which all leave."""
@@ -92,10 +96,8 @@ class Apart:
             return
         self._attach()
         self._take()
+        self._follow()
         step, clock = self._averager.global_step(), self._clock
-        if self._averager.marks.saved != self._known:
-            self._known, self._asked = self._averager.marks.saved, False
-            clock.saved(step)
         ahead = int(self._averager.ledger.synchronous)  # the next step is a round, after which all save
         if self._asked or not clock.due(step + ahead, resume.where == "epoch"):
             return
@@ -106,6 +108,21 @@ class Apart:
             self._averager.marks.ask()
         else:
             clock.put_off()
+
+    def _follow(self) -> None:
+        """Hear of saves, and of ranks that are lost: what these had asked for may be lost with them."""
+        left, saved = names_of(self._trainer).left, self._averager.marks.saved
+        if left != self._left:
+            self._left, self._known, self._asked = left, saved, False
+        if saved != self._known:
+            self._saved(saved)
+        if self._saver.gave_up:
+            self._saver.gave_up = False
+            self._clock.put_off()
+
+    def _saved(self, number: int) -> None:
+        self._known, self._asked = number, False
+        self._clock.saved(self._averager.global_step())
 
     @contextlib.contextmanager
     def _as_it_was(self) -> Iterator[AsItWas]:
@@ -128,7 +145,7 @@ class Apart:
     ) -> None:
         """Nobody waits for this rank's part of these."""
         for number, step, _ in marks:
-            log.warning("Rank %d comes too late for its part of save %d.", self._trainer.global_rank, number)
+            log.warning("Rank %d comes too late for its part of save %d.", names_of(self._trainer).mine, number)
             self._saver.give_up(number, step, why)
 
     def _take(self) -> None:
@@ -137,8 +154,11 @@ class Apart:
         marked = self._averager.marks.take()
         if marked is None:
             return
-        (number, step, ranks), queue = marked.mark, self._settings.busy != "wait"
-        ranks = [each for each in ranks if each in self._group]
+        (number, step, members), queue = marked.mark, self._settings.busy != "wait"
+        if self._survivors is not None:
+            members = self._survivors.for_life(members)
+        ranks = [rank for rank in map(int, members) if rank in self._group]
+        self._saved(number)
         with self._as_it_was() as state:
             _, checkpoint = collect(self._trainer, frozenset(), state.callbacks)
             own = {
@@ -152,7 +172,7 @@ class Apart:
             try:
                 self._saver.save(number, step, ranks, {}, own, manifest_of(self._trainer, "due"), queue)
             except SaveBusy as error:
-                log.warning("Rank %d leaves out its part of save %d: %s", self._trainer.global_rank, number, error)
+                log.warning("Rank %d leaves out its part of save %d: %s", names_of(self._trainer).mine, number, error)
 
     def fail(self, resume: Resume, exception: BaseException) -> bool:
         """Save this replica alone, whatever the others do; all go on from its model. Whether that was done."""
@@ -170,18 +190,27 @@ class Apart:
             return self._saver.save_alone(number, step, shared, own, manifest, FAILED_S)
 
     def end(self, reason: str = "the end") -> None:
-        """All ranks are here, with one model."""
-        trainer, strategy = self._trainer, self._trainer.strategy
-        mine = torch.tensor([self._averager.marks.saved, self._averager.global_step()], dtype=torch.float64)
-        known, step = (int(each) for each in strategy.reduce(mine, reduce_op="max"))
-        number = known + 1
+        """All ranks are here, with one model. A save whose ranks are not left is repeated by those that are."""
+        while not self._save_the_last(reason):
+            log.warning("Rank %d: the last save was one with ranks that are lost: those that are left save once more.",
+                        names_of(self._trainer).mine)  # fmt: skip
+
+    def _save_the_last(self, reason: str) -> bool:
+        """Whether nobody was lost on the way, or what was saved is whole all the same; the answer is that of all."""
+        trainer, world, names = self._trainer, self._trainer.strategy.world, names_of(self._trainer)
+        told = world.gather_objects([self._averager.marks.saved, int(self._averager.global_step()), names.mine])
+        known, steps, ranks = zip(*told, strict=True)
+        number, step = max(known) + 1, max(steps)
         self._averager.marks.begin(number)
+        ranks = [rank for rank in sorted(ranks) if rank in self._group]
         with self._as_it_was() as state:
             shared, checkpoint = collect(trainer, REPLICAS, state.callbacks)
             shared["averaging"] = self._averager.state_dict()
             own = {"checkpoint": checkpoint, "resume": state.resume, "clocks": self._averager.clocks()}
-            self._saver.save(number, step, self._group, shared, own, manifest_of(trainer, reason))
+            self._saver.save(number, step, ranks, shared, own, manifest_of(trainer, reason))
         finish(trainer, self._saver)
+        whole = self._saver.is_committed(number) or not names_of(trainer).lost.intersection(ranks)
+        return all(world.gather_objects(whole))
 
     def close(self) -> None:
         """Nothing to let go of."""

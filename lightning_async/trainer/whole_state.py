@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_async.comm.frames import flatten
 from lightning_async.engine.checkpoint.shards import load, load_own
 from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
+from lightning_async.trainer.names import Names
 from lightning_async.trainer.patches import callbacks_of
 
 __all__ = ["ALIKE", "REPLICAS", "collect", "joined", "left_out", "put_back", "whole"]
@@ -65,18 +66,16 @@ def joined(shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     return checkpoint
 
 
-def whole(
-    store: CheckpointStore, entry: Entry, rank: int, world_size: int, mapped: bool = False
-) -> tuple[dict[str, Any], Any]:
+def whole(store: CheckpointStore, entry: Entry, names: Names, mapped: bool = False) -> tuple[dict[str, Any], Any]:
     """``(checkpoint, resume)``: Lightning's checkpoint for one rank, and what `Resume` is to restore.
 
     A rank that took no part in the save begins from what all agreed on, with the first rank's progress; so do all where
-    the number of ranks has changed. With ``mapped``, tensors are read when they are used, see `shards.load`.
+    another number of ranks was started. With ``mapped``, tensors are read when they are used, see `shards.load`.
     """
-    loaded = load(store, entry, rank, mapped)
+    loaded = load(store, entry, names.mine, mapped)
     ranks = loaded.manifest.ranks
     own: Any = loaded.own or load_own(store, entry, ranks[0], mapped=mapped)
-    took_part = loaded.own is not None and loaded.manifest.world_size == world_size
+    took_part = loaded.own is not None and loaded.manifest.world_size == names.started
     checkpoint = joined(loaded.shared, own["checkpoint"])
     averaging: Any = loaded.shared.get("averaging") or own.get("averaging")
     replica = None
@@ -95,7 +94,7 @@ def whole(
         clocks = own["clocks"] if took_part else {**own["clocks"], "rule_state": {}}
         checkpoint["lightning_async"] = {
             **averaging,
-            "replicas": [clocks] * world_size,
+            "replicas": [clocks] * len(names.left),
             "replica": replica,
             "origin": f"save {entry.number} at step {entry.step}",
         }

@@ -32,7 +32,7 @@ from lightning_async.trainer.environments import MPIRunEnvironment
 from lightning_async.trainer.namespace import fabric
 from lightning_async.trainer.patches import rank_zero_info
 from lightning_async.trainer.popen import ProcessLauncher, ScriptLauncher, check_launcher
-from lightning_async.transports.transport import Connection, ElasticTransport, short_world
+from lightning_async.transports.transport import Connection, Transport, short_world
 
 __all__ = ["StartMethod", "TorchTransport"]
 
@@ -46,7 +46,7 @@ _presences: list[Presence] = []  # of this process: one, from its first run on
 
 
 @dataclass(frozen=True, kw_only=True)
-class TorchTransport(ElasticTransport):
+class TorchTransport(Transport):
     """torch.distributed moves the bytes; torchrun, SLURM, mpirun or Lightning starts the ranks. See `Transport`.
 
     Args:
@@ -129,7 +129,7 @@ class TorchTransport(ElasticTransport):
     def visit(self, environment: Any, name: str, guest: str, dead_after: timedelta) -> Membership:
         store = distributed_c10d.PrefixStore(name, _store(environment, environment.global_rank()))
         seal = Seal.of_job().within(name)
-        return Membership(store, 0, 1, member=guest, dead_after=dead_after, fresh=True, readmit=False, seal=seal)
+        return Membership(store, 0, 1, member=guest, visits=True, dead_after=dead_after, fresh=True, seal=seal)
 
     def _connect(
         self,

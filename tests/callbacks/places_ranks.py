@@ -20,6 +20,7 @@ from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, EveryNSte
 from lightning_async.engine.checkpoint.store import CheckpointStore
 from lightning_async.errors import CheckpointError, PeerLost
 from lightning_async.rules.saving import Latest
+from lightning_async.trainer.names import NOBODY
 from lightning_async.trainer.reader import CheckpointReader
 from lightning_async.trainer.whole_state import whole
 from tests.callbacks.checkpoint_ranks import STOP, At, Interrupted, Noisy, interrupt, train
@@ -146,7 +147,7 @@ def read(folder: Path, strategy: Any, reason: str) -> dict[str, Any]:
     train(folder, strategy, keep=Latest(9))
     store = CheckpointStore(folder)
     entry = next(entry for entry in store.entries() if entry.manifest and entry.manifest.reason == reason)
-    expected, _ = whole(store, entry, rank=-1, world_size=1)
+    expected, _ = whole(store, entry, NOBODY)
     mesh, kind = init_device_mesh("cpu", (2,)), expected["state_dict"]
     plain = {"state_dict": {name: torch.zeros_like(value) for name, value in kind.items()}, "global_step": -1}
     dcp.load(plain, storage_reader=CheckpointReader(entry.path))

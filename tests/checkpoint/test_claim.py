@@ -82,6 +82,20 @@ def test_a_second_program_hears_who_is_there(tmp_path: Path):
     assert not store.entries()
 
 
+def test_a_program_whose_first_rank_is_lost_keeps_the_directory(tmp_path: Path):
+    store = CheckpointStore(tmp_path / "run")
+    with forked(lambda: taken(store)) as pid:
+        ours = taken(store)
+        kill(pid)
+        with pytest.raises(CheckpointError, match=f"process {pid} on"):
+            taken(store, "second")
+        ours.keep()
+        with pytest.raises(CheckpointError, match=f"process {os.getpid()} on"):
+            taken(store, "second")
+        ours.release()
+        taken(store, "second").release()
+
+
 def test_what_a_killed_program_has_forked_keeps_nothing(tmp_path: Path):
     """Workers of a loader live on for a while."""
     store, worker = CheckpointStore(tmp_path / "run"), []

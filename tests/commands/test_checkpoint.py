@@ -72,7 +72,7 @@ def test_prune_keeps_what_it_is_told_and_what_is_needed(store: CheckpointStore, 
     assert [entry.number for entry in store.entries()] == [4, 3, 2]  # the newest, the third, and the last good one
     assert "000006-step-60.tmp-dead  deleted" in capsys.readouterr().out
     assert main(["checkpoint", "prune", store.dirpath, "--latest", "1", "--damaged"]) == 0
-    assert sorted(os.listdir(store.dirpath)) == [".claim", "000002-step-20", "000004-step-40", "notes.txt"]
+    assert sorted(os.listdir(store.dirpath)) == [".claim", ".ranks", "000002-step-20", "000004-step-40", "notes.txt"]
 
 
 class Net(pl.LightningModule):

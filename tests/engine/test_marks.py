@@ -63,7 +63,7 @@ def test_all_ranks_take_part_in_the_round_that_was_marked(rule, world_size: int)
     assert [saved for _, saved, _ in told] == [1] * world_size
     assert [[step for step, _, _ in found] for found, _, _ in told] == [[7]] * world_size, "after the second round"
     marked = [found[0][1] for found, _, _ in told]
-    assert [each.mark for each in marked] == [Mark(1, 8, tuple(range(world_size)))] * world_size
+    assert [each.mark for each in marked] == [Mark(1, 8, tuple(map(str, range(world_size))))] * world_size
     whole = joined(marked)
     for found, _, _ in told:  # nothing was overlapped: each replica is what was agreed on
         assert torch.equal(found[0][2].flatten(), whole["model"])
@@ -119,7 +119,7 @@ def test_a_rank_that_is_absent_takes_no_part() -> None:
         return [marked.mark for _, marked, _ in found], marks.saved
 
     told = values(3, body, schedule=EveryNSteps(2), deadlines=deadlines)
-    assert [marks for marks, _ in told] == [[Mark(1, 1, (0, 1))]] * 2 + [[]]
+    assert [marks for marks, _ in told] == [[Mark(1, 1, ("0", "1"))]] * 2 + [[]]
     assert [saved for _, saved in told] == [1] * 3, "it knows of the save"
 
 
@@ -147,7 +147,7 @@ def test_after_synchronous_steps_each_replica_is_the_model() -> None:
 
     one, other = values(2, body, schedule=Synchronous())
     assert [step for step, _, _ in one] == [step for step, _, _ in other] == [0]
-    assert one[0][1] == other[0][1] == Marked(Mark(1, 1, (0, 1)), None)
+    assert one[0][1] == other[0][1] == Marked(Mark(1, 1, ("0", "1")), None)
     assert torch.equal(one[0][2], other[0][2])
 
 
@@ -174,7 +174,7 @@ def test_what_waits_at_a_gate_takes_part() -> None:
         assert rank.meet() is Arrival.OPEN
         return [marked.mark for _, marked, _ in found]
 
-    assert values(2, body, schedule=EveryNSteps(4)) == [[Mark(1, 4, (0, 1))]] * 2
+    assert values(2, body, schedule=EveryNSteps(4)) == [[Mark(1, 4, ("0", "1"))]] * 2
 
 
 def test_a_vote_waits_for_the_next_round() -> None:
@@ -202,5 +202,5 @@ def test_a_mark_that_another_round_has_overtaken_is_told() -> None:
         return [marked.mark for _, marked, _ in found], nothing, lost, again
 
     first, second = values(2, body)
-    assert first == ([Mark(1, 4, (0, 1))], None, [], [])
-    assert second == ([], None, [Mark(1, 4, (0, 1))], [])
+    assert first == ([Mark(1, 4, ("0", "1"))], None, [], [])
+    assert second == ([], None, [Mark(1, 4, ("0", "1"))], [])

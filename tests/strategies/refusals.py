@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torchmetrics import MeanMetric
 
-from lightning_async import AsyncAveragingStrategy, DiLoCo, FaultTolerantCheckpoint, TorchTransport
+from lightning_async import AsyncAveragingStrategy, DiLoCo, TorchTransport
 from lightning_async.trainer.namespace import pl, pytorch
 from tests.strategies import problem
 from tests.strategies.workers import Net, fit, loader, rank, scenario, shard
@@ -32,16 +32,6 @@ def sync_batchnorm_argument() -> Any:
 @scenario
 def more_survivors_than_ranks() -> Any:
     return fit(AsyncAveragingStrategy(min_replicas=3), loader(shard((2, 2))))
-
-
-@scenario
-def survivors_and_checkpoints() -> Any:
-    return fit(
-        AsyncAveragingStrategy(min_replicas=1),
-        loader(shard((2, 2))),
-        callbacks=[FaultTolerantCheckpoint("checkpoints")],
-        enable_checkpointing=True,
-    )
 
 
 @scenario

@@ -124,7 +124,7 @@ def survive(
                 enable_model_summary=False, enable_checkpointing=False, default_root_dir=folder,
             )  # fmt: skip
             module.trained, module._dies = {}, None
-            alike.fit(module, loader(False, 0))
+            alike.fit(module, loader(True, 0))  # numbered as they were at the start
     except BaseException as error:
         told["error"] = f"{type(error).__name__}: {error}"
         raise

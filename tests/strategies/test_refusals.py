@@ -122,7 +122,6 @@ def test_without_horovod_the_advice_can_be_followed(monkeypatch: pytest.MonkeyPa
         ("sync_batchnorm_module", ("ValueError", "SyncBatchNorm", "net.0")),
         ("metric_on_step", ("ValueError", "`metric`", "dist_sync_on_step=True")),
         ("more_survivors_than_ranks", ("ValueError", "min_replicas=3", "2 ranks")),
-        ("survivors_and_checkpoints", ("ValueError", "min_replicas=1", "FaultTolerantCheckpoint")),
         ("pruning", ("ValueError", "`ModelPruning` renames", "before training")),
         ("batch_size_finder", ("ValueError", "`BatchSizeFinder`", "devices=1")),
         ("lazy", ("ValueError", "net.0.weight", "lazy")),

@@ -40,6 +40,7 @@ class Marks:
 
     def __init__(self, control: ControlPlane, agreed: Agreed, ledger: Ledger) -> None:
         self._box, self._control, self._agreed, self._ledger = control.mailbox, control, agreed, ledger
+        self._name = control.membership.generation.name
         control.on_mark(self._copy)
 
     # ---- the training thread ----
@@ -101,7 +102,7 @@ class Marks:
             if self._control.buckets.arrived is not None:
                 return None
             marked, self._box.marked = self._box.marked, None
-        return marked if marked is not None and self._control.rank in marked.mark.ranks else None
+        return marked if marked is not None and self._name in marked.mark.members else None
 
     def lost(self, all: bool = False) -> list[Mark]:
         """The marks that this rank was to take part in, and has come too late for; ``all``: also for the last one."""
@@ -109,7 +110,7 @@ class Marks:
             lost, self._box.lost = self._box.lost, []
             if all and self._box.marked is not None:
                 lost, self._box.marked = [*lost, self._box.marked], None
-        return [marked.mark for marked in lost if self._control.rank in marked.mark.ranks]
+        return [marked.mark for marked in lost if self._name in marked.mark.members]
 
     # ---- the engine's thread ----
 
@@ -117,8 +118,8 @@ class Marks:
         """Under `Mailbox.committing`."""
         mark, share = exchange.mark, None
         assert mark is not None
-        if isinstance(exchange, Merge) and self._control.rank in mark.ranks:
-            share = self._agreed.share(exchange.target, mark.ranks.index(self._control.rank), len(mark.ranks))
+        if isinstance(exchange, Merge) and self._name in mark.members:
+            share = self._agreed.share(exchange.target, mark.members.index(self._name), len(mark.members))
         if not isinstance(exchange, Merge):  # gradients: the step that they are for comes with them
             mark = mark._replace(step=mark.step + 1)
         return Marked(mark, share)

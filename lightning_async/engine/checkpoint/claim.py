@@ -3,6 +3,7 @@
 | file | is locked by |
 | --- | --- |
 | ``.claim`` | one process of the program that trains there, while it lives; says who that is |
+| ``.ranks`` | all of that program's, which share it: the first one may be lost, and the others train on |
 | ``.writer-0`` | the process that writes rank 0's part, from before its first save on; it outlives its trainer |
 
 The kernel lets go of a lock when its process ends, however it ends: nothing is left that would have to be cleaned.
@@ -11,6 +12,7 @@ Where a file system has no locks (fsspec's), nobody is noticed. Whoever only rea
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -24,7 +26,7 @@ from lightning_async.engine.checkpoint.store import CheckpointStore
 from lightning_async.engine.files import Files, Lock
 from lightning_async.errors import CheckpointError
 
-__all__ = ["Claim", "has_no_writer", "lock_of_writer"]
+__all__ = ["Claim", "has_no_writer", "has_writer", "lock_of_writer"]
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +51,9 @@ class Claim:
 
     def __init__(self, store: CheckpointStore, program: str, does: str = "trains into it") -> None:
         self._store, self._program, self._does = store, program, does
-        self._path = f"{store.dirpath}/.claim"
+        self._path, self._shared_path = f"{store.dirpath}/.claim", f"{store.dirpath}/.ranks"
         self._lock: Lock | None = None
+        self._shared: Lock | None = None
 
     def take(self, gather: Gather = lambda value: [value]) -> None:
         """Have the directory for this program.
@@ -66,6 +69,15 @@ class Claim:
         if any(told):
             self.release()
             raise CheckpointError("; ".join(f"rank {rank}: {words}" for rank, words in enumerate(told) if words))
+        with contextlib.suppress(OSError):  # nobody but who has `.claim` would be in the way
+            self._shared = self._store.files.lock(self._shared_path, shared=True)
+
+    def keep(self) -> None:
+        """Ranks are lost: where the one that said who trains there is among them, this one does. Waits for nobody."""
+        if self._lock is None and self._shared is not None:
+            with contextlib.suppress(OSError):  # another rank was quicker, or somebody looks whether we have it
+                self._lock = self._store.files.lock(self._path)
+                self._say()
 
     def wait(self, gather: Gather = lambda value: [value], timeout_s: float = 600.0) -> None:
         """Until nothing is being written there by processes of an earlier program, or so much time is over.
@@ -88,9 +100,10 @@ class Claim:
 
     def release(self) -> None:
         """Let go. Idempotent."""
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            lock.close()
+        locks, self._lock, self._shared = (self._lock, self._shared), None, None
+        for lock in locks:
+            if lock is not None:
+                lock.close()
 
     def _take(self) -> str:
         """Why not; nothing where this program has the directory."""
@@ -98,6 +111,7 @@ class Claim:
         while True:
             try:
                 self._lock = self._store.files.lock(self._path)
+                self._check_ranks()
             except BlockingIOError:
                 holder = self._holder()
                 if holder.get("program") == self._program:  # another rank
@@ -108,9 +122,24 @@ class Claim:
             except OSError as error:
                 return f"{self._store.dirpath} cannot be written into: {error}"
             else:
-                if self._lock is not None:
-                    self._lock.write(json.dumps(self._who()).encode())
+                self._say()
                 return ""
+
+    def _check_ranks(self) -> None:
+        """Raises BlockingIOError where another program's ranks go on without the one that had taken the directory."""
+        try:
+            shared = self._store.files.lock(self._shared_path)
+        except BlockingIOError:
+            lock, self._lock = self._lock, None
+            if lock is not None:
+                lock.close()
+            raise
+        if shared is not None:
+            shared.close()
+
+    def _say(self) -> None:
+        if self._lock is not None:
+            self._lock.write(json.dumps(self._who()).encode())
 
     def _who(self) -> dict[str, Any]:
         since = datetime.now().astimezone().isoformat(" ", "seconds")
@@ -142,6 +171,11 @@ def lock_of_writer(files: Files, dirpath: str, rank: int) -> Lock | None:
         return files.lock(f"{dirpath}/{_WRITER}{rank}", shared=True)
     except OSError:  # what is wrong with the directory, the first save will tell
         return None
+
+
+def has_writer(store: CheckpointStore, rank: int) -> bool:
+    """Whether it is known that a process lives that may write a rank's part."""
+    return _is_free(store.files, f"{store.dirpath}/{_WRITER}{rank}") is False
 
 
 def has_no_writer(store: CheckpointStore, rank: int) -> bool:

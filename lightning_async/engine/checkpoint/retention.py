@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Callable, Collection, Sequence
 
+from lightning_async.engine.checkpoint.losses import Losses
 from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
 from lightning_async.errors import CheckpointError
 from lightning_async.rules.saving.keep import KeepPolicy, Saved
@@ -83,6 +84,10 @@ class Keeper:
     def give_up(self, temporary: str, rank: int, why: str) -> None:
         """Have the others told that nothing will come of a rank's part of a save."""
         self._ask(lambda: self._store.give_up(temporary, rank, why))
+
+    def look(self, losses: Losses, lost: Collection[int]) -> None:
+        """Have found out what becomes of saves in which ranks take part that are ``lost``."""
+        self._ask(lambda: losses.look(lost))
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all that was asked for is done; whether it is."""

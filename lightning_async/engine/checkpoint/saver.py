@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from lightning_async.engine.checkpoint.costs import Costs
+from lightning_async.engine.checkpoint.losses import Losses
 from lightning_async.engine.checkpoint.process import Job, Result, SaveBusy, Writer
 from lightning_async.engine.checkpoint.retention import Keeper
 from lightning_async.engine.checkpoint.store import CheckpointStore
@@ -15,39 +17,13 @@ from lightning_async.errors import CheckpointError
 from lightning_async.events import tell
 from lightning_async.rules.saving import KeepPolicy
 
-__all__ = ["PATIENCE_S", "Costs", "Saver"]
+__all__ = ["PATIENCE_S", "Saver"]
 
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 600.0
 """For what is still being written."""
-_QUIET_S = 5.0
-
-
-@dataclass
-class Costs:
-    """What saves have cost so far, in seconds.
-
-    Args:
-        saves: that were handed over.
-        committed: of these, by this rank.
-        failed: of these.
-        stalled_s: training stood still for so long.
-        slowed_s: steps took so much longer while a save was written.
-    """
-
-    saves: int = 0
-    committed: int = 0
-    failed: int = 0
-    stalled_s: float = 0.0
-    slowed_s: float = 0.0
-    failed_in_a_row: int = field(default=0, repr=False)
-
-    @property
-    def of_one(self) -> float | None:
-        """What one save costs training, its slower steps included; None before the first one is done."""
-        done = self.committed + self.failed
-        return (self.stalled_s + self.slowed_s) / self.saves if done else None
+_QUIET_S, _BEAT_S = 5.0, 0.2
 
 
 class Saver:
@@ -62,6 +38,7 @@ class Saver:
         good_after: a checkpoint is good when so many steps without harm have followed. Default: none ever is.
         buffers: copies of the state that there is memory for. Default: 2.
         max_failures: so many failed saves in a row end training. Default: 3.
+        lost: the ranks without which training goes on. Default: there are none.
     """
 
     def __init__(
@@ -75,6 +52,7 @@ class Saver:
         good_after: int | None = None,
         buffers: int = 2,
         max_failures: int = 3,
+        lost: Callable[[], Collection[int]] = tuple,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.costs = Costs()
@@ -86,6 +64,9 @@ class Saver:
         """Saves that may become good yet: after which of this rank's steps they were begun, by number."""
         self._shared: dict[int, int] = {}
         """The steps of saves in which other ranks take part, too, and that are not heard of yet, by number."""
+        self.gave_up = False
+        """A save was given up, as ranks are lost: another one is due, and who makes that takes this back."""
+        self._losses, self._lost, self._looked_at = Losses(store, rank, now), lost, -math.inf
         self._alone = -1
         """The save that other ranks may have made first."""
         self._writer = Writer(store.dirpath, rank, buffers)
@@ -127,6 +108,7 @@ class Saver:
         self._begun_at[number] = self._steps
         if len(ranks) > 1:
             self._shared[number] = step
+            self._losses.begin(number, step, self._run, ranks)
         try:
             self._writer.save(job, queue)
         except (CheckpointError, TypeError, ValueError) as error:  # a state may come to hold what cannot be saved
@@ -204,6 +186,7 @@ class Saver:
         """
         for result in self._writer.poll():
             self._hear(result)
+        self._look()
         self._check()
         waited_s = self._writer.waited_s
         if waited_s < PATIENCE_S:
@@ -217,9 +200,12 @@ class Saver:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until nothing is being written; whether that is so. Says so where that takes long."""
-        for result in self._wait(timeout_s):
-            self._hear(result)
+        self._wait(timeout_s)
         return not self._writer.busy
+
+    def is_committed(self, number: int) -> bool:
+        """Whether a save is a checkpoint by now, whoever has committed it."""
+        return any(entry.manifest is not None for entry in self._store.entries(number))
 
     def flush(self, timeout_s: float) -> None:
         """Wait until all is written, marked and deleted that was asked for."""
@@ -229,21 +215,42 @@ class Saver:
     def close(self, timeout_s: float) -> None:
         """Wait for what is being written, and end the writer."""
         began = self._now()
-        results = self._wait(timeout_s)
-        results += self._writer.close(max(0.0, timeout_s - (self._now() - began)))
-        for result in results:
+        self._wait(timeout_s)
+        for result in self._writer.close(max(0.0, timeout_s - (self._now() - began))):
             self._hear(result)
         self._keeper.close(timeout_s)
 
-    def _wait(self, timeout_s: float) -> list[Result]:
-        results = self._writer.wait(min(timeout_s, _QUIET_S))
-        if self._writer.busy and timeout_s > _QUIET_S:
+    def _wait(self, timeout_s: float) -> None:
+        if not self._heard_within(min(timeout_s, _QUIET_S)) and timeout_s > _QUIET_S:
             log.warning(
                 "Rank %d: a checkpoint is still being written (process %s); waiting %.0f s more at most.",
                 self._rank, self._writer.pid, timeout_s - _QUIET_S,
             )  # fmt: skip
-            results += self._writer.wait(timeout_s - _QUIET_S)
-        return results
+            self._heard_within(timeout_s - _QUIET_S)
+
+    def _heard_within(self, timeout_s: float) -> bool:
+        """Whether nothing is under way any more, after so many seconds at most; ranks may be lost meanwhile."""
+        until = self._now() + timeout_s
+        while True:
+            for result in self._writer.wait(max(0.0, min(_BEAT_S, until - self._now()))):
+                self._hear(result)
+            self._look()
+            if not self._writer.busy and not self._losses.concerned(self._lost()):
+                return True
+            if self._now() >= until:
+                return False
+            if not self._writer.busy:
+                time.sleep(_BEAT_S / 4)
+
+    def _look(self) -> None:
+        """Have found out what becomes of saves that lost ranks take part in, if that is for this rank to do."""
+        for number in self._losses.given_up():
+            self.gave_up = True
+            log.warning("Rank %d: save %d is given up: a rank is lost whose part was yet to come.", self._rank, number)
+        lost, now = self._lost(), self._now()
+        if lost and now - self._looked_at >= _BEAT_S / 2 and self._losses.concerned(lost):
+            self._looked_at = now
+            self._keeper.look(self._losses, frozenset(lost))
 
     def _check(self) -> None:
         if self.costs.failed_in_a_row >= self._max_failures:
@@ -255,6 +262,9 @@ class Saver:
 
     def _hear(self, result: Result) -> None:
         costs, step = self.costs, self._shared.pop(result.number, None)
+        if self._losses.written(result.number, result.committed):
+            self._begun_at.pop(result.number, None)
+            return
         if result.error is not None:
             if result.number == self._alone and any(each.number == self._alone for each in self._store.entries()):
                 return  # another rank was quicker

@@ -22,7 +22,7 @@ from lightning_async.engine.checkpoint.manifest import Manifest, RankManifest, s
 from lightning_async.engine.files import FileRecord, Files, files_at
 from lightning_async.errors import CheckpointError, DamagedCheckpoint
 
-__all__ = ["CheckpointStore", "Entry", "failure_of"]
+__all__ = ["MANIFEST", "CheckpointStore", "Entry", "failure_of"]
 
 MANIFEST, GOOD = "manifest.json", "good.json"
 _LONGEST = 4000  # characters of an error
@@ -100,6 +100,13 @@ class CheckpointStore:
         """The ranks that did not say so yet."""
         names = set(self.files.names(temporary))
         return [rank for rank in ranks if _rank_manifest(rank) not in names]
+
+    def heard(self, temporary: str, ranks: Iterable[int]) -> tuple[list[int], list[int]]:
+        """The ranks that did not say what became of their parts, and those that have said that they failed."""
+        missing = self.missing(temporary, ranks)
+        names = set(self.files.names(temporary)) if missing else ()
+        failed = [rank for rank in missing if failure_of(rank) in names]
+        return [rank for rank in missing if rank not in failed], failed
 
     def commit(self, temporary: str, manifest: Manifest) -> Entry:
         """Make a checkpoint of a folder in which all of ``manifest.ranks`` are ready; durable when it returns.

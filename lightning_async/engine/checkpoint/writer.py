@@ -172,13 +172,13 @@ def _commit(store: CheckpointStore, temporary: str, job: Job, orphaned: Callable
     longest = 0.1 if store.files.atomic else 2.0  # to ask a remote store costs something
     try:
         while True:
-            silent, failed = _heard(store, temporary, job["ranks"])
+            silent, failed = store.heard(temporary, job["ranks"])
             if not silent:
                 break
             if job["rank"] in silent:  # it had said so: what others have said may be gone, too
                 raise CheckpointError(f"{temporary} was deleted while it was written.")
             if orphaned() and all(has_no_writer(store, rank) for rank in silent):
-                silent, failed = _heard(store, temporary, job["ranks"])  # they may have been about to end
+                silent, failed = store.heard(temporary, job["ranks"])  # they may have been about to end
                 if silent:
                     raise CheckpointError(f"{temporary}: rank(s) {silent} have ended, as training has.")
                 break
@@ -213,14 +213,6 @@ def _fail(store: CheckpointStore, temporary: str, job: Job, error: BaseException
 
 def _discard_if_hopeless(store: CheckpointStore, temporary: str, job: Job) -> None:
     """Where the first rank has failed, nobody will commit or delete: the last one to be ready does."""
-    silent, failed = _heard(store, temporary, job["ranks"])
+    silent, failed = store.heard(temporary, job["ranks"])
     if min(job["ranks"]) in failed and not silent:
         store.discard(temporary)
-
-
-def _heard(store: CheckpointStore, temporary: str, ranks: list[int]) -> tuple[list[int], list[int]]:
-    """The ranks that have not said what became of their parts, and those that have said that they failed."""
-    missing = store.missing(temporary, ranks)
-    names = set(store.files.names(temporary)) if missing else ()
-    failed = [rank for rank in missing if failure_of(rank) in names]
-    return [rank for rank in missing if rank not in failed], failed

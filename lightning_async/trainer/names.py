@@ -1,0 +1,44 @@
+"""What ranks are called in checkpoints: the numbers that they were started with, which stay where others are lost."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+__all__ = ["NOBODY", "Names", "names_of"]
+
+
+class Names(NamedTuple):
+    """Of the ranks of a run, as things stand.
+
+    Args:
+        mine: this rank's.
+        left: of all that are left, in order.
+        started: how many there were at first.
+    """
+
+    mine: int
+    left: tuple[int, ...]
+    started: int
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """Of those without which training goes on."""
+        return frozenset(range(self.started)).difference(self.left)
+
+
+NOBODY = Names(-1, (0,), 1)
+"""One who takes no part in training, and only reads."""
+
+
+def names_of(trainer: Any) -> Names:
+    """Numbers, where nobody can be lost.
+
+    Args:
+        trainer: its strategy may have `Survivors`.
+    """
+    survivors = getattr(trainer.strategy, "survivors", None)
+    if survivors is None:
+        return Names(trainer.global_rank, tuple(range(trainer.world_size)), trainer.world_size)
+    generation, left = survivors.generation, tuple(map(int, survivors.names))
+    mine = survivors.for_life([generation.name])[0]
+    return Names(int(mine), left, survivors.started)
