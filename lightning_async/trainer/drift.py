@@ -40,9 +40,9 @@ class DriftPatches:
         self._strategy, self._trainer = strategy, trainer
         stopping = Stopping(strategy, trainer)
         self._meeting = Meeting(strategy, trainer, stopping)
-        self._inheritance = Inheritance(strategy, trainer)
-        self._validation = Validation(strategy, trainer, self._meeting, self._inheritance)
         self._rates = LearningRates(strategy, trainer)
+        self._inheritance = Inheritance(strategy, trainer, self._rates)
+        self._validation = Validation(strategy, trainer, self._meeting, self._inheritance)
         saving = Saving(strategy, trainer)
         self._meeting.on_model_changed += [
             self._validation.model_changed,

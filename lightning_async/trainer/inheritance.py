@@ -12,6 +12,8 @@ from lightning_async.data.shares import Share, inherited, unheard
 from lightning_async.data.source import Source, sources_of
 from lightning_async.engine.gates import Gates
 from lightning_async.engine.world import World
+from lightning_async.trainer.latecomer import end_as_others, how_it_ended
+from lightning_async.trainer.learning_rates import LearningRates
 from lightning_async.trainer.namespace import fabric
 from lightning_async.trainer.patches import Undo, callbacks_of, replace, set_for_now
 from lightning_async.trainer.protocols import Drifting
@@ -33,10 +35,11 @@ class Inheritance:
     Args:
         strategy: has the gates, and is where all ranks meet.
         trainer: its loops are patched.
+        rates: what schedulers have taken.
     """
 
-    def __init__(self, strategy: Drifting, trainer: Any) -> None:
-        self._strategy, self._trainer = strategy, trainer
+    def __init__(self, strategy: Drifting, trainer: Any, rates: LearningRates) -> None:
+        self._strategy, self._trainer, self._rates = strategy, trainer, rates
         self._knows = False
         """This rank was there when the epoch began, or was told since; else `_shares` say nothing."""
         self._shares: dict[str, Share] = {}
@@ -97,13 +100,23 @@ class Inheritance:
         return True
 
     def _introduce(self, world: World, is_first: bool) -> bool:
-        """One that knows tells those that do not what each has of this epoch; whether it has come to that."""
+        """One that knows tells those that do not what each has of this epoch, and where schedulers and steps are with
+        its own part of it; whether it has come to that."""
         mine: list[Any] = [self._phase, {each: list(share) for each, share in self._shares.items()}] if is_first else []
-        told = next((each for each in world.gather_objects(mine) if each), None)
-        if told is not None and not self._knows:
+        everyones = world.gather_objects(mine)
+        told = next((each for each in everyones if each), None)
+        if told is None:
+            return False
+        ended = world.broadcast(
+            how_it_ended(self._trainer, self._rates.stepped) if mine else None, everyones.index(told)
+        )
+        if not self._knows:
             self._phase, self._knows = told[0], True
             self._shares = {each: Share(*share) for each, share in told[1].items()}
-        return told is not None
+            if ended is not None:
+                end_as_others(self._trainer, ended)
+                self._rates.stepped.update(ended["stepped"])
+        return True
 
     # ---- what each rank has, and how far it is ----
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_async.trainer.logged import put_blank, take_logged
 from lightning_async.trainer.patches import Undo, replace
 
-__all__ = ["begin_within_epoch", "state_for_newcomers", "take_over"]
+__all__ = ["begin_within_epoch", "end_as_others", "how_it_ended", "state_for_newcomers", "take_over"]
 
 _NOT_SENT = ("hparams_name", "hyper_parameters", "datamodule_hparams_name", "datamodule_hyper_parameters")
 
@@ -50,7 +50,7 @@ def take_over(trainer: Any, state: dict[str, Any]) -> None:
         count.ready = count.started = count.completed = count.processed
     fit.epoch_loop.batch_progress.reset_on_run()
     fit.epoch_loop.val_loop.batch_progress.reset_on_run()
-    fit.restarting = False
+    fit._restarting = fit.epoch_loop.restarting = False  # its setter says yes wherever there is a `max_steps`
     fit._loaded_from_state_dict = fit.epoch_loop._loaded_from_state_dict = False
     fit.reset_restart_stage()
 
@@ -89,6 +89,44 @@ def begin_within_epoch(trainer: Any, state: dict[str, Any]) -> list[Undo]:
         return on_advance_end
 
     return [replace(fit.epoch_loop, "run", run), replace(fit, "on_advance_end", end)]
+
+
+def how_it_ended(trainer: Any, stepped: dict[int, int]) -> dict[str, Any]:
+    """What a newcomer, which was not there for this rank's part of an epoch, lacks at its end: steps, learning rates.
+
+    Args:
+        trainer: at the end of an epoch.
+        stepped: of each scheduler that follows all ranks' steps, those that it has taken.
+    """
+    return {
+        "steps": [(count.ready, count.completed) for count in _steps(trainer)],
+        "logged": trainer.fit_loop.epoch_loop._batches_that_stepped,
+        "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        "groups": [[_plain(group) for group in optimizer.param_groups] for optimizer in trainer.optimizers],
+        "stepped": stepped,
+    }
+
+
+def end_as_others(trainer: Any, ended: dict[str, Any]) -> None:
+    """Be where another rank is at the end of an epoch, see `how_it_ended`."""
+    for count, (ready, completed) in zip(_steps(trainer), ended["steps"], strict=True):
+        count.ready, count.completed = ready, completed
+    trainer.fit_loop.epoch_loop._batches_that_stepped = ended["logged"]
+    for config, state in zip(trainer.lr_scheduler_configs, ended["schedulers"], strict=False):
+        config.scheduler.load_state_dict(state)
+    for optimizer, groups in zip(trainer.optimizers, ended["groups"], strict=True):
+        for group, values in zip(optimizer.param_groups, groups, strict=True):
+            group.update(values)
+
+
+def _steps(trainer: Any) -> list[Any]:
+    epoch = trainer.fit_loop.epoch_loop
+    progress = epoch.automatic_optimization.optim_progress.optimizer.step, epoch.manual_optimization.optim_step_progress
+    return [each.total for each in progress]
+
+
+def _plain(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 def _tensors(module: Any) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ class LearningRates:
 
     def __init__(self, strategy: Drifting, trainer: Any) -> None:
         self._strategy, self._trainer = strategy, trainer
-        self._stepped: dict[int, int] = {}
+        self.stepped: dict[int, int] = {}
         """Of each scheduler: the steps that it has taken."""
 
     def install(self) -> list[Undo]:
@@ -29,7 +29,7 @@ class LearningRates:
 
     def start_over(self) -> None:
         """Training begins anew within this fit."""
-        self._stepped.clear()
+        self.stepped.clear()
 
     def _update(self, original: Any) -> Any:
         def update(interval: str, update_plateau_schedulers: bool) -> None:
@@ -42,9 +42,9 @@ class LearningRates:
                 if config.interval != "step" or config.reduce_on_plateau:
                     continue
                 every = config.frequency or 1
-                taken, due = self._stepped.get(i, first // every), now // every
+                taken, due = self.stepped.get(i, first // every), now // every
                 for _ in range(taken, due):
                     self._trainer.lightning_module.lr_scheduler_step(config.scheduler, None)
-                self._stepped[i] = max(taken, due)
+                self.stepped[i] = max(taken, due)
 
         return update

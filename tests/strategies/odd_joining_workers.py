@@ -1,0 +1,108 @@
+"""What a rank of the tests of joinings at odd moments does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_async import AsyncAveragingStrategy, EveryNSteps
+from lightning_async.strategies import host
+from lightning_async.trainer.namespace import pl
+from tests.strategies.failure_workers import digest
+from tests.strategies.joining_workers import wait_for
+from tests.strategies.survivor_workers import CAME_BACK, DEADLINES, NUMBER, RANKS, Seen, die, loader
+
+STEPS = 60
+
+
+class Odd(Seen):
+    """Rank 1 dies in its fifth step, and comes back where the others wait for it.
+
+    Args:
+        folder: where they tell it to come, by a file.
+        moment: "mid epoch", as a layer is unfrozen; "at the end", as rank 0 has taken its last step; or "trouble".
+    """
+
+    def __init__(self, folder: Path, moment: str) -> None:
+        super().__init__({"1": ("step", 0, 4)})
+        self._folder, self._moment = folder, moment
+        self._states = 0
+        if moment == "mid epoch":
+            self.frozen = torch.nn.Linear(1, 1).requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        if self._moment == "mid epoch" and self.current_epoch == 1:
+            self.frozen.requires_grad_(True)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        step = self.trainer.global_step
+        if CAME_BACK:
+            return
+        if self._moment == "mid epoch" and (self.current_epoch, batch_idx) == (1, 2):
+            self._see_it_come()
+        if self._moment == "at the end" and NUMBER == 0 and step == STEPS:
+            (self._folder / "rank 0 has ended").touch()
+        if self._moment == "at the end" and NUMBER == 2 and step == STEPS - 2:
+            wait_for(self._folder / "rank 0 has ended")
+            self._see_it_come()
+
+    def _see_it_come(self) -> None:
+        (self._folder / "start 1").touch()
+        membership: Any = self.trainer.strategy.connection.membership
+        wait_until(lambda: len(membership.guests()) > 0)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Nobody saves here: it is for a newcomer."""
+        self._states += 1
+        if self._moment == "trouble" and self._states == 1:
+            checkpoint["mine"] = lambda: None  # which cannot be pickled
+        elif self._moment == "trouble":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60.0
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert condition()
+
+
+def train(folder: str, moment: str) -> None:
+    host._PATIENCE = timedelta(seconds=8)  # for a newcomer that waits for one who has died
+    if moment == "trouble" and NUMBER == 2:
+        first = [host.connect]
+        host.connect = lambda *args: first.pop()(*args) if first else die()  # at the second newcomer
+    strategy = AsyncAveragingStrategy(schedule=EveryNSteps(3), deadlines=DEADLINES, min_replicas=1)
+    module = Odd(Path(folder), moment)
+    trainer = pl.Trainer(
+        strategy=strategy, accelerator="cpu", devices=RANKS, max_steps=-1 if moment == "trouble" else STEPS,
+        max_epochs=-1, default_root_dir=folder, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        num_sanity_val_steps=0, enable_checkpointing=False,
+    )  # fmt: skip
+    if CAME_BACK:
+        wait_for(Path(folder) / f"start {os.environ['LIGHTNING_ASYNC_REJOIN']}")
+    told: dict[str, Any] = {"name": str(NUMBER)}
+    try:
+        trainer.fit(module, loader(False, 0), loader(False, 0))
+    except BaseException as error:
+        told["error"] = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        told |= {
+            "digest": digest(module), "rank": trainer.global_rank, "world_size": trainer.world_size,
+            "lr": trainer.optimizers[0].param_groups[0]["lr"], "epochs": trainer.current_epoch,
+            "steps": trainer.global_step,
+        }  # fmt: skip
+        os.write(1, b"\nENDED %b\n" % json.dumps(told).encode())

@@ -1,0 +1,69 @@
+"""A rank comes back at odd moments: nobody who trains is disturbed, and it is as the others are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch.distributed import TCPStore
+
+from tests.strategies.test_failures import ended
+from tests.support import RankGroup, start_ranks
+
+TRAIN = "tests.strategies.odd_joining_workers:train"
+
+
+@contextmanager
+def ranks(folder: Path, moment: str, newcomers: int = 1) -> Iterator[RankGroup]:
+    """Three, of which rank 1 dies, and newcomers in its place, which wait for a file each."""
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+
+    def env(number: int) -> dict[str, str]:
+        shared = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
+        shared |= {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+        alone = {"RANK": "1", "LOCAL_RANK": "1", "LIGHTNING_ASYNC_REJOIN": str(number - 2)}
+        return shared | (alone if number > 2 else {})
+
+    arguments = {"folder": str(folder), "moment": moment}
+    with start_ranks(TRAIN, 3 + newcomers, kwargs=arguments, env=env, timeout=150) as group:
+        yield group
+
+
+def test_within_an_epoch_its_learning_rate_and_its_steps_are_those_of_the_others(tmp_path: Path) -> None:
+    """A layer was unfrozen meanwhile; all come to `max_steps` together."""
+    with ranks(tmp_path, "mid epoch") as group:
+        results = group.join()
+    said = [ended(results[number]) for number in (0, 2, 3)]
+    assert [results[number].returncode for number in (0, 2, 3)] == [0, 0, 0], "\n".join(map(str, results))
+    assert [each["world_size"] for each in said] == [3, 3, 3]
+    for same in ("lr", "epochs", "digest", "steps"):
+        assert len({each[same] for each in said}) == 1, (same, said)
+
+
+def test_where_rank_0_has_taken_its_last_step_nobody_is_taken_in(tmp_path: Path) -> None:
+    with ranks(tmp_path, "at the end") as group:
+        for number in (0, 2):
+            group.processes[number].wait(150.0)
+        assert group.processes[3].poll() is None  # its launcher ends it
+        group.processes[3].kill()
+        results = group.join()
+    said = [ended(results[number]) for number in (0, 2)]
+    assert [results[number].returncode for number in (0, 2)] == [0, 0], "\n".join(map(str, results))
+    assert [(each["steps"], each["world_size"]) for each in said] == [(60, 2), (60, 2)]
+
+
+def test_troubles_while_it_is_taken_in_are_not_those_who_trains(tmp_path: Path) -> None:
+    """What rank 0 has for the first one cannot be sent; the second one finds that rank 2 dies, and waits again; rank 0
+    is told to stop while it takes that in."""
+    with ranks(tmp_path, "trouble", newcomers=2) as group:
+        for before, start in ((1, 1), (3, 2)):
+            group.processes[before].wait(150.0)
+            (tmp_path / f"start {start}").touch()
+        results = group.join()
+    assert not any(result.timed_out for result in results), "\n".join(map(str, results))
+    assert "Can't pickle" in results[0].stderr and "training goes on without" in results[0].stderr
+    assert results[2].returncode == -9
+    assert "could not be taken in, and waits again" in results[4].stderr
+    for number in (0, 4):
+        assert ended(results[number])["error"].startswith("SIGTERMException"), results[number]
