@@ -50,4 +50,5 @@ def names_of(trainer: Any) -> Names:
 
 def is_newcomer(trainer: Any) -> bool:
     """Whether this rank was started while others train, and is not among them yet."""
-    return isinstance(trainer.strategy.cluster_environment, Newcomer) and trainer.strategy.survivors is None
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    return isinstance(environment, Newcomer) and trainer.strategy.survivors is None
