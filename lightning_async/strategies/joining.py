@@ -261,8 +261,7 @@ class Guest:
     def _connect(self, place: dict[str, Any]) -> None:
         strategy, run, rank, names = self._strategy, int(place["run"]), int(place["rank"]), place["names"]
         strategy.count_run(run)
-        min_replicas = strategy.config.min_replicas
-        assert min_replicas is not None
+        min_replicas = strategy.config.fewest(strategy.cluster_environment.world_size())
         first = Generation.first(rank, strategy.cluster_environment.world_size())
         strategy.survivors = Survivors(first, run, min_replicas).with_newcomers(rank, names, run)
         self._connection = _connect(strategy, rank, names, run, lambda: None)
