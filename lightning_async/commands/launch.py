@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-n", type=int, required=True, metavar="N", help="how many ranks")
     parser.add_argument(
         "--max-restarts", type=int, default=0, metavar="N",
-        help="how often all ranks are started again when one has died (default: 0)",
+        help="how often all ranks, or one where the others go on, are started again after a death (default: 0)",
     )  # fmt: skip
     parser.add_argument("--log-dir", type=Path, metavar="DIR", help="write what each rank writes to a file of its own")
     parser.add_argument(

@@ -1,14 +1,15 @@
 """What is to be done when something happens: pure functions from a state and an event to a state and what to do.
 
     RUNNING ----- a rank dies ------------------------------> REGROUPING
-    REGROUPING -- all who live tell that they go on --------> RUNNING, the rank is lost
+    REGROUPING -- all who live tell that they go on --------> RUNNING, the rank is lost, and started again after a pause
+    RUNNING ----- they tell that it is with them again -----> RUNNING, the rank is lost no more
     REGROUPING -- they do not, in time ---------------------> STOPPING
     both -------- the store dies, a signal -----------------> STOPPING
     STOPPING ---- the last has ended -----------------------> BACKING_OFF, or FINISHED
     BACKING_OFF - the pause is over ------------------------> RUNNING
 
-A death before anybody has told a generation ends the others at once. All start again together; to start one alone is
-another `Start`.
+A death before anybody has told a generation ends the others at once. What becomes of a rank that is lost and started
+again changes nothing for those who train, until it has joined them; where they have ended, it is told to end.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from lightning_async.launch.state import (
     Finish,
     Phase,
     Policy,
+    Rejoin,
     Send,
     Signalled,
     Start,
@@ -59,12 +61,12 @@ def decide(policy: Policy, state: State, event: Event) -> Decision:
     if isinstance(event, Ended):
         return _ended(policy, state, event)
     if isinstance(event, Told):
-        return _told(state, event), []
+        return _told(policy, state, event)
     if isinstance(event, Signalled):
         return _signalled(policy, state, event)
     if isinstance(event, StoreLost):
         return _store_lost(policy, state)
-    return _due(policy, state)
+    return _due(policy, state) if event.rank is None else _pause_is_over(state, event.rank)
 
 
 def _due(policy: Policy, state: State) -> Decision:
@@ -88,10 +90,11 @@ def _kill(state: State) -> Decision:
     return replace(state, killed=True), [Send(signal.SIGKILL, state.living), Wait(_KILLED_S)]
 
 
-def _told(state: State, event: Told) -> State:
+def _told(policy: Policy, state: State, event: Told) -> Decision:
     if event.rank not in state.living or event.rank not in event.generation.members:
-        return state
-    return _without_the_lost(replace(state, told={**state.told, event.rank: event.generation}))
+        return state, []
+    state = _without_the_lost(replace(state, told={**state.told, event.rank: event.generation}))
+    return _bring_back(policy, state)
 
 
 def _without_the_lost(state: State) -> State:
@@ -100,8 +103,33 @@ def _without_the_lost(state: State) -> State:
     if agreed is None:
         return state
     dead = {rank for rank, status in state.statuses.items() if status not in (0, TRY_AGAIN)}
-    state = replace(state, lost=state.lost | (dead - agreed.members))
+    joined = state.lost & state.living & agreed.members
+    state = replace(state, lost=(state.lost - joined) | (dead - agreed.members))
     return replace(state, phase=Phase.RUNNING) if state.trains and state.first is None else state
+
+
+def _bring_back(policy: Policy, state: State) -> Decision:
+    """Those that are lost are started again, each after a pause of its own."""
+    actions: list[Action] = []
+    for rank in sorted(state.lost - state.living - state.pausing):
+        ended = state.statuses[rank] in (0, TRY_AGAIN)  # it had nothing to join, or was told to go
+        used_up = state.restarts + len(state.pausing) >= policy.max_restarts
+        if ended or used_up or state.phase is not Phase.RUNNING:
+            continue
+        before = state.rejoins.get(rank, 0)
+        state = replace(state, rejoins={**state.rejoins, rank: before + 1}, pausing=state.pausing | {rank})
+        actions.append(Wait(policy.pause_s(before), rank))
+    return state, actions
+
+
+def _pause_is_over(state: State, rank: int) -> Decision:
+    if rank not in state.pausing or not state.trains:
+        return state, []
+    told = {other: generation for other, generation in state.told.items() if other != rank}
+    statuses = {other: status for other, status in state.statuses.items() if other != rank}
+    living, pausing, restarts = state.living | {rank}, state.pausing - {rank}, state.restarts + 1
+    state = replace(state, living=living, pausing=pausing, told=told, statuses=statuses, restarts=restarts)
+    return state, [Rejoin(rank, state.rejoins[rank])]
 
 
 def _ended(policy: Policy, state: State, event: Ended) -> Decision:
@@ -109,14 +137,20 @@ def _ended(policy: Policy, state: State, event: Ended) -> Decision:
     state = _without_the_lost(replace(state, living=state.living - {event.rank}, statuses=statuses))
     if not state.living:
         return _all_ended(policy, state)
-    if not state.trains or event.status == 0:
+    if not state.trains:
+        return state, []
+    if state.living <= state.lost:  # nobody trains any more whom these could join
+        return replace(state, phase=Phase.STOPPING), [Send(signal.SIGTERM, state.living), Wait(policy.grace_s)]
+    if event.status == 0:
         return state, []
     told: list[Action] = [Announce(event.rank, state.living)] if state.told else []
     if event.rank in state.lost:
-        return state, told
+        state, actions = _bring_back(policy, state)
+        return state, [*told, *actions]
     if event.status == TRY_AGAIN:
         # All ranks save together. A second SIGTERM would end those that are still at it.
-        return replace(state, phase=Phase.STOPPING), [Wait(policy.grace_s)]
+        joining = [Send(signal.SIGTERM, state.living & state.lost)] if state.living & state.lost else []
+        return replace(state, phase=Phase.STOPPING), [*joining, Wait(policy.grace_s)]
     if told:
         return replace(state, phase=Phase.REGROUPING), [*told, Wait(policy.patience_s)]
     return _stop(policy, state)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from lightning_async.comm.launched import REJOIN
 from lightning_async.comm.membership.signing import SECRET, new_secret
 
 __all__ = ["ADDRESS", "Job", "available_cores", "shown"]
@@ -45,7 +46,7 @@ class Job:
     @classmethod
     def of(cls, program: Sequence[str], ranks: int, max_restarts: int, shell: Mapping[str, str], cores: int) -> Job:
         """A job with the environment of this shell; what it lacks is added: a secret, threads of compute."""
-        base = dict(shell)
+        base = {name: value for name, value in shell.items() if name != REJOIN}
         base.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
         if not base.get(SECRET):
             base[SECRET] = new_secret()  # all ranks are on this host: nobody else need know it
@@ -75,9 +76,10 @@ class Job:
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # no rank is to open a store of its own
         }
 
-    def environment(self, rank: int, port: int, restarts: int) -> dict[str, str]:
-        """All of a rank's variables."""
-        return {**self.base, **self.variables(rank, port, restarts)}
+    def environment(self, rank: int, port: int, restarts: int, rejoins: int = 0) -> dict[str, str]:
+        """All of a rank's variables; ``rejoins``: so often it was started alone, to join the others."""
+        alone = {REJOIN: str(rejoins)} if rejoins else {}
+        return {**self.base, **self.variables(rank, port, restarts), **alone}
 
 
 def shown(job: Job, shell: Mapping[str, str]) -> list[str]:
@@ -90,4 +92,6 @@ def shown(job: Job, shell: Mapping[str, str]) -> list[str]:
         variables = {**added, **job.variables(rank, "<free>", 0)}
         told = [f"{name}={value}" for name, value in variables.items()]
         lines.append(f"[{rank}] {shlex.join(['env', *told, *job.command()])}")
+    if job.max_restarts:
+        lines.append(f"# one that is started again alone, to join the others, has {REJOIN}=1, too, then 2, ...")
     return lines

@@ -13,7 +13,7 @@ from lightning_async.arguments import check_int, check_real
 
 __all__ = [
     "CANNOT_START", "STORE_LOST", "TRY_AGAIN", "Action", "Announce", "Due", "Ended", "Event", "Finish", "Generation",
-    "Phase", "Policy", "Send", "Signalled", "Start", "State", "StoreLost", "Told", "Wait",
+    "Phase", "Policy", "Rejoin", "Send", "Signalled", "Start", "State", "StoreLost", "Told", "Wait",
 ]  # fmt: skip
 
 TRY_AGAIN = 75
@@ -32,7 +32,8 @@ class Policy:
 
     Args:
         ranks: how many there are.
-        max_restarts: how often all ranks are started again after one has died. Default: 0.
+        max_restarts: how often ranks are started again after one has died, all of them, or that one where the others
+            go on. Default: 0.
         grace_s: seconds that ranks have to save and to end when the job is told to end. Default: 30.
         patience_s: seconds that they have when one of them has died, to go on without it, and then to end. Default: 5.
         first_pause_s: before the first restart; each further pause is twice as long, up to a minute. Default: 1.
@@ -82,7 +83,8 @@ class Ended:
 
 @dataclass(frozen=True)
 class Generation:
-    """Ranks that train together: the first, of all, is 0; each later one is without those that have died."""
+    """Ranks that train together: the first, of all, is 0; later ones are without those that have died, and with those
+    that have joined again."""
 
     number: int
     members: frozenset[int]
@@ -111,7 +113,9 @@ class Signalled:
 
 @dataclass(frozen=True)
 class Due:
-    """What the last `Wait` waited for has not happened in time."""
+    """What the last `Wait` waited for has not happened in time; of a rank: its pause is over."""
+
+    rank: int | None = None
 
 
 Event = Ended | Told | StoreLost | Signalled | Due
@@ -122,6 +126,14 @@ class Start:
     """Start these ranks, with a store of their own."""
 
     ranks: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Rejoin:
+    """Start this rank alone, for the so manyeth time, that it may join those who train."""
+
+    rank: int
+    count: int
 
 
 @dataclass(frozen=True)
@@ -142,9 +154,10 @@ class Announce:
 
 @dataclass(frozen=True)
 class Wait:
-    """Be `Due` after so many seconds, in place of what was waited for before."""
+    """Be `Due` after so many seconds, in place of what was waited for before, by all or for this rank alone."""
 
     seconds: float
+    rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -154,7 +167,7 @@ class Finish:
     code: int
 
 
-Action = Start | Send | Announce | Wait | Finish
+Action = Start | Rejoin | Send | Announce | Wait | Finish
 
 
 @dataclass(frozen=True)
@@ -165,13 +178,16 @@ class State:
         phase: where the job stands.
         living: ranks whose processes live.
         statuses: of the ranks of this start that have ended, in this order.
-        told: the last generation that each rank has told.
-        lost: ranks that have died, and without which training goes on.
+        told: the last generation that each rank has told, in its present life.
+        lost: ranks that have died, and without which training goes on. Those of them that live have been started again,
+            and have not joined yet.
+        rejoins: how often each rank was to be started again alone, in this start.
+        pausing: ranks that will be.
         store_lost: the store has died first.
         asked: the signal by which the job was told to end, if it was.
         asked_at: when.
         killed: those that live have been sent SIGKILL.
-        restarts: so far.
+        restarts: so far, of all ranks and of single ones.
     """
 
     phase: Phase = Phase.RUNNING
@@ -179,6 +195,8 @@ class State:
     statuses: Mapping[int, int] = field(default_factory=dict)
     told: Mapping[int, Generation] = field(default_factory=dict)
     lost: frozenset[int] = frozenset()
+    rejoins: Mapping[int, int] = field(default_factory=dict)
+    pausing: frozenset[int] = frozenset()
     store_lost: bool = False
     asked: int | None = None
     asked_at: float = 0.0
@@ -199,12 +217,19 @@ class State:
 
     @property
     def agreed(self) -> Generation | None:
-        """The newest generation, if all of its members that live are in it; what the dead have told is void."""
-        told = {rank: generation for rank, generation in self.told.items() if self.statuses.get(rank, 0) == 0}
+        """The newest generation, if all of its members that live are in it.
+
+        What the dead have told is void, and who is to join does not say with whom the others train.
+        """
+        told = {
+            rank: generation
+            for rank, generation in self.told.items()
+            if self.statuses.get(rank, 0) == 0 and rank not in self.lost
+        }
         number = max((generation.number for generation in told.values()), default=-1)
         newest = {generation for generation in told.values() if generation.number == number}
         if len(newest) != 1:
             return None
         (generation,) = newest
-        here = all(told.get(rank) == generation for rank in generation.members & self.living)
+        here = all(self.told.get(rank) == generation for rank in generation.members & self.living)
         return generation if here else None

@@ -78,18 +78,20 @@ def report(endings: Sequence[Ending], first: int | None, code: int | None, lost:
         code: the launcher's exit code; None where the ranks are started again.
         lost: the ranks without which training went on.
     """
-    without = dict.fromkeys(lost, "; training went on without it")
-    lines = [
-        f"rank {ending.rank} (process {ending.pid}) {how(ending)}{without.get(ending.rank, '')}" for ending in endings
-    ]
+    last = {ending.rank: ending for ending in endings}
+    lines = []
     for ending in endings:
+        lives = "; it was started again" if last[ending.rank] is not ending else ""
+        without = "; training went on without it" if not lives and ending.rank in lost else ""
+        lines.append(f"rank {ending.rank} (process {ending.pid}) {how(ending)}{lives}{without}")
+    for ending in last.values():
         died = ending.rank in (first, *lost) and ending.told is None and ending.status != TRY_AGAIN
         if died and ending.tail:
             lines.append(f"the last that rank {ending.rank} has written to stderr:")
             lines += [f"    {line.decode(errors='replace')}" for line in ending.tail]
     if lost:
-        in_order = sum(ending.status == 0 for ending in endings)
-        lines.append(f"{in_order} of {len(endings)} ranks have ended in order")
+        in_order = sum(ending.status == 0 for ending in last.values())
+        lines.append(f"{in_order} of {len(last)} ranks have ended in order")
     if code is not None:
         lines.append(f"exit code {code}")
     return "\n".join(lines)

@@ -33,11 +33,14 @@ from lightning_async.launch.state import (
     Generation,
     Phase,
     Policy,
+    Rejoin,
     Send,
     Signalled,
     Start,
+    State,
     StoreLost,
     Told,
+    Wait,
 )
 from lightning_async.launch.store import Keeper
 from lightning_async.launch.summary import Ending, goes_on, how, report, signal_name
@@ -65,7 +68,9 @@ class Supervisor:
         self._processes: dict[int, Process] = {}
         self._told: dict[int, int] = {}
         self._endings: list[Ending] = []
-        self._due: float | None = None
+        self._dues: dict[int | None, float] = {}
+        """When what was waited for is due: by all, and by single ranks."""
+        self._port = self._attempt = 0
         self._code: int | None = None
         self._keeper: Keeper | None = None
         self._registry = Registry(ADDRESS, job.base.get(SECRET, ""), tuple(job.program))
@@ -96,23 +101,21 @@ class Supervisor:
     def _step(self) -> None:
         """Wait for the next thing to happen, and do what follows."""
         self._outputs.watch(self._selector)
-        left = None if self._due is None else max(0.0, self._due - time.monotonic())
+        left = max(0.0, min(self._dues.values()) - time.monotonic()) if self._dues else None
         for key, _ in self._selector.select(left):
             if self._selector.get_map().get(key.fd) == key:  # what came before may have closed it
                 key.data()
-        if self._due is not None and time.monotonic() >= self._due:
-            self._due = None
-            self._follow(Due())
+        for rank in [rank for rank, due in self._dues.items() if time.monotonic() >= due]:
+            if self._dues.pop(rank, None) is not None:  # what came before may have ended the wait
+                self._follow(Due(rank))
 
     def _follow(self, event: Event) -> None:
         before = self._state
         self._state, actions = decide(self._policy, before, event)
         if isinstance(event, Signalled):
             self._outputs.say(f"{signal_name(event.number)} has come.")
-        lost = self._state.lost - before.lost
-        if lost and self._state.phase is Phase.RUNNING and self._state.agreed is not None:
-            left = len(self._state.agreed.members)
-            self._outputs.say(goes_on([each for each in self._endings if each.rank in lost], left, self._policy.ranks))
+        if self._state.phase is Phase.RUNNING and before.trains:
+            self._tell_of_the_lost(before, actions)
         if self._state.phase is not before.phase:
             self._tell(actions)
         self._perform(actions)
@@ -130,8 +133,10 @@ class Supervisor:
                 self._announce(action.dead, action.ranks)
             elif isinstance(action, Finish):
                 self._code = action.code
+            elif isinstance(action, Rejoin):
+                self._start_again(action)
             else:
-                self._due = time.monotonic() + action.seconds
+                self._dues[action.rank] = time.monotonic() + action.seconds
 
     def _announce(self, dead: int, ranks: frozenset[int]) -> None:
         ending = next(each for each in reversed(self._endings) if each.rank == dead)
@@ -142,21 +147,36 @@ class Supervisor:
         if self._keeper is None:
             self._keeper = keeper = Keeper(self._readers, self._logs, self._policy.grace_s)
             self._selector.register(keeper.pidfd, selectors.EVENT_READ, lambda: self._lose(keeper))
-        port, restarts = self._keeper.open(), self._state.restarts
-        self._registry.write(port)
+        self._port, self._attempt = self._keeper.open(), self._state.restarts
+        self._registry.write(self._port)
         self._endings.clear()
-        self._told.clear()
+        self._dues.clear()
         for rank in sorted(ranks):
-            for stream in self._outputs.streams[rank]:
-                stream.tail.clear()
-            out, err = self._writers[2 * rank : 2 * rank + 2]
-            environment = self._job.environment(rank, port, restarts)
-            process = self._processes[rank] = Process(self._job.command(), environment, out, err)
-            self._keeper.started(process)
-            self._selector.register(process.pidfd, selectors.EVENT_READ, lambda rank=rank: self._end(rank))
-            self._selector.register(process.channel, selectors.EVENT_READ, lambda rank=rank: self._listen(rank))
-            now = time.strftime("%Y-%m-%d %H:%M:%S")
-            self._outputs.streams[rank][0].note(f"[launch] {now} start {restarts}, process {process.pid}")
+            self._start_rank(self._keeper, rank)
+
+    def _start_again(self, action: Rejoin) -> None:
+        """One rank, beside those who train; what goes wrong with it ends none of them."""
+        rank, keeper = action.rank, self._keeper
+        try:
+            if keeper is not None:
+                self._start_rank(keeper, rank, action.count)
+        except OSError as error:
+            self._outputs.say(f"rank {rank} cannot be started again: {error}")
+            self._follow(Ended(rank, CANNOT_START))
+
+    def _start_rank(self, keeper: Keeper, rank: int, rejoins: int = 0) -> None:
+        self._told.pop(rank, None)
+        for stream in self._outputs.streams[rank]:
+            stream.tail.clear()
+        out, err = self._writers[2 * rank : 2 * rank + 2]
+        environment = self._job.environment(rank, self._port, self._attempt, rejoins)
+        process = self._processes[rank] = Process(self._job.command(), environment, out, err)
+        keeper.started(process)
+        self._selector.register(process.pidfd, selectors.EVENT_READ, lambda: self._end(rank))
+        self._selector.register(process.channel, selectors.EVENT_READ, lambda: self._listen(rank))
+        start = f"start {self._attempt}" + (f", alone {rejoins}" if rejoins else "")
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        self._outputs.streams[rank][0].note(f"[launch] {now} {start}, process {process.pid}")
 
     def _end(self, rank: int) -> None:
         """A rank has ended."""
@@ -195,12 +215,29 @@ class Supervisor:
         for number in signals.recv(1024):
             self._follow(Signalled(number, time.monotonic()))
 
+    def _tell_of_the_lost(self, before: State, actions: list[Action]) -> None:
+        state, say, ranks = self._state, self._outputs.say, self._policy.ranks
+        left = len(state.agreed.members) if state.agreed is not None else 0
+        last = {ending.rank: ending for ending in self._endings}
+        if lost := state.lost - before.lost:
+            say(goes_on([ending for rank, ending in last.items() if rank in lost], left, ranks))
+        for rank in sorted(before.lost - state.lost):
+            say(f"rank {rank} has joined the others: training goes on with {left} of {ranks} ranks.")
+        for rank in sorted(before.lost & before.living - state.living):
+            say(f"{report([last[rank]], None, None)}, before it had joined the others.")
+        waits = [action for action in actions if isinstance(action, Wait) and action.rank is not None]
+        for restart, action in enumerate(waits, start=before.restarts + len(before.pausing) + 1):
+            number = f"restart {restart} of {self._policy.max_restarts}"
+            say(f"Rank {action.rank} starts again in {action.seconds:g} s, to join the others ({number}).")
+
     def _tell(self, actions: list[Action]) -> None:
         """What has changed, in words."""
         state, say = self._state, self._outputs.say
         if state.phase is Phase.STOPPING and state.first is not None:
             first = [ending for ending in self._endings if ending.rank == state.first]
             say(f"{report(first, None, None)}: the others end too.")
+        elif state.phase is Phase.STOPPING and state.living <= state.lost and not state.asked and not state.store_lost:
+            say("All others are done: those that have not joined them end too.")
         elif state.phase is Phase.BACKING_OFF:
             say(report(self._endings, state.first, None, state.lost))
             pause = self._policy.pause_s(state.restarts)
@@ -208,7 +245,7 @@ class Supervisor:
             say(f"All ranks start again in {pause:g} s ({number}).")
         elif state.phase is Phase.FINISHED:
             code = next(action.code for action in actions if isinstance(action, Finish))
-            if code or state.lost:
+            if code or state.lost or state.rejoins:
                 say(report(self._endings, state.first, code, state.lost))
 
     def _leave(self) -> None:

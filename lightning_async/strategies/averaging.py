@@ -24,18 +24,19 @@ from lightning_async.rules import DeltaMean, EveryNSteps
 from lightning_async.rules.averaging.protocol import AveragingRule
 from lightning_async.rules.schedules.protocol import Schedule
 from lightning_async.strategies.base import ReplicatedStrategy
-from lightning_async.strategies.joining import Guest, Host
+from lightning_async.strategies.course import Course
+from lightning_async.strategies.guest import Guest
+from lightning_async.strategies.host import Host
 from lightning_async.strategies.saved_state import SavedState
 from lightning_async.strategies.session import Session
-from lightning_async.strategies.survivors import is_newcomer
+from lightning_async.strategies.survivors import is_newcomer, started
 from lightning_async.trainer import refusals
-from lightning_async.trainer.drift import DriftPatches
 from lightning_async.trainer.namespace import name as namespace
 from lightning_async.trainer.namespace import pytorch
-from lightning_async.trainer.patches import Undo, in_words, searches_lr, shorten
+from lightning_async.trainer.patches import in_words, shorten
 from lightning_async.trainer.settings import check_checkpoint, check_settings
 from lightning_async.transports.choose import TransportName
-from lightning_async.transports.transport import Connection, ElasticTransport, Transport
+from lightning_async.transports.transport import ElasticTransport, Transport
 
 __all__ = ["AsyncAveragingStrategy"]
 
@@ -67,7 +68,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
             such as `DiLoCo`), ``"bf16"`` (half), or ``"none"`` (default). Nothing is lost: what a message cannot hold
             stays in the replica's parameters and goes with the next one. Gates exchange fp32.
         min_replicas: ranks may be lost as long as so many are left, and these go on: no local step of theirs is lost,
-            the round under way is repeated by them, and from the next epoch on they have all samples among them. None
+            the round under way is repeated by them, and they train on what the lost had not shared of the epoch. None
             (default): half of those that were started, rounded up; over Horovod all. The number of ranks: one that is
             lost ends training on all.
         deadlines: how long to wait for what.
@@ -119,13 +120,10 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         self.buffers: BufferPolicy = buffers
         self.optimizer_state_policy: OptimizerPolicy = optimizer_state
         self.lr_clock: refusals.LrClock = lr_clock
-        self._session: Session | None = None
         self.summary = RunSummary()
         self._trainer: Any = None
-        self.patches: DriftPatches | None = None
+        self.course: Course | None = None
         self.saved = SavedState(self.checkpoint_key)
-        self.undo: list[Undo] = []
-        self._begins_anew = False
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -147,11 +145,10 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         self.setup_replica(trainer)
         if fitting:
             self.num_fits = next(_fits)
-            self.patches = DriftPatches(self, trainer)
+            self.course = Course(self, trainer)
             if self.world is not None:
-                self.undo.append(self.patches.remove)
-                self.patches.install(self.world)
-            self.undo.append(monitor_for_now(trainer))
+                self.course.install(self.world)
+            self.course.undo.append(monitor_for_now(trainer))
 
     def on_train_start(self) -> None:
         """All ranks hold the same model: replicas part from here."""
@@ -159,56 +156,18 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
             self.start_over()
         if is_newcomer():
             Guest(self, self._trainer).join()
-        else:
-            self.begin_averaging()
-
-    def begin_averaging(self) -> None:
-        """Let this replica drift, if the others are here to begin with it."""
-        self._begins_anew = False
-        self.summary = RunSummary(rank=self.global_rank, world_size=self.world_size)
-        if self.world_size == 1:
-            self.saved.take()  # it goes with weights that this training leaves behind
-            self.tell_alone("so there is nothing to average. Pass `Trainer(devices=2)` or more")
-            return
-        assert self._connection is not None and self.patches is not None
-        self.patches.begin(self._connection.world)
-        self._go_on(self._connection)
-
-    def _go_on(self, connection: Connection) -> None:
-        assert self.patches is not None
-        self._session = Session(self, connection, self.patches.within_batch, self.saved)
-        self.summary = self._session.averager.summary
-        self._session.start()
-        if self.host is not None:
-            self.host.open(self._trainer)
-
-    def go_on_wider(self, connection: Connection, run: int) -> None:
-        """See `Joined`."""
-        self._end_averaging()
-        self.disconnect(in_order=True)
-        self.use(connection, run)
-        self._go_on(connection)
-
-    def _end_averaging(self) -> None:
-        if self.host is not None:
-            self.host.close()
-        if self._session is not None:
-            self._session.close()
-            self._session = None
+        elif self.course is not None:
+            self.course.begin()
 
     def start_over(self) -> None:
-        """See `Drifting`: all ranks are here, and the next training begins on a connection of its own."""
-        self._end_averaging()
-        self.disconnect(in_order=True)
-        self.connect_ranks()
-        self._begins_anew = True
-        if self.patches is not None:
-            self.patches.start_over()
+        """See `Drifting`."""
+        if self.course is not None:
+            self.course.start_over()
 
     def begin_again(self) -> None:
-        """Before a batch or a gate: if a checkpoint was restored during training, average from there."""
-        if self._begins_anew:
-            self.begin_averaging()
+        """See `Drifting`."""
+        if self.course is not None:
+            self.course.begin_again()
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the peers, so that they end with this rank's error instead of waiting for it."""
@@ -222,11 +181,9 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
                 self._connection.membership.fail(in_words(exception))
 
     def teardown(self) -> None:
-        while self.undo:
-            self.undo.pop()()
-        self._end_averaging()
-        self._begins_anew = False
-        self.patches = self._trainer = None
+        if self.course is not None:
+            self.course.end()
+        self.course = self._trainer = None
         self.disconnect(in_order=not self.failed)
         super().teardown()
 
@@ -258,15 +215,18 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
     @property
     def fewest(self) -> int:
         """So many replicas go on without those that are lost."""
-        started = self.world_size if self.survivors is None else self.survivors.started
-        return self.config.fewest(started, can_lose=self.host is not None)
+        return self.config.fewest(started(self), can_lose=self.host is not None)
 
     @property
     def shrinks(self) -> bool:
         """See `Drifting`."""
-        return self.fewest < self.world_size
+        return self.fewest < started(self)
 
     # ---- gates ----
+
+    @property
+    def _session(self) -> Session | None:
+        return None if self.course is None else self.course.session
 
     @property
     def averager(self) -> BackgroundAverager | None:
@@ -296,11 +256,8 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
 
     def summarise(self) -> None:
         """See `Drifting`."""
-        if self._session is not None:
-            self._session.sum_up()
-            self.saved.keep(self._session.state())
-            if not searches_lr(self._trainer):
-                self._session.tell()
+        if self.course is not None:
+            self.course.summarise()
 
     # ---- settings ----
 

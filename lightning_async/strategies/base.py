@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -12,13 +11,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from lightning_async.engine.tensors import describe
 from lightning_async.engine.world import World
-from lightning_async.errors import LayoutMismatch
-from lightning_async.flat import FlatLayout
 from lightning_async.strategies.survivors import (
     Survivors,
     among,
+    count_run,
     is_newcomer,
     left_here,
     name_in_run,
@@ -27,6 +24,7 @@ from lightning_async.strategies.survivors import (
 )
 from lightning_async.trainer.compiled import CompiledMark
 from lightning_async.trainer.namespace import fabric, pytorch
+from lightning_async.trainer.one_model import make_equal
 from lightning_async.trainer.patches import rank_zero_info, searches_lr
 from lightning_async.transports.choose import REGISTERED, TransportName, choose_transport
 from lightning_async.transports.transport import Connection, Transport
@@ -39,8 +37,6 @@ else:
 
 __all__ = ["ReplicatedStrategy"]
 
-log = logging.getLogger(__name__)
-_runs = [0]  # of this process, by any strategy: what a run leaves in the store is not the next one's
 T = TypeVar("T")
 
 
@@ -82,7 +78,6 @@ class ReplicatedStrategy(ParallelStrategy):
         """Who is left, where training goes on without those that are lost."""
         self.host: Any = None
         """Takes newcomers in; None where nobody can come."""
-        self._survivors_then: tuple[str, ...] = ()
 
     # ---- ranks and processes ----
 
@@ -143,17 +138,13 @@ class ReplicatedStrategy(ParallelStrategy):
 
     def _child_died(self, local_rank: int, returncode: int) -> timedelta | None:
         """A rank that was started here is gone. Returns how long the others may take to end; None: they go on."""
-        rank, connection = self.node_rank * self.num_processes + local_rank, self._connection
-        if self.survivors is not None and self.survivors.does_without(rank):
+        rank, survivors = self.node_rank * self.num_processes + local_rank, self.survivors
+        if survivors is not None and survivors.does_without(rank):
             return None
-        if connection is None or self._dead_after is None:
+        if self._connection is None or self._dead_after is None:
             return timedelta(0)
-        try:
-            name = name_in_run(rank, self._survivors_then)
-            connection.membership.report_death(name, f"its process ended with status {returncode}")
-        except Exception as error:  # then the others find out by its silence
-            log.warning("Rank %d: the others could not be told that rank %d died: %s", self.global_rank, rank, error)
-        return None if self.survivors is not None and self.survivors.can_lose_one else self._dead_after
+        self._connection.report_death(rank, f"its process ended with status {returncode}")
+        return None if survivors is not None and survivors.can_lose_one else self._dead_after
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -163,28 +154,17 @@ class ReplicatedStrategy(ParallelStrategy):
     def connect_ranks(self) -> None:
         """Join the other ranks, if there are any; all call this together."""
         if self.world_size > 1 and not is_newcomer():
-            place, run = among(self.survivors, self.cluster_environment), self.count_run()
+            place, run = among(self.survivors, self.cluster_environment), count_run()
             elastic = self.host is not None
             self.use(
                 self.transport.connect(place, self.root_device, f"lightning_async/{run}", self._dead_after, elastic),
                 run,
             )
 
-    def count_run(self, at_least: int = 0) -> int:
-        """See `Joined`."""
-        _runs[0] = max(_runs[0] + 1, at_least)
-        return _runs[0]
-
     def use(self, connection: Connection, run: int) -> None:
         """All ranks are connected for this run."""
         self._connection, self.num_runs = connection, run
-        self._survivors_then = () if self.survivors is None else self.survivors.names
-        connection.hear_deaths(partial(name_in_run, names=self._survivors_then))
-
-    @property
-    def room(self) -> str:
-        """See `Drifting`."""
-        return "" if self.survivors is None else self.survivors.room
+        connection.hear_deaths(partial(name_in_run, names=() if self.survivors is None else self.survivors.names))
 
     @property
     def connection(self) -> Connection | None:
@@ -261,22 +241,9 @@ class ReplicatedStrategy(ParallelStrategy):
         self.module.to(self.root_device)
 
     def make_equal(self) -> None:
-        """Compare the replicas' models, and start them all from rank 0's.
-
-        Raises:
-            LayoutMismatch: they differ; names the first difference.
-        """
-        if self.world is None:
-            return
-        mine = describe(self.module)
-        for rank, theirs in enumerate(self.world.gather_objects(mine)):
-            difference = FlatLayout.first_difference(mine, theirs)
-            if difference is not None:
-                raise LayoutMismatch(
-                    f"Rank {self.global_rank} and rank {rank} hold different models; the first difference is "
-                    f"{difference} (rank {self.global_rank} | rank {rank}). Build the same model on every rank."
-                )
-        self.world.make_equal_([*self.module.parameters(), *self.module.buffers()])
+        """See `one_model.make_equal`."""
+        if self.world is not None:
+            make_equal(self.world, self.module)
 
     def tell_alone(self, why: str = "") -> None:
         """Say that there is one rank, which needs nobody; and ``why`` that matters."""

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from lightning_async.comm.membership.signing import SECRET
-from lightning_async.comm.membership.standing import ENDED, FAILED, Publisher
+from lightning_async.comm.membership.standing import ENDED, FAILED, Publisher, publish
 from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.batch_norm import recompute_batch_norm
 from lightning_async.engine.averaging.config import AveragerConfig
@@ -113,18 +113,15 @@ class Session:
         saved.resume(self.averager, strategy.global_rank, strategy.world_size)
         self.stepping = Stepping(strategy, self.averager, gradients, meet)
         self._publisher: Publisher | None = None
-        if connection.store is not None:
-            run = strategy.num_runs
-            self._publisher = Publisher(
-                connection.store, lambda: standing_of(averager, strategy.survivors, run), os.environ.get(SECRET)
-            )
 
     def start(self) -> None:
         """All ranks call this together, with equal replicas."""
         self._connection.open()
         self.averager.start()
-        if self._publisher is not None:
-            self._publisher.start()
+        if (store := self._connection.store) is not None:
+            strategy, averager, run = self._strategy, self.averager, self._strategy.num_runs
+            secret = os.environ.get(SECRET)
+            self._publisher = publish(store, lambda: standing_of(averager, strategy.survivors, run), secret)
         if (replica := self._saved.take_replica()) is not None:
             self.averager.marks.part(replica, replica["state_dict"], self._strategy.module)
 
@@ -133,7 +130,7 @@ class Session:
         self.averager.close()
         self.stepping.close()
         if self._publisher is not None:
-            self._publisher.close(FAILED if self._strategy.failed else ENDED)
+            self._publisher.end(FAILED if self._strategy.failed else ENDED)
 
     def on_model_changed(self) -> None:
         """A gate has given all replicas another model."""

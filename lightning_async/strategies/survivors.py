@@ -12,9 +12,20 @@ from lightning_async.events import tell
 from lightning_async.trainer.environments import Newcomer, Survivor
 from lightning_async.trainer.namespace import fabric, pytorch
 
-__all__ = ["Survivors", "among", "is_newcomer", "left_here", "name_in_run", "number_rank", "numbered_last"]
+__all__ = [
+    "Survivors",
+    "among",
+    "count_run",
+    "is_newcomer",
+    "left_here",
+    "name_in_run",
+    "number_rank",
+    "numbered_last",
+    "started",
+]
 
 log = logging.getLogger(__name__)
+_runs = [0]
 _here: list[Survivors] = []  # of this process, once ranks are lost: they are to every strategy that follows
 
 
@@ -61,6 +72,10 @@ class Survivors:
         """How many ranks there were at first."""
         return self._started
 
+    def called(self, name: str) -> str:
+        """The number that a rank of this run, by its name in it, was started with; of one that is lost, too."""
+        return self._names[int(name)]
+
     @property
     def lost(self) -> int:
         """How many ranks are gone."""
@@ -84,8 +99,8 @@ class Survivors:
         tell(
             "lost", logging.WARNING,
             f"Rank {before.rank} goes on as rank {generation.rank} of {left}: {why}. {left} of {self._started} "
-            f"replicas are left, and fewer than {self._min_replicas} do not go on. What the lost had not shared is "
-            "gone; their samples are dealt out again with the next epoch.",
+            f"replicas are left, and fewer than {self._min_replicas} do not go on. Steps that the lost had not shared "
+            "are gone; their samples are trained on by the others.",
             rank=generation.rank, was=before.rank, generation=generation.number, world_size=left, names=self.names,
         )  # fmt: skip
         if generation.rank == 0 and before.rank != 0:
@@ -100,6 +115,20 @@ class Survivors:
     def tell(self) -> None:
         """The launcher hears of it; numbers go on counting up from run to run."""
         tell_generation((self._run << 32) + self.generation.number, self.names)
+
+
+def count_run(at_least: int = 0) -> int:
+    """The number of a new run of this process, by any strategy: what one leaves in the store is not the next one's.
+
+    All ranks count alike; one that came late begins with ``at_least`` this.
+    """
+    _runs[0] = max(_runs[0] + 1, at_least)
+    return _runs[0]
+
+
+def started(strategy: Any) -> int:
+    """How many ranks there were at first, with those that are lost since."""
+    return strategy.world_size if strategy.survivors is None else strategy.survivors.started
 
 
 def left_here() -> Survivors | None:

@@ -50,6 +50,9 @@ class Dealing:
                     loop._combined_loader = None
                 dealt_in = now
                 original()
+                if self._number_left_over(loop):
+                    loop._combined_loader = None
+                    original()
                 if self._division(now) == now:
                     break  # else ranks were lost meanwhile, and it is not known which numbers were read
             self._warn_of_others(loop)
@@ -61,11 +64,21 @@ class Dealing:
         world = self._strategy.world
         if world is None or world.drifting:
             return before
-        generation = world.generation()
-        return self._strategy.room, generation
+        generation, survivors = world.generation(), self._strategy.survivors
+        return "" if survivors is None else survivors.room, generation
+
+    def _number_left_over(self, loop: Any) -> bool:
+        """Samplers for all the ranks that this job began with, of whom some were lost in an earlier run."""
+        strategy = self._trainer.strategy
+        lost = 0 if strategy.survivors is None else strategy.survivors.lost
+        began = strategy.world_size + lost
+        found = [each for each in _distributed_samplers(loop) if lost > 0 and each.num_replicas == began]
+        for sampler in found:
+            _number(sampler, **strategy.distributed_sampler_kwargs)
+        return len(found) > 0
 
     def _warn_of_others(self, loop: Any) -> None:
-        """A sampler that was made for the ranks of an earlier run has parts that nobody takes."""
+        """A sampler that was made for other ranks than these has parts that nobody takes."""
         world_size = self._trainer.strategy.world_size
         for sampler in _distributed_samplers(loop):
             if sampler.num_replicas > world_size:

@@ -20,6 +20,7 @@ from lightning_async.trainer.meeting import Meeting
 from lightning_async.trainer.metrics import WholeMetrics
 from lightning_async.trainer.patches import Undo, replace, sync_metrics_through
 from lightning_async.trainer.protocols import Drifting
+from lightning_async.trainer.revalidation import Revalidation
 from lightning_async.trainer.saving import Saving
 from lightning_async.trainer.stopping import Stopping
 from lightning_async.trainer.validation import Validation
@@ -39,8 +40,8 @@ class DriftPatches:
         self._strategy, self._trainer = strategy, trainer
         stopping = Stopping(strategy, trainer)
         self._meeting = Meeting(strategy, trainer, stopping)
-        inheritance = Inheritance(strategy, trainer)
-        self._validation = Validation(strategy, trainer, self._meeting, inheritance)
+        self._inheritance = Inheritance(strategy, trainer)
+        self._validation = Validation(strategy, trainer, self._meeting, self._inheritance)
         self._rates = LearningRates(strategy, trainer)
         saving = Saving(strategy, trainer)
         self._meeting.on_model_changed += [
@@ -51,7 +52,8 @@ class DriftPatches:
         convening = Convening(strategy, trainer, self._meeting, saving, strategy.host)
         self._parts = (
             stopping, convening, self._validation, saving, self._rates, EmptyShards(strategy, trainer),
-            Dealing(strategy, trainer), inheritance, WholeMetrics(strategy, trainer),
+            Dealing(strategy, trainer), self._inheritance, Revalidation(strategy, trainer),
+            WholeMetrics(strategy, trainer),
         )  # fmt: skip
         self._undo: list[Undo] = []
 
@@ -91,6 +93,7 @@ class DriftPatches:
     def start_over(self) -> None:
         """Training begins anew within this fit."""
         self._validation.start_over()
+        self._inheritance.start_over()
         self._rates.start_over()
 
     def within_batch(self, gate: Gate) -> Arrival:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning_async.data.samplers import describe
 from lightning_async.data.shares import Share, inherited, unheard
 from lightning_async.data.source import Source, sources_of
+from lightning_async.engine.gates import Gates
 from lightning_async.engine.world import World
 from lightning_async.trainer.namespace import fabric
 from lightning_async.trainer.patches import Undo, callbacks_of, replace, set_for_now
@@ -17,14 +19,16 @@ from lightning_async.trainer.protocols import Drifting
 __all__ = ["Inheritance"]
 
 log = logging.getLogger(__name__)
-_EPOCH = 2**32
+_PHASES, _BATCHES = 2**5, 2**32
+"""Of a place: how often an epoch was gone on with, at most, and how many batches it has."""
 
 
 class Inheritance:
     """Each sample of an epoch is trained on once, in work that a round has merged, whoever is lost meanwhile.
 
     At the start of an epoch all ranks tell each other what they have of it, and with each message how far they are. At
-    its end, at the gate, those that are left deal out what the lost had not shared, and go on with the epoch.
+    its end, at the gate, those that are there deal out what the lost had not shared, and go on with the epoch;
+    newcomers too, who have had nothing of it so far.
 
     Args:
         strategy: has the gates, and is where all ranks meet.
@@ -33,10 +37,17 @@ class Inheritance:
 
     def __init__(self, strategy: Drifting, trainer: Any) -> None:
         self._strategy, self._trainer = strategy, trainer
+        self._knows = False
+        """This rank was there when the epoch began, or was told since; else `_shares` say nothing."""
         self._shares: dict[str, Share] = {}
-        """Of those that have yet to be seen at the end of this epoch, by name."""
-        self._world: World | None = None
-        """Where that was told."""
+        """What each has of the epoch since it began, or was last gone on with; by the name for life."""
+        self._phase = 0
+        """How often the epoch was gone on with."""
+        self._places: dict[str, float] = {}
+        """How far each was with what all have committed, by that name."""
+        self._gates: Gates | None = None
+        self._called: Callable[[str], str] = str
+        """Those that places are heard of from, and what they mean by a name."""
 
     def install(self) -> list[Undo]:
         """Patch; returns what takes it back."""
@@ -47,45 +58,64 @@ class Inheritance:
             replace(self._trainer.strategy, "on_train_batch_start", self._begin_batch),
         ]
 
+    def start_over(self) -> None:
+        """Training begins anew within this fit: who has had what of the epoch does not count any more."""
+        self._knows, self._shares, self._places, self._gates = False, {}, {}, None
+
     def rest(self) -> bool:
         """At the gate that ends an epoch: train on what the lost have left of it; whether there was something."""
-        world, gates = self._strategy.world, self._strategy.gates
-        if not self._shares or world is None or gates is None or world is not self._world:
+        world, gates, epoch = self._strategy.world, self._strategy.gates, self._trainer.fit_loop.epoch_loop
+        if not self._strategy.shrinks or world is None or gates is None:
             return False
-        epoch, fit = self._trainer.fit_loop.epoch_loop, self._trainer.fit_loop
-        stops = (fit._can_stop_early and self._trainer.should_stop) or epoch.global_step == epoch.max_steps
-        mine: list[Any] = [gates.name, not stops, epoch.batch_progress.current.ready, gates.places]
+        self._hear(gates)
+        stops = self._trainer.should_stop and self._trainer.fit_loop._can_stop_early
+        goes_on = not stops and epoch.global_step != epoch.max_steps
+        name = self._called(gates.name)
+        mine: list[Any] = [name, self._knows, goes_on, epoch.batch_progress.current.ready, self._places]
         told = world.gather_objects(mine)
-        places: dict[str, float] = {}
-        for _, _, _, heard in told:
-            places |= {name: max(place, places.get(name, 0.0)) for name, place in heard.items()}
-        there = {name for name, *_ in told}
-        lost = {name: each for name, each in self._shares.items() if name not in there}
+        there = [each for each, knows, *_ in told if knows]
+        if not there:
+            return False
+        takers = {each: ready for each, knows, goes_on, ready, _ in told if goes_on}
+        if len(there) < len(told) and not self._introduce(world, is_first=name == there[0] and self._knows):
+            takers = {each: ready for each, ready in takers.items() if each in there}
+        for *_, places in told:
+            self._learn(places)
+        lost = {each: share for each, share in self._shares.items() if each not in there}
         self._tell(lost)
-        takers = {name: ready for name, goes_on, ready, _ in told if goes_on}
-        left = [(each, self._number(places.get(name, 0.0))) for name, each in lost.items()]
-        self._shares = inherited(left, takers) if takers else {}
+        left = [(share, self._number(each)) for each, share in lost.items()]
+        self._shares, self._phase = inherited(left, takers) if takers else {}, self._phase + 1
         if not self._shares:
             return False
         log.info(
             "Epoch %d goes on with what %s had not shared of it: %s batches.",
-            self._trainer.current_epoch, ", ".join(f"rank {name}" for name in lost),
-            " and ".join(str(each.end - each.first) for each in self._shares.values()),
+            self._trainer.current_epoch, ", ".join(f"rank {each}" for each in lost),
+            " and ".join(str(share.end - share.first) for share in self._shares.values()),
         )  # fmt: skip
-        if gates.name in self._shares:
-            self._train(self._shares[gates.name])
+        if self._knows and name in self._shares:
+            self._train(self._shares[name])
         return True
+
+    def _introduce(self, world: World, is_first: bool) -> bool:
+        """One that knows tells those that do not what each has of this epoch; whether it has come to that."""
+        mine: list[Any] = [self._phase, {each: list(share) for each, share in self._shares.items()}] if is_first else []
+        told = next((each for each in world.gather_objects(mine) if each), None)
+        if told is not None and not self._knows:
+            self._phase, self._knows = told[0], True
+            self._shares = {each: Share(*share) for each, share in told[1].items()}
+        return told is not None
 
     # ---- what each rank has, and how far it is ----
 
     def _begin(self, original: Any) -> Any:
         def on_run_start(data_fetcher: Any) -> None:
             world, gates = self._strategy.world, self._strategy.gates
-            self._shares, self._world = {}, world
+            self.start_over()
             if world is not None and gates is not None and not world.drifting:
-                mine: list[Any] = [gates.name, list(self._mine())]
+                self._hear(gates)
+                mine: list[Any] = [self._called(gates.name), list(self._mine())]
                 told = world.gather_objects(mine)
-                self._shares = {name: Share(*each) for name, each in told}
+                self._knows, self._phase, self._shares = True, 0, {name: Share(*each) for name, each in told}
                 for number, each in enumerate(unheard(self._shares.values())):
                     self._shares[f"(lost as the epoch began, {number})"] = each
             original(data_fetcher)
@@ -117,13 +147,30 @@ class Inheritance:
             original(batch, batch_idx)
             gates, epoch = self._strategy.gates, self._trainer.fit_loop.epoch_loop
             if gates is not None and not epoch._should_accumulate():  # else its gradients are yet to be stepped with
-                gates.tell_place(self._trainer.current_epoch * _EPOCH + epoch.batch_progress.current.ready)
+                self._hear(gates)
+                gates.tell_place(self._now() * _BATCHES + epoch.batch_progress.current.ready)
 
         return on_train_batch_start
 
-    def _number(self, place: float) -> int:
-        """Of the first batch of this epoch behind a place."""
-        return max(0, int(place) - self._trainer.current_epoch * _EPOCH)
+    def _now(self) -> int:
+        return self._trainer.current_epoch * _PHASES + min(self._phase, _PHASES - 1)
+
+    def _number(self, name: str) -> int:
+        """Of the first batch that a rank has not committed, of what it has now."""
+        now, number = divmod(int(self._places.get(name, 0.0)), _BATCHES)
+        return number if now == self._now() else 0
+
+    def _hear(self, gates: Gates) -> None:
+        """Where averaging goes on with newcomers there are other gates, with other names: what the last told counts."""
+        if self._gates is not None:
+            self._learn({self._called(name): place for name, place in self._gates.places.items()})
+        if gates is not self._gates:
+            self._gates, self._called = gates, self._trainer.strategy.survivors.called
+            self._learn({self._called(name): place for name, place in gates.places.items()})
+
+    def _learn(self, places: Mapping[str, float]) -> None:
+        for name, place in places.items():
+            self._places[name] = max(place, self._places.get(name, 0.0))
 
     def _tell(self, lost: dict[str, Share]) -> None:
         for name, each in lost.items():

@@ -21,10 +21,8 @@ class Drifting(Protocol):
         """Training may go on without ranks that are lost."""
         ...
 
-    @property
-    def room(self) -> str:
-        """Differs from before where ranks came back; "" where all are those that began."""
-        ...
+    survivors: Any
+    """Who is there of the ranks that began, see `Survivors`; None where all are, or must be."""
 
     host: Any
     """Takes newcomers in, see `Convened`; None where nobody can come."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from lightning_async.arguments import check_choice
-from lightning_async.comm.launched import came_back
+from lightning_async.comm.launched import attempt, came_back
 from lightning_async.comm.membership.door import Door
 from lightning_async.comm.membership.membership import Membership
 from lightning_async.comm.membership.presence import Presence, naming_the_stores_host
@@ -32,7 +32,7 @@ from lightning_async.trainer.environments import MPIRunEnvironment
 from lightning_async.trainer.namespace import fabric
 from lightning_async.trainer.patches import rank_zero_info
 from lightning_async.trainer.popen import ProcessLauncher, ScriptLauncher, check_launcher
-from lightning_async.transports.transport import Connection, ElasticTransport, short_world
+from lightning_async.transports.transport import Connection, Transport, short_world
 
 __all__ = ["StartMethod", "TorchTransport"]
 
@@ -46,7 +46,7 @@ _presences: list[Presence] = []  # of this process: one, from its first run on
 
 
 @dataclass(frozen=True, kw_only=True)
-class TorchTransport(ElasticTransport):
+class TorchTransport(Transport):
     """torch.distributed moves the bytes; torchrun, SLURM, mpirun or Lightning starts the ranks. See `Transport`.
 
     Args:
@@ -129,7 +129,7 @@ class TorchTransport(ElasticTransport):
     def visit(self, environment: Any, name: str, guest: str, dead_after: timedelta) -> Membership:
         store = distributed_c10d.PrefixStore(name, _store(environment, environment.global_rank()))
         seal = Seal.of_job().within(name)
-        return Membership(store, 0, 1, member=guest, dead_after=dead_after, fresh=True, readmit=False, seal=seal)
+        return Membership(store, 0, 1, member=guest, visits=True, dead_after=dead_after, fresh=True, seal=seal)
 
     def _connect(
         self,
@@ -243,8 +243,7 @@ def _open_store(environment: Any, rank: int, greets: bool = True) -> Any:
     launcher_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent
     store = open_store(address, environment.main_port, rank == 0 and greets and not launcher_serves, patience)
     if launcher_serves:  # it may outlive the ranks, and start them again
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = distributed_c10d.PrefixStore(f"lightning_async/attempt{attempt}", store)
+        store = distributed_c10d.PrefixStore(f"lightning_async/attempt{attempt()}", store)
     if greets:
         greet(store, rank, environment.world_size(), getattr(environment, "job", ""), seal, patience)
     if not is_loopback(address) and not seal.signs:

@@ -43,6 +43,7 @@ class Connection:
         self.root, self.payload, self._membership = root, payload, membership
         self._roots = [root] if payload is root else [root, payload]
         self._listener: Listener | None = None
+        self._name_of: Callable[[int], str] = str
         lightning = root.fork("lightning")
         self._pid = os.getpid()
         if membership is None:
@@ -61,6 +62,7 @@ class Connection:
         Args:
             name_of: what a rank is called here, by the number that it was started with; ValueError for one that is not.
         """
+        self._name_of = name_of
         if (membership := self._membership) is None:
             return
 
@@ -69,6 +71,13 @@ class Connection:
                 membership.hear_death(name_of(death.rank), death.process, death.text)
 
         self._listener = listen(hear)
+
+    def report_death(self, rank: int, text: str) -> None:
+        """Tell all that the process of the rank that was started with this number has ended, see `hear_deaths`."""
+        try:
+            self.membership.report_death(self._name_of(rank), text)
+        except Exception as error:  # then the others find out by its silence
+            log.warning("The others could not be told that rank %d died: %s", rank, error)
 
     def open(self) -> None:
         """Form all groups now, those forked off too, rather than each at its first use."""

@@ -42,7 +42,7 @@ from lightning_async.engine.loop import Loop, Stage
 from lightning_async.engine.replica import Replica
 from lightning_async.engine.transfer import Transfer
 from lightning_async.flat import FlatLayout
-from tests.benchmarks.elastic_trace import BATCH
+from tests.benchmarks.elastic_trace import BATCH, Writer
 
 __all__ = ["Job"]
 
@@ -79,17 +79,12 @@ class Job:
 NAME = os.environ.get("RANK", "0")
 
 
-class Trace:
+class Trace(Writer):
     """What this rank writes down, and whether it is to die."""
 
     def __init__(self, folder: str) -> None:
+        super().__init__(folder, NAME)
         self._order = Path(folder, f"die-{NAME}")
-        flags = os.O_APPEND | os.O_CREAT | os.O_WRONLY
-        self._file = os.open(Path(folder, f"trace-{NAME}-{os.getpid()}.jsonl"), flags)
-
-    def note(self, what: str, **fields: object) -> None:
-        line = {"what": what, "t": time.monotonic(), **fields}
-        os.write(self._file, json.dumps(line).encode() + b"\n")
 
     def dies(self, place: str) -> bool:
         """Whether this is the place."""
@@ -216,7 +211,7 @@ class Trained(pl.LightningModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         started = time.monotonic()
         self.trace.at("step")
-        self.trace.note("step", gap=None if self.gated else started - self._ended, n=self.trainer.global_step)
+        self.trace.note("step", gap=started - self._ended, gated=self.gated, n=self.trainer.global_step)
         self.gated = False
         loss = (self.layers(batch) - batch.mean(1, keepdim=True)).pow(2).mean()
         time.sleep(max(0.0, self._step_s - (time.monotonic() - started)))

@@ -3,7 +3,8 @@
 First all ranks train undisturbed: that is the fault-free pace. Then one of them, whoever it is, is killed every so
 often, and the launcher starts it again; where it cannot come back, the others go on, and nobody is killed any more when
 few are left.
-What counts are samples that have not been lost: of a rank that was killed, those up to its last round.
+What counts are samples that have not been lost: of a rank that was killed, those up to its last round. Where torchft is
+installed, it does the same afterwards, by averaging of its own; its ranks are started again at once.
 """
 
 from __future__ import annotations
@@ -16,20 +17,23 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from tests.benchmarks.averaging import termination_as_exception
-from tests.benchmarks.elastic import FEWEST, Run, lives, training
+from tests.benchmarks.elastic import FEWEST
+from tests.benchmarks.elastic_run import Run, alive, training
 from tests.benchmarks.elastic_trace import BATCH, Death, Life, alike, measure_death, percentile
 from tests.benchmarks.ranks import RankFailed
 from tests.benchmarks.report import Target, load_average, machine
 from tests.benchmarks.scenarios import say
+from tests.benchmarks.torchft_run import Torchft, torchft_problem, torchft_training
 
 MODULE = "tests.benchmarks.soak"
 GOODPUT = 0.85
 RESTARTS = 10_000
+STEP_S, PERIOD = 0.024, 10
 
 
 @dataclass(kw_only=True)
@@ -86,39 +90,52 @@ def pace(all_: Sequence[Life], killed: set[int], since: float, until: float) -> 
     return BATCH * steps / (until - since)
 
 
-def soak(options: argparse.Namespace) -> Soak:
+def ours(options: argparse.Namespace) -> Soak:
+    """This package, under its launcher."""
+    with training(
+        options.out, options.ranks, max_restarts=RESTARTS, min_replicas=1, step_s=STEP_S, period=PERIOD
+    ) as run:
+        return soak(options, run)
+
+
+def torchft(options: argparse.Namespace) -> Soak:
+    """torchft's ``LocalSGD``, with a lighthouse."""
+    with torchft_training(options.out, options.ranks, step_s=STEP_S, period=PERIOD) as run:
+        return soak(options, run)
+
+
+def soak(options: argparse.Namespace, run: Run | Torchft) -> Soak:
     """One training, with its kills."""
     result = Soak(ranks=options.ranks, load=[load_average()])
-    with training(options.out, options.ranks, max_restarts=RESTARTS, min_replicas=1) as run:
-        begun = time.monotonic()
-        rest(run, options.free_seconds)
-        since, killed = time.monotonic(), set[int]()
-        moments: list[int] = []
-        while (left := since + options.seconds - time.monotonic()) > 0.0:
-            here = list(run.living().values())
-            moments.append(len(here))
-            if len(here) > FEWEST and left > options.every / 2:
-                kill(run, random.choice(here), killed, result)
-            rest(run, min(options.every, max(0.0, left)), moments)
-        until = time.monotonic()
-        result.code = run.end()
-        all_ = run.traces.read()
-        result.fault_free, result.with_kills = pace(all_, killed, begun, since), pace(all_, killed, since, until)
-        result.kills, result.back = len(killed), len(all_) - options.ranks
-        result.living = sum(moments) / len(moments)
-        result.alike = alike(all_)
+    begun = time.monotonic()
+    rest(run, options.free_seconds, [])
+    since, killed = time.monotonic(), set[int]()
+    moments: list[int] = []
+    while (left := since + options.seconds - time.monotonic()) > 0.0:
+        here = training_in(run)
+        moments.append(len(here))
+        if len(here) > FEWEST and left > options.every / 2:
+            kill(run, random.choice(here), killed, result)
+        rest(run, min(options.every, max(0.0, left)), moments)
+    until = time.monotonic()
+    result.code = run.end()
+    all_ = run.traces.read()
+    result.fault_free, result.with_kills = pace(all_, killed, begun, since), pace(all_, killed, since, until)
+    result.kills, result.back = len(killed), len([life for life in all_ if life.commits]) - options.ranks
+    result.living = sum(moments) / len(moments)
+    result.alike = alike(all_)
     result.load.append(load_average())
     return result
 
 
-def kill(run: Run, victim: Life, killed: set[int], result: Soak) -> None:
+def kill(run: Run | Torchft, victim: Life, killed: set[int], result: Soak) -> None:
     """One of them, at whatever moment; waits for the others' next round."""
     killed_at = time.monotonic()
     os.kill(victim.process, signal.SIGKILL)
     killed.add(victim.process)
 
     def death(all_: Sequence[Life]) -> Death | None:
-        others = [life for life in all_ if life.process not in killed and lives(life.process)]
+        others = [life for life in all_ if life.process not in killed and alive(life.process)]
         return measure_death(others, "anywhere", [victim.name], killed_at)
 
     found = death(run.wait("for the others' next round", lambda all_: death(all_) is not None))
@@ -127,7 +144,12 @@ def kill(run: Run, victim: Life, killed: set[int], result: Soak) -> None:
     say(f"  {found}")
 
 
-def rest(run: Run, seconds: float, moments: list[int] | None = None) -> None:
+def training_in(run: Run | Torchft) -> list[Life]:
+    """Those that have committed a round, and live; who is yet to join is left alone."""
+    return [life for life in run.living().values() if life.commits]
+
+
+def rest(run: Run | Torchft, seconds: float, moments: list[int]) -> None:
     """Let them train.
 
     Raises:
@@ -135,31 +157,37 @@ def rest(run: Run, seconds: float, moments: list[int] | None = None) -> None:
     """
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        if run.process.poll() is not None:
+        if run.ended():
             raise RankFailed(f"all have ended\n{run.said()}")
-        time.sleep(min(1.0, max(0.0, until - time.monotonic())))
-        if moments is not None:
-            moments.append(len(run.living()))
+        time.sleep(min(0.5, max(0.0, until - time.monotonic())))
+        moments.append(len(training_in(run)))
 
 
-def markdown(result: Soak, notes: Sequence[str]) -> str:
-    """The report."""
+def rows_of(result: Soak) -> dict[str, str]:
     excess = [death.excess_s for death in result.deaths]
-    rows = {
+    return {
         "samples a second, fault-free": f"{result.fault_free:.1f}",
         "samples a second with kills": f"{result.with_kills:.1f} ({100 * result.goodput:.1f}%)",
         "kills, and ranks that came back": f"{result.kills}, {result.back}",
-        "ranks that lived, of all": f"{result.living:.2f} of {result.ranks}",
+        "ranks that trained, of all": f"{result.living:.2f} of {result.ranks}",
         "s to the next round, beyond the period: p50, p95": (
             f"{percentile(excess, 0.5):.2f}, {percentile(excess, 0.95):.2f}"
         ),
         "longest pause of a survivor, s": f"{max((death.pause_s for death in result.deaths), default=0.0):.2f}",
-        "rounds repeated by a death, at most": f"{max((death.repeated for death in result.deaths), default=0)}",
         "exit code": f"{result.code}",
+        "load average before; after": "; ".join(result.load),
     }
-    lines = ["# Training while ranks are killed", "", *(f"- {note}" for note in notes), "", "| | |", "|---|---:|"]
-    lines += [f"| {name} | {value} |" for name, value in rows.items()]
-    return "\n".join([*lines, "", *(f"- {target.line()}" for target in result.targets()), ""])
+
+
+def markdown(results: Mapping[str, Soak], notes: Sequence[str]) -> str:
+    """The report."""
+    tables = {name: rows_of(result) for name, result in results.items()}
+    lines = ["# Training while ranks are killed", "", *(f"- {note}" for note in notes), ""]
+    lines += [f"| | {' | '.join(tables)} |", "|---|" + "---:|" * len(tables)]
+    first = next(iter(tables.values()), {})
+    lines += [f"| {row} | {' | '.join(table[row] for table in tables.values())} |" for row in first]
+    targets = results["ours"].targets() if "ours" in results else []
+    return "\n".join([*lines, "", *(f"- {target.line()}" for target in targets), ""])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -174,13 +202,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = shlex.join(["python", "-m", MODULE, *(sys.argv[1:] if arguments is None else arguments)])
     print(machine(), f"load average {load_average()}", f"repeat with `{command}`\n", sep="\n", flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
+    notes = [machine(), f"repeat with `{command}`", f"steps of {1e3 * STEP_S:g} ms, a round every {PERIOD}"]
+    peers = {"ours": ours, "torchft": torchft}
+    if (problem := torchft_problem()) is not None:
+        notes.append(f"without torchft: {problem}")
+        del peers["torchft"]
+    results, failed = {}, False
     with termination_as_exception():
-        result = soak(options)
-    notes = [machine(), f"repeat with `{command}`", f"load average before and after: {'; '.join(result.load)}"]
-    (options.out / "soak.md").write_text(markdown(result, notes))
-    (options.out / "soak.json").write_text(json.dumps({"notes": notes, **asdict(result)}, indent=1))
+        for name, run in peers.items():
+            say(name)
+            try:
+                results[name] = run(options)
+            except RankFailed as error:
+                say(f"  {error}")
+                notes.append(f"{name} FAILED: {str(error).splitlines()[0]}")
+                failed = failed or name == "ours"
+            (options.out / "soak.md").write_text(markdown(results, notes))
+            numbers = {name: asdict(result) for name, result in results.items()}
+            (options.out / "soak.json").write_text(json.dumps({"notes": notes, **numbers}, indent=1))
     print((options.out / "soak.md").read_text())
-    return int(result.code != 0 or (options.strict and not all(target.held for target in result.targets())))
+    held = not failed and all(target.held for target in results["ours"].targets())
+    return int(failed or results["ours"].code != 0 or (options.strict and not held))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ from datetime import timedelta
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
-from lightning_async.comm.membership.standing import Publisher, Standing, read_standings
+from lightning_async.comm.membership import standing
+from lightning_async.comm.membership.standing import Publisher, Standing, publish, read_standings
 
 
 @pytest.fixture
@@ -26,37 +27,55 @@ def until(condition: object, what: str) -> None:
 
 
 def publisher(store: TCPStore, name: str, steps: list[int], secret: str | None) -> Publisher:
-    deep = PrefixStore("run", PrefixStore("attempt", store))
-    return Publisher(
-        deep, lambda: Standing(name=name, step=steps[0], state="trains"), secret, timedelta(milliseconds=20)
-    )
+    mine = Publisher(PrefixStore("run", PrefixStore("attempt", store)), secret, timedelta(milliseconds=20))
+    mine.follow(lambda: Standing(name=name, step=steps[0], state="trains"))
+    return mine
 
 
 @pytest.mark.parametrize("secret", [None, "a secret"])
 def test_each_process_has_a_record_which_follows_it_to_its_end(store: TCPStore, secret: str | None):
-    steps = [[3], [5]]
-    both = [publisher(store, str(rank), steps[rank], secret) for rank in range(2)]
     assert read_standings(store, secret) == []
-    for each in both:
-        each.start()
-        until(lambda: len(read_standings(store, secret)) > both.index(each), "no record")  # noqa: B023
-    assert [(s.name, s.step, s.state) for s in read_standings(store, secret)] == [
-        ("0", 3, "trains"),
-        ("1", 5, "trains"),
-    ]
+    steps, both = [[3], [5]], []
+
+    def states() -> list[str]:
+        return [standing.state for standing in read_standings(store, secret)]
+
+    for rank in range(2):
+        both.append(publisher(store, str(rank), steps[rank], secret))
+        until(lambda: len(states()) == len(both), "no record")
+    assert [(s.name, s.step) for s in read_standings(store, secret)] == [("0", 3), ("1", 5)]
+    assert states() == ["trains", "trains"]
     steps[1][0] = 9
     until(lambda: read_standings(store, secret)[1].step == 9, "it does not go on")
     assert read_standings(store, secret)[1].steps_per_s > 0.0
-    both[1].close()
-    both[0].close("failed")
-    both[0].close()
-    assert [s.state for s in read_standings(store, secret)] == ["failed", "ended"]
+    both[1].end()
+    both[1].end("failed")  # it has ended already
+    both[0].end("failed")
+    until(lambda: states() == ["failed", "ended"], "it does not end")
+    both[0].follow(lambda: Standing(name="0", run=2, state="trains"))
+    until(lambda: states() == ["trains", "ended"], "it does not begin anew")
+    for each in both:
+        each.close()
+        each.close()
+    assert not [thread.name for thread in threading.enumerate() if "heartbeat" in thread.name]
+
+
+def test_a_process_has_one_publisher_for_each_store(store: TCPStore, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(standing, "_here", [])
+    first = publish(PrefixStore("1", store), lambda: Standing(name="0", run=1), None)
+    same = TCPStore("127.0.0.1", store.port, None, False, timedelta(seconds=10), wait_for_workers=False)
+    assert publish(PrefixStore("2", same), lambda: Standing(name="0", run=2), None) is first
+    until(lambda: [s.run for s in read_standings(store, None)] == [2], "no record")
+    other = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), wait_for_workers=False)
+    second = publish(other, lambda: Standing(name="0", run=3), None)
+    until(lambda: [s.run for s in read_standings(other, None)] == [3], "no record")
+    assert second is not first
+    second.close()
     assert not [thread.name for thread in threading.enumerate() if "heartbeat" in thread.name]
 
 
 def test_what_strangers_write_is_left_out_and_without_the_secret_signatures_are(store: TCPStore):
     mine = publisher(store, "0", [1], "a secret")
-    mine.start()
     until(lambda: read_standings(store, "a secret"), "no record")
     mine.close()
     store.add("lightning_async/status/lives", 5)
@@ -79,8 +98,8 @@ def test_a_store_that_is_gone_disturbs_nobody():
         looks.append(time.monotonic())
         return Standing(name="0")
 
-    mine = Publisher(client, look, None, timedelta(milliseconds=5))
-    mine.start()
+    mine = Publisher(client, None, timedelta(milliseconds=5))
+    mine.follow(look)
     until(lambda: read_standings(servers[0], None), "no record")
     servers.clear()
     seen = len(looks)

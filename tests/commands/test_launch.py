@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from lightning_async.comm.launched import REJOIN
 from lightning_async.comm.membership.signing import SECRET
 from lightning_async.commands import launch
 from tests.support import ROOT
@@ -19,9 +20,11 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the launc
 def test_a_dry_run_shows_what_would_be_started(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(SECRET, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv(REJOIN, "7")  # a rank's that starts a job of its own, which is not that job's
     before = dict(os.environ)
     assert launch.main(["-n", "4", "--max-restarts", "2", "--dry-run", "train.py", "--lr", "a b"]) == 0
     lines = capsys.readouterr().out.splitlines()
+    assert REJOIN in lines.pop()
     assert len(lines) == 4
     for rank, line in enumerate(lines):
         prefix, command, *words = shlex.split(line)
@@ -29,6 +32,7 @@ def test_a_dry_run_shows_what_would_be_started(capsys: pytest.CaptureFixture[str
         assert words[-5:] == [sys.executable, "-u", "train.py", "--lr", "a b"]
         assert {f"RANK={rank}", "WORLD_SIZE=4", "TORCHELASTIC_MAX_RESTARTS=2", f"{SECRET}=..."} <= set(words)
         assert "OMP_NUM_THREADS=1" not in words  # the shell has it already
+        assert REJOIN not in line
     assert dict(os.environ) == before
 
 

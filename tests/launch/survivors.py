@@ -86,9 +86,10 @@ if __name__ == "__main__":
     if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
         say("again")
         sys.exit()
-    pipe = Path(f"rank-{os.environ['RANK']}")
+    alone = os.environ.get(launched.REJOIN, "0")
+    pipe = Path(f"rank-{os.environ['RANK']}-{alone}")
     os.mkfifo(pipe)
-    say("ready", os.getpid())
+    say("ready", os.getpid(), alone, *[os.environ[name] for name in ("WORLD_SIZE", "MASTER_PORT")])
     with pipe.open() as told:
         while line := told.readline():
             what, *arguments = line.split()

@@ -26,10 +26,23 @@ class Ranks:
     def __init__(self, job: Launched, count: int) -> None:
         self.job, self.everybody = job, tuple(range(count))
         job.wait_for("ready", count)
-        self.pids = {int(rank): int(pid) for rank, pid in re.findall(r"\[(\d)\] ready (\d+)", job.out)}
-        # For reading, too: then this does not wait for a rank, nor fails without one.
-        self._pipes = [os.open(job.folder / f"rank-{rank}", os.O_RDWR) for rank in self.everybody]
+        self.pids: dict[int, int] = {}
+        self._pipes: dict[int, int] = {}
+        for rank in self.everybody:
+            self.meet(rank, 0)
         self.tell(0, *self.everybody)
+
+    def meet(self, rank: int, alone: int) -> str:
+        """A rank is there, or back, where it was started alone, for that time. What it has been given."""
+        self.job.until(lambda: re.search(rf"\[{rank}\] ready \d+ {alone} .+\n", self.job.out), f"{rank} is not there")
+        ((pid, given),) = re.findall(rf"\[{rank}\] ready (\d+) {alone} (.+)\n", self.job.out)
+        self.pids[rank] = int(pid)
+        # For reading, too: then this does not wait for a rank, nor fails without one.
+        pipe, before = os.open(self.job.folder / f"rank-{rank}-{alone}", os.O_RDWR), self._pipes.get(rank)
+        self._pipes[rank] = pipe
+        if before is not None:
+            os.close(before)
+        return given
 
     def do(self, rank: int, *words: object) -> None:
         os.write(self._pipes[rank], " ".join(map(str, (*words, "\n"))).encode())
@@ -48,7 +61,7 @@ class Ranks:
         os.kill(self.pids[rank], signal.SIGKILL)
 
     def close(self) -> None:
-        for pipe in self._pipes:
+        for pipe in self._pipes.values():
             os.close(pipe)
 
 
@@ -153,7 +166,8 @@ def test_who_tells_and_ends_at_once_has_gone_on(begin: Begin, dead: int):
 
 
 def test_survivors_fail_later_and_all_start_again(begin: Begin):
-    ranks = begin(3, "--max-restarts", "1")
+    """Whether the one that is lost has been started again by then or not."""
+    ranks = begin(3, "--max-restarts", "2")
     job = ranks.job
     ranks.kill(2)
     ranks.tell(1, 0, 1)
@@ -162,15 +176,80 @@ def test_survivors_fail_later_and_all_start_again(begin: Begin):
     ranks.end(1, 4)
     assert job.end() == 0
     assert job.out.count("again\n") == 3
+    lines = said(job)
+    where = [
+        lines.index(line)
+        for line in (
+            f"rank 2 {KILLED}: training goes on with 2 of 3 ranks.",
+            "Rank 2 starts again in 1 s, to join the others (restart 1 of 2).",
+            "rank 0 ended with exit code 3",
+            "rank 1 ended with exit code 4",
+            "the last that rank 0 has written to stderr:",
+            "    it has had enough",
+            "0 of 3 ranks have ended in order",
+        )
+    ]
+    assert where == sorted(where)
+    assert "All ranks start again in" in lines[-1]
+
+
+def test_one_that_has_died_is_started_again_alone_until_it_has_joined_and_restarts_are_used_up(begin: Begin):
+    ranks = begin(3, "--max-restarts", "2")
+    job = ranks.job
+    given = re.findall(r"\[2\] ready \d+ 0 (.+)\n", job.out)
+    for rank in (0, 1):
+        ranks.do(rank, "listens")
+    ranks.kill(2)
+    ranks.tell(1, 0, 1)
+    job.wait_for("Rank 2 starts again in 1 s")
+    assert [ranks.meet(2, 1)] == given  # the same store
+    ranks.end(2, 3)
+    job.wait_for("dead 2 ", 4)  # both of both deaths
+    job.wait_for("Rank 2 starts again in 2 s")
+    assert [ranks.meet(2, 2)] == given
+    ranks.tell(2, 0, 1, 2)
+    job.wait_for("rank 2 has joined the others")
+    ranks.kill(2)
+    ranks.tell(3, 0, 1)
+    job.wait_for("training goes on with 2 of 3 ranks", 2)
+    ranks.end(0, 0)
+    ranks.end(1, 0)
+    assert job.end() == 0
+    lost = f"rank 2 {KILLED}: training goes on with 2 of 3 ranks."
     assert said(job) == [
-        f"rank 2 {KILLED}: training goes on with 2 of 3 ranks.",
+        lost,
+        "Rank 2 starts again in 1 s, to join the others (restart 1 of 2).",
+        "rank 2 ended with exit code 3, before it had joined the others.",
+        "Rank 2 starts again in 2 s, to join the others (restart 2 of 2).",
+        "rank 2 has joined the others: training goes on with 3 of 3 ranks.",
+        lost,
+        f"rank 2 {KILLED}; it was started again",
+        "rank 2 ended with exit code 3; it was started again",
         f"rank 2 {KILLED}; training went on without it",
-        "rank 0 ended with exit code 3",
-        "rank 1 ended with exit code 4",
-        "the last that rank 0 has written to stderr:",
-        "    it has had enough",
-        "0 of 3 ranks have ended in order",
-        "All ranks start again in 1 s (restart 1 of 1).",
+        "rank 0 ended in order",
+        "rank 1 ended in order",
+        "2 of 3 ranks have ended in order",
+        "exit code 0",
+    ]
+
+
+def test_one_that_has_not_joined_when_all_others_are_done_is_told_to_end(begin: Begin):
+    ranks = begin(2, "--max-restarts", "1")
+    job = ranks.job
+    ranks.kill(0)
+    ranks.tell(1, 1)
+    ranks.meet(0, 1)
+    ranks.do(0, "saves")
+    job.wait_for("saves")
+    ranks.end(1, 0)
+    assert job.end() == 0
+    assert said(job)[2:] == [
+        "All others are done: those that have not joined them end too.",
+        f"rank 0 {KILLED}; it was started again",
+        "rank 1 ended in order",
+        "rank 0 has saved and ended with exit code 75 (preempted), told by SIGTERM; training went on without it",
+        "1 of 2 ranks have ended in order",
+        "exit code 0",
     ]
 
 

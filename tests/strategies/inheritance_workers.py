@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_async import AsyncAveragingStrategy, DeltaMean, EveryNSteps, Synchronous
 from lightning_async.trainer.namespace import pl, pytorch
@@ -32,9 +35,8 @@ class Noted(pl.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.layer = nn.Linear(1, 1)
-        self.folder, self._death, self._alive = folder, death, alive
+        self.folder, self._death, self._alive, self.period = folder, death, alive, PERIOD
         self.told: list[Any] = []
-        self.bars: list[int] = []
         self.last: list[int] = []
 
     def _note(self, what: str, batch: Any, batch_idx: int) -> None:
@@ -47,7 +49,7 @@ class Noted(pl.LightningModule):
         if self._death != [place, self.current_epoch, taken]:
             return
         (self.folder / f"{NUMBER}.json").write_text(json.dumps(self.told))
-        began = taken // PERIOD * PERIOD if place == "step" else 0
+        began = taken // self.period * self.period if place == "step" else 0
         deadline = time.monotonic() + 60
         for name in self._alive:
             while began and not self._has_begun(name, began):
@@ -88,18 +90,23 @@ class Noted(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": self.scheduler}
 
 
+class Streamed(IterableDataset[Tensor]):
+    """This rank's part of a stream, among those that are there."""
+
+    trainer: Any = None
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for sample in range(self.trainer.global_rank, 54, self.trainer.world_size):
+            yield torch.tensor([float(sample)])
+
+
 def loaders(settings: dict[str, Any]) -> Any:
     """One loader, or two of unequal length in one."""
     size, workers = settings.get("batch_size", 2), settings.get("num_workers", 0)
-    own, shuffle, found = settings.get("sampler"), settings.get("shuffle", False), []
+    own, shuffle, found = settings.get("own_sampler"), settings.get("shuffle", False), []
     for samples in settings.get("samples", [54]):
         data: Any = torch.arange(samples).float().unsqueeze(1)
-        sampler: Any = {
-            None: None,
-            "distributed": DistributedSampler(data, RANKS, NUMBER, shuffle=shuffle),
-            "sequential": SequentialSampler(data),
-            "weighted": WeightedRandomSampler([1.0] * samples, samples),
-        }[own]
+        sampler: Any = DistributedSampler(data, RANKS, NUMBER, shuffle=shuffle) if own else None
         loader = DataLoader(
             data, size, sampler=sampler, shuffle=shuffle if sampler is None else None, num_workers=workers,
             drop_last=settings.get("drop_last", False), persistent_workers=settings.get("persistent", False),
@@ -110,12 +117,26 @@ def loaders(settings: dict[str, Any]) -> Any:
     return pytorch("utilities.combined_loader").CombinedLoader(found, settings["mode"])
 
 
+@contextmanager
+def caught() -> Iterator[list[str]]:
+    """What the package warns of."""
+    texts: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.append(record.getMessage())
+    logger = logging.getLogger("lightning_async")
+    logger.addHandler(handler)
+    yield texts
+    logger.removeHandler(handler)
+
+
 def inherit(folder: str, deaths: dict[str, Any], epochs: int = 2, trainer: Any = None, **settings: Any) -> Any:
     """Train, and say what was seen."""
     alive = [str(rank) for rank in range(RANKS) if str(rank) not in deaths]
     module = Noted(Path(folder), deaths.get(str(NUMBER)), alive)
+    synchronous = settings.get("synchronous", False)
+    module.period = 1 if synchronous else PERIOD
     strategy = AsyncAveragingStrategy(
-        rule=DeltaMean(), schedule=Synchronous() if settings.get("synchronous") else EveryNSteps(PERIOD), overlap=False,
+        rule=DeltaMean(), schedule=Synchronous() if synchronous else EveryNSteps(PERIOD), overlap=False,
         deadlines=DEADLINES, min_replicas=1,
     )  # fmt: skip
     fit = pl.Trainer(
@@ -124,9 +145,12 @@ def inherit(folder: str, deaths: dict[str, Any], epochs: int = 2, trainer: Any =
         **(trainer or {}),
     )  # fmt: skip
     validation: Any = DataLoader(torch.arange(24).float().unsqueeze(1), 2)  # pyright: ignore[reportArgumentType]
-    fit.fit(module, loaders(settings), validation)
+    with caught() as logged:
+        Streamed.trainer = fit
+        train: Any = DataLoader(Streamed(), 2) if settings.get("iterable") else loaders(settings)
+        fit.fit(module, train, validation)
     return {
-        "told": module.told, "digest": digest(module), "rounds": strategy.summary.rounds, "last": module.last,
+        "told": module.told, "logged": logged, "digest": digest(module), "last": module.last,
         "epochs_scheduled": module.scheduler.last_epoch, "mean": float(fit.callback_metrics["val_mean"]),
         "batches": fit.num_training_batches, "val_check_batch": fit.val_check_batch,
     }  # fmt: skip

@@ -12,6 +12,7 @@ from lightning_async import AsyncAveragingStrategy
 from lightning_async.comm.membership.generation import Generation
 from lightning_async.strategies import survivors
 from lightning_async.strategies.survivors import Survivors
+from lightning_async.transports.transport import Connection
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +26,11 @@ def strategy(min_replicas: int, world_size: int) -> tuple[Any, list[str]]:
     own: Any = AsyncAveragingStrategy(min_replicas=min_replicas, transport="torch")
     own.parallel_devices, reported = [None] * world_size, []
     own._environment = SimpleNamespace(node_rank=lambda: 0)
-    own._connection = SimpleNamespace(membership=SimpleNamespace(report_death=lambda name, text: reported.append(name)))
+    membership: Any = SimpleNamespace(
+        report_death=lambda name, text: reported.append(name), check=lambda: None, dead_after=timedelta(seconds=1)
+    )
+    root: Any = SimpleNamespace(fork=lambda name: SimpleNamespace(rank=0, world_size=world_size))
+    own.use(Connection(root, root, membership), 1)
     own.survivors = Survivors(Generation.first(0, world_size), 1, min_replicas)
     return own, reported
 
@@ -50,7 +55,8 @@ def test_in_a_later_run_it_is_reported_by_the_name_that_it_has_there(monkeypatch
     own, reported = strategy(1, 4)
     own.survivors.go_on(Generation(1, ("0", "2", "3"), 0), "rank 1 failed")
     connection, names = own._connection, []
-    connection.hear_deaths = names.append
+    hear_deaths = connection.hear_deaths
+    connection.hear_deaths = lambda name_of: names.append(name_of) or hear_deaths(name_of)
     monkeypatch.setattr(type(own), "root_device", None)
     object.__setattr__(own, "transport", SimpleNamespace(connect=lambda *_: connection))
     own.connect_ranks()

@@ -55,11 +55,11 @@ def once(told: Told, epoch: int, left: Collection[str], committed: dict[str, int
 @pytest.mark.parametrize(
     ("victim", "settings"),
     [
-        (1, {}),
-        (0, {"shuffle": True, "num_workers": 2}),
-        (2, {"sampler": "distributed", "shuffle": True, "num_workers": 2, "persistent": True}),
+        (1, {}),  # for training, Lightning's sampler shuffles
+        (0, {"num_workers": 2}),
+        (2, {"own_sampler": True, "shuffle": True, "num_workers": 2, "persistent": True}),
     ],
-    ids=["lightnings-sampler", "shuffled-by-workers", "own-sampler-persistent-workers"],
+    ids=["lightnings-sampler", "workers", "own-sampler-persistent-workers"],
 )
 def test_each_sample_of_the_epoch_is_in_committed_work_once(victim: int, settings: Any, tmp_path: Path) -> None:
     told, left = train(tmp_path, {str(victim): ["step", 0, 4]}, **settings)
@@ -74,3 +74,53 @@ def test_each_sample_of_the_epoch_is_in_committed_work_once(victim: int, setting
         validated = [index for index, entry in enumerate(each["told"]) if entry[:2] == ["validated", 0]]
         (last,) = [index for index, entry in enumerate(each["told"]) if entry[:3] == ["train", 0, 11]]
         assert len(validated) == 1 and validated[0] > last  # of the model of the whole epoch
+
+
+def test_one_who_inherits_is_lost_too(tmp_path: Path) -> None:
+    """Of the second one all counts but what it had of the first one's, in no round yet."""
+    told, left = train(tmp_path, {"1": ["step", 0, 4], "2": ["step", 0, 10]})
+    assert set(left) == {"0"}
+    assert once(told, 0, left, {"1": 3, "2": 9}) == list(range(54))
+    assert len(seen(told, "train", 0, ["2"])) == 20
+    assert [entry[2] for entry in told["0"] if entry[:2] == ["train", 0]] == list(range(15))
+    assert sorted(seen(told, "train", 1, left)) == list(range(54))
+
+
+def test_within_the_last_batches_with_accumulation_and_validations_within_the_epoch(tmp_path: Path) -> None:
+    """Three batches are left, which two ranks take; validations go on being counted by batches."""
+    trainer = {"accumulate_grad_batches": 2, "val_check_interval": 5}
+    told, left = train(tmp_path, {"1": ["step", 0, 8]}, trainer=trainer)
+    assert once(told, 0, left, {"1": 6}) == list(range(54))
+    assert sorted(len(seen(told, "train", 0, [name])) for name in left) == [20, 22]
+    validated = [sum(entry[:2] == ["validated", 0] for entry in told[name]) for name in left]
+    assert validated == [3, 3]  # at 5, at 10, and where the one that had 10 batches was at its last
+
+
+def test_batches_of_several_loaders_and_their_limit_go_together(tmp_path: Path) -> None:
+    settings = {"samples": [54, 30], "mode": "max_size_cycle", "own_sampler": True}
+    told, left = train(tmp_path, {"1": ["step", 0, 4]}, trainer={"limit_train_batches": 7}, **settings)
+    own = [[[3 * (2 * k % most + j) + 1 for j in (0, 1)] for k in range(7)] for most in (18, 10)]
+    expected = [list(pair) for pair in zip(*own, strict=True)][3:]
+    rest = [entry[3] for name in left for entry in told[name] if entry[:2] == ["train", 0] and entry[2] >= 7]
+    assert sorted(rest) == sorted(expected)
+
+
+def test_synchronous_steps_and_samples_that_are_there_only_to_fill_up(tmp_path: Path) -> None:
+    """55 samples among 3 ranks: the samples 0 and 1 are repeated, by the ranks 1 and 2."""
+    told, left = train(tmp_path, {"1": ["step", 0, 4]}, samples=[55], own_sampler=True, synchronous=True)
+    assert once(told, 0, left, {"1": 4}) == sorted([*range(55), 1])
+
+
+def test_where_nobody_can_tell_what_the_lost_had_it_is_said_and_missing(tmp_path: Path) -> None:
+    told, left = train(tmp_path, {"1": ["step", 0, 4]}, iterable=True)
+    assert {len(seen(told, "train", 0, [name])) for name in left} == {18}
+    assert sorted(seen(told, "train", 1, left)) == list(range(54))  # it has asked who is there
+    assert any("What rank 1 had of epoch 0 and did not train on is missing" in text for text in left["0"]["logged"])
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_what_was_validated_by_one_that_is_lost_is_validated_by_the_others(victim: int, tmp_path: Path) -> None:
+    told, left = train(tmp_path, {str(victim): ["validation", 0, 2]}, epochs=1)
+    assert sorted(seen(told, "validate", 0, left)) == list(range(24))
+    assert once(told, 0, left, {str(victim): 9}) == list(range(54))
+    assert {each["mean"] for each in left.values()} == {11.5}

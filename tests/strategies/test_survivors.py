@@ -26,15 +26,35 @@ SURVIVE = "tests.strategies.survivor_workers:survive"
 
 
 def test_a_sampler_that_was_made_for_those_that_are_lost_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    """In a later run: in the one that loses ranks it is numbered anew."""
+    """Where it is for more than have ever been there: others are numbered anew."""
     loaders = SimpleNamespace(flattened=[SimpleNamespace(sampler=DistributedSampler(range(6), 3, 0))])  # pyright: ignore
     loop: Any = SimpleNamespace(_combined_loader=None)
-    strategy: Any = SimpleNamespace(shrinks=True, world=None, world_size=2)
+    strategy: Any = SimpleNamespace(shrinks=True, world=None, world_size=2, survivors=None)
     deal = Dealing(strategy, SimpleNamespace(strategy=strategy))._setup_data(
         lambda: setattr(loop, "_combined_loader", loaders), loop
     )
     deal()
     assert "is for 3 replicas, and 2 are left" in caplog.text
+
+
+def test_a_loss_while_loaders_are_made_deals_once_more_on_all() -> None:
+    """Numbers are read between two meetings: where these were of different ranks, all read them again."""
+    generations = iter([0, 1, 1, 1])
+    sampler = DistributedSampler(range(6), 3, 0)  # pyright: ignore[reportArgumentType]
+    loop: Any = SimpleNamespace(_combined_loader=None)
+    strategy: Any = SimpleNamespace(world_size=3, survivors=None, shrinks=True)
+    strategy.world = SimpleNamespace(generation=lambda: next(generations), drifting=False)
+    made: list[int] = []
+
+    def make() -> None:
+        if loop._combined_loader is None:
+            made.append(strategy.world_size)
+            loop._combined_loader = SimpleNamespace(flattened=[SimpleNamespace(sampler=sampler)])
+            strategy.world_size, strategy.distributed_sampler_kwargs = 2, {"num_replicas": 2, "rank": 1}
+
+    Dealing(strategy, SimpleNamespace(strategy=strategy))._setup_data(make, loop)()
+    assert made == [3, 2] and (sampler.num_replicas, sampler.rank, sampler.num_samples) == (2, 1, 3)
+    assert not list(generations)
 
 
 @contextmanager

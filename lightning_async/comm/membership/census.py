@@ -92,11 +92,8 @@ class Census:
         return self.generation.world_size - len(self.gone()) >= self.fewest
 
     def guests(self) -> list[str]:
-        """Newcomers that live, and want no generation: they wait to be invited to another run."""
-        found = (name for name, peer in self.peers.items() if peer.up and name not in self.generation.members)
-        return in_order(
-            name for name in found if (record := self.peers[name].record).since == OUTSIDE and record.wanted == 0
-        )
+        """Those that live, and wait to be invited elsewhere: they are in no generation, and want none."""
+        return in_order(name for name, peer in self.peers.items() if peer.visits)
 
     def bell(self) -> int:
         """The highest that a peer has rung."""
@@ -125,12 +122,10 @@ class Census:
 
     def awaited(self, wanted: int) -> list[str]:
         """The ranks without which the generation that is wanted cannot be decided."""
-        guests = self.guests()
         return in_order(
             name
             for name, peer in self._heard().items()
             if not peer.lost
-            and name not in guests
             and ((peer.up and peer.record.wanted != wanted) or (not peer.confirmed and name in self.generation.members))
         )
 
@@ -143,9 +138,7 @@ class Census:
         """
         if not self.enough or self.generation.number < 0 or self.awaited(mine.wanted):
             return None
-        guests = self.guests()
-        up = {name: peer for name, peer in self._heard().items() if peer.up and name not in guests}
-        since = {name: peer.record.since for name, peer in up.items()} | {self.me: mine.since}
+        since = {name: peer.record.since for name, peer in self._heard().items() if peer.up} | {self.me: mine.since}
         if not self._elastic:
             return in_order(since)
         return sorted(in_order(since), key=lambda name: mine.wanted if since[name] == OUTSIDE else since[name])

@@ -23,7 +23,7 @@ from lightning_async.comm.membership.board import Board, Waiting
 from lightning_async.comm.membership.census import Census
 from lightning_async.comm.membership.generation import Generation, at_start
 from lightning_async.comm.membership.heart import Heart
-from lightning_async.comm.membership.roster import FAILED, LEFT, OUTSIDE, UP, Record, describe, new_life
+from lightning_async.comm.membership.roster import FAILED, LEFT, OUTSIDE, UP, VISITING, Record, describe, new_life
 from lightning_async.comm.membership.signing import Seal
 from lightning_async.comm.membership.stores import Contact, Store
 from lightning_async.errors import CollectiveTimeout, Evicted, GenerationChanged, PeerLost, StoreLost
@@ -32,8 +32,8 @@ __all__ = ["HEARTBEAT", "Membership"]
 
 HEARTBEAT = timedelta(seconds=0.2)
 _log = logging.getLogger(__name__)
-_GOODBYE_S, _GIVEUP = 2.0, 3  # refusals in a row: no use in saying goodbye
-_MIN_PATIENCE = timedelta(seconds=0.5)
+_MIN_PATIENCE, _GOODBYE_S = timedelta(seconds=0.5), 2.0  # a shorter stall of the store costs nothing
+_GIVEUP = 3  # refusals in a row: no use in saying goodbye
 
 
 class Membership:
@@ -47,6 +47,7 @@ class Membership:
         store: reachable by all ranks. Threads need a client each, so the heartbeat clones it.
         rank, world_size: of this rank at the start; all that start together are named by their numbers, for life.
         member: the name of a newcomer, of rank 0 in a world of 1, which is to be taken into a generation of the others.
+        visits: it is to be taken into none, but waits to be invited elsewhere.
         elastic: whether newcomers are; all ranks say the same. Else nobody looks for them.
         readmit: whether a rank that the others have gone on without may come back; else nobody listens to it.
         interval: between two beats.
@@ -69,6 +70,7 @@ class Membership:
         world_size: int,
         *,
         member: str | None = None,
+        visits: bool = False,
         elastic: bool = False,
         readmit: bool = True,
         interval: timedelta = HEARTBEAT,
@@ -82,20 +84,17 @@ class Membership:
         generation = at_start("Membership", rank, world_size, member)
         if interval <= timedelta(0) or dead_after < 4 * interval:
             raise ValueError(f"`Membership(dead_after={dead_after})` must be at least four intervals of {interval}.")
-        # A stall of the store that is shorter costs nothing: the answer is waited for.
-        patience = max(_MIN_PATIENCE, dead_after / 4)
-        elastic = elastic or member is not None
+        elastic, patience = elastic or member is not None, max(_MIN_PATIENCE, dead_after / 4)
         self._board = Board(store, generation.name, generation.members, seal or Seal(), patience, elastic)
         self.dead_after, self._dead_s = dead_after, dead_after.total_seconds()
         self._census = Census(generation, fresh, self._dead_s, start_timeout.total_seconds(), elastic, readmit)
         self._interval_s, self.on_change, self._clock = interval.total_seconds(), on_change, clock
-        self._lock = threading.Lock()
-        self._beaten = threading.Condition(self._lock)
+        self._lock = self._beaten = threading.Condition(threading.Lock())
         self._heart = Heart(lambda: self.beat(), self._interval_s, self._board.hang_up)
-        self._mine = self._published = Record(life=new_life(), state=UP, since=OUTSIDE if member is not None else 0)
+        self._here = VISITING if visits else UP
+        self._mine = self._published = Record(life=new_life(), state=self._here, since=0 if member is None else OUTSIDE)
         self._decided: tuple[int, tuple[str, ...]] = (0, ())
-        self._read_at = clock()
-        self._contact = Contact(self._read_at, self._dead_s)
+        self._read_at, self._contact = clock(), Contact(clock(), self._dead_s)
 
     @property
     def generation(self) -> Generation:
@@ -155,11 +154,6 @@ class Membership:
         """The names of the peers that have closed in order, by this rank's view. No I/O."""
         with self._lock:
             return frozenset(name for name, peer in self._census.peers.items() if peer.has_left)
-
-    def up(self) -> frozenset[str]:
-        """The names of the peers that live, by this rank's view. No I/O."""
-        with self._lock:
-            return frozenset(name for name, peer in self._census.peers.items() if peer.up)
 
     def guests(self) -> tuple[str, ...]:
         """The names of the newcomers that wait to be invited, by this rank's view. No I/O."""
@@ -248,20 +242,15 @@ class Membership:
     # ------------------------------------------------------------------ on the heartbeat thread
 
     def _exchange(self) -> None:
-        """Write the own record, read all, and take part in the decision on a generation.
-
-        Raises:
-            Waiting, RuntimeError, OSError: see `Board.exchange`.
-        """
+        """Write the own record, read all, and take part in the decision on a generation; raises as `Board.exchange`."""
         with self._lock:
             self._mine = mine = replace(self._mine, beat=self._mine.beat + 1)
         records = self._board.exchange(mine)
         with self._lock:
             self._published, now = mine, self._clock()
-            passed = min(now - self._read_at, self._dead_s / 4)
-            self._read_at = now
             self._contact.answered(now)
-            self._census.judge(records, passed)
+            self._census.judge(records, min(now - self._read_at, self._dead_s / 4))
+            self._read_at = now
             wanted = self._mine.wanted
             deciding = wanted > max(self.generation.number, self._decided[0])
             proposal = self._census.proposal(self._mine) if deciding else None
@@ -300,11 +289,11 @@ class Membership:
         if self._heart.inherited:
             return
         with self._beaten:
-            if self._mine.state == UP:
+            if self._mine.state == self._here:
                 self._mine = replace(self._mine, state=state, text=text)
             if not self._heart.beats:
                 return
             self._heart.wake()
             until = time.monotonic() + _GOODBYE_S
-            while self._published.state == UP and self._contact.refusals < _GIVEUP and time.monotonic() < until:
+            while self._published.state == self._here and self._contact.refusals < _GIVEUP and time.monotonic() < until:
                 self._beaten.wait(self._interval_s)

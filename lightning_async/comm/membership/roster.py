@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from lightning_async.comm.membership.generation import in_order, listed
 
 __all__ = [
-    "ABSENT", "FAILED", "LEFT", "OUTSIDE", "PREFIX", "UP", "Peer", "Record", "describe", "dump",
+    "ABSENT", "FAILED", "LEFT", "OUTSIDE", "PREFIX", "UP", "VISITING", "Peer", "Record", "describe", "dump",
     "key", "load", "new_life",
 ]  # fmt: skip
 
 PREFIX = "lightning_async/membership"
 
-ABSENT, UP, LEFT, FAILED = "absent", "up", "left", "failed"
+ABSENT, UP, VISITING, LEFT, FAILED = "absent", "up", "visiting", "left", "failed"
 OUTSIDE = -1
 _MAX_BYTES = 1 << 14
 
@@ -55,6 +55,10 @@ class Peer:
         return self.record.state == UP and self.confirmed and not self.lost
 
     @property
+    def visits(self) -> bool:
+        return self.record.state == VISITING and self.confirmed and not self.lost
+
+    @property
     def has_left(self) -> bool:
         return self.record.state == LEFT and self.confirmed
 
@@ -80,7 +84,7 @@ class Peer:
             self.silent_s += passed_s
         self.read = True
         self.limit_s = dead_s if self.confirmed else start_s
-        expected = self.record.state == UP or not self.confirmed
+        expected = self.record.state in (UP, VISITING) or not self.confirmed
         self.lost = self.failure is not None or (expected and self.silent_s >= self.limit_s)
 
     def _is_older(self, record: Record) -> bool:
@@ -133,4 +137,4 @@ def load(value: bytes) -> Record | None:
         return None
     record = Record(**fields)
     counts = (record.beat, record.wanted, record.bell, record.since - OUTSIDE)
-    return record if record.state in (ABSENT, UP, LEFT, FAILED) and min(counts) >= 0 else None
+    return record if record.state in (ABSENT, UP, VISITING, LEFT, FAILED) and min(counts) >= 0 else None

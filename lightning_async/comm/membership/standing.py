@@ -16,7 +16,6 @@ import logging
 import os
 import re
 import socket
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -26,10 +25,10 @@ from typing import Any
 
 from lightning_async.comm.membership.heart import Heart
 from lightning_async.comm.membership.signing import Seal
-from lightning_async.comm.membership.stores import Store, base_of, connect, reachable
+from lightning_async.comm.membership.stores import Store, TCPStore, base_of, connect, reachable
 from lightning_async.comm.torch.sockets import shut_down
 
-__all__ = ["ENDED", "FAILED", "Publisher", "Standing", "read_standings"]
+__all__ = ["ENDED", "FAILED", "Publisher", "Standing", "publish", "read_standings"]
 
 ENDED, FAILED = "ended", "failed"
 INTERVAL = timedelta(seconds=1)
@@ -39,7 +38,7 @@ _LIVES = f"{_ROOM}/lives"
 _PATIENCE = timedelta(seconds=5)
 _MAX_BYTES, _MAX_LIVES = 1 << 14, 1 << 12
 _WINDOW = 6
-_GOODBYE_S = 2.0
+_here: list[Publisher] = []  # of this process
 _LONGEST_PAUSE = 32
 _SIGNATURE = re.compile(rb"\A[0-9a-f]{64}:")
 
@@ -122,51 +121,72 @@ class Standing:
 
 
 class Publisher:
-    """Publishes where this process stands, on a thread and by a client of its own; closed by `close`.
+    """Publishes where this process stands, from its first run to its end, on a thread and by a client of its own.
 
     A store that does not answer costs nothing but the records.
 
     Args:
         store: of all ranks.
-        look: what to publish; called on that thread. Process, host, speed and time are filled in.
         secret: of the job.
         interval: between two records.
     """
 
-    def __init__(
-        self, store: Store, look: Callable[[], Standing], secret: str | None, interval: timedelta = INTERVAL
-    ) -> None:
-        self._store, self._look, self._seal = store, look, Seal(secret, "status")
+    def __init__(self, store: Store, secret: str | None, interval: timedelta = INTERVAL) -> None:
+        self._store, self._seal = store, Seal(secret, "status")
         self._client: Any = None
         self._sockets: dict[int, int] = {}
         self._slot = 0
+        self._look: Callable[[], Standing] | None = None
+        self._last: Standing | None = None
         self._steps: deque[tuple[float, int]] = deque(maxlen=_WINDOW)
-        self._state: str | None = None
         self._skip = self._pause = 0
-        self._ended = threading.Event()
         self._heart = Heart(self._beat, interval.total_seconds(), self._hang_up)
 
-    def start(self) -> None:
-        self._heart.start()
+    def serves(self, store: Store) -> bool:
+        """Whether it is of this process, and its records lie in this store."""
+        mine, other = base_of(self._store), base_of(store)
+        alike = mine is other or (isinstance(mine, TCPStore) and isinstance(other, TCPStore)
+                                  and (mine.host, mine.port) == (other.host, other.port))  # fmt: skip
+        return alike and self._heart.beats
 
-    def close(self, state: str = ENDED) -> None:
-        """Say so, and end the thread, within a few seconds; idempotent."""
-        self._state = self._state or state
-        if self._heart.beats and not self._pause:
+    def follow(self, look: Callable[[], Standing]) -> None:
+        """A run begins: publish this from now on. It is called on the thread; process, host, speed and time are added.
+
+        Waits for nothing, as `end` does.
+        """
+        self._look, self._last = look, None
+        self._steps.clear()
+        if self._heart.started:
             self._heart.wake()
-            self._ended.wait(_GOODBYE_S)
+        else:
+            self._heart.start()
+
+    def end(self, state: str = ENDED) -> None:
+        """The run has ended: say so once, and no more until another one follows."""
+        if self._look is not None:
+            self._last, self._look = replace(self._look(), state=state), None
+            self._heart.wake()
+
+    def close(self) -> None:
+        """End the thread, within a few seconds; idempotent."""
         self._heart.stop()
 
     def _beat(self) -> None:
+        look, last = self._look, self._last
         if self._skip:
             self._skip -= 1
-            return
-        standing = self._look()
-        now, state = time.monotonic(), self._state
+        elif look is not None:
+            self._try(look())
+        elif last is not None and self._try(last) and self._last is last:
+            self._last = None
+
+    def _try(self, standing: Standing) -> bool:
+        """Whether it is published."""
+        now = time.monotonic()
         self._steps.append((now, standing.step))
         then, before = self._steps[0]
         standing = replace(
-            standing, state=state or standing.state, steps_per_s=(standing.step - before) / max(now - then, 1e-9),
+            standing, steps_per_s=(standing.step - before) / max(now - then, 1e-9),
             process=os.getpid(), host=socket.gethostname(), at=time.time(),
         )  # fmt: skip
         try:
@@ -177,10 +197,9 @@ class Publisher:
             self._pause = min(2 * self._pause + 1, _LONGEST_PAUSE)
             self._skip = self._pause
             _log.debug("What this rank does cannot be published: %s", error)
-        else:
-            self._pause = 0
-            if state is not None:
-                self._ended.set()
+            return False
+        self._pause = 0
+        return True
 
     def _publish(self, standing: Standing) -> None:
         if self._client is None:
@@ -197,6 +216,16 @@ class Publisher:
     def _hang_up(self) -> None:
         for fd, inode in self._sockets.items():
             shut_down(fd, inode)
+
+
+def publish(store: Store, look: Callable[[], Standing], secret: str | None) -> Publisher:
+    """Have this process's publisher follow a run."""
+    if _here and not _here[0].serves(store):
+        _here.pop().close()
+    if not _here:
+        _here.append(Publisher(store, secret))
+    _here[0].follow(look)
+    return _here[0]
 
 
 def read_standings(store: Store, secret: str | None) -> list[Standing]:

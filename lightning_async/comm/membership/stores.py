@@ -20,6 +20,7 @@ __all__ = [
     "PollingStore",
     "PrefixStore",
     "Store",
+    "TCPStore",
     "base_of",
     "connect",
     "own_client",

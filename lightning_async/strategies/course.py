@@ -1,0 +1,117 @@
+"""Averaging within one fit: session after session, as training begins anew, or as ranks come back."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from lightning_async.engine.averaging.report import RunSummary
+from lightning_async.engine.world import World
+from lightning_async.strategies.saved_state import SavedState
+from lightning_async.strategies.session import Averaged, Session
+from lightning_async.trainer.drift import DriftPatches
+from lightning_async.trainer.patches import Undo, searches_lr
+from lightning_async.transports.transport import Connection
+
+__all__ = ["Course", "Fitted"]
+
+
+class Fitted(Averaged, Protocol):
+    """What a strategy has whose fit this is."""
+
+    saved: SavedState
+    summary: RunSummary
+
+    @property
+    def connection(self) -> Connection | None: ...
+
+    def connect_ranks(self) -> None: ...
+
+    def disconnect(self, in_order: bool) -> None: ...
+
+    def tell_alone(self, why: str = "") -> None: ...
+
+    def use(self, connection: Connection, run: int) -> None: ...
+
+
+class Course:
+    """The sessions of one fit, of which there is one at a time, from its first batch to its last.
+
+    Args:
+        strategy: has a connection to the other ranks; in a world of one it has none, and there are no sessions.
+        trainer: its loops are patched, from `install` to `end`.
+    """
+
+    def __init__(self, strategy: Any, trainer: Any) -> None:
+        self._strategy: Fitted = strategy
+        self._trainer = trainer
+        self.patches = DriftPatches(strategy, trainer)
+        self.session: Session | None = None
+        self.undo: list[Undo] = []
+        """What takes back what was patched, in the order in which it was."""
+        self._begins_anew = False
+
+    def install(self, world: World) -> None:
+        """Patch the loops; all ranks call this together."""
+        self.undo.append(self.patches.remove)
+        self.patches.install(world)
+
+    def begin(self) -> None:
+        """Let this replica drift, if the others are here to begin with it."""
+        strategy, self._begins_anew = self._strategy, False
+        connection = strategy.connection
+        if connection is None:
+            strategy.summary = RunSummary(rank=strategy.global_rank, world_size=strategy.world_size)
+            strategy.saved.take()  # it goes with weights that this training leaves behind
+            strategy.tell_alone("so there is nothing to average. Pass `Trainer(devices=2)` or more")
+            return
+        self.patches.begin(connection.world)
+        self._go_on(connection)
+
+    def start_over(self) -> None:
+        """All ranks are here, and the next training begins on a connection of its own."""
+        self._stop()
+        self._strategy.disconnect(in_order=True)
+        self._strategy.connect_ranks()
+        self._begins_anew = True
+        self.patches.start_over()
+
+    def begin_again(self) -> None:
+        """Before a batch or a gate: if a checkpoint was restored during training, average from there."""
+        if self._begins_anew:
+            self.begin()
+
+    def widen(self, connection: Connection, run: int) -> None:
+        """Average over this connection, of more ranks, from where averaging stands."""
+        self._stop()
+        self._strategy.disconnect(in_order=True)
+        self._strategy.use(connection, run)
+        self._go_on(connection)
+
+    def summarise(self) -> None:
+        """All replicas are at the last gate."""
+        if self.session is not None:
+            self.session.sum_up()
+            self._strategy.saved.keep(self.session.state())
+            if not searches_lr(self._trainer):
+                self.session.tell()
+
+    def end(self) -> None:
+        """Waits for no other rank; the loops are Lightning's again."""
+        while self.undo:
+            self.undo.pop()()
+        self._stop()
+
+    def _go_on(self, connection: Connection) -> None:
+        strategy = self._strategy
+        self.session = Session(strategy, connection, self.patches.within_batch, strategy.saved)
+        strategy.summary = self.session.averager.summary
+        self.session.start()
+        if strategy.host is not None:
+            strategy.host.open(self._trainer)
+
+    def _stop(self) -> None:
+        if self._strategy.host is not None:
+            self._strategy.host.close()
+        if self.session is not None:
+            self.session.close()
+            self.session = None

@@ -1,0 +1,122 @@
+"""A process that was started while others train: it waits until they take it in, and goes on from where they are.
+
+What happens between the two is drawn in `host`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from lightning_async.comm.launched import came_back
+from lightning_async.comm.membership.door import Door
+from lightning_async.comm.membership.generation import Generation
+from lightning_async.strategies.host import Hosting, connect, digest, run_name
+from lightning_async.strategies.survivors import Survivors, count_run
+from lightning_async.trainer.latecomer import begin_within_epoch, take_over
+from lightning_async.trainer.namespace import pytorch
+from lightning_async.trainer.patches import in_words
+from lightning_async.trainer.settings import check_newcomer, settings_of
+from lightning_async.transports.transport import Connection, ElasticTransport
+
+__all__ = ["Guest"]
+
+log = logging.getLogger(__name__)
+_LOOK_S = 0.05
+
+
+class Guest:
+    """See `join`.
+
+    Args:
+        strategy: its own.
+        trainer: about to train.
+    """
+
+    def __init__(self, strategy: Hosting, trainer: Any) -> None:
+        self._strategy, self._trainer = strategy, trainer
+        self._number = int(strategy.cluster_environment.started_as)
+        self._attempts = 0
+
+    def join(self) -> None:
+        """Wait to be taken in, and take over what the others have.
+
+        Raises:
+            SettingsMismatch, ValueError: what they train is something else, or over another transport.
+            SIGTERMException: told to end while waiting.
+        """
+        transport = self._strategy.transport
+        if not isinstance(transport, ElasticTransport):
+            raise ValueError(f"{transport!r} takes nobody in: start all ranks together.")
+        door = transport.door(self._strategy.cluster_environment)
+        log.warning("Rank %d was started again, and waits to be taken in by those who train.", self._number)
+        while True:
+            notice = self._wait(door.read_notice, lambda: True)
+            self._compare(notice)
+            if place := self._visit(transport, door, int(notice["run"])):
+                break
+        self._take_part(self._connect(place), place)
+
+    def _wait(self, look: Callable[[], dict[str, Any]], worthwhile: Callable[[], bool]) -> dict[str, Any]:
+        """What is found, or nothing where it is no longer worthwhile to wait."""
+        while not (found := look()) and worthwhile():
+            if self._trainer.received_sigterm:
+                raise pytorch("utilities.exceptions").SIGTERMException
+            time.sleep(_LOOK_S)
+        return found
+
+    def _compare(self, notice: dict[str, Any]) -> None:
+        strategy = self._strategy
+        if notice.get("fit") != strategy.num_fits:
+            raise ValueError(
+                f"Rank {self._number} comes back to fit number {strategy.num_fits} of its script, and the others are "
+                f"in number {notice.get('fit')}: where a script fits several times, it can join the first only."
+            )
+        check_newcomer(notice.get("settings", {}), settings_of(strategy, self._trainer))
+        if notice.get("model") != digest(strategy.module):
+            raise ValueError(
+                f"Rank {self._number} comes back with another model than those who train have: its parameters or "
+                "buffers differ in number, name, shape or type. Build the same model on every rank."
+            )
+
+    def _visit(self, transport: ElasticTransport, door: Door, run: int) -> dict[str, Any]:
+        """Beat beside a run until it invites this rank; nothing where it is over."""
+        strategy, self._attempts = self._strategy, self._attempts + 1
+        guest = f"{self._number}.{came_back()}.{self._attempts}"
+        dead_after = strategy.config.deadlines.dead_after
+        membership = transport.visit(strategy.cluster_environment, run_name(run), guest, dead_after)
+        membership.start()
+        try:
+            return self._wait(lambda: door.read_invitation(guest), lambda: door.read_notice().get("run") == run)
+        finally:
+            membership.close()
+
+    def _connect(self, place: dict[str, Any]) -> Connection:
+        strategy, run, rank, names = self._strategy, int(place["run"]), int(place["rank"]), place["names"]
+        count_run(run)
+        connection = connect(strategy, rank, names, run, lambda: None)
+        first = Generation.first(rank, strategy.cluster_environment.world_size())
+        min_replicas = strategy.config.fewest(strategy.cluster_environment.world_size())
+        strategy.survivors = Survivors(first, run, min_replicas).with_newcomers(rank, names, run)
+        return connection
+
+    def _take_part(self, connection: Connection, place: dict[str, Any]) -> None:
+        strategy, trainer, course = self._strategy, self._trainer, self._strategy.course
+        world, run = connection.world, int(place["run"])
+        assert course is not None
+        try:
+            state: dict[str, Any] = world.broadcast({})
+            take_over(trainer, state)
+            course.install(world)
+            course.undo += reversed(begin_within_epoch(trainer, state))
+            connection.open()
+        except BaseException as error:
+            connection.membership.fail(in_words(error))  # nobody waits for it
+            connection.close(in_order=False)
+            raise
+        strategy.saved.go_on(state["averaging"])
+        course.widen(connection, run)
+        course.patches.go_on(world, bool(state["gates_epochs"]))
+        world.drifting = True  # until the end of the epoch, where all meet
