@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -41,6 +41,6 @@ if __name__ == "__main__":
         accelerator="cpu", num_nodes=2, devices=1, max_epochs=1, logger=False, enable_progress_bar=False,
         enable_model_summary=False, enable_checkpointing=False,
     )  # fmt: skip
-    module = Waits()
-    trainer.fit(module, torch.utils.data.DataLoader(torch.ones(1_000_000, 2), batch_size=2))
+    module, data = Waits(), cast("Any", torch.ones(1_000_000, 2))
+    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=2))
     print("ENDED", os.environ["RANK"], trainer.world_size, float(module.layer.weight.detach().sum()), flush=True)
