@@ -10,7 +10,7 @@ import torch
 
 from lightning_async.data.samplers import share
 
-__all__ = ["Share", "batches_of", "inherited", "unheard"]
+__all__ = ["Share", "batches_of", "before", "inherited", "unheard"]
 
 Batch = tuple[list[int], ...]
 """The indices of one batch, for each loader."""
@@ -66,6 +66,15 @@ def inherited(shares: Iterable[tuple[Share, int]], takers: Mapping[str, int]) ->
         for number, (name, first) in enumerate(takers.items())
         if len(left) > number
     }
+
+
+def before(one: Share, others: Iterable[Share]) -> Share:
+    """What is left of a lost rank's share where one that was started again goes on in it, from a place of its own."""
+    told = [each for each, _ in one.loaders]
+    if not one.is_known or any(each["kind"] != "distributed" for each in told if each is not None):
+        return one
+    same = [each.skipped for each in others if each.is_known and [other for other, _ in each.loaders] == told]
+    return one._replace(end=min([one.end, *(max(0, place - one.skipped) + one.first for place in same)]))
 
 
 def unheard(shares: Iterable[Share]) -> list[Share]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning_async.data.samplers import describe
-from lightning_async.data.shares import Share, inherited, unheard
+from lightning_async.data.shares import Share, before, inherited, unheard
 from lightning_async.data.source import Source, sources_of
 from lightning_async.engine.gates import Gates
 from lightning_async.engine.world import World
@@ -45,6 +45,10 @@ class Inheritance:
         """How often the epoch was gone on with."""
         self._places: dict[str, float] = {}
         """How far each was with what all have committed, by that name."""
+        self._gone: set[str] = set()
+        """Those that were lost since, whoever comes back by their names."""
+        self._taken_up: list[Any] = []
+        """What `left` was where this fit goes on."""
         self._gates: Gates | None = None
         self._called: Callable[[str], str] = str
         """Those that places are heard of from, and what they mean by a name."""
@@ -53,14 +57,29 @@ class Inheritance:
         """Patch; returns what takes it back."""
         if not self._strategy.shrinks:
             return []
+        vars(self._trainer.strategy)["inheritance"] = self  # for checkpoints
         return [
             replace(self._trainer.fit_loop.epoch_loop, "on_run_start", self._begin),
             replace(self._trainer.strategy, "on_train_batch_start", self._begin_batch),
+            lambda: vars(self._trainer.strategy).pop("inheritance", None),
         ]
 
     def start_over(self) -> None:
         """Training begins anew within this fit: who has had what of the epoch does not count any more."""
-        self._knows, self._shares, self._places, self._gates = False, {}, {}, None
+        self._knows, self._shares, self._places, self._gates, self._gone = False, {}, {}, None, set()
+
+    def left(self) -> list[Any]:
+        """What the lost have left of this epoch by now: plain values, for a checkpoint."""
+        if not self._knows:
+            return []
+        self._gone |= self._shares.keys() - set(self._trainer.strategy.survivors.names)
+        return [
+            [name, list(self._shares[name]), self._number(name)] for name in sorted(self._gone & self._shares.keys())
+        ]
+
+    def take_up(self, left: list[Any]) -> None:
+        """The epoch that begins next is gone on with, and that is `left` of it."""
+        self._taken_up = left
 
     def rest(self) -> bool:
         """At the gate that ends an epoch: train on what the lost have left of it; whether there was something."""
@@ -82,6 +101,7 @@ class Inheritance:
         for *_, places in told:
             self._learn(places)
         lost = {each: share for each, share in self._shares.items() if each not in there}
+        self._gone = set()
         self._tell(lost)
         left = [(share, self._number(each)) for each, share in lost.items()]
         self._shares, self._phase = inherited(left, takers) if takers else {}, self._phase + 1
@@ -113,11 +133,16 @@ class Inheritance:
             self.start_over()
             if world is not None and gates is not None and not world.drifting:
                 self._hear(gates)
-                mine: list[Any] = [self._called(gates.name), list(self._mine())]
-                told = world.gather_objects(mine)
-                self._knows, self._phase, self._shares = True, 0, {name: Share(*each) for name, each in told}
+                mine: list[Any] = [self._called(gates.name), list(self._mine()), self._taken_up]
+                told, self._taken_up = world.gather_objects(mine), []
+                self._knows, self._phase, self._shares = True, 0, {name: Share(*each) for name, each, _ in told}
                 for number, each in enumerate(unheard(self._shares.values())):
                     self._shares[f"(lost as the epoch began, {number})"] = each
+                there = [Share(*each) for _, each, _ in told]
+                for name, each, begin in (left for *_, of_rank in told for left in of_rank):
+                    lost = f"{name}, lost before a checkpoint"
+                    self._shares[lost] = before(Share(*each), there)
+                    self._places[lost] = self._now() * _BATCHES + begin
             original(data_fetcher)
 
         return on_run_start
@@ -148,6 +173,7 @@ class Inheritance:
             gates, epoch = self._strategy.gates, self._trainer.fit_loop.epoch_loop
             if gates is not None and not epoch._should_accumulate():  # else its gradients are yet to be stepped with
                 self._hear(gates)
+                self._gone |= self._shares.keys() - set(self._trainer.strategy.survivors.names)
                 gates.tell_place(self._now() * _BATCHES + epoch.batch_progress.current.ready)
 
         return on_train_batch_start
@@ -174,7 +200,7 @@ class Inheritance:
 
     def _tell(self, lost: dict[str, Share]) -> None:
         for name, each in lost.items():
-            if not each.is_known:
+            if not each.is_known and each.first < each.end:
                 log.warning(
                     "What rank %s had of epoch %d and did not train on is missing in it: with a DataLoader of a "
                     "map-style dataset and a DistributedSampler, Lightning's or torch's, others could tell which "
