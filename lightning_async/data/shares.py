@@ -7,10 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.data import DataLoader
 
-from lightning_async.data.samplers import share
+from lightning_async.data.samplers import describe, share
+from lightning_async.data.workers import stateful
 
-__all__ = ["Share", "batches_of", "before", "inherited", "unheard"]
+__all__ = ["Share", "batches_of", "before", "inherited", "told_of", "unheard"]
 
 Batch = tuple[list[int], ...]
 """The indices of one batch, for each loader."""
@@ -37,6 +39,16 @@ class Share(NamedTuple):
     def is_known(self) -> bool:
         """Whether its batches can be told from the outside."""
         return all(told is not None and told["kind"] in ("distributed", "given") for told, _ in self.loaders)
+
+
+def told_of(loader: Any) -> tuple[dict[str, Any] | None, int]:
+    """What a loader takes in the epoch that begins, as a `Share` has it."""
+    if not isinstance(loader, DataLoader) or stateful(loader) or type(loader).__iter__ is not DataLoader.__iter__:
+        return None, 0
+    if type(loader)._get_iterator is not DataLoader._get_iterator or (told := describe(loader, None)) is None:
+        return None, 0
+    of_all = told["kind"] != "distributed" or len(loader.sampler.dataset) == told["length"]  # pyright: ignore
+    return (told if of_all else None), len(loader)
 
 
 def batches_of(of: Share, begin: int) -> list[Batch]:

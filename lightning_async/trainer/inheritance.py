@@ -7,12 +7,10 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_async.data.samplers import describe
-from lightning_async.data.shares import Share, before, inherited, unheard
+from lightning_async.data.shares import Share, before, inherited, told_of, unheard
 from lightning_async.data.source import Source, sources_of
 from lightning_async.engine.gates import Gates
 from lightning_async.engine.world import World
-from lightning_async.trainer.namespace import fabric
 from lightning_async.trainer.patches import Undo, callbacks_of, replace, set_for_now
 from lightning_async.trainer.protocols import Drifting
 
@@ -155,16 +153,16 @@ class Inheritance:
         )  # as Lightning has it
         skipped, loaders = 0, []
         for loader in fit._combined_loader.flattened:
-            told, count = None, fabric("utilities.data").sized_len(loader)
-            if hasattr(loader, "_get_iterator") and count is not None:
-                told, source = describe(loader, None), _follower(loader)
-                if source is not None and not anew:
-                    position = source.position(before=False, ended=False)
-                    told, skipped = position.get("share"), position.get("taken", 0)
-                    if told is not None and told["kind"] == "given":
-                        count = -(-len(told["indices"]) // told["batch_size"])
-            loaders.append((told, count or 0))
-        end = first if math.isinf(fit.max_batches) else fit.max_batches
+            told, count = told_of(loader)
+            source = _follower(loader) if count else None
+            if source is not None and not anew:
+                position = source.position(before=False, ended=False)
+                told, skipped = position.get("share"), position.get("taken", 0)
+                if told is not None and told["kind"] == "given":
+                    count = -(-len(told["indices"]) // told["batch_size"])
+            loaders.append((told, count))
+        unsized = first + any(told is None for told, _ in loaders)  # how much there is, nobody knows; or there is none
+        end = unsized if math.isinf(fit.max_batches) else fit.max_batches
         return Share(first, max(first, end), skipped, fit._combined_loader._mode == "max_size_cycle", loaders)
 
     def _begin_batch(self, original: Any) -> Any:
@@ -219,8 +217,7 @@ class Inheritance:
         ]
         if trainer.val_check_interval == 1.0 and isinstance(trainer.val_check_interval, float):
             undo.append(set_for_now(trainer, "val_check_batch", share.end))
-        for bar in callbacks_of(trainer, "TQDMProgressBar"):
-            bar.train_progress_bar.total = share.end
+        _show(trainer, share.end)
         made = []
         for loader, (told, _) in zip(combined.flattened, share.loaders, strict=True):
             if (source := _follower(loader)) is None:
@@ -247,6 +244,15 @@ class Inheritance:
                 source.detach()
                 source.loader._iterator = None
         epoch.batch_progress.is_last_batch = True
+
+
+def _show(trainer: Any, batches: int) -> None:
+    """The epoch has so many batches now."""
+    for bar in callbacks_of(trainer, "TQDMProgressBar"):
+        bar.train_progress_bar.total = batches
+    for bar in callbacks_of(trainer, "RichProgressBar"):
+        if bar.progress is not None and bar.train_progress_bar_id is not None:
+            bar.progress.update(bar.train_progress_bar_id, total=batches)
 
 
 def _within_epoch(original: Any) -> Any:
