@@ -8,185 +8,29 @@ that: a second death while the others form their groups anew, a rank that is sto
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
-import json
 import os
 import random
 import shlex
 import signal
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.benchmarks.averaging import termination_as_exception
-from tests.benchmarks.elastic_trace import Death, Life, Traces, alike, measure_death, percentile
+from tests.benchmarks.elastic_report import Outcome, targets_of, write
+from tests.benchmarks.elastic_run import START_S, Run, alive, training
+from tests.benchmarks.elastic_trace import Death, Life, alike, measure_death, measure_return
 from tests.benchmarks.ranks import RankFailed
-from tests.benchmarks.report import Target, load_average, machine
+from tests.benchmarks.report import load_average, machine
 from tests.benchmarks.scenarios import say
 
 MODULE = "tests.benchmarks.elastic"
-ROOT = Path(__file__).resolve().parents[2]
-CONSOLE = str(ROOT / "lightning_async/commands/bin/lightning-async")
 PLACES = ("anywhere", "step", "header", "payload", "commit", "optimizer", "merge", "gate")
 NOT_IN_STEPS = ("merge",)  # what synchronous steps have not
-SCENARIOS = ("averaging", "synchronous", "reforming", "stopped", "straggler")
-FEWEST, SETTLED = 2, 3
-START_S, DEATH_S = 180.0, 90.0
-RECOVERY_S, PAUSE_S, DOUBLE_S = 1.0, 0.25, 3.0
-
-
-class Run:
-    """A training under the launcher.
-
-    Args:
-        folder: of its traces and logs.
-        ranks: how many there are at first.
-        max_restarts: of the launcher.
-        job: of the ranks, beside the folder; see `elastic_rank.Job`.
-    """
-
-    def __init__(self, folder: Path, ranks: int, max_restarts: int = 0, **job: object) -> None:
-        self.folder, self.ranks, self.traces = folder, ranks, Traces(folder)
-        self._out = (folder / "launcher.out").open("wb")
-        options = ["-n", str(ranks), "--log-dir", str(folder / "logs"), "--max-restarts", str(max_restarts)]
-        program = ["-m", "tests.benchmarks.elastic_rank", json.dumps({"folder": str(folder), **job})]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        self.process = subprocess.Popen(
-            [sys.executable, CONSOLE, "launch", *options, *program], cwd=ROOT, env=environment,
-            stdin=subprocess.DEVNULL, stdout=self._out, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-
-    def wait(self, what: str, done: Callable[[list[Life]], bool], timeout_s: float = DEATH_S) -> list[Life]:
-        """Until that is so; all lives.
-
-        Raises:
-            RankFailed: it has not become so, or all have ended.
-        """
-        until = time.monotonic() + timeout_s
-        while not done(all_ := self.traces.read()):
-            ended = self.process.poll() is not None and not done(all_ := self.traces.read())
-            if ended or time.monotonic() > until:
-                raise RankFailed(f"{'ended' if ended else 'in vain'} while waiting {what}\n{self.said()}")
-            time.sleep(0.02)
-        return all_
-
-    def living(self) -> dict[str, Life]:
-        """Those that train, by name."""
-        return {life.name: life for life in self.traces.read() if alive(life.process) and not life.ended}
-
-    def settled(self, without: Sequence[Life] = ()) -> Callable[[list[Life]], bool]:
-        """Whether all that live have committed some rounds together."""
-        gone = {life.process for life in without}
-
-        def done(all_: list[Life]) -> bool:
-            here = [each for each in all_ if each.process not in gone and alive(each.process) and not each.ended]
-            names = {life.name for life in here}
-            return bool(here) and all(
-                len(last := life.commits[-SETTLED:]) == SETTLED and all(set(c["members"]) == names for c in last)
-                for life in here
-            )
-
-        return done
-
-    def ended(self) -> bool:
-        """Whether the launcher has ended."""
-        return self.process.poll() is not None
-
-    def said(self) -> str:
-        self._out.flush()
-        return (self.folder / "launcher.out").read_text(errors="replace")[-6000:]
-
-    def order(self, life: Life, place: str) -> None:
-        """Have a rank die there."""
-        part = self.folder / f"order-{life.name}"
-        part.write_text(place)
-        part.rename(self.folder / f"die-{life.name}")
-
-    def kill(self, life: Life, place: str) -> float:
-        """Have it die there, or at once; when it did."""
-        if place == "anywhere":
-            at = time.monotonic()
-            os.kill(life.process, signal.SIGKILL)
-        else:
-            self.order(life, place)
-            self.wait(f"for rank {life.name} to die in {place}", lambda _: not alive(life.process))
-            (self.folder / f"die-{life.name}").unlink(missing_ok=True)
-            self.traces.read()
-            at = next((event["t"] for event in life.of("die")), time.monotonic())
-        return at
-
-    def end(self) -> int:
-        """All end in order; the launcher's exit code."""
-        (self.folder / "stop").touch()
-        try:
-            code = self.process.wait(DEATH_S)
-        except subprocess.TimeoutExpired:
-            raise RankFailed(f"the launcher did not end\n{self.said()}") from None
-        self.traces.read()
-        return code
-
-    def close(self) -> None:
-        for life in self.traces.read():
-            with contextlib.suppress(OSError):
-                os.kill(life.process, signal.SIGCONT)
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-            self.process.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(15.0)
-        if self.process.poll() is None:
-            for life in self.traces.read():
-                with contextlib.suppress(OSError):
-                    os.killpg(life.process, signal.SIGKILL)
-            self.process.kill()
-            self.process.wait()
-        self._out.close()
-
-
-def alive(process: int) -> bool:
-    """Whether it is there, and no zombie."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-@contextlib.contextmanager
-def training(out: Path, ranks: int, **job: object) -> Iterator[Run]:
-    """A run in a folder of its own, in which all have begun to commit rounds; nothing of it stays."""
-    with tempfile.TemporaryDirectory(prefix="elastic-", dir=out) as folder:
-        run = Run(Path(folder), ranks, **job)  # pyright: ignore[reportArgumentType]
-        try:
-            run.wait("for all to begin", lambda all_: len(all_) >= ranks and run.settled()(all_), START_S)
-            yield run
-        finally:
-            run.close()
-
-
-@dataclass(kw_only=True)
-class Outcome:
-    """One scenario.
-
-    Args:
-        name: of it.
-        deaths: that were measured.
-        codes: exit codes of the launcher.
-        facts: what else was seen, in words.
-        errors: why there are no numbers.
-        load: before and after.
-    """
-
-    name: str
-    deaths: list[Death] = field(default_factory=list)
-    codes: list[int] = field(default_factory=list)
-    facts: list[str] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
-    load: list[str] = field(default_factory=list)
+SCENARIOS = ("averaging", "synchronous", "returning", "reforming", "stopped", "straggler")
+FEWEST = 2
 
 
 def kills(options: argparse.Namespace, outcome: Outcome, **job: object) -> None:
@@ -210,7 +54,7 @@ def kills(options: argparse.Namespace, outcome: Outcome, **job: object) -> None:
 
 
 def measured(all_: Sequence[Life], place: str, victims: Sequence[Life], killed_at: float, run: Run) -> Death:
-    others = [life for life in all_ if life not in victims]
+    others = [life for life in all_ if life not in victims and alive(life.process)]
     death = measure_death(others, place, [victim.name for victim in victims], killed_at)
     if death is None:
         raise RankFailed(f"no round after a death in {place}\n{run.said()}")
@@ -223,6 +67,29 @@ def check_end(run: Run, outcome: Outcome) -> None:
         outcome.errors.append(f"exit code {outcome.codes[-1]}\n{run.said()}")
     if not alike(run.traces.read()):
         outcome.errors.append("the ranks have committed, or ended with, different models")
+
+
+def returning(options: argparse.Namespace, outcome: Outcome) -> None:
+    """A rank dies, is started again, and joins those that train; rank 0 among them."""
+    with training(options.out, 3, max_restarts=options.repeats, gate_every=5_000) as run:
+        for _ in range(options.repeats):
+            victim = random.choice(list(run.living().values()))
+            killed_at = run.kill(victim, "anywhere")
+            all_ = run.wait("for the others", run.settled([victim]))
+            outcome.deaths.append(measured(all_, "anywhere", [victim], killed_at, run))
+            others = [life for life in run.living().values() if life.name != victim.name and life.commits]
+            all_ = run.wait(
+                "for it to come back",
+                lambda all_, name=victim.name: any(
+                    life.name == name and life.commits and alive(life.process) for life in all_
+                ) and run.settled()(all_),
+                START_S,
+            )  # fmt: skip
+            back = next(life for life in reversed(all_) if life.name == victim.name and alive(life.process))
+            outcome.returns.append(measure_return(others, back, killed_at))
+            say(f"  {outcome.deaths[-1]}\n  {outcome.returns[-1]}")
+        outcome.codes.append(run.end())
+        check_end(run, outcome)
 
 
 def reforming(options: argparse.Namespace, outcome: Outcome) -> None:
@@ -287,10 +154,18 @@ def measure(options: argparse.Namespace, command: str) -> list[Outcome]:
     ways: dict[str, Callable[[Outcome], None]] = {
         "averaging": lambda outcome: kills(options, outcome),
         "synchronous": lambda outcome: kills(options, outcome, synchronous=True),
+        "returning": lambda outcome: returning(options, outcome),
         "reforming": lambda outcome: reforming(options, outcome),
         "stopped": lambda outcome: stopped(options, outcome),
         "straggler": lambda outcome: straggler(options, outcome),
     }
+    notes = [
+        machine(),
+        f"repeat with `{command}`",
+        f"{options.ranks} ranks, which die in turn until {FEWEST} are left; steps of 24 ms, a round every 10",
+        "excess: from the kill to the next round that all survivors have committed, less the time between two rounds; "
+        "pause: the longest between two steps of a survivor, gates left out; alike: the same bits in every round",
+    ]
     outcomes: list[Outcome] = []
     for name in options.scenario:
         say(name)
@@ -301,100 +176,8 @@ def measure(options: argparse.Namespace, command: str) -> list[Outcome]:
             outcome.errors.append(str(error))
             say(f"  {error}")
         outcome.load.append(load_average())
-        write(options, command, outcomes)
+        write(options.out, notes, outcomes)
     return outcomes
-
-
-def targets_of(outcomes: Sequence[Outcome]) -> list[Target]:
-    """The lines that must hold."""
-    targets = []
-    for outcome in outcomes:
-        deaths, name = outcome.deaths, outcome.name
-        if name in ("averaging", "synchronous") and deaths:
-            p95 = percentile([death.excess_s for death in deaths], 0.95)
-            targets.append(
-                Target(about=f"{name}: s to the next round, beyond the period (p95)", value=p95, limit=RECOVERY_S,
-                       at_most=True)
-            )  # fmt: skip
-            repeated = float(max(death.repeated for death in deaths))
-            targets.append(Target(about=f"{name}: rounds repeated", value=repeated, limit=1.0, at_most=True))
-        if name == "averaging" and deaths:
-            pause = max(death.pause_s for death in deaths)
-            targets.append(Target(about=f"{name}: s between two steps", value=pause, limit=PAUSE_S, at_most=True))
-        if name == "reforming" and deaths:
-            slowest = max(death.excess_s for death in deaths)
-            targets.append(
-                Target(about=f"{name}: s to the next round, beyond the period", value=slowest, limit=DOUBLE_S,
-                       at_most=True)
-            )  # fmt: skip
-        different = float(sum(not death.alike for death in deaths) + len(outcome.errors))
-        targets.append(Target(about=f"{name}: errors", value=different, limit=0.0, at_most=True))
-    return targets
-
-
-def markdown(outcomes: Sequence[Outcome], notes: Sequence[str]) -> str:
-    """The report."""
-    lines = ["# What deaths cost", "", *(f"- {note}" for note in notes), ""]
-    lines += ["| scenario | where | deaths | excess p50 ms | p95 | worst | pause ms | repeated | alike |"]
-    lines += ["|---|---|" + "---:|" * 6 + "---|"]
-    for outcome in outcomes:
-        places = list(dict.fromkeys(death.place for death in outcome.deaths))
-        for place in [*places, "all"] if len(places) > 1 else places:
-            chosen = [death for death in outcome.deaths if place in (death.place, "all")]
-            excess = [1e3 * death.excess_s for death in chosen]
-            cells = [
-                f"{percentile(excess, 0.5):.0f}", f"{percentile(excess, 0.95):.0f}", f"{max(excess):.0f}",
-                f"{1e3 * max(death.pause_s for death in chosen):.0f}", str(max(death.repeated for death in chosen)),
-                "yes" if all(death.alike for death in chosen) else "NO",
-            ]  # fmt: skip
-            lines.append(f"| {outcome.name} | {place} | {len(chosen)} | {' | '.join(cells)} |")
-    lines.append("")
-    for outcome in outcomes:
-        lines += [f"- {outcome.name}: {fact}" for fact in outcome.facts]
-        lines += [f"- {outcome.name}: ERROR: {error.splitlines()[0]}" for error in outcome.errors]
-        codes = sorted(set(outcome.codes))
-        lines.append(f"- {outcome.name}: {len(outcome.codes)} launches, exit codes {codes}; load average before and "
-                     f"after (1, 5, 15 min): {'; '.join(outcome.load)}")  # fmt: skip
-    return "\n".join([*lines, "", *(f"- {target.line()}" for target in targets_of(outcomes)), ""])
-
-
-def draw(outcomes: Sequence[Outcome], path: Path) -> None:
-    """Each death as a point: how much later than without it the next round came."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    rows: dict[str, list[float]] = {}
-    for outcome in outcomes:
-        for death in outcome.deaths:
-            rows.setdefault(f"{outcome.name}: {death.place}", []).append(death.excess_s)
-    figure, axes = plt.subplots(figsize=(8, 0.4 * len(rows) + 1.2), layout="constrained")
-    for row, values in enumerate(rows.values()):
-        axes.scatter(values, [row] * len(values), s=22, alpha=0.6, color="#2a6fbb")
-    axes.axvline(RECOVERY_S, color="#444444", linewidth=1, linestyle=":")
-    axes.set_yticks(range(len(rows)), list(rows))
-    axes.invert_yaxis()
-    axes.set_xlabel("seconds from a kill to the survivors' next round, beyond the period", fontsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-
-
-def write(options: argparse.Namespace, command: str, outcomes: Sequence[Outcome]) -> None:
-    """Write ``elastic.md``, ``elastic.json`` and ``elastic.png``."""
-    notes = [
-        machine(),
-        f"repeat with `{command}`",
-        f"{options.ranks} ranks, which die in turn until {FEWEST} are left; steps of 24 ms, a round every 10",
-        "excess: from the kill to the next round that all survivors have committed, less the time between two rounds; "
-        "pause: the longest between two steps of a survivor, gates left out; alike: the same bits in every round",
-    ]
-    (options.out / "elastic.md").write_text(markdown(outcomes, notes))
-    numbers = {"command": command, "notes": notes, "outcomes": [asdict(outcome) for outcome in outcomes]}
-    (options.out / "elastic.json").write_text(json.dumps(numbers, indent=1, default=str))
-    if any(outcome.deaths for outcome in outcomes):
-        draw(outcomes, options.out / "elastic.png")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

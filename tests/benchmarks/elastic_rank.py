@@ -211,7 +211,7 @@ class Trained(pl.LightningModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         started = time.monotonic()
         self.trace.at("step")
-        self.trace.note("step", gap=None if self.gated else started - self._ended, n=self.trainer.global_step)
+        self.trace.note("step", gap=started - self._ended, gated=self.gated, n=self.trainer.global_step)
         self.gated = False
         loss = (self.layers(batch) - batch.mean(1, keepdim=True)).pow(2).mean()
         time.sleep(max(0.0, self._step_s - (time.monotonic() - started)))

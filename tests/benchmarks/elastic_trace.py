@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BATCH", "Death", "Life", "Traces", "Writer", "measure_death", "percentile"]
+__all__ = ["BATCH", "Death", "Life", "Return", "Traces", "Writer", "measure_death", "measure_return", "percentile"]
 
 BATCH = 8
 """Samples of a step."""
@@ -116,15 +116,34 @@ class Death:
         return self.recovery_s - self.period_s
 
 
-def survivors_of(lives: Iterable[Life], names: Iterable[str], killed_at: float) -> list[Life]:
-    """The lives that go on from there."""
-    gone = set(names)
-    return [
-        life
-        for life in lives
-        if life.name not in gone and life.commits and any(c["t"] < killed_at for c in life.commits)
-        and life.events[-1]["t"] > killed_at
-    ]  # fmt: skip
+@dataclass(kw_only=True)
+class Return:
+    """A rank that was killed, and came back. Times in seconds.
+
+    Args:
+        name: its name.
+        ranks: how many there are with it.
+        away_s: from the kill to its first committed round.
+        joining_s: from where its program begins to train, which is after its imports, to that round.
+        pause_s: the longest that another one's training thread stood between two steps meanwhile.
+    """
+
+    name: str
+    ranks: int
+    away_s: float
+    joining_s: float
+    pause_s: float
+
+
+def measure_return(others: Iterable[Life], back: Life, killed_at: float) -> Return:
+    """Of a life that has committed a round, beside those that trained all the time."""
+    begun, first = back.of("start")[0]["t"], back.commits[0]
+    until = first["t"] + 0.5
+    pauses = [s["gap"] for life in others for s in life.of("step") if begun < s["t"] < until]
+    return Return(
+        name=back.name, ranks=len(first["members"]), away_s=first["t"] - killed_at, joining_s=first["t"] - begun,
+        pause_s=max(pauses),
+    )  # fmt: skip
 
 
 def first_without(life: Life, names: Iterable[str], killed_at: float) -> Event | None:
@@ -133,9 +152,12 @@ def first_without(life: Life, names: Iterable[str], killed_at: float) -> Event |
     return next((c for c in life.commits if c["t"] > killed_at and not gone & set(c["members"])), None)
 
 
-def measure_death(lives: Sequence[Life], place: str, names: Sequence[str], killed_at: float) -> Death | None:
-    """Of ranks that died at that time; None where some survivor has not committed a round since."""
-    survivors = survivors_of(lives, names, killed_at)
+def measure_death(living: Sequence[Life], place: str, names: Sequence[str], killed_at: float) -> Death | None:
+    """Of ranks that died at that time; None where one of those that live has not committed a round since.
+
+    Who has come back is asked for nothing before its first round.
+    """
+    survivors = [life for life in living if any(commit["t"] < killed_at for commit in life.commits)]
     firsts = [first_without(life, names, killed_at) for life in survivors]
     if not survivors or any(first is None for first in firsts):
         return None
@@ -147,7 +169,7 @@ def measure_death(lives: Sequence[Life], place: str, names: Sequence[str], kille
         periods += [b - a for a, b in itertools.pairwise(times)]
         repeated.append(first["failed"] - before[-1]["failed"] * (first["run"] == before[-1]["run"]))
         until = first["t"] + 0.5  # the merge of that round, too
-        pauses += [s["gap"] for s in life.of("step") if killed_at < s["t"] < until and s["gap"] is not None]
+        pauses += [s["gap"] for s in life.of("step") if killed_at < s["t"] < until and not s["gated"]]
     return Death(
         place=place,
         name=",".join(names),

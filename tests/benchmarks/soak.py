@@ -22,7 +22,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from tests.benchmarks.averaging import termination_as_exception
-from tests.benchmarks.elastic import FEWEST, Run, alive, training
+from tests.benchmarks.elastic import FEWEST
+from tests.benchmarks.elastic_run import Run, alive, training
 from tests.benchmarks.elastic_trace import BATCH, Death, Life, alike, measure_death, percentile
 from tests.benchmarks.ranks import RankFailed
 from tests.benchmarks.report import Target, load_average, machine

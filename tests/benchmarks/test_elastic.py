@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.benchmarks import elastic, soak
-from tests.benchmarks.elastic_trace import Life, Traces, alike, measure_death
+from tests.benchmarks.elastic_trace import Life, Traces, alike, measure_death, measure_return
 
 
 def commit(t: float, id: int, members: str, digest: str = "a", failed: int = 0) -> dict[str, Any]:
@@ -17,8 +17,8 @@ def commit(t: float, id: int, members: str, digest: str = "a", failed: int = 0) 
     return {"what": "commit", "t": t, **said}
 
 
-def step(t: float, gap: float | None) -> dict[str, Any]:
-    return {"what": "step", "t": t, "gap": gap}
+def step(t: float, gap: float, gated: bool = False) -> dict[str, Any]:
+    return {"what": "step", "t": t, "gap": gap, "gated": gated}
 
 
 def life(name: str, *events: dict[str, Any]) -> Life:
@@ -30,7 +30,9 @@ BEFORE = [commit(1.0, 1, "012"), commit(1.5, 2, "012"), commit(2.0, 3, "012")]
 
 def test_a_death_is_measured_to_the_last_survivors_next_round_without_the_dead():
     first = life("0", *BEFORE, commit(3.0, 4, "02", failed=1), step(2.9, 0.01))
-    second = life("2", *BEFORE, step(2.3, None), commit(3.2, 4, "02", failed=1), step(3.3, 0.2), step(9.0, 7.0))
+    second = life(
+        "2", *BEFORE, step(2.3, 5.0, gated=True), commit(3.2, 4, "02", failed=1), step(3.3, 0.2), step(9.0, 7.0)
+    )
     death = measure_death([first, second], "merge", ["1"], 2.25)
     assert death is not None
     assert (death.place, death.name, death.ranks, death.repeated, death.alike) == ("merge", "1", 3, 1, True)
@@ -53,9 +55,16 @@ def test_replicas_that_committed_different_bits_are_not_alike():
     assert not alike([life("0", ends[0]), life("1", ends[1])])
 
 
+def test_a_return_is_measured_from_the_kill_to_its_first_round():
+    other = life("0", *BEFORE, step(9.0, 3.0), step(10.5, 0.04), step(11.0, 0.2, gated=True), step(20.0, 7.0))
+    back = life("1", {"what": "start", "t": 10.0}, commit(12.0, 9, "012"))
+    found = measure_return([other], back, 2.0)
+    assert (found.name, found.ranks, found.away_s, found.joining_s, found.pause_s) == ("1", 3, 10.0, 2.0, 0.2)
+
+
 def test_a_line_that_is_not_whole_yet_is_read_later(tmp_path: Path):
     path, traces = tmp_path / "trace-2-4711.jsonl", Traces(tmp_path)
-    path.write_text(json.dumps(step(1.0, None)) + "\n" + '{"what": "end", ')
+    path.write_text(json.dumps(step(1.0, 0.1)) + "\n" + '{"what": "end", ')
     (found,) = traces.read()
     assert (found.name, found.process, len(found.events), found.ended) == ("2", 4711, 1, False)
     path.write_text(path.read_text() + '"t": 2.0, "digest": "a"}\n')

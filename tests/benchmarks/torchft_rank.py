@@ -43,12 +43,12 @@ def main() -> None:
         connect_timeout=TIMEOUT, rank=0, world_size=1, store_addr="127.0.0.1", store_port=store.port,
         lighthouse_addr=lighthouse, replica_id=name, hostname="127.0.0.1",
     )  # fmt: skip
-    taken: list[tuple[float, float | None]] = []
-    rounds, ended = 0, None
+    taken: list[tuple[float, float]] = []
+    rounds, ended = 0, time.monotonic()
     with LocalSGD(manager, model, optimizer, sync_every=job["period"]):
         while not stop.exists():
             started = time.monotonic()
-            taken.append((started, None if ended is None else started - ended))
+            taken.append((started, started - ended))
             optimizer.zero_grad()
             batch = torch.rand(BATCH, 32)
             (model(batch) - batch.mean(1, keepdim=True)).pow(2).mean().backward()
@@ -58,7 +58,7 @@ def main() -> None:
             if manager.current_step() != rounds:
                 rounds = manager.current_step()
                 for t, gap in taken:
-                    trace.note("step", t=t, gap=gap)
+                    trace.note("step", t=t, gap=gap, gated=False)
                 taken.clear()
                 trace.note("commit", id=rounds, run=1, members=[], failed=0, digest=None)
     trace.note("end", digest=None)

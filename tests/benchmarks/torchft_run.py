@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.elastic import DEATH_S, ROOT, START_S, alive
+from tests.benchmarks.elastic_run import DEATH_S, START_S, alive
 from tests.benchmarks.elastic_trace import Life, Traces
-from tests.benchmarks.ranks import RankFailed
+from tests.benchmarks.ranks import ROOT, RankFailed
 
 __all__ = ["Torchft", "torchft_problem", "torchft_training"]
 
