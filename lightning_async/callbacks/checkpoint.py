@@ -135,8 +135,8 @@ class FaultTolerantCheckpoint(Checkpoint):
             )
         if came_back() is not None and getattr(trainer.strategy, "survivors", None) is None and trainer.world_size > 1:
             raise ValueError(
-                f"`{type(self).__name__}`: a rank that comes back while others train on cannot save with them yet. They "
-                "go on, and save, without it."
+                f"`{type(self).__name__}`: a rank that comes back while others train on cannot save with them yet. "
+                "They go on, and save, without it."
             )
         # So that `trainer.checkpoint_callback`, and what is "best", are those of the user's `ModelCheckpoint`, if any.
         trainer.callbacks = [*(each for each in trainer.callbacks if each is not self), self]

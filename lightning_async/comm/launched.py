@@ -25,14 +25,18 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 __all__ = [
-    "CHANNEL", "LONGEST", "REJOIN", "Death", "Listener", "came_back", "heard", "listen", "named", "news",
+    "CHANNEL", "LONGEST", "REJOIN", "Death", "Listener", "attempt", "came_back", "heard", "listen", "named", "news",
     "tell_generation",
 ]  # fmt: skip
 
 CHANNEL = "LIGHTNING_ASYNC_LAUNCHER_FD"
 """The environment variable that names a rank's end: descriptor, device and inode."""
 REJOIN = "LIGHTNING_ASYNC_REJOIN"
-"""The environment variable of a rank that is started again while others train on: how often it has been."""
+"""The environment variable of a rank that is started again while others train on: how often it has been.
+
+Where it is "torchrun", on all ranks, each has an agent of its own, which counts the starts of this rank alone.
+"""
+_BY_TORCHRUN, _RESTARTS = "torchrun", "TORCHELASTIC_RESTART_COUNT"
 LONGEST = 4096
 """Bytes of a message; a longer one is not sent."""
 _ENDS_S = 2.0
@@ -83,7 +87,14 @@ def tell_generation(number: int, members: Sequence[str]) -> None:
 def came_back() -> int | None:
     """How often this rank was started again while others trained on; None where it was started with all."""
     text = os.environ.get(REJOIN, "")
-    return int(text) if text.isascii() and text.isdigit() else None
+    if text == _BY_TORCHRUN:
+        text = os.environ.get(_RESTARTS, "0")
+    return (int(text) or None) if text.isascii() and text.isdigit() else None
+
+
+def attempt() -> str:
+    """Which start of all ranks this process is of, as who starts them counts; it trains with those of the same one."""
+    return "0" if os.environ.get(REJOIN) == _BY_TORCHRUN else os.environ.get(_RESTARTS, "0")
 
 
 def listen(on_death: Callable[[Death], None]) -> Listener | None:

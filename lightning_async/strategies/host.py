@@ -126,7 +126,7 @@ class Host:
     def decide(self, world: World) -> bool:
         """All are here and hold one model: take in who waits. Nobody gets another model by it."""
         strategy, course, survivors = self._strategy, self._strategy.course, self._strategy.survivors
-        guests = world.broadcast(self._guests())
+        guests = world.broadcast(self._guests()[:1])  # one by one: what becomes of one is nothing to another
         if not guests or course is None or course.session is None or survivors is None:
             return False
         run, names = count_run(), [*survivors.names, *map(_for_life, guests)]

@@ -144,9 +144,9 @@ class Apart:
         self, marks: list[Mark], why: str = "another round had come before this replica's next batch boundary"
     ) -> None:
         """Nobody waits for this rank's part of these."""
-        for number, step, _ in marks:
+        for number, step, members in marks:
             log.warning("Rank %d comes too late for its part of save %d.", names_of(self._trainer).mine, number)
-            self._saver.give_up(number, step, why)
+            self._saver.give_up(number, step, why, self._ranks(members))
 
     def _take(self) -> None:
         """Save this rank's part of a marked round."""
@@ -155,9 +155,7 @@ class Apart:
         if marked is None:
             return
         (number, step, members), queue = marked.mark, self._settings.busy != "wait"
-        if self._survivors is not None:
-            members = self._survivors.for_life(members)
-        ranks = [rank for rank in map(int, members) if rank in self._group]
+        ranks = self._ranks(members)
         self._saved(number)
         with self._as_it_was() as state:
             _, checkpoint = collect(self._trainer, frozenset(), state.callbacks)
@@ -173,6 +171,11 @@ class Apart:
                 self._saver.save(number, step, ranks, {}, own, manifest_of(self._trainer, "due"), queue)
             except SaveBusy as error:
                 log.warning("Rank %d leaves out its part of save %d: %s", names_of(self._trainer).mine, number, error)
+
+    def _ranks(self, members: Sequence[str]) -> list[int]:
+        """Who is to save, of those that take part in a mark, by their names for life."""
+        names = members if self._survivors is None else self._survivors.for_life(members)
+        return [rank for rank in map(int, names) if rank in self._group]
 
     def fail(self, resume: Resume, exception: BaseException) -> bool:
         """Save this replica alone, whatever the others do; all go on from its model. Whether that was done."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from lightning_async.arguments import check_choice
-from lightning_async.comm.launched import came_back
+from lightning_async.comm.launched import attempt, came_back
 from lightning_async.comm.membership.door import Door
 from lightning_async.comm.membership.membership import Membership
 from lightning_async.comm.membership.presence import Presence, naming_the_stores_host
@@ -243,8 +243,7 @@ def _open_store(environment: Any, rank: int, greets: bool = True) -> Any:
     launcher_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent
     store = open_store(address, environment.main_port, rank == 0 and greets and not launcher_serves, patience)
     if launcher_serves:  # it may outlive the ranks, and start them again
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = distributed_c10d.PrefixStore(f"lightning_async/attempt{attempt}", store)
+        store = distributed_c10d.PrefixStore(f"lightning_async/attempt{attempt()}", store)
     if greets:
         greet(store, rank, environment.world_size(), getattr(environment, "job", ""), seal, patience)
     if not is_loopback(address) and not seal.signs:

@@ -30,7 +30,7 @@ def test_nobody_waits_for_a_rank_that_gives_up(tmp_path: Path, late: float) -> N
         started = time.monotonic()
         first.save(1, 10, (0, 1), {"x": torch.ones(3)}, {"own": 0}, {})
         first.wait(late)
-        second.give_up(1, 10, "another round had come")
+        second.give_up(1, 10, "another round had come", (0, 1))
         assert first.wait(20.0), "not ten minutes"
         assert time.monotonic() - started < 20.0
         assert first.costs.failed == 1
@@ -40,6 +40,20 @@ def test_nobody_waits_for_a_rank_that_gives_up(tmp_path: Path, late: float) -> N
         assert first.wait(20.0)
         assert [entry.step for entry in CheckpointStore(tmp_path).entries()] == [20]
         assert first.costs.failed_in_a_row == 0
+    finally:
+        first.close(5.0)
+        second.close(5.0)
+
+
+def test_what_the_first_rank_gives_up_is_deleted(tmp_path: Path) -> None:
+    """The other one is ready by then, and will not look at it again."""
+    first, second = saver_of(tmp_path, 0), saver_of(tmp_path, 1)
+    try:
+        second.save(1, 10, (0, 1), {"x": torch.ones(3)}, {"own": 1}, {})
+        assert second.wait(20.0)
+        first.give_up(1, 10, "another round had come", (0, 1))
+        first.flush(20.0)
+        assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == []
     finally:
         first.close(5.0)
         second.close(5.0)

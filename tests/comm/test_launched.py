@@ -12,7 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from lightning_async.comm.launched import CHANNEL, LONGEST, Death, heard, listen, named, news, tell_generation
+from lightning_async.comm.launched import (
+    CHANNEL,
+    LONGEST,
+    REJOIN,
+    Death,
+    attempt,
+    came_back,
+    heard,
+    listen,
+    named,
+    news,
+    tell_generation,
+)
 from tests.support import ROOT
 
 
@@ -114,6 +126,29 @@ def test_a_forked_child_is_not_the_rank(ends: tuple[socket.socket, socket.socket
     assert message is not None
     assert heard(message, child) == (9, ("0",))
     assert heard(message, os.getpid()) is None
+
+
+@pytest.mark.parametrize(
+    ("rejoin", "restarts", "expected"),
+    [
+        (None, None, (None, "0")),
+        (None, "2", (None, "2")),  # all ranks were started again
+        ("1", "2", (1, "2")),  # this one alone, after the third start of all
+        ("0", "0", (None, "0")),
+        ("x", "2", (None, "2")),
+        ("torchrun", "0", (None, "0")),
+        ("torchrun", "2", (2, "0")),  # its agent counts for this one alone
+        ("torchrun", None, (None, "0")),
+    ],
+)
+def test_who_came_back_is_of_the_start_of_those_who_train(
+    rejoin: str | None, restarts: str | None, expected: tuple[int | None, str], monkeypatch: pytest.MonkeyPatch
+):
+    for name, value in ((REJOIN, rejoin), ("TORCHELASTIC_RESTART_COUNT", restarts)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert (came_back(), attempt()) == expected
 
 
 def in_a_rank(what: Callable[[], None]) -> None:

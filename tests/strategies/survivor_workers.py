@@ -20,6 +20,7 @@ from tests.strategies.failure_workers import digest
 
 SAMPLES = 48
 NUMBER = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
+CAME_BACK = "LIGHTNING_ASYNC_REJOIN" in os.environ
 RANKS = int(os.environ.get("WORLD_SIZE", "3"))
 DEADLINES = Deadlines(dead_after=timedelta(seconds=3))
 
@@ -47,7 +48,7 @@ class Seen(pl.LightningModule):
         self._dies = deaths.get(str(NUMBER))
 
     def _at(self, place: str, taken: int) -> None:
-        if self._dies == (place, self.current_epoch, taken) and "LIGHTNING_ASYNC_REJOIN" not in os.environ:
+        if self._dies == (place, self.current_epoch, taken) and not CAME_BACK:
             die()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:

@@ -12,6 +12,8 @@ import logging
 import os
 import secrets
 
+from lightning_async.comm.launched import attempt
+
 __all__ = ["SECRET", "Seal", "new_secret"]
 
 SECRET = "LIGHTNING_ASYNC_SECRET"
@@ -46,8 +48,8 @@ class Seal:
 
     @classmethod
     def of_job(cls) -> Seal:
-        """With the secret that the environment holds, if any, for this attempt at the job, as torchrun counts them."""
-        return cls(os.environ.get(SECRET), f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}")
+        """With the secret that the environment holds, if any, for this attempt at the job."""
+        return cls(os.environ.get(SECRET), f"attempt {attempt()}")
 
     @property
     def signs(self) -> bool:

@@ -81,9 +81,15 @@ class Keeper:
         """Have a checkpoint marked as good."""
         self._ask(lambda: self._store.promote(self._entry(number)))
 
-    def give_up(self, temporary: str, rank: int, why: str) -> None:
-        """Have the others told that nothing will come of a rank's part of a save."""
-        self._ask(lambda: self._store.give_up(temporary, rank, why))
+    def give_up(self, temporary: str, rank: int, why: str, ranks: Collection[int] = ()) -> None:
+        """Have the others, of these ``ranks``, told that nothing will come of a rank's part of a save."""
+
+        def give_up() -> None:
+            self._store.give_up(temporary, rank, why)
+            if ranks:
+                self._store.discard_if_hopeless(temporary, ranks)
+
+        self._ask(give_up)
 
     def look(self, losses: Losses, lost: Collection[int]) -> None:
         """Have found out what becomes of saves in which ranks take part that are ``lost``."""

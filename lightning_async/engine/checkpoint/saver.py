@@ -113,7 +113,7 @@ class Saver:
             self._writer.save(job, queue)
         except (CheckpointError, TypeError, ValueError) as error:  # a state may come to hold what cannot be saved
             if len(ranks) > 1:
-                self.give_up(number, step, str(error))
+                self.give_up(number, step, str(error), ranks)
             if queue and isinstance(error, SaveBusy):
                 raise
             self._hear(Result(number, 0.0, error=f"rank {self._rank}: save {number} {error}"))
@@ -142,9 +142,9 @@ class Saver:
             self._writer.save(job, queue=True)
         return True
 
-    def give_up(self, number: int, step: int, why: str) -> None:
+    def give_up(self, number: int, step: int, why: str, ranks: Sequence[int] = ()) -> None:
         """This rank has nothing for a save that it was to take part in: the others need not wait for it."""
-        self._keeper.give_up(self._store.temporary(number, step, self._run), self._rank, why)
+        self._keeper.give_up(self._store.temporary(number, step, self._run), self._rank, why, ranks)
 
     def reserve(self, step: int, ranks: Sequence[int], shared: Any, own: Any) -> None:
         """Have the memory for saves before the first one.
@@ -200,7 +200,12 @@ class Saver:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until nothing is being written; whether that is so. Says so where that takes long."""
-        self._wait(timeout_s)
+        if not self._heard_within(min(timeout_s, _QUIET_S)) and timeout_s > _QUIET_S:
+            log.warning(
+                "Rank %d: a checkpoint is still being written (process %s); waiting %.0f s more at most.",
+                self._rank, self._writer.pid, timeout_s - _QUIET_S,
+            )  # fmt: skip
+            self._heard_within(timeout_s - _QUIET_S)
         return not self._writer.busy
 
     def is_committed(self, number: int) -> bool:
@@ -215,18 +220,10 @@ class Saver:
     def close(self, timeout_s: float) -> None:
         """Wait for what is being written, and end the writer."""
         began = self._now()
-        self._wait(timeout_s)
+        self.wait(timeout_s)
         for result in self._writer.close(max(0.0, timeout_s - (self._now() - began))):
             self._hear(result)
         self._keeper.close(timeout_s)
-
-    def _wait(self, timeout_s: float) -> None:
-        if not self._heard_within(min(timeout_s, _QUIET_S)) and timeout_s > _QUIET_S:
-            log.warning(
-                "Rank %d: a checkpoint is still being written (process %s); waiting %.0f s more at most.",
-                self._rank, self._writer.pid, timeout_s - _QUIET_S,
-            )  # fmt: skip
-            self._heard_within(timeout_s - _QUIET_S)
 
     def _heard_within(self, timeout_s: float) -> bool:
         """Whether nothing is under way any more, after so many seconds at most; ranks may be lost meanwhile."""

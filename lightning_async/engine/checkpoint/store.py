@@ -15,7 +15,7 @@ import dataclasses
 import os
 import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from lightning_async.engine.checkpoint.manifest import Manifest, RankManifest, seal, unseal
@@ -107,6 +107,12 @@ class CheckpointStore:
         names = set(self.files.names(temporary)) if missing else ()
         failed = [rank for rank in missing if failure_of(rank) in names]
         return [rank for rank in missing if rank not in failed], failed
+
+    def discard_if_hopeless(self, temporary: str, ranks: Collection[int]) -> None:
+        """Where the first rank has failed, nobody will commit or delete: the last one to be ready does."""
+        silent, failed = self.heard(temporary, ranks)
+        if min(ranks) in failed and not silent:
+            self.discard(temporary)
 
     def commit(self, temporary: str, manifest: Manifest) -> Entry:
         """Make a checkpoint of a folder in which all of ``manifest.ranks`` are ready; durable when it returns.

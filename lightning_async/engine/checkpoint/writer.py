@@ -148,7 +148,7 @@ def perform(
         elif again and store.files.atomic and store.files.exists(manifest):
             store.discard(temporary)  # committed while this was looking at it, which has made the folder anew
         else:
-            _discard_if_hopeless(store, temporary, job)
+            store.discard_if_hopeless(temporary, job["ranks"])
     return {"bytes": job["bytes"], "committed": commits}
 
 
@@ -208,11 +208,4 @@ def _fail(store: CheckpointStore, temporary: str, job: Job, error: BaseException
             store.files.unlink(f"{temporary}/{name}")
         store.give_up(temporary, job["rank"], str(error))
     with contextlib.suppress(OSError):
-        _discard_if_hopeless(store, temporary, job)
-
-
-def _discard_if_hopeless(store: CheckpointStore, temporary: str, job: Job) -> None:
-    """Where the first rank has failed, nobody will commit or delete: the last one to be ready does."""
-    silent, failed = store.heard(temporary, job["ranks"])
-    if min(job["ranks"]) in failed and not silent:
-        store.discard(temporary)
+        store.discard_if_hopeless(temporary, job["ranks"])

@@ -1,0 +1,115 @@
+"""What a rank of the tests of joining does: train until one that was lost is back, and two epochs more."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, EveryNSteps, Synchronous
+from lightning_async.trainer.namespace import pl, pytorch
+from tests.strategies.failure_workers import digest
+from tests.strategies.survivor_workers import CAME_BACK, DEADLINES, NUMBER, RANKS, Seen, loader
+
+RULES = {"mean": DeltaMean(), "diloco": DiLoCo()}
+
+
+class UntilBack(Seen):
+    """Momentum, a schedule and buffers to take over; ends two epochs after the lost one is back.
+
+    Args:
+        deaths: see `Seen`.
+        mode: of a newcomer: what is wrong with it.
+    """
+
+    def __init__(self, deaths: dict[str, tuple[str, int, int]], mode: str) -> None:
+        super().__init__(deaths)
+        self.register_buffer("seen", torch.zeros(1), persistent=False)
+        self._mode, self._since = mode, 0
+        self.came_at = -1
+        """The epoch in which this rank came."""
+        if mode == "another model":
+            self.more = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.seen += 1.0
+        return super().training_step(batch, batch_idx)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self._mode == "fails":
+            raise RuntimeError("no room for it")
+        if self._mode == "dies":
+            os.kill(os.getpid(), 9)
+
+    def on_train_epoch_start(self) -> None:
+        if CAME_BACK and self.came_at < 0:
+            self.came_at = self.current_epoch
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        lost = self.trainer.strategy.survivors is not None and self.trainer.strategy.survivors.room
+        self._since += bool(lost and self.trainer.world_size == RANKS)
+        if self._since == 3:  # the epoch in which it came, and two
+            self.trainer.should_stop = True
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.99)]
+
+
+def train(
+    folder: str,
+    deaths: dict[str, tuple[str, int, int]],
+    modes: dict[str, str] | None = None,
+    rule: str = "mean",
+    synchronous: bool = False,
+    then_test: bool = False,
+) -> None:
+    deaths = {number: (place, epoch, taken) for number, (place, epoch, taken) in deaths.items()}
+    mode = (modes or {}).get(os.environ.get("LIGHTNING_ASYNC_REJOIN", ""), "")
+    period = 5 if mode == "other settings" else 3
+    strategy = AsyncAveragingStrategy(
+        RULES[rule], Synchronous() if synchronous else EveryNSteps(period), deadlines=DEADLINES, min_replicas=1
+    )
+    module = UntilBack(deaths, mode)
+    logger = pytorch("loggers").CSVLogger(folder, name="log", version=0)
+    stopping = pytorch("callbacks").EarlyStopping("val_loss", patience=1000)
+    best = pytorch("callbacks").ModelCheckpoint(folder, filename="{epoch}", monitor="val_loss", save_top_k=2)
+    trainer = pl.Trainer(
+        strategy=strategy, accelerator="cpu", devices=RANKS, max_epochs=1000, default_root_dir=folder, logger=logger,
+        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, callbacks=[stopping, best],
+    )  # fmt: skip
+    if CAME_BACK:
+        wait_for(Path(folder) / f"start {os.environ['LIGHTNING_ASYNC_REJOIN']}")
+    told: dict[str, Any] = {"name": str(NUMBER)}
+    try:
+        trainer.fit(module, loader(False, 0), loader(False, 0))
+        (group,), saved = trainer.optimizers[0].param_groups, strategy.saved._last or {}
+        told |= {
+            "momentum": bool(trainer.optimizers[0].state), "lr": group["lr"], "epochs": trainer.current_epoch,
+            "best": sorted(Path(path).name for path in best.best_k_models), "wait": stopping.wait_count,
+            "rule_state": {k: float(v.double().sum()) for k, v in saved["rule_state"].items() if hasattr(v, "sum")},
+        }  # fmt: skip
+        if then_test:
+            trainer.test(module, loader(False, 0), verbose=False)
+    except BaseException as error:
+        told["error"] = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        told |= {
+            "digest": digest(module), "rank": trainer.global_rank, "world_size": trainer.world_size,
+            "trained": module.trained, "validated": module.validated, "tested": module.tested,
+            "came_at": module.came_at, "lost": strategy.summary.lost, "synchronous": strategy.summary.synchronous_steps,
+        }  # fmt: skip
+        os.write(1, b"\nENDED %b\n" % json.dumps(told).encode())
+
+
+def wait_for(file: Path) -> None:
+    """A launcher starts a newcomer when the one before is gone."""
+    while not file.exists():
+        time.sleep(0.01)

@@ -1,0 +1,87 @@
+"""A rank is killed, and comes back as another process: real processes, over Gloo, the store in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+from tests.strategies.survivor_workers import SAMPLES
+from tests.strategies.test_failures import ended
+from tests.support import RankGroup, RankResult, start_ranks
+
+TRAIN = "tests.strategies.joining_workers:train"
+
+
+@contextmanager
+def ranks(folder: Path, dies: int, newcomers: int = 1, **kwargs: Any) -> Iterator[RankGroup]:
+    """Three, of which one dies in its fourth step, and those that are started in its place, one after another."""
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+
+    def env(number: int) -> dict[str, str]:
+        shared = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
+        shared |= {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+        alone = {"RANK": str(dies), "LOCAL_RANK": str(dies), "LIGHTNING_ASYNC_REJOIN": str(number - 2)}
+        return shared | (alone if number > 2 else {})
+
+    arguments = {"folder": str(folder), "deaths": {str(dies): ("step", 0, 4)}, **kwargs}
+    with start_ranks(TRAIN, 3 + newcomers, kwargs=arguments, env=env, timeout=150) as group:
+        for before, start in [(dies, 1), *((2 + number, number + 1) for number in range(1, newcomers))]:
+            group.processes[before].wait(150.0)
+            (folder / f"start {start}").touch()
+        yield group
+
+
+def told(results: list[RankResult], numbers: list[int]) -> list[dict[str, Any]]:
+    """What these say, which end in order, with one model."""
+    for number in numbers:
+        assert results[number].returncode == 0 and not results[number].timed_out, "\n".join(map(str, results))
+    said = [ended(results[number]) for number in numbers]
+    assert len({each["digest"] for each in said}) == 1, said
+    assert [each["rank"] for each in said] == [0, 1, 2]  # who came last is the last
+    assert {each["world_size"] for each in said} == {3}
+    assert {each["lost"] for each in said} == {0}
+    return said
+
+
+@pytest.mark.parametrize(("dies", "rule"), [(0, "diloco"), (2, "mean")])
+def test_it_takes_over_what_the_others_have_and_trains_with_them(dies: int, rule: str, tmp_path: Path) -> None:
+    with ranks(tmp_path, dies, rule=rule, then_test=True) as group:
+        results = group.join()
+    said = told(results, [*({0, 1, 2} - {dies}), 3])
+    newcomer = said[-1]
+    assert all(each["momentum"] for each in said)
+    for same in ("lr", "epochs", "best", "wait", "rule_state"):
+        assert len({str(each[same]) for each in said}) == 1, (same, said)
+    assert newcomer["lr"] == pytest.approx(0.01 * 0.99 ** newcomer["epochs"])
+    later = range(newcomer["came_at"] + 1, newcomer["epochs"])
+    assert len(later) == 2
+    for epoch in map(str, later):
+        for what in ("trained", "validated"):
+            assert sorted(sample for each in said for sample in each[what][epoch]) == list(range(SAMPLES)), what
+            assert newcomer[what][epoch]
+    assert sorted(sample for each in said for sample in each["tested"]) == list(range(SAMPLES))
+    assert f"rank(s) {dies} came back, and 3 replicas train from here" in results[1].stderr
+
+
+def test_ranks_that_step_together_take_it_in_too(tmp_path: Path) -> None:
+    with ranks(tmp_path, 1, synchronous=True) as group:
+        said = told(group.join(), [0, 2, 3])
+    assert all(each["synchronous"] > 0 for each in said)
+
+
+def test_whatever_becomes_of_newcomers_the_others_go_on(tmp_path: Path) -> None:
+    modes = {"1": "other settings", "2": "another model", "3": "fails", "4": "dies"}
+    with ranks(tmp_path, 1, newcomers=5, modes=modes) as group:
+        results = group.join()
+    told(results, [0, 2, 7])
+    errors = [ended(results[number])["error"] for number in (3, 4, 5)]
+    assert errors[0].startswith("SettingsMismatch") and "EveryNSteps(n=5)" in errors[0]
+    assert "with another model than those who train have" in errors[1]
+    assert "no room for it" in errors[2]
+    assert results[6].returncode == -9
+    assert results[0].stderr.count("could not be taken in, and training goes on without") == 2
