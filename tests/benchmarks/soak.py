@@ -34,6 +34,8 @@ MODULE = "tests.benchmarks.soak"
 GOODPUT = 0.85
 RESTARTS = 10_000
 STEP_S, PERIOD = 0.024, 10
+EPOCH_STEPS = 400
+"""Of all ranks: one that comes back has a part of the data from the next epoch on."""
 
 
 @dataclass(kw_only=True)
