@@ -244,10 +244,10 @@ class Saver:
         for number in self._losses.given_up():
             self.gave_up = True
             log.warning("Rank %d: save %d is given up: a rank is lost whose part was yet to come.", self._rank, number)
-        lost, now = self._lost(), self._now()
-        if lost and now - self._looked_at >= _BEAT_S / 2 and self._losses.concerned(lost):
+        now = self._now()
+        if now - self._looked_at >= _BEAT_S / 2 and self._losses.concerned(self._lost()):
             self._looked_at = now
-            self._keeper.look(self._losses, frozenset(lost))
+            self._keeper.look(self._losses)
 
     def _check(self) -> None:
         if self.costs.failed_in_a_row >= self._max_failures:
