@@ -11,7 +11,7 @@ import pytest
 
 from tests.support import free_port, shell_environment
 
-SCRIPT = str(Path(__file__).with_name("torchrun.py"))
+SCRIPT = str(Path(__file__).with_name("comes_back.py"))
 
 
 @pytest.mark.timeout(300)  # two agents and, one after the other, three ranks of their own import all that they need
