@@ -41,15 +41,16 @@ def resized(
 
 
 def batches_left(state: dict[str, Any]) -> int | None:
-    """How many batches follow in the epoch, where its data was divided anew."""
-    told = state["loaders"][0].get("share") if state.get("resized") and state["loaders"] else None
-    if not told or told["kind"] != "given" or state["loaders"][0]["taken"]:
+    """How many batches follow in the epoch, where its data was divided anew, or inherited from ranks that were lost."""
+    told = state["loaders"][0].get("share") if state["loaders"] else None
+    if not told or told["kind"] != "given":
         return None
-    return -(-len(told["indices"]) // told["batch_size"])
+    return -(-len(told["indices"]) // told["batch_size"]) - state["loaders"][0]["taken"]
 
 
 def _divided(positions: list[dict[str, Any]], rank: int, world_size: int, loaders: int) -> dict[str, Any]:
-    if "taken" not in positions[0]:  # the epoch's data is at its end, or not begun
+    positions = [each for each in positions if "taken" in each] or positions[:1]
+    if "taken" not in positions[0]:  # the epoch's data is at its end, or not begun, on all
         return positions[0]
     if loaders > 1 or not all(position.get("share") for position in positions):
         log.warning(

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_async.data.samplers import describe, share
-from lightning_async.data.shares import Share, batches_of, inherited, unheard
+from lightning_async.data.shares import Share, batches_of, before, inherited, unheard
 
 Shares = dict[str, Share]
 
@@ -100,3 +100,14 @@ def test_what_nobody_can_tell_is_not_dealt_out() -> None:
     unknown = Share(0, 3, 0, True, [(describe(weighted, None), 3)])
     assert not unknown.is_known and inherited([(unknown, 0)], {"0": 3}) == {}
     assert unheard([unknown]) == []
+
+
+def test_one_that_was_started_again_within_its_own_share_is_left_it() -> None:
+    """It begins at another's place, behind its own: what lies between is left; what it goes on with is not."""
+    held = shares(60, 3, shuffle=True)
+    again = [held["0"]._replace(first=3, skipped=3), held["1"]._replace(first=4, skipped=4)]
+    left = before(held["1"], again)
+    assert samples(left, 1) == samples(held["1"], 1, 4)
+    assert before(held["2"], again) == held["2"]
+    behind = [held["1"]._replace(first=0, skipped=0)]
+    assert samples(before(held["1"], behind), 1) == []
