@@ -149,6 +149,16 @@ def test_all_start_again_when_the_others_die_as_long_as_restarts_are_left():
     assert decide(OFTEN, state, Due(2)) == (state, [])
 
 
+def test_words_say_that_all_are_there_again():
+    endings = [Ending(0, 10, -9, 1.0), Ending(0, 12, 0, 2.0), Ending(1, 11, 0, 3.0)]
+    assert report(endings, None, 0).splitlines()[1:] == [
+        "rank 0 (process 12) ended in order after 2.0 s",
+        "rank 1 (process 11) ended in order after 3.0 s",
+        "2 of 2 ranks have ended in order",
+        "exit code 0",
+    ]
+
+
 def test_words_say_who_was_started_again():
     killed = [Ending(2, 12, -9, 1.0, None, (b"its first",)), Ending(2, 13, 3, 2.0, None, (b"its last",))]
     assert report([*killed, Ending(1, 11, 0, 3.0)], None, 0, {2}).splitlines() == [
