@@ -98,8 +98,7 @@ class Guest:
         count_run(run)
         connection = connect(strategy, rank, names, run, lambda: None)
         first = Generation.first(rank, strategy.cluster_environment.world_size())
-        min_replicas = strategy.config.min_replicas
-        assert min_replicas is not None
+        min_replicas = strategy.config.fewest(strategy.cluster_environment.world_size())
         strategy.survivors = Survivors(first, run, min_replicas).with_newcomers(rank, names, run)
         return connection
 

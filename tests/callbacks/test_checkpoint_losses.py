@@ -112,7 +112,8 @@ def test_started_again_in_the_epoch_of_the_loss_the_lost_one_begins_at_anothers_
     _, save = stopped(tmp_path, dead=1, epoch=0)
     assert (save.ranks, save.world_size, save.epoch) == ((0, 2), 3, 0)
     store = CheckpointStore(tmp_path)
-    ((lost, _, committed),) = load_own(store, store.entries()[0], 0, "resume")["unsaved"]["left"]
+    own: Any = load_own(store, store.entries()[0], 0, "resume")
+    ((lost, _, committed),) = own["unsaved"]["left"]
     results = ran(tmp_path, 3)
     told = without(-1, results)
     seen = [each["seen"]["0"] for each in told]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
+from lightning_async.engine.checkpoint.store import CheckpointStore
 from tests.strategies.survivor_workers import SAMPLES
 from tests.strategies.test_failures import ended
 from tests.support import RankGroup, RankResult, start_ranks
@@ -72,6 +73,21 @@ def test_ranks_that_step_together_take_it_in_too(tmp_path: Path) -> None:
     with ranks(tmp_path, 1, synchronous=True) as group:
         said = told(group.join(), [0, 2, 3])
     assert all(each["synchronous"] > 0 for each in said)
+
+
+@pytest.mark.parametrize("dies", [0, 1])
+def test_it_saves_with_the_others(dies: int, tmp_path: Path) -> None:
+    with ranks(tmp_path, dies, saves=True) as group:
+        told(group.join(), [*({0, 1, 2} - {dies}), 3])
+    store = CheckpointStore(tmp_path / "saved")
+    taking_part = [entry.manifest.ranks for entry in reversed(store.entries()) if entry.manifest is not None]
+    for entry in store.entries():
+        store.verify(entry)
+    left = tuple(sorted({0, 1, 2} - {dies}))
+    assert left in taking_part
+    assert taking_part[-1] == (0, 1, 2)
+    assert (0, 1, 2) in taking_part[taking_part.index(left) : -1]  # while they trained, too
+    assert not store.unfinished()
 
 
 def test_whatever_becomes_of_newcomers_the_others_go_on(tmp_path: Path) -> None:
