@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from lightning_async.data.samplers import divide, rest
+from lightning_async.data.shares import Share
 
 __all__ = ["batches_left", "resized"]
 
@@ -31,13 +32,28 @@ def resized(
         own: the state of this one at the save. Default: that of another rank, each of one as far as there are enough.
     """
     base = own or states[rank % len(states)]
-    loaders = [state["loaders"] for state in states]
+    lost, left = _lost(base["unsaved"].get("left", []), len(states))
+    loaders = [[lost[place]] if place in lost else state["loaders"] for place, state in enumerate(states)]
     positions = [
         _divided(list(of_ranks), rank, world_size, len(base["loaders"])) for of_ranks in zip(*loaders, strict=True)
     ]
     random = base["random"] if own or rank < len(states) else {"seed": zlib.crc32(base["random"]["torch"]) + rank}
-    unsaved = {**base["unsaved"], "gradients": {}}
+    unsaved = {**base["unsaved"], "gradients": {}, "left": left}
     return {**base, "loaders": positions, "random": random, "unsaved": unsaved, "resized": True}
+
+
+def _lost(left: list[Any], ranks: int) -> tuple[dict[int, dict[str, Any]], list[Any]]:
+    """Where lost ranks stood with what all had committed, by their place among these; and of whom it is not known."""
+    known, others = {}, []
+    for entry in left:
+        share, begin = Share(*entry[1]), entry[2]
+        told = share.loaders[0][0] if share.is_known and len(share.loaders) == 1 else None
+        if told is None or told["kind"] != "distributed" or told["num_replicas"] != ranks:
+            others.append(entry)
+            continue
+        taken = share.skipped + max(begin, share.first) - share.first
+        known[told["rank"]] = {"taken": taken, "made": 0, "drawn": {}, "share": told}
+    return known, others
 
 
 def batches_left(state: dict[str, Any]) -> int | None:
