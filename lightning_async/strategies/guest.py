@@ -13,7 +13,7 @@ from typing import Any
 from lightning_async.comm.launched import came_back
 from lightning_async.comm.membership.door import Door
 from lightning_async.comm.membership.generation import Generation
-from lightning_async.errors import AsyncTrainingError
+from lightning_async.errors import AsyncTrainingError, CollectiveTimeout
 from lightning_async.strategies.host import PATIENCE, Hosting, connect, digest, run_name
 from lightning_async.strategies.survivors import Survivors, count_run
 from lightning_async.trainer.latecomer import begin_within_epoch, take_over
@@ -25,7 +25,7 @@ from lightning_async.transports.transport import Connection, ElasticTransport
 __all__ = ["Guest"]
 
 log = logging.getLogger(__name__)
-_LOOK_S = 0.05
+_LOOK_S, _LONGEST_S = 0.05, 1800.0
 
 
 class Guest:
@@ -46,6 +46,7 @@ class Guest:
 
         Raises:
             SettingsMismatch, ValueError: what they train is something else, or over another transport.
+            CollectiveTimeout: nobody takes it in.
             SIGTERMException: told to end while waiting.
         """
         transport = self._strategy.transport
@@ -62,8 +63,18 @@ class Guest:
     def _wait(
         self, look: Callable[[], dict[str, Any]], worthwhile: Callable[[], bool] = lambda: True
     ) -> dict[str, Any]:
-        """What is found, or nothing where it is no longer worthwhile to wait."""
+        """What is found, or nothing where it is no longer worthwhile to wait.
+
+        Raises:
+            CollectiveTimeout: nobody has trained, or has taken this rank in, for very long.
+        """
+        until = time.monotonic() + _LONGEST_S
         while not (found := look()) and worthwhile():
+            if time.monotonic() > until:
+                raise CollectiveTimeout(
+                    f"Rank {self._number} was started again {_LONGEST_S:.0f} s ago to join others, and nobody takes it "
+                    "in. Do they train, and between two batches? Else start all ranks together."
+                )
             if self._trainer.received_sigterm:
                 raise pytorch("utilities.exceptions").SIGTERMException
             time.sleep(_LOOK_S)
