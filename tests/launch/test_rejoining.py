@@ -64,7 +64,7 @@ JOINED = [*BACK, tell(2, 0, 1, 2)]
         ),
         pytest.param([*BACK, done(2)], [], id="it found nothing to join"),
         pytest.param([*BACK, done(2, status=75)], [Announce(2, frozenset({0, 1}))], id="it was told to go"),
-        pytest.param([*JOINED, dies(2), tell(3, 0, 1)], [Wait(2.0, 2)], id="it dies after it has joined"),
+        pytest.param([*JOINED, dies(2), tell(3, 0, 1)], [Wait(1.0, 2)], id="it dies after it has joined"),
         pytest.param([*JOINED, dies(0), tell(3, 1, 2)], [Wait(1.0, 0)], id="another one does: its pause is its own"),
         pytest.param([FIRST, dies(2), dies(0), tell(1, 1)], [Wait(1.0, 0), Wait(1.0, 2)], id="two at once"),
         pytest.param([*BACK, done(0, 1)], [Send(TERM, frozenset({2})), Wait(30.0)], id="the others are done"),
