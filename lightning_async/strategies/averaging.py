@@ -146,7 +146,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         if fitting:
             self.num_fits = next(_fits)
             self.course = Course(self, trainer)
-            if self.world is not None:
+            if not is_newcomer():
                 self.course.install(self.world)
             self.course.undo.append(monitor_for_now(trainer))
 
