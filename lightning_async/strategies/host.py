@@ -31,7 +31,7 @@ from lightning_async.engine.averaging.config import AveragerConfig
 from lightning_async.engine.averaging.report import RunSummary
 from lightning_async.engine.tensors import describe
 from lightning_async.engine.world import World
-from lightning_async.errors import AsyncTrainingError, CollectiveTimeout
+from lightning_async.errors import CollectiveTimeout
 from lightning_async.events import tell
 from lightning_async.strategies.course import Course
 from lightning_async.strategies.saved_state import SavedState, state_of
@@ -188,7 +188,7 @@ class Host:
             wider.world.broadcast(state)
             AveragedModels(trainer, wider.world).make_equal()
             wider.open()
-        except (AsyncTrainingError, RuntimeError, OSError) as error:
+        except Exception as error:  # a hook of the user's may have failed, too: that ends no training
             if wider is not None:
                 wider.close(in_order=False)
             return None, f"{type(error).__name__}: {error}"
