@@ -124,6 +124,11 @@ class Gates:
         """Vote for stopping, from a signal handler: that may touch no lock."""
         self._box.stop_requested = True
 
+    @property
+    def stop_requested(self) -> bool:
+        """Whether this rank was told to stop."""
+        return self._box.stop_requested
+
     def tell_loss(self, loss: float) -> None:
         """What the next header says of this replica's last batch."""
         with self._box.changed:

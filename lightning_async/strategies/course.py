@@ -51,7 +51,7 @@ class Course:
         self.session: Session | None = None
         self.undo: list[Undo] = []
         """What takes back what was patched, in the order in which it was."""
-        self._begins_anew = False
+        self._begins_anew = self._stops = False
 
     def install(self, world: World | None) -> None:
         """Patch the loops; all ranks call this together. One that is left alone only has to have all of the data."""
@@ -112,12 +112,15 @@ class Course:
         self.session = Session(strategy, connection, self.patches.within_batch, strategy.saved)
         strategy.summary = self.session.averager.summary
         self.session.start()
+        if self._stops:
+            self.session.averager.gates.request_stop()
         if strategy.host is not None:
             strategy.host.open(self._trainer)
 
     def _stop(self) -> None:
         if self._strategy.host is not None:
             self._strategy.host.close()
-        if self.session is not None:
-            self.session.close()
+        if (session := self.session) is not None:
+            session.close()
             self.session = None
+            self._stops = session.averager.gates.stop_requested  # by a signal that nobody else has heard of yet

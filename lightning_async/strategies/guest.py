@@ -8,12 +8,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 from lightning_async.comm.launched import came_back
 from lightning_async.comm.membership.door import Door
 from lightning_async.comm.membership.generation import Generation
-from lightning_async.errors import AsyncTrainingError, CollectiveTimeout
+from lightning_async.errors import AsyncTrainingError, CollectiveError, CollectiveTimeout
 from lightning_async.strategies.host import PATIENCE, Hosting, connect, digest, run_name
 from lightning_async.strategies.survivors import Survivors, count_run
 from lightning_async.trainer.latecomer import begin_within_epoch, take_over
@@ -25,7 +26,7 @@ from lightning_async.transports.transport import Connection, ElasticTransport
 __all__ = ["Guest"]
 
 log = logging.getLogger(__name__)
-_LOOK_S, _LONGEST_S = 0.05, 1800.0
+_LOOK_S = 0.05
 
 
 class Guest:
@@ -40,14 +41,16 @@ class Guest:
         self._strategy, self._trainer = strategy, trainer
         self._number = int(strategy.cluster_environment.started_as)
         self._attempts = 0
+        self.patience = timedelta(minutes=30)
+        """How long to wait for a training to begin, and for its ranks to come to a gate."""
 
     def join(self) -> None:
         """Wait to be taken in, and take over what the others have.
 
         Raises:
             SettingsMismatch, ValueError: what they train is something else, or over another transport.
-            CollectiveTimeout: nobody takes it in.
             SIGTERMException: told to end while waiting.
+            CollectiveTimeout: nobody trains, or nobody takes it in, for 30 minutes.
         """
         transport = self._strategy.transport
         if not isinstance(transport, ElasticTransport):
@@ -63,17 +66,13 @@ class Guest:
     def _wait(
         self, look: Callable[[], dict[str, Any]], worthwhile: Callable[[], bool] = lambda: True
     ) -> dict[str, Any]:
-        """What is found, or nothing where it is no longer worthwhile to wait.
-
-        Raises:
-            CollectiveTimeout: nobody has trained, or has taken this rank in, for very long.
-        """
-        until = time.monotonic() + _LONGEST_S
+        """What is found, or nothing where it is no longer worthwhile to wait."""
+        until = time.monotonic() + self.patience.total_seconds()
         while not (found := look()) and worthwhile():
             if time.monotonic() > until:
                 raise CollectiveTimeout(
-                    f"Rank {self._number} was started again {_LONGEST_S:.0f} s ago to join others, and nobody takes it "
-                    "in. Do they train, and between two batches? Else start all ranks together."
+                    f"Rank {self._number} was started again to join those who train, and nobody has taken it in for "
+                    f"{self.patience}. Do the others still train? If not, start all ranks again."
                 )
             if self._trainer.received_sigterm:
                 raise pytorch("utilities.exceptions").SIGTERMException
@@ -103,18 +102,23 @@ class Guest:
         membership.start()
         try:
             place = self._wait(lambda: door.read_invitation(guest), lambda: door.read_notice().get("run") == run)
-            if not place:
-                return False
-            connection = self._connect(place)
+            connection = self._connect(place) if place else None
         finally:
             membership.close()
+        if connection is None:
+            return False
         self._take_part(connection, int(place["run"]), lambda: door.read_answer(guest))
         return True
 
-    def _connect(self, place: dict[str, Any]) -> Connection:
+    def _connect(self, place: dict[str, Any]) -> Connection | None:
+        """With all who train; None where they could not come, and train on."""
         strategy, run, rank, names = self._strategy, int(place["run"]), int(place["rank"]), place["names"]
         count_run(run)
-        connection = connect(strategy, rank, names, run, lambda: None)
+        try:
+            connection = connect(strategy, rank, names, run, lambda: None)
+        except CollectiveError as error:
+            log.warning("Rank %d could not be taken in, and waits again: %s", self._number, error)
+            return None
         first = Generation.first(rank, strategy.cluster_environment.world_size())
         min_replicas = strategy.config.fewest(strategy.cluster_environment.world_size())
         strategy.survivors = Survivors(first, run, min_replicas).with_newcomers(rank, names, run)
@@ -126,6 +130,11 @@ class Guest:
         try:
             state: dict[str, Any] = world.broadcast({})
             take_over(trainer, state)
+            if trainer.fit_loop.done:
+                raise ValueError(
+                    f"Rank {self._number} comes to epoch {trainer.current_epoch}, step {trainer.global_step} of the "
+                    "others, where its own limits end training. Give it the same `max_epochs` and `max_steps`."
+                )
             course.install(world)
             course.undo += reversed(begin_within_epoch(trainer, state))
             connection.open()

@@ -39,6 +39,7 @@ from lightning_async.strategies.survivors import Survivors, count_run
 from lightning_async.trainer.averaged_models import AveragedModels
 from lightning_async.trainer.environments import Survivor
 from lightning_async.trainer.latecomer import state_for_newcomers
+from lightning_async.trainer.patches import in_words
 from lightning_async.trainer.settings import settings_of
 from lightning_async.transports.transport import Connection, ElasticTransport, Transport
 
@@ -136,10 +137,13 @@ class Host:
     def decide(self, world: World) -> bool:
         """All are here and hold one model: take in who waits. Nobody gets another model by it."""
         strategy, course, survivors = self._strategy, self._strategy.course, self._strategy.survivors
-        guests = world.broadcast(self._guests()[:1])  # one by one: what becomes of one is nothing to another
+        ends = bool(strategy.module.trainer.fit_loop.done)  # for rank 0, and so for whoever is as it is: too late
+        guests = [] if ends else self._guests()[:1]  # one by one: what becomes of one is nothing to another
+        there = () if survivors is None else survivors.names
+        guests, names = world.broadcast([guests, [*there, *map(_for_life, guests)]])
         if not guests or course is None or course.session is None or survivors is None:
             return False
-        run, names = count_run(), [*survivors.names, *map(_for_life, guests)]
+        run = count_run()
         averaging = state_of(course.session.averager, world)
         blank = {**averaging["replicas"][0], "rule_state": {}, "summary": RunSummary().state_dict()}
         averaging["replicas"] += [blank for _ in guests]
@@ -156,7 +160,7 @@ class Host:
         words = f"Rank {rank}: rank(s) {who} came back, and {len(names)} replicas train from here."
         tell("joined", logging.WARNING, words, rank=rank, run=run, world_size=len(names))
         strategy.saved.go_on(averaging)
-        strategy.survivors = survivors.with_newcomers(rank, names, run)
+        strategy.survivors = survivors.with_newcomers(wider.root.rank, names, run)  # one may be lost since it was made
         course.widen(wider, run)
         course.patches.go_on(wider.world, course.patches.gates_epochs)
         return False
@@ -165,14 +169,17 @@ class Host:
         self, course: Course, run: int, names: list[str], guests: list[str], averaging: dict[str, Any]
     ) -> tuple[Connection | None, str]:
         """A connection with the newcomers, who have what they need; None, and why, where that could not be."""
-        strategy, trainer, connection, wider = self._strategy, self._strategy.module.trainer, None, None
-        connection, door = strategy.connection, self._door
+        strategy, trainer, wider = self._strategy, self._strategy.module.trainer, None
+        connection, door, survivors = strategy.connection, self._door, strategy.survivors
         assert connection is not None
         assert door is not None
+        assert survivors is not None
         rank, world_size, membership = connection.root.rank, connection.root.world_size, connection.membership
 
         def check() -> None:
             membership.check()
+            if lost := {*names} - {*survivors.names} - {*map(_for_life, guests)}:
+                raise CollectiveTimeout(f"Meanwhile rank(s) {', '.join(lost)} were lost.")
             if gone := {*guests} - {*membership.guests()} - membership.left():
                 raise CollectiveTimeout(f"{', '.join(gone)} is gone.")
 
@@ -188,8 +195,9 @@ class Host:
             wider.world.broadcast(state)
             AveragedModels(trainer, wider.world).make_equal()
             wider.open()
-        except Exception as error:  # a hook of the user's may have failed, too: that ends no training
+        except Exception as error:  # of hooks of the user's, too: who trains goes on
             if wider is not None:
+                wider.membership.fail(in_words(error))  # nobody waits for it
                 wider.close(in_order=False)
             return None, f"{type(error).__name__}: {error}"
         return wider, "another rank could not."
@@ -209,8 +217,8 @@ def run_name(run: int) -> str:
 
 
 def digest(module: Any) -> int:
-    """Of the names, shapes and types of all that replicas share."""
-    return zlib.crc32(repr(describe(module)).encode())
+    """Of the names, shapes and types of all that replicas share; what is trained of it may change in an epoch."""
+    return zlib.crc32(repr([line.rpartition(", ")[0] for line in describe(module)]).encode())
 
 
 def _for_life(guest: str) -> str:

@@ -29,12 +29,13 @@ class Welcoming(Protocol):
 
 
 def state_for_newcomers(trainer: Any) -> dict[str, Any]:
-    """What a newcomer takes over of this rank: what a checkpoint holds, buffers that none does, directories."""
+    """What a newcomer takes over of this rank: what a checkpoint holds, tensors that this one lacks, directories."""
     module = trainer.lightning_module
     checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     return {
         "checkpoint": {key: value for key, value in checkpoint.items() if key not in _NOT_SENT},
-        "buffers": {name: buffer.detach() for name, buffer in module.named_buffers()},
+        "tensors": {name: t.detach() for name, t in _tensors(module).items() if name not in checkpoint["state_dict"]},
+        "trained": {name: parameter.requires_grad for name, parameter in module.named_parameters()},
         "directories": [str(getattr(callback, "dirpath", None) or "") for callback in trainer.callbacks],
         "should_stop": bool(trainer.should_stop),
         "logged": take_logged(trainer),
@@ -54,7 +55,9 @@ def take_over(trainer: Any, state: dict[str, Any]) -> None:
     connector.restore_callbacks()
     connector.restore_training_state()
     connector._loaded_checkpoint = {}
-    _copy(dict(module.named_buffers()), state["buffers"])
+    _copy(_tensors(module), state["tensors"])
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(state["trained"][name])
     trainer.should_stop = state["should_stop"]
     for callback, told in zip(trainer.callbacks, state["told"], strict=False):
         if isinstance(callback, Welcoming) and told is not None:
@@ -103,6 +106,10 @@ def begin_within_epoch(trainer: Any, state: dict[str, Any]) -> list[Undo]:
         return on_advance_end
 
     return [replace(fit.epoch_loop, "run", run), replace(fit, "on_advance_end", end)]
+
+
+def _tensors(module: Any) -> dict[str, Tensor]:
+    return dict([*module.named_parameters(), *module.named_buffers()])
 
 
 @torch.no_grad()

@@ -98,12 +98,21 @@ class Validation:
                 while self._inheritance.rest():
                     self._meeting.rendezvous(Gate.EPOCH_END, self._trainer.current_epoch)
                 world = self._strategy.world or world  # another one, where averaging has begun anew meanwhile
-                due = torch.tensor(float(self._due_at_end))
-                if world.reduce(due, "max") > 0.0 and not self._validated:
+                mine = [float(self._due_at_end), float(self._is_last())]
+                due, last = world.reduce(torch.tensor(mine), "max").tolist()
+                if due > 0.0 and not self._validated:
                     join_validation(self._trainer)
+                if last > mine[1]:  # another rank's, which has taken more steps: nobody goes on without it
+                    self._trainer.should_stop = True
                 self._due_at_end = False
                 self._due = self._held = 0
             original()
             self._strategy.end_epoch()
 
         return on_advance_end
+
+    def _is_last(self) -> bool:
+        """Whether this rank has come to its limits with the epoch that ends, where all do not come to them alike."""
+        fit = self._trainer.fit_loop
+        epochs, steps = fit.epoch_progress.current.processed + 1, fit.epoch_loop.global_step
+        return self._strategy.shrinks and (epochs == fit.max_epochs or -1 < fit.epoch_loop.max_steps <= steps)
