@@ -7,7 +7,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lightning_async.arguments import check_choice, check_int, check_protocol
-from lightning_async.comm.launched import came_back
 from lightning_async.engine.checkpoint.recovery import STRATEGIES, candidates
 from lightning_async.engine.checkpoint.store import CheckpointStore
 from lightning_async.rules.saving import (
@@ -133,11 +132,6 @@ class FaultTolerantCheckpoint(Checkpoint):
                 f"`{type(self).__name__}` does not know the sharded state of `{strategy}` yet: use that strategy's own "
                 "checkpoints, or a strategy whose ranks hold whole replicas."
             )
-        if came_back() is not None and getattr(trainer.strategy, "survivors", None) is None and trainer.world_size > 1:
-            raise ValueError(
-                f"`{type(self).__name__}`: a rank that comes back while others train on cannot save with them yet. "
-                "They go on, and save, without it."
-            )
         # So that `trainer.checkpoint_callback`, and what is "best", are those of the user's `ModelCheckpoint`, if any.
         trainer.callbacks = [*(each for each in trainer.callbacks if each is not self), self]
         self._now = Checkpointing(trainer, self.settings)
@@ -158,6 +152,15 @@ class FaultTolerantCheckpoint(Checkpoint):
             )
         if self._now is not None:
             self._now.start()
+
+    def for_newcomers(self) -> dict[str, Any]:
+        """See `Welcoming`."""
+        return {} if self._now is None else self._now.for_newcomers()
+
+    def come(self, told: dict[str, Any]) -> None:
+        """See `Welcoming`."""
+        if self._now is not None and told:
+            self._now.come(told)
 
     def roll_back(self, trainer: Any) -> int | None:
         """See `RollsBack`: to the newest good checkpoint."""

@@ -40,6 +40,7 @@ _BY_TORCHRUN, _RESTARTS = "torchrun", "TORCHELASTIC_RESTART_COUNT"
 LONGEST = 4096
 """Bytes of a message; a longer one is not sent."""
 _ENDS_S = 2.0
+_listeners: list[Listener] = []  # of this process: two, while one run follows another
 _log = logging.getLogger(__name__)
 
 
@@ -126,6 +127,7 @@ class Listener:
     def __init__(self, channel: socket.socket, on_death: Callable[[Death], None]) -> None:
         self._channel, self._on_death, self._process = channel, on_death, os.getpid()
         self._wake, self._woken = socket.socketpair()
+        _listeners.append(self)
         self._thread = threading.Thread(target=self._run, name="lightning_async listener", daemon=True)
         self._thread.start()
 
@@ -133,6 +135,8 @@ class Listener:
         """End the thread; idempotent. A fork of the rank has none: there this does nothing."""
         if os.getpid() != self._process:
             return
+        with contextlib.suppress(ValueError):
+            _listeners.remove(self)
         with contextlib.suppress(OSError):  # it has ended by itself
             self._wake.send(b"\0")  # not closed: a fork may hold it open
         if threading.current_thread() is not self._thread:
@@ -155,10 +159,11 @@ class Listener:
     def _hear(self, message: bytes) -> None:
         if (death := _death(message, self._process)) is None:
             return
-        try:
-            self._on_death(death)
-        except Exception:
-            _log.exception("Rank %d %s; that was told by the launcher, and was of no use.", death.rank, death.text)
+        for listener in tuple(_listeners):  # each message is read by one of them
+            try:
+                listener._on_death(death)
+            except Exception:
+                _log.exception("Rank %d %s; that was told by the launcher, and was of no use.", death.rank, death.text)
 
 
 def _death(message: bytes, process: int) -> Death | None:

@@ -7,10 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.data import DataLoader
 
-from lightning_async.data.samplers import share
+from lightning_async.data.samplers import describe, share
+from lightning_async.data.workers import stateful
 
-__all__ = ["Share", "batches_of", "inherited", "unheard"]
+__all__ = ["Share", "batches_of", "before", "inherited", "told_of", "unheard"]
 
 Batch = tuple[list[int], ...]
 """The indices of one batch, for each loader."""
@@ -37,6 +39,16 @@ class Share(NamedTuple):
     def is_known(self) -> bool:
         """Whether its batches can be told from the outside."""
         return all(told is not None and told["kind"] in ("distributed", "given") for told, _ in self.loaders)
+
+
+def told_of(loader: Any) -> tuple[dict[str, Any] | None, int]:
+    """What a loader takes in the epoch that begins, as a `Share` has it."""
+    if not isinstance(loader, DataLoader) or stateful(loader) or type(loader).__iter__ is not DataLoader.__iter__:
+        return None, 0
+    if type(loader)._get_iterator is not DataLoader._get_iterator or (told := describe(loader, None)) is None:
+        return None, 0
+    of_all = told["kind"] != "distributed" or len(loader.sampler.dataset) == told["length"]  # pyright: ignore
+    return (told if of_all else None), len(loader)
 
 
 def batches_of(of: Share, begin: int) -> list[Batch]:
@@ -66,6 +78,15 @@ def inherited(shares: Iterable[tuple[Share, int]], takers: Mapping[str, int]) ->
         for number, (name, first) in enumerate(takers.items())
         if len(left) > number
     }
+
+
+def before(one: Share, others: Iterable[Share]) -> Share:
+    """What is left of a lost rank's share where one that was started again goes on in it, from a place of its own."""
+    told = [each for each, _ in one.loaders]
+    if not one.is_known or any(each["kind"] != "distributed" for each in told if each is not None):
+        return one
+    same = [each.skipped for each in others if each.is_known and [other for other, _ in each.loaders] == told]
+    return one._replace(end=min([one.end, *(max(0, place - one.skipped) + one.first for place in same)]))
 
 
 def unheard(shares: Iterable[Share]) -> list[Share]:

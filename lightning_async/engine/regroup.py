@@ -63,9 +63,9 @@ class Regroup:
         self._min_replicas = membership.generation.world_size if min_replicas is None else min_replicas
         self.on_loss: Callable[[Generation, str], None] = lambda generation, why: None
         """Called with a new generation, and with why others are not in it, once its groups are formed."""
-        self._may_lose = min_replicas is not None
-        if min_replicas is not None:
-            membership.keep(min_replicas)
+        self._may_lose = self._min_replicas < membership.generation.world_size
+        if self._may_lose:
+            membership.keep(self._min_replicas)
         self._lost: list[str] = []
         """Why ranks are not in the generation that is being formed."""
         self.attempts = 0

@@ -104,7 +104,8 @@ def _without_the_lost(state: State) -> State:
         return state
     dead = {rank for rank, status in state.statuses.items() if status not in (0, TRY_AGAIN)}
     joined = state.lost & state.living & agreed.members
-    state = replace(state, lost=(state.lost - joined) | (dead - agreed.members))
+    in_vain = {rank: times for rank, times in state.in_vain.items() if rank not in joined}
+    state = replace(state, lost=(state.lost - joined) | (dead - agreed.members), in_vain=in_vain)
     return replace(state, phase=Phase.RUNNING) if state.trains and state.first is None else state
 
 
@@ -116,8 +117,9 @@ def _bring_back(policy: Policy, state: State) -> Decision:
         used_up = state.restarts + len(state.pausing) >= policy.max_restarts
         if ended or used_up or state.phase is not Phase.RUNNING:
             continue
-        before = state.rejoins.get(rank, 0)
-        state = replace(state, rejoins={**state.rejoins, rank: before + 1}, pausing=state.pausing | {rank})
+        before, rejoins = state.in_vain.get(rank, 0), {**state.rejoins, rank: state.rejoins.get(rank, 0) + 1}
+        in_vain = {**state.in_vain, rank: before + 1}
+        state = replace(state, rejoins=rejoins, in_vain=in_vain, pausing=state.pausing | {rank})
         actions.append(Wait(policy.pause_s(before), rank))
     return state, actions
 

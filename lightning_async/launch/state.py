@@ -182,6 +182,7 @@ class State:
         lost: ranks that have died, and without which training goes on. Those of them that live have been started again,
             and have not joined yet.
         rejoins: how often each rank was to be started again alone, in this start.
+        in_vain: the same, since it last trained with the others.
         pausing: ranks that will be.
         store_lost: the store has died first.
         asked: the signal by which the job was told to end, if it was.
@@ -196,6 +197,7 @@ class State:
     told: Mapping[int, Generation] = field(default_factory=dict)
     lost: frozenset[int] = frozenset()
     rejoins: Mapping[int, int] = field(default_factory=dict)
+    in_vain: Mapping[int, int] = field(default_factory=dict)
     pausing: frozenset[int] = frozenset()
     store_lost: bool = False
     asked: int | None = None

@@ -89,7 +89,7 @@ def report(endings: Sequence[Ending], first: int | None, code: int | None, lost:
         if died and ending.tail:
             lines.append(f"the last that rank {ending.rank} has written to stderr:")
             lines += [f"    {line.decode(errors='replace')}" for line in ending.tail]
-    if lost:
+    if lost or len(last) < len(endings):
         in_order = sum(ending.status == 0 for ending in last.values())
         lines.append(f"{in_order} of {len(last)} ranks have ended in order")
     if code is not None:

@@ -29,14 +29,14 @@ from lightning_async.strategies.guest import Guest
 from lightning_async.strategies.host import Host
 from lightning_async.strategies.saved_state import SavedState
 from lightning_async.strategies.session import Session
-from lightning_async.strategies.survivors import is_newcomer
+from lightning_async.strategies.survivors import is_newcomer, started
 from lightning_async.trainer import refusals
 from lightning_async.trainer.namespace import name as namespace
 from lightning_async.trainer.namespace import pytorch
 from lightning_async.trainer.patches import in_words, shorten
 from lightning_async.trainer.settings import check_checkpoint, check_settings
 from lightning_async.transports.choose import TransportName
-from lightning_async.transports.transport import Transport
+from lightning_async.transports.transport import ElasticTransport, Transport
 
 __all__ = ["AsyncAveragingStrategy"]
 
@@ -69,7 +69,8 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
             stays in the replica's parameters and goes with the next one. Gates exchange fp32.
         min_replicas: ranks may be lost as long as so many are left, and these go on: no local step of theirs is lost,
             the round under way is repeated by them, and they train on what the lost had not shared of the epoch. None
-            (default): a rank that is lost ends training on all.
+            (default): half of those that were started, rounded up; over Horovod all. The number of ranks: one that is
+            lost ends training on all.
         deadlines: how long to wait for what.
         part_mb: payloads move in parts of at most this many MiB. Default 16.
         transport: who starts the ranks and what moves their bytes: `TorchTransport`, `HorovodTransport`, or a short
@@ -114,8 +115,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
             part_bytes=max(4, int(part_mb * 2**20)), min_replicas=min_replicas,
         )  # fmt: skip
         self.config.check_rule(owner, self.rule)
-        self.shrinks = min_replicas is not None
-        self.host = Host(self) if self.shrinks else None
+        self.host = Host(self) if isinstance(self.transport, ElasticTransport) else None
         self.num_fits = 0
         self.buffers: BufferPolicy = buffers
         self.optimizer_state_policy: OptimizerPolicy = optimizer_state
@@ -146,7 +146,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         if fitting:
             self.num_fits = next(_fits)
             self.course = Course(self, trainer)
-            if self.world is not None:
+            if not is_newcomer():
                 self.course.install(self.world)
             self.course.undo.append(monitor_for_now(trainer))
 
@@ -209,6 +209,18 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         if self._session is not None:
             self._session.stepping.after_backward()
+
+    # ---- ranks that are lost ----
+
+    @property
+    def fewest(self) -> int:
+        """So many replicas go on without those that are lost."""
+        return self.config.fewest(started(self), can_lose=self.host is not None)
+
+    @property
+    def shrinks(self) -> bool:
+        """See `Drifting`."""
+        return self.fewest < started(self)
 
     # ---- gates ----
 

@@ -8,8 +8,10 @@ from lightning_async.engine.averaging.report import RunSummary
 from lightning_async.engine.world import World
 from lightning_async.strategies.saved_state import SavedState
 from lightning_async.strategies.session import Averaged, Session
+from lightning_async.trainer.dealing import Dealing
 from lightning_async.trainer.drift import DriftPatches
 from lightning_async.trainer.patches import Undo, searches_lr
+from lightning_async.trainer.protocols import Drifting
 from lightning_async.transports.transport import Connection
 
 __all__ = ["Course", "Fitted"]
@@ -43,6 +45,7 @@ class Course:
 
     def __init__(self, strategy: Any, trainer: Any) -> None:
         self._strategy: Fitted = strategy
+        self._drifting: Drifting = strategy
         self._trainer = trainer
         self.patches = DriftPatches(strategy, trainer)
         self.session: Session | None = None
@@ -50,8 +53,11 @@ class Course:
         """What takes back what was patched, in the order in which it was."""
         self._begins_anew = self._stops = False
 
-    def install(self, world: World) -> None:
-        """Patch the loops; all ranks call this together."""
+    def install(self, world: World | None) -> None:
+        """Patch the loops; all ranks call this together. One that is left alone only has to have all of the data."""
+        if world is None:
+            self.undo += Dealing(self._drifting, self._trainer).install()
+            return
         self.undo.append(self.patches.remove)
         self.patches.install(world)
 

@@ -14,8 +14,8 @@ from typing import Any
 from lightning_async.comm.launched import came_back
 from lightning_async.comm.membership.door import Door
 from lightning_async.comm.membership.generation import Generation
-from lightning_async.errors import CollectiveError, CollectiveTimeout
-from lightning_async.strategies.host import Hosting, connect, digest, run_name
+from lightning_async.errors import AsyncTrainingError, CollectiveError, CollectiveTimeout
+from lightning_async.strategies.host import PATIENCE, Hosting, connect, digest, run_name
 from lightning_async.strategies.survivors import Survivors, count_run
 from lightning_async.trainer.latecomer import begin_within_epoch, take_over
 from lightning_async.trainer.namespace import pytorch
@@ -58,13 +58,14 @@ class Guest:
         door = transport.door(self._strategy.cluster_environment)
         log.warning("Rank %d was started again, and waits to be taken in by those who train.", self._number)
         while True:
-            notice = self._wait(door.read_notice, lambda: True)
+            notice = self._wait(door.read_notice)
             self._compare(notice)
-            if (place := self._visit(transport, door, int(notice["run"]))) and (connection := self._connect(place)):
-                break
-        self._take_part(connection, place)
+            if self._visit(transport, door, int(notice["run"])):
+                return
 
-    def _wait(self, look: Callable[[], dict[str, Any]], worthwhile: Callable[[], bool]) -> dict[str, Any]:
+    def _wait(
+        self, look: Callable[[], dict[str, Any]], worthwhile: Callable[[], bool] = lambda: True
+    ) -> dict[str, Any]:
         """What is found, or nothing where it is no longer worthwhile to wait."""
         until = time.monotonic() + self.patience.total_seconds()
         while not (found := look()) and worthwhile():
@@ -92,17 +93,22 @@ class Guest:
                 "buffers differ in number, name, shape or type. Build the same model on every rank."
             )
 
-    def _visit(self, transport: ElasticTransport, door: Door, run: int) -> dict[str, Any]:
-        """Beat beside a run until it invites this rank; nothing where it is over."""
+    def _visit(self, transport: ElasticTransport, door: Door, run: int) -> bool:
+        """Beat beside a run until it invites this rank, and accept; False where it is over before it does."""
         strategy, self._attempts = self._strategy, self._attempts + 1
         guest = f"{self._number}.{came_back()}.{self._attempts}"
         dead_after = strategy.config.deadlines.dead_after
         membership = transport.visit(strategy.cluster_environment, run_name(run), guest, dead_after)
         membership.start()
         try:
-            return self._wait(lambda: door.read_invitation(guest), lambda: door.read_notice().get("run") == run)
+            place = self._wait(lambda: door.read_invitation(guest), lambda: door.read_notice().get("run") == run)
+            connection = self._connect(place) if place else None
         finally:
             membership.close()
+        if connection is None:
+            return False
+        self._take_part(connection, int(place["run"]), lambda: door.read_answer(guest))
+        return True
 
     def _connect(self, place: dict[str, Any]) -> Connection | None:
         """With all who train; None where they could not come, and train on."""
@@ -114,14 +120,12 @@ class Guest:
             log.warning("Rank %d could not be taken in, and waits again: %s", self._number, error)
             return None
         first = Generation.first(rank, strategy.cluster_environment.world_size())
-        min_replicas = strategy.config.min_replicas
-        assert min_replicas is not None
+        min_replicas = strategy.config.fewest(strategy.cluster_environment.world_size())
         strategy.survivors = Survivors(first, run, min_replicas).with_newcomers(rank, names, run)
         return connection
 
-    def _take_part(self, connection: Connection, place: dict[str, Any]) -> None:
-        strategy, trainer, course = self._strategy, self._trainer, self._strategy.course
-        world, run = connection.world, int(place["run"])
+    def _take_part(self, connection: Connection, run: int, answer: Callable[[], dict[str, Any]]) -> None:
+        strategy, trainer, course, world = self._strategy, self._trainer, self._strategy.course, connection.world
         assert course is not None
         try:
             state: dict[str, Any] = world.broadcast({})
@@ -134,6 +138,7 @@ class Guest:
             course.install(world)
             course.undo += reversed(begin_within_epoch(trainer, state))
             connection.open()
+            self._hear(connection, answer)
         except BaseException as error:
             connection.membership.fail(in_words(error))  # nobody waits for it
             connection.close(in_order=False)
@@ -142,3 +147,20 @@ class Guest:
         course.widen(connection, run)
         course.patches.go_on(world, bool(state["gates_epochs"]))
         world.drifting = True  # until the end of the epoch, where all meet
+
+    def _hear(self, connection: Connection, answer: Callable[[], dict[str, Any]]) -> None:
+        """Wait for the others' word that this rank is one of them.
+
+        Raises:
+            AsyncTrainingError: it is not, or they are gone.
+        """
+        until = time.monotonic() + PATIENCE.total_seconds()
+
+        def worthwhile() -> bool:
+            connection.membership.check()
+            return time.monotonic() < until
+
+        if not self._wait(answer, worthwhile).get("admitted"):
+            raise AsyncTrainingError(
+                f"Rank {self._number} could not be taken in: see what those who train have logged. They go on without."
+            )

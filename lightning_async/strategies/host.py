@@ -8,7 +8,9 @@
     all connect, beside the connection that they have; the newcomer takes over rank 0's state
     vote over the old connection
         all could: it is closed, and averaging goes on over the new one
+                                             hears that, and is one of them
         else: the new one is closed; nothing has happened
+                                             hears that, and ends
 
 So whatever becomes of the newcomer meanwhile, those who train go on.
 """
@@ -41,9 +43,10 @@ from lightning_async.trainer.patches import in_words
 from lightning_async.trainer.settings import settings_of
 from lightning_async.transports.transport import Connection, ElasticTransport, Transport
 
-__all__ = ["Host", "Hosting", "connect", "digest", "run_name"]
+__all__ = ["PATIENCE", "Host", "Hosting", "connect", "digest", "run_name"]
 
-_PATIENCE = timedelta(seconds=30)
+PATIENCE = timedelta(seconds=30)
+"""How long those who train stand still at most for a newcomer that has said that it is there."""
 
 
 class Hosting(Protocol):
@@ -112,6 +115,13 @@ class Host:
             with contextlib.suppress(RuntimeError, OSError):  # the store is gone: the heartbeat says so
                 door.pin(notice)
 
+    def _answer(self, guests: list[str], admitted: bool) -> None:
+        """Without a word a newcomer ends: it is not to train alone what the others train without it."""
+        with contextlib.suppress(RuntimeError, OSError):
+            for guest in guests:
+                assert self._door is not None
+                self._door.answer(guest, admitted)
+
     def notice(self) -> None:
         """Something is new among the heartbeats, on whose thread this is called."""
         if (call := self.call_together) is not None and self._guests():
@@ -138,8 +148,9 @@ class Host:
         blank = {**averaging["replicas"][0], "rule_state": {}, "summary": RunSummary().state_dict()}
         averaging["replicas"] += [blank for _ in guests]
         wider, why = self._prepare(course, run, names, guests, averaging)
-        ready = world.reduce(torch.tensor(float(wider is not None)), "min") > 0.0
+        ready = bool(world.reduce(torch.tensor(float(wider is not None)), "min") > 0.0)
         rank, who = survivors.generation.rank, ", ".join(map(_for_life, guests))
+        self._answer(guests, admitted=wider is not None and ready)
         if wider is None or not ready:
             if wider is not None:
                 wider.close(in_order=False)
@@ -197,7 +208,7 @@ def connect(strategy: Hosting, rank: int, names: list[str], run: int, check: Cal
     environment, transport = Survivor(strategy.cluster_environment, rank, len(names), ""), strategy.transport
     assert isinstance(transport, ElasticTransport)
     dead_after = strategy.config.deadlines.dead_after
-    return transport.widen(environment, strategy.root_device, run_name(run), dead_after, _PATIENCE, check)
+    return transport.widen(environment, strategy.root_device, run_name(run), dead_after, PATIENCE, check)
 
 
 def run_name(run: int) -> str:

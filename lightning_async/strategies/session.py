@@ -48,6 +48,12 @@ class Averaged(Steps, Protocol):
     def bucket_device(self) -> torch.device: ...
 
     @property
+    def fewest(self) -> int: ...
+
+    @property
+    def shrinks(self) -> bool: ...
+
+    @property
     def world_size(self) -> int: ...
 
 
@@ -79,18 +85,19 @@ class Session:
         control = ControlPlane(
             connection.root, connection.membership, replica, config.deadlines,
             payload=connection.payload, part_bytes=config.part_bytes, calls=connection.world.calls,
-            min_replicas=config.min_replicas,
+            min_replicas=strategy.fewest,
         )  # fmt: skip
-        if config.min_replicas is not None:
-            if not control.regroup.possible:
-                raise ValueError(
-                    f"`min_replicas={config.min_replicas}`: {strategy.transport!r} cannot form groups anew, so that "
-                    "the first rank that is lost ends training. Use `TorchTransport()`, or leave it out."
-                )
+        if control.regroup.possible:
             generation, before = connection.membership.generation, strategy.survivors
-            strategy.survivors = Survivors(generation, strategy.num_runs, config.min_replicas, before)
-            strategy.survivors.tell()
+            strategy.survivors = Survivors(generation, strategy.num_runs, strategy.fewest, before)
+            if strategy.shrinks:
+                strategy.survivors.tell()
             control.regroup.on_loss = strategy.survivors.go_on
+        elif strategy.shrinks:
+            raise ValueError(
+                f"`min_replicas={config.min_replicas}`: {strategy.transport!r} cannot form groups anew, so that the "
+                "first rank that is lost ends training. Use `TorchTransport()`, or leave it out."
+            )
         host = strategy.host
 
         def on_change() -> None:

@@ -12,7 +12,17 @@ from lightning_async.events import tell
 from lightning_async.trainer.environments import Newcomer, Survivor
 from lightning_async.trainer.namespace import fabric, pytorch
 
-__all__ = ["Survivors", "among", "count_run", "is_newcomer", "left_here", "name_in_run", "number_rank", "numbered_last"]
+__all__ = [
+    "Survivors",
+    "among",
+    "count_run",
+    "is_newcomer",
+    "left_here",
+    "name_in_run",
+    "number_rank",
+    "numbered_last",
+    "started",
+]
 
 log = logging.getLogger(__name__)
 _runs = [0]
@@ -114,6 +124,11 @@ def count_run(at_least: int = 0) -> int:
     """
     _runs[0] = max(_runs[0] + 1, at_least)
     return _runs[0]
+
+
+def started(strategy: Any) -> int:
+    """How many ranks there were at first, with those that are lost since."""
+    return strategy.world_size if strategy.survivors is None else strategy.survivors.started
 
 
 def left_here() -> Survivors | None:

@@ -7,18 +7,15 @@ there is to save, for `trainer.whole_state` and `trainer.resume`; how it comes t
 from __future__ import annotations
 
 import logging
-import re
-import uuid
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeVar
 
-from lightning_async.engine.checkpoint.claim import Claim
 from lightning_async.engine.checkpoint.saver import PATIENCE_S, Saver
 from lightning_async.engine.checkpoint.store import CheckpointStore
 from lightning_async.engine.world import World
-from lightning_async.errors import AsyncTrainingError, CheckpointError, Evicted, SettingsMismatch
+from lightning_async.errors import AsyncTrainingError, CheckpointError, Evicted
 from lightning_async.trainer.checkpoint_io import DirectoryIO
+from lightning_async.trainer.directory import Directory
 from lightning_async.trainer.due import Settings
 from lightning_async.trainer.names import Names, names_of
 from lightning_async.trainer.namespace import pytorch
@@ -35,8 +32,6 @@ __all__ = ["Checkpointing"]
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_MEETING = re.compile(r"\.[0-9a-f]{12}-\d+")
-
 
 class Checkpointing:
     """Checkpoints of one fit. All ranks do the same in the same order; closed by `close`.
@@ -50,19 +45,15 @@ class Checkpointing:
         self._trainer, self._settings = trainer, settings
         self.store = CheckpointStore(settings.dirpath)
         self.resume = Resume(trainer)
-        self._gather = partial(gather, trainer)
         self._recovery = Recovery(trainer, settings, self.store, self.resume)
         self.saver: Saver | None = None
         self._pace: Together | Apart | None = None
         self._preempted = Preemption(trainer)
         self._undo: list[Undo] = []
-        self._run, self._number = "", 0
+        self._number = 0
         self._first_step, self._expected = 0, False
         """Whether there is memory for the state that optimizers have when they have stepped."""
-        self._claim: Claim | None = None
-        self._left = self._names.left
-        self._group: list[int] = []
-        """The ranks that see this rank's directory."""
+        self._directory = Directory(trainer, self.store, settings.compared())
         self._patience_s = PATIENCE_S
         self._watcher: Any = None
         """Knows for how many steps nothing was out of bounds."""
@@ -90,26 +81,13 @@ class Checkpointing:
 
     def _resume_start(self, original: Any) -> Any:
         def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
-            if self._claim is None:  # a search for a learning rate ends with a call of this, too
-                self._take_directory()
+            self._directory.take()
+            if self._directory.newcomer:
+                original(checkpoint_path, *args, **kwargs)  # what it goes on from, the others tell it
+                return
             original(checkpoint_path or self._recovery.choose(), *args, **kwargs)
 
         return resume_start
-
-    def _take_directory(self) -> None:
-        """Before anything in it is chosen or put into quarantine: it is ours, and what was handed over is there.
-
-        Raises:
-            SettingsMismatch: the ranks were given different ones, and would not do the same.
-            CheckpointError: another program trains into it, or nothing can be written there.
-        """
-        runs, everyones = zip(*self._gather([uuid.uuid4().hex[:12], self._settings.compared()]), strict=True)
-        if len(set(everyones)) > 1:
-            raise SettingsMismatch(f"The ranks have different settings for checkpoints: {sorted(set(everyones))}.")
-        self._run = runs[0]
-        self._claim = Claim(self.store, self._run)
-        self._claim.take(self._gather)
-        self._claim.wait(self._gather)
 
     def start(self) -> None:
         """Training begins: agree on numbers, start the writer, and have its memory.
@@ -117,16 +95,15 @@ class Checkpointing:
         Raises:
             OSError: nothing can be written into the directory.
         """
-        trainer, settings = self._trainer, self._settings
-        if trainer.fast_dev_run or searches_lr(trainer):
+        trainer = self._trainer
+        if trainer.fast_dev_run or searches_lr(trainer) or self._directory.newcomer:
             return
-        number = max(self._gather(self.store.next_number()))
-        self._group, rank = self._meet(), self._names.mine
-        if rank == self._group[0]:
-            try:
-                self.store.clean(self._run)
-            except OSError as error:  # somebody else's, perhaps: that is no reason not to train
-                log.warning("Rank %d: what was left unfinished cannot be deleted: %s", rank, error)
+        self._number = max(gather(trainer, self.store.next_number())) - 1
+        self._directory.meet()
+        self._start_saver()
+
+    def _start_saver(self) -> None:
+        trainer, settings, rank = self._trainer, self._settings, self._names.mine
         for problem in self.resume.problems():
             log.warning("Rank %d: this training cannot be resumed exactly: %s", rank, problem)
         if names := left_out(trainer.lightning_module, trainer.datamodule):
@@ -134,12 +111,26 @@ class Checkpointing:
         resumed = self._recovery.entry
         self._watcher = next((c for c in trainer.callbacks if hasattr(c, "clean_steps")), None)
         self.saver = Saver(
-            self.store, rank, self._run, settings.keep, resumed_from=resumed and resumed.number,
+            self.store, rank, self._directory.program, settings.keep, resumed_from=resumed and resumed.number,
             good_after=settings.good_after if self._watcher else None,
             buffers=settings.buffers, max_failures=settings.max_failures, lost=lambda: self._names.lost,
         )  # fmt: skip
         self.saver.start()
-        self._number = number - 1
+
+    def for_newcomers(self) -> dict[str, Any]:
+        """What a rank must know that comes to this training, which is at a gate."""
+        known = self._pace.known if isinstance(self._pace, Apart) else self._number
+        return {**self._directory.for_newcomers(), "number": known}
+
+    def come(self, told: dict[str, Any]) -> None:
+        """Save with those who train, who have told this in `for_newcomers`.
+
+        Raises:
+            SettingsMismatch, CheckpointError: see `Directory.join`.
+        """
+        self._directory.join(told)
+        self._number = told["number"]
+        self._start_saver()
 
     def _begin(self, original: Any) -> Any:
         def on_train_start() -> None:
@@ -149,37 +140,14 @@ class Checkpointing:
             if self.saver is not None:
                 apart = getattr(trainer.strategy, "averager", None) is not None
                 shared, own = collect(trainer, ALIKE)  # what cannot be saved is named now, and memory is there
-                self.saver.reserve(trainer.global_step, self._group, shared, own)
+                self.saver.reserve(trainer.global_step, self._directory.group, shared, own)
                 self._first_step = trainer.global_step
-                common = trainer, self.saver, self._settings, self._number, self._group
+                common = trainer, self.saver, self._settings, self._number, self._directory.group
                 self._pace = Apart(*common, self.resume) if apart else Together(*common)
                 self._undo.append(self.resume.points.whereabouts.follow())
                 self.resume.points.keeps = apart or self._settings.on_exception
 
         return on_train_start
-
-    def _meet(self) -> list[int]:
-        """The ranks that see this rank's directory: each of them leaves a file there that the others look for.
-
-        Raises:
-            OSError: nothing can be written there.
-        """
-        files, strategy = self.store.files, self._trainer.strategy
-        rank = self._names.mine
-        path = f"{self.store.dirpath}/.{self._run}-{rank}"
-        files.write(path, [b""])
-        try:
-            strategy.barrier("files are there")
-            prefix = f".{self._run}-"
-            seen = sorted(int(n.removeprefix(prefix)) for n in files.names(self.store.dirpath) if n.startswith(prefix))
-            strategy.barrier("files were seen")
-        finally:
-            files.unlink(path)
-        if rank == seen[0]:  # what a program that was killed just here has left
-            for name in files.names(self.store.dirpath):
-                if _MEETING.fullmatch(name) and not name.startswith(prefix):
-                    files.unlink(f"{self.store.dirpath}/{name}")
-        return seen
 
     # ---- during training ----
 
@@ -194,9 +162,7 @@ class Checkpointing:
                 self._expected = True
                 self._pace.expect(self.resume)
         self.saver.poll()
-        if self._claim is not None and self._names.left != self._left:
-            self._left = self._names.left
-            self._claim.keep()
+        self._directory.follow()
         self._pace.boundary(self.resume, self._preempted)
 
     def roll_back(self) -> int | None:
@@ -281,8 +247,7 @@ class Checkpointing:
             if pace is not None:
                 pace.close()
         finally:
-            if self._claim is not None:
-                self._claim.release()
+            self._directory.close()
 
     # ---- ranks ----
 

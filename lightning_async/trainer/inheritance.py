@@ -7,14 +7,12 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_async.data.samplers import describe
-from lightning_async.data.shares import Share, inherited, unheard
+from lightning_async.data.shares import Share, before, inherited, told_of, unheard
 from lightning_async.data.source import Source, sources_of
 from lightning_async.engine.gates import Gates
 from lightning_async.engine.world import World
 from lightning_async.trainer.latecomer import end_as_others, how_it_ended
 from lightning_async.trainer.learning_rates import LearningRates
-from lightning_async.trainer.namespace import fabric
 from lightning_async.trainer.patches import Undo, callbacks_of, replace, set_for_now
 from lightning_async.trainer.protocols import Drifting
 
@@ -48,6 +46,10 @@ class Inheritance:
         """How often the epoch was gone on with."""
         self._places: dict[str, float] = {}
         """How far each was with what all have committed, by that name."""
+        self._gone: set[str] = set()
+        """Those that were lost since, whoever comes back by their names."""
+        self._taken_up: list[Any] = []
+        """What `left` was where this fit goes on."""
         self._gates: Gates | None = None
         self._called: Callable[[str], str] = str
         """Those that places are heard of from, and what they mean by a name."""
@@ -56,14 +58,29 @@ class Inheritance:
         """Patch; returns what takes it back."""
         if not self._strategy.shrinks:
             return []
+        vars(self._trainer.strategy)["inheritance"] = self  # for checkpoints
         return [
             replace(self._trainer.fit_loop.epoch_loop, "on_run_start", self._begin),
             replace(self._trainer.strategy, "on_train_batch_start", self._begin_batch),
+            lambda: vars(self._trainer.strategy).pop("inheritance", None),
         ]
 
     def start_over(self) -> None:
         """Training begins anew within this fit: who has had what of the epoch does not count any more."""
-        self._knows, self._shares, self._places, self._gates = False, {}, {}, None
+        self._knows, self._shares, self._places, self._gates, self._gone = False, {}, {}, None, set()
+
+    def left(self) -> list[Any]:
+        """What the lost have left of this epoch by now: plain values, for a checkpoint."""
+        if not self._knows:
+            return []
+        self._gone |= self._shares.keys() - set(self._trainer.strategy.survivors.names)
+        return [
+            [name, list(self._shares[name]), self._number(name)] for name in sorted(self._gone & self._shares.keys())
+        ]
+
+    def take_up(self, left: list[Any]) -> None:
+        """The epoch that begins next is gone on with, and that is `left` of it."""
+        self._taken_up = left
 
     def rest(self) -> bool:
         """At the gate that ends an epoch: train on what the lost have left of it; whether there was something."""
@@ -85,6 +102,7 @@ class Inheritance:
         for *_, places in told:
             self._learn(places)
         lost = {each: share for each, share in self._shares.items() if each not in there}
+        self._gone = set()
         self._tell(lost)
         left = [(share, self._number(each)) for each, share in lost.items()]
         self._shares, self._phase = inherited(left, takers) if takers else {}, self._phase + 1
@@ -126,11 +144,16 @@ class Inheritance:
             self.start_over()
             if world is not None and gates is not None and not world.drifting:
                 self._hear(gates)
-                mine: list[Any] = [self._called(gates.name), list(self._mine())]
-                told = world.gather_objects(mine)
-                self._knows, self._phase, self._shares = True, 0, {name: Share(*each) for name, each in told}
+                mine: list[Any] = [self._called(gates.name), list(self._mine()), self._taken_up]
+                told, self._taken_up = world.gather_objects(mine), []
+                self._knows, self._phase, self._shares = True, 0, {name: Share(*each) for name, each, _ in told}
                 for number, each in enumerate(unheard(self._shares.values())):
                     self._shares[f"(lost as the epoch began, {number})"] = each
+                there = [Share(*each) for _, each, _ in told]
+                for name, each, begin in (left for *_, of_rank in told for left in of_rank):
+                    lost = f"{name}, lost before a checkpoint"
+                    self._shares[lost] = before(Share(*each), there)
+                    self._places[lost] = self._now() * _BATCHES + begin
             original(data_fetcher)
 
         return on_run_start
@@ -143,16 +166,16 @@ class Inheritance:
         )  # as Lightning has it
         skipped, loaders = 0, []
         for loader in fit._combined_loader.flattened:
-            told, count = None, fabric("utilities.data").sized_len(loader)
-            if hasattr(loader, "_get_iterator") and count is not None:
-                told, source = describe(loader, None), _follower(loader)
-                if source is not None and not anew:
-                    position = source.position(before=False, ended=False)
-                    told, skipped = position.get("share"), position.get("taken", 0)
-                    if told is not None and told["kind"] == "given":
-                        count = -(-len(told["indices"]) // told["batch_size"])
-            loaders.append((told, count or 0))
-        end = first if math.isinf(fit.max_batches) else fit.max_batches
+            told, count = told_of(loader)
+            source = _follower(loader) if count else None
+            if source is not None and not anew:
+                position = source.position(before=False, ended=False)
+                told, skipped = position.get("share"), position.get("taken", 0)
+                if told is not None and told["kind"] == "given":
+                    count = -(-len(told["indices"]) // told["batch_size"])
+            loaders.append((told, count))
+        unsized = first + any(told is None for told, _ in loaders)  # how much there is, nobody knows; or there is none
+        end = unsized if math.isinf(fit.max_batches) else fit.max_batches
         return Share(first, max(first, end), skipped, fit._combined_loader._mode == "max_size_cycle", loaders)
 
     def _begin_batch(self, original: Any) -> Any:
@@ -161,6 +184,7 @@ class Inheritance:
             gates, epoch = self._strategy.gates, self._trainer.fit_loop.epoch_loop
             if gates is not None and not epoch._should_accumulate():  # else its gradients are yet to be stepped with
                 self._hear(gates)
+                self._gone |= self._shares.keys() - set(self._trainer.strategy.survivors.names)
                 gates.tell_place(self._now() * _BATCHES + epoch.batch_progress.current.ready)
 
         return on_train_batch_start
@@ -187,7 +211,7 @@ class Inheritance:
 
     def _tell(self, lost: dict[str, Share]) -> None:
         for name, each in lost.items():
-            if not each.is_known:
+            if not each.is_known and each.first < each.end:
                 log.warning(
                     "What rank %s had of epoch %d and did not train on is missing in it: with a DataLoader of a "
                     "map-style dataset and a DistributedSampler, Lightning's or torch's, others could tell which "
@@ -206,8 +230,7 @@ class Inheritance:
         ]
         if trainer.val_check_interval == 1.0 and isinstance(trainer.val_check_interval, float):
             undo.append(set_for_now(trainer, "val_check_batch", share.end))
-        for bar in callbacks_of(trainer, "TQDMProgressBar"):
-            bar.train_progress_bar.total = share.end
+        _show(trainer, share.end)
         made = []
         for loader, (told, _) in zip(combined.flattened, share.loaders, strict=True):
             if (source := _follower(loader)) is None:
@@ -234,6 +257,15 @@ class Inheritance:
                 source.detach()
                 source.loader._iterator = None
         epoch.batch_progress.is_last_batch = True
+
+
+def _show(trainer: Any, batches: int) -> None:
+    """The epoch has so many batches now."""
+    for bar in callbacks_of(trainer, "TQDMProgressBar"):
+        bar.train_progress_bar.total = batches
+    for bar in callbacks_of(trainer, "RichProgressBar"):
+        if bar.progress is not None and bar.train_progress_bar_id is not None:
+            bar.progress.update(bar.train_progress_bar_id, total=batches)
 
 
 def _within_epoch(original: Any) -> Any:

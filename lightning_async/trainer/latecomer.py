@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -10,9 +10,24 @@ from torch import Tensor
 from lightning_async.trainer.logged import put_blank, take_logged
 from lightning_async.trainer.patches import Undo, replace
 
-__all__ = ["begin_within_epoch", "end_as_others", "how_it_ended", "state_for_newcomers", "take_over"]
+__all__ = [
+    "Welcoming", "begin_within_epoch", "end_as_others", "how_it_ended", "state_for_newcomers", "take_over",
+]  # fmt: skip
 
 _NOT_SENT = ("hparams_name", "hyper_parameters", "datamodule_hparams_name", "datamodule_hyper_parameters")
+
+
+@runtime_checkable
+class Welcoming(Protocol):
+    """A callback that has more to tell a newcomer than its state."""
+
+    def for_newcomers(self) -> dict[str, Any]:
+        """On rank 0, at a gate: plain values."""
+        ...
+
+    def come(self, told: dict[str, Any]) -> None:
+        """On the newcomer, which has that callback's state already."""
+        ...
 
 
 def state_for_newcomers(trainer: Any) -> dict[str, Any]:
@@ -26,6 +41,7 @@ def state_for_newcomers(trainer: Any) -> dict[str, Any]:
         "directories": [str(getattr(callback, "dirpath", None) or "") for callback in trainer.callbacks],
         "should_stop": bool(trainer.should_stop),
         "logged": take_logged(trainer),
+        "told": [each.for_newcomers() if isinstance(each, Welcoming) else None for each in trainer.callbacks],
     }
 
 
@@ -45,6 +61,9 @@ def take_over(trainer: Any, state: dict[str, Any]) -> None:
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(state["trained"][name])
     trainer.should_stop = state["should_stop"]
+    for callback, told in zip(trainer.callbacks, state["told"], strict=False):
+        if isinstance(callback, Welcoming) and told is not None:
+            callback.come(told)
     epochs = fit.epoch_progress
     for count in (epochs.total, epochs.current):
         count.ready = count.started = count.completed = count.processed

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-__all__ = ["NOBODY", "Names", "names_of"]
+from lightning_async.trainer.environments import Newcomer
+
+__all__ = ["NOBODY", "Names", "is_newcomer", "names_of"]
 
 
 class Names(NamedTuple):
@@ -37,8 +39,16 @@ def names_of(trainer: Any) -> Names:
         trainer: its strategy may have `Survivors`.
     """
     survivors = getattr(trainer.strategy, "survivors", None)
+    if survivors is None and is_newcomer(trainer):
+        return Names(trainer.strategy.cluster_environment.started_as, (), trainer.world_size)
     if survivors is None:
         return Names(trainer.global_rank, tuple(range(trainer.world_size)), trainer.world_size)
     generation, left = survivors.generation, tuple(map(int, survivors.names))
     mine = survivors.for_life([generation.name])[0]
     return Names(int(mine), left, survivors.started)
+
+
+def is_newcomer(trainer: Any) -> bool:
+    """Whether this rank was started while others train, and is not among them yet."""
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    return isinstance(environment, Newcomer) and trainer.strategy.survivors is None

@@ -16,8 +16,10 @@ class Drifting(Protocol):
     failed: bool
     """This rank has ended with an exception: it waits for nobody."""
 
-    shrinks: bool
-    """Training may go on without ranks that are lost."""
+    @property
+    def shrinks(self) -> bool:
+        """Training may go on without ranks that are lost."""
+        ...
 
     survivors: Any
     """Who is there of the ranks that began, see `Survivors`; None where all are, or must be."""

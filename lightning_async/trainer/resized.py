@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from lightning_async.data.samplers import divide, rest
+from lightning_async.data.shares import Share
 
 __all__ = ["batches_left", "resized"]
 
@@ -31,25 +32,41 @@ def resized(
         own: the state of this one at the save. Default: that of another rank, each of one as far as there are enough.
     """
     base = own or states[rank % len(states)]
-    loaders = [state["loaders"] for state in states]
+    lost, left = _lost(base["unsaved"].get("left", []), len(states))
+    loaders = [[lost[place]] if place in lost else state["loaders"] for place, state in enumerate(states)]
     positions = [
         _divided(list(of_ranks), rank, world_size, len(base["loaders"])) for of_ranks in zip(*loaders, strict=True)
     ]
     random = base["random"] if own or rank < len(states) else {"seed": zlib.crc32(base["random"]["torch"]) + rank}
-    unsaved = {**base["unsaved"], "gradients": {}}
+    unsaved = {**base["unsaved"], "gradients": {}, "left": left}
     return {**base, "loaders": positions, "random": random, "unsaved": unsaved, "resized": True}
 
 
+def _lost(left: list[Any], ranks: int) -> tuple[dict[int, dict[str, Any]], list[Any]]:
+    """Where lost ranks stood with what all had committed, by their place among these; and of whom it is not known."""
+    known, others = {}, []
+    for entry in left:
+        share, begin = Share(*entry[1]), entry[2]
+        told = share.loaders[0][0] if share.is_known and len(share.loaders) == 1 else None
+        if told is None or told["kind"] != "distributed" or told["num_replicas"] != ranks:
+            others.append(entry)
+            continue
+        taken = share.skipped + max(begin, share.first) - share.first
+        known[told["rank"]] = {"taken": taken, "made": 0, "drawn": {}, "share": told}
+    return known, others
+
+
 def batches_left(state: dict[str, Any]) -> int | None:
-    """How many batches follow in the epoch, where its data was divided anew."""
-    told = state["loaders"][0].get("share") if state.get("resized") and state["loaders"] else None
-    if not told or told["kind"] != "given" or state["loaders"][0]["taken"]:
+    """How many batches follow in the epoch, where its data was divided anew, or inherited from ranks that were lost."""
+    told = state["loaders"][0].get("share") if state["loaders"] else None
+    if not told or told["kind"] != "given":
         return None
-    return -(-len(told["indices"]) // told["batch_size"])
+    return -(-len(told["indices"]) // told["batch_size"]) - state["loaders"][0]["taken"]
 
 
 def _divided(positions: list[dict[str, Any]], rank: int, world_size: int, loaders: int) -> dict[str, Any]:
-    if "taken" not in positions[0]:  # the epoch's data is at its end, or not begun
+    positions = [each for each in positions if "taken" in each] or positions[:1]
+    if "taken" not in positions[0]:  # the epoch's data is at its end, or not begun, on all
         return positions[0]
     if loaders > 1 or not all(position.get("share") for position in positions):
         log.warning(

@@ -190,6 +190,8 @@ class Resume:
             if self._pending is None:
                 return original()
             self._trainer.fit_loop._combined_loader_states_to_load = []
+            if (inheritance := vars(self._trainer.strategy).get("inheritance")) is not None:
+                inheritance.take_up(self._pending["unsaved"].get("left", []))
             epoch = self._trainer.fit_loop.epoch_progress.current.processed
             for source in sources:
                 fabric("utilities.data")._set_sampler_epoch(source.loader, epoch)

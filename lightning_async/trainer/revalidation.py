@@ -6,8 +6,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from lightning_async.data.samplers import describe
-from lightning_async.data.shares import Share, inherited, unheard
+from lightning_async.data.shares import Share, inherited, told_of, unheard
 from lightning_async.data.source import sources_of
 from lightning_async.engine.world import World
 from lightning_async.trainer.patches import Undo, replace
@@ -64,9 +63,9 @@ class Revalidation:
 
     def _mine(self) -> Iterator[Share]:
         for loader, batches in zip(self._loop._combined_loader.flattened, self._loop.max_batches, strict=True):
-            known = hasattr(loader, "_get_iterator") and batches != float("inf")
-            told = describe(loader, None) if known else None
-            yield Share(0, int(batches) if known else 0, 0, False, [(told, len(loader) if known else 0)])
+            told, count = told_of(loader)
+            known = count > 0 and batches != float("inf")
+            yield Share(0, int(batches) if known else 0, 0, False, [(told if known else None, count)])
 
     def _end_loader(self, original: Any) -> Any:
         def store_dataloader_outputs() -> None:

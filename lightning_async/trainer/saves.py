@@ -130,7 +130,7 @@ class Together:
 
 def finish(trainer: Any, saver: Saver) -> None:
     """All are here until the last one has written: a launcher may end those that are left when one has gone."""
-    saver.wait(PATIENCE_S)
+    saver.wait(PATIENCE_S, settled=True)
     trainer.strategy.barrier("the checkpoint is written")
 
 

@@ -64,6 +64,11 @@ class Apart:
         self._resume = resume
         self._began = batches(trainer)
 
+    @property
+    def known(self) -> int:
+        """The last save that all ranks know of."""
+        return max(self._known, self._averager.marks.saved)
+
     def _attach(self) -> None:
         """Averaging may have begun anew."""
         before, self._averager = self._averager, self._trainer.strategy.averager

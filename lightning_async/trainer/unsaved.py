@@ -18,8 +18,9 @@ def take_unsaved(trainer: Any) -> dict[str, Any]:
 
 def take_plain(trainer: Any) -> dict[str, Any]:
     """Of these the plain values."""
-    fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    fit, epoch, inheritance = trainer.fit_loop, trainer.fit_loop.epoch_loop, vars(trainer.strategy).get("inheritance")
     return {
+        "left": inheritance.left() if inheritance is not None else [],  # by ranks that were lost
         "reloaded": fit._last_train_dl_reload_epoch,
         "stepped": epoch._batches_that_stepped,
         "is_last_batch": epoch.batch_progress.is_last_batch,

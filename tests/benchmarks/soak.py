@@ -34,6 +34,8 @@ MODULE = "tests.benchmarks.soak"
 GOODPUT = 0.85
 RESTARTS = 10_000
 STEP_S, PERIOD = 0.024, 10
+EPOCH_STEPS = 400
+"""Of all ranks: one that comes back has a part of the data from the next epoch on."""
 
 
 @dataclass(kw_only=True)
@@ -48,6 +50,7 @@ class Soak:
         back: ranks that came back, each time.
         living: ranks that trained, on average over the time with kills.
         deaths: what each has cost the others.
+        moments: of the kills, whom, and the others.
         code: the launcher's exit code.
         alike: all that was committed was the same on all.
         load: before and after.
@@ -60,6 +63,7 @@ class Soak:
     back: int = 0
     living: float = 0.0
     deaths: list[Death] = field(default_factory=list)
+    moments: list[tuple[float, str, list[Life]]] = field(default_factory=list, repr=False)
     code: int | None = None
     alike: bool = False
     load: list[str] = field(default_factory=list)
@@ -121,6 +125,11 @@ def soak(options: argparse.Namespace, run: Run | Torchft) -> Soak:
     result.code = run.end()
     all_ = run.traces.read()
     result.fault_free, result.with_kills = pace(all_, killed, begun, since), pace(all_, killed, since, until)
+    for killed_at, name, others in result.moments:  # now, for all is written down
+        found = measure_death(others, "anywhere", [name], killed_at)
+        assert found is not None
+        result.deaths.append(found)
+    result.moments.clear()
     result.kills, result.back = len(killed), len([life for life in all_ if life.commits]) - options.ranks
     result.living = sum(moments) / len(moments)
     result.alike = alike(all_)
@@ -138,10 +147,10 @@ def kill(run: Run | Torchft, victim: Life, killed: set[int], result: Soak) -> No
         others = [life for life in all_ if life.process not in killed and alive(life.process)]
         return measure_death(others, "anywhere", [victim.name], killed_at)
 
-    found = death(run.wait("for the others' next round", lambda all_: death(all_) is not None))
-    assert found is not None
-    result.deaths.append(found)
-    say(f"  {found}")
+    all_ = run.wait("for the others' next round", lambda all_: death(all_) is not None)
+    say(f"  {death(all_)}")
+    others = [life for life in all_ if life.process not in killed and alive(life.process)]
+    result.moments.append((killed_at, victim.name, others))
 
 
 def training_in(run: Run | Torchft) -> list[Life]:
@@ -207,6 +216,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if (problem := torchft_problem()) is not None:
         notes.append(f"without torchft: {problem}")
         del peers["torchft"]
+    else:
+        notes.append("of torchft the next round may be one that the dead one had still taken part in")
     results, failed = {}, False
     with termination_as_exception():
         for name, run in peers.items():

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, EveryNSteps, Synchronous
+from lightning_async import DeltaMean, DiLoCo, EveryNSteps, Synchronous
 from lightning_async.callbacks.checkpoint import FaultTolerantCheckpoint
 from lightning_async.engine.checkpoint.claim import Claim
 from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
 from lightning_async.errors import PeerLost
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
-from tests.strategies.workers import logged, make_trainer, rank, scenario
+from tests.strategies.workers import logged, make_trainer, rank, scenario, together
 
 BATCHES, EPOCHS, STOP = 12, 2, 17
 
@@ -162,26 +162,26 @@ def ddp(folder: Path) -> dict[str, Any]:
 
 @scenario
 def synchronous(folder: Path) -> dict[str, Any]:
-    return goes_on(folder, lambda: AsyncAveragingStrategy(DeltaMean(), Synchronous()))
+    return goes_on(folder, lambda: together(DeltaMean(), Synchronous()))
 
 
 @scenario
 def standing_still(folder: Path) -> dict[str, Any]:
-    return goes_on(folder, lambda: AsyncAveragingStrategy(DiLoCo(), EveryNSteps(4), overlap=False))
+    return goes_on(folder, lambda: together(DiLoCo(), EveryNSteps(4), overlap=False))
 
 
 @scenario
 def drifting(folder: Path) -> dict[str, Any]:
-    return goes_on(folder, lambda: AsyncAveragingStrategy(DiLoCo(), EveryNSteps(4)))
+    return goes_on(folder, lambda: together(DiLoCo(), EveryNSteps(4)))
 
 
 @scenario
 def uneven(folder: Path) -> dict[str, Any]:
     """Rank 0 has finished when the last rounds of rank 1 are marked."""
-    strategy = AsyncAveragingStrategy(DeltaMean(), EveryNSteps(3))
+    strategy = together(DeltaMean(), EveryNSteps(3))
     module = train(folder, strategy, batches=(3, BATCHES)[rank()])
     entries = CheckpointStore(folder).entries()
-    again = train(folder, AsyncAveragingStrategy(DeltaMean(), EveryNSteps(3)), batches=(3, BATCHES)[rank()])
+    again = train(folder, together(DeltaMean(), EveryNSteps(3)), batches=(3, BATCHES)[rank()])
     return {
         "ranks": [entry.manifest.ranks for entry in entries if entry.manifest],
         "reason": [entry.manifest.reason for entry in entries if entry.manifest],
@@ -225,13 +225,13 @@ def ddp_preempted(folder: Path) -> dict[str, Any]:
 
 @scenario
 def drifting_preempted(folder: Path) -> dict[str, Any]:
-    return preempted(folder, lambda: AsyncAveragingStrategy(DiLoCo(), EveryNSteps(4)))
+    return preempted(folder, lambda: together(DiLoCo(), EveryNSteps(4)))
 
 
 @scenario
 def told_before_training(folder: Path) -> dict[str, Any]:
     """The rank that commits."""
-    return preempted(folder, lambda: AsyncAveragingStrategy(DiLoCo(), EveryNSteps(4)), who=0, when=BeforeTraining)
+    return preempted(folder, lambda: together(DiLoCo(), EveryNSteps(4)), who=0, when=BeforeTraining)
 
 
 @scenario

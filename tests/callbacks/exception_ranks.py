@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, EveryNSteps, Synchronous
+from lightning_async import DeltaMean, DiLoCo, EveryNSteps, Synchronous
 from lightning_async.callbacks.checkpoint import FaultTolerantCheckpoint
 from tests.callbacks.checkpoint_ranks import (
     BATCHES,
@@ -27,7 +27,7 @@ from tests.callbacks.checkpoint_ranks import (
     until,
 )
 from tests.strategies import problem
-from tests.strategies.workers import logged, make_trainer, rank, scenario
+from tests.strategies.workers import logged, make_trainer, rank, scenario, together
 
 
 class Plain(Noisy):
@@ -105,17 +105,17 @@ def fails(folder: Path, strategy: Callable[[], Any]) -> dict[str, Any]:
 
 @scenario
 def synchronous(folder: Path) -> Any:
-    return fails(folder, lambda: AsyncAveragingStrategy(DeltaMean(), Synchronous()))
+    return fails(folder, lambda: together(DeltaMean(), Synchronous()))
 
 
 @scenario
 def standing_still(folder: Path) -> Any:
-    return fails(folder, lambda: AsyncAveragingStrategy(DeltaMean(), EveryNSteps(4), overlap=False))
+    return fails(folder, lambda: together(DeltaMean(), EveryNSteps(4), overlap=False))
 
 
 @scenario
 def drifting(folder: Path) -> Any:
-    return fails(folder, lambda: AsyncAveragingStrategy(DiLoCo(), EveryNSteps(4)))
+    return fails(folder, lambda: together(DiLoCo(), EveryNSteps(4)))
 
 
 @scenario
@@ -131,10 +131,10 @@ def at_a_gate(folder: Path) -> Any:
 
     begun, name, tell = Late(), None, [Stands(waits, BATCHES)] if rank() == 0 else []
     try:
-        train(folder, AsyncAveragingStrategy(DiLoCo(), EveryNSteps(4)), *tell, module=begun, save_on_exception=True)
+        train(folder, together(DiLoCo(), EveryNSteps(4)), *tell, module=begun, save_on_exception=True)
     except Exception as error:
         name = type(error).__name__
     entry = settled(folder)[0]
     assert entry.manifest is not None
-    rest = train(folder, AsyncAveragingStrategy(DiLoCo(), EveryNSteps(4)))
+    rest = train(folder, together(DiLoCo(), EveryNSteps(4)))
     return {"error": name, "reason": entry.manifest.reason, "first": min(rest.losses), "digest": problem.digest(rest)}

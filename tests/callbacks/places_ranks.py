@@ -16,7 +16,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, EveryNSteps, Synchronous
+from lightning_async import DeltaMean, DiLoCo, EveryNSteps, Synchronous
 from lightning_async.engine.checkpoint.store import CheckpointStore
 from lightning_async.errors import CheckpointError, PeerLost
 from lightning_async.rules.saving import Latest
@@ -24,7 +24,7 @@ from lightning_async.trainer.names import NOBODY
 from lightning_async.trainer.reader import CheckpointReader
 from lightning_async.trainer.whole_state import whole
 from tests.callbacks.checkpoint_ranks import STOP, At, Interrupted, Noisy, interrupt, train
-from tests.strategies.workers import rank, scenario
+from tests.strategies.workers import rank, scenario, together
 
 
 def place(folder: Path) -> Path:
@@ -65,7 +65,7 @@ def ddp_lost(folder: Path) -> Any:
 
 @scenario
 def synchronous_damaged(folder: Path) -> Any:
-    return goes_on(folder, lambda: AsyncAveragingStrategy(DeltaMean(), Synchronous()), flip)
+    return goes_on(folder, lambda: together(DeltaMean(), Synchronous()), flip)
 
 
 @scenario
@@ -85,7 +85,7 @@ def a_new_host(folder: Path) -> Any:
 
 @scenario
 def apart(folder: Path) -> None:
-    train(place(folder), AsyncAveragingStrategy(DiLoCo(), EveryNSteps(4)))
+    train(place(folder), together(DiLoCo(), EveryNSteps(4)))
 
 
 @scenario
@@ -94,7 +94,7 @@ def other_settings(folder: Path) -> dict[str, str]:
     told = {}
     different = {"recover": None, "every_n_train_steps": 3, "busy": "skip", "good_after": 7}
     for name, value in different.items():
-        strategy = "ddp" if name in ("recover", "busy") else AsyncAveragingStrategy()
+        strategy = "ddp" if name in ("recover", "busy") else together()
         try:
             train(folder, strategy, **({name: value} if rank() else {}))
         except Exception as error:
@@ -180,7 +180,7 @@ def reads_ddp(folder: Path) -> Any:
 @scenario
 def reads_drifting(folder: Path) -> Any:
     """A round's, whose parameters are there in shares."""
-    return read(folder, AsyncAveragingStrategy(DiLoCo(), EveryNSteps(4)), "due")
+    return read(folder, together(DiLoCo(), EveryNSteps(4)), "due")
 
 
 @scenario

@@ -111,10 +111,13 @@ def test_started_again_an_epoch_that_was_dealt_out_to_those_that_were_left_is_se
 def test_started_again_in_the_epoch_of_the_loss_the_lost_one_begins_at_anothers_place(tmp_path: Path) -> None:
     _, save = stopped(tmp_path, dead=1, epoch=0)
     assert (save.ranks, save.world_size, save.epoch) == ((0, 2), 3, 0)
+    store = CheckpointStore(tmp_path)
+    own: Any = load_own(store, store.entries()[0], 0, "resume")
+    ((lost, _, committed),) = own["unsaved"]["left"]
     results = ran(tmp_path, 3)
     told = without(-1, results)
-    seen = [told[name]["seen"]["0"] for name in (0, 2)]
-    assert [len(set(samples)) for samples in seen] == [SAMPLES // 3] * 2, "each its own part, each of it once"
-    assert not set(seen[0]) & set(seen[1])
-    assert told[1]["new"] == told[0]["new"], "as many batches as the first that was there"
+    seen = [each["seen"]["0"] for each in told]
+    assert all(len(set(samples)) == len(samples) for samples in seen), "each of it once"
+    assert not set(seen[0]) & set(seen[2])
+    assert (lost, len(SEEN - {*seen[0], *seen[1], *seen[2]})) == ("1", BATCH * committed), "what it had shared"
     assert "Rank 1 has no state of its own in" in results[1].stderr

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, DivergenceMonitor, EveryNSteps, Warmup
+from lightning_async import DeltaMean, DiLoCo, DivergenceMonitor, EveryNSteps, Warmup
 from lightning_async.callbacks.checkpoint import FaultTolerantCheckpoint
 from lightning_async.engine.checkpoint.shards import load_own
 from lightning_async.engine.checkpoint.store import CheckpointStore
@@ -35,7 +35,7 @@ from tests.callbacks.checkpoint_ranks import (
     until,
 )
 from tests.strategies import problem
-from tests.strategies.workers import make_trainer, rank, scenario
+from tests.strategies.workers import make_trainer, rank, scenario, together
 
 
 class Mixed(Noisy):
@@ -62,34 +62,34 @@ class Mixed(Noisy):
 
 @scenario
 def mixed(folder: Path) -> dict[str, Any]:
-    return goes_on(folder, lambda: AsyncAveragingStrategy(DiLoCo(), EveryNSteps(4)), Mixed)
+    return goes_on(folder, lambda: together(DiLoCo(), EveryNSteps(4)), Mixed)
 
 
 @scenario
 def mixed_standing_still(folder: Path) -> dict[str, Any]:
-    return goes_on(folder, lambda: AsyncAveragingStrategy(DeltaMean(), EveryNSteps(4), overlap=False), Mixed)
+    return goes_on(folder, lambda: together(DeltaMean(), EveryNSteps(4), overlap=False), Mixed)
 
 
 @scenario
 def averaged_state(folder: Path) -> dict[str, Any]:
-    strategy = lambda: AsyncAveragingStrategy(DeltaMean(), EveryNSteps(4), optimizer_state="average")  # noqa: E731
+    strategy = lambda: together(DeltaMean(), EveryNSteps(4), optimizer_state="average")  # noqa: E731
     return goes_on(folder, strategy)
 
 
 @scenario
 def compressed(folder: Path) -> dict[str, Any]:
-    return goes_on(folder, lambda: AsyncAveragingStrategy(DiLoCo(), EveryNSteps(4), compression="int8"))
+    return goes_on(folder, lambda: together(DiLoCo(), EveryNSteps(4), compression="int8"))
 
 
 @scenario
 def warmed_up(folder: Path) -> dict[str, Any]:
-    strategy = lambda: AsyncAveragingStrategy(DiLoCo(), Warmup(EveryNSteps(4), steps=10))  # noqa: E731
+    strategy = lambda: together(DiLoCo(), Warmup(EveryNSteps(4), steps=10))  # noqa: E731
     return goes_on(folder, strategy, every_n_train_steps=2)
 
 
 @scenario
 def weights_averaged(folder: Path) -> dict[str, Any]:
-    strategy = lambda: AsyncAveragingStrategy(DiLoCo(), EveryNSteps(4))  # noqa: E731
+    strategy = lambda: together(DiLoCo(), EveryNSteps(4))  # noqa: E731
     return goes_on(folder, strategy, Noisy, callbacks=lambda: [pl.callbacks.EMAWeightAveraging(decay=0.9)])
 
 
@@ -126,7 +126,7 @@ def saved_while_one_waits_for_a_validation(folder: Path) -> Any:
 
     saved = FaultTolerantCheckpoint(folder, every_n_train_steps=1, keep=Latest(9999))
     trainer = make_trainer(
-        AsyncAveragingStrategy(DeltaMean(), EveryNSteps(1)), callbacks=[saved, Ends()], max_epochs=-1,
+        together(DeltaMean(), EveryNSteps(1)), callbacks=[saved, Ends()], max_epochs=-1,
         enable_checkpointing=True, val_check_interval=BATCHES // 2,
     )  # fmt: skip
     trainer.fit(Validated(), data(), data(1))
@@ -146,7 +146,7 @@ def saves_go_on_after_a_rollback(folder: Path) -> Any:
                     self.net[0].weight.fill_(float("nan"))  # pyright: ignore
 
     monitor = DivergenceMonitor(remedies=["roll_back"], history=History(warmup=5))
-    strategy = AsyncAveragingStrategy(DeltaMean(), EveryNSteps(4))
+    strategy = together(DeltaMean(), EveryNSteps(4))
     train(
         folder, strategy, monitor, module=Poisoned(), batches=50, every_n_train_steps=8, good_after=4, keep=Latest(99)
     )
@@ -160,7 +160,7 @@ def one_without_data(folder: Path) -> Any:
     batches = DataLoader(TensorDataset(x, x.sum(dim=1, keepdim=True)), batch_size=4)
 
     def run() -> Noisy:
-        module, strategy = Noisy(), AsyncAveragingStrategy(DeltaMean(), EveryNSteps(3))
+        module, strategy = Noisy(), together(DeltaMean(), EveryNSteps(3))
         saved = FaultTolerantCheckpoint(folder, every_n_train_steps=2)
         make_trainer(strategy, callbacks=[saved], max_epochs=EPOCHS, enable_checkpointing=True).fit(module, batches)
         return module
@@ -193,7 +193,7 @@ def one_has_finished(folder: Path, batches: int) -> dict[str, Any]:
         module = Noisy()
         saves = FaultTolerantCheckpoint(folder, every_n_train_steps=3, busy="wait", save_on_exception=False)
         trainer = make_trainer(
-            AsyncAveragingStrategy(DiLoCo(), EveryNSteps(3)), callbacks=[saves, *callbacks],
+            together(DiLoCo(), EveryNSteps(3)), callbacks=[saves, *callbacks],
             max_steps=steps, max_epochs=-1, enable_checkpointing=True,
         )  # fmt: skip
         trainer.fit(module, data(batches if rank() == 0 else BATCHES))

@@ -98,8 +98,10 @@ def test_what_a_lost_rank_has_handed_over_is_waited_for(dead: int, tmp_path: Pat
     looked = time.monotonic() + 0.5
     poll(*savers, until=lambda: time.monotonic() > looked)
     assert savers[0]._losses.concerned(lost)
+    if dead == 0:
+        assert savers[0].wait(20.0), "the next save is not held up"
     os.kill(pid, signal.SIGCONT)
-    assert savers[0].wait(20.0)
+    assert savers[0].wait(20.0, settled=True)
     assert savers[0].is_committed(1)
     assert committed(tmp_path) == {1: EVERYBODY}
     assert not savers[0].gave_up

@@ -212,6 +212,26 @@ def test_a_rank_hears_of_deaths_until_it_closes_and_the_next_listener_of_those_s
     in_a_rank(hears_later)
 
 
+def test_of_two_listeners_each_hears_of_every_death(ends: tuple[socket.socket, socket.socket]):
+    launcher, _ = ends
+
+    def hear() -> None:
+        both = [threading.Semaphore(0), threading.Semaphore(0)]
+        listeners = [listen(lambda death, one=one: one.release()) for one in both]
+        for death in DEATHS * 9:
+            launcher.send(news(death, os.getpid()))
+            assert [one.acquire(timeout=30) for one in both] == [True, True]
+        assert listeners[0] is not None
+        assert listeners[1] is not None
+        listeners[0].close()
+        launcher.send(news(DEATHS[0], os.getpid()))
+        assert both[1].acquire(timeout=30)
+        listeners[1].close()
+        assert not both[0].acquire(blocking=False)
+
+    in_a_rank(hear)
+
+
 def test_a_fork_of_a_rank_takes_nothing_of_what_it_is_told_and_ends_no_listener(
     ends: tuple[socket.socket, socket.socket],
 ):

@@ -429,6 +429,27 @@ def test_names_are_for_life_and_numbers_for_a_generation() -> None:
     assert late.generation.rank_of("2") == 1 and late.generation.name_of(2) == "host-7:4"
 
 
+def test_a_guest_is_seen_and_is_in_no_generation_until_it_is_silent_for_a_moment() -> None:
+    hand = Growing(3)
+    guest = hand.names["1.1.1"] = Membership(hand.store, 0, 1, member="1.1.1", visits=True, clock=hand.clock)
+    hand.open("1.1.1")
+    hand.everybody(times=3)
+    assert hand.names["0"].guests() == ("1.1.1",)
+    hand.die("1")
+    del hand.names["1.1.1"]
+    assert agreed(hand.meet()) == (1, ("0", "2"))
+    hand.everybody(times=10)
+    assert hand.names["0"].guests() == ()  # a tenth of what is death elsewhere
+    guest.beat()
+    hand.everybody()
+    assert hand.names["2"].guests() == ("1.1.1",)
+    guest._mine = replace(guest._mine, state="left")  # as `close` does
+    guest.beat()
+    hand.everybody()
+    assert hand.names["0"].guests() == ()
+    assert "1.1.1" in hand.names["0"].left()
+
+
 def test_rank_0_may_be_lost_and_comes_back_as_the_last() -> None:
     hand = Growing(3)
     hand.die("0")

@@ -41,6 +41,10 @@ class Launched:
     def err(self) -> str:
         return self._err.read_text(errors="replace")
 
+    def allow(self, seconds: float) -> None:
+        """So much more time in all."""
+        self._until += seconds
+
     def wait_for(self, text: str, times: int = 1) -> None:
         """Until it has been written so often."""
         while (self.out + self.err).count(text) < times:

@@ -64,7 +64,7 @@ JOINED = [*BACK, tell(2, 0, 1, 2)]
         ),
         pytest.param([*BACK, done(2)], [], id="it found nothing to join"),
         pytest.param([*BACK, done(2, status=75)], [Announce(2, frozenset({0, 1}))], id="it was told to go"),
-        pytest.param([*JOINED, dies(2), tell(3, 0, 1)], [Wait(2.0, 2)], id="it dies after it has joined"),
+        pytest.param([*JOINED, dies(2), tell(3, 0, 1)], [Wait(1.0, 2)], id="it dies after it has joined"),
         pytest.param([*JOINED, dies(0), tell(3, 1, 2)], [Wait(1.0, 0)], id="another one does: its pause is its own"),
         pytest.param([FIRST, dies(2), dies(0), tell(1, 1)], [Wait(1.0, 0), Wait(1.0, 2)], id="two at once"),
         pytest.param([*BACK, done(0, 1)], [Send(TERM, frozenset({2})), Wait(30.0)], id="the others are done"),
@@ -147,6 +147,16 @@ def test_all_start_again_when_the_others_die_as_long_as_restarts_are_left():
     state, actions = decide(OFTEN, state, Due())
     assert (state, actions) == (State(living=ALL, restarts=2), [Start(ALL)])
     assert decide(OFTEN, state, Due(2)) == (state, [])
+
+
+def test_words_say_that_all_are_there_again():
+    endings = [Ending(0, 10, -9, 1.0), Ending(0, 12, 0, 2.0), Ending(1, 11, 0, 3.0)]
+    assert report(endings, None, 0).splitlines()[1:] == [
+        "rank 0 (process 12) ended in order after 2.0 s",
+        "rank 1 (process 11) ended in order after 3.0 s",
+        "2 of 2 ranks have ended in order",
+        "exit code 0",
+    ]
 
 
 def test_words_say_who_was_started_again():

@@ -12,6 +12,7 @@ from tests.launch.conftest import Launched, lives
 from tests.strategies.survivor_workers import SAMPLES
 
 SCRIPT = str(Path(__file__).with_name("train.py"))
+COMES_BACK = str(Path(__file__).with_name("comes_back.py"))
 BATCHES = 200
 Launch = Callable[..., Launched]
 
@@ -54,6 +55,17 @@ def test_a_rank_is_killed_then_the_launcher_and_training_goes_on(launch: Callabl
     ends = re.findall(r"ENDS (\d) (\d+) (\w+)", second.out)
     assert sorted(end[:2] for end in ends) == [("0", str(BATCHES)), ("1", str(BATCHES))]
     assert len({end[2] for end in ends}) == 1
+
+
+def test_rank_0_is_killed_and_the_launcher_starts_it_again_beside_the_other(launch: Launch):
+    run = launch("-n", "2", "--max-restarts", "1", COMES_BACK)
+    run.allow(60)  # its ranks import all that there is, one after the other
+    assert run.end() == 0, run.out + run.err
+    assert "rank 0 has joined the others: training goes on with 2 of 2 ranks." in run.err
+    assert "2 of 2 ranks have ended in order" in run.err
+    ended = sorted(re.findall(r"ENDED (\d) (\d) (\S+)", run.out))
+    assert [each[:2] for each in ended] == [("0", "2"), ("1", "2")]
+    assert ended[0][2] == ended[1][2]
 
 
 def test_rank_0_is_killed_then_rank_2_and_the_last_one_trains_and_tests(

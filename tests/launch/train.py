@@ -40,7 +40,7 @@ class Killed(Tiny):
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    strategy = AsyncAveragingStrategy(schedule=EveryNSteps(4))
+    strategy = AsyncAveragingStrategy(schedule=EveryNSteps(4), min_replicas=2)
     checkpoint = FaultTolerantCheckpoint(folder, every_n_train_steps=8)
     trainer = make_trainer(strategy, 2, callbacks=[checkpoint], enable_checkpointing=True)
     trainer.fit(Killed(folder), loader(int(sys.argv[2])))

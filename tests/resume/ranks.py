@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_async import AsyncAveragingStrategy, DeltaMean, EveryNSteps, Mean, Synchronous
+from lightning_async import DeltaMean, EveryNSteps, Mean, Synchronous
 from tests.resume.problem import Sized, Training, goes_on
-from tests.strategies.workers import rank, scenario
+from tests.strategies.workers import rank, scenario, together
 
 POINTS = ["batch 1:2", "validation 0:2", "epoch 1:4"]
 
@@ -40,12 +40,12 @@ def ddp_accumulates(folder: Path) -> list[str]:
 
 @scenario
 def synchronous(folder: Path) -> list[str]:
-    return _goes_on(folder, lambda: AsyncAveragingStrategy(DeltaMean(), Synchronous()))
+    return _goes_on(folder, lambda: together(DeltaMean(), Synchronous()))
 
 
 @scenario
 def without_overlap(folder: Path) -> list[str]:
-    return _goes_on(folder, lambda: AsyncAveragingStrategy(Mean(), EveryNSteps(2), overlap=False))
+    return _goes_on(folder, lambda: together(Mean(), EveryNSteps(2), overlap=False))
 
 
 @scenario

@@ -10,7 +10,8 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_async.data.samplers import describe, share
-from lightning_async.data.shares import Share, batches_of, inherited, unheard
+from lightning_async.data.shares import Share, batches_of, before, inherited, unheard
+from lightning_async.trainer.resized import resized
 
 Shares = dict[str, Share]
 
@@ -100,3 +101,31 @@ def test_what_nobody_can_tell_is_not_dealt_out() -> None:
     unknown = Share(0, 3, 0, True, [(describe(weighted, None), 3)])
     assert not unknown.is_known and inherited([(unknown, 0)], {"0": 3}) == {}
     assert unheard([unknown]) == []
+
+
+def test_one_that_was_started_again_within_its_own_share_is_left_it() -> None:
+    """It begins at another's place, behind its own: what lies between is left; what it goes on with is not."""
+    held = shares(60, 3, shuffle=True)
+    again = [held["0"]._replace(first=3, skipped=3), held["1"]._replace(first=4, skipped=4)]
+    left = before(held["1"], again)
+    assert samples(left, 1) == samples(held["1"], 1, 4)
+    assert before(held["2"], again) == held["2"]
+    behind = [held["1"]._replace(first=0, skipped=0)]
+    assert samples(before(held["1"], behind), 1) == []
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_by_another_number_of_ranks_what_a_lost_one_has_left_is_divided_with_the_rest(has_ended: bool) -> None:
+    held = shares(60, 3, shuffle=True)
+    (told, _), *_ = held["0"].loaders
+    here = {"ended": True} if has_ended else {"taken": 4, "made": 4, "drawn": {}, "share": told}
+    there = {"taken": 5, "made": 5, "drawn": {}, "share": held["2"].loaders[0][0]}
+    unsaved = {"gradients": {}, "left": [["1", list(held["1"]), 2]]}
+    common: dict[str, Any] = {"random": {"torch": b"1"}, "unsaved": unsaved}
+    states = [{**common, "loaders": [position]} for position in (here, here, there)]  # the lost one's is another's
+    found = [resized(states, rank, 2) for rank in range(2)]
+    left = [index for state in found for index in state["loaders"][0]["share"]["indices"].tolist()]
+    own = [] if has_ended else samples(held["0"], 4)
+    expected = sorted([*own, *samples(held["1"], 2), *samples(held["2"], 5)])
+    assert set(left) == set(expected) and len(left) - len(expected) in (0, 1)
+    assert [state["unsaved"]["left"] for state in found] == [[], []]

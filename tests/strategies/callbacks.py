@@ -24,11 +24,12 @@ from tests.strategies.workers import (
     report,
     scenario,
     shard,
+    together,
 )
 
 
 def diloco() -> AsyncAveragingStrategy:
-    return AsyncAveragingStrategy(DiLoCo(), EveryNSteps(3), overlap=False, deadlines=PATIENT)
+    return together(DiLoCo(), EveryNSteps(3), overlap=False, deadlines=PATIENT)
 
 
 class Tuned(Net):
@@ -102,7 +103,7 @@ def _averaged(callback: Any, numbers: tuple[int, int], folder: Path, **options: 
     """Rounds after every third step, validations after every sixth, all deterministic."""
     seen = Seen()
     checkpoint = pl.callbacks.ModelCheckpoint(dirpath=folder, filename="end", save_on_train_epoch_end=True)
-    strategy = AsyncAveragingStrategy(Mean(), EveryNSteps(3), overlap=False, weighting="steps", deadlines=PATIENT)
+    strategy = together(Mean(), EveryNSteps(3), overlap=False, weighting="steps", deadlines=PATIENT)
     told = fit(
         strategy, loader(shard(numbers)), val=loader(shard((1, 1))), callbacks=[callback, seen, checkpoint],
         enable_checkpointing=True, **{"val_check_interval": 6, **options},
@@ -155,7 +156,7 @@ def swa_with_batch_norm() -> Any:
     module = Net(network=lambda: nn.Sequential(nn.BatchNorm1d(problem.FEATURES), problem.network()))
     callback = pl.callbacks.StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=1)
     told = fit(
-        AsyncAveragingStrategy(schedule=EveryNSteps(2)), loader(shard((4, 6), (3, 5))), module, callbacks=[callback],
+        together(schedule=EveryNSteps(2)), loader(shard((4, 6), (3, 5))), module, callbacks=[callback],
         max_epochs=3,
     )  # fmt: skip
     norm: Any = module.net[0]  # pyright: ignore[reportIndexIssue]
@@ -181,7 +182,7 @@ def spike(folder: Path) -> Any:
 
     detection = pl.callbacks.SpikeDetection(warmup=3, atol=100.0, exclude_batches_path=folder / "skip.json")
     module = Spiking()
-    trainer = make_trainer(AsyncAveragingStrategy(schedule=EveryNSteps(4)), callbacks=[detection])
+    trainer = make_trainer(together(schedule=EveryNSteps(4)), callbacks=[detection])
     error = ""
     with logged() as messages:
         try:

@@ -112,6 +112,7 @@ def train(
     strategy = AsyncAveragingStrategy(
         schedule=EveryNSteps(period),
         overlap=overlap,
+        min_replicas=len(batches),
         deadlines=Deadlines(**times),  # pyright: ignore
     )
     module = Tiny(pause_s, at, gate)
@@ -141,7 +142,7 @@ def between_runs(then: str, how: str, dead_after: float, folder: str) -> None:
     """Fit; then rank 1 is gone, and the others go on with another call of the Trainer; say how that ended."""
     num_ranks, own = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     strategy = AsyncAveragingStrategy(
-        schedule=EveryNSteps(4), deadlines=Deadlines(dead_after=timedelta(seconds=dead_after))
+        schedule=EveryNSteps(4), min_replicas=num_ranks, deadlines=Deadlines(dead_after=timedelta(seconds=dead_after))
     )
     module, trainer = Tiny(), make_trainer(strategy, num_ranks)
     trainer.fit(module, loader(8))

@@ -141,15 +141,17 @@ def inherit(folder: str, deaths: dict[str, Any], epochs: int = 2, trainer: Any =
     )  # fmt: skip
     fit = pl.Trainer(
         strategy=strategy, accelerator="cpu", devices=RANKS, max_epochs=epochs, default_root_dir=folder, logger=False,
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, num_sanity_val_steps=0,
-        **(trainer or {}),
+        enable_model_summary=False, enable_checkpointing=False, num_sanity_val_steps=0,
+        **({"enable_progress_bar": False} | (trainer or {})),
     )  # fmt: skip
     validation: Any = DataLoader(torch.arange(24).float().unsqueeze(1), 2)  # pyright: ignore[reportArgumentType]
     with caught() as logged:
         Streamed.trainer = fit
         train: Any = DataLoader(Streamed(), 2) if settings.get("iterable") else loaders(settings)
         fit.fit(module, train, validation)
+    bar: Any = fit.progress_bar_callback
     return {
+        "bar": None if bar is None else bar.train_progress_bar.total,
         "told": module.told, "logged": logged, "digest": digest(module), "last": module.last,
         "epochs_scheduled": module.scheduler.last_epoch, "mean": float(fit.callback_metrics["val_mean"]),
         "batches": fit.num_training_batches, "val_check_batch": fit.val_check_batch,

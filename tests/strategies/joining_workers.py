@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, EveryNSteps, Synchronous
+from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, EveryNSteps, FaultTolerantCheckpoint, Synchronous
+from lightning_async.rules.saving import Latest
 from lightning_async.trainer.namespace import pl, pytorch
 from tests.strategies.failure_workers import digest
 from tests.strategies.survivor_workers import CAME_BACK, DEADLINES, NUMBER, RANKS, Seen, loader
@@ -69,6 +70,7 @@ def train(
     rule: str = "mean",
     synchronous: bool = False,
     then_test: bool = False,
+    saves: bool = False,
 ) -> None:
     deaths = {number: (place, epoch, taken) for number, (place, epoch, taken) in deaths.items()}
     mode = (modes or {}).get(os.environ.get("LIGHTNING_ASYNC_REJOIN", ""), "")
@@ -80,9 +82,12 @@ def train(
     logger = pytorch("loggers").CSVLogger(folder, name="log", version=0)
     stopping = pytorch("callbacks").EarlyStopping("val_loss", patience=1000)
     best = pytorch("callbacks").ModelCheckpoint(folder, filename="{epoch}", monitor="val_loss", save_top_k=2)
+    callbacks: list[Any] = [stopping, best]
+    if saves:
+        callbacks.append(FaultTolerantCheckpoint(Path(folder) / "saved", every_n_train_steps=4, keep=Latest(1000)))
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", devices=RANKS, max_epochs=1000, default_root_dir=folder, logger=logger,
-        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, callbacks=[stopping, best],
+        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, callbacks=callbacks,
     )  # fmt: skip
     if CAME_BACK:
         wait_for(Path(folder) / f"start {os.environ['LIGHTNING_ASYNC_REJOIN']}")

@@ -65,7 +65,7 @@ def main(how: str, devices: str, *what: str) -> None:
         if each in ("fit", "refit", "killed", "fails"):
             named: dict[str, Any] = {"popen": "auto", "horovod": "horovod"}  # "auto" starts them so where nobody has
             transport: Any = named.get(how) or TorchTransport(start=cast(Any, how))
-            strategy = AsyncAveragingStrategy(schedule=EveryNSteps(4), transport=transport)
+            strategy = AsyncAveragingStrategy(schedule=EveryNSteps(4), min_replicas=int(devices), transport=transport)
             trainer = make_trainer(strategy, int(devices))
         if each == "fit":
             module = SaysHow()

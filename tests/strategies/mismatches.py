@@ -11,11 +11,11 @@ from unittest import mock
 import torch
 
 import lightning_async
-from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, EveryNSteps, EverySeconds, Synchronous, Warmup
+from lightning_async import DeltaMean, DiLoCo, EveryNSteps, EverySeconds, Synchronous, Warmup
 from lightning_async.errors import AsyncTrainingError
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
-from tests.strategies.workers import Net, fit, loader, logged, make_trainer, rank, scenario, shard
+from tests.strategies.workers import Net, fit, loader, logged, make_trainer, rank, scenario, shard, together
 
 STRATEGIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "rule": ({"rule": DeltaMean()}, {"rule": DiLoCo()}),
@@ -58,7 +58,7 @@ WIDE = 60_000
 def _refused(strategy: dict[str, Any], **options: Any) -> str:
     try:
         fit(
-            AsyncAveragingStrategy(**strategy),
+            together(**strategy),
             loader(shard((6, 6))),
             Net(network=lambda: problem.network(WIDE)),
             **options,
@@ -150,7 +150,7 @@ def rules_without_a_text_of_their_own() -> Any:
             return EveryNSteps(2).next(clock)
 
     elsewhere = [Own() for _ in range(1 + rank())]
-    return fit(AsyncAveragingStrategy(schedule=elsewhere[-1]), loader(shard((6, 6))))
+    return fit(together(schedule=elsewhere[-1]), loader(shard((6, 6))))
 
 
 @scenario
@@ -168,7 +168,7 @@ def checkpoints(folder: Path) -> Any:
     for seed in range(2):
         checkpoint = pl.callbacks.ModelCheckpoint(dirpath=folder / str(seed), filename="{epoch}", save_top_k=-1)
         trainer = make_trainer(
-            AsyncAveragingStrategy(DiLoCo(), EveryNSteps(2)), callbacks=[checkpoint], max_epochs=2,
+            together(DiLoCo(), EveryNSteps(2)), callbacks=[checkpoint], max_epochs=2,
             enable_checkpointing=True,
         )  # fmt: skip
         trainer.fit(Net(), loader(problem.batches(rank(), 4, offset=10 * seed)))
@@ -179,7 +179,7 @@ def checkpoints(folder: Path) -> Any:
         ("another run", folder / "1" / "epoch=1.ckpt"),
         ("same", mine),
     ):
-        trainer = make_trainer(AsyncAveragingStrategy(DiLoCo(), EveryNSteps(2)), max_epochs=3)
+        trainer = make_trainer(together(DiLoCo(), EveryNSteps(2)), max_epochs=3)
         try:
             trainer.fit(Net(), loader(shard((4, 4))), ckpt_path=theirs if rank() else mine)
             told[name] = "trained"

@@ -88,11 +88,12 @@ def test_one_who_inherits_is_lost_too(tmp_path: Path) -> None:
 
 def test_within_the_last_batches_with_accumulation_and_validations_within_the_epoch(tmp_path: Path) -> None:
     """Three batches are left, which two ranks take; validations go on being counted by batches."""
-    trainer = {"accumulate_grad_batches": 2, "val_check_interval": 5}
-    told, left = train(tmp_path, {"1": ["step", 0, 8]}, trainer=trainer)
+    trainer = {"accumulate_grad_batches": 2, "val_check_interval": 5, "enable_progress_bar": True}
+    told, left = train(tmp_path, {"1": ["step", 0, 8]}, trainer=trainer, epochs=1)
     assert once(told, 0, left, {"1": 6}) == list(range(54))
     assert sorted(len(seen(told, "train", 0, [name])) for name in left) == [20, 22]
     validated = [sum(entry[:2] == ["validated", 0] for entry in told[name]) for name in left]
+    assert sorted(each["bar"] for each in left.values()) == [10, 11]
     assert validated == [3, 3]  # at 5, at 10, and where the one that had 10 batches was at its last
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
+from lightning_async.engine.checkpoint.store import CheckpointStore
 from tests.strategies.survivor_workers import SAMPLES
 from tests.strategies.test_failures import ended
 from tests.support import RankGroup, RankResult, start_ranks
@@ -50,7 +51,7 @@ def told(results: list[RankResult], numbers: list[int]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(("dies", "rule"), [(0, "diloco"), (2, "mean")])
 def test_it_takes_over_what_the_others_have_and_trains_with_them(dies: int, rule: str, tmp_path: Path) -> None:
-    with ranks(tmp_path, dies, rule=rule, then_test=True) as group:
+    with ranks(tmp_path, dies, rule=rule, then_test=True, saves=True) as group:
         results = group.join()
     said = told(results, [*({0, 1, 2} - {dies}), 3])
     newcomer = said[-1]
@@ -66,6 +67,20 @@ def test_it_takes_over_what_the_others_have_and_trains_with_them(dies: int, rule
             assert newcomer[what][epoch]
     assert sorted(sample for each in said for sample in each["tested"]) == list(range(SAMPLES))
     assert f"rank(s) {dies} came back, and 3 replicas train from here" in results[1].stderr
+    assert_saved_by_all(CheckpointStore(tmp_path / "saved"), dies)
+
+
+def assert_saved_by_all(store: CheckpointStore, dies: int) -> None:
+    """By those that were left, then by all again while they trained, and at the end."""
+    entries = list(reversed(store.entries()))
+    for entry in entries:
+        store.verify(entry)
+    ranks = [entry.manifest.ranks for entry in entries if entry.manifest is not None]
+    left = tuple(sorted({0, 1, 2} - {dies}))
+    assert left in ranks
+    assert (0, 1, 2) in ranks[ranks.index(left) : -1]
+    assert ranks[-1] == (0, 1, 2)
+    assert not store.unfinished()
 
 
 def test_ranks_that_step_together_take_it_in_too(tmp_path: Path) -> None:

@@ -112,6 +112,17 @@ def test_a_users_own_sampler_and_loaders_with_workers_are_dealt_anew(tmp_path: P
     assert sorted(sample for each in told for sample in each["trained"]["2"]) == list(range(SAMPLES))
 
 
+def test_half_of_the_ranks_go_on_by_default(tmp_path: Path) -> None:
+    """Of three that is two: one of them ends, too, when the other one is lost."""
+    deaths = {"2": ("step", 0, 4), "1": ("validation", 1, 1)}
+    with three_ranks(tmp_path, deaths, min_replicas=None) as group:
+        results = group.join()
+    told = ended(results[0])
+    assert told["error"].startswith("PeerLost") and "rank 1" in told["error"]
+    assert (told["world_size"], sorted(map(int, told["validated"]))) == (2, [0, 1])
+    assert "2 of 3 replicas are left, and fewer than 2 do not go on" in results[0].stderr
+
+
 def test_under_plain_python_the_others_end_in_order(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.strategies.survivor_workers", str(tmp_path), '{"1": ["step", 0, 2]}', "3"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=200, env=shell_environment(), check=False)

@@ -240,6 +240,11 @@ def report(trainer: Any, module: Any, recorder: Recorder | None = None) -> dict[
     return told
 
 
+def together(*args: Any, **options: Any) -> AsyncAveragingStrategy:
+    """A strategy whose ranks end together: where one of the two raises, the other one does not go on alone."""
+    return AsyncAveragingStrategy(*args, min_replicas=2, **options)
+
+
 def fit(
     strategy: Any, data: Any, module: Any = None, *, val: Any = None, callbacks: Sequence[Any] = (), **options: Any
 ) -> dict[str, Any]:

@@ -39,6 +39,7 @@ class Census:
         self.me = generation.name
         self.peers: dict[str, Peer] = {}
         self._fresh, self._dead_s, self._start_s, self._elastic = fresh, dead_s, start_s, elastic
+        self._soon_s = max(dead_s / 10, _MIN_SUSPICION_S)
         self._silent_before: dict[str, float] = {}
         """Seconds that each peer was silent for when something broke; empty where nothing has."""
         self.readmit = readmit
@@ -56,10 +57,9 @@ class Census:
     def judge(self, records: Mapping[str, Record | None], passed_s: float) -> None:
         """Take in a reading, so long after the last one; None for what was no record."""
         self.hear_of(records)
-        soon_s = max(self._dead_s / 10, _MIN_SUSPICION_S)
         for name, record in records.items():
             before_s = self._silent_before.get(name, self._dead_s)
-            self.peers[name].judge(record, passed_s, min(self._dead_s, before_s + soon_s), self._start_s)
+            self.peers[name].judge(record, passed_s, min(self._dead_s, before_s + self._soon_s), self._start_s)
 
     def hear_death(self, name: str, process: int, text: str) -> None:
         """A process has ended that spoke for a peer; what that means for the peer is judged with the next reading."""
@@ -92,8 +92,8 @@ class Census:
         return self.generation.world_size - len(self.gone()) >= self.fewest
 
     def guests(self) -> list[str]:
-        """Those that live, and wait to be invited elsewhere: they are in no generation, and want none."""
-        return in_order(name for name, peer in self.peers.items() if peer.visits)
+        """Those that wait to be invited elsewhere, and have been heard of just now: they are not to be waited for."""
+        return in_order(name for name, peer in self.peers.items() if peer.visits and peer.silent_s < self._soon_s)
 
     def bell(self) -> int:
         """The highest that a peer has rung."""

@@ -50,6 +50,14 @@ class Door:
         """The invitation of this guest; empty where there is none yet."""
         return self._read(f"invitation/{guest}")
 
+    def answer(self, guest: str, admitted: bool) -> None:
+        """Say whether a guest is one of those who train from now on. All of them do."""
+        self._write(f"answer/{guest}", {"admitted": admitted})
+
+    def read_answer(self, guest: str) -> dict[str, Any]:
+        """The answer to this guest; empty where there is none yet."""
+        return self._read(f"answer/{guest}")
+
     def _write(self, key: str, note: Mapping[str, Any]) -> None:
         self._store.set(key, self._seal.sign(key, json.dumps(dict(note)).encode()))
 

@@ -26,7 +26,8 @@ class AveragerConfig:
         weighting: a message's weight: the samples or the steps behind it, or 1 for each.
         compression: of the rule's messages, see `CompressedMean`. Default "none".
         part_bytes: payloads move in parts of at most this size. Default 16 MiB.
-        min_replicas: ranks that are lost are done without, as long as so many are left. Default: all that there are.
+        min_replicas: ranks that are lost are done without, as long as so many are left. Default: half of those that
+            were started, rounded up, where the transport can form groups anew, else all.
         deadlines: how long to wait for what.
 
     Raises:
@@ -52,7 +53,7 @@ class AveragerConfig:
             raise ValueError(f"`AveragerConfig(part_bytes={self.part_bytes})` must be at least 4.")
 
         if not isinstance(self.min_replicas, int | None) or isinstance(self.min_replicas, bool):
-            raise TypeError(f"`min_replicas={self.min_replicas!r}` must be a number of replicas, or None for all.")
+            raise TypeError(f"`min_replicas={self.min_replicas!r}` must be a number of replicas, or None for half.")
         if self.min_replicas is not None and self.min_replicas < 1:
             raise ValueError(f"`min_replicas={self.min_replicas}` must be at least 1.")
 
@@ -60,6 +61,20 @@ class AveragerConfig:
         """What must be equal on all ranks."""
         own = {name: getattr(self, name) for name in ("overlap", "weighting", "compression", "min_replicas")}
         return {**own, "part_mb": self.part_bytes / 2**20}
+
+    def fewest(self, started: int, can_lose: bool = True) -> int:
+        """So many replicas go on without those that are lost; the others end, too, where fewer are left.
+
+        >>> [AveragerConfig().fewest(started) for started in (1, 2, 3, 8)]
+        [1, 1, 2, 4]
+
+        Args:
+            started: how many there were at first.
+            can_lose: whether the transport can form groups anew. Default: it can.
+        """
+        if self.min_replicas is not None:
+            return self.min_replicas
+        return (started + 1) // 2 if can_lose else started
 
     def check_rule(self, owner: str, rule: AveragingRule) -> None:
         """Raise ValueError, in the name of ``owner``, for a rule that this configuration cannot carry out."""

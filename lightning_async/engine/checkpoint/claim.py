@@ -72,6 +72,24 @@ class Claim:
         with contextlib.suppress(OSError):  # nobody but who has `.claim` would be in the way
             self._shared = self._store.files.lock(self._shared_path, shared=True)
 
+    def join(self) -> None:
+        """Have the directory with this program's other ranks, which train there.
+
+        Raises:
+            CheckpointError: they do not train into this directory.
+        """
+        try:
+            lock = self._store.files.lock(self._path)
+        except BlockingIOError:
+            theirs = self._holder().get("program") == self._program
+        else:
+            theirs = lock is None  # the file system has no locks
+            if lock is not None:
+                lock.close()
+        if not theirs:
+            raise CheckpointError(f"{self._store.dirpath} is no directory that the other ranks train into.")
+        self.take()
+
     def keep(self) -> None:
         """Ranks are lost: where the one that said who trains there is among them, this one does. Waits for nobody."""
         if self._lock is None and self._shared is not None:

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from lightning_async.engine.checkpoint.claim import has_writer
 from lightning_async.engine.checkpoint.store import MANIFEST, CheckpointStore
 
-__all__ = ["Losses"]
+__all__ = ["Losses", "bury"]
 
 SOON_S = 5.0
 """A writer that lives may have been given a part that it has yet to begin; that of a rank that is stopped never was."""
+_LOOK_S = 0.05
 _KEPT = 16  # saves, of which the older have been committed or given up long ago
 _WHY = "it was lost before its part was written"
 
@@ -32,6 +33,8 @@ class _Open:
     temporary: str
     final: str
     ranks: Collection[int]
+    gone: frozenset[int] = frozenset()
+    """Of these, who was lost since; one that comes back brings nothing of it."""
     mine: bool = True
     """This rank's own part is still being written."""
     since: float | None = None
@@ -73,14 +76,16 @@ class Losses:
 
     def concerned(self, lost: Collection[int]) -> bool:
         """Whether it is for this rank to find out what becomes of a save in which ranks that are ``lost`` take part."""
-        return any(self._is_mine(save, lost) for save in self._open.values())
+        for save in self._open.values() if lost else ():
+            save.gone |= frozenset(lost).intersection(save.ranks)
+        return any(self._is_mine(save) for save in self._open.values())
 
-    def look(self, lost: Collection[int]) -> None:
+    def look(self) -> None:
         """Give up what will not come. Waits for nothing, but for the file system."""
         for save in list(self._open.values()):
-            if self._is_mine(save, lost):
+            if self._is_mine(save):
                 save.since = self._now() if save.since is None else save.since
-                save.known = self._settle(save, sorted(set(save.ranks) & set(lost)))
+                save.known = self._settle(save, sorted(save.gone))
 
     def given_up(self) -> list[int]:
         """Numbers of those that are, whose part of this rank is done with; each once."""
@@ -89,8 +94,8 @@ class Losses:
             del self._open[number]
         return numbers
 
-    def _is_mine(self, save: _Open, lost: Collection[int]) -> bool:
-        left = [rank for rank in save.ranks if rank not in lost]
+    def _is_mine(self, save: _Open) -> bool:
+        left = [rank for rank in save.ranks if rank not in save.gone]
         return not save.known and len(left) < len(save.ranks) and self._rank == min(left)
 
     def _settle(self, save: _Open, gone: list[int]) -> bool:
@@ -125,3 +130,20 @@ class Losses:
             return failed  # then the last of the others to be ready deletes it
         self._store.discard(save.temporary)
         return True
+
+
+def bury(store: CheckpointStore, rank: int, timeout_s: float) -> None:
+    """A rank comes back, as another process: what its earlier life had begun to write is done, or nobody waits for it.
+
+    Args:
+        store: the checkpoints.
+        rank: its name for life.
+        timeout_s: how long its earlier life's writer may take.
+    """
+    until = time.monotonic() + timeout_s
+    while has_writer(store, rank) and time.monotonic() < until:
+        time.sleep(_LOOK_S)
+    for temporary in store.unfinished():
+        begun = any(name.startswith(f"rank-{rank}.") for name in store.files.names(temporary))
+        if begun and store.heard(temporary, [rank])[0]:
+            store.give_up(temporary, rank, _WHY)

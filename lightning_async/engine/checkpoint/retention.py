@@ -91,9 +91,9 @@ class Keeper:
 
         self._ask(give_up)
 
-    def look(self, losses: Losses, lost: Collection[int]) -> None:
+    def look(self, losses: Losses) -> None:
         """Have found out what becomes of saves in which ranks take part that are ``lost``."""
-        self._ask(lambda: losses.look(lost))
+        self._ask(losses.look)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all that was asked for is done; whether it is."""

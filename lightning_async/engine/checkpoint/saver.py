@@ -198,14 +198,14 @@ class Saver:
                 "whether that process lives, and what its disk does.", self._rank, waited_s, self._writer.pid,
             )  # fmt: skip
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until nothing is being written; whether that is so. Says so where that takes long."""
-        if not self._heard_within(min(timeout_s, _QUIET_S)) and timeout_s > _QUIET_S:
+    def wait(self, timeout_s: float, settled: bool = False) -> bool:
+        """Wait until nothing is being written, ``settled``: nor by lost ranks; whether so. Says if it takes long."""
+        if not self._heard_within(min(timeout_s, _QUIET_S), settled) and timeout_s > _QUIET_S:
             log.warning(
                 "Rank %d: a checkpoint is still being written (process %s); waiting %.0f s more at most.",
                 self._rank, self._writer.pid, timeout_s - _QUIET_S,
             )  # fmt: skip
-            self._heard_within(timeout_s - _QUIET_S)
+            self._heard_within(timeout_s - _QUIET_S, settled)
         return not self._writer.busy
 
     def is_committed(self, number: int) -> bool:
@@ -225,14 +225,14 @@ class Saver:
             self._hear(result)
         self._keeper.close(timeout_s)
 
-    def _heard_within(self, timeout_s: float) -> bool:
+    def _heard_within(self, timeout_s: float, settled: bool) -> bool:
         """Whether nothing is under way any more, after so many seconds at most; ranks may be lost meanwhile."""
         until = self._now() + timeout_s
         while True:
             for result in self._writer.wait(max(0.0, min(_BEAT_S, until - self._now()))):
                 self._hear(result)
             self._look()
-            if not self._writer.busy and not self._losses.concerned(self._lost()):
+            if not self._writer.busy and not (settled and self._losses.concerned(self._lost())):
                 return True
             if self._now() >= until:
                 return False
@@ -244,10 +244,10 @@ class Saver:
         for number in self._losses.given_up():
             self.gave_up = True
             log.warning("Rank %d: save %d is given up: a rank is lost whose part was yet to come.", self._rank, number)
-        lost, now = self._lost(), self._now()
-        if lost and now - self._looked_at >= _BEAT_S / 2 and self._losses.concerned(lost):
+        now = self._now()
+        if now - self._looked_at >= _BEAT_S / 2 and self._losses.concerned(self._lost()):
             self._looked_at = now
-            self._keeper.look(self._losses, frozenset(lost))
+            self._keeper.look(self._losses)
 
     def _check(self) -> None:
         if self.costs.failed_in_a_row >= self._max_failures:

@@ -246,6 +246,10 @@ class CheckpointStore:
         names = (match.string for match in self._matches() if (match["rest"] or "").startswith(".tmp-"))
         return [name for name in names if not self.files.idle(f"{self.dirpath}/{name}")]
 
+    def unfinished(self) -> list[str]:
+        """Paths of folders that are no checkpoints yet, and may never be."""
+        return [f"{self.dirpath}/{m.string}" for m in self._matches() if (m["rest"] or "").startswith(".tmp-")]
+
     def _matches(self) -> list[re.Match[str]]:
         return [found for found in map(_NAME.fullmatch, self.files.names(self.dirpath)) if found]
 

@@ -1,0 +1,41 @@
+"""torchrun with an agent for each replica: what docs/launching.md says of it, with real agents and a real kill."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.support import free_port, shell_environment
+
+SCRIPT = str(Path(__file__).with_name("comes_back.py"))
+
+
+def test_rank_0_is_killed_and_its_agent_starts_it_again_beside_the_others(tmp_path: Path):
+    port = free_port()
+    environment = shell_environment({"LIGHTNING_ASYNC_REJOIN": "torchrun", "LIGHTNING_ASYNC_SECRET": "known"})
+    agents, until = [], time.monotonic() + 200
+    try:
+        for node in range(2):
+            command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+            command += ["--rdzv-backend=static", f"--node-rank={node}", "--master-addr=127.0.0.1"]
+            command += [f"--master-port={port}", "--max-restarts=3", SCRIPT]
+            with (tmp_path / str(node)).open("wb") as out:
+                agents.append(
+                    subprocess.Popen(
+                        command, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+                    )
+                )
+        codes = [agent.wait(max(0.0, until - time.monotonic())) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.terminate()  # it takes its rank along
+        for agent in agents:
+            agent.wait(60)
+    text = "".join((tmp_path / str(node)).read_text() for node in range(2))
+    assert codes == [0, 0], text[-6000:]
+    ended = sorted(line.split()[1:] for line in text.splitlines() if line.startswith("ENDED"))
+    assert [each[:2] for each in ended] == [["0", "2"], ["1", "2"]]
+    assert ended[0][2] == ended[1][2]
+    assert "rank(s) 0 came back, and 2 replicas train from here" in text
