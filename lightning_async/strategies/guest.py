@@ -135,9 +135,9 @@ class Guest:
                     f"Rank {self._number} comes to epoch {trainer.current_epoch}, step {trainer.global_step} of the "
                     "others, where its own limits end training. Give it the same `max_epochs` and `max_steps`."
                 )
+            connection.open()
             course.install(world)
             course.undo += reversed(begin_within_epoch(trainer, state))
-            connection.open()
             self._hear(connection, answer)
         except BaseException as error:
             connection.membership.fail(in_words(error))  # nobody waits for it

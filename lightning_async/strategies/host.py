@@ -193,8 +193,8 @@ class Host:
                 state = state_for_newcomers(trainer)
                 state |= {"averaging": averaging, "gates_epochs": course.patches.gates_epochs}
             wider.world.broadcast(state)
-            AveragedModels(trainer, wider.world).make_equal()
             wider.open()
+            AveragedModels(trainer, wider.world).make_equal()
         except Exception as error:  # of hooks of the user's, too: who trains goes on
             if wider is not None:
                 wider.membership.fail(in_words(error))  # nobody waits for it

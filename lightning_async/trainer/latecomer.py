@@ -123,11 +123,13 @@ def how_it_ended(trainer: Any, stepped: dict[int, int]) -> dict[str, Any]:
         "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         "groups": [[_plain(group) for group in optimizer.param_groups] for optimizer in trainer.optimizers],
         "stepped": stepped,
+        "metrics": take_logged(trainer),
     }
 
 
 def end_as_others(trainer: Any, ended: dict[str, Any]) -> None:
     """Be where another rank is at the end of an epoch, see `how_it_ended`."""
+    put_blank(trainer, ended["metrics"])
     for count, (ready, completed) in zip(_steps(trainer), ended["steps"], strict=True):
         count.ready, count.completed = ready, completed
     trainer.fit_loop.epoch_loop._batches_that_stepped = ended["logged"]

@@ -32,7 +32,8 @@ class Odd(Seen):
     """
 
     def __init__(self, folder: Path, moment: str) -> None:
-        super().__init__({"1": ("step", 0, 4)})
+        # Where ranks are to take equal steps, nothing is left of the epoch that it dies in.
+        super().__init__({"1": ("epoch end", 0, 0) if moment == "at the end" else ("step", 0, 4)})
         self._folder, self._moment = folder, moment
         self._states = 0
         if moment == "mid epoch":
@@ -44,6 +45,8 @@ class Odd(Seen):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         step = self.trainer.global_step
+        if batch_idx > 4:  # a newcomer within the epoch has not heard of it as it came
+            self.log("late", 1.0, on_step=False, on_epoch=True, sync_dist=True)
         if CAME_BACK:
             return
         if self._moment == "mid epoch" and (self.current_epoch, batch_idx) == (1, 2):
@@ -80,7 +83,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def train(folder: str, moment: str) -> None:
-    host._PATIENCE = timedelta(seconds=8)  # for a newcomer that waits for one who has died
+    host.PATIENCE = timedelta(seconds=8)  # for a newcomer that waits for one who has died
     if moment == "trouble" and NUMBER == 2:
         first = [host.connect]
         host.connect = lambda *args: first.pop()(*args) if first else die()  # at the second newcomer
@@ -103,6 +106,6 @@ def train(folder: str, moment: str) -> None:
         told |= {
             "digest": digest(module), "rank": trainer.global_rank, "world_size": trainer.world_size,
             "lr": trainer.optimizers[0].param_groups[0]["lr"], "epochs": trainer.current_epoch,
-            "steps": trainer.global_step,
+            "steps": trainer.global_step, "late": float(trainer.callback_metrics.get("late", -1.0)),
         }  # fmt: skip
         os.write(1, b"\nENDED %b\n" % json.dumps(told).encode())

@@ -31,7 +31,7 @@ def ranks(folder: Path, moment: str, newcomers: int = 1) -> Iterator[RankGroup]:
 
 
 def test_within_an_epoch_its_learning_rate_and_its_steps_are_those_of_the_others(tmp_path: Path) -> None:
-    """A layer was unfrozen meanwhile; all come to `max_steps` together."""
+    """A layer was unfrozen meanwhile, and something is logged later; all come to `max_steps` together."""
     with ranks(tmp_path, "mid epoch") as group:
         results = group.join()
     said = [ended(results[number]) for number in (0, 2, 3)]
@@ -39,6 +39,7 @@ def test_within_an_epoch_its_learning_rate_and_its_steps_are_those_of_the_others
     assert [each["world_size"] for each in said] == [3, 3, 3]
     for same in ("lr", "epochs", "digest", "steps"):
         assert len({each[same] for each in said}) == 1, (same, said)
+    assert {each["late"] for each in said} == {1.0}
 
 
 def test_where_rank_0_has_taken_its_last_step_nobody_is_taken_in(tmp_path: Path) -> None:
