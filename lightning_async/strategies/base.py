@@ -27,7 +27,7 @@ from lightning_async.trainer.namespace import fabric, pytorch
 from lightning_async.trainer.one_model import make_equal
 from lightning_async.trainer.patches import rank_zero_info, searches_lr
 from lightning_async.transports.choose import REGISTERED, TransportName, choose_transport
-from lightning_async.transports.transport import Connection, Transport
+from lightning_async.transports.transport import Connection, ElasticTransport, Transport
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -155,11 +155,11 @@ class ReplicatedStrategy(ParallelStrategy):
         """Join the other ranks, if there are any; all call this together."""
         if self.world_size > 1 and not is_newcomer():
             place, run = among(self.survivors, self.cluster_environment), count_run()
-            elastic = self.host is not None
-            self.use(
-                self.transport.connect(place, self.root_device, f"lightning_async/{run}", self._dead_after, elastic),
-                run,
-            )
+            transport, where = self.transport, (place, self.root_device, f"lightning_async/{run}", self._dead_after)
+            if self.host is not None and isinstance(transport, ElasticTransport):
+                self.use(transport.connect(*where, elastic=True), run)
+            else:
+                self.use(transport.connect(*where), run)
 
     def use(self, connection: Connection, run: int) -> None:
         """All ranks are connected for this run."""

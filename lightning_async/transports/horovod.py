@@ -67,12 +67,7 @@ class HorovodTransport(Transport):
         return root_device if root_device.type == "cuda" and load().nccl_built() else torch.device("cpu")
 
     def connect(
-        self,
-        environment: Any,
-        root_device: torch.device,
-        name: str,
-        dead_after: timedelta | None,
-        elastic: bool = False,
+        self, environment: Any, root_device: torch.device, name: str, dead_after: timedelta | None
     ) -> Connection:
         """See `Transport`. Names are counted by Horovod's world, as ranks may join it that have run nothing yet."""
         world = HorovodWorld.join(environment.launched, self.gloo_timeout)

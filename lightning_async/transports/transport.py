@@ -165,12 +165,7 @@ class Transport(Protocol):
         ...
 
     def connect(
-        self,
-        environment: Any,
-        root_device: torch.device,
-        name: str,
-        dead_after: timedelta | None,
-        elastic: bool = False,
+        self, environment: Any, root_device: torch.device, name: str, dead_after: timedelta | None
     ) -> Connection:
         """Join all ranks for a run.
 
@@ -179,7 +174,6 @@ class Transport(Protocol):
             root_device: of the replica.
             name: differs between the runs of one process.
             dead_after: a rank without a heartbeat for so long is lost; None for no heartbeats.
-            elastic: guests may beat beside the ranks, where the transport can have any.
         """
         ...
 
@@ -191,6 +185,17 @@ class Transport(Protocol):
 @runtime_checkable
 class ElasticTransport(Transport, Protocol):
     """One whose ranks may come back."""
+
+    def connect(
+        self,
+        environment: Any,
+        root_device: torch.device,
+        name: str,
+        dead_after: timedelta | None,
+        elastic: bool = False,
+    ) -> Connection:
+        """See `Transport`; ``elastic``: guests may beat beside the ranks."""
+        ...
 
     def door(self, environment: Any) -> Door:
         """Where newcomers ask to be taken in."""

@@ -18,7 +18,7 @@ from lightning_async.rules.divergence import History
 from lightning_async.trainer.namespace import pl, pytorch
 from tests.callbacks.checkpoint_ranks import until
 from tests.callbacks.problem import Keeper, Line, batches, finite, values
-from tests.strategies.workers import logged, rank, scenario
+from tests.strategies.workers import logged, rank, scenario, together
 
 NAN = math.nan
 NONE: dict[int, float] = {}
@@ -83,7 +83,7 @@ def ddp() -> Any:
 
 
 def drifting(**options: Any) -> AsyncAveragingStrategy:
-    return AsyncAveragingStrategy(schedule=options.pop("schedule", EveryNSteps(8)), deadlines=LONG, **options)
+    return together(schedule=options.pop("schedule", EveryNSteps(8)), deadlines=LONG, **options)
 
 
 # ---- DDP ----

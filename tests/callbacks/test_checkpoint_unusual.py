@@ -265,7 +265,7 @@ def test_a_directory_of_checkpoints_is_no_checkpoint(tmp_path: Path) -> None:
 def test_what_a_killed_program_has_left_where_ranks_met_is_gone(tmp_path: Path) -> None:
     (tmp_path / ".0123456789ab-1").touch()
     train(every(tmp_path, 4), max_epochs=1)
-    assert sorted(name for name in os.listdir(tmp_path) if name.startswith(".")) == [".claim", ".writer-0"]
+    assert sorted(name for name in os.listdir(tmp_path) if name.startswith(".")) == [".claim", ".ranks", ".writer-0"]
 
 
 @pytest.mark.parametrize("changed", ["model", "loaders"])

@@ -35,12 +35,13 @@ from tests.strategies.workers import (
     report,
     scenario,
     shard,
+    together,
     until_it_has_arrived,
 )  # fmt: skip
 
 
 def every_step(**options: Any) -> AsyncAveragingStrategy:
-    return AsyncAveragingStrategy(Mean(), EveryNSteps(1), overlap=False, deadlines=PATIENT, **options)
+    return together(Mean(), EveryNSteps(1), overlap=False, deadlines=PATIENT, **options)
 
 
 # ---- manual optimization ----
@@ -132,12 +133,12 @@ class Plain(Net):
 
 @scenario
 def plain_backward_synchronous() -> Any:
-    return fit(AsyncAveragingStrategy(schedule=Synchronous()), loader(shard((4, 4))), Plain())
+    return fit(together(schedule=Synchronous()), loader(shard((4, 4))), Plain())
 
 
 @scenario
 def accumulated_synchronous() -> Any:
-    return fit(AsyncAveragingStrategy(schedule=Synchronous()), loader(shard((4, 4))), Plain(accumulated=True))
+    return fit(together(schedule=Synchronous()), loader(shard((4, 4))), Plain(accumulated=True))
 
 
 @scenario
@@ -152,22 +153,22 @@ def gan_with_raw_optimizers() -> Any:
 
 @scenario
 def gan_toggled() -> Any:
-    return _gan(AsyncAveragingStrategy(schedule=EveryNSteps(3)), numbers=(8, 14), toggled=True)
+    return _gan(together(schedule=EveryNSteps(3)), numbers=(8, 14), toggled=True)
 
 
 @scenario
 def gan_overlapped() -> Any:
-    return _gan(AsyncAveragingStrategy(schedule=EveryNSteps(1)), numbers=(10, 15), overlapped=True)
+    return _gan(together(schedule=EveryNSteps(1)), numbers=(10, 15), overlapped=True)
 
 
 @scenario
 def gan_synchronous() -> Any:
-    return _gan(AsyncAveragingStrategy(schedule=Synchronous()))
+    return _gan(together(schedule=Synchronous()))
 
 
 @scenario
 def gan_synchronous_raw() -> Any:
-    return _gan(AsyncAveragingStrategy(schedule=Synchronous()), raw=True)
+    return _gan(together(schedule=Synchronous()), raw=True)
 
 
 # ---- precision ----
@@ -179,7 +180,7 @@ def precisions() -> Any:
     for precision in ("bf16-mixed", "64-true"):
         for kind, strategy in (
             ("mean", every_step()),
-            ("synchronous", AsyncAveragingStrategy(schedule=Synchronous())),
+            ("synchronous", together(schedule=Synchronous())),
         ):
             data = shard((8, 8))
             if precision == "64-true":
@@ -225,12 +226,12 @@ def _half(strategy: Any) -> Any:
 
 @scenario
 def half_mixed() -> Any:
-    return _half(AsyncAveragingStrategy(schedule=EveryNSteps(2), overlap=False))
+    return _half(together(schedule=EveryNSteps(2), overlap=False))
 
 
 @scenario
 def half_mixed_synchronous() -> Any:
-    return _half(AsyncAveragingStrategy(schedule=Synchronous()))
+    return _half(together(schedule=Synchronous()))
 
 
 @scenario
@@ -261,9 +262,7 @@ class Scheduled(Net):
 
 
 def _scheduled(module: Scheduled, numbers: tuple[int, int], val: Any = None, **options: Any) -> Any:
-    trainer = make_trainer(
-        AsyncAveragingStrategy(schedule=EveryNSteps(2), lr_clock=options.pop("lr_clock", "local")), **options
-    )
+    trainer = make_trainer(together(schedule=EveryNSteps(2), lr_clock=options.pop("lr_clock", "local")), **options)
     rates: list[float] = []
 
     class Rates(pl.Callback):
@@ -342,7 +341,7 @@ class Odd(Net):
 @scenario
 def odd_parameters() -> Any:
     told = {}
-    for name, strategy in (("mean", every_step()), ("synchronous", AsyncAveragingStrategy(schedule=Synchronous()))):
+    for name, strategy in (("mean", every_step()), ("synchronous", together(schedule=Synchronous()))):
         module = Odd()
         told[name] = fit(strategy, loader(shard((6, 6))), module)
         told[name] |= {
@@ -371,7 +370,7 @@ def buffers() -> Any:
             def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
                 local.append(pl_module.net[0].running_mean.tolist())  # noqa: B023
 
-        strategy = AsyncAveragingStrategy(schedule=EveryNSteps(1000), buffers=policy)
+        strategy = together(schedule=EveryNSteps(1000), buffers=policy)
         fit(strategy, loader(shard((5, 9), (3, 5))), module, callbacks=[Local()])
         told[policy] = {
             "mean": norm.running_mean.tolist(),
@@ -395,7 +394,7 @@ def optimizer_states() -> Any:
             def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
                 sizes.append(len(trainer.optimizers[0].state))  # noqa: B023
 
-        strategy = AsyncAveragingStrategy(schedule=EveryNSteps(2), overlap=False, optimizer_state=policy)
+        strategy = together(schedule=EveryNSteps(2), overlap=False, optimizer_state=policy)
         trainer = make_trainer(strategy, callbacks=[Sizes()])
         trainer.fit(module, loader(shard((6, 6))))
         states = list(trainer.optimizers[0].state.values())
@@ -414,7 +413,7 @@ def optimizer_states_of_all_kinds() -> Any:
     told = {}
     for name in ("Adafactor", "momentum", "NAdam", "Rprop"):
         module = Net(optimizer=OPTIMIZERS[name])
-        strategy = AsyncAveragingStrategy(schedule=EveryNSteps(2), overlap=False, optimizer_state="average")
+        strategy = together(schedule=EveryNSteps(2), overlap=False, optimizer_state="average")
         trainer = make_trainer(strategy)
         trainer.fit(module, loader(shard((0, 6))))
         states = [trainer.optimizers[0].state[p] for p in module.parameters()]
@@ -530,7 +529,7 @@ def max_steps() -> Any:
 def max_time() -> Any:
     started = time.monotonic()
     told = fit(
-        AsyncAveragingStrategy(schedule=EveryNSteps(4)),
+        together(schedule=EveryNSteps(4)),
         loader(shard((2, 2)) * 5000),
         Net(pause_s=(0.005, 0.02)),
         max_time={"seconds": 1},
@@ -546,7 +545,7 @@ def one_rank_stops() -> Any:
             trainer.should_stop = trainer.should_stop or (rank() == 1 and batch_idx == 5)
 
     return fit(
-        AsyncAveragingStrategy(schedule=EveryNSteps(4)),
+        together(schedule=EveryNSteps(4)),
         loader(shard((2, 2)) * 2000),
         Net(pause_s=(0.002, 0.002)),
         callbacks=[Stop()],
@@ -590,7 +589,7 @@ def telemetry(folder: Path) -> Any:
     recorder = Recorder()
     module = Net(rounds_arrive=True)
     trainer = make_trainer(
-        AsyncAveragingStrategy(schedule=EveryNSteps(2)), callbacks=[recorder], logger=csv_logger, log_every_n_steps=5
+        together(schedule=EveryNSteps(2)), callbacks=[recorder], logger=csv_logger, log_every_n_steps=5
     )
     shown: set[str] = set()
 
@@ -642,6 +641,6 @@ def memory() -> Any:
         peaks: list[float] = []
         gc.collect()
         gc.freeze()  # what was there before need not be looked at
-        fit(AsyncAveragingStrategy(rule, EveryNSteps(2)), loader(shard((10, 10))), Wide(), callbacks=[Count()])
+        fit(together(rule, EveryNSteps(2)), loader(shard((10, 10))), Wide(), callbacks=[Count()])
         told[name] = peaks
     return told

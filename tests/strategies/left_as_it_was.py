@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from lightning_async import AsyncAveragingStrategy, Mean
+from lightning_async import Mean
 from lightning_async.rules.schedules.protocol import Action, Clock, Step
 from lightning_async.trainer.namespace import pl, pytorch
 from tests.strategies import problem
-from tests.strategies.workers import Net, fit, loader, make_trainer, rank, scenario, shard
+from tests.strategies.workers import Net, fit, loader, make_trainer, rank, scenario, shard, together
 
 
 class Measured(Net):
@@ -173,9 +173,7 @@ class Stateful(Net):
 @scenario
 def back_to_synchronous_steps() -> Any:
     module = Stateful()
-    strategy = AsyncAveragingStrategy(
-        Mean(), ThenSynchronous(), overlap=False, optimizer_state="reset", buffers="recompute"
-    )
+    strategy = together(Mean(), ThenSynchronous(), overlap=False, optimizer_state="reset", buffers="recompute")
     data = shard((8, 8))
     fit(strategy, loader(data), module)
     batches = torch.cat([problem.batches(r, 8)[i][0] for r in range(2) for i in range(5)])

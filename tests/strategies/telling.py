@@ -8,10 +8,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from lightning_async import AsyncAveragingStrategy, AveragingMonitor, EveryNSteps, Synchronous
+from lightning_async import AveragingMonitor, EveryNSteps, Synchronous
 from lightning_async.trainer.namespace import pl, pytorch
 from tests.strategies.callbacks import Tuned
-from tests.strategies.workers import Net, loader, logged, make_trainer, rank, scenario, shard
+from tests.strategies.workers import Net, loader, logged, make_trainer, rank, scenario, shard, together
 
 
 class Logging(Net):
@@ -30,7 +30,7 @@ class LoggingToo(pl.Callback):
 
 @scenario
 def names() -> Any:
-    trainer = make_trainer(AsyncAveragingStrategy(schedule=EveryNSteps(2), overlap=False), callbacks=[LoggingToo()])
+    trainer = make_trainer(together(schedule=EveryNSteps(2), overlap=False), callbacks=[LoggingToo()])
     module = Logging()
     trainer.fit(module, loader(shard((8, 8))))
     told = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -55,7 +55,7 @@ def monitors() -> Any:
 
 
 def _summary(schedule: Any, **options: Any) -> Any:
-    trainer = make_trainer(AsyncAveragingStrategy(schedule=schedule, overlap=False), **options)
+    trainer = make_trainer(together(schedule=schedule, overlap=False), **options)
     with logged() as messages:
         trainer.fit(Net(), loader(shard((6, 6))))
     summary = trainer.strategy.summary
@@ -79,7 +79,7 @@ def summaries() -> Any:
 @scenario
 def search_for_a_learning_rate(folder: Path) -> Any:
     finder = pytorch("callbacks").LearningRateFinder(num_training_steps=20)
-    trainer = make_trainer(AsyncAveragingStrategy(schedule=EveryNSteps(2)), callbacks=[finder], default_root_dir=folder)
+    trainer = make_trainer(together(schedule=EveryNSteps(2)), callbacks=[finder], default_root_dir=folder)
     with logged() as messages, warnings.catch_warnings(record=True) as caught:
         trainer.fit(Tuned(), loader(shard((6, 6))))
     ours = [m for m in messages if "rendezvous" in m and not m.startswith("Asynchronous")]
@@ -94,7 +94,7 @@ def _ends(error: BaseException) -> Any:
                 raise error
             return super().training_step(batch, batch_idx)
 
-    trainer = make_trainer(AsyncAveragingStrategy(schedule=EveryNSteps(2)))
+    trainer = make_trainer(together(schedule=EveryNSteps(2)))
     try:
         trainer.fit(Ends(), loader(shard((2000, 2000), 1)))
     except BaseException as raised:

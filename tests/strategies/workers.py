@@ -210,7 +210,7 @@ def make_trainer(strategy: Any = None, *, callbacks: Sequence[Any] = (), **optio
         "num_sanity_val_steps": 0,
         "max_epochs": 1,
     }
-    strategy = AsyncAveragingStrategy() if strategy is None else strategy
+    strategy = together() if strategy is None else strategy
     return pl.Trainer(strategy=strategy, callbacks=list(callbacks), **(defaults | options))
 
 
