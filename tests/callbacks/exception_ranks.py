@@ -80,11 +80,20 @@ def ddp(folder: Path) -> Any:
     }
 
 
+def hears(strategy: Any) -> None:
+    """Rank 0 does not run to its end before it hears of the other one."""
+    until = time.monotonic() + 60.0
+    while not strategy.connection.membership.lost() and time.monotonic() < until:
+        time.sleep(0.01)
+
+
 def fails(folder: Path, strategy: Callable[[], Any]) -> dict[str, Any]:
     begun, error = Noisy(), None
+    failing = strategy()
+    does = At(STOP, interrupt) if rank() == 1 else At(STOP + 3, lambda: hears(failing))
     settings: dict[str, Any] = {"every_n_train_steps": 1000, "save_on_exception": True}
     try:
-        train(folder, strategy(), *([At(STOP, interrupt)] if rank() == 1 else []), module=begun, **settings)
+        train(folder, failing, does, module=begun, **settings)
     except Exception as raised:
         error = type(raised).__name__
     entry = settled(folder)[0]
