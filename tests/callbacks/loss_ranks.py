@@ -126,7 +126,7 @@ def train(
         deadlines=Deadlines(dead_after=timedelta(seconds=3)),
     )  # fmt: skip
     saves = FaultTolerantCheckpoint(
-        folder, every_n_train_steps=3, keep=Latest(99), save_on_exception=False, max_failures=1, busy="wait"
+        folder, every_n_train_steps=3, keep=Latest(99), save_on_exception=False, max_failures=9, busy="wait"
     )
     callbacks = [saves, *([Dies(place)] if victim == NUMBER else []), *([Stops(stops_in)] if stops_in >= 0 else [])]
     trainer = pl.Trainer(

@@ -25,8 +25,10 @@ def assert_equal_models(told: list[Any]) -> None:
 
 
 def test_a_plain_backward_in_synchronous_training_is_an_error(ranks: Outcomes) -> None:
-    for rank, error in enumerate(ranks.errors("plain_backward_synchronous")):
-        assert error.startswith(f"RuntimeError: Rank {rank}: `schedule=Synchronous()` asks for a step on averaged")
+    errors = ranks.errors("plain_backward_synchronous")
+    assert any(error.startswith("RuntimeError: Rank") for error in errors)
+    for error in errors:  # its own, or that of the other, which was quicker
+        assert "`schedule=Synchronous()` asks for a step on averaged" in error
         assert "`self.manual_backward(loss)` is what averages them" in error
 
 
