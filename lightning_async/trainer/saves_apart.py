@@ -81,6 +81,8 @@ class Apart:
         self._averager.marks.begin(self._known)
         self._averager.gates.add(self)
         self._survivors = self._trainer.strategy.survivors
+        if set(self._left) <= set(self._group):  # then whoever comes has found the directory, too
+            self._group = sorted({*self._group, *names_of(self._trainer).left})
         self._asked = False
 
     def expect(self, resume: Resume) -> None:
