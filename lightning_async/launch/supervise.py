@@ -15,13 +15,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from lightning_async.comm.launched import Death, heard
+from lightning_async.comm.launched import Death, heard, program
 from lightning_async.comm.membership.signing import SECRET
 from lightning_async.launch.decide import begin, decide
 from lightning_async.launch.environment import ADDRESS, Job
 from lightning_async.launch.output import Outputs
 from lightning_async.launch.process import Process
 from lightning_async.launch.registry import Registry
+from lightning_async.launch.standby import Standbys
 from lightning_async.launch.state import (
     CANNOT_START,
     Action,
@@ -81,6 +82,7 @@ class Supervisor:
         self._readers, self._writers = [pipe[0] for pipe in pipes], [pipe[1] for pipe in pipes]
         try:
             self._outputs = Outputs(self._readers, self._logs)
+            self._standbys = Standbys(self._job, self._policy.standbys, self._outputs.say)
             with _signals_by_a_descriptor() as signals:
                 self._selector.register(signals, selectors.EVENT_READ, lambda: self._hear(signals))
                 try:
@@ -119,6 +121,8 @@ class Supervisor:
         if self._state.phase is not before.phase:
             self._tell(actions)
         self._perform(actions)
+        if self._state.settled:
+            self._standbys.prepare(self._policy.max_restarts - self._state.restarts)
 
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
@@ -170,11 +174,14 @@ class Supervisor:
             stream.tail.clear()
         out, err = self._writers[2 * rank : 2 * rank + 2]
         environment = self._job.environment(rank, self._port, self._attempt, rejoins)
-        process = self._processes[rank] = Process(self._job.command(), environment, out, err)
+        stood_by = self._standbys.take(environment, out, err)
+        process = self._processes[rank] = stood_by or Process(self._job.command(), environment, out, err)
         keeper.started(process)
         self._selector.register(process.pidfd, selectors.EVENT_READ, lambda: self._end(rank))
         self._selector.register(process.channel, selectors.EVENT_READ, lambda: self._listen(rank))
-        start = f"start {self._attempt}" + (f", alone {rejoins}" if rejoins else "")
+        start = (
+            f"start {self._attempt}" + (f", alone {rejoins}" if rejoins else "") + (", stood by" if stood_by else "")
+        )
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         self._outputs.streams[rank][0].note(f"[launch] {now} {start}, process {process.pid}")
 
@@ -199,6 +206,9 @@ class Supervisor:
         """A rank has told something."""
         process, numbers = self._processes[rank], {str(number): number for number in self._policy.all}
         for message in process.messages():
+            self._standbys.hear(message, process.pid)
+            if (has_imported := program(message, process.pid)) is not None:
+                self._standbys.learn(has_imported)
             told = heard(message, process.pid)
             if told is not None and numbers.keys() >= set(told[1]):
                 members = frozenset(numbers[name] for name in told[1])
@@ -250,6 +260,7 @@ class Supervisor:
 
     def _leave(self) -> None:
         """No process stays that can be killed."""
+        self._standbys.close()
         for rank, process in self._processes.items():
             process.signal(signal.SIGKILL)
             if not process.wait(_KILLED_S):

@@ -55,18 +55,18 @@ JOINED = [*BACK, tell(2, 0, 1, 2)]
     ("steps", "actions"),
     [
         pytest.param([FIRST, dies(2)], [Announce(2, frozenset({0, 1})), Wait(5.0)], id="not before the others go on"),
-        pytest.param(LOST, [Wait(1.0, 2)], id="they do"),
-        pytest.param([FIRST, tell(1, 0, 1), dies(2)], [Announce(2, frozenset({0, 1})), Wait(1.0, 2)], id="they did"),
+        pytest.param(LOST, [Wait(0.1, 2)], id="they do"),
+        pytest.param([FIRST, tell(1, 0, 1), dies(2)], [Announce(2, frozenset({0, 1})), Wait(0.1, 2)], id="they did"),
         pytest.param(BACK, [Rejoin(2, 1)], id="the pause is over"),
         pytest.param([*LOST, dies(1), pause_is_over(2)], [Rejoin(2, 1)], id="while another one is missed"),
         pytest.param(
-            [*BACK, dies(2, 1)], [Announce(2, frozenset({0, 1})), Wait(2.0, 2)], id="it fails before it joins"
+            [*BACK, dies(2, 1)], [Announce(2, frozenset({0, 1})), Wait(1.0, 2)], id="it fails before it joins"
         ),
         pytest.param([*BACK, done(2)], [], id="it found nothing to join"),
         pytest.param([*BACK, done(2, status=75)], [Announce(2, frozenset({0, 1}))], id="it was told to go"),
-        pytest.param([*JOINED, dies(2), tell(3, 0, 1)], [Wait(1.0, 2)], id="it dies after it has joined"),
-        pytest.param([*JOINED, dies(0), tell(3, 1, 2)], [Wait(1.0, 0)], id="another one does: its pause is its own"),
-        pytest.param([FIRST, dies(2), dies(0), tell(1, 1)], [Wait(1.0, 0), Wait(1.0, 2)], id="two at once"),
+        pytest.param([*JOINED, dies(2), tell(3, 0, 1)], [Wait(0.1, 2)], id="it dies after it has joined"),
+        pytest.param([*JOINED, dies(0), tell(3, 1, 2)], [Wait(0.1, 0)], id="another one does: its pause is its own"),
+        pytest.param([FIRST, dies(2), dies(0), tell(1, 1)], [Wait(0.1, 0), Wait(0.1, 2)], id="two at once"),
         pytest.param([*BACK, done(0, 1)], [Send(TERM, frozenset({2})), Wait(30.0)], id="the others are done"),
         pytest.param([*BACK, done(0), dies(1)], [Send(TERM, frozenset({2})), Wait(30.0)], id="or dead"),
         pytest.param([*BACK, done(0, status=75)], [Send(TERM, frozenset({2})), Wait(30.0)], id="the others save"),
