@@ -29,7 +29,7 @@ __all__ = ["REFUSED", "Agent"]
 REFUSED = 2
 """As where the command line is wrong: the first node does not take this one."""
 _ENDS_S = 8.0
-"""That ranks have to save when the first node is lost; with what comes before and after, all is over in ten seconds."""
+"""At most, that ranks have to save when the first node is lost: all is over ten seconds after this was noticed."""
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _AGAIN_S, _CONNECTS_S = 0.5, 1.0
 _LONGEST_LINE = 2000
@@ -120,15 +120,15 @@ class Agent:
 
     def _lose(self, why: str) -> None:
         """Nothing is decided any more, and the store is gone: the ranks save and end."""
-        self._lost = True
+        self._lost, seconds = True, min(_ENDS_S, self._policy.grace_s)
         self._outputs.say(
-            f"The first node is lost ({why}): the ranks of this one have {_ENDS_S:g} s to save and to end."
+            f"The first node is lost ({why}): the ranks of this one have {seconds:g} s to save and to end."
         )
         if self._node is None or not self._node.living:
             self._end(STORE_LOST, f"exit code {STORE_LOST}")
             return
         self._node.send(signal.SIGTERM, self._node.living)
-        self._loop.after(_ENDS_S, (self, "kill"), lambda: self._end(STORE_LOST, f"exit code {STORE_LOST}"))
+        self._loop.after(seconds, (self, "kill"), lambda: self._end(STORE_LOST, f"exit code {STORE_LOST}"))
 
     def _end(self, code: int, text: str = "") -> None:
         self._outputs.say(text)
