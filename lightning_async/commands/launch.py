@@ -13,6 +13,7 @@ from lightning_async.launch.environment import Job, available_cores, shown
 from lightning_async.launch.meeting import Meeting
 from lightning_async.launch.places import Wanted
 from lightning_async.launch.rendezvous import address, first, secret_of, settings
+from lightning_async.launch.standby import can_stand_by
 from lightning_async.launch.state import CANNOT_START, Policy
 from lightning_async.launch.supervise import Supervisor
 
@@ -43,14 +44,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not hasattr(os, "pidfd_open"):
         parser.error("this needs Linux 5.3 or newer (pidfd_open); elsewhere plain `python` starts the ranks.")
     try:
-        policy = Policy(ranks=options.n, max_restarts=options.max_restarts, grace_s=options.grace)
+        policy = Policy(
+            ranks=options.n, max_restarts=options.max_restarts, grace_s=options.grace,
+            standbys=int(options.max_restarts > 0) if options.standby is None else options.standby,
+        )  # fmt: skip
         wanted, place = _several(options)
         secret = None if place is None else secret_of(options.secret_file, os.environ)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     job = Job.of(program, options.n, options.max_restarts, os.environ, available_cores(), secret)
     if options.dry_run:
-        print("\n".join(shown(job, os.environ)))
+        print("\n".join(shown(job, os.environ, policy.standbys if can_stand_by(job) else 0)))
         if place is not None:
             print("# on one node only; with others ranks, sizes and MASTER_ADDR are given when all have come")
         return 0
@@ -105,6 +109,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-restarts", type=int, default=0, metavar="N",
         help="how often all ranks, or one where the others go on, are started again after a death (default: 0)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--standby", type=int, metavar="K",
+        help="how many processes have imported what the program does, and are ready to be a rank that is started again "
+        "(default: 1 with --max-restarts, else 0)",
     )  # fmt: skip
     parser.add_argument("--log-dir", type=Path, metavar="DIR", help="write what each rank writes to a file of its own")
     parser.add_argument(

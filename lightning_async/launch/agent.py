@@ -176,6 +176,9 @@ class Agent:
             if rank not in self._job.place.all:
                 raise ValueError(f"rank {rank} is not of this node")
             return lambda: self._start(node, rank, port, attempt, rejoins)
+        if what == "prepare":
+            wanted = int(said["wanted"])
+            return lambda: node.prepare(wanted)
         ranks = [int(rank) for rank in said["ranks"]]
         if what == "send":
             number = int(said["number"])
@@ -195,7 +198,7 @@ class Agent:
         if self._node is not None:
             self._node.leave()
             self._node.close()
-        self._node = node = Node(job, self._logs, self._policy.grace_s, self._loop, self)
+        self._node = node = Node(job, self._policy, self._logs, self._loop, self)
         self._outputs.flush()
         self._outputs = node.outputs
         self._outputs.say(f"This is node {job.place.node} of {job.place.nodes}, with {_span(job.place)}.")

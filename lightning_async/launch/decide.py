@@ -126,7 +126,7 @@ def _bring_back(policy: Policy, state: State) -> Decision:
         before, rejoins = state.in_vain.get(rank, 0), {**state.rejoins, rank: state.rejoins.get(rank, 0) + 1}
         in_vain = {**state.in_vain, rank: before + 1}
         state = replace(state, rejoins=rejoins, in_vain=in_vain, pausing=state.pausing | {rank})
-        actions.append(Wait(policy.pause_s(before), rank))
+        actions.append(Wait(policy.pause_alone_s(before), rank))
     return state, actions
 
 

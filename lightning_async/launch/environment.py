@@ -106,7 +106,7 @@ class Job:
         return {**self.base, **self.variables(rank, port, restarts), **alone}
 
 
-def shown(job: Job, shell: Mapping[str, str]) -> list[str]:
+def shown(job: Job, shell: Mapping[str, str], standbys: int = 0) -> list[str]:
     """What would be started, a command of a shell for each rank; of the secret only that there is one."""
     added = {name: value for name, value in job.base.items() if shell.get(name) != value}
     if SECRET in added:
@@ -118,4 +118,6 @@ def shown(job: Job, shell: Mapping[str, str]) -> list[str]:
         lines.append(f"[{rank}] {shlex.join(['env', *told, *job.command()])}")
     if job.max_restarts:
         lines.append(f"# one that is started again alone, to join the others, has {REJOIN}=1, too, then 2, ...")
+    if standbys:
+        lines.append(f"# once all train: {standbys} more, to be the next that is started again, with its imports done")
     return lines

@@ -13,12 +13,13 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Protocol
 
-from lightning_async.comm.launched import Death, heard
+from lightning_async.comm.launched import Death, heard, program
 from lightning_async.launch.environment import Job
 from lightning_async.launch.loop import Loop
 from lightning_async.launch.output import Outputs
 from lightning_async.launch.process import Process
-from lightning_async.launch.state import CANNOT_START
+from lightning_async.launch.standby import Standbys
+from lightning_async.launch.state import CANNOT_START, Policy
 from lightning_async.launch.store import Keeper
 from lightning_async.launch.summary import Ending
 
@@ -55,14 +56,17 @@ class Ranks(Protocol):
     def tell(self, death: Death, ranks: Collection[int]) -> None:
         """Another one's death, to those of these that live."""
 
+    def prepare(self, wanted: int) -> None:
+        """All train: so many processes at most may stand by."""
+
 
 class Node:
     """The ranks of this host.
 
     Args:
         job: what to run, and where among all.
+        policy: what is asked of the launcher here.
         logs: a directory for a file for each rank; None for none.
-        grace_s: that ranks have to end, when the launcher is killed.
         loop: that waits for what happens.
         hears: who is told.
 
@@ -70,8 +74,8 @@ class Node:
         OSError: there are no descriptors left, or a file cannot be written.
     """
 
-    def __init__(self, job: Job, logs: Path | None, grace_s: float, loop: Loop, hears: Hears) -> None:
-        self._job, self._logs, self._grace_s, self._loop, self._hears = job, logs, grace_s, loop, hears
+    def __init__(self, job: Job, policy: Policy, logs: Path | None, loop: Loop, hears: Hears) -> None:
+        self._job, self._policy, self._logs, self._loop, self._hears = job, policy, logs, loop, hears
         self._processes: dict[int, Process] = {}
         self._keeper: Keeper | None = None
         self._pipes: list[tuple[int, int]] = []
@@ -82,6 +86,7 @@ class Node:
         except OSError:
             self._close_pipes()
             raise
+        self._standbys = Standbys(job, policy.standbys, self.outputs.say)
 
     def at(self, job: Job) -> None:
         """The ranks that are started next have these variables. Their numbers stay."""
@@ -102,12 +107,13 @@ class Node:
         for stream in streams:
             stream.tail.clear()
         environment = self._job.environment(rank, port, attempt, rejoins)
-        process = Process(self._job.command(), environment, pipes[0][1], pipes[1][1])
+        stood_by = self._standbys.take(environment, pipes[0][1], pipes[1][1])
+        process = stood_by or Process(self._job.command(), environment, pipes[0][1], pipes[1][1])
         self._processes[rank] = process
         keeper.started(process)
         self._loop.watch(process.pidfd, lambda: self._end(rank))
         self._loop.watch(process.channel.fileno(), lambda: self._listen(rank))
-        start = f"start {attempt}" + (f", alone {rejoins}" if rejoins else "")
+        start = f"start {attempt}" + f", alone {rejoins}" * bool(rejoins) + ", stood by" * (stood_by is not None)
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         streams[0].note(f"[launch] {now} {start}, process {process.pid}")
         self._hears.started(rank, process.pid)
@@ -124,6 +130,10 @@ class Node:
             # What was read meanwhile is told, but not from within what tells of a death.
             self._loop.after(0.0, (self, "unread", rank), lambda rank=rank: self._listen(rank))
 
+    def prepare(self, wanted: int) -> None:
+        """See `Ranks`."""
+        self._standbys.prepare(wanted)
+
     @property
     def living(self) -> tuple[int, ...]:
         """The ranks whose processes live."""
@@ -131,6 +141,7 @@ class Node:
 
     def leave(self) -> None:
         """No process stays that can be killed, nor anything open."""
+        self._standbys.close()
         for rank, process in self._processes.items():
             process.signal(signal.SIGKILL)
             if not process.wait(_KILLED_S):
@@ -147,7 +158,7 @@ class Node:
     def _kept(self) -> Keeper:
         if self._keeper is None:
             readers = [reader for reader, _ in self._pipes]
-            self._keeper = keeper = Keeper(readers, self._logs, self._job.place, self._grace_s)
+            self._keeper = keeper = Keeper(readers, self._logs, self._job.place, self._policy.grace_s)
             self._loop.watch(keeper.pidfd, lambda: self._lose(keeper))
         return self._keeper
 
@@ -174,6 +185,9 @@ class Node:
         if (process := self._processes.get(rank)) is None:
             return
         for message in process.messages():
+            self._standbys.hear(message, process.pid)
+            if (has_imported := program(message, process.pid)) is not None:
+                self._standbys.learn(has_imported)
             if (told := heard(message, process.pid)) is not None:
                 self._hears.told(rank, *told)
 

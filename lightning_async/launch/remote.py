@@ -78,6 +78,10 @@ class Remote:
         if here := self._here(ranks):
             self.wire.send("dead", death=list(death), ranks=here)
 
+    def prepare(self, wanted: int) -> None:
+        """See `Ranks`."""
+        self.wire.send("prepare", wanted=wanted)
+
     def _here(self, ranks: Collection[int]) -> list[int]:
         return sorted(set(ranks) & set(self.place.all if self.place is not None else ()))
 

@@ -39,7 +39,10 @@ class Policy:
             go on. Default: 0.
         grace_s: seconds that ranks have to save and to end when the job is told to end. Default: 30.
         patience_s: seconds that they have when one of them has died, to go on without it, and then to end. Default: 5.
-        first_pause_s: before the first restart; each further pause is twice as long, up to a minute. Default: 1.
+        first_pause_s: before the first restart of all ranks; each further pause is twice as long, up to a minute.
+            Default: 1.
+        standbys: processes that have imported what the program does, and are to be the next ranks that are started
+            again. Default: 0.
 
     Raises:
         TypeError, ValueError: an argument is out of range.
@@ -50,10 +53,12 @@ class Policy:
     grace_s: float = 30.0
     patience_s: float = 5.0
     first_pause_s: float = 1.0
+    standbys: int = 0
 
     def __post_init__(self) -> None:
         check_int(self, "ranks", at_least=1)
         check_int(self, "max_restarts", at_least=0)
+        check_int(self, "standbys", at_least=0)
         for name in ("grace_s", "patience_s", "first_pause_s"):
             check_real(self, name, at_least=0.0)
 
@@ -64,6 +69,10 @@ class Policy:
     def pause_s(self, restarts: int) -> float:
         """Before the next restart, when there have been so many."""
         return min(self.first_pause_s * 2.0 ** min(restarts, 60), _LONGEST_PAUSE_S)
+
+    def pause_alone_s(self, in_vain: int) -> float:
+        """Before a rank is started again alone, when it has been so often since it last trained with the others."""
+        return self.pause_s(in_vain - 1) if in_vain else self.first_pause_s / 10.0
 
 
 class Phase(Enum):
@@ -228,6 +237,11 @@ class State:
     def trains(self) -> bool:
         """Whether nobody has been told to end."""
         return self.phase in (Phase.RUNNING, Phase.REGROUPING)
+
+    @property
+    def settled(self) -> bool:
+        """Whether all who live train together, and nobody is to be started again."""
+        return self.phase is Phase.RUNNING and self.agreed is not None and not self.pausing | self.lost & self.living
 
     @property
     def first(self) -> int | None:

@@ -71,7 +71,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Until all have ended; the exit code."""
-        self._node = node = Node(self._job, self._logs, self._policy.grace_s, self._loop, self)
+        self._node = node = Node(self._job, self._policy, self._logs, self._loop, self)
         try:
             with self._loop.signals(lambda number: self.signalled(number, "")):
                 try:
@@ -182,6 +182,9 @@ class Supervisor:
         if self._state.phase is not before.phase:
             self._tell(actions)
         self._perform(actions)
+        if self._state.settled:
+            for ranks in self._everywhere():
+                ranks.prepare(self._policy.max_restarts - self._state.restarts)
 
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:

@@ -182,7 +182,7 @@ def test_survivors_fail_later_and_all_start_again(begin: Begin):
         lines.index(line)
         for line in (
             f"rank 2 {KILLED}: training goes on with 2 of 3 ranks.",
-            "Rank 2 starts again in 1 s, to join the others (restart 1 of 2).",
+            "Rank 2 starts again in 0.1 s, to join the others (restart 1 of 2).",
             "rank 0 ended with exit code 3",
             "rank 1 ended with exit code 4",
             "the last that rank 0 has written to stderr:",
@@ -202,11 +202,11 @@ def test_one_that_has_died_is_started_again_alone_until_it_has_joined_and_restar
         ranks.do(rank, "listens")
     ranks.kill(2)
     ranks.tell(1, 0, 1)
-    job.wait_for("Rank 2 starts again in 1 s")
+    job.wait_for("Rank 2 starts again in 0.1 s")
     assert [ranks.meet(2, 1)] == given  # the same store
     ranks.end(2, 3)
     job.wait_for("dead 2 ", 4)  # both of both deaths
-    job.wait_for("Rank 2 starts again in 2 s")
+    job.wait_for("Rank 2 starts again in 1 s")
     assert [ranks.meet(2, 2)] == given
     ranks.tell(2, 0, 1, 2)
     job.wait_for("rank 2 has joined the others")
@@ -219,9 +219,9 @@ def test_one_that_has_died_is_started_again_alone_until_it_has_joined_and_restar
     lost = f"rank 2 {KILLED}: training goes on with 2 of 3 ranks."
     assert said(job) == [
         lost,
-        "Rank 2 starts again in 1 s, to join the others (restart 1 of 2).",
+        "Rank 2 starts again in 0.1 s, to join the others (restart 1 of 2).",
         "rank 2 ended with exit code 3, before it had joined the others.",
-        "Rank 2 starts again in 2 s, to join the others (restart 2 of 2).",
+        "Rank 2 starts again in 1 s, to join the others (restart 2 of 2).",
         "rank 2 has joined the others: training goes on with 3 of 3 ranks.",
         lost,
         f"rank 2 {KILLED}; it was started again",
