@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_async.comm.membership.signing import Seal
-from lightning_async.comm.parcels import Address, Line, own
+from lightning_async.comm.parcels import Address, Line, unshared
 
 __all__ = ["Keeper", "facing"]
 
@@ -43,7 +43,7 @@ class Keeper:
 
     def __init__(self, host: str, seal: Seal) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = own(socket.create_server((host, 0), family=family, backlog=_AT_ONCE))
+        self._listener = unshared(socket.create_server((host, 0), family=family, backlog=_AT_ONCE))
         self.address = Address(host, self._listener.getsockname()[1], secrets.token_hex(16))
         self._seal, self._pid = seal, os.getpid()
         self._kept: dict[str, _Parcel] = {}

@@ -27,11 +27,11 @@ from typing import Any
 
 from lightning_async.comm.membership.signing import Seal
 
-__all__ = ["SILENCE_S", "Address", "Line", "deposit", "fetch", "forget"]
+__all__ = ["SILENCE_S", "Address", "Line", "deposit", "fetch", "forget", "unshared"]
 
 SILENCE_S = 10.0
 """Seconds without a byte after which a connection is given up."""
-_PIECE = 1 << 20
+_PIECE = 4 << 20
 _LONGEST = 1 << 16  # bytes of a message
 _LENGTH = struct.Struct("!I")
 _NONCE = 16
@@ -83,7 +83,7 @@ class Line:
     """
 
     def __init__(self, sock: socket.socket, seal: Seal) -> None:
-        self._socket, self._seal, self._nonce = own(sock), seal.within("parcels"), ""
+        self._socket, self._seal, self._nonce = unshared(sock), seal.within("parcels"), ""
         sock.settimeout(SILENCE_S)
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -106,7 +106,7 @@ class Line:
         (length,) = _LENGTH.unpack(self.receive(_LENGTH.size))
         if length > _LONGEST:
             raise ConnectionError(f"a message of {length} bytes is none of this job's")
-        value = self._seal.open(self._nonce, bytes(self.receive(length)))
+        value = self._seal.read(self._nonce, bytes(self.receive(length)))
         try:
             message = None if value is None else json.loads(value)
         except (ValueError, RecursionError):
@@ -151,8 +151,8 @@ class Line:
         self._socket.close()
 
 
-def own(sock: socket.socket) -> socket.socket:
-    """One that this process's forks are not to hold open."""
+def unshared(sock: socket.socket) -> socket.socket:
+    """One that forks of this process do not hold open."""
     _sockets.add(sock)
     return sock
 

@@ -108,7 +108,7 @@ class Peers:
 
     def boundary(self, epoch_end: bool) -> None:
         """A batch is done with, on the training thread: copy this rank's own state, if that is due."""
-        if self.keeper is None or self._cannot:
+        if self.keeper is None or self._cannot or self._trainer.strategy.averager is None:
             return
         step, names = self._trainer.global_step, names_of(self._trainer)
         if self._courier is None or self._clock is None:

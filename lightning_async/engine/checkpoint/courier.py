@@ -184,26 +184,30 @@ class Courier:
 
 
 def find(owner: str, seal: Seal, keepers: Mapping[str, Address]) -> tuple[Found | None, dict[str, str]]:
-    """The newest state of an owner that anybody has; and of those that could not be asked, why.
+    """The newest state of an owner that anybody has, who has it still; and of those that could not be asked, why.
+
+    Older ones are forgotten.
 
     Args:
         owner: whose.
         seal: of the job.
         keepers: where to ask, by name.
     """
-    newest: tuple[Address, dict[str, Any], bytearray] | None = None
+    copies: list[tuple[Address, dict[str, Any], bytearray]] = []
     silent: dict[str, str] = {}
     for name, address in keepers.items():
         try:
-            found = fetch(address, seal, owner)
+            if (found := fetch(address, seal, owner)) is not None:
+                copies.append((address, *found))
         except OSError as error:
             silent[name] = f"{type(error).__name__}: {error}"
-            continue
-        if found is not None and (newest is None or found[0].get("at", 0.0) > newest[1].get("at", 0.0)):
-            newest = (address, *found)
-    if newest is None:
+    if not copies:
         return None, silent
-    address, label, data = newest
+    address, label, data = max(copies, key=lambda copy: copy[1].get("at", 0.0))
+    for other, _, _ in copies:
+        if other != address:
+            with contextlib.suppress(OSError):
+                forget(other, seal, owner)
     begins, whole = int(label.get("text", 0)), memoryview(data)
     try:
         own = own_of(whole[:begins], bytes(whole[begins:]), f"the copy of rank {owner}'s state")
