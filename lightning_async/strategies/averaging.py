@@ -29,8 +29,9 @@ from lightning_async.strategies.guest import Guest
 from lightning_async.strategies.host import Host
 from lightning_async.strategies.saved_state import SavedState
 from lightning_async.strategies.session import Session
-from lightning_async.strategies.survivors import is_newcomer, started
+from lightning_async.strategies.survivors import started
 from lightning_async.trainer import refusals
+from lightning_async.trainer.names import is_newcomer
 from lightning_async.trainer.namespace import name as namespace
 from lightning_async.trainer.namespace import pytorch
 from lightning_async.trainer.patches import in_words, shorten
@@ -146,7 +147,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         if fitting:
             self.num_fits = next(_fits)
             self.course = Course(self, trainer)
-            if not is_newcomer():
+            if not is_newcomer(self):
                 self.course.install(self.world)
             self.course.undo.append(monitor_for_now(trainer))
 
@@ -154,7 +155,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         """All ranks hold the same model: replicas part from here."""
         if self.averager is not None:  # a loop within this fit, such as the LearningRateFinder's
             self.start_over()
-        if is_newcomer():
+        if is_newcomer(self):
             Guest(self, self._trainer).join()
         elif self.course is not None:
             self.course.begin()

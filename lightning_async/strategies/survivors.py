@@ -16,11 +16,11 @@ __all__ = [
     "Survivors",
     "among",
     "count_run",
-    "is_newcomer",
     "left_here",
     "name_in_run",
     "number_rank",
     "numbered_last",
+    "run_name",
     "started",
 ]
 
@@ -61,11 +61,7 @@ class Survivors:
     @property
     def names(self) -> tuple[str, ...]:
         """The numbers that those who are left were started with."""
-        return self.for_life(self.generation.members)
-
-    def for_life(self, members: Sequence[str]) -> tuple[str, ...]:
-        """The numbers that members of a generation of this run were started with."""
-        return tuple(self._names[int(member)] for member in members)
+        return tuple(map(self.called, self.generation.members))
 
     @property
     def started(self) -> int:
@@ -126,6 +122,11 @@ def count_run(at_least: int = 0) -> int:
     return _runs[0]
 
 
+def run_name(run: int) -> str:
+    """Of what a run has in the store."""
+    return f"lightning_async/{run}"
+
+
 def started(strategy: Any) -> int:
     """How many ranks there were at first, with those that are lost since."""
     return strategy.world_size if strategy.survivors is None else strategy.survivors.started
@@ -143,14 +144,11 @@ def among(survivors: Survivors | None, environment: Any) -> Any:
     return Survivor(environment, survivors.generation.rank, survivors.generation.world_size, survivors.room)
 
 
-def is_newcomer() -> bool:
-    """Whether this process was started while others train, and is not among them yet."""
-    return came_back() is not None and not _here
-
-
 def numbered_last(environment: Any) -> Any:
-    """The environment of a newcomer, whatever it was before: the others have a rank 0."""
-    return Newcomer(environment) if environment is not None and is_newcomer() else environment
+    """The environment of a process that was started while others train, and is not among them yet: they have a rank
+    0, whatever its own number is."""
+    comes = environment is not None and came_back() is not None and not _here
+    return Newcomer(environment) if comes else environment
 
 
 def name_in_run(rank: int, names: Sequence[str]) -> str:

@@ -35,7 +35,7 @@ class Directory:
     def __init__(self, trainer: Any, store: CheckpointStore, settings: str) -> None:
         self._trainer, self._store, self._settings = trainer, store, settings
         self._gather = partial(gather, trainer)
-        self.newcomer = is_newcomer(trainer)
+        self.newcomer = is_newcomer(trainer.strategy)
         """This rank comes to a training that saves already."""
         self.program = ""
         """Names this training; the same on all ranks."""

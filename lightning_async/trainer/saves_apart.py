@@ -179,7 +179,7 @@ class Apart:
 
     def _ranks(self, members: Sequence[str]) -> list[int]:
         """Who is to save, of those that take part in a mark, by their names for life."""
-        names = members if self._survivors is None else self._survivors.for_life(members)
+        names = members if self._survivors is None else tuple(map(self._survivors.called, members))
         return [rank for rank in map(int, names) if rank in self._group]
 
     def fail(self, resume: Resume, exception: BaseException) -> bool:

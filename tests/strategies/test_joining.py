@@ -66,7 +66,7 @@ def test_it_takes_over_what_the_others_have_and_trains_with_them(dies: int, rule
             assert sorted(sample for each in said for sample in each[what][epoch]) == list(range(SAMPLES)), what
             assert newcomer[what][epoch]
     assert sorted(sample for each in said for sample in each["tested"]) == list(range(SAMPLES))
-    assert f"rank(s) {dies} came back, and 3 replicas train from here" in results[1].stderr
+    assert f"rank {dies} came back, and 3 replicas train from here" in results[1].stderr
     assert_saved_by_all(CheckpointStore(tmp_path / "saved"), dies)
 
 

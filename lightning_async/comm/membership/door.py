@@ -6,6 +6,8 @@ pin(notice of their run)
 all stand at a gate:
 invite(guest, to a new run)
                               read_invitation, and connects with all of them
+answer(guest, admitted)
+                              read_answer: it is one of them, or ends
 """
 
 from __future__ import annotations
