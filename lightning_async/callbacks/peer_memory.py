@@ -60,7 +60,7 @@ class PeerMemory(Callback):
             policies.append(EveryNTrainSteps(every_n_train_steps))
         for policy in policies:
             check_protocol(type(self).__name__, "save", policy, SavePolicy, "a policy such as `EveryNTrainSteps(100)`")
-        self.policy = policies[0] if len(policies) == 1 else AnySave(*(policies or [Adaptive()]))
+        self.policy = policies[0] if len(policies) == 1 else AnySave(*policies) if policies else Adaptive()
         self._now: Peers | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:

@@ -40,7 +40,7 @@ def keeper(seal: Seal) -> Iterator[Keeper]:
 
 def test_what_comes_last_is_kept_until_it_is_forgotten(keeper: Keeper, seal: Seal) -> None:
     address = Address.of(keeper.address.note())
-    assert address == keeper.address
+    assert address is not None and address == keeper.address
     assert fetch(address, seal, "1") is None
     deposit(address, seal, "1", {"step": 3}, memoryview(b"abc"))
     deposit(address, seal, "2", {"step": 4}, memoryview(b""))

@@ -25,6 +25,7 @@ class Noted(PeerMemory):
 
     def come(self, told: dict[str, Any]) -> None:
         super().come(told)
+        assert self._now is not None
         self.own = what_is_own(self._now._trainer)
 
 
