@@ -124,8 +124,13 @@ class Keeper:
         with self._lock:
             data = self._spare.pop(owner, bytearray())
         if len(data) != size:
-            data = bytearray(size)
+            try:
+                data = bytearray(size)
+            except MemoryError:
+                line.say({"refused": f"there is no memory for {size / 2**20:.0f} MiB"})
+                return
         try:
+            line.say({})
             line.receive_into(memoryview(data))
         except BaseException:
             with self._lock:

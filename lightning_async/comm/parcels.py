@@ -3,7 +3,8 @@
     client                                    keeper, see `keeper`
                                    <--------- a nonce
     an errand, sealed with it      --------->
-    deposit: the bytes, their sum  --------->
+    deposit:                       <--------- there is memory for it, or why not
+    the bytes, their sum           --------->
                                    <--------- done: they are kept from now on, in place of older ones
     fetch:                         <--------- what they were called; the bytes, their sum
     forget:                        <--------- done
@@ -189,6 +190,8 @@ def deposit(
         OSError: it is gone, says nothing for ten seconds, or does not take them.
     """
     with _errand(address, seal, opened, errand="deposit", owner=owner, label=dict(label), size=len(data)) as line:
+        if (why := line.hear().get("refused")) is not None:
+            raise ConnectionError(str(why))
         line.send(data)
         line.hear()
 

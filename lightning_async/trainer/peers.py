@@ -17,7 +17,7 @@ from lightning_async.comm.membership.door import Door
 from lightning_async.comm.membership.signing import Seal
 from lightning_async.comm.parcels import Address
 from lightning_async.engine.checkpoint.courier import Courier, Found, Sent, find
-from lightning_async.errors import CheckpointError
+from lightning_async.errors import AsyncTrainingError, CheckpointError
 from lightning_async.events import tell
 from lightning_async.rules.saving import SavePolicy
 from lightning_async.trainer.due import Clock
@@ -60,13 +60,19 @@ class Peers:
         """Callbacks begin training: listen, and let it be known where; a rank that was lost finds what was its own.
 
         Raises:
-            OSError: nobody can listen on this host.
+            AsyncTrainingError: this rank cannot listen.
         """
         if self.keeper is not None:
             return
         strategy, mine = self._trainer.strategy, str(names_of(self._trainer).mine)
         door = self._door = strategy.transport.door(strategy.cluster_environment)
-        self.keeper = keeper = Keeper(facing(*door.host), self._seal)
+        try:
+            self.keeper = keeper = Keeper(facing(*door.host), self._seal)
+        except OSError as error:
+            raise AsyncTrainingError(
+                f"Rank {mine}: the others can leave nothing in this rank's memory, as it cannot listen at the address "
+                f"that faces {door.host[0]}: {error}. Leave `PeerMemory` out, or see to this host's addresses."
+            ) from error
         strategy.course.undo.append(self.close)  # however training ends
         door.keep_at(mine, keeper.address.note())
         if is_newcomer(self._trainer):
@@ -82,6 +88,7 @@ class Peers:
     def come(self) -> None:
         """Rank 0's state is in place: put over it what was this rank's own, which may be older than the run's."""
         mine = names_of(self._trainer).mine
+        self.start()
         if not self._asked:  # it was among those who train
             self._find()
         if (found := self._found) is None:
@@ -114,7 +121,7 @@ class Peers:
         if self._courier is None or self._clock is None:
             self._courier = Courier(str(names.mine), self._seal, self._found and self._found.at)
             self._clock = Clock(self._policy, self._courier.costs, step - 1)
-            self._found, self._asked = None, False
+        self._found, self._asked = None, False
         courier, clock = self._courier, self._clock
         courier.step()
         for sent in courier.poll():

@@ -61,6 +61,7 @@ def half(address: Address, seal: Seal, then: Callable[[], None]) -> None:
     line = Line(socket.create_connection((address.host, address.port)), seal)
     line.hear_greeting()
     line.say({"token": address.token, "errand": "deposit", "owner": "1", "label": {}, "size": 2 * LARGE})
+    line.hear()
     line._socket.sendall(b"n" * LARGE)
     then()
     line.close()
@@ -87,6 +88,7 @@ def test_who_keeps_and_is_gone_is_noticed_at_once() -> None:
             line = Line(listener.accept()[0], SEAL)
             line.greet()
             line.hear()
+            line.say({})
             line.receive(LARGE // 2)
             os.kill(os.getpid(), signal.SIGKILL)
         os._exit(1)
@@ -105,12 +107,21 @@ def test_bytes_that_have_changed_on_the_way_are_not_kept(keeper: Keeper, seal: S
     line = Line(socket.create_connection((keeper.address.host, keeper.address.port)), seal)
     line.hear_greeting()
     line.say({"token": keeper.address.token, "errand": "deposit", "owner": "1", "label": {}, "size": 5})
+    line.hear()
     line._socket.sendall(b"wrong")
     line.say({"crc32": 1})
     with pytest.raises(ConnectionError):
         line.hear()
     line.close()
     assert fetch(keeper.address, seal, "1") == ({}, bytearray(b"right"))
+
+
+def test_what_there_is_no_memory_for_is_refused_before_it_is_sent(keeper: Keeper, seal: Seal) -> None:
+    line = Line(socket.create_connection((keeper.address.host, keeper.address.port)), seal)
+    line.hear_greeting()
+    line.say({"token": keeper.address.token, "errand": "deposit", "owner": "1", "label": {}, "size": 1 << 60})
+    assert line.hear() == {"refused": "there is no memory for 1099511627776 MiB"}
+    line.close()
 
 
 def test_strangers_are_not_heard(keeper: Keeper, seal: Seal) -> None:
