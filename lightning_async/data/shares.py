@@ -40,6 +40,11 @@ class Share(NamedTuple):
         """Whether its batches can be told from the outside."""
         return all(told is not None and told["kind"] in ("distributed", "given") for told, _ in self.loaders)
 
+    @property
+    def lengths(self) -> list[int]:
+        """Of the loaders' datasets, where they are known."""
+        return [told["length"] for told, _ in self.loaders if told is not None]
+
 
 def told_of(loader: Any) -> tuple[dict[str, Any] | None, int]:
     """What a loader takes in the epoch that begins, as a `Share` has it."""

@@ -137,7 +137,7 @@ class Guest:
                 )
             connection.open()
             course.install(world)
-            course.undo += reversed(begin_within_epoch(trainer, state))
+            course.undo += reversed(begin_within_epoch(trainer, state, lambda: course.patches.has_part))
             self._hear(connection, answer)
         except BaseException as error:
             connection.membership.fail(in_words(error))  # nobody waits for it
@@ -145,7 +145,7 @@ class Guest:
             raise
         strategy.saved.go_on(state["averaging"])
         course.widen(connection, run)
-        course.patches.go_on(world, bool(state["gates_epochs"]))
+        course.patches.go_on(world, bool(state["gates_epochs"]), comes=True)
         world.drifting = True  # until the end of the epoch, where all meet
 
     def _hear(self, connection: Connection, answer: Callable[[], dict[str, Any]]) -> None:
