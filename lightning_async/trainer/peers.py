@@ -13,6 +13,7 @@ import time
 from typing import Any
 
 from lightning_async.comm.keeper import Keeper, facing
+from lightning_async.comm.launched import came_back
 from lightning_async.comm.membership.door import Door
 from lightning_async.comm.membership.signing import Seal
 from lightning_async.comm.parcels import Address
@@ -21,7 +22,7 @@ from lightning_async.errors import AsyncTrainingError, CheckpointError
 from lightning_async.events import tell
 from lightning_async.rules.saving import SavePolicy
 from lightning_async.trainer.due import Clock
-from lightning_async.trainer.names import is_newcomer, names_of
+from lightning_async.trainer.names import Names, is_newcomer, names_of
 from lightning_async.trainer.own_state import put, take
 from lightning_async.trainer.patches import in_words, rank_zero_info
 
@@ -50,7 +51,9 @@ class Peers:
         self._silent: dict[str, str] = {}
         self._asked = False
         self._next: tuple[Any, ...] = ()
-        """The ranks for which `_to` was looked up."""
+        """The rank after this one, and the run; `_to` is where it keeps things."""
+        self._sent: tuple[Any, ...] = ()
+        """The same as the last copy was sent."""
         self._to: Address | None = None
         self._failed, self._not_before = 0, 0.0
         self._cannot = False
@@ -126,14 +129,16 @@ class Peers:
         courier.step()
         for sent in courier.poll():
             self._hear(sent)
-        if not clock.due(step, epoch_end):
+        after = self._after(names)
+        moved = self._sent and after != self._sent  # whoever has the last copy is gone, or not the next one any more
+        if not after or not (moved or clock.due(step, epoch_end)):
             return
         if courier.busy or time.monotonic() < self._not_before:
             clock.put_off()
             return
-        if (to := self._neighbour()) is None:
+        if (to := self._address(after)) is None:
             return
-        label = {"step": step, "epoch": self._trainer.current_epoch, "at": time.time()}
+        label = {"step": step, "epoch": self._trainer.current_epoch, "life": came_back() or 0, "at": time.time()}
         try:
             begun = courier.send(to, label, take(self._trainer))
         except (TypeError, KeyError, ValueError, CheckpointError) as error:  # a state that is of no kind that travels
@@ -141,21 +146,24 @@ class Peers:
             self._cannot = True
             return
         if begun:
+            self._sent = after
             clock.saved(step)
         else:
             clock.put_off()
 
-    def _neighbour(self) -> Address | None:
-        """Where the next rank of those that are left keeps things; None where there is none, or nobody knows."""
-        names, survivors = names_of(self._trainer), self._trainer.strategy.survivors
+    def _after(self, names: Names) -> tuple[Any, ...]:
+        """The next rank of those that are left, and the run; nothing where there is none."""
         if len(names.left) < 2 or names.mine not in names.left:
-            return None
-        these = names.left, survivors, getattr(survivors, "generation", None)
-        if self._to is None or these != self._next:
+            return ()
+        after = names.left[(names.left.index(names.mine) + 1) % len(names.left)]
+        return after, self._trainer.strategy.survivors  # another object where ranks have come back, that one perhaps
+
+    def _address(self, after: tuple[Any, ...]) -> Address | None:
+        """Where that rank keeps things; None where nobody knows."""
+        if self._to is None or after != self._next:
             assert self._door is not None
-            after = names.left[(names.left.index(names.mine) + 1) % len(names.left)]
             with contextlib.suppress(RuntimeError, OSError):  # the store is gone: the heartbeat says so
-                self._next, self._to = these, Address.of(self._door.read_keeper(str(after)))
+                self._next, self._to = after, Address.of(self._door.read_keeper(str(after[0])))
         return self._to
 
     def _hear(self, sent: Sent) -> None:
@@ -164,6 +172,8 @@ class Peers:
             return
         self._failed += 1
         self._to, self._not_before = None, time.monotonic() + _PAUSE_S
+        if self._clock is not None:
+            self._clock.put_off()
         if self._failed == _PATIENCE:
             log.warning(
                 "Rank %d: %d copies of its own state in a row did not reach the next rank, at %s, port %d; the last "

@@ -154,9 +154,9 @@ def test_closing_waits_for_nobody(keepers: dict[str, Keeper]) -> None:
 
 
 def test_of_several_copies_the_newest_counts_and_others_are_forgotten(keepers: dict[str, Keeper]) -> None:
-    for name, at in (("0", 5.0), ("2", 4.0)):
+    for name, life, at in (("0", 1, 5.0), ("2", 0, 6.0)):  # on another host, whose clock is behind
         courier = Courier("1", SEAL)
-        assert courier.send(keepers[name].address, {"step": int(at), "at": at}, {"x": at})
+        assert courier.send(keepers[name].address, {"step": int(at), "life": life, "at": at}, {"x": at})
         assert sent(courier).error is None
         courier.close()
     assert back(keepers) == ({"x": 5.0}, 5)
@@ -165,7 +165,12 @@ def test_of_several_copies_the_newest_counts_and_others_are_forgotten(keepers: d
 
 
 def test_bytes_that_are_no_state_count_as_none(keepers: dict[str, Keeper]) -> None:
-    deposit(keepers["0"].address, SEAL, "1", {"text": 2}, memoryview(b"ab{}"))
-    found, silent = find("1", SEAL, {"0": keepers["0"].address})
-    assert found is None
-    assert "the copy of rank 1's state does not say what it should" in silent["?"]
+    for label, why in (
+        ({"text": 2}, "the copy of rank 1's state does not say what it should"),
+        ({"text": 5, "at": "now"}, "its text cannot begin at byte 5 of 4"),
+        ({}, "its text cannot begin at byte None of 4"),
+    ):
+        deposit(keepers["0"].address, SEAL, "1", label, memoryview(b"ab{}"))
+        found, silent = find("1", SEAL, {"0": keepers["0"].address})
+        assert found is None
+        assert why in silent["that has a copy"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_async import AsyncAveragingStrategy, EveryNSteps, PeerMemory
+from lightning_async.rules.saving import Progress
 from lightning_async.trainer.namespace import pl
 from tests.strategies.failure_workers import digest
 from tests.strategies.joining_workers import UntilBack, wait_for
@@ -29,8 +31,18 @@ class Noted(PeerMemory):
         self.own = what_is_own(self._now._trainer)
 
 
+@dataclass(frozen=True)
+class Once:
+    """A copy after the first step, or none at all: others only where the next rank is another one."""
+
+    ever: bool
+
+    def due(self, progress: Progress) -> bool:
+        return self.ever and progress.saved_step == 0
+
+
 class Own(UntilBack):
-    """Rank 1 dies in its fifth step; rank 2, which has what rank 1 had, when it has heard of that. Both come back.
+    """Rank 1 dies before its first copy; rank 0 when its copy, which that had, is with rank 2. Both come back.
 
     Args:
         memory: the callback.
@@ -43,19 +55,20 @@ class Own(UntilBack):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         if not CAME_BACK and NUMBER == 1 and self.trainer.global_step == 4:
             die()
-        if not CAME_BACK and NUMBER == 2 and "1" not in self.trainer.strategy.survivors.names:
-            die()
         torch.rand(NUMBER + 1)
         return super().training_step(batch, batch_idx)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        peers: Any = self._memory._now  # it comes before the module
         if CAME_BACK:
             return
-        courier: Any = self._memory._now and self._memory._now._courier  # it comes before the module
-        until = time.monotonic() + 60.0
-        while courier.busy and time.monotonic() < until:
-            time.sleep(0.001)
         os.write(1, b"\nOWN %b\n" % json.dumps([self.trainer.global_step, *what_is_own(self.trainer)]).encode())
+        if NUMBER == 0 and "1" not in self.trainer.strategy.survivors.names and (courier := peers._courier):
+            until = time.monotonic() + 60.0
+            while courier.busy and time.monotonic() < until:
+                time.sleep(0.001)
+            if courier._at and courier._at.port == peers._door.read_keeper("2")["port"]:
+                die()
 
 
 def what_is_own(trainer: Any) -> list[Any]:
@@ -68,7 +81,7 @@ def what_is_own(trainer: Any) -> list[Any]:
 
 
 def train(folder: str) -> None:
-    memory = Noted(every_n_train_steps=1)
+    memory = Noted(save=Once(NUMBER != 1))
     strategy = AsyncAveragingStrategy(schedule=EveryNSteps(3), deadlines=DEADLINES, min_replicas=1)
     torch.manual_seed(NUMBER)
     module = Own(memory)

@@ -28,31 +28,33 @@ def own(result: RankResult) -> dict[int, list[Any]]:
     return {step: rest for step, *rest in said}
 
 
-def test_it_comes_back_from_the_neighbour_and_is_rank_0s_where_that_died_too(tmp_path: Path) -> None:
+def test_it_comes_back_from_the_next_rank_and_is_rank_0s_where_there_was_no_copy(tmp_path: Path) -> None:
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
 
     def env(number: int) -> dict[str, str]:
         shared = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
         shared |= {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
-        rank = str(number - 2)
-        return shared | ({"RANK": rank, "LOCAL_RANK": rank, "LIGHTNING_ASYNC_REJOIN": rank} if number > 2 else {})
+        if number > 2:
+            shared |= {"RANK": str(number - 3), "LOCAL_RANK": str(number - 3)}
+            shared |= {"LIGHTNING_ASYNC_REJOIN": str(number - 2)}
+        return shared
 
     with start_ranks(TRAIN, 5, kwargs={"folder": str(tmp_path)}, env=env, timeout=150) as group:
-        for number in (1, 2):
+        for number in (1, 0):
             group.processes[number].wait(150.0)
-        for number in (1, 2):
-            (tmp_path / f"start {number}").touch()
+        for start in (1, 2):
+            (tmp_path / f"start {start}").touch()
         results = group.join()
-    told(results, [0, *sorted((3, 4), key=lambda number: ended(results[number])["rank"])])
-    after, before = own(results[0]), own(results[2])
-    back = [ended(results[number])["own"] for number in (3, 4)]
-    assert back[0][0] in [momentum for momentum, _ in after.values()]  # rank 0's
-    assert "Rank 1 came back, and nobody has kept what was its own" in results[3].stderr
-    assert back[1] == before[max(before)]
-    assert back[1][0] not in [momentum for momentum, _ in after.values()]
-    assert f"Rank 2 goes on with its own of step {max(before)}, while the run is at step" in results[4].stderr
-    assert "optimizer state of 2 parameters, random states" in results[4].stderr
-    assert "Peer memory, as rank 0 saw it: " in results[0].stderr
+    told(results, [2, *sorted((3, 4), key=lambda number: ended(results[number])["rank"])])
+    dead, stays = own(results[0]), own(results[2])
+    zero, one = (ended(results[number])["own"] for number in (3, 4))
+    assert zero == dead[max(dead)]
+    assert zero[0] not in [momentum for momentum, _ in stays.values()]
+    assert f"Rank 0 goes on with its own of step {max(dead)}, while the run is at step" in results[3].stderr
+    assert "optimizer state of 2 parameters, random states" in results[3].stderr
+    assert "Rank 1 came back, and nobody has kept what was its own" in results[4].stderr
+    assert one[0] in [momentum for momentum, _ in stays.values()]  # rank 0 by then
+    assert "Peer memory, as rank 0 saw it: " in results[2].stderr
 
 
 def test_the_own_is_put_over_the_runs_by_name_where_it_fits(ranks: Outcomes) -> None:

@@ -95,7 +95,8 @@ class Courier:
 
         Args:
             to: where it is to be kept.
-            label: what is said of it to whoever asks for it.
+            label: what is said of it to whoever asks for it; the newest copy is that of the greatest ``"life"`` of its
+                owner, and of those the one with the greatest ``"at"``.
             own: the state, see `comm.frames.flatten`.
 
         Returns:
@@ -203,14 +204,22 @@ def find(owner: str, seal: Seal, keepers: Mapping[str, Address]) -> tuple[Found 
             silent[name] = f"{type(error).__name__}: {error}"
     if not copies:
         return None, silent
-    address, label, data = max(copies, key=lambda copy: copy[1].get("at", 0.0))
+    address, label, data = max(copies, key=lambda copy: _age(copy[1]))
     for other, _, _ in copies:
         if other != address:
             with contextlib.suppress(OSError):
                 forget(other, seal, owner)
-    begins, whole = int(label.get("text", 0)), memoryview(data)
+    begins, whole = label.get("text"), memoryview(data)
     try:
+        if type(begins) is not int or not 0 <= begins <= len(whole):
+            raise DamagedCheckpoint(f"its text cannot begin at byte {begins!r} of {len(whole)}")
         own = own_of(whole[:begins], bytes(whole[begins:]), f"the copy of rank {owner}'s state")
     except DamagedCheckpoint as error:
-        return None, {**silent, "?": str(error)}
+        return None, {**silent, "that has a copy": str(error)}
     return Found(address, label, own), silent
+
+
+def _age(label: Mapping[str, Any]) -> tuple[float, float]:
+    """The greater the newer: which life of its owner it is of, whose clocks need not agree, and when."""
+    life, at = label.get("life"), label.get("at")
+    return (life if isinstance(life, int) else 0.0, at if isinstance(at, int | float) else 0.0)
