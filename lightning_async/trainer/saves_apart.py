@@ -60,7 +60,7 @@ class Apart:
         self._averager: Any = None
         self._left = left
         self._attach()
-        self._clock = Clock(settings.save, saver, self._averager.global_step())
+        self._clock = Clock(settings.save, saver.costs, self._averager.global_step())
         self._resume = resume
         self._began = batches(trainer)
 
