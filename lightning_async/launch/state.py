@@ -12,14 +12,17 @@ from enum import Enum
 from lightning_async.arguments import check_int, check_real
 
 __all__ = [
-    "CANNOT_START", "STORE_LOST", "TRY_AGAIN", "Action", "Announce", "Due", "Ended", "Event", "Finish", "Generation",
-    "Phase", "Policy", "Rejoin", "Send", "Signalled", "Start", "State", "StoreLost", "Told", "Wait",
+    "CANNOT_START", "NODE_LOST", "STORE_LOST", "TRY_AGAIN", "Action", "Announce", "Due", "Ended", "Event", "Finish",
+    "Generation", "Gone", "Here", "Phase", "Policy", "Rejoin", "Send", "Signalled", "Start", "State", "StoreLost",
+    "Told", "Wait",
 ]  # fmt: skip
 
 TRY_AGAIN = 75
 """EX_TEMPFAIL of sysexits.h: a rank that was told to go has saved, and can be started again."""
 STORE_LOST = 69
 """EX_UNAVAILABLE: the store, in which ranks meet, has died."""
+NODE_LOST = 68
+"""EX_NOHOST: the ranks of a node of which nothing is heard any more have ended, or too few nodes have come."""
 CANNOT_START = 71
 """EX_OSERR: the system did not let a rank or the store start, or a file be written."""
 
@@ -108,6 +111,20 @@ class Told:
 
 
 @dataclass(frozen=True)
+class Gone:
+    """The node of these ranks is not there any more. Those that lived are then told to have `Ended`."""
+
+    ranks: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Here:
+    """There is a node for these ranks again."""
+
+    ranks: frozenset[int]
+
+
+@dataclass(frozen=True)
 class StoreLost:
     """The process that holds the store has ended."""
 
@@ -127,7 +144,7 @@ class Due:
     rank: int | None = None
 
 
-Event = Ended | Told | StoreLost | Signalled | Due
+Event = Ended | Told | Gone | Here | StoreLost | Signalled | Due
 
 
 @dataclass(frozen=True)
@@ -193,6 +210,7 @@ class State:
         rejoins: how often each rank was to be started again alone, in this start.
         in_vain: the same, since it last trained with the others.
         pausing: ranks that will be.
+        away: ranks whose node is not there.
         store_lost: the store has died first.
         asked: the signal by which the job was told to end, if it was.
         asked_at: when.
@@ -208,6 +226,7 @@ class State:
     rejoins: Mapping[int, int] = field(default_factory=dict)
     in_vain: Mapping[int, int] = field(default_factory=dict)
     pausing: frozenset[int] = frozenset()
+    away: frozenset[int] = frozenset()
     store_lost: bool = False
     asked: int | None = None
     asked_at: float = 0.0

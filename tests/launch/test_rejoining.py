@@ -9,13 +9,17 @@ import pytest
 
 from lightning_async.launch.decide import begin, decide
 from lightning_async.launch.state import (
+    NODE_LOST,
     STORE_LOST,
     TRY_AGAIN,
     Action,
     Announce,
     Due,
+    Ended,
     Event,
     Finish,
+    Gone,
+    Here,
     Phase,
     Policy,
     Rejoin,
@@ -44,6 +48,15 @@ def run(policy: Policy, *steps: list[Event]) -> tuple[State, list[Action]]:
 
 def pause_is_over(rank: int) -> list[Event]:
     return [Due(rank)]
+
+
+def gone(*ranks: int) -> list[Event]:
+    """The node of these is lost, and so are they."""
+    return [Gone(frozenset(ranks)), *[Ended(rank, NODE_LOST) for rank in ranks]]
+
+
+def here(*ranks: int) -> list[Event]:
+    return [Here(frozenset(ranks))]
 
 
 LOST = [FIRST, dies(2), tell(1, 0, 1)]
@@ -76,6 +89,13 @@ JOINED = [*BACK, tell(2, 0, 1, 2)]
         pytest.param([*LOST, [Signalled(TERM, 0.0)], pause_is_over(2)], [], id="told to end before its pause is over"),
         pytest.param([*LOST, [StoreLost()], pause_is_over(2)], [], id="the store is lost before"),
         pytest.param([*LOST, pause_is_over(1)], [], id="nobody is paused"),
+        pytest.param([FIRST, gone(1, 2), tell(1, 0)], [], id="a node is lost: its ranks have nowhere to start"),
+        pytest.param([FIRST, gone(1, 2), tell(1, 0), here(1, 2)], [Wait(0.1, 1), Wait(0.1, 2)], id="it comes back"),
+        pytest.param([FIRST, gone(1, 2), here(1, 2), tell(1, 0)], [Wait(0.1, 1), Wait(0.1, 2)], id="before they go on"),
+        pytest.param([*LOST, [Gone(frozenset({2}))], pause_is_over(2)], [], id="the node is lost in the pause"),
+        pytest.param([*LOST, [Gone(frozenset({2}))], here(2)], [Wait(1.0, 2)], id="and comes back in it"),
+        pytest.param([*BACK, gone(2), here(2)], [Wait(1.0, 2)], id="the node is lost before the rank has joined"),
+        pytest.param([FIRST, gone(2), tell(1, 0, 1), [StoreLost()], here(2)], [], id="it comes back when all end"),
         pytest.param([*LOST, done(0, 1)], [Finish(0)], id="the others are done before its pause is over"),
     ],
 )

@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -21,11 +21,10 @@ ENVIRONMENT = {"PYTHONPATH": str(conftest.ROOT)}
 
 
 class Ranks:
-    """The ranks of a launcher, which do what they are told."""
+    """The ranks of a launcher, or of the one of each rank, which do what they are told."""
 
-    def __init__(self, job: Launched, count: int) -> None:
-        self.job, self.everybody = job, tuple(range(count))
-        job.wait_for("ready", count)
+    def __init__(self, jobs: Mapping[int, Launched]) -> None:
+        self.job, self.jobs, self.everybody = jobs[0], dict(jobs), tuple(jobs)
         self.pids: dict[int, int] = {}
         self._pipes: dict[int, int] = {}
         for rank in self.everybody:
@@ -34,11 +33,12 @@ class Ranks:
 
     def meet(self, rank: int, alone: int) -> str:
         """A rank is there, or back, where it was started alone, for that time. What it has been given."""
-        self.job.until(lambda: re.search(rf"\[{rank}\] ready \d+ {alone} .+\n", self.job.out), f"{rank} is not there")
-        ((pid, given),) = re.findall(rf"\[{rank}\] ready (\d+) {alone} (.+)\n", self.job.out)
+        job = self.jobs[rank]
+        job.until(lambda: re.search(rf"\[{rank}\] ready \d+ {alone} .+\n", job.out), f"{rank} is not there")
+        ((pid, given),) = re.findall(rf"\[{rank}\] ready (\d+) {alone} (.+)\n", job.out)
         self.pids[rank] = int(pid)
         # For reading, too: then this does not wait for a rank, nor fails without one.
-        pipe, before = os.open(self.job.folder / f"rank-{rank}-{alone}", os.O_RDWR), self._pipes.get(rank)
+        pipe, before = os.open(job.folder / f"rank-{rank}-{alone}", os.O_RDWR), self._pipes.get(rank)
         self._pipes[rank] = pipe
         if before is not None:
             os.close(before)
@@ -48,10 +48,11 @@ class Ranks:
         os.write(self._pipes[rank], " ".join(map(str, (*words, "\n"))).encode())
 
     def tell(self, number: int, *members: int) -> None:
-        """All of them tell that they are in this generation, and the launcher has heard it."""
+        """All of them tell that they are in this generation, and their launcher has heard it."""
         for rank in members:
             self.do(rank, "tell", number, *members)
-        self.job.wait_for(f"told {number}\n", len(members))
+        for rank in members:
+            self.jobs[rank].wait_for(f"[{rank}] told {number}\n")
 
     def end(self, rank: int, status: int) -> None:
         self.do(rank, "end", status)
@@ -74,7 +75,7 @@ def begin(launch: Callable[..., Launched]) -> Iterator[Begin]:
     with contextlib.ExitStack() as stack:
 
         def start(count: int, *options: str) -> Ranks:
-            ranks = Ranks(launch("-n", str(count), *options, SCRIPT, **ENVIRONMENT), count)
+            ranks = Ranks(dict.fromkeys(range(count), launch("-n", str(count), *options, SCRIPT, **ENVIRONMENT)))
             stack.callback(ranks.close)
             return ranks
 
