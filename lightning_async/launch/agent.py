@@ -32,7 +32,7 @@ _ENDS_S = 8.0
 """At most, that ranks have to save when the first node is lost: all is over ten seconds after this was noticed."""
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _AGAIN_S, _CONNECTS_S = 0.5, 1.0
-_LONGEST_LINE = 2000
+_LONGEST_LINE = 1000
 
 
 class Agent:

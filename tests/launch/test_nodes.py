@@ -172,6 +172,19 @@ def test_without_survivors_a_lost_node_ends_the_others(nodes: Nodes):
     assert "rank 0 on node 0 was killed by SIGTERM, by the launcher" in words(first)
 
 
+def test_without_survivors_all_wait_for_a_node_that_is_lost_and_start_again_with_it(nodes: Nodes):
+    options = ("--max-restarts", "1", PLAIN, "end", "-", "-")
+    first, second = nodes.start((1, 1), *options)
+    first.wait_for("[0] ready")
+    second.signal(signal.SIGKILL)
+    second.end()
+    again = nodes.add(1, *options)  # at once: it comes while the others end, in the pause or after it
+    again.wait_for("[1] ready")
+    first.wait_for("[0] ready", 2)
+    again.signal(signal.SIGTERM)
+    assert (first.end(), again.end()) == (143, 143)
+
+
 def test_the_first_launcher_is_killed_and_the_ranks_elsewhere_save_and_end(nodes: Nodes):
     jobs = [nodes.add(1, PLAIN, *what, nodes="3") for what in (["saves", "0"],) * 3]
     for job in jobs:
