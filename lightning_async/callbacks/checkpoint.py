@@ -179,6 +179,11 @@ class FaultTolerantCheckpoint(Checkpoint):
                 exception.code = TRY_AGAIN  # pyright: ignore[reportAttributeAccessIssue]  (a SystemExit)
 
     @property
+    def resume(self) -> Any:
+        """What follows the fit under way; None outside of one."""
+        return None if self._now is None else self._now.resume
+
+    @property
     def best_model_path(self) -> str:
         """What Lightning takes for ``ckpt_path="best"``, and where it evaluates without a model: the best one
         by the `Best` policy in ``keep``, without one the newest; ``""`` where there is none."""

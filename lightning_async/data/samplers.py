@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _DatasetKind
 
-__all__ = ["describe", "divide", "rest", "share"]
+__all__ = ["Division", "deal", "deal_steps", "describe", "divide", "in_the_last_step", "rest", "share"]
 
 Position = dict[str, Any]
+Division = Callable[[list[int], int, int, int], list[int]]
+"""One rank's part of what is left: of these indices, for this rank of so many, in batches of this size."""
 
 
 def describe(loader: Any, given: list[int] | None) -> dict[str, Any] | None:
@@ -27,7 +29,8 @@ def describe(loader: Any, given: list[int] | None) -> dict[str, Any] | None:
         return None
     if given is None and type(sampler) not in (DistributedSampler, RandomSampler, SequentialSampler):
         return None
-    common = {"length": len(loader.dataset), "batch_size": loader.batch_sampler.batch_size}
+    batches = loader.batch_sampler
+    common = {"length": len(loader.dataset), "batch_size": batches.batch_size, "full_batches": batches.drop_last}
     if given is not None:
         return {**common, "kind": "given", "indices": torch.tensor(given, dtype=torch.int64)}
     if type(sampler) is DistributedSampler:
@@ -74,7 +77,34 @@ def rest(positions: Sequence[Position]) -> list[int]:
     return found
 
 
-def divide(indices: list[int], rank: int, ranks: int) -> list[int]:
+def divide(indices: list[int], rank: int, ranks: int, batch_size: int) -> list[int]:
     """One rank's part; as with torch's DistributedSampler, the first ones again where they do not divide evenly."""
     padding = -len(indices) % ranks
     return [*indices, *itertools.islice(itertools.cycle(indices or [0]), padding)][rank::ranks]
+
+
+def deal(indices: list[int], rank: int, ranks: int, batch_size: int) -> list[int]:
+    """One rank's part, each index once: for ranks that may take unequal numbers of steps."""
+    return indices[rank::ranks]
+
+
+def deal_steps(indices: list[int], rank: int, ranks: int, batch_size: int) -> list[int]:
+    """The same for ranks that take every step together: one that has nothing in the last step has one index once more,
+    which does not count, see `in_the_last_step`.
+
+    >>> [deal_steps([0, 1, 2, 3, 4], rank, 2, 2) for rank in range(2)]
+    [[0, 2, 4], [1, 3, 3]]
+    """
+    part, longest = indices[rank::ranks], -(-len(indices) // ranks)
+    idle = -(-len(part) // batch_size) < -(-longest // batch_size)
+    return [*part, (part or indices)[-1]] if idle else part
+
+
+def in_the_last_step(left: int, ranks: int, batch_size: int) -> list[int]:
+    """How many of ``left`` indices, dealt out by `deal_steps`, are each rank's in the last step.
+
+    >>> in_the_last_step(5, 2, 2), in_the_last_step(7, 2, 2)
+    ([1, 0], [2, 1])
+    """
+    steps = -(-left // (ranks * batch_size))
+    return [-(-(left - rank) // ranks) - (steps - 1) * batch_size for rank in range(ranks)]

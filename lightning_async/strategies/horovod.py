@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -78,8 +77,8 @@ class HorovodStrategy(ReplicatedStrategy):
         self.reduction: Reduction = reduction
         self.timeout = timeout
         self._bucket_bytes = int(bucket_mb * 2**20)
-        self.memory: dict[str, dict[str, Any]] = {}
-        """Checkpoints that are no files, by the path that names them."""
+        self.weight = 1.0
+        """What this rank's next backward pass counts in the mean over ranks, where their batches are unequal."""
         self._reducer: GradientReducer | None = None
         self._undo: list[Callable[[], None]] = []
 
@@ -127,12 +126,6 @@ class HorovodStrategy(ReplicatedStrategy):
             all_reduce=HorovodCollectives.adasum if adasum else HorovodCollectives.all_reduce,  # type: ignore[arg-type]
         )
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """From the disk, or one of those that are kept in memory (a copy)."""
-        if checkpoint_path in self.memory:
-            return copy.deepcopy(self.memory[checkpoint_path])
-        return super().load_checkpoint(checkpoint_path, weights_only)
-
     def on_train_start(self) -> None:
         """The optimizers begin alike: after a resume, with rank 0's state."""
         if self.world is None:
@@ -158,6 +151,12 @@ class HorovodStrategy(ReplicatedStrategy):
             yield
         finally:
             self._reducer.enabled = True
+
+    def write_state(self, checkpoint: dict[str, Any], origin: str = "") -> None:
+        """What goes on with the weights, beside what Lightning saves: nothing."""
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return super().backward(closure_loss if self.weight == 1.0 else closure_loss * self.weight, *args, **kwargs)
 
     def post_backward(self, closure_loss: Tensor) -> None:
         if self._reducer is not None:

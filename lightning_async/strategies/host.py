@@ -138,7 +138,9 @@ class Host:
         connection, survivors = self._strategy.connection, self._strategy.survivors
         if connection is None or survivors is None:
             return []
-        return [guest for guest in connection.membership.guests() if _for_life(guest) not in survivors.names]
+        most = self._strategy.config.max_replicas or survivors.started
+        waiting = connection.membership.guests() if survivors.generation.world_size < most else ()
+        return [guest for guest in waiting if _for_life(guest) not in survivors.names]
 
     def decide(self, world: World) -> bool:
         """All are here and hold one model: take in who waits. Nobody gets another model by it."""
@@ -164,7 +166,7 @@ class Host:
             words = f"Rank {rank}: rank {who} could not be taken in, and training goes on without: {why}"
             tell("join_failed", logging.WARNING, words, rank=rank, run=run)
             return False
-        words = f"Rank {rank}: rank {who} came back, and {len(names)} replicas train from here."
+        words = f"Rank {rank}: rank {who} has joined, and {len(names)} replicas train from here."
         tell("joined", logging.WARNING, words, rank=rank, run=run, world_size=len(names))
         strategy.saved.go_on(averaging)
         strategy.survivors = survivors.with_newcomers(wider.root.rank, names, run)  # one may be lost since it was made
@@ -192,7 +194,8 @@ class Host:
 
         try:
             if rank == 0:
-                door.invite(guest, {"run": run, "rank": len(names) - 1, "names": names})
+                there = {"names": names, "started": survivors.started, "named": survivors.named}
+                door.invite(guest, {"run": run, "rank": len(names) - 1, **there})
             wider = connect(strategy, rank, names, run, check)
             state = {}
             if rank == 0:

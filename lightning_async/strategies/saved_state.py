@@ -69,11 +69,17 @@ class SavedState:
         """The state at the end of a fit, for checkpoints that are saved after it."""
         self._last = state
 
-    def write(self, checkpoint: dict[str, Any], now: dict[str, Any] | None) -> None:
-        """Into a checkpoint: the state ``now``; before a fit's start and after its end what goes with the weights."""
+    def write(self, checkpoint: dict[str, Any], now: dict[str, Any] | None, origin: str = "") -> None:
+        """Into a checkpoint: the state ``now``; before a fit's start and after its end what goes with the weights.
+
+        Args:
+            checkpoint: what it is written into.
+            now: the state.
+            origin: says which checkpoint this is, where those of ranks differ. Default: what it holds says so.
+        """
         state = now or self._loaded or self._last
         if state is not None:
-            checkpoint[self._key] = state
+            checkpoint[self._key] = {**state, "origin": origin} if origin else state
 
     def resume(self, averager: BackgroundAverager, rank: int, world_size: int) -> None:
         """Let the averager go on from what was loaded, if anything was. Of another number of ranks: from rank 0's."""

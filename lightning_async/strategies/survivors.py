@@ -44,17 +44,21 @@ class Survivors:
     def __init__(self, generation: Generation, run: int, min_replicas: int, before: Survivors | None = None) -> None:
         self._names = generation.members if before is None else before.names
         """For life: the numbers that the ranks of this run were started with."""
-        self._started = generation.world_size if before is None else before._started
+        self.started = generation.world_size if before is None else before.started
+        """How many ranks there were at first."""
+        self.named = self.started if before is None else before.named
+        """How many there have ever been: their names for life are below this number."""
         self._run, self._min_replicas = run, min_replicas
         self.room = "" if before is None else before.room
         """Where those who are there meet, since their numbers have changed; "" where they have not."""
         self.generation = generation
 
-    def with_newcomers(self, rank: int, names: Sequence[str], run: int) -> Survivors:
-        """Those who are there once others have come back, for a run of all of them: what this rank's number is in it,
-        and what all are called for life."""
+    def with_newcomers(self, rank: int, names: Sequence[str], run: int, named: int = 0) -> Survivors:
+        """Those who are there once others have come, for a run of all of them: what this rank's number is in it, what
+        all are called for life, and how many names there are at least."""
         made = Survivors(Generation.first(rank, len(names)), run, self._min_replicas, self)
         made._names = tuple(names)
+        made.named = max(self.named, named, 1 + max(map(int, names)))
         made._number(run)
         return made
 
@@ -63,11 +67,6 @@ class Survivors:
         """The numbers that those who are left were started with."""
         return tuple(map(self.called, self.generation.members))
 
-    @property
-    def started(self) -> int:
-        """How many ranks there were at first."""
-        return self._started
-
     def called(self, name: str) -> str:
         """The number that a rank of this run, by its name in it, was started with; of one that is lost, too."""
         return self._names[int(name)]
@@ -75,7 +74,7 @@ class Survivors:
     @property
     def lost(self) -> int:
         """How many ranks are gone."""
-        return self._started - self.generation.world_size
+        return self.named - self.generation.world_size
 
     @property
     def can_lose_one(self) -> bool:
@@ -94,7 +93,7 @@ class Survivors:
         left = generation.world_size
         tell(
             "lost", logging.WARNING,
-            f"Rank {before.rank} goes on as rank {generation.rank} of {left}: {why}. {left} of {self._started} "
+            f"Rank {before.rank} goes on as rank {generation.rank} of {left}: {why}. {left} of {self.named} "
             f"replicas are left, and fewer than {self._min_replicas} do not go on. Steps that the lost had not shared "
             "are gone; their samples are trained on by the others.",
             rank=generation.rank, was=before.rank, generation=generation.number, world_size=left, names=self.names,

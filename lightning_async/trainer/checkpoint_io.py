@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
 from lightning_async.errors import CheckpointError
 from lightning_async.trainer.namespace import fabric
 
-__all__ = ["DirectoryIO", "entry_at"]
+__all__ = ["DirectoryIO", "MemoryIO", "entry_at"]
 
 _CheckpointIO: Any = fabric("plugins.io.checkpoint_io").CheckpointIO
 
@@ -29,7 +30,30 @@ def _entries_in(path: Any) -> list[Entry]:
     return CheckpointStore(path).entries() if isinstance(path, str | os.PathLike) and os.path.isdir(path) else []
 
 
-class DirectoryIO(_CheckpointIO):
+class _Wrapping(_CheckpointIO):
+    """Another plugin, but for what subclasses read.
+
+    Args:
+        inner: the plugin that the strategy has.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        self.inner.save_checkpoint(checkpoint, path, storage_options)
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return self.inner.load_checkpoint(path, *args, **kwargs)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        self.inner.remove_checkpoint(path)
+
+    def teardown(self) -> None:
+        self.inner.teardown()
+
+
+class DirectoryIO(_Wrapping):
     """Reads directories of this package by ``load``; all else is the wrapped plugin's.
 
     Args:
@@ -38,19 +62,28 @@ class DirectoryIO(_CheckpointIO):
     """
 
     def __init__(self, inner: Any, load: Callable[[CheckpointStore, Entry], dict[str, Any]]) -> None:
-        self.inner, self._load = inner, load
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        self.inner.save_checkpoint(checkpoint, path, storage_options)
+        super().__init__(inner)
+        self._load = load
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         found = entry_at(path)
         if found is None and (entries := _entries_in(path)):
             raise CheckpointError(f"{path} is a directory of checkpoints: name one, as {entries[0].path}, the newest.")
-        return self.inner.load_checkpoint(path, *args, **kwargs) if found is None else self._load(*found)
+        return super().load_checkpoint(path, *args, **kwargs) if found is None else self._load(*found)
 
-    def remove_checkpoint(self, path: Any) -> None:
-        self.inner.remove_checkpoint(path)
 
-    def teardown(self) -> None:
-        self.inner.teardown()
+class MemoryIO(_Wrapping):
+    """Reads one checkpoint that is no file.
+
+    Args:
+        inner: the plugin that the strategy has.
+        path: what the checkpoint is called.
+        checkpoint: it; readers get copies.
+    """
+
+    def __init__(self, inner: Any, path: str, checkpoint: dict[str, Any]) -> None:
+        super().__init__(inner)
+        self._path, self._checkpoint = path, checkpoint
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return copy.deepcopy(self._checkpoint) if path == self._path else super().load_checkpoint(path, *args, **kwargs)

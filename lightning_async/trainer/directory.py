@@ -107,7 +107,7 @@ class Directory:
                 f"This rank comes to a training of others, and has other settings for checkpoints: {self._settings}; "
                 f"theirs are {told['settings']}."
             )
-        self.program, self.group = told["program"], told["group"]
+        self.program, self.group = told["program"], sorted({*told["group"], names_of(self._trainer).mine})
         self._claim = Claim(self._store, self.program)
         self._claim.join()
 

@@ -15,7 +15,7 @@ class Names(NamedTuple):
     Args:
         mine: this rank's.
         left: of all that are left, in order.
-        started: how many there were at first.
+        started: how many there were at first, and came since under names of their own.
     """
 
     mine: int
@@ -44,7 +44,7 @@ def names_of(trainer: Any) -> Names:
     if survivors is None:
         return Names(trainer.global_rank, tuple(range(trainer.world_size)), trainer.world_size)
     generation, left = survivors.generation, tuple(map(int, survivors.names))
-    return Names(int(survivors.called(generation.name)), left, survivors.started)
+    return Names(int(survivors.called(generation.name)), left, survivors.named)
 
 
 def is_newcomer(strategy: Any) -> bool:

@@ -13,6 +13,7 @@ from lightning_async.engine.world import World
 from lightning_async.trainer.absent import among, beside, completed
 from lightning_async.trainer.due import Settings, is_last, was_stopped
 from lightning_async.trainer.names import names_of
+from lightning_async.trainer.resized import resized
 from lightning_async.trainer.resume import Resume
 from lightning_async.trainer.whole_state import whole
 
@@ -86,7 +87,7 @@ class Recovery:
         if not states or (alike and among(states[min(states)], trained) == ranks):
             self._resume.restore(resume)
         else:
-            self._resume.restore_resized(completed(states, trained), resume)
+            self._resume.restore(resized(completed(states, trained), rank, ranks, resume))
 
     def end(self, original: Any) -> Any:
         """Of Lightning's `resume_end`, with a word where nothing is left to train."""

@@ -9,16 +9,20 @@ from typing import Any
 
 import torch
 
-from lightning_async.data.samplers import divide, rest
+from lightning_async.data.samplers import Division, deal, deal_steps, divide, in_the_last_step, rest
 from lightning_async.data.shares import Share
 
-__all__ = ["batches_left", "resized"]
+__all__ = ["batches_left", "deal", "deal_steps", "resized", "weight_of_the_last"]
 
 log = logging.getLogger(__name__)
 
 
 def resized(
-    states: Sequence[dict[str, Any]], rank: int, world_size: int, own: dict[str, Any] | None = None
+    states: Sequence[dict[str, Any]],
+    rank: int,
+    world_size: int,
+    own: dict[str, Any] | None = None,
+    division: Division = divide,
 ) -> dict[str, Any]:
     """The state from which ``rank`` of ``world_size`` goes on, made of those of all ranks at the save.
 
@@ -30,12 +34,14 @@ def resized(
         rank: among those that go on.
         world_size: how many go on.
         own: the state of this one at the save. Default: that of another rank, each of one as far as there are enough.
+        division: how what is left is divided. Default: evenly, with some samples once more.
     """
     base = own or states[rank % len(states)]
     lost, left = _lost(base["unsaved"].get("left", []), len(states))
     loaders = [[lost[place]] if place in lost else state["loaders"] for place, state in enumerate(states)]
     positions = [
-        _divided(list(of_ranks), rank, world_size, len(base["loaders"])) for of_ranks in zip(*loaders, strict=True)
+        _divided(list(of_ranks), rank, world_size, len(base["loaders"]), division)
+        for of_ranks in zip(*loaders, strict=True)
     ]
     random = base["random"] if own or rank < len(states) else {"seed": zlib.crc32(base["random"]["torch"]) + rank}
     unsaved = {**base["unsaved"], "gradients": {}, "left": left}
@@ -64,7 +70,19 @@ def batches_left(state: dict[str, Any]) -> int | None:
     return -(-len(told["indices"]) // told["batch_size"]) - state["loaders"][0]["taken"]
 
 
-def _divided(positions: list[dict[str, Any]], rank: int, world_size: int, loaders: int) -> dict[str, Any]:
+def weight_of_the_last(state: dict[str, Any], rank: int, world_size: int) -> float:
+    """What this rank's last batch counts among those of all, where `deal_steps` has divided what is left: by its share
+    of the samples in that step, so that the mean over ranks is that over samples."""
+    told = state["loaders"][0].get("share") if state["loaders"] else None
+    if not told or not told.get("left"):
+        return 1.0
+    counts = in_the_last_step(told["left"], world_size, told["batch_size"])
+    return counts[rank] * world_size / sum(counts)
+
+
+def _divided(
+    positions: list[dict[str, Any]], rank: int, world_size: int, loaders: int, division: Division
+) -> dict[str, Any]:
     positions = [each for each in positions if "taken" in each] or positions[:1]
     if "taken" not in positions[0]:  # the epoch's data is at its end, or not begun, on all
         return positions[0]
@@ -75,7 +93,13 @@ def _divided(positions: list[dict[str, Any]], rank: int, world_size: int, loader
             len(positions), world_size,
         )  # fmt: skip
         return {"ended": False, "dataset": None}
-    told = positions[0]["share"]
-    indices = torch.tensor(divide(rest(positions), rank, world_size), dtype=torch.int64)
-    given = {"kind": "given", "length": told["length"], "batch_size": told["batch_size"], "indices": indices}
+    told, left = positions[0]["share"], rest(positions)
+    size, full = told["batch_size"], told.get("full_batches", False)
+    if full:  # `DataLoader(drop_last=True)`
+        left = left[: len(left) - len(left) % (size * world_size)]
+    indices = torch.tensor(division(left, rank, world_size, size), dtype=torch.int64)
+    given = {
+        "kind": "given", "length": told["length"], "batch_size": size, "full_batches": full, "indices": indices,
+        "left": len(left),
+    }  # fmt: skip
     return {"taken": 0, "made": 0, "drawn": {}, "share": given}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from lightning_async.data.random_states import reseed
@@ -13,8 +14,8 @@ from lightning_async.trainer.limits import Limits
 from lightning_async.trainer.logged import put_logged
 from lightning_async.trainer.namespace import fabric
 from lightning_async.trainer.patches import Undo, replace, searches_lr
-from lightning_async.trainer.resized import batches_left, resized
-from lightning_async.trainer.safe_points import SafePoints
+from lightning_async.trainer.resized import batches_left
+from lightning_async.trainer.safe_points import AsItWas, SafePoints
 from lightning_async.trainer.unsaved import put_unsaved
 
 __all__ = ["Resume"]
@@ -101,15 +102,20 @@ class Resume:
         finally:
             whereabouts.within, self.points.began = within, None
 
-    def restore(self, state: dict[str, Any] | None) -> None:
-        """Go on from ``state`` when fit starts, once Lightning has restored its own checkpoint."""
-        self._pending = state
-        self._limits.expect()
+    @contextlib.contextmanager
+    def as_it_was(self) -> Iterator[AsItWas]:
+        """The state to go on from; its `resume` is None where there is none. It may wait for a validation to begin."""
+        if self.where is not None:
+            yield AsItWas(self.capture(), None)
+        elif state := self.capture_before_validation():
+            yield AsItWas(state, None)
+        else:
+            with self.points.as_it_was() as state:
+                yield state or AsItWas(None, None)
 
-    def restore_resized(self, states: Sequence[dict[str, Any]], own: dict[str, Any] | None = None) -> None:
-        """The same where the number of ranks was another: from the states of all ranks at the save, by rank; and from
-        this rank's ``own``, where it was there. Default: what it was called then says nothing."""
-        self._pending = resized(states, self._trainer.global_rank, self._trainer.world_size, own)
+    def restore(self, state: dict[str, Any] | None) -> None:
+        """Go on from ``state`` when fit starts, once Lightning has restored its own checkpoint; see `resized`, too."""
+        self._pending = state
         self._limits.expect()
 
     def _end(self) -> None:
@@ -241,7 +247,7 @@ class Resume:
                 return
             # The epoch has another number of batches now, and this rank is so many before its end.
             current = self._trainer.fit_loop.epoch_loop.batch_progress.current
-            done = self._trainer.fit_loop.max_batches - left
+            done = max(0, self._trainer.fit_loop.max_batches - left)
             current.ready = current.started = current.processed = current.completed = done
             self._pending["unsaved"]["is_last_batch"] = left == 0
 

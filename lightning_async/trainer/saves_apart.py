@@ -6,9 +6,8 @@ takes part keeps a share, and with it, at its own next batch boundary, its own s
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from lightning_async.trainer.due import Clock, Settings, manifest_of
 from lightning_async.trainer.names import names_of
 from lightning_async.trainer.preemption import Preemption
 from lightning_async.trainer.resume import Resume
-from lightning_async.trainer.safe_points import AsItWas
 from lightning_async.trainer.saves import FAILED_S, batches, finish, refuse
 from lightning_async.trainer.whole_state import REPLICAS, collect
 
@@ -81,6 +79,8 @@ class Apart:
         self._averager.marks.begin(self._known)
         self._averager.gates.add(self)
         self._survivors = self._trainer.strategy.survivors
+        if set(self._left) <= set(self._group):  # then whoever comes has found the directory, too
+            self._group = sorted({*self._group, *names_of(self._trainer).left})
         self._asked = False
 
     def expect(self, resume: Resume) -> None:
@@ -129,18 +129,6 @@ class Apart:
         self._known, self._asked = number, False
         self._clock.saved(self._averager.global_step())
 
-    @contextlib.contextmanager
-    def _as_it_was(self) -> Iterator[AsItWas]:
-        """The state to go on from; its `resume` is None where there is none. It may wait for a validation to begin."""
-        resume = self._resume
-        if resume.where is not None:
-            yield AsItWas(resume.capture(), None)
-        elif state := resume.capture_before_validation():
-            yield AsItWas(state, None)
-        else:
-            with resume.points.as_it_was() as state:
-                yield state or AsItWas(None, None)
-
     def give_up(self) -> None:
         """Training is over: nobody waits for this rank's part of a round that was marked meanwhile."""
         self._give_up(self._averager.marks.lost(all=True), "its training ended before its next batch boundary")
@@ -162,7 +150,7 @@ class Apart:
         (number, step, members), queue = marked.mark, self._settings.busy != "wait"
         ranks = self._ranks(members)
         self._saved(number)
-        with self._as_it_was() as state:
+        with self._resume.as_it_was() as state:
             _, checkpoint = collect(self._trainer, frozenset(), state.callbacks)
             own = {
                 "checkpoint": checkpoint,
@@ -211,7 +199,7 @@ class Apart:
         number, step = max(known) + 1, max(steps)
         self._averager.marks.begin(number)
         ranks = [rank for rank in sorted(ranks) if rank in self._group]
-        with self._as_it_was() as state:
+        with self._resume.as_it_was() as state:
             shared, checkpoint = collect(trainer, REPLICAS, state.callbacks)
             shared["averaging"] = self._averager.state_dict()
             own = {"checkpoint": checkpoint, "resume": state.resume, "clocks": self._averager.clocks()}

@@ -76,7 +76,9 @@ class HorovodTransport(Transport):
         if dead_after is not None:
             membership = _Membership(world, PrefixStore(root.name, _store(world, root)), root.name, dead_after)
             membership.start()
-        return Connection(root, root, membership)
+        connection = Connection(root, root, membership)
+        connection.outlives = not world.another_follows
+        return connection
 
     def short_world(self, environment: Any, name: str) -> AbstractContextManager[World]:
         return short_world(_collectives(HorovodWorld.join(environment.launched, self.gloo_timeout)))

@@ -41,6 +41,8 @@ class Connection:
     ) -> None:
         self.store = store
         self.root, self.payload, self._membership = root, payload, membership
+        self.outlives = True
+        """Where the others fail, too, this rank's store waits for them to hear why."""
         self._roots = [root] if payload is root else [root, payload]
         self._listener: Listener | None = None
         self._name_of: Callable[[int], str] = str
@@ -100,7 +102,7 @@ class Connection:
                 in_order = False
                 log.warning("Rank %d has ended its run; another rank has not: %s.", self.root.rank, self._why(error))
         if self._membership is not None:
-            if not in_order and self.root.rank == 0:
+            if not in_order and self.root.rank == 0 and self.outlives:
                 self._outlive_the_others(self._membership)
             self._membership.close()
         for root in self._roots:

@@ -1,6 +1,6 @@
-"""A user's script for two ranks: rank 0 dies at its first start; all stop when it has been back for a while.
+"""A user's script for two ranks: rank 0, or that in DIES, dies at its first start; all stop when it has been back.
 
-Before that, its own state of its last step is with rank 1.
+Before that, its own state of its last step is with the other one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Waits(pl.LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         time.sleep(0.01)
-        if came_back() is None and batch_idx == 10 and os.environ["RANK"] == "0":
+        if came_back() is None and batch_idx == 10 and os.environ["RANK"] == os.environ.get("DIES", "0"):
             peers: Any = memory._now
             while peers._courier.busy:
                 time.sleep(0.001)

@@ -58,7 +58,8 @@ def test_a_rank_is_killed_then_the_launcher_and_training_goes_on(launch: Callabl
 
 
 def test_rank_0_is_killed_and_the_launcher_starts_it_again_beside_the_other(launch: Launch):
-    run = launch("-n", "2", "--max-restarts", "1", COMES_BACK)
+    """A process that stood by is that rank."""
+    run = launch("-n", "2", "--max-restarts", "1", "--log-dir", "logs", COMES_BACK)
     run.allow(60)  # its ranks import all that there is, one after the other
     assert run.end() == 0, run.out + run.err
     assert "rank 0 has joined the others: training goes on with 2 of 2 ranks." in run.err
@@ -67,6 +68,7 @@ def test_rank_0_is_killed_and_the_launcher_starts_it_again_beside_the_other(laun
     ended = sorted(re.findall(r"ENDED (\d) (\d) (\S+)", run.out))
     assert [each[:2] for each in ended] == [("0", "2"), ("1", "2")]
     assert ended[0][2] == ended[1][2]
+    assert ", alone 1, stood by, process" in (run.folder / "logs/rank-0.log").read_text()
 
 
 def test_rank_0_is_killed_then_rank_2_and_the_last_one_trains_and_tests(

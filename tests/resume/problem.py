@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_async.trainer.namespace import pl
+from lightning_async.trainer.resized import resized
 from lightning_async.trainer.resume import Resume
 
 FEATURES = 4
@@ -158,7 +159,8 @@ class Follow(pl.Callback):
         self.undo = self.resume.install()
         self.resume.on_boundary = lambda: self._save(trainer)
         if self.start is not None and self.start.others:
-            self.resume.restore_resized(copy.deepcopy(self.start.others))
+            others = copy.deepcopy(self.start.others)
+            self.resume.restore(resized(others, trainer.global_rank, trainer.world_size))
         else:
             self.resume.restore(copy.deepcopy(self.start.state) if self.start is not None else None)
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_async.data.samplers import describe, divide, rest, share
+from lightning_async.data.samplers import deal, deal_steps, describe, divide, in_the_last_step, rest, share
+from lightning_async.trainer.resized import batches_left, resized
 
 LENGTH = 23
 
@@ -29,7 +30,7 @@ def test_each_sample_once(before: int, after: int, shuffle: bool) -> None:
     assert [share(position) for position in positions] == [list(loader.sampler) for loader in loaders]
     left = rest(positions)
     assert sorted(seen + left) == list(range(LENGTH))
-    parts = [divide(left, rank, after) for rank in range(after)]
+    parts = [divide(left, rank, after, 3) for rank in range(after)]
     assert {len(part) for part in parts} == {-(-len(left) // after)}
     assert {index for part in parts for index in part} == set(left)
 
@@ -40,7 +41,7 @@ def test_each_sample_once(before: int, after: int, shuffle: bool) -> None:
 
 def test_none_is_left() -> None:
     positions = [{"taken": 3, "drawn": {}, "share": describe(distributed(rank, 3), None)} for rank in range(3)]
-    assert rest(positions) == divide([], 0, 2) == []
+    assert rest(positions) == divide([], 0, 2, 3) == []
 
 
 def test_samplers_of_which_nothing_is_known() -> None:
@@ -48,3 +49,41 @@ def test_samplers_of_which_nothing_is_known() -> None:
     data: Any = range(LENGTH)
     assert describe(DataLoader(data, 3, sampler=weighted), None) is None
     assert describe(DataLoader(data, batch_size=None), None) is None
+
+
+@pytest.mark.parametrize("left", [0, 1, 4, 5, 7, 11, 12])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_without_padding_and_for_ranks_that_step_together(left: int, ranks: int, size: int) -> None:
+    indices = [*range(100, 100 + left)]
+    assert sorted(x for rank in range(ranks) for x in deal(indices, rank, ranks, size)) == indices
+    parts = [deal_steps(indices, rank, ranks, size) for rank in range(ranks)]
+    steps = {-(-len(part) // size) for part in parts}
+    assert len(steps) == 1, "all take equally many"
+    if left == 0:
+        return
+    counts = in_the_last_step(left, ranks, size)
+    last = (max(steps) - 1) * size
+    counted = [*(x for part in parts for x in part[:last])]
+    counted += [x for part, count in zip(parts, counts, strict=True) for x in part[last : last + count]]
+    assert sorted(counted) == indices, "each counts once"
+    assert all(len(part) - last == max(1, count) for part, count in zip(parts, counts, strict=True))
+
+
+def test_batches_stay_full_where_the_others_are_dropped() -> None:
+    data: Any = range(LENGTH)
+    loaders = [
+        DataLoader(data, 3, sampler=DistributedSampler(data, 2, rank), drop_last=True)  # pyright: ignore
+        for rank in range(2)
+    ]
+    states = [
+        {"loaders": [{"taken": 1, "drawn": {}, "share": describe(loader, None)}], "random": {"torch": b""}}
+        for loader in loaders
+    ]
+    for state in states:
+        state["unsaved"] = {}
+    for ranks in (1, 2, 3):
+        found = [resized(states, rank, ranks) for rank in range(ranks)]
+        sizes = [len(state["loaders"][0]["share"]["indices"]) for state in found]
+        assert sizes == [(LENGTH - 6) // (3 * ranks) * 3] * ranks
+        assert [batches_left(state) for state in found] == [sizes[0] // 3] * ranks

@@ -1,51 +1,108 @@
-"""A user's script under Horovod Elastic: says which samples each rank took, and when.
+"""A user's script under Horovod Elastic: says which samples each rank took, what was committed, and what came out.
 
-``elastic_script.py [holds] [slow]``: rank 1 stays in its 20th step, until it is killed; a rank that is alone takes its
-time, so that another one can come.
+``elastic_script.py horovod|averaging``: a rank that is alone waits in the first epoch for a host to come; beside
+another one it hears of hosts once more, without there being others; in the second epoch rank 1 holds, until it is
+killed.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import time
+from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from lightning_async import HorovodStrategy, fit_elastic
+from lightning_async import AsyncAveragingStrategy, DiLoCo, EveryNSteps, HorovodStrategy, fit_elastic
+from lightning_async.comm.horovod.elastic import Committed
 from lightning_async.trainer.namespace import pl
 
-SAMPLES, BATCH = 240, 2
+SAMPLES, VALIDATED, BATCH = 117, 20, 2
+WAITS_AT, HEARS_AT, HOLDS_AT, LIMIT_S = 7, 17, 7, 60.0
+PATIENCE = timedelta(seconds=150)  # with one that starts on a busy machine
+ADDED = 2  # of Horovod's `HostUpdateResult`
+
+
+def tell(kind: str, *values: object) -> None:
+    # One write: the lines of ranks that share a pipe must not mix.
+    os.write(1, f"\n{kind} {os.getpid()} {' '.join(map(str, values))}\n".encode())
+
+
+def ids(batch: Any) -> str:
+    return ",".join(str(int(value)) for value in batch[0].view(-1))
+
+
+def listeners() -> list[Any]:
+    return list(importlib.import_module("horovod.common.elastic").notification_manager._listeners)
+
+
+def wait_for_hosts() -> None:
+    """Until the launcher has said that there are others."""
+    end = time.monotonic() + LIMIT_S
+    while all(listener._host_messages.empty() for listener in listeners()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 class Module(pl.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, plays: bool = True) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layer = torch.nn.Linear(1, 1)
+        self.layer, self.plays = torch.nn.Linear(1, 1), plays
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        alone = self.trainer.world_size == 1
-        time.sleep(0.1 if alone and "slow" in sys.argv else 0.02)
-        (x,) = batch
-        taken = ",".join(str(int(value)) for value in x.view(-1))
-        told = f"{os.getpid()} {self.global_rank} {self.trainer.world_size} {self.current_epoch}"
-        # One write: the lines of ranks that share a pipe must not mix.
-        os.write(1, f"\nSTEP {told} {self.trainer.global_step} {time.time()} {taken}\n".encode())
-        if "holds" in sys.argv and self.global_rank == 1 and self.trainer.global_step == 20:
-            time.sleep(60.0)  # it is killed meanwhile
-        return (self.layer(x / SAMPLES) - 1.0).pow(2).mean()
+        trainer = self.trainer
+        tell(
+            "STEP", self.global_rank, trainer.world_size, self.current_epoch, trainer.global_step, time.time(),
+            getattr(trainer.strategy, "weight", 1.0), ids(batch),
+        )  # fmt: skip
+        if not self.began and (averager := getattr(trainer.strategy, "averager", None)) is not None:
+            state = averager.state_dict()
+            moved = sum(float(value.abs().sum()) for name, value in state["rule_state"].items() if "mom" in name)
+            tell("BEGINS", averager.clocks()["step"], state["round"], moved)
+        self.began = True
+        if self.plays and trainer.world_size == 1 and trainer.global_step == WAITS_AT:
+            wait_for_hosts()
+        if self.plays and self.global_rank == 0 and trainer.world_size == 2 and trainer.global_step == HEARS_AT:
+            for listener in listeners():
+                listener.on_hosts_updated(int(time.time()) + 1, ADDED)
+        if self.plays and self.global_rank == 1 and self.current_epoch == 1 and batch_idx == HOLDS_AT:
+            tell("HOLDS")
+            time.sleep(LIMIT_S)
+        return (self.layer(batch[0] / SAMPLES) - 1.0).pow(2).mean()
+
+    def on_train_start(self) -> None:
+        self.began = False
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if not self.trainer.sanity_checking:
+            tell("VALIDATED", self.current_epoch, ids(batch))
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
 
 
+class Stream(IterableDataset[Any]):
+    """Each rank has the numbers that are its own, of those that there are when it is iterated over."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __iter__(self) -> Any:
+        trainer = self.module.trainer
+        return iter([(torch.tensor([float(number)]),) for number in range(trainer.global_rank, 12, trainer.world_size)])
+
+
 def make_trainer() -> Any:
+    averaging = "averaging" in sys.argv
+    tell("WORLD")
     return pl.Trainer(
         accelerator="cpu",
-        strategy=HorovodStrategy(),
+        strategy=AsyncAveragingStrategy(DiLoCo(), EveryNSteps(5)) if averaging else HorovodStrategy(),
         max_epochs=2,
         logger=False,
         enable_checkpointing=False,
@@ -54,12 +111,28 @@ def make_trainer() -> Any:
     )
 
 
+def numbers(count: int) -> Dataset[Any]:
+    return TensorDataset(torch.arange(float(count)).view(-1, 1))
+
+
 def main() -> None:
-    data = TensorDataset(torch.arange(float(SAMPLES)).view(-1, 1))
-    module = Module()
-    trainer = fit_elastic(make_trainer, module, DataLoader(data, BATCH, shuffle=True), commit_every=5)
-    told = f"{trainer.global_step} {trainer.current_epoch} {float(module.layer.weight):.6f}"
-    os.write(1, f"\nDONE {os.getpid()} {told}\n".encode())
+    commit = Committed.commit
+
+    def told(self: Any, value: Any) -> None:
+        tell("COMMIT", value.number)
+        commit(self, value)
+
+    Committed.commit = told  # type: ignore[method-assign]
+    module, workers = Module(), 0 if "averaging" in sys.argv else 2
+    train = DataLoader(numbers(SAMPLES), BATCH, shuffle=True, num_workers=workers)
+    val = DataLoader(numbers(VALIDATED), BATCH)
+    trainer = fit_elastic(make_trainer, module, train, val, commit_every=5, gloo_timeout=PATIENCE)
+    tell("DONE", trainer.current_epoch, f"{float(module.layer.weight.detach()):.7f}")
+    trainer.validate(module, val, verbose=False)
+    tell("SECOND")
+    module = Module(plays=False)
+    fit_elastic(make_trainer, module, DataLoader(Stream(module), BATCH), commit_every=2)
+    tell("ENDED", f"{float(module.layer.weight.detach()):.7f}")
 
 
 if __name__ == "__main__":

@@ -42,8 +42,8 @@ def run_elastic(
     """Call ``train`` until it returns; after a lost rank, and with every change of hosts, in a new world.
 
     Args:
-        train: must leave Horovod's errors alone.
-        committed: equal on all ranks when ``train`` is called.
+        train: sees to it that all ranks go on from one commit; must leave Horovod's errors alone.
+        committed: what it goes on from.
         broadcast: rank 0's object to all ranks.
         gloo_timeout: see `HorovodWorld.join`.
     """
@@ -66,7 +66,7 @@ def run_elastic(
             """Nothing here belongs to the old world."""
 
         def sync(self) -> None:
-            committed.value = broadcast(committed.value)
+            """``train`` begins with that, where hosts were only lost as well."""
 
     state = State()
     committed._check = state.check_host_updates
@@ -75,4 +75,12 @@ def run_elastic(
         HorovodWorld.leave()
         HorovodWorld.join(gloo_timeout=gloo_timeout)
 
-    return elastic.run_fn(lambda _: train(), in_a_new_world)(state)
+    def in_this_world(_: State) -> T:
+        world = HorovodWorld.join()
+        world.another_follows = True
+        try:
+            return train()
+        finally:
+            world.another_follows = False
+
+    return elastic.run_fn(in_this_world, in_a_new_world)(state)

@@ -56,6 +56,8 @@ class HorovodWorld:
         self.hvd: Any = hvd
         self.rank, self.size, self.local_rank = int(hvd.rank()), int(hvd.size()), int(hvd.local_rank())
         self.one_host = int(hvd.local_size()) == self.size
+        self.another_follows = False
+        """What fails here goes on in another world: this process, and what it holds, stays until that is formed."""
         self.failure: CollectiveError | None = None
         self.num_runs = 0
         """Runs of strategies so far, which names their operations apart; equal on all ranks."""

@@ -1,0 +1,254 @@
+"""Commits in memory, under Horovod Elastic: moments of a fit that all ranks have agreed on, and go back to."""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_async.callbacks.checkpoint import FaultTolerantCheckpoint
+from lightning_async.comm.horovod.elastic import Committed
+from lightning_async.engine.world import World
+from lightning_async.errors import SettingsMismatch
+from lightning_async.strategies.horovod import HorovodStrategy
+from lightning_async.trainer.checkpoint_io import MemoryIO
+from lightning_async.trainer.namespace import pytorch
+from lightning_async.trainer.patches import Undo, replace, searches_lr, set_for_now
+from lightning_async.trainer.resized import deal, deal_steps, resized, weight_of_the_last
+from lightning_async.trainer.resume import Resume
+from lightning_async.trainer.safe_points import AsItWas
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+else:
+    Callback = pytorch("callbacks").Callback
+
+__all__ = ["IN_MEMORY", "Commit", "Commits", "agree"]
+
+IN_MEMORY = "(the last commit, in memory)"
+_OF_PLACES = ("taken", "made", "drawn", "share", "ended")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commit:
+    """One moment of training, as one rank saw it.
+
+    Args:
+        number: counts commits; that of one moment is equal on all ranks.
+        dealt: ``(rank, world_size)`` then.
+        checkpoint: Lightning's, of this rank; None before training.
+        resume: what `Resume` goes on from; None before the first batch.
+        places: of all ranks, where their loaders stood.
+        weight: of this rank's last batch in the epoch under way, see `HorovodStrategy.weight`.
+    """
+
+    number: int = 0
+    dealt: tuple[int, int] = (0, 0)
+    checkpoint: dict[str, Any] | None = None
+    resume: dict[str, Any] | None = None
+    places: list[Any] = field(default_factory=list)
+    weight: float = 1.0
+
+
+def agree(world: World, mine: Commit, settings: str) -> tuple[Commit, bool]:
+    """The commit that this rank goes on from, of those that the ranks of a new world hold; and whether each of them is
+    who it was then. A rank that holds another commit than rank 0 takes rank 0's, as if it were new.
+
+    Raises:
+        SettingsMismatch: this rank trains otherwise than rank 0. The others go on without it.
+    """
+    told = world.gather_objects([mine.number, *mine.dealt, settings])
+    if settings != told[0][3]:
+        raise SettingsMismatch(
+            f"Rank {world.rank} cannot train with the others under `fit_elastic`: it has {settings}, and rank 0 has "
+            f"{told[0][3]}. Start all with the same program; one with several fits can be joined in its first."
+        )
+    number = told[0][0]
+    if any(each[0] != number for each in told):
+        first = world.broadcast(mine if world.rank == 0 else None)
+        assert first is not None
+        if mine.number != number:
+            mine = _of_a_newcomer(first, world.rank)
+    exact = all(each[:3] == [number, rank, len(told)] for rank, each in enumerate(told))
+    return mine, exact
+
+
+def _of_a_newcomer(first: Commit, rank: int) -> Commit:
+    """Rank 0's commit, with other random numbers."""
+    if first.resume is None:
+        return first
+    random = {"seed": zlib.crc32(first.resume["random"]["torch"]) + rank}
+    return Commit(**{**vars(first), "resume": {**first.resume, "random": random}})
+
+
+class Commits(Callback):
+    """Puts a fit where the last commit was made, and commits: every so many steps, and at the end of each epoch.
+
+    Ranks that step together commit after the same step. Replicas that drift come to a gate for it.
+
+    Args:
+        committed: what is replaced.
+        every: so many steps.
+        exact: each rank is who it was when that was committed.
+    """
+
+    def __init__(self, committed: Committed[Commit], every: int, exact: bool) -> None:
+        self._committed, self._every, self._exact = committed, every, exact
+        self.call_together: Callable[[], None] | None = None
+        """Set while replicas drift, see `Convened`."""
+        self._trainer: Any = None
+        self._resume: Resume | None = None
+        self._undo: list[Undo] = []
+        self._step = 0
+        """Of the last commit."""
+        self._epoch, self._weight = -1, 1.0
+        """The epoch that was gone on with, and what its last batch counts."""
+
+    def read_by(self, strategy: Any) -> str | None:
+        """Have a strategy read the commit; under which path. None: there is none."""
+        checkpoint = self._committed.value.checkpoint
+        if checkpoint is None:
+            return None
+        self._undo.append(
+            set_for_now(strategy, "_checkpoint_io", MemoryIO(strategy.checkpoint_io, IN_MEMORY, checkpoint))
+        )
+        return IN_MEMORY
+
+    def close(self) -> None:
+        """The fit is over, however it has ended."""
+        while self._undo:
+            self._undo.pop()()
+
+    # ---- before training ----
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._trainer = trainer
+        if stage == "fit" and self._beside() is None:
+            self._resume = Resume(trainer)
+            self._undo += self._resume.install()
+
+    def _beside(self) -> FaultTolerantCheckpoint | None:
+        """It follows the fit, too: once is enough."""
+        return next((each for each in self._trainer.callbacks if isinstance(each, FaultTolerantCheckpoint)), None)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        beside, commit, rank, ranks = self._beside(), self._committed.value, trainer.global_rank, trainer.world_size
+        if beside is not None:
+            self._resume = beside.resume
+        if self._resume is None or searches_lr(trainer):
+            return
+        self._undo.append(replace(self._resume, "on_boundary", self._after))
+        self._step, self._weight, self._epoch = 0, commit.weight, -1
+        if commit.resume is None or commit.checkpoint is None:
+            return
+        state: Any = copy.deepcopy(commit.resume)
+        if not self._exact:
+            together = isinstance(trainer.strategy, HorovodStrategy)
+            places = [{"loaders": place} for place in commit.places]
+            state = resized(places, rank, ranks, state, deal_steps if together else deal)
+            self._weight = weight_of_the_last(state, rank, ranks) if together else 1.0
+        self._resume.restore(state)
+        self._step, self._epoch = commit.checkpoint["global_step"], commit.checkpoint["epoch"]
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._resume is None:
+            return
+        if self._beside() is None:
+            self._resume.points.keeps = self.call_together is not None
+            self._undo.append(self._resume.points.whereabouts.follow())
+        if self._committed.value.checkpoint is None:
+            self._commit(AsItWas(None, None), "start")
+
+    # ---- in training ----
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        strategy: Any = trainer.strategy
+        if isinstance(strategy, HorovodStrategy):
+            is_last = trainer.current_epoch == self._epoch and batch_idx + 1 == trainer.num_training_batches
+            strategy.weight = self._weight if is_last else 1.0
+
+    def _after(self, original: Callable[[], None]) -> Callable[[], None]:
+        def on_boundary() -> None:
+            original()
+            resume, trainer = self._resume, self._trainer
+            assert resume is not None
+            drifts = self.call_together is not None and trainer.strategy.gates is not None
+            if resume.where == "epoch":
+                if not drifts or not trainer.strategy.world.drifting:
+                    self._commit(AsItWas(resume.capture(), None), "epoch")
+            elif resume.where == "batch" and self._is_due(drifts):
+                if drifts:
+                    assert self.call_together is not None
+                    self.call_together()
+                else:
+                    self._commit(AsItWas(resume.capture(), None), "batch")
+
+        return on_boundary
+
+    def _is_due(self, drifts: bool) -> bool:
+        step, loop = self._trainer.global_step, self._trainer.fit_loop.epoch_loop
+        if drifts:
+            return step >= self._step + self._every
+        # The end of an epoch is committed as such.
+        return step > self._step and step % self._every == 0 and not loop.batch_progress.is_last_batch
+
+    def decide(self, world: World) -> bool:
+        """See `Convened`: all replicas are here, and hold one model."""
+        assert self._resume is not None
+        with self._resume.as_it_was() as state:
+            if all(world.gather_objects(state.resume is not None)):
+                self._commit(state, "gate")
+        return False
+
+    def _commit(self, state: AsItWas, where: str) -> None:
+        trainer, before = self._trainer, self._committed.value
+        strategy, rank, ranks = trainer.strategy, trainer.global_rank, trainer.world_size
+        number = before.number + 1
+        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        if state.callbacks is not None:
+            checkpoint["callbacks"] = state.callbacks
+        if state.resume is None:
+            del checkpoint["loops"]  # they have yet to begin
+        strategy.write_state(checkpoint, f"commit {number}")
+        places = [[_place(each, where) for each in (state.resume or {}).get("loaders", [])]]
+        if strategy.world is not None:
+            places = strategy.world.gather_objects(places[0])
+        self._step = trainer.global_step
+        in_epoch = where != "epoch" and trainer.current_epoch == self._epoch
+        commit = Commit(
+            number=number, dealt=(rank, ranks), checkpoint=_to_memory(checkpoint), resume=_to_memory(state.resume),
+            places=places, weight=self._weight if in_epoch else 1.0,
+        )  # fmt: skip  # copies: training goes on with the tensors
+        with self._leaving_together():
+            self._committed.commit(commit)
+
+    @contextmanager
+    def _leaving_together(self) -> Iterator[None]:
+        """Hosts have come, or are to go: all ranks leave this world here, and none of them has failed."""
+        try:
+            yield
+        except RuntimeError as error:
+            if type(error).__name__ == "HostsUpdatedInterrupt":
+                self._undo.append(set_for_now(self._trainer.strategy, "on_exception", lambda exception: None))
+            raise
+
+
+def _place(position: dict[str, Any], where: str) -> dict[str, Any]:
+    """What others must know of a loader's position."""
+    return {"ended": True} if where == "epoch" else {key: position[key] for key in _OF_PLACES if key in position}
+
+
+def _to_memory(value: Any) -> Any:
+    """A copy that shares nothing, its tensors on the CPU."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return type(value)((key, _to_memory(each)) for key, each in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(_to_memory(each) for each in value)
+    return copy.deepcopy(value)
