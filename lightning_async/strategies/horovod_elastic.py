@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -75,7 +76,7 @@ def fit_elastic(
             )
         trainers[:] = [trainer]
         with _one_world() as world:
-            settings = f"fit {number}, {strategy!r}, commit_every={commit_every}"
+            settings = re.sub(" at 0x[0-9a-f]+", "", f"fit {number}, {strategy!r}, commit_every={commit_every}")
             committed.value, exact = agree(world, committed.value, settings)
         commits = Commits(committed, commit_every, exact)
         trainer.callbacks = [commits, *trainer.callbacks]  # pyright: ignore[reportAttributeAccessIssue]
