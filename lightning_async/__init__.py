@@ -3,6 +3,7 @@
 from lightning_async.callbacks.checkpoint import FaultTolerantCheckpoint
 from lightning_async.callbacks.divergence import DivergenceMonitor
 from lightning_async.callbacks.monitor import AveragingMonitor
+from lightning_async.callbacks.peer_memory import PeerMemory
 from lightning_async.callbacks.watchdog import HangWatchdog
 from lightning_async.engine.deadlines import Deadlines
 from lightning_async.errors import AsyncTrainingError, CollectiveError, CollectiveTimeout, PeerLost
@@ -33,6 +34,7 @@ __all__ = [
     "HorovodTransport",
     "Mean",
     "PeerLost",
+    "PeerMemory",
     "Synchronous",
     "TorchTransport",
     "Warmup",

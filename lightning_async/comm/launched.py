@@ -1,6 +1,6 @@
 """What a rank and the launcher that has started it tell each other: with whom a rank trains, and who has died.
 
-    rank --- {"process": 4711, "generation": 1, "members": ["0", "2"]} ---> launcher
+    rank --- {"process": 4711, "generation": 1, "members": ["0", "2"], "imports": ["torch"], "sets": []} ---> launcher
     rank <-- {"process": 4711, "dead": 1, "was": 4712, "how": "its process was killed by SIGKILL"} --- launcher
 
 The launcher hands each rank one end of a pair of sockets, and names it in a variable by its number and by what file it
@@ -20,13 +20,15 @@ import os
 import select
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 __all__ = [
-    "CHANNEL", "LONGEST", "REJOIN", "Death", "Listener", "attempt", "came_back", "heard", "listen", "named", "news",
-    "tell_generation",
+    "CHANNEL", "LONGEST", "REJOIN", "Death", "Listener", "Program", "attempt", "came_back", "heard", "listen", "named",
+    "news", "problem_of", "program", "tell_generation",
 ]  # fmt: skip
 
 CHANNEL = "LIGHTNING_ASYNC_LAUNCHER_FD"
@@ -36,6 +38,10 @@ REJOIN = "LIGHTNING_ASYNC_REJOIN"
 
 Where it is "torchrun", on all ranks, each has an agent of its own, which counts the starts of this rank alone.
 """
+_IMPORTS = ("torch", "lightning.pytorch", "pytorch_lightning", "lightning_async")
+"""What takes a program long to import, and may be imported before it is known which rank it will be."""
+_READ_AT_IMPORT = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "TORCH_", "PYTORCH_")
+"""How variables begin that these libraries read as they are imported."""
 _BY_TORCHRUN, _RESTARTS = "torchrun", "TORCHELASTIC_RESTART_COUNT"
 LONGEST = 4096
 """Bytes of a message; a longer one is not sent."""
@@ -58,11 +64,23 @@ class Death(NamedTuple):
     text: str
 
 
+class Program(NamedTuple):
+    """What the launcher need know of a rank's program to have another process ready for it.
+
+    Args:
+        imports: of the libraries that take long, those that it has imported, in this order.
+        sets: variables which these read as they are imported, and which it has set itself.
+    """
+
+    imports: tuple[str, ...]
+    sets: tuple[str, ...]
+
+
 # ---- on the rank's side ----
 
 
 def tell_generation(number: int, members: Sequence[str]) -> None:
-    """Tell the launcher that this rank is in a generation.
+    """Tell the launcher that this rank is in a generation, and what its program has imported.
 
     It neither waits nor raises where there is no launcher, or none any more, or where the descriptor is closed or
     somebody else's by now. Where the launcher has read nothing of hundreds of messages, this one is lost.
@@ -72,7 +90,7 @@ def tell_generation(number: int, members: Sequence[str]) -> None:
         members: their names for life, those of the numbers that ranks were started with.
     """
     said = {"process": os.getpid(), "generation": int(number), "members": [str(member) for member in members]}
-    message = _dump(said)
+    message = _dump({**said, "imports": [name for name in sys.modules if name in _IMPORTS], "sets": _set_by_itself()})
     if len(message) > LONGEST:
         return
     with contextlib.suppress(OSError, ValueError, OverflowError):
@@ -83,6 +101,16 @@ def tell_generation(number: int, members: Sequence[str]) -> None:
             channel.send(message)
         finally:
             channel.detach()
+
+
+def _set_by_itself() -> list[str]:
+    """Variables that libraries read as they are imported, where they are not what this process was started with."""
+    try:
+        given = Path("/proc/self/environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
+    read = {name: value for name, value in os.environ.items() if name.startswith(_READ_AT_IMPORT)}
+    return sorted(name for name, value in read.items() if os.fsencode(f"{name}={value}") not in given)
 
 
 def came_back() -> int | None:
@@ -225,6 +253,28 @@ def heard(message: bytes, process: int) -> tuple[int, tuple[str, ...]] | None:
     if not all(isinstance(member, str) for member in members):
         return None
     return number, tuple(members)
+
+
+def program(message: bytes, process: int) -> Program | None:
+    """What a rank has told of its program; None for what is not the rank's, or no such message.
+
+    >>> program(b'{"process":4711,"imports":["torch"],"sets":[]}', 4711)
+    Program(imports=('torch',), sets=())
+
+    Args:
+        message: as it has come.
+        process: the rank's.
+    """
+    said = _load(message, process)
+    imports, sets = said.get("imports"), said.get("sets")
+    if not isinstance(imports, list) or not isinstance(sets, list):
+        return None
+    return Program(tuple(name for name in _IMPORTS if name in imports), tuple(str(name) for name in sets))
+
+
+def problem_of(message: bytes, process: int) -> str:
+    """Why a process that stands by cannot be ready, as it has told; else ""."""
+    return str(_load(message, process).get("standby", ""))
 
 
 # ---- on both ----

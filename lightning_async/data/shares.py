@@ -40,6 +40,11 @@ class Share(NamedTuple):
         """Whether its batches can be told from the outside."""
         return all(told is not None and told["kind"] in ("distributed", "given") for told, _ in self.loaders)
 
+    @property
+    def lengths(self) -> list[int]:
+        """Of the loaders' datasets, where they are known."""
+        return [told["length"] for told, _ in self.loaders if told is not None]
+
 
 def told_of(loader: Any) -> tuple[dict[str, Any] | None, int]:
     """What a loader takes in the epoch that begins, as a `Share` has it."""
@@ -113,7 +118,7 @@ def _cut(told: dict[str, Any], count: int, numbers: range, cycles: bool) -> list
         is_padding = (len(indices) - 1) * told["num_replicas"] + told["rank"] >= told["length"]
         indices = indices[:-1] if is_padding else indices
     numbers_here = [number % count if cycles and count else number for number in numbers]
-    return [indices[number * size :][:size] for number in numbers_here]
+    return [indices[number * size : (number + 1) * size] for number in numbers_here]
 
 
 def _given(batches: Sequence[Batch], first: int, like: list[tuple[dict[str, Any] | None, int]]) -> Share:

@@ -25,6 +25,8 @@ from lightning_async.launch.state import (
     Ended,
     Event,
     Finish,
+    Gone,
+    Here,
     Phase,
     Policy,
     Rejoin,
@@ -62,6 +64,10 @@ def decide(policy: Policy, state: State, event: Event) -> Decision:
         return _ended(policy, state, event)
     if isinstance(event, Told):
         return _told(policy, state, event)
+    if isinstance(event, Gone):
+        return replace(state, away=state.away | event.ranks, pausing=state.pausing - event.ranks), []
+    if isinstance(event, Here):
+        return _bring_back(policy, replace(state, away=state.away - event.ranks))
     if isinstance(event, Signalled):
         return _signalled(policy, state, event)
     if isinstance(event, StoreLost):
@@ -110,9 +116,9 @@ def _without_the_lost(state: State) -> State:
 
 
 def _bring_back(policy: Policy, state: State) -> Decision:
-    """Those that are lost are started again, each after a pause of its own."""
+    """Those that are lost are started again, each after a pause of its own, where there is a node for them."""
     actions: list[Action] = []
-    for rank in sorted(state.lost - state.living - state.pausing):
+    for rank in sorted(state.lost - state.living - state.pausing - state.away):
         ended = state.statuses[rank] in (0, TRY_AGAIN)  # it had nothing to join, or was told to go
         used_up = state.restarts + len(state.pausing) >= policy.max_restarts
         if ended or used_up or state.phase is not Phase.RUNNING:
@@ -120,7 +126,7 @@ def _bring_back(policy: Policy, state: State) -> Decision:
         before, rejoins = state.in_vain.get(rank, 0), {**state.rejoins, rank: state.rejoins.get(rank, 0) + 1}
         in_vain = {**state.in_vain, rank: before + 1}
         state = replace(state, rejoins=rejoins, in_vain=in_vain, pausing=state.pausing | {rank})
-        actions.append(Wait(policy.pause_s(before), rank))
+        actions.append(Wait(policy.pause_alone_s(before), rank))
     return state, actions
 
 

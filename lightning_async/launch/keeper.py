@@ -33,13 +33,14 @@ _LONGEST_MESSAGE = 1 << 10
 _stores: list[Any] = []  # one for each start of the ranks; those of earlier ones have nobody left to answer
 
 
-def main(channel: int, readers: Sequence[int], logs: str | None, grace_s: float) -> None:
+def main(channel: int, readers: Sequence[int], logs: str | None, numbers: tuple[int, int], grace_s: float) -> None:
     """Keep the store until the launcher has ended, and its ranks.
 
     Args:
         channel: a socket to the launcher.
         readers: of the ranks' pipes, see `Outputs`.
         logs: the directory of the ranks' files.
+        numbers: of the first of these ranks, and of all ranks.
         grace_s: that ranks have to end, when the launcher was killed.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
@@ -55,7 +56,7 @@ def main(channel: int, readers: Sequence[int], logs: str | None, grace_s: float)
                 ranks[said["pid"]] = descriptors[0]
             else:
                 os.close(ranks.pop(said["pid"]))
-    _see_to_the_end(ranks, Outputs(readers, Path(logs) if logs else None), grace_s)
+    _see_to_the_end(ranks, Outputs(readers, Path(logs) if logs else None, *numbers), grace_s)
     os._exit(0)  # torch has threads, and the store nothing to say any more
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import select
 import signal
@@ -66,14 +67,29 @@ class Process:
         self.channel.setblocking(False)
         self._unread: list[bytes] = []
         with theirs:
+            self._name = named(theirs.fileno())
             self._popen = subprocess.Popen(
-                command, env={**environment, **named(theirs.fileno())}, pass_fds=[theirs.fileno()],
+                command, env={**environment, **self._name}, pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
                 start_new_session=True, preexec_fn=die_with_the_launcher,
             )  # fmt: skip
         self.pid = self._popen.pid
         self.pidfd = watched(self._popen)
         """Becomes readable when it ends."""
+
+    def become(self, environment: Mapping[str, str], stdout: int, stderr: int) -> bool:
+        """Have a process that stands by be a rank from now on; False where it has died. See `standby`.
+
+        Args:
+            environment: variables that it has not been started with.
+            stdout, stderr: descriptors that it writes to from now on.
+        """
+        self.started = time.monotonic()
+        try:
+            socket.send_fds(self.channel, [json.dumps({**environment, **self._name}).encode()], [stdout, stderr])
+        except OSError:
+            return False
+        return not self.wait(0.0)
 
     def signal(self, number: int) -> None:
         """Send a signal to it, if it lives; SIGKILL to its whole group."""

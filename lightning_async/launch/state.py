@@ -12,14 +12,17 @@ from enum import Enum
 from lightning_async.arguments import check_int, check_real
 
 __all__ = [
-    "CANNOT_START", "STORE_LOST", "TRY_AGAIN", "Action", "Announce", "Due", "Ended", "Event", "Finish", "Generation",
-    "Phase", "Policy", "Rejoin", "Send", "Signalled", "Start", "State", "StoreLost", "Told", "Wait",
+    "CANNOT_START", "NODE_LOST", "STORE_LOST", "TRY_AGAIN", "Action", "Announce", "Due", "Ended", "Event", "Finish",
+    "Generation", "Gone", "Here", "Phase", "Policy", "Rejoin", "Send", "Signalled", "Start", "State", "StoreLost",
+    "Told", "Wait",
 ]  # fmt: skip
 
 TRY_AGAIN = 75
 """EX_TEMPFAIL of sysexits.h: a rank that was told to go has saved, and can be started again."""
 STORE_LOST = 69
 """EX_UNAVAILABLE: the store, in which ranks meet, has died."""
+NODE_LOST = 68
+"""EX_NOHOST: the ranks of a node of which nothing is heard any more have ended, or too few nodes have come."""
 CANNOT_START = 71
 """EX_OSERR: the system did not let a rank or the store start, or a file be written."""
 
@@ -36,7 +39,10 @@ class Policy:
             go on. Default: 0.
         grace_s: seconds that ranks have to save and to end when the job is told to end. Default: 30.
         patience_s: seconds that they have when one of them has died, to go on without it, and then to end. Default: 5.
-        first_pause_s: before the first restart; each further pause is twice as long, up to a minute. Default: 1.
+        first_pause_s: before the first restart of all ranks; each further pause is twice as long, up to a minute.
+            Default: 1.
+        standbys: processes that have imported what the program does, and are to be the next ranks that are started
+            again. Default: 0.
 
     Raises:
         TypeError, ValueError: an argument is out of range.
@@ -47,10 +53,12 @@ class Policy:
     grace_s: float = 30.0
     patience_s: float = 5.0
     first_pause_s: float = 1.0
+    standbys: int = 0
 
     def __post_init__(self) -> None:
         check_int(self, "ranks", at_least=1)
         check_int(self, "max_restarts", at_least=0)
+        check_int(self, "standbys", at_least=0)
         for name in ("grace_s", "patience_s", "first_pause_s"):
             check_real(self, name, at_least=0.0)
 
@@ -61,6 +69,10 @@ class Policy:
     def pause_s(self, restarts: int) -> float:
         """Before the next restart, when there have been so many."""
         return min(self.first_pause_s * 2.0 ** min(restarts, 60), _LONGEST_PAUSE_S)
+
+    def pause_alone_s(self, in_vain: int) -> float:
+        """Before a rank is started again alone, when it has been so often since it last trained with the others."""
+        return self.pause_s(in_vain - 1) if in_vain else self.first_pause_s / 10.0
 
 
 class Phase(Enum):
@@ -99,6 +111,20 @@ class Told:
 
 
 @dataclass(frozen=True)
+class Gone:
+    """The node of these ranks is not there any more. Those that lived are then told to have `Ended`."""
+
+    ranks: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Here:
+    """There is a node for these ranks again."""
+
+    ranks: frozenset[int]
+
+
+@dataclass(frozen=True)
 class StoreLost:
     """The process that holds the store has ended."""
 
@@ -118,7 +144,7 @@ class Due:
     rank: int | None = None
 
 
-Event = Ended | Told | StoreLost | Signalled | Due
+Event = Ended | Told | Gone | Here | StoreLost | Signalled | Due
 
 
 @dataclass(frozen=True)
@@ -184,6 +210,7 @@ class State:
         rejoins: how often each rank was to be started again alone, in this start.
         in_vain: the same, since it last trained with the others.
         pausing: ranks that will be.
+        away: ranks whose node is not there.
         store_lost: the store has died first.
         asked: the signal by which the job was told to end, if it was.
         asked_at: when.
@@ -199,6 +226,7 @@ class State:
     rejoins: Mapping[int, int] = field(default_factory=dict)
     in_vain: Mapping[int, int] = field(default_factory=dict)
     pausing: frozenset[int] = frozenset()
+    away: frozenset[int] = frozenset()
     store_lost: bool = False
     asked: int | None = None
     asked_at: float = 0.0
@@ -209,6 +237,11 @@ class State:
     def trains(self) -> bool:
         """Whether nobody has been told to end."""
         return self.phase in (Phase.RUNNING, Phase.REGROUPING)
+
+    @property
+    def settled(self) -> bool:
+        """Whether all who live train together, and nobody is to be started again."""
+        return self.phase is Phase.RUNNING and self.agreed is not None and not self.pausing | self.lost & self.living
 
     @property
     def first(self) -> int | None:

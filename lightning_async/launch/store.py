@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lightning_async.launch.environment import ADDRESS
+from lightning_async.launch.places import Place
 from lightning_async.launch.process import Process, watched
 
 __all__ = ["Keeper"]
@@ -38,15 +38,17 @@ class Keeper:
     Args:
         readers: of the ranks' pipes, which it reads when the launcher is killed.
         logs: the directory of the ranks' files, if there is one.
+        place: of the ranks.
         grace_s: that ranks have then.
 
     Raises:
         OSError: the system does not let it start.
     """
 
-    def __init__(self, readers: Sequence[int], logs: Path | None, grace_s: float) -> None:
+    def __init__(self, readers: Sequence[int], logs: Path | None, place: Place, grace_s: float) -> None:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        arguments = [theirs.fileno(), list(readers), None if logs is None else str(logs.absolute()), grace_s]
+        folder, numbers = None if logs is None else str(logs.absolute()), (place.first, place.world)
+        arguments = [theirs.fileno(), list(readers), folder, numbers, grace_s]
         package = Path(__file__).resolve().parents[1]
         told = json.dumps([arguments, str(package), [os.path.abspath(path) for path in sys.path if path]])
         # Isolated (-I): a module beside the user's script cannot take the place of one that it imports.
@@ -60,11 +62,12 @@ class Keeper:
         self.pidfd = watched(self._popen)
         """Becomes readable when it ends."""
 
-    def open(self) -> int:
-        """A store in place of the one before; its port. Ranks can connect at once."""
-        with socket.create_server((ADDRESS, 0), backlog=_BACKLOG) as server:
+    def open(self, address: str) -> int:
+        """A store at an address of this host, in place of the one before; its port. Ranks can connect at once."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.create_server((address, 0), family=family, backlog=_BACKLOG) as server:
             port: int = server.getsockname()[1]
-            self._tell({"what": "store", "host": ADDRESS, "port": port}, [server.fileno()])
+            self._tell({"what": "store", "host": address, "port": port}, [server.fileno()])
         return port
 
     def started(self, process: Process) -> None:

@@ -24,6 +24,8 @@ class Ending:
         seconds: that it lived.
         told: the signal by which the launcher has told it to end; None where it has not.
         tail: the last lines of its stderr.
+        where: its node, where there are several.
+        lost: why its node is taken for lost; None where it is not.
     """
 
     rank: int
@@ -32,6 +34,13 @@ class Ending:
     seconds: float
     told: int | None = None
     tail: Sequence[bytes] = ()
+    where: str = ""
+    lost: str | None = None
+
+    @property
+    def who(self) -> str:
+        """The rank, as the subject of a sentence."""
+        return f"rank {self.rank} on {self.where}" if self.where else f"rank {self.rank}"
 
 
 def signal_name(number: int) -> str:
@@ -44,7 +53,9 @@ def signal_name(number: int) -> str:
 
 def how(ending: Ending) -> str:
     """One rank's end, as the rest of a sentence."""
-    if ending.status == 0:
+    if ending.lost is not None:
+        text = f"was lost with its node ({ending.lost})"
+    elif ending.status == 0:
         text = "ended in order"
     elif ending.status == TRY_AGAIN:
         text = f"has saved and ended with exit code {TRY_AGAIN} (preempted)"
@@ -83,11 +94,11 @@ def report(endings: Sequence[Ending], first: int | None, code: int | None, lost:
     for ending in endings:
         lives = "; it was started again" if last[ending.rank] is not ending else ""
         without = "; training went on without it" if not lives and ending.rank in lost else ""
-        lines.append(f"rank {ending.rank} (process {ending.pid}) {how(ending)}{lives}{without}")
+        lines.append(f"{ending.who} (process {ending.pid}) {how(ending)}{lives}{without}")
     for ending in last.values():
         died = ending.rank in (first, *lost) and ending.told is None and ending.status != TRY_AGAIN
         if died and ending.tail:
-            lines.append(f"the last that rank {ending.rank} has written to stderr:")
+            lines.append(f"the last that {ending.who} has written to stderr:")
             lines += [f"    {line.decode(errors='replace')}" for line in ending.tail]
     if lost or len(last) < len(endings):
         in_order = sum(ending.status == 0 for ending in last.values())

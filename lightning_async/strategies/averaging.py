@@ -29,8 +29,9 @@ from lightning_async.strategies.guest import Guest
 from lightning_async.strategies.host import Host
 from lightning_async.strategies.saved_state import SavedState
 from lightning_async.strategies.session import Session
-from lightning_async.strategies.survivors import is_newcomer, started
+from lightning_async.strategies.survivors import started
 from lightning_async.trainer import refusals
+from lightning_async.trainer.names import is_newcomer
 from lightning_async.trainer.namespace import name as namespace
 from lightning_async.trainer.namespace import pytorch
 from lightning_async.trainer.patches import in_words, shorten
@@ -71,15 +72,17 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
             the round under way is repeated by them, and they train on what the lost had not shared of the epoch. None
             (default): half of those that were started, rounded up; over Horovod all. The number of ranks: one that is
             lost ends training on all.
+        max_replicas: ranks that are started while others train are taken in until there are so many: those that were
+            lost, under their numbers, and new ones, under numbers of their own. None (default): as many as began.
         deadlines: how long to wait for what.
         part_mb: payloads move in parts of at most this many MiB. Default 16.
         transport: who starts the ranks and what moves their bytes: `TorchTransport`, `HorovodTransport`, or a short
             name, "torch", "horovod" or "auto" (default): Horovod where horovodrun started the ranks, else torch.
 
     Raises:
-        TypeError: ``rule``, ``schedule`` or ``transport`` lacks what one must answer; ``min_replicas`` is no number.
-        ValueError: an unknown policy, ``min_replicas`` below 1, a rule that overwrites together with ``overlap=True``,
-            or one that sends its parameters together with 8 bits of compression.
+        TypeError: ``rule``, ``schedule`` or ``transport`` lacks what one must answer; a number of replicas is none.
+        ValueError: an unknown policy, numbers of replicas that cannot be, a rule that overwrites together with
+            ``overlap=True``, or one that sends its parameters together with 8 bits of compression.
 
     Source: local SGD (Stich, 2019), DiLoCo (Douillard et al., 2023), and asynchronous model averaging as in Bagua.
     """
@@ -99,6 +102,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         lr_clock: refusals.LrClock = "local",
         compression: Compression = "none",
         min_replicas: int | None = None,
+        max_replicas: int | None = None,
         deadlines: Deadlines | None = None,
         part_mb: float = 16.0,
         transport: Transport | TransportName = "auto",
@@ -112,7 +116,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         refusals.check_policies(owner, buffers, optimizer_state, lr_clock, part_mb)
         self.config = AveragerConfig(
             overlap=overlap, weighting=weighting, compression=compression, deadlines=deadlines,
-            part_bytes=max(4, int(part_mb * 2**20)), min_replicas=min_replicas,
+            part_bytes=max(4, int(part_mb * 2**20)), min_replicas=min_replicas, max_replicas=max_replicas,
         )  # fmt: skip
         self.config.check_rule(owner, self.rule)
         self.host = Host(self) if isinstance(self.transport, ElasticTransport) else None
@@ -133,7 +137,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         refusals.check_callbacks(trainer.callbacks)
         if self.world is not None:
             check_settings(self, trainer, self.world)
-            refusals.check_survival(self.config.min_replicas, self.world_size)
+            refusals.check_survival(self.config.min_replicas, self.config.max_replicas, self.world_size)
 
     def setup(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -146,7 +150,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         if fitting:
             self.num_fits = next(_fits)
             self.course = Course(self, trainer)
-            if not is_newcomer():
+            if not is_newcomer(self):
                 self.course.install(self.world)
             self.course.undo.append(monitor_for_now(trainer))
 
@@ -154,7 +158,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
         """All ranks hold the same model: replicas part from here."""
         if self.averager is not None:  # a loop within this fit, such as the LearningRateFinder's
             self.start_over()
-        if is_newcomer():
+        if is_newcomer(self):
             Guest(self, self._trainer).join()
         elif self.course is not None:
             self.course.begin()

@@ -16,13 +16,14 @@ from lightning_async.strategies.survivors import (
     Survivors,
     among,
     count_run,
-    is_newcomer,
     left_here,
     name_in_run,
     number_rank,
     numbered_last,
+    run_name,
 )
 from lightning_async.trainer.compiled import CompiledMark
+from lightning_async.trainer.names import is_newcomer
 from lightning_async.trainer.namespace import fabric, pytorch
 from lightning_async.trainer.one_model import make_equal
 from lightning_async.trainer.patches import rank_zero_info, searches_lr
@@ -153,9 +154,9 @@ class ReplicatedStrategy(ParallelStrategy):
 
     def connect_ranks(self) -> None:
         """Join the other ranks, if there are any; all call this together."""
-        if self.world_size > 1 and not is_newcomer():
+        if self.world_size > 1 and not is_newcomer(self):
             place, run = among(self.survivors, self.cluster_environment), count_run()
-            transport, where = self.transport, (place, self.root_device, f"lightning_async/{run}", self._dead_after)
+            transport, where = self.transport, (place, self.root_device, run_name(run), self._dead_after)
             if self.host is not None and isinstance(transport, ElasticTransport):
                 self.use(transport.connect(*where, elastic=True), run)
             else:
@@ -270,7 +271,7 @@ class ReplicatedStrategy(ParallelStrategy):
             yield self._connection.world
         elif self.world_size > 1 and self.num_runs > 0 and not self.failed:
             self._operations += 1
-            name = f"lightning_async/{self.num_runs}.{self._operations}"
+            name = f"{run_name(self.num_runs)}.{self._operations}"
             with self.transport.short_world(among(self.survivors, self.cluster_environment), name) as world:
                 yield world
         else:

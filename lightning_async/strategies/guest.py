@@ -72,7 +72,8 @@ class Guest:
             if time.monotonic() > until:
                 raise CollectiveTimeout(
                     f"Rank {self._number} was started again to join those who train, and nobody has taken it in for "
-                    f"{self.patience}. Do the others still train? If not, start all ranks again."
+                    f"{self.patience}. Do the others still train? If not, start all ranks again. If so, they may be as "
+                    "many as their `max_replicas` already."
                 )
             if self._trainer.received_sigterm:
                 raise pytorch("utilities.exceptions").SIGTERMException
@@ -119,9 +120,8 @@ class Guest:
         except CollectiveError as error:
             log.warning("Rank %d could not be taken in, and waits again: %s", self._number, error)
             return None
-        first = Generation.first(rank, strategy.cluster_environment.world_size())
-        min_replicas = strategy.config.fewest(strategy.cluster_environment.world_size())
-        strategy.survivors = Survivors(first, run, min_replicas).with_newcomers(rank, names, run)
+        began = Survivors(Generation.first(0, place["started"]), run, strategy.config.fewest(place["started"]))
+        strategy.survivors = began.with_newcomers(rank, names, run, place["named"])
         return connection
 
     def _take_part(self, connection: Connection, run: int, answer: Callable[[], dict[str, Any]]) -> None:
@@ -137,7 +137,7 @@ class Guest:
                 )
             connection.open()
             course.install(world)
-            course.undo += reversed(begin_within_epoch(trainer, state))
+            course.undo += reversed(begin_within_epoch(trainer, state, lambda: course.patches.has_part))
             self._hear(connection, answer)
         except BaseException as error:
             connection.membership.fail(in_words(error))  # nobody waits for it
@@ -145,7 +145,7 @@ class Guest:
             raise
         strategy.saved.go_on(state["averaging"])
         course.widen(connection, run)
-        course.patches.go_on(world, bool(state["gates_epochs"]))
+        course.patches.go_on(world, bool(state["gates_epochs"]), comes=True)
         world.drifting = True  # until the end of the epoch, where all meet
 
     def _hear(self, connection: Connection, answer: Callable[[], dict[str, Any]]) -> None:

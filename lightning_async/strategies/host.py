@@ -35,7 +35,7 @@ from lightning_async.errors import CollectiveTimeout
 from lightning_async.events import tell
 from lightning_async.strategies.course import Course
 from lightning_async.strategies.saved_state import SavedState, state_of
-from lightning_async.strategies.survivors import Survivors, count_run
+from lightning_async.strategies.survivors import Survivors, count_run, run_name
 from lightning_async.trainer.averaged_models import AveragedModels
 from lightning_async.trainer.environments import Survivor
 from lightning_async.trainer.latecomer import state_for_newcomers
@@ -43,7 +43,7 @@ from lightning_async.trainer.patches import in_words
 from lightning_async.trainer.settings import settings_of
 from lightning_async.transports.transport import Connection, ElasticTransport, Transport
 
-__all__ = ["PATIENCE", "Host", "Hosting", "connect", "digest", "run_name"]
+__all__ = ["PATIENCE", "Host", "Hosting", "connect", "digest"]
 
 PATIENCE = timedelta(seconds=30)
 """How long those who train stand still at most for a newcomer that has said that it is there."""
@@ -95,32 +95,38 @@ class Host:
         if not isinstance(transport, ElasticTransport):
             return
         self._door = transport.door(strategy.cluster_environment)
-        self._pin(
-            {
-                "run": strategy.num_runs,
-                "fit": strategy.num_fits,
-                "settings": settings_of(strategy, trainer),
-                "model": digest(strategy.module),
-            }
-        )
+        if self._speaks:
+            self._pin(
+                {
+                    "run": strategy.num_runs,
+                    "fit": strategy.num_fits,
+                    "settings": settings_of(strategy, trainer),
+                    "model": digest(strategy.module),
+                }
+            )
 
     def close(self) -> None:
         """Training ends: it takes nobody in any more."""
-        self._pin({})
+        if self._speaks:
+            self._pin({})
         self._door = None
 
-    def _pin(self, notice: dict[str, Any]) -> None:
-        survivors, door = self._strategy.survivors, self._door
-        if door is not None and survivors is not None and survivors.generation.rank == 0:
-            with contextlib.suppress(RuntimeError, OSError):  # the store is gone: the heartbeat says so
-                door.pin(notice)
+    @property
+    def _speaks(self) -> bool:
+        """Whether it is this rank that tells newcomers of those that train."""
+        survivors = self._strategy.survivors
+        return self._door is not None and survivors is not None and survivors.generation.rank == 0
 
-    def _answer(self, guests: list[str], admitted: bool) -> None:
+    def _pin(self, notice: dict[str, Any]) -> None:
+        assert self._door is not None
+        with contextlib.suppress(RuntimeError, OSError):  # the store is gone: the heartbeat says so
+            self._door.pin(notice)
+
+    def _answer(self, guest: str, admitted: bool) -> None:
         """Without a word a newcomer ends: it is not to train alone what the others train without it."""
+        assert self._door is not None
         with contextlib.suppress(RuntimeError, OSError):
-            for guest in guests:
-                assert self._door is not None
-                self._door.answer(guest, admitted)
+            self._door.answer(guest, admitted)
 
     def notice(self) -> None:
         """Something is new among the heartbeats, on whose thread this is called."""
@@ -132,32 +138,35 @@ class Host:
         connection, survivors = self._strategy.connection, self._strategy.survivors
         if connection is None or survivors is None:
             return []
-        return [guest for guest in connection.membership.guests() if _for_life(guest) not in survivors.names]
+        most = self._strategy.config.max_replicas or survivors.started
+        waiting = connection.membership.guests() if survivors.generation.world_size < most else ()
+        return [guest for guest in waiting if _for_life(guest) not in survivors.names]
 
     def decide(self, world: World) -> bool:
         """All are here and hold one model: take in who waits. Nobody gets another model by it."""
         strategy, course, survivors = self._strategy, self._strategy.course, self._strategy.survivors
         ends = bool(strategy.module.trainer.fit_loop.done)  # for rank 0, and so for whoever is as it is: too late
-        guests = [] if ends else self._guests()[:1]  # one by one: what becomes of one is nothing to another
+        guest = "" if ends else next(iter(self._guests()), "")  # one by one: what becomes of one is nothing to another
         there = () if survivors is None else survivors.names
-        guests, names = world.broadcast([guests, [*there, *map(_for_life, guests)]])
-        if not guests or course is None or course.session is None or survivors is None:
+        guest, names = world.broadcast((guest, [*there, _for_life(guest)]))
+        if not guest or course is None or course.session is None or survivors is None:
             return False
         run = count_run()
         averaging = state_of(course.session.averager, world)
-        blank = {**averaging["replicas"][0], "rule_state": {}, "summary": RunSummary().state_dict()}
-        averaging["replicas"] += [blank for _ in guests]
-        wider, why = self._prepare(course, run, names, guests, averaging)
+        averaging["replicas"].append(
+            {**averaging["replicas"][0], "rule_state": {}, "summary": RunSummary().state_dict()}
+        )
+        wider, why = self._prepare(course, run, names, guest, averaging)
         ready = bool(world.reduce(torch.tensor(float(wider is not None)), "min") > 0.0)
-        rank, who = survivors.generation.rank, ", ".join(map(_for_life, guests))
-        self._answer(guests, admitted=wider is not None and ready)
+        rank, who = survivors.generation.rank, _for_life(guest)
+        self._answer(guest, admitted=wider is not None and ready)
         if wider is None or not ready:
             if wider is not None:
                 wider.close(in_order=False)
-            words = f"Rank {rank}: rank(s) {who} could not be taken in, and training goes on without: {why}"
+            words = f"Rank {rank}: rank {who} could not be taken in, and training goes on without: {why}"
             tell("join_failed", logging.WARNING, words, rank=rank, run=run)
             return False
-        words = f"Rank {rank}: rank(s) {who} came back, and {len(names)} replicas train from here."
+        words = f"Rank {rank}: rank {who} has joined, and {len(names)} replicas train from here."
         tell("joined", logging.WARNING, words, rank=rank, run=run, world_size=len(names))
         strategy.saved.go_on(averaging)
         strategy.survivors = survivors.with_newcomers(wider.root.rank, names, run)  # one may be lost since it was made
@@ -166,27 +175,27 @@ class Host:
         return False
 
     def _prepare(
-        self, course: Course, run: int, names: list[str], guests: list[str], averaging: dict[str, Any]
+        self, course: Course, run: int, names: list[str], guest: str, averaging: dict[str, Any]
     ) -> tuple[Connection | None, str]:
-        """A connection with the newcomers, who have what they need; None, and why, where that could not be."""
+        """A connection with the newcomer, which has what it needs; None, and why, where that could not be."""
         strategy, trainer, wider = self._strategy, self._strategy.module.trainer, None
         connection, door, survivors = strategy.connection, self._door, strategy.survivors
         assert connection is not None
         assert door is not None
         assert survivors is not None
-        rank, world_size, membership = connection.root.rank, connection.root.world_size, connection.membership
+        rank, membership = connection.root.rank, connection.membership
 
         def check() -> None:
             membership.check()
-            if lost := {*names} - {*survivors.names} - {*map(_for_life, guests)}:
+            if lost := {*names} - {*survivors.names, _for_life(guest)}:
                 raise CollectiveTimeout(f"Meanwhile rank(s) {', '.join(lost)} were lost.")
-            if gone := {*guests} - {*membership.guests()} - membership.left():
-                raise CollectiveTimeout(f"{', '.join(gone)} is gone.")
+            if guest not in membership.guests() and guest not in membership.left():
+                raise CollectiveTimeout(f"{guest} is gone.")
 
         try:
             if rank == 0:
-                for i, guest in enumerate(guests):
-                    door.invite(guest, {"run": run, "rank": world_size + i, "names": names})
+                there = {"names": names, "started": survivors.started, "named": survivors.named}
+                door.invite(guest, {"run": run, "rank": len(names) - 1, **there})
             wider = connect(strategy, rank, names, run, check)
             state = {}
             if rank == 0:
@@ -209,11 +218,6 @@ def connect(strategy: Hosting, rank: int, names: list[str], run: int, check: Cal
     assert isinstance(transport, ElasticTransport)
     dead_after = strategy.config.deadlines.dead_after
     return transport.widen(environment, strategy.root_device, run_name(run), dead_after, PATIENCE, check)
-
-
-def run_name(run: int) -> str:
-    """Of what a run has in the store."""
-    return f"lightning_async/{run}"
 
 
 def digest(module: Any) -> int:

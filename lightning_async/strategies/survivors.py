@@ -16,11 +16,11 @@ __all__ = [
     "Survivors",
     "among",
     "count_run",
-    "is_newcomer",
     "left_here",
     "name_in_run",
     "number_rank",
     "numbered_last",
+    "run_name",
     "started",
 ]
 
@@ -44,33 +44,28 @@ class Survivors:
     def __init__(self, generation: Generation, run: int, min_replicas: int, before: Survivors | None = None) -> None:
         self._names = generation.members if before is None else before.names
         """For life: the numbers that the ranks of this run were started with."""
-        self._started = generation.world_size if before is None else before._started
+        self.started = generation.world_size if before is None else before.started
+        """How many ranks there were at first."""
+        self.named = self.started if before is None else before.named
+        """How many there have ever been: their names for life are below this number."""
         self._run, self._min_replicas = run, min_replicas
         self.room = "" if before is None else before.room
         """Where those who are there meet, since their numbers have changed; "" where they have not."""
         self.generation = generation
 
-    def with_newcomers(self, rank: int, names: Sequence[str], run: int) -> Survivors:
-        """Those who are there once others have come back, for a run of all of them: what this rank's number is in it,
-        and what all are called for life."""
+    def with_newcomers(self, rank: int, names: Sequence[str], run: int, named: int = 0) -> Survivors:
+        """Those who are there once others have come, for a run of all of them: what this rank's number is in it, what
+        all are called for life, and how many names there are at least."""
         made = Survivors(Generation.first(rank, len(names)), run, self._min_replicas, self)
         made._names = tuple(names)
+        made.named = max(self.named, named, 1 + max(map(int, names)))
         made._number(run)
         return made
 
     @property
     def names(self) -> tuple[str, ...]:
         """The numbers that those who are left were started with."""
-        return self.for_life(self.generation.members)
-
-    def for_life(self, members: Sequence[str]) -> tuple[str, ...]:
-        """The numbers that members of a generation of this run were started with."""
-        return tuple(self._names[int(member)] for member in members)
-
-    @property
-    def started(self) -> int:
-        """How many ranks there were at first."""
-        return self._started
+        return tuple(map(self.called, self.generation.members))
 
     def called(self, name: str) -> str:
         """The number that a rank of this run, by its name in it, was started with; of one that is lost, too."""
@@ -79,7 +74,7 @@ class Survivors:
     @property
     def lost(self) -> int:
         """How many ranks are gone."""
-        return self._started - self.generation.world_size
+        return self.named - self.generation.world_size
 
     @property
     def can_lose_one(self) -> bool:
@@ -98,7 +93,7 @@ class Survivors:
         left = generation.world_size
         tell(
             "lost", logging.WARNING,
-            f"Rank {before.rank} goes on as rank {generation.rank} of {left}: {why}. {left} of {self._started} "
+            f"Rank {before.rank} goes on as rank {generation.rank} of {left}: {why}. {left} of {self.named} "
             f"replicas are left, and fewer than {self._min_replicas} do not go on. Steps that the lost had not shared "
             "are gone; their samples are trained on by the others.",
             rank=generation.rank, was=before.rank, generation=generation.number, world_size=left, names=self.names,
@@ -126,6 +121,11 @@ def count_run(at_least: int = 0) -> int:
     return _runs[0]
 
 
+def run_name(run: int) -> str:
+    """Of what a run has in the store."""
+    return f"lightning_async/{run}"
+
+
 def started(strategy: Any) -> int:
     """How many ranks there were at first, with those that are lost since."""
     return strategy.world_size if strategy.survivors is None else strategy.survivors.started
@@ -143,14 +143,11 @@ def among(survivors: Survivors | None, environment: Any) -> Any:
     return Survivor(environment, survivors.generation.rank, survivors.generation.world_size, survivors.room)
 
 
-def is_newcomer() -> bool:
-    """Whether this process was started while others train, and is not among them yet."""
-    return came_back() is not None and not _here
-
-
 def numbered_last(environment: Any) -> Any:
-    """The environment of a newcomer, whatever it was before: the others have a rank 0."""
-    return Newcomer(environment) if environment is not None and is_newcomer() else environment
+    """The environment of a process that was started while others train, and is not among them yet: they have a rank
+    0, whatever its own number is."""
+    comes = environment is not None and came_back() is not None and not _here
+    return Newcomer(environment) if comes else environment
 
 
 def name_in_run(rank: int, names: Sequence[str]) -> str:

@@ -70,9 +70,9 @@ class Dealing:
     def _number_left_over(self, loop: Any) -> bool:
         """Samplers for all the ranks that this job began with, of whom some were lost in an earlier run."""
         strategy = self._trainer.strategy
-        lost = 0 if strategy.survivors is None else strategy.survivors.lost
-        began = strategy.world_size + lost
-        found = [each for each in _distributed_samplers(loop) if lost > 0 and each.num_replicas == began]
+        survivors = strategy.survivors
+        began = 0 if survivors is None or not survivors.lost else survivors.started
+        found = [each for each in _distributed_samplers(loop) if each.num_replicas == began]
         for sampler in found:
             _number(sampler, **strategy.distributed_sampler_kwargs)
         return len(found) > 0

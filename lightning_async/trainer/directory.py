@@ -35,7 +35,7 @@ class Directory:
     def __init__(self, trainer: Any, store: CheckpointStore, settings: str) -> None:
         self._trainer, self._store, self._settings = trainer, store, settings
         self._gather = partial(gather, trainer)
-        self.newcomer = is_newcomer(trainer)
+        self.newcomer = is_newcomer(trainer.strategy)
         """This rank comes to a training that saves already."""
         self.program = ""
         """Names this training; the same on all ranks."""
@@ -107,7 +107,7 @@ class Directory:
                 f"This rank comes to a training of others, and has other settings for checkpoints: {self._settings}; "
                 f"theirs are {told['settings']}."
             )
-        self.program, self.group = told["program"], told["group"]
+        self.program, self.group = told["program"], sorted({*told["group"], names_of(self._trainer).mine})
         self._claim = Claim(self._store, self.program)
         self._claim.join()
 

@@ -18,6 +18,7 @@ from lightning_async.trainer.inheritance import Inheritance
 from lightning_async.trainer.learning_rates import LearningRates
 from lightning_async.trainer.meeting import Meeting
 from lightning_async.trainer.metrics import WholeMetrics
+from lightning_async.trainer.newcomers import Newcomers
 from lightning_async.trainer.patches import Undo, replace, sync_metrics_through
 from lightning_async.trainer.protocols import Drifting
 from lightning_async.trainer.revalidation import Revalidation
@@ -42,6 +43,7 @@ class DriftPatches:
         self._meeting = Meeting(strategy, trainer, stopping)
         self._rates = LearningRates(strategy, trainer)
         self._inheritance = Inheritance(strategy, trainer, self._rates)
+        self._newcomers = Newcomers(strategy, trainer, self._inheritance.epoch, self._rates)
         self._validation = Validation(strategy, trainer, self._meeting, self._inheritance)
         saving = Saving(strategy, trainer)
         self._meeting.on_model_changed += [
@@ -52,8 +54,8 @@ class DriftPatches:
         convening = Convening(strategy, trainer, self._meeting, saving, strategy.host)
         self._parts = (
             stopping, convening, self._validation, saving, self._rates, EmptyShards(strategy, trainer),
-            Dealing(strategy, trainer), self._inheritance, Revalidation(strategy, trainer),
-            WholeMetrics(strategy, trainer),
+            Dealing(strategy, trainer), self._inheritance, self._newcomers,
+            Revalidation(strategy, trainer), WholeMetrics(strategy, trainer),
         )  # fmt: skip
         self._undo: list[Undo] = []
 
@@ -85,10 +87,16 @@ class DriftPatches:
         """Whether all ranks meet at the end of each epoch."""
         return self._validation.gates_epochs
 
-    def go_on(self, world: World, gates_epochs: bool) -> None:
-        """The same training goes on with newcomers, of which this rank may be one, in a world of all of them."""
+    def go_on(self, world: World, gates_epochs: bool, comes: bool = False) -> None:
+        """The same training goes on with a newcomer, which this rank is if it ``comes``, in a world of all of them."""
         self._validation.gates_epochs = gates_epochs
         self._meeting.begin(world)
+        self._newcomers.deal(comes)
+
+    @property
+    def has_part(self) -> bool:
+        """Whether this rank, which has come within an epoch, takes part in the rest of it."""
+        return self._inheritance.epoch.first is not None
 
     def start_over(self) -> None:
         """Training begins anew within this fit."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_async.engine.checkpoint.saver import Saver
+from lightning_async.engine.checkpoint.costs import Costs
 from lightning_async.rules.saving import Best, KeepPolicy, Progress, SavePolicy
 from lightning_async.trainer.names import names_of
 from lightning_async.trainer.patches import callbacks_of, in_words
@@ -61,12 +61,12 @@ class Clock:
 
     Args:
         policy: says when to save.
-        saver: knows what saves cost.
+        costs: what saves cost.
         step: that training begins at.
     """
 
-    def __init__(self, policy: SavePolicy, saver: Saver, step: int) -> None:
-        self._policy, self._saver = policy, saver
+    def __init__(self, policy: SavePolicy, costs: Costs, step: int) -> None:
+        self._policy, self._costs = policy, costs
         self.saved_step, self._saved_at = step, time.monotonic()
         self._put_off = False
 
@@ -77,7 +77,7 @@ class Clock:
     def due(self, step: int, epoch_end: bool) -> bool:
         """Whether a save is due on this rank."""
         since = time.monotonic() - self._saved_at
-        progress = Progress(step, self.saved_step, since, self._saver.costs.of_one, epoch_end)
+        progress = Progress(step, self.saved_step, since, self._costs.of_one, epoch_end)
         return self._put_off or self._policy.due(progress)
 
     def put_off(self) -> None:

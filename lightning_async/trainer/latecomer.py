@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -74,14 +75,15 @@ def take_over(trainer: Any, state: dict[str, Any]) -> None:
     fit.reset_restart_stage()
 
 
-def begin_within_epoch(trainer: Any, state: dict[str, Any]) -> list[Undo]:
-    """The epoch's data is the others': go to its end, and take a part from the next one on.
+def begin_within_epoch(trainer: Any, state: dict[str, Any], has_part: Callable[[], bool]) -> list[Undo]:
+    """Begin with a part of the epoch's rest; without one go to its end, as its data is the others'.
 
     Patches the fit's loop; returns what takes it back.
 
     Args:
         trainer: about to begin an epoch.
         state: see `state_for_newcomers`.
+        has_part: whether the others have dealt out what is left; asked as the epoch begins here.
     """
     fit, done = trainer.fit_loop, False
     given: list[float] = []
@@ -92,6 +94,9 @@ def begin_within_epoch(trainer: Any, state: dict[str, Any]) -> list[Undo]:
                 original(fetcher)
                 return
             put_blank(trainer, state["logged"])
+            if has_part():
+                original(fetcher)
+                return
             given.append(fit.max_batches)
             fit.max_batches = 0  # so that the end of the epoch is one to the schedulers of learning rates
 
@@ -101,8 +106,8 @@ def begin_within_epoch(trainer: Any, state: dict[str, Any]) -> list[Undo]:
         def on_advance_end() -> None:
             nonlocal done
             original()
-            if not done:
-                done = True
+            done = True
+            if given:
                 fit.max_batches = given.pop()
 
         return on_advance_end

@@ -15,7 +15,7 @@ class Names(NamedTuple):
     Args:
         mine: this rank's.
         left: of all that are left, in order.
-        started: how many there were at first.
+        started: how many there were at first, and came since under names of their own.
     """
 
     mine: int
@@ -39,16 +39,14 @@ def names_of(trainer: Any) -> Names:
         trainer: its strategy may have `Survivors`.
     """
     survivors = getattr(trainer.strategy, "survivors", None)
-    if survivors is None and is_newcomer(trainer):
+    if is_newcomer(trainer.strategy):
         return Names(trainer.strategy.cluster_environment.started_as, (), trainer.world_size)
     if survivors is None:
         return Names(trainer.global_rank, tuple(range(trainer.world_size)), trainer.world_size)
     generation, left = survivors.generation, tuple(map(int, survivors.names))
-    mine = survivors.for_life([generation.name])[0]
-    return Names(int(mine), left, survivors.started)
+    return Names(int(survivors.called(generation.name)), left, survivors.named)
 
 
-def is_newcomer(trainer: Any) -> bool:
+def is_newcomer(strategy: Any) -> bool:
     """Whether this rank was started while others train, and is not among them yet."""
-    environment = getattr(trainer.strategy, "cluster_environment", None)
-    return isinstance(environment, Newcomer) and trainer.strategy.survivors is None
+    return isinstance(getattr(strategy, "cluster_environment", None), Newcomer) and strategy.survivors is None

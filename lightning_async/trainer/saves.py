@@ -39,7 +39,7 @@ class Together:
     def __init__(self, trainer: Any, saver: Saver, settings: Settings, number: int, group: Sequence[int]) -> None:
         self._trainer, self._saver, self._settings, self._number = trainer, saver, settings, number
         self._group = group
-        self._clock = Clock(settings.save, saver, trainer.global_step)
+        self._clock = Clock(settings.save, saver.costs, trainer.global_step)
         self._lagged = lagged_of("FaultTolerantCheckpoint", trainer)
         self._stale = False
         """What is heard next was asked for before the last save."""

@@ -58,7 +58,7 @@ class Apart:
         self._averager: Any = None
         self._left = left
         self._attach()
-        self._clock = Clock(settings.save, saver, self._averager.global_step())
+        self._clock = Clock(settings.save, saver.costs, self._averager.global_step())
         self._resume = resume
         self._began = batches(trainer)
 
@@ -79,6 +79,8 @@ class Apart:
         self._averager.marks.begin(self._known)
         self._averager.gates.add(self)
         self._survivors = self._trainer.strategy.survivors
+        if set(self._left) <= set(self._group):  # then whoever comes has found the directory, too
+            self._group = sorted({*self._group, *names_of(self._trainer).left})
         self._asked = False
 
     def expect(self, resume: Resume) -> None:
@@ -165,7 +167,7 @@ class Apart:
 
     def _ranks(self, members: Sequence[str]) -> list[int]:
         """Who is to save, of those that take part in a mark, by their names for life."""
-        names = members if self._survivors is None else self._survivors.for_life(members)
+        names = members if self._survivors is None else tuple(map(self._survivors.called, members))
         return [rank for rank in map(int, names) if rank in self._group]
 
     def fail(self, resume: Resume, exception: BaseException) -> bool:

@@ -113,7 +113,11 @@ def _refuse(world: World, told: list[Settings]) -> None:
 def _everywhere(trainer: Any) -> Settings:
     """What must be equal in evaluation too: callbacks that work on all ranks together would wait for one another."""
     kinds = tuple(getattr(pytorch("callbacks"), kind, ()) for kind in _COLLECTIVE)
-    together = sorted(type(callback).__name__ for callback in trainer.callbacks if isinstance(callback, kinds))
+    together = sorted(
+        type(callback).__name__
+        for callback in trainer.callbacks
+        if isinstance(callback, kinds) or getattr(callback, "of_all_ranks", False)
+    )
     values = {
         "version of lightning_async": version(),
         "version of torch": ".".join(torch.__version__.split(".")[:2]),

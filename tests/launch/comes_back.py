@@ -1,4 +1,4 @@
-"""A user's script for two ranks: rank 0 dies at its first start; all stop when it has been back for a while."""
+"""A user's script for two ranks: rank 0, or that in DIES, dies at its first start; all stop when it has been back."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Waits(pl.LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         time.sleep(0.01)
-        if came_back() is None and batch_idx == 10 and os.environ["RANK"] == "0":
+        if came_back() is None and batch_idx == 10 and os.environ["RANK"] == os.environ.get("DIES", "0"):
             os.kill(os.getpid(), signal.SIGKILL)
         here = self.trainer.world_size
         self.alone, self.together = self.alone or here == 1, self.together + (self.alone and here == 2)

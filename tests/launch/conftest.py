@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,14 +22,13 @@ CONSOLE = str(ROOT / "lightning_async/commands/bin/lightning-async")
 class Launched:
     """A launcher that runs."""
 
-    def __init__(self, arguments: tuple[str, ...], folder: Path, descriptors: int | None, **more: str) -> None:
+    def __init__(self, arguments: tuple[str, ...], folder: Path, prefix: Sequence[str], **more: str) -> None:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1", **more}
         self.folder, self._until = folder, time.monotonic() + 150
         self._out, self._err = folder / "out", folder / "err"
-        limit = [] if descriptors is None else ["bash", "-c", f'ulimit -S -n {descriptors}; exec "$@"', "-"]
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.process = subprocess.Popen(
-                [*limit, sys.executable, CONSOLE, "launch", *arguments],
+                [*prefix, sys.executable, CONSOLE, "launch", *arguments],
                 cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True,
             )  # fmt: skip
 
@@ -100,10 +99,13 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     """``launch("-n", "2", SCRIPT, ...)``; at the end there is no launcher any more, nor a store."""
     started: list[Launched] = []
 
-    def start(*arguments: str, descriptors: int | None = None, **environment: str) -> Launched:
+    def start(
+        *arguments: str, descriptors: int | None = None, prefix: Sequence[str] = (), **environment: str
+    ) -> Launched:
         folder = tmp_path / str(len(started))
         folder.mkdir()
-        started.append(Launched(arguments, folder, descriptors, **environment))
+        limit = [] if descriptors is None else ["bash", "-c", f'ulimit -S -n {descriptors}; exec "$@"', "-"]
+        started.append(Launched(arguments, folder, [*prefix, *limit], **environment))
         return started[-1]
 
     yield start

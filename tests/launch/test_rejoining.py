@@ -9,13 +9,17 @@ import pytest
 
 from lightning_async.launch.decide import begin, decide
 from lightning_async.launch.state import (
+    NODE_LOST,
     STORE_LOST,
     TRY_AGAIN,
     Action,
     Announce,
     Due,
+    Ended,
     Event,
     Finish,
+    Gone,
+    Here,
     Phase,
     Policy,
     Rejoin,
@@ -46,6 +50,15 @@ def pause_is_over(rank: int) -> list[Event]:
     return [Due(rank)]
 
 
+def gone(*ranks: int) -> list[Event]:
+    """The node of these is lost, and so are they."""
+    return [Gone(frozenset(ranks)), *[Ended(rank, NODE_LOST) for rank in ranks]]
+
+
+def here(*ranks: int) -> list[Event]:
+    return [Here(frozenset(ranks))]
+
+
 LOST = [FIRST, dies(2), tell(1, 0, 1)]
 BACK = [*LOST, pause_is_over(2)]
 JOINED = [*BACK, tell(2, 0, 1, 2)]
@@ -55,18 +68,18 @@ JOINED = [*BACK, tell(2, 0, 1, 2)]
     ("steps", "actions"),
     [
         pytest.param([FIRST, dies(2)], [Announce(2, frozenset({0, 1})), Wait(5.0)], id="not before the others go on"),
-        pytest.param(LOST, [Wait(1.0, 2)], id="they do"),
-        pytest.param([FIRST, tell(1, 0, 1), dies(2)], [Announce(2, frozenset({0, 1})), Wait(1.0, 2)], id="they did"),
+        pytest.param(LOST, [Wait(0.1, 2)], id="they do"),
+        pytest.param([FIRST, tell(1, 0, 1), dies(2)], [Announce(2, frozenset({0, 1})), Wait(0.1, 2)], id="they did"),
         pytest.param(BACK, [Rejoin(2, 1)], id="the pause is over"),
         pytest.param([*LOST, dies(1), pause_is_over(2)], [Rejoin(2, 1)], id="while another one is missed"),
         pytest.param(
-            [*BACK, dies(2, 1)], [Announce(2, frozenset({0, 1})), Wait(2.0, 2)], id="it fails before it joins"
+            [*BACK, dies(2, 1)], [Announce(2, frozenset({0, 1})), Wait(1.0, 2)], id="it fails before it joins"
         ),
         pytest.param([*BACK, done(2)], [], id="it found nothing to join"),
         pytest.param([*BACK, done(2, status=75)], [Announce(2, frozenset({0, 1}))], id="it was told to go"),
-        pytest.param([*JOINED, dies(2), tell(3, 0, 1)], [Wait(1.0, 2)], id="it dies after it has joined"),
-        pytest.param([*JOINED, dies(0), tell(3, 1, 2)], [Wait(1.0, 0)], id="another one does: its pause is its own"),
-        pytest.param([FIRST, dies(2), dies(0), tell(1, 1)], [Wait(1.0, 0), Wait(1.0, 2)], id="two at once"),
+        pytest.param([*JOINED, dies(2), tell(3, 0, 1)], [Wait(0.1, 2)], id="it dies after it has joined"),
+        pytest.param([*JOINED, dies(0), tell(3, 1, 2)], [Wait(0.1, 0)], id="another one does: its pause is its own"),
+        pytest.param([FIRST, dies(2), dies(0), tell(1, 1)], [Wait(0.1, 0), Wait(0.1, 2)], id="two at once"),
         pytest.param([*BACK, done(0, 1)], [Send(TERM, frozenset({2})), Wait(30.0)], id="the others are done"),
         pytest.param([*BACK, done(0), dies(1)], [Send(TERM, frozenset({2})), Wait(30.0)], id="or dead"),
         pytest.param([*BACK, done(0, status=75)], [Send(TERM, frozenset({2})), Wait(30.0)], id="the others save"),
@@ -76,6 +89,13 @@ JOINED = [*BACK, tell(2, 0, 1, 2)]
         pytest.param([*LOST, [Signalled(TERM, 0.0)], pause_is_over(2)], [], id="told to end before its pause is over"),
         pytest.param([*LOST, [StoreLost()], pause_is_over(2)], [], id="the store is lost before"),
         pytest.param([*LOST, pause_is_over(1)], [], id="nobody is paused"),
+        pytest.param([FIRST, gone(1, 2), tell(1, 0)], [], id="a node is lost: its ranks have nowhere to start"),
+        pytest.param([FIRST, gone(1, 2), tell(1, 0), here(1, 2)], [Wait(0.1, 1), Wait(0.1, 2)], id="it comes back"),
+        pytest.param([FIRST, gone(1, 2), here(1, 2), tell(1, 0)], [Wait(0.1, 1), Wait(0.1, 2)], id="before they go on"),
+        pytest.param([*LOST, [Gone(frozenset({2}))], pause_is_over(2)], [], id="the node is lost in the pause"),
+        pytest.param([*LOST, [Gone(frozenset({2}))], here(2)], [Wait(1.0, 2)], id="and comes back in it"),
+        pytest.param([*BACK, gone(2), here(2)], [Wait(1.0, 2)], id="the node is lost before the rank has joined"),
+        pytest.param([FIRST, gone(2), tell(1, 0, 1), [StoreLost()], here(2)], [], id="it comes back when all end"),
         pytest.param([*LOST, done(0, 1)], [Finish(0)], id="the others are done before its pause is over"),
     ],
 )

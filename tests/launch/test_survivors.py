@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -21,11 +21,10 @@ ENVIRONMENT = {"PYTHONPATH": str(conftest.ROOT)}
 
 
 class Ranks:
-    """The ranks of a launcher, which do what they are told."""
+    """The ranks of a launcher, or of the one of each rank, which do what they are told."""
 
-    def __init__(self, job: Launched, count: int) -> None:
-        self.job, self.everybody = job, tuple(range(count))
-        job.wait_for("ready", count)
+    def __init__(self, jobs: Mapping[int, Launched]) -> None:
+        self.job, self.jobs, self.everybody = jobs[0], dict(jobs), tuple(jobs)
         self.pids: dict[int, int] = {}
         self._pipes: dict[int, int] = {}
         for rank in self.everybody:
@@ -34,11 +33,12 @@ class Ranks:
 
     def meet(self, rank: int, alone: int) -> str:
         """A rank is there, or back, where it was started alone, for that time. What it has been given."""
-        self.job.until(lambda: re.search(rf"\[{rank}\] ready \d+ {alone} .+\n", self.job.out), f"{rank} is not there")
-        ((pid, given),) = re.findall(rf"\[{rank}\] ready (\d+) {alone} (.+)\n", self.job.out)
+        job = self.jobs[rank]
+        job.until(lambda: re.search(rf"\[{rank}\] ready \d+ {alone} .+\n", job.out), f"{rank} is not there")
+        ((pid, given),) = re.findall(rf"\[{rank}\] ready (\d+) {alone} (.+)\n", job.out)
         self.pids[rank] = int(pid)
         # For reading, too: then this does not wait for a rank, nor fails without one.
-        pipe, before = os.open(self.job.folder / f"rank-{rank}-{alone}", os.O_RDWR), self._pipes.get(rank)
+        pipe, before = os.open(job.folder / f"rank-{rank}-{alone}", os.O_RDWR), self._pipes.get(rank)
         self._pipes[rank] = pipe
         if before is not None:
             os.close(before)
@@ -48,10 +48,11 @@ class Ranks:
         os.write(self._pipes[rank], " ".join(map(str, (*words, "\n"))).encode())
 
     def tell(self, number: int, *members: int) -> None:
-        """All of them tell that they are in this generation, and the launcher has heard it."""
+        """All of them tell that they are in this generation, and their launcher has heard it."""
         for rank in members:
             self.do(rank, "tell", number, *members)
-        self.job.wait_for(f"told {number}\n", len(members))
+        for rank in members:
+            self.jobs[rank].wait_for(f"[{rank}] told {number}\n")
 
     def end(self, rank: int, status: int) -> None:
         self.do(rank, "end", status)
@@ -74,7 +75,7 @@ def begin(launch: Callable[..., Launched]) -> Iterator[Begin]:
     with contextlib.ExitStack() as stack:
 
         def start(count: int, *options: str) -> Ranks:
-            ranks = Ranks(launch("-n", str(count), *options, SCRIPT, **ENVIRONMENT), count)
+            ranks = Ranks(dict.fromkeys(range(count), launch("-n", str(count), *options, SCRIPT, **ENVIRONMENT)))
             stack.callback(ranks.close)
             return ranks
 
@@ -181,7 +182,7 @@ def test_survivors_fail_later_and_all_start_again(begin: Begin):
         lines.index(line)
         for line in (
             f"rank 2 {KILLED}: training goes on with 2 of 3 ranks.",
-            "Rank 2 starts again in 1 s, to join the others (restart 1 of 2).",
+            "Rank 2 starts again in 0.1 s, to join the others (restart 1 of 2).",
             "rank 0 ended with exit code 3",
             "rank 1 ended with exit code 4",
             "the last that rank 0 has written to stderr:",
@@ -201,11 +202,11 @@ def test_one_that_has_died_is_started_again_alone_until_it_has_joined_and_restar
         ranks.do(rank, "listens")
     ranks.kill(2)
     ranks.tell(1, 0, 1)
-    job.wait_for("Rank 2 starts again in 1 s")
+    job.wait_for("Rank 2 starts again in 0.1 s")
     assert [ranks.meet(2, 1)] == given  # the same store
     ranks.end(2, 3)
     job.wait_for("dead 2 ", 4)  # both of both deaths
-    job.wait_for("Rank 2 starts again in 2 s")
+    job.wait_for("Rank 2 starts again in 1 s")
     assert [ranks.meet(2, 2)] == given
     ranks.tell(2, 0, 1, 2)
     job.wait_for("rank 2 has joined the others")
@@ -218,9 +219,9 @@ def test_one_that_has_died_is_started_again_alone_until_it_has_joined_and_restar
     lost = f"rank 2 {KILLED}: training goes on with 2 of 3 ranks."
     assert said(job) == [
         lost,
-        "Rank 2 starts again in 1 s, to join the others (restart 1 of 2).",
+        "Rank 2 starts again in 0.1 s, to join the others (restart 1 of 2).",
         "rank 2 ended with exit code 3, before it had joined the others.",
-        "Rank 2 starts again in 2 s, to join the others (restart 2 of 2).",
+        "Rank 2 starts again in 1 s, to join the others (restart 2 of 2).",
         "rank 2 has joined the others: training goes on with 3 of 3 ranks.",
         lost,
         f"rank 2 {KILLED}; it was started again",

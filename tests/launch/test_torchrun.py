@@ -38,4 +38,4 @@ def test_rank_0_is_killed_and_its_agent_starts_it_again_beside_the_others(tmp_pa
     ended = sorted(line.split()[1:] for line in text.splitlines() if line.startswith("ENDED"))
     assert [each[:2] for each in ended] == [["0", "2"], ["1", "2"]]
     assert ended[0][2] == ended[1][2]
-    assert "rank(s) 0 came back, and 2 replicas train from here" in text
+    assert "rank 0 has joined, and 2 replicas train from here" in text

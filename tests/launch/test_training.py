@@ -23,9 +23,9 @@ def begins(text: str) -> list[dict[str, int]]:
     return [{rank: int(step) for rank, step in found[at : at + 2]} for at in range(0, len(found), 2)]
 
 
-def steps(text: str) -> dict[str, int]:
+def steps(folder: Path) -> dict[str, int]:
     """How many each rank has taken since it began for the last time."""
-    return {rank: text[text.rindex(f"BEGINS {rank}") :].count(f"[{rank}] step ") for rank in "01"}
+    return {rank: (folder / f"steps.{rank}").stat().st_size for rank in "01"}
 
 
 def test_a_rank_is_killed_then_the_launcher_and_training_goes_on(launch: Callable[..., Launched], tmp_path: Path):
@@ -37,14 +37,14 @@ def test_a_rank_is_killed_then_the_launcher_and_training_goes_on(launch: Callabl
     assert began == {"0": 0, "1": 0}
     assert 0 < resumed["1"] <= killed_at
     assert "was killed by SIGKILL" in first.err
-    first.until(lambda: min(steps(first.out).values()) > 8, "there are no steps")
+    first.until(lambda: min(steps(tmp_path).values()) > 8, "there are no steps")
 
     keeper = first.keeper()
     assert keeper is not None
     first.signal(signal.SIGKILL)
     first.end()
     first.until(lambda: not lives(keeper), "somebody outlives the launcher")
-    taken = steps(first.out)
+    taken = steps(tmp_path)
     assert "ENDS" not in first.out, "the training was too short for this test"
 
     second = launch(*command)
@@ -58,7 +58,8 @@ def test_a_rank_is_killed_then_the_launcher_and_training_goes_on(launch: Callabl
 
 
 def test_rank_0_is_killed_and_the_launcher_starts_it_again_beside_the_other(launch: Launch):
-    run = launch("-n", "2", "--max-restarts", "1", COMES_BACK)
+    """A process that stood by is that rank."""
+    run = launch("-n", "2", "--max-restarts", "1", "--log-dir", "logs", COMES_BACK)
     run.allow(60)  # its ranks import all that there is, one after the other
     assert run.end() == 0, run.out + run.err
     assert "rank 0 has joined the others: training goes on with 2 of 2 ranks." in run.err
@@ -66,6 +67,7 @@ def test_rank_0_is_killed_and_the_launcher_starts_it_again_beside_the_other(laun
     ended = sorted(re.findall(r"ENDED (\d) (\d) (\S+)", run.out))
     assert [each[:2] for each in ended] == [("0", "2"), ("1", "2")]
     assert ended[0][2] == ended[1][2]
+    assert ", alone 1, stood by, process" in (run.folder / "logs/rank-0.log").read_text()
 
 
 def test_rank_0_is_killed_then_rank_2_and_the_last_one_trains_and_tests(

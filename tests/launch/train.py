@@ -1,6 +1,7 @@
 """A user's script, for the launcher: ``train.py FOLDER BATCHES``.
 
-With KILL set, rank 1 is killed after one save; started again, the training is not to come to its end.
+Beside the folder, a file for each rank has a byte for each step since training began: what is printed may be lost with
+the launcher. With KILL set, rank 1 is killed after one save; started again, the training is not to come to its end.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ from tests.strategies.failure_workers import Tiny, digest, loader, make_trainer
 class Killed(Tiny):
     def __init__(self, folder: Path) -> None:
         super().__init__()
-        self.store, self.since = CheckpointStore(folder), 0
+        self.folder, self.store, self.since = folder, CheckpointStore(folder), 0
 
     def on_train_start(self) -> None:
+        self.steps = self.folder.with_name(f"steps.{self.global_rank}").open("wb", buffering=0)
         print("BEGINS", self.global_rank, self.trainer.global_step, flush=True)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.since += 1
+        self.steps.write(b".")
         kill, first = "KILL" in os.environ, os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
         time.sleep(0.2 if kill and not first and self.since > 12 else 0.01)
         if kill and first and self.global_rank == 1 and self.trainer.global_step > 10 and self.store.entries():
@@ -35,6 +38,7 @@ class Killed(Tiny):
         return super().training_step(batch, batch_idx)
 
     def on_train_end(self) -> None:
+        self.steps.close()
         print("ENDS", self.global_rank, self.trainer.global_step, digest(self), flush=True)
 
 

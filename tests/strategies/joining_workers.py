@@ -26,12 +26,13 @@ class UntilBack(Seen):
     Args:
         deaths: see `Seen`.
         mode: of a newcomer: what is wrong with it.
+        until: so many ranks are there.
     """
 
-    def __init__(self, deaths: dict[str, tuple[str, int, int]], mode: str) -> None:
+    def __init__(self, deaths: dict[str, tuple[str, int, int]], mode: str, until: int) -> None:
         super().__init__(deaths)
         self.register_buffer("seen", torch.zeros(1), persistent=False)
-        self._mode, self._since = mode, 0
+        self._mode, self._since, self._until = mode, 0, until
         self.came_at = -1
         """The epoch in which this rank came."""
         if mode == "another model":
@@ -54,7 +55,7 @@ class UntilBack(Seen):
     def on_train_epoch_end(self) -> None:
         super().on_train_epoch_end()
         lost = self.trainer.strategy.survivors is not None and self.trainer.strategy.survivors.room
-        self._since += bool(lost and self.trainer.world_size == RANKS)
+        self._since += bool(lost and self.trainer.world_size == self._until)
         if self._since == 3:  # the epoch in which it came, and two
             self.trainer.should_stop = True
 
@@ -71,14 +72,16 @@ def train(
     synchronous: bool = False,
     then_test: bool = False,
     saves: bool = False,
+    most: int | None = None,
 ) -> None:
     deaths = {number: (place, epoch, taken) for number, (place, epoch, taken) in deaths.items()}
     mode = (modes or {}).get(os.environ.get("LIGHTNING_ASYNC_REJOIN", ""), "")
     period = 5 if mode == "other settings" else 3
     strategy = AsyncAveragingStrategy(
-        RULES[rule], Synchronous() if synchronous else EveryNSteps(period), deadlines=DEADLINES, min_replicas=1
-    )
-    module = UntilBack(deaths, mode)
+        RULES[rule], Synchronous() if synchronous else EveryNSteps(period), deadlines=DEADLINES, min_replicas=1,
+        max_replicas=most,
+    )  # fmt: skip
+    module = UntilBack(deaths, mode, most or RANKS)
     logger = pytorch("loggers").CSVLogger(folder, name="log", version=0)
     stopping = pytorch("callbacks").EarlyStopping("val_loss", patience=1000)
     best = pytorch("callbacks").ModelCheckpoint(folder, filename="{epoch}", monitor="val_loss", save_top_k=2)

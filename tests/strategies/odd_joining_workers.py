@@ -98,7 +98,7 @@ def train(folder: str, moment: str) -> None:
         wait_for(Path(folder) / f"start {os.environ['LIGHTNING_ASYNC_REJOIN']}")
     told: dict[str, Any] = {"name": str(NUMBER)}
     try:
-        trainer.fit(module, loader(False, 0), loader(False, 0))
+        trainer.fit(module, loader(False, 2 if moment == "mid epoch" else 0), loader(False, 0))
     except BaseException as error:
         told["error"] = f"{type(error).__name__}: {error}"
         raise
@@ -106,6 +106,7 @@ def train(folder: str, moment: str) -> None:
         told |= {
             "digest": digest(module), "rank": trainer.global_rank, "world_size": trainer.world_size,
             "lr": trainer.optimizers[0].param_groups[0]["lr"], "epochs": trainer.current_epoch,
-            "steps": trainer.global_step, "late": float(trainer.callback_metrics.get("late", -1.0)),
+            "steps": trainer.global_step, "trained": module.trained,
+            "late": float(trainer.callback_metrics.get("late", -1.0)),
         }  # fmt: skip
         os.write(1, b"\nENDED %b\n" % json.dumps(told).encode())

@@ -35,6 +35,11 @@ def more_survivors_than_ranks() -> Any:
 
 
 @scenario
+def more_ranks_than_at_most() -> Any:
+    return fit(AsyncAveragingStrategy(max_replicas=1), loader(shard((2, 2))))
+
+
+@scenario
 def sync_batchnorm_module() -> Any:
     return _fit(Net(network=lambda: nn.Sequential(nn.SyncBatchNorm(problem.FEATURES), problem.network())))
 

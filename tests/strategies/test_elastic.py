@@ -139,7 +139,8 @@ def replayed(steps: list[Step]) -> float:
 def test_a_host_comes_and_another_is_lost_and_each_sample_is_in_committed_work_once(tmp_path: Path, how: str) -> None:
     """One rank; a host comes; there is news of hosts, and the same ranks begin again; one is lost.
 
-    `HorovodStrategy` with two workers for its data and with saves beside the commits, averaging without. Then the survivor validates, and fits again.
+    `HorovodStrategy` with two workers for its data and with saves beside the commits, averaging without. Then the
+    survivor validates, and fits again.
     """
     killed: dict[int, float] = {}
 

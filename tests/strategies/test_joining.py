@@ -66,7 +66,7 @@ def test_it_takes_over_what_the_others_have_and_trains_with_them(dies: int, rule
             assert sorted(sample for each in said for sample in each[what][epoch]) == list(range(SAMPLES)), what
             assert newcomer[what][epoch]
     assert sorted(sample for each in said for sample in each["tested"]) == list(range(SAMPLES))
-    assert f"rank(s) {dies} came back, and 3 replicas train from here" in results[1].stderr
+    assert f"rank {dies} has joined, and 3 replicas train from here" in results[1].stderr
     assert_saved_by_all(CheckpointStore(tmp_path / "saved"), dies)
 
 
@@ -100,3 +100,33 @@ def test_whatever_becomes_of_newcomers_the_others_go_on(tmp_path: Path) -> None:
     assert "no room for it" in errors[2]
     assert results[6].returncode == -9
     assert results[0].stderr.count("could not be taken in, and training goes on without") == 2
+
+
+def test_new_ranks_are_taken_in_until_there_are_so_many(tmp_path: Path) -> None:
+    """Two train; of two more, which have numbers that nobody had, one finds room, and the other one waits."""
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+
+    def env(number: int) -> dict[str, str]:
+        shared = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
+        shared |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        new = {"RANK": str(number), "LOCAL_RANK": str(number - 2), "NODE_RANK": "1", "LIGHTNING_ASYNC_REJOIN": "1"}
+        return shared | (new if number > 1 else {})
+
+    arguments = {"folder": str(tmp_path), "deaths": {}, "most": 3, "saves": True, "then_test": True}
+    with start_ranks(TRAIN, 4, kwargs=arguments, env=env, timeout=150) as group:
+        (tmp_path / "start 1").touch()
+        for number in (0, 1):
+            group.processes[number].wait(150.0)
+        waits = [number for number in (2, 3) if group.processes[number].poll() is None]
+        while len(waits) > 1:  # the one that was taken in is about to end
+            waits = [number for number in waits if group.processes[number].poll() is None]
+        group.processes[waits[0]].kill()
+        results = group.join()
+    (came,) = {2, 3} - {*waits}
+    said = told(results, [0, 1, came])
+    for epoch in map(str, range(said[2]["came_at"], said[2]["epochs"])):
+        trained = [sample for each in said for sample in each["trained"].get(epoch, [])]
+        assert sorted(trained) == list(range(SAMPLES)), (epoch, said)
+    assert sorted(sample for each in said for sample in each["tested"]) == list(range(SAMPLES))
+    saved = [entry.manifest.ranks for entry in CheckpointStore(tmp_path / "saved").entries() if entry.manifest]
+    assert saved[0] == (0, 1, came) and (0, 1) in saved

@@ -49,8 +49,8 @@ def test_a_callback_of_all_ranks_on_one_rank_only_is_refused(ranks: Outcomes) ->
     for rank, told in enumerate(ranks("callbacks_of_all_ranks")):
         for stage in ("fit", "validate"):
             assert told[stage].startswith(f"SettingsMismatch: Rank {rank}: ")
-            assert "`callbacks of all ranks` is ['EarlyStopping', 'ModelCheckpoint'] on rank 0, " in told[stage]
-            assert ", ['EarlyStopping'] on rank 1." in told[stage]
+            assert "`callbacks of all ranks` is ['EarlyStopping', 'ModelCheckpoint', 'PeerMemory']" in told[stage]
+            assert " on rank 0, ['EarlyStopping'] on rank 1." in told[stage]
 
 
 def test_a_validation_on_one_rank_only_is_told_of(ranks: Outcomes) -> None:

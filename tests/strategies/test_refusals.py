@@ -40,6 +40,8 @@ SCENARIOS = "tests.strategies.refusals"
         ({"min_replicas": 0}, ValueError, ("min_replicas=0", "at least 1")),
         ({"min_replicas": 1.0}, TypeError, ("min_replicas=1.0", "None")),
         ({"min_replicas": True}, TypeError, ("min_replicas=True",)),
+        ({"max_replicas": 0}, ValueError, ("max_replicas=0", "at least 1")),
+        ({"min_replicas": 3, "max_replicas": 2}, ValueError, ("min_replicas=3", "max_replicas=2")),
         ({"part_mb": 0.0}, ValueError, ("part_mb=0.0", "> 0")),
     ],
 )
@@ -122,6 +124,7 @@ def test_without_horovod_the_advice_can_be_followed(monkeypatch: pytest.MonkeyPa
         ("sync_batchnorm_module", ("ValueError", "SyncBatchNorm", "net.0")),
         ("metric_on_step", ("ValueError", "`metric`", "dist_sync_on_step=True")),
         ("more_survivors_than_ranks", ("ValueError", "min_replicas=3", "2 ranks")),
+        ("more_ranks_than_at_most", ("ValueError", "max_replicas=1", "2 ranks")),
         ("pruning", ("ValueError", "`ModelPruning` renames", "before training")),
         ("batch_size_finder", ("ValueError", "`BatchSizeFinder`", "devices=1")),
         ("lazy", ("ValueError", "net.0.weight", "lazy")),

@@ -6,6 +6,8 @@ pin(notice of their run)
 all stand at a gate:
 invite(guest, to a new run)
                               read_invitation, and connects with all of them
+answer(guest, admitted)
+                              read_answer: it is one of them, or ends
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_async.comm.membership.signing import Seal
-from lightning_async.comm.membership.stores import PrefixStore, Store
+from lightning_async.comm.membership.stores import PrefixStore, Store, TCPStore, base_of
 
 __all__ = ["Door"]
 
@@ -57,6 +59,20 @@ class Door:
     def read_answer(self, guest: str) -> dict[str, Any]:
         """The answer to this guest; empty where there is none yet."""
         return self._read(f"answer/{guest}")
+
+    def keep_at(self, name: str, note: Mapping[str, Any]) -> None:
+        """Say where a rank keeps what others leave with it, see `Keeper`; by its name for life."""
+        self._write(f"keeper/{name}", note)
+
+    def read_keeper(self, name: str) -> dict[str, Any]:
+        """Where a rank has said that it keeps things; empty where it has not."""
+        return self._read(f"keeper/{name}")
+
+    @property
+    def host(self) -> tuple[str, int]:
+        """Address and port of the store; those of loopback where it is in this process."""
+        base = base_of(self._store)
+        return (base.host, base.port) if isinstance(base, TCPStore) else ("127.0.0.1", 1)
 
     def _write(self, key: str, note: Mapping[str, Any]) -> None:
         self._store.set(key, self._seal.sign(key, json.dumps(dict(note)).encode()))

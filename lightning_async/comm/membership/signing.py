@@ -65,13 +65,16 @@ class Seal:
 
     def open(self, key: str, sealed: bytes) -> bytes | None:
         """The value, or None, with one warning for each key, where it is not of this job."""
+        if (value := self.read(key, sealed)) is None:
+            self.ignore(key, f"is not signed with this job's secret; {SECRET} must be the same on all hosts")
+        return value
+
+    def read(self, key: str, sealed: bytes) -> bytes | None:
+        """The same, without a word."""
         if not self.signs:
             return sealed
         signature, _, value = sealed.partition(b":")
-        if hmac.compare_digest(signature, self._signature(key, value)):
-            return value
-        self.ignore(key, f"is not signed with this job's secret; {SECRET} must be the same on all hosts")
-        return None
+        return value if hmac.compare_digest(signature, self._signature(key, value)) else None
 
     def ignore(self, key: str, why: str) -> None:
         """Warn, once for each key, that what lies under it is ignored."""

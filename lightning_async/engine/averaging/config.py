@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -28,11 +29,13 @@ class AveragerConfig:
         part_bytes: payloads move in parts of at most this size. Default 16 MiB.
         min_replicas: ranks that are lost are done without, as long as so many are left. Default: half of those that
             were started, rounded up, where the transport can form groups anew, else all.
+        max_replicas: ranks that come are taken in until there are so many. Default: as many as were started.
         deadlines: how long to wait for what.
 
     Raises:
-        TypeError: ``min_replicas`` is no number.
-        ValueError: it is below 1, an unknown weighting or compression, or a part smaller than one element.
+        TypeError: ``min_replicas`` or ``max_replicas`` is no number.
+        ValueError: they are below 1, or the first is above the second; an unknown weighting or compression, or a part
+            smaller than one element.
     """
 
     overlap: bool = True
@@ -40,6 +43,7 @@ class AveragerConfig:
     compression: Compression = "none"
     part_bytes: int = 16 << 20
     min_replicas: int | None = None
+    max_replicas: int | None = None
     deadlines: Deadlines = field(default_factory=Deadlines)
 
     def __post_init__(self) -> None:
@@ -52,14 +56,19 @@ class AveragerConfig:
         if self.part_bytes < 4:
             raise ValueError(f"`AveragerConfig(part_bytes={self.part_bytes})` must be at least 4.")
 
-        if not isinstance(self.min_replicas, int | None) or isinstance(self.min_replicas, bool):
-            raise TypeError(f"`min_replicas={self.min_replicas!r}` must be a number of replicas, or None for half.")
-        if self.min_replicas is not None and self.min_replicas < 1:
-            raise ValueError(f"`min_replicas={self.min_replicas}` must be at least 1.")
+        for name, none in (("min_replicas", "half"), ("max_replicas", "as many as were started")):
+            given = getattr(self, name)
+            if not isinstance(given, int | None) or isinstance(given, bool):
+                raise TypeError(f"`{name}={given!r}` must be a number of replicas, or None for {none}.")
+            if given is not None and given < 1:
+                raise ValueError(f"`{name}={given}` must be at least 1.")
+        if (self.min_replicas or 1) > (self.max_replicas or math.inf):
+            raise ValueError(f"`min_replicas={self.min_replicas}` must be at most `max_replicas={self.max_replicas}`.")
 
     def settings(self) -> dict[str, object]:
         """What must be equal on all ranks."""
-        own = {name: getattr(self, name) for name in ("overlap", "weighting", "compression", "min_replicas")}
+        names = ("overlap", "weighting", "compression", "min_replicas", "max_replicas")
+        own = {name: getattr(self, name) for name in names}
         return {**own, "part_mb": self.part_bytes / 2**20}
 
     def fewest(self, started: int, can_lose: bool = True) -> int:

@@ -121,6 +121,11 @@ class Buffer:
         os.pwrite(self._descriptor, text, end)
         return end
 
+    def view(self, size: int) -> memoryview:
+        """The first bytes, in place; to be let go of before the buffer is filled again."""
+        array: Any = self._whole.numpy()
+        return memoryview(array)[:size]
+
     def release(self) -> None:
         """Give the memory back; the writer keeps what it has been given."""
         if self._pinned:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["Costs"]
+__all__ = ["Costs", "Usual"]
 
 
 @dataclass
@@ -31,3 +31,22 @@ class Costs:
         """What one save costs training, its slower steps included; None before the first one is done."""
         done = self.committed + self.failed
         return (self.stalled_s + self.slowed_s) / self.saves if done else None
+
+
+class Usual:
+    """How long steps take while nothing is written, and how much longer they do while something is.
+
+    Args:
+        now: seconds.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.last, self._usual_s = now, 0.0
+
+    def step(self, now: float, writing: bool) -> float:
+        """A step is done; what it took longer than usual, in seconds, while something was being written."""
+        took, self.last = now - self.last, now
+        if writing and self._usual_s:
+            return max(0.0, took - self._usual_s)
+        self._usual_s = 0.9 * self._usual_s + 0.1 * took if self._usual_s else took
+        return 0.0

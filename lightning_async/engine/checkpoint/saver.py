@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from lightning_async.engine.checkpoint.costs import Costs
+from lightning_async.engine.checkpoint.costs import Costs, Usual
 from lightning_async.engine.checkpoint.losses import Losses
 from lightning_async.engine.checkpoint.process import Job, Result, SaveBusy, Writer
 from lightning_async.engine.checkpoint.retention import Keeper
@@ -70,7 +70,7 @@ class Saver:
         self._alone = -1
         """The save that other ranks may have made first."""
         self._writer = Writer(store.dirpath, rank, buffers)
-        self._usual_s, self._last_step, self._last_error = 0.0, now(), ""
+        self._usual, self._last_error = Usual(now()), ""
         self._warn_after_s = PATIENCE_S
 
     def start(self) -> None:
@@ -118,7 +118,7 @@ class Saver:
                 raise
             self._hear(Result(number, 0.0, error=f"rank {self._rank}: save {number} {error}"))
         self.costs.stalled_s += self._now() - started
-        self._last_step = self._now()
+        self._usual.last = self._now()
 
     def save_alone(
         self, number: int, step: int, shared: Any, own: Any, manifest: Mapping[str, Any], patience_s: float
@@ -171,12 +171,7 @@ class Saver:
         self._steps += 1
         if harmless is not None:
             self._promote(harmless)
-        now = self._now()
-        took, self._last_step = now - self._last_step, now
-        if self.busy and self._usual_s:
-            self.costs.slowed_s += max(0.0, took - self._usual_s)
-        else:
-            self._usual_s = 0.9 * self._usual_s + 0.1 * took if self._usual_s else took
+        self.costs.slowed_s += self._usual.step(self._now(), self.busy)
 
     def poll(self) -> None:
         """Hear what has become of saves; wait for nothing. Says so where one takes very long.

@@ -30,7 +30,7 @@ from lightning_async.engine.checkpoint.manifest import Manifest
 from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
 from lightning_async.errors import DamagedCheckpoint
 
-__all__ = ["Loaded", "Shard", "load", "load_own", "plan", "shard"]
+__all__ = ["Loaded", "Shard", "load", "load_own", "own_of", "plan", "shard"]
 
 _MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, RecursionError)
 
@@ -120,7 +120,7 @@ def load(store: CheckpointStore, entry: Entry, rank: int, mapped: bool = False) 
         OSError: a file cannot be read.
     """
     manifest = entry.manifest or store.verify(entry)
-    parts = [_Part(store, entry.path, writer, mapped) for writer in sorted(manifest.ranks)]
+    parts = [_Part.read(store, entry.path, writer, mapped) for writer in sorted(manifest.ranks)]
     shared: dict[int, Tensor] = {}
     for part in parts:
         shared |= part.shared()
@@ -149,7 +149,21 @@ def load_own(store: CheckpointStore, entry: Entry, rank: int, *keys: str, mapped
         OSError: a file cannot be read.
     """
     manifest = entry.manifest or store.verify(entry)
-    return _Part(store, entry.path, rank, mapped).own(*keys) if rank in manifest.ranks else None
+    return _Part.read(store, entry.path, rank, mapped).own(*keys) if rank in manifest.ranks else None
+
+
+def own_of(tensors: memoryview, text: bytes | bytearray, name: str) -> Any:
+    """What is a rank's own, of a `Shard` in memory; tensors are copies.
+
+    Args:
+        tensors: what would be its file of tensors.
+        text: of the shard.
+        name: of what this is, for errors.
+
+    Raises:
+        DamagedCheckpoint: they do not fit together; names it.
+    """
+    return _Part(0, name, tensors, text, mapped=False).own()
 
 
 class _Read(Sequence[Tensor]):
@@ -170,13 +184,16 @@ class _Read(Sequence[Tensor]):
 class _Part:
     """The files of one rank."""
 
-    def __init__(self, store: CheckpointStore, folder: str, rank: int, mapped: bool) -> None:
-        self.rank, self._mapped = rank, mapped
-        self._path = f"{folder}/rank-{rank}.json"
-        self._bytes = store.files.view(f"{folder}/rank-{rank}.bin")
+    def __init__(self, rank: int, path: str, tensors: memoryview, text: bytes | bytearray, mapped: bool) -> None:
+        self.rank, self._path, self._bytes, self._mapped = rank, path, tensors, mapped
         with self._naming():
-            self._text: dict[str, Any] = json.loads(store.files.read(self._path))
+            self._text: dict[str, Any] = json.loads(text)
             self.count: int = self._text["shared"]["count"]
+
+    @classmethod
+    def read(cls, store: CheckpointStore, folder: str, rank: int, mapped: bool) -> _Part:
+        path, tensors = f"{folder}/rank-{rank}.json", store.files.view(f"{folder}/rank-{rank}.bin")
+        return cls(rank, path, tensors, store.files.read(path), mapped)
 
     def shared(self) -> dict[int, Tensor]:
         """The shared tensors that this rank has written, by number."""

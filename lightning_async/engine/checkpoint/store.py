@@ -243,8 +243,7 @@ class CheckpointStore:
 
     def writing(self) -> list[str]:
         """Names of folders that a living process is still writing."""
-        names = (match.string for match in self._matches() if (match["rest"] or "").startswith(".tmp-"))
-        return [name for name in names if not self.files.idle(f"{self.dirpath}/{name}")]
+        return [path.rpartition("/")[2] for path in self.unfinished() if not self.files.idle(path)]
 
     def unfinished(self) -> list[str]:
         """Paths of folders that are no checkpoints yet, and may never be."""

@@ -1,0 +1,110 @@
+"""What is a replica's own outlives it in the memory of another rank."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from lightning_async.arguments import check_protocol
+from lightning_async.rules.saving import Adaptive, AnySave, EveryNTrainSteps, SavePolicy
+from lightning_async.trainer.namespace import pytorch
+from lightning_async.trainer.patches import rank_zero_info, searches_lr
+from lightning_async.trainer.peers import Peers
+
+if TYPE_CHECKING:
+    from lightning.pytorch.callbacks import Callback
+else:
+    Callback = pytorch("callbacks").Callback
+
+__all__ = ["PeerMemory"]
+
+log = logging.getLogger(__name__)
+
+
+class PeerMemory(Callback):
+    r"""Keeps each rank's own state in the memory of the next one: a rank that died comes back with it, without a disk.
+
+    A rank that joins those who train takes over rank 0's state, see docs/failure-semantics.md. What was its own is
+    put over that: the optimizers' state of each parameter where replicas drift, random states, the scale of fp16's
+    gradients, buffers that are kept apart. It is that of its last copy, at step :math:`k` of its own; the weights are
+    the run's. Rank :math:`r` leaves its copies with rank :math:`(r + 1) \bmod n` of those that are there. Training
+    stands still while the state is copied into memory, no longer: a thread sends it, over TCP, with a checksum. What
+    has not arrived whole counts as not sent, and the copy before serves.
+
+    Costs memory of the host: one copy of this rank's own state, and two of another one's; one more for each rank that
+    is lost. Where the ranks step together no optimizer state is copied: all have the same.
+
+    For a restart of all ranks use `FaultTolerantCheckpoint`, alone or beside this one.
+
+    Args:
+        every_n_train_steps: copy whenever so many optimizer steps were taken.
+        save: or a policy of `lightning_async.rules.saving`. Default, without either of the two:
+            ``Adaptive(share=0.05)``, as often as costs at most 5% of the training time.
+
+    Raises:
+        TypeError: ``save`` lacks what a policy must answer, ``every_n_train_steps`` is no int.
+        ValueError: ``every_n_train_steps`` is less than 1. When training starts: the strategy takes nobody back in.
+        SettingsMismatch: before training, on every rank: only some of them have it.
+
+    Source: in-memory checkpoints at a neighbour, as in Gemini (Wang et al., SOSP 2023).
+
+    >>> PeerMemory(every_n_train_steps=10)
+    PeerMemory(save=EveryNTrainSteps(n=10))
+    """
+
+    of_all_ranks = True
+
+    def __init__(self, every_n_train_steps: int | None = None, *, save: SavePolicy | None = None) -> None:
+        policies: list[SavePolicy] = [] if save is None else [save]
+        if every_n_train_steps is not None:
+            policies.append(EveryNTrainSteps(every_n_train_steps))
+        for policy in policies:
+            check_protocol(type(self).__name__, "save", policy, SavePolicy, "a policy such as `EveryNTrainSteps(100)`")
+        self.policy = policies[0] if len(policies) == 1 else AnySave(*policies) if policies else Adaptive()
+        self._now: Peers | None = None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """The ranks have met, and nothing is restored yet."""
+        self._now, strategy = None, trainer.strategy
+        if stage != "fit" or trainer.fast_dev_run:
+            return
+        if getattr(strategy, "host", None) is None:
+            raise ValueError(
+                f"`{type(self).__name__}` is for ranks that are lost and come back, which those of "
+                f"`{type(strategy).__name__}` cannot: use `AsyncAveragingStrategy` over `TorchTransport`, or leave it "
+                "out."
+            )
+        if trainer.world_size == 1:
+            rank_zero_info(f"`{type(self).__name__}`: there is one rank, and nobody to keep what is its own.")
+        elif not strategy.shrinks:
+            log.warning("`%s`: the first rank that is lost ends training here (`min_replicas=`), so nothing is kept.",
+                        type(self).__name__)  # fmt: skip
+        else:
+            self._now = Peers(trainer, self.policy)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Before replicas drift, and before one that comes back asks to be taken in."""
+        if self._now is not None and not searches_lr(trainer):
+            self._now.start()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """A safe point."""
+        if self._now is not None and not searches_lr(trainer):
+            self._now.boundary(bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch))
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Training has ended well."""
+        if self._now is not None:
+            self._now.summarise()
+
+    def for_newcomers(self) -> dict[str, Any]:
+        """See `Welcoming`: nothing, each has its own."""
+        return {}
+
+    def come(self, told: dict[str, Any]) -> None:
+        """See `Welcoming`."""
+        if self._now is not None:
+            self._now.come()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(save={self.policy!r})"

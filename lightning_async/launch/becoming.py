@@ -1,0 +1,95 @@
+"""A process that stands by: it imports what takes long, waits, and is then the rank that the launcher makes it.
+
+It is started as a script, by its path, with the environment that all ranks share, and imports only the standard library
+itself. What it is told on its channel is what a rank would have been started with: variables, and two descriptors.
+
+    python -u becoming.py VARIABLE-OF-THE-CHANNEL torch,lightning.pytorch train.py ARGUMENTS...
+
+No server forks ranks here: numpy's threads are there once it is imported, and what other threads hold at a fork is held
+in the child for ever. A process of its own costs memory, and is one as any other.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import runpy
+import socket
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.machinery import SourceFileLoader
+from types import ModuleType
+
+_LONGEST = 1 << 16
+
+
+def main() -> None:
+    """Stand by, then be the rank."""
+    channel, imports, *program = sys.argv[1:]
+    _be_started_as(program)
+    problem = _import(imports.split(","))
+    _wait_for_the_launcher(os.environ[channel], problem)
+    if problem:  # what was half imported is gone with this program; process, channel and output are kept
+        os.execv(sys.executable, sys.orig_argv)
+    _take_rank()
+    _run(program)
+
+
+def _be_started_as(program: Sequence[str]) -> None:
+    """Arguments and the path of modules are those of ``python -u PROGRAM``."""
+    sys.orig_argv[:] = [sys.executable, "-u", *program]
+    sys.argv[:] = program
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.getcwd() if program[0] == "-m" else os.path.dirname(os.path.realpath(program[0]))
+
+
+def _import(names: Sequence[str]) -> str:
+    """What has gone wrong, in words."""
+    for name in names:
+        try:
+            import_module(name)
+        except BaseException as error:
+            return f"cannot import {name}: {type(error).__name__}: {error}"
+    return ""
+
+
+def _wait_for_the_launcher(channel: str, problem: str) -> None:
+    """Say that all is ready, or not; then have variables and output of a rank. When the launcher ends, so does this."""
+    with socket.socket(fileno=os.dup(int(channel.partition(":")[0]))) as launcher:
+        launcher.send(json.dumps({"process": os.getpid(), "standby": problem[:1000]}).encode())
+        told, descriptors, *_ = socket.recv_fds(launcher, _LONGEST, 2)
+    for mine, given in zip((1, 2), descriptors, strict=True):
+        os.dup2(given, mine)
+        os.close(given)
+    os.environ.update(json.loads(told))
+
+
+def _take_rank() -> None:
+    """Lightning asks for the rank's number when it is imported, for what only the first one is to say."""
+    for name in ("lightning_utilities.core.rank_zero",):
+        if (module := sys.modules.get(name)) is not None:
+            module.rank_zero_only.rank = int(os.environ["RANK"])
+
+
+def _run(program: Sequence[str]) -> None:
+    """Run it as ``__main__``, in the place of this script."""
+    before, path = sys.modules["__main__"], program[0]
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    vars(main).update(
+        {name: vars(before)[name] for name in ("__builtins__", "__annotations__") if name in vars(before)}
+    )
+    if path == "-m":
+        sys.argv[:] = ["-m", *program[2:]]
+        runpy._run_module_as_main(program[1])  # type: ignore[attr-defined]  # what `python -m` calls
+        return
+    name = os.path.join(os.getcwd(), path)
+    vars(main).update(__file__=name, __cached__=None, __loader__=SourceFileLoader("__main__", name))
+    with io.open_code(name) as file:
+        code = compile(file.read(), name, "exec", dont_inherit=True)
+    exec(code, vars(main))
+
+
+if __name__ == "__main__":
+    main()

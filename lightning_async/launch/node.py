@@ -1,0 +1,202 @@
+"""The ranks of this host: started, told, heard, and ended, whoever decides on that.
+
+A rank's end is heard by a descriptor of its process, what it tells by a socket, and what it writes by its pipes. Who
+decides hears of all this by `Hears`: the supervisor, here or on another host.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import Protocol
+
+from lightning_async.comm.launched import Death, heard, program
+from lightning_async.launch.environment import Job
+from lightning_async.launch.loop import Loop
+from lightning_async.launch.output import Outputs
+from lightning_async.launch.process import Process
+from lightning_async.launch.standby import Standbys
+from lightning_async.launch.state import CANNOT_START, Policy
+from lightning_async.launch.store import Keeper
+from lightning_async.launch.summary import Ending
+
+__all__ = ["Hears", "Node", "Ranks"]
+
+_KILLED_S = 1.0
+
+
+class Hears(Protocol):
+    """Who is told what happens to ranks."""
+
+    def started(self, rank: int, pid: int) -> None:
+        """It runs."""
+
+    def ended(self, ending: Ending) -> None:
+        """It runs no more."""
+
+    def told(self, rank: int, number: int, members: tuple[str, ...]) -> None:
+        """It has told in which generation it is."""
+
+    def unkept(self, how: str) -> None:
+        """The process that keeps the store has ended."""
+
+
+class Ranks(Protocol):
+    """The ranks of one node, here or on another host, as the supervisor has them."""
+
+    def start(self, rank: int, port: int, attempt: int, rejoins: int = 0) -> None:
+        """One rank, with the store at this port; see `Job.environment`."""
+
+    def send(self, number: int, ranks: Collection[int]) -> None:
+        """A signal to those of these that live."""
+
+    def tell(self, death: Death, ranks: Collection[int]) -> None:
+        """Another one's death, to those of these that live."""
+
+    def prepare(self, wanted: int) -> None:
+        """All train: so many processes at most may stand by."""
+
+
+class Node:
+    """The ranks of this host.
+
+    Args:
+        job: what to run, and where among all.
+        policy: what is asked of the launcher here.
+        logs: a directory for a file for each rank; None for none.
+        loop: that waits for what happens.
+        hears: who is told.
+
+    Raises:
+        OSError: there are no descriptors left, or a file cannot be written.
+    """
+
+    def __init__(self, job: Job, policy: Policy, logs: Path | None, loop: Loop, hears: Hears) -> None:
+        self._job, self._policy, self._logs, self._loop, self._hears = job, policy, logs, loop, hears
+        self._processes: dict[int, Process] = {}
+        self._keeper: Keeper | None = None
+        self._pipes: list[tuple[int, int]] = []
+        try:
+            for _ in range(2 * job.place.ranks):
+                self._pipes.append(os.pipe())
+            self.outputs = Outputs([reader for reader, _ in self._pipes], logs, job.place.first, job.place.world)
+        except OSError:
+            self._close_pipes()
+            raise
+        self._standbys = Standbys(job, policy.standbys, self.outputs.say)
+
+    def at(self, job: Job) -> None:
+        """The ranks that are started next have these variables. Their numbers stay."""
+        self._job = job
+
+    def open_store(self) -> int:
+        """A store in place of the one before; its port."""
+        return self._kept().open(self._job.address)
+
+    def start(self, rank: int, port: int, attempt: int, rejoins: int = 0) -> None:
+        """See `Ranks`.
+
+        Raises:
+            OSError: the system does not let it start.
+        """
+        keeper, local = self._kept(), rank - self._job.place.first
+        streams, pipes = self.outputs.streams[local], self._pipes[2 * local : 2 * local + 2]
+        for stream in streams:
+            stream.tail.clear()
+        environment = self._job.environment(rank, port, attempt, rejoins)
+        stood_by = self._standbys.take(environment, pipes[0][1], pipes[1][1])
+        process = stood_by or Process(self._job.command(), environment, pipes[0][1], pipes[1][1])
+        self._processes[rank] = process
+        keeper.started(process)
+        self._loop.watch(process.pidfd, lambda: self._end(rank))
+        self._loop.watch(process.channel.fileno(), lambda: self._listen(rank))
+        start = f"start {attempt}" + f", alone {rejoins}" * bool(rejoins) + ", stood by" * (stood_by is not None)
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        streams[0].note(f"[launch] {now} {start}, process {process.pid}")
+        self._hears.started(rank, process.pid)
+
+    def send(self, number: int, ranks: Collection[int]) -> None:
+        """See `Ranks`."""
+        for rank in self._processes.keys() & set(ranks):
+            self._processes[rank].signal(number)
+
+    def tell(self, death: Death, ranks: Collection[int]) -> None:
+        """See `Ranks`."""
+        for rank in self._processes.keys() & set(ranks):
+            self._processes[rank].tell(death)
+            # What was read meanwhile is told, but not from within what tells of a death.
+            self._loop.after(0.0, (self, "unread", rank), lambda rank=rank: self._listen(rank))
+
+    def prepare(self, wanted: int) -> None:
+        """See `Ranks`."""
+        self._standbys.prepare(wanted)
+
+    @property
+    def living(self) -> tuple[int, ...]:
+        """The ranks whose processes live."""
+        return tuple(self._processes)
+
+    def leave(self) -> None:
+        """No process stays that can be killed, nor anything open."""
+        self._standbys.close()
+        for rank, process in self._processes.items():
+            process.signal(signal.SIGKILL)
+            if not process.wait(_KILLED_S):
+                self.outputs.say(f"rank {rank} (process {process.pid}) cannot be killed, and is left alone")
+        self.outputs.flush()
+        self.outputs.close()
+        if self._keeper is not None:
+            self._keeper.close()
+
+    def close(self) -> None:
+        """The last. Without `leave` before it, ranks and the process that keeps the store live on for a while."""
+        self._close_pipes()
+
+    def _kept(self) -> Keeper:
+        if self._keeper is None:
+            readers = [reader for reader, _ in self._pipes]
+            self._keeper = keeper = Keeper(readers, self._logs, self._job.place, self._policy.grace_s)
+            self._loop.watch(keeper.pidfd, lambda: self._lose(keeper))
+        return self._keeper
+
+    def _lose(self, keeper: Keeper) -> None:
+        self._loop.forget(keeper.pidfd)
+        self._keeper = None
+        self._hears.unkept(keeper.died())
+
+    def _end(self, rank: int) -> None:
+        self._listen(rank)
+        process = self._processes.pop(rank)
+        self._loop.forget(process.pidfd)
+        self._loop.forget(process.channel.fileno())
+        self._loop.cancel((self, "unread", rank))
+        status, seconds = process.end(), time.monotonic() - process.started
+        if self._keeper is not None:
+            self._keeper.ended(process)
+        streams = self.outputs.streams[rank - self._job.place.first]
+        for stream in streams:
+            stream.drain()
+        self._hears.ended(Ending(rank, process.pid, status, seconds, tail=tuple(streams[1].tail)))
+
+    def _listen(self, rank: int) -> None:
+        if (process := self._processes.get(rank)) is None:
+            return
+        for message in process.messages():
+            self._standbys.hear(message, process.pid)
+            if (has_imported := program(message, process.pid)) is not None:
+                self._standbys.learn(has_imported)
+            if (told := heard(message, process.pid)) is not None:
+                self._hears.told(rank, *told)
+
+    def _close_pipes(self) -> None:
+        for fd in (fd for pipe in self._pipes for fd in pipe):
+            os.close(fd)
+        self._pipes.clear()
+
+
+def cannot_start(rank: int, error: OSError) -> Ending:
+    """What becomes of a rank that the system does not let start."""
+    return Ending(rank, 0, CANNOT_START, 0.0, tail=(str(error).encode(),))

@@ -1,0 +1,134 @@
+"""A rank comes within an epoch: what is left of that is dealt out among all, it included."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NamedTuple
+
+from lightning_async.data.shares import Share, batches_of, inherited
+from lightning_async.trainer.epoch_shares import EpochShares
+from lightning_async.trainer.learning_rates import LearningRates
+from lightning_async.trainer.patches import Undo, replace
+from lightning_async.trainer.protocols import Drifting
+from lightning_async.trainer.redealt import go_on_with
+
+__all__ = ["Newcomers"]
+
+log = logging.getLogger(__name__)
+
+
+class _Place(NamedTuple):
+    """Where a rank is as another one comes, which may be this one.
+
+    Args:
+        name: for life.
+        comes: it is the newcomer.
+        is_within: it can go on with another part of the epoch.
+        epoch: its number.
+        ready: the number of its next batch.
+        phase, shares, places: see `EpochShares`; of the newcomer, its share of an epoch, were it to begin here.
+        stepped: of each scheduler that follows all ranks' steps, those that it has taken.
+    """
+
+    name: str
+    comes: bool
+    is_within: bool
+    epoch: int
+    ready: int
+    phase: int
+    shares: dict[str, Any]
+    places: dict[str, float]
+    stepped: dict[int, int]
+
+
+class Newcomers:
+    """Deals out the rest of an epoch.
+
+    Args:
+        strategy: where all ranks meet.
+        trainer: its loops are patched.
+        epoch: who has what.
+        rates: what schedulers have taken.
+    """
+
+    def __init__(self, strategy: Drifting, trainer: Any, epoch: EpochShares, rates: LearningRates) -> None:
+        self._strategy, self._trainer, self._epoch, self._rates = strategy, trainer, epoch, rates
+        self._until_end: list[Undo] = []
+        """What holds for the rest of the epoch."""
+
+    def install(self) -> list[Undo]:
+        """Patch; returns what takes it back."""
+        if not self._strategy.shrinks:
+            return []
+        loop = self._trainer.fit_loop.epoch_loop
+        return [replace(loop, "on_run_start", self._begin), replace(loop, "run", self._run)]
+
+    def deal(self, comes: bool) -> None:
+        """One has come, and all stand at a gate, so what each has left is known to the batch.
+
+        Where somebody is not between two batches of the epoch, or it cannot be told what is left, the newcomer has its
+        part from the next epoch on.
+
+        Args:
+            comes: this rank is the newcomer, about to begin the epoch.
+        """
+        world, gates, epoch = self._strategy.world, self._strategy.gates, self._epoch
+        if not self._strategy.shrinks or world is None or gates is None:
+            return
+        epoch.hear(gates)
+        mine = self._place(epoch.called(gates.name), comes)
+        everyones: list[list[Any]] = world.gather_objects(list(mine))
+        told = [_Place(*each) for each in everyones]
+        there = [each for each in told if not each.comes]
+        if not there or not all(each.is_within and each.epoch == mine.epoch for each in told):
+            return
+        shares = {name: Share(*share) for name, share in there[0].shares.items()}
+        own = [Share(*each.shares[each.name]) for each in told if each.comes]
+        if not all(share.is_known and share.lengths == own[0].lengths for share in [*own, *shares.values()]):
+            return
+        epoch.phase = there[0].phase
+        for each in told:
+            epoch.learn(each.places)
+        at = {each.name: each.ready for each in there}
+        left = [(share, at.get(name, epoch.number(name))) for name, share in shares.items()]
+        if sum(len(batches_of(*each)) for each in left) < len(told):
+            return
+        epoch.deal(inherited(left, {each.name: each.ready for each in told}))
+        epoch.known = True
+        log.info("The rest of epoch %d is dealt out among %d ranks.", mine.epoch, len(told))
+        if comes:
+            epoch.first = epoch.shares[mine.name]
+            self._rates.stepped.update(there[0].stepped)
+        else:
+            self._until_end += go_on_with(self._trainer, epoch.shares[mine.name])
+
+    def _place(self, name: str, comes: bool) -> _Place:
+        number, epoch = self._trainer.current_epoch, self._epoch
+        if comes:
+            return _Place(name, True, True, number, 0, 0, {name: list(epoch.mine())}, {}, {})
+        fit = self._trainer.fit_loop
+        count, ends = fit.epoch_loop.batch_progress.current, epoch.at_end or fit.epoch_loop.done
+        by_batch = type(fit._data_fetcher).__name__ != "_DataLoaderIterDataFetcher"
+        is_within = epoch.known and by_batch and count.ready == count.completed and not ends
+        return _Place(
+            name, False, is_within, number, count.ready, epoch.phase, epoch.plain(), epoch.places, self._rates.stepped
+        )
+
+    def _begin(self, original: Any) -> Any:
+        def on_run_start(data_fetcher: Any) -> None:
+            original(data_fetcher)
+            if self._epoch.first is not None:
+                self._until_end += go_on_with(self._trainer, self._epoch.first)
+                self._epoch.first = None
+
+        return on_run_start
+
+    def _run(self, original: Any) -> Any:
+        def run(data_fetcher: Any) -> None:
+            try:
+                original(data_fetcher)
+            finally:
+                while self._until_end:
+                    self._until_end.pop()()
+
+        return run

@@ -1,0 +1,204 @@
+"""Every rank's own state is kept in the memory of the next one, and comes back from there when the rank does.
+
+in training                                   a rank that comes back
+at each batch's end: is a copy due?           before it waits beside the run: asks all who keeps what was its own
+`own_state` is copied, and sent               in `latecomer.take_over`, over rank 0's: puts it in place
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from typing import Any
+
+from lightning_async.comm.keeper import Keeper, facing
+from lightning_async.comm.launched import came_back
+from lightning_async.comm.membership.door import Door
+from lightning_async.comm.membership.signing import Seal
+from lightning_async.comm.parcels import Address
+from lightning_async.engine.checkpoint.courier import Courier, Found, Sent, find
+from lightning_async.errors import AsyncTrainingError, CheckpointError
+from lightning_async.events import tell
+from lightning_async.rules.saving import SavePolicy
+from lightning_async.trainer.due import Clock
+from lightning_async.trainer.names import Names, is_newcomer, names_of
+from lightning_async.trainer.own_state import put, take
+from lightning_async.trainer.patches import in_words, rank_zero_info
+
+__all__ = ["Peers"]
+
+log = logging.getLogger(__name__)
+_PAUSE_S = 1.0  # after a copy that has come to nothing
+_PATIENCE = 3  # such copies in a row, after which it is said
+
+
+class Peers:
+    """What the ranks of one fit keep for each other; closed by `close`.
+
+    Args:
+        trainer: in `setup`, when its ranks have met.
+        policy: when to copy.
+    """
+
+    def __init__(self, trainer: Any, policy: SavePolicy) -> None:
+        self._trainer, self._policy, self._seal = trainer, policy, Seal.of_job()
+        self._door: Door | None = None
+        self.keeper: Keeper | None = None
+        self._courier: Courier | None = None
+        self._clock: Clock | None = None
+        self._found: Found | None = None
+        self._silent: dict[str, str] = {}
+        self._asked = False
+        self._next: tuple[Any, ...] = ()
+        """The rank after this one, and the run; `_to` is where it keeps things."""
+        self._sent: tuple[Any, ...] = ()
+        """The same as the last copy was sent."""
+        self._to: Address | None = None
+        self._failed, self._not_before = 0, 0.0
+        self._cannot = False
+        """There is something in the state that cannot be copied."""
+
+    def start(self) -> None:
+        """Callbacks begin training: listen, and let it be known where; a rank that was lost finds what was its own.
+
+        Raises:
+            AsyncTrainingError: this rank cannot listen.
+        """
+        if self.keeper is not None:
+            return
+        strategy, mine = self._trainer.strategy, str(names_of(self._trainer).mine)
+        door = self._door = strategy.transport.door(strategy.cluster_environment)
+        try:
+            self.keeper = keeper = Keeper(facing(*door.host), self._seal)
+        except OSError as error:
+            raise AsyncTrainingError(
+                f"Rank {mine}: the others can leave nothing in this rank's memory, as it cannot listen at the address "
+                f"that faces {door.host[0]}: {error}. Leave `PeerMemory` out, or see to this host's addresses."
+            ) from error
+        strategy.course.undo.append(self.close)  # however training ends
+        door.keep_at(mine, keeper.address.note())
+        if is_newcomer(self._trainer):
+            self._find()
+
+    def _find(self) -> None:
+        assert self._door is not None
+        names, self._asked = names_of(self._trainer), True
+        addresses = {str(n): Address.of(self._door.read_keeper(str(n))) for n in range(names.started)}
+        others = {n: address for n, address in addresses.items() if address is not None and n != str(names.mine)}
+        self._found, self._silent = find(str(names.mine), self._seal, others)
+
+    def come(self) -> None:
+        """Rank 0's state is in place: put over it what was this rank's own, which may be older than the run's."""
+        mine = names_of(self._trainer).mine
+        self.start()
+        if not self._asked:  # it was among those who train
+            self._find()
+        if (found := self._found) is None:
+            why = "; ".join(f"rank {name} does not answer ({error})" for name, error in self._silent.items())
+            tell(
+                "own_state_lost", logging.WARNING,
+                f"Rank {mine} came back, and nobody has kept what was its own: it begins with rank 0's optimizer "
+                "state, and with random numbers of its start. "
+                f"{why or 'It died before its first copy, or together with its neighbour'}.",
+                rank=mine,
+            )  # fmt: skip
+            return
+        step, now = found.label.get("step"), self._trainer.global_step
+        try:
+            done = put(self._trainer, found.own)
+        except Exception as error:  # of optimizers of the user's, too
+            words = (
+                f"Rank {mine}: what was kept of its own does not fit, and it begins with rank 0's: {in_words(error)}"
+            )
+            tell("own_state_lost", logging.WARNING, words, rank=mine)
+            return
+        words = f"Rank {mine} goes on with its own of step {step}, while the run is at step {now}: {', '.join(done)}."
+        tell("own_state", logging.WARNING, words, rank=mine, step=step, now=now)
+
+    def boundary(self, epoch_end: bool) -> None:
+        """A batch is done with, on the training thread: copy this rank's own state, if that is due."""
+        if self.keeper is None or self._cannot or self._trainer.strategy.averager is None:
+            return
+        step, names = self._trainer.global_step, names_of(self._trainer)
+        if self._courier is None or self._clock is None:
+            self._courier = Courier(str(names.mine), self._seal, self._found and self._found.at)
+            self._clock = Clock(self._policy, self._courier.costs, step - 1)
+        self._found, self._asked = None, False
+        courier, clock = self._courier, self._clock
+        courier.step()
+        for sent in courier.poll():
+            self._hear(sent)
+        after = self._after(names)
+        moved = self._sent and after != self._sent  # whoever has the last copy is gone, or not the next one any more
+        if not after or not (moved or clock.due(step, epoch_end)):
+            return
+        if courier.busy or time.monotonic() < self._not_before:
+            clock.put_off()
+            return
+        if (to := self._address(after)) is None:
+            return
+        label = {"step": step, "epoch": self._trainer.current_epoch, "life": came_back() or 0, "at": time.time()}
+        try:
+            begun = courier.send(to, label, take(self._trainer))
+        except (TypeError, KeyError, ValueError, CheckpointError) as error:  # a state that is of no kind that travels
+            log.warning("Rank %d: nothing of its own is kept elsewhere from here on: %s", names.mine, error)
+            self._cannot = True
+            return
+        if begun:
+            self._sent = after
+            clock.saved(step)
+        else:
+            clock.put_off()
+
+    def _after(self, names: Names) -> tuple[Any, ...]:
+        """The next rank of those that are left, and the run; nothing where there is none."""
+        if len(names.left) < 2 or names.mine not in names.left:
+            return ()
+        after = names.left[(names.left.index(names.mine) + 1) % len(names.left)]
+        return after, self._trainer.strategy.survivors  # another object where ranks have come back, that one perhaps
+
+    def _address(self, after: tuple[Any, ...]) -> Address | None:
+        """Where that rank keeps things; None where nobody knows."""
+        if self._to is None or after != self._next:
+            assert self._door is not None
+            with contextlib.suppress(RuntimeError, OSError):  # the store is gone: the heartbeat says so
+                self._next, self._to = after, Address.of(self._door.read_keeper(str(after[0])))
+        return self._to
+
+    def _hear(self, sent: Sent) -> None:
+        if sent.error is None:
+            self._failed = 0
+            return
+        self._failed += 1
+        self._to, self._not_before = None, time.monotonic() + _PAUSE_S
+        if self._clock is not None:
+            self._clock.put_off()
+        if self._failed == _PATIENCE:
+            log.warning(
+                "Rank %d: %d copies of its own state in a row did not reach the next rank, at %s, port %d; the last "
+                "one after %.1f s: %s. Should it die now, it comes back with an older one, or none. Can that host be "
+                "reached?",
+                names_of(self._trainer).mine, self._failed, sent.to.host, sent.to.port, sent.seconds, sent.error,
+            )  # fmt: skip
+
+    def summarise(self) -> None:
+        """Training has ended well."""
+        if self._courier is None or self.keeper is None:
+            return
+        costs, keeper, mib = self._courier.costs, self.keeper, 2**20
+        stood_ms = 1000 * costs.stalled_s / max(1, costs.saves)
+        rank_zero_info(
+            f"Peer memory, as rank 0 saw it: {costs.saves} copies of its own state, {self._courier.size / mib:.1f} MiB "
+            f"each, of which {costs.failed} did not arrive; training stood still for {stood_ms:.1f} ms for each. It "
+            f"keeps {keeper.size / mib:.1f} MiB for rank(s) {', '.join(keeper.owners) or 'none'}."
+        )
+
+    def close(self) -> None:
+        """Give up what is under way, and what is kept for others; idempotent."""
+        courier, self._courier = self._courier, None
+        keeper, self.keeper = self.keeper, None
+        if courier is not None:
+            courier.close()
+        if keeper is not None:
+            keeper.close()

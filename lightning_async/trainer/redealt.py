@@ -1,0 +1,80 @@
+"""The epoch under way goes on with other batches than those that its loaders were made for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_async.data.shares import Share
+from lightning_async.data.source import Source, sources_of
+from lightning_async.trainer.patches import Undo, callbacks_of, replace, set_for_now
+
+__all__ = ["follower", "go_on_with", "train_on"]
+
+
+def follower(loader: Any) -> Source | None:
+    """What follows a loader's position, for checkpoints."""
+    owner = getattr(vars(loader).get("_get_iterator"), "__self__", None)
+    return owner if isinstance(owner, Source) else None
+
+
+def go_on_with(trainer: Any, share: Share) -> list[Undo]:
+    """Lightning's loop has these batches from here on; returns what undoes it, last first, at the epoch's end.
+
+    Args:
+        trainer: between two batches.
+        share: begins with the number of this rank's next one.
+    """
+    fit = trainer.fit_loop
+    epoch, fetcher, combined = fit.epoch_loop, fit._data_fetcher, fit._combined_loader
+    undo = [set_for_now(fit, "max_batches", share.end)]
+    if trainer.val_check_interval == 1.0 and isinstance(trainer.val_check_interval, float):
+        undo.append(set_for_now(trainer, "val_check_batch", share.end))
+    _show(trainer, share.end)
+    for loader, (told, _) in zip(combined.flattened, share.loaders, strict=True):
+        if (source := follower(loader)) is None:
+            source = sources_of([loader])[0]
+            undo += [source.detach, lambda loader=loader: setattr(loader, "_iterator", None)]
+        loader._iterator = None  # of workers that persist
+        source.begin_at({"taken": 0, "made": 0, "drawn": {}, "share": told})
+    iter(fetcher)
+    fetcher.length, fetcher.done = share.end - share.first, False
+    epoch.batch_progress.is_last_batch = False
+    return undo
+
+
+def train_on(trainer: Any, share: Share) -> None:
+    """The epoch has come to its end, and goes on, by Lightning's own loop, with these batches."""
+    epoch, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+    undo = [replace(epoch, "update_lr_schedulers", _within_epoch), *go_on_with(trainer, share)]
+    try:
+        while not epoch.done:
+            try:
+                epoch.advance(fetcher)
+                epoch.on_advance_end(fetcher)
+            except StopIteration:
+                break
+            finally:
+                epoch.on_iteration_done()
+    finally:
+        while undo:
+            undo.pop()()
+    epoch.batch_progress.is_last_batch = True
+
+
+def _show(trainer: Any, batches: int) -> None:
+    """The epoch has so many batches now."""
+    for bar in callbacks_of(trainer, "TQDMProgressBar"):
+        bar.train_progress_bar.total = batches
+    for bar in callbacks_of(trainer, "RichProgressBar"):
+        if bar.progress is not None and bar.train_progress_bar_id is not None:
+            bar.progress.update(bar.train_progress_bar_id, total=batches)
+
+
+def _within_epoch(original: Any) -> Any:
+    """Schedulers that step with an epoch have done so with the last batch of this rank's own."""
+
+    def update_lr_schedulers(interval: str, update_plateau_schedulers: bool) -> None:
+        if interval != "epoch" or update_plateau_schedulers:
+            original(interval, update_plateau_schedulers)
+
+    return update_lr_schedulers

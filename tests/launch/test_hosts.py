@@ -1,0 +1,87 @@
+"""Two nodes in network namespaces of their own, as two hosts with a cable between them, which can be pulled."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_async.launch.state import STORE_LOST
+from lightning_async.launch.wire import SILENCE_S
+from tests.benchmarks.link import Link, shaped, shaping_problem
+from tests.launch.conftest import Launched
+from tests.launch.test_survivors import ENVIRONMENT, SCRIPT, Ranks
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the launcher needs Linux")
+
+COMES_BACK = str(Path(__file__).with_name("comes_back.py"))
+PORT = 29400
+Start = Callable[..., tuple[Launched, Launched]]
+
+
+@pytest.fixture
+def link() -> Iterator[Link]:
+    if (problem := shaping_problem()) is not None:
+        pytest.skip(f"no network namespaces: {problem}")
+    with shaped(2, 1000.0) as made:
+        yield made
+
+
+@pytest.fixture
+def start(launch: Callable[..., Launched], link: Link) -> Start:
+    """``start("--max-restarts", "1", SCRIPT)``: one rank on each host."""
+
+    def both(*command: str, **environment: str) -> tuple[Launched, Launched]:
+        options = ("-n", "1", "--nnodes", "2", "--rdzv", f"{link.places[0].address}:{PORT}", *command)
+        more = {"LIGHTNING_ASYNC_SECRET": "a secret of these tests alone", **environment}
+        first, second = (launch(*options, prefix=place.prefix, **more) for place in link.places)
+        return first, second
+
+    return both
+
+
+def pull(link: Link) -> None:
+    """The cable of the second host."""
+    namespace = link.places[0].prefix[-1].rpartition("-")[0] + "-switch"
+    subprocess.run(["ip", "-n", namespace, "link", "set", "port1", "down"], check=True, timeout=30)
+
+
+def test_after_a_partition_the_side_of_the_first_node_goes_on_and_the_other_one_ends(start: Start, link: Link):
+    first, second = start(SCRIPT, **ENVIRONMENT)
+    ranks = Ranks({0: first, 1: second})
+    try:
+        ranks.do(1, "saves")
+        second.wait_for("saves")
+        pull(link)
+        began = time.monotonic()
+        second.wait_for(f"The first node is lost (no word for {SILENCE_S:g} s)")
+        assert second.end() == STORE_LOST
+        assert "[launch] exit code 69" in second.err
+        ranks.tell(1, 0)
+        first.wait_for("training goes on with 1 of 2 ranks")
+        assert time.monotonic() - began > SILENCE_S / 2
+        assert re.search(r"rank 1 on node 1 .* was lost with its node \(no word for 10 s\)", first.err)
+        ranks.end(0, 0)
+        assert first.end() == 0
+    finally:
+        ranks.close()
+
+
+def test_a_rank_of_the_other_host_is_killed_and_started_again_there_and_training_ends_in_order(
+    start: Start, link: Link
+):
+    interface = link.places[0].interface
+    first, second = start("--max-restarts", "1", COMES_BACK, DIES="1", GLOO_SOCKET_IFNAME=interface)
+    for each in (first, second):
+        each.allow(60)  # its ranks import all that there is, one after the other
+    assert (first.end(), second.end()) == (0, 0), first.err + second.err
+    assert "rank 1 has joined the others: training goes on with 2 of 2 ranks." in first.err
+    assert "2 of 2 ranks have ended in order" in second.err
+    ended = re.findall(r"ENDED (\d) (\d) (\S+)", first.out + second.out)
+    assert [each[:2] for each in ended] == [("0", "2"), ("1", "2")]
+    assert ended[0][2] == ended[1][2]
