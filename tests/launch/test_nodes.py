@@ -283,6 +283,24 @@ def test_a_node_that_was_lost_comes_back_and_its_ranks_join_the_others(begin: Ca
     assert "3 of 3 ranks have ended in order" in words(first)
 
 
+def test_a_node_that_waits_takes_the_place_of_one_that_is_lost(begin: Callable[..., Ranks], nodes: Nodes):
+    """As does one that comes back before its end was noticed."""
+    ranks = begin((1, 1), "--max-restarts", "1")
+    first, second = ranks.jobs[0], ranks.jobs[1]
+    wrong, spare = nodes.add(2, "--max-restarts", "1", SCRIPT), nodes.add(1, "--max-restarts", "1", SCRIPT)
+    for job in (wrong, spare):
+        job.wait_for("All places are taken")
+    second.signal(signal.SIGKILL)
+    ranks.tell(1, 0)
+    ranks.jobs[1] = spare
+    ranks.meet(1, 1)
+    ranks.tell(2, 0, 1)
+    first.wait_for("training goes on with 2 of 2 ranks")
+    for rank in (0, 1):
+        ranks.end(rank, 0)
+    assert (first.end(), spare.end(), wrong.end()) == (0, 0, 0)
+
+
 def test_who_cannot_be_of_use_is_refused(begin: Callable[..., Ranks], nodes: Nodes):
     ranks = begin((1, 1))
     ranks.jobs[1].signal(signal.SIGKILL)
@@ -302,13 +320,18 @@ def test_nodes_that_come_late_wait_until_all_start_again_and_one_that_is_lost_is
     second = nodes.add(1, *options, nodes="1:2")
     second.wait_for("All places are taken: this node waits until it is needed.")
     third = nodes.add(1, *options, nodes="1:2")
-    assert third.end() == 2
-    assert "there are 2 nodes already" in third.err
+    third.wait_for("All places are taken: this node waits until it is needed.")
+    fourth = nodes.add(1, *options, nodes="1:2")
+    assert fourth.end() == 2
+    assert "2 nodes wait already" in fourth.err
     (rank,) = map(int, re.findall(r"ready (\d+)", first.out))
     os.kill(rank, signal.SIGKILL)
     second.wait_for("[1] ready")
     first.wait_for("[0] ready", 2)
     assert "This is node 1 of 2, with rank 1." in words(second)
+    third.signal(signal.SIGINT)
+    assert third.end() == 130
+    first.wait_for("is there no more")
     second.signal(signal.SIGKILL)
     first.wait_for("[0] ready", 3)
     assert words(first)[-2:] == [
