@@ -91,8 +91,8 @@ class Supervisor:
             if self._meeting is not None:
                 self._meeting.close(self._code)
             self._registry.remove()
-            self._loop.close()
             node.close()
+            self._loop.close()
 
     # ---- what happens ----
 

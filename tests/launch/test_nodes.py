@@ -290,6 +290,9 @@ def test_a_node_that_waits_takes_the_place_of_one_that_is_lost(begin: Callable[.
     wrong, spare = nodes.add(2, "--max-restarts", "1", SCRIPT), nodes.add(1, "--max-restarts", "1", SCRIPT)
     for job in (wrong, spare):
         job.wait_for("All places are taken")
+    refused = nodes.add(1, "--max-restarts", "1", SCRIPT)
+    assert refused.end() == 2
+    assert "2 nodes wait already" in refused.err
     second.signal(signal.SIGKILL)
     ranks.tell(1, 0)
     ranks.jobs[1] = spare
@@ -314,29 +317,28 @@ def test_who_cannot_be_of_use_is_refused(begin: Callable[..., Ranks], nodes: Nod
 
 
 def test_nodes_that_come_late_wait_until_all_start_again_and_one_that_is_lost_is_not_waited_for(nodes: Nodes):
-    options = ("--max-restarts", "2", "--last-call", "0.5", PLAIN, "end", "-", "-")
-    first = nodes.add(1, *options, nodes="1:2")
-    first.wait_for("ready")
-    second = nodes.add(1, *options, nodes="1:2")
-    second.wait_for("All places are taken: this node waits until it is needed.")
-    third = nodes.add(1, *options, nodes="1:2")
-    third.wait_for("All places are taken: this node waits until it is needed.")
-    fourth = nodes.add(1, *options, nodes="1:2")
-    assert fourth.end() == 2
-    assert "2 nodes wait already" in fourth.err
+    options = ("--max-restarts", "2", "--last-call", "0.5", PLAIN, "end", "-", "-", "-")
+    first = nodes.add(1, *options, nodes="1:3")
+    first.wait_for("[0] ready")
+    late = []
+    for _ in range(2):
+        late.append(nodes.add(1, *options, nodes="1:3"))
+        late[-1].wait_for("All places are taken: this node waits until it is needed.")
+    second, third = late
     (rank,) = map(int, re.findall(r"ready (\d+)", first.out))
     os.kill(rank, signal.SIGKILL)
     second.wait_for("[1] ready")
+    third.wait_for("[2] ready")
     first.wait_for("[0] ready", 2)
-    assert "This is node 1 of 2, with rank 1." in words(second)
-    third.signal(signal.SIGINT)
-    assert third.end() == 130
-    first.wait_for("is there no more")
+    assert "This is node 2 of 3, with rank 2." in words(third)
     second.signal(signal.SIGKILL)
+    third.wait_for("[1] ready")
     first.wait_for("[0] ready", 3)
+    assert "This is node 1 of 2, with rank 1." in words(third)
     assert words(first)[-2:] == [
         "All ranks start again in 2 s (restart 2 of 2).",
-        "1 of 1:2 nodes are there; others have 0.5 s to come.",
+        "2 of 1:3 nodes are there; others have 0.5 s to come.",
     ]
-    first.signal(signal.SIGTERM)
-    assert first.end() == 143
+    third.signal(signal.SIGTERM)
+    assert (first.end(), third.end()) == (143, 143)
+    assert re.search(r"rank 1 on node 1 .* was killed by SIGTERM", third.err)
