@@ -22,7 +22,7 @@ from lightning_async.launch.output import Outputs
 from lightning_async.launch.places import Place, Wanted
 from lightning_async.launch.state import NODE_LOST, STORE_LOST, Policy
 from lightning_async.launch.summary import Ending, signal_name
-from lightning_async.launch.wire import Wire
+from lightning_async.launch.wire import UNKNOWN, Wire
 
 __all__ = ["REFUSED", "Agent"]
 
@@ -86,9 +86,9 @@ class Agent:
         finally:
             if self._wire is not None:
                 self._wire.close()
-            self._loop.close()
             if self._node is not None:
                 self._node.close()
+            self._loop.close()
 
     # ---- the first node ----
 
@@ -117,8 +117,8 @@ class Agent:
             return
         if wire.known:
             self._lose(why)
-        elif why.endswith("secret"):
-            self._end(REFUSED, f"The first node's secret is another one: {why}. Give all nodes the same.")
+        elif why == UNKNOWN:
+            self._end(REFUSED, "The first node's secret is another one. Give all nodes the same.")
         else:
             self._look_again(why)
 
@@ -205,11 +205,12 @@ class Agent:
         if self._node is not None and (before.first, before.ranks) == (job.place.first, job.place.ranks):
             self._node.at(job)
             return
+        self._outputs.flush()
+        self._loop.forget_all(self._outputs)
         if self._node is not None:
             self._node.leave()
             self._node.close()
         self._node = node = Node(job, self._policy, self._logs, self._loop, self)
-        self._outputs.flush()
         self._outputs = node.outputs
         self._outputs.say(f"This is node {job.place.node} of {job.place.nodes}, with {_span(job.place)}.")
 

@@ -90,8 +90,12 @@ def secret_of(file: Path | None, environment: Mapping[str, str]) -> str:
 
 def settings(wanted: Wanted, max_restarts: int, program: Sequence[str]) -> dict[str, object]:
     """What all nodes need to have in common, by names that people know."""
+    try:
+        version = importlib.metadata.version("lightning_async")
+    except importlib.metadata.PackageNotFoundError:
+        version = "of a checkout"
     return {
-        "lightning_async's version": importlib.metadata.version("lightning_async"),
+        "lightning_async's version": version,
         "--nnodes": wanted.text,
         "--max-restarts": max_restarts,
         "the program": list(program),

@@ -91,8 +91,8 @@ class Supervisor:
             if self._meeting is not None:
                 self._meeting.close(self._code)
             self._registry.remove()
-            self._loop.close()
             node.close()
+            self._loop.close()
 
     # ---- what happens ----
 
@@ -235,8 +235,8 @@ class Supervisor:
     def _start_rank(self, rank: int, rejoins: int = 0) -> None:
         self._told.pop(rank, None)
         remotes = self._meeting.remotes if self._meeting is not None else []
-        there = [remote for remote in remotes if remote.place is not None and rank in remote.place.all]
-        ranks: Ranks = there[0] if there else self._node
+        there: list[Ranks] = [remote for remote in remotes if remote.place is not None and rank in remote.place.all]
+        (ranks,) = there or [self._node]
         ranks.start(rank, self._port, self._attempt, rejoins)
 
     def _tell_of_the_lost(self, before: State, actions: list[Action]) -> None:

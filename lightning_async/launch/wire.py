@@ -27,13 +27,15 @@ from typing import Any
 from lightning_async.comm.membership.signing import Seal
 from lightning_async.launch.loop import Loop
 
-__all__ = ["Wire"]
+__all__ = ["UNKNOWN", "Wire"]
 
 HEARTBEAT_S = 1.0
 SILENCE_S = 10.0
 """Without a word for so long, the other launcher is taken for dead."""
 GREETING_S = 5.0
 """That a stranger has to show that it knows the secret."""
+UNKNOWN = "it does not know this job's secret"
+"""The reason for which a connection ends whose other side has another one."""
 _LONGEST, _LONGEST_OF_STRANGERS = 1 << 20, 1 << 12
 _UNREAD = 1 << 22
 _PIECE = 1 << 16
@@ -170,7 +172,7 @@ class Wire:
             return
         _, _, message = line.partition(b":")
         if not hmac.compare_digest(self._seals[1].sign(str(self._heard), message), line):
-            self.end("it does not know this job's secret" if not self._heard else "a message was changed on its way")
+            self.end("a message was changed on its way" if self._heard else UNKNOWN)
             return
         self._heard += 1
         self._loop.after(SILENCE_S, (self, "silence"), lambda: self.end(f"no word for {SILENCE_S:g} s"))

@@ -283,6 +283,27 @@ def test_a_node_that_was_lost_comes_back_and_its_ranks_join_the_others(begin: Ca
     assert "3 of 3 ranks have ended in order" in words(first)
 
 
+def test_a_node_that_waits_takes_the_place_of_one_that_is_lost(begin: Callable[..., Ranks], nodes: Nodes):
+    """As does one that comes back before its end was noticed."""
+    ranks = begin((1, 1), "--max-restarts", "1")
+    first, second = ranks.jobs[0], ranks.jobs[1]
+    wrong, spare = nodes.add(2, "--max-restarts", "1", SCRIPT), nodes.add(1, "--max-restarts", "1", SCRIPT)
+    for job in (wrong, spare):
+        job.wait_for("All places are taken")
+    refused = nodes.add(1, "--max-restarts", "1", SCRIPT)
+    assert refused.end() == 2
+    assert "2 nodes wait already" in refused.err
+    second.signal(signal.SIGKILL)
+    ranks.tell(1, 0)
+    ranks.jobs[1] = spare
+    ranks.meet(1, 1)
+    ranks.tell(2, 0, 1)
+    first.wait_for("training goes on with 2 of 2 ranks")
+    for rank in (0, 1):
+        ranks.end(rank, 0)
+    assert (first.end(), spare.end(), wrong.end()) == (0, 0, 0)
+
+
 def test_who_cannot_be_of_use_is_refused(begin: Callable[..., Ranks], nodes: Nodes):
     ranks = begin((1, 1))
     ranks.jobs[1].signal(signal.SIGKILL)
@@ -296,24 +317,28 @@ def test_who_cannot_be_of_use_is_refused(begin: Callable[..., Ranks], nodes: Nod
 
 
 def test_nodes_that_come_late_wait_until_all_start_again_and_one_that_is_lost_is_not_waited_for(nodes: Nodes):
-    options = ("--max-restarts", "2", "--last-call", "0.5", PLAIN, "end", "-", "-")
-    first = nodes.add(1, *options, nodes="1:2")
-    first.wait_for("ready")
-    second = nodes.add(1, *options, nodes="1:2")
-    second.wait_for("All places are taken: this node waits until it is needed.")
-    third = nodes.add(1, *options, nodes="1:2")
-    assert third.end() == 2
-    assert "there are 2 nodes already" in third.err
+    options = ("--max-restarts", "2", "--last-call", "0.5", PLAIN, "end", "-", "-", "-")
+    first = nodes.add(1, *options, nodes="1:3")
+    first.wait_for("[0] ready")
+    late = []
+    for _ in range(2):
+        late.append(nodes.add(1, *options, nodes="1:3"))
+        late[-1].wait_for("All places are taken: this node waits until it is needed.")
+    second, third = late
     (rank,) = map(int, re.findall(r"ready (\d+)", first.out))
     os.kill(rank, signal.SIGKILL)
     second.wait_for("[1] ready")
+    third.wait_for("[2] ready")
     first.wait_for("[0] ready", 2)
-    assert "This is node 1 of 2, with rank 1." in words(second)
+    assert "This is node 2 of 3, with rank 2." in words(third)
     second.signal(signal.SIGKILL)
+    third.wait_for("[1] ready")
     first.wait_for("[0] ready", 3)
+    assert "This is node 1 of 2, with rank 1." in words(third)
     assert words(first)[-2:] == [
         "All ranks start again in 2 s (restart 2 of 2).",
-        "1 of 1:2 nodes are there; others have 0.5 s to come.",
+        "2 of 1:3 nodes are there; others have 0.5 s to come.",
     ]
-    first.signal(signal.SIGTERM)
-    assert first.end() == 143
+    third.signal(signal.SIGTERM)
+    assert (first.end(), third.end()) == (143, 143)
+    assert re.search(r"rank 1 on node 1 .* was killed by SIGTERM", third.err)
