@@ -78,15 +78,15 @@ class Peers:
             ) from error
         strategy.course.undo.append(self.close)  # however training ends
         door.keep_at(mine, keeper.address.note())
-        if is_newcomer(self._trainer):
+        if is_newcomer(strategy):
             self._find()
 
     def _find(self) -> None:
         assert self._door is not None
-        names, self._asked = names_of(self._trainer), True
-        addresses = {str(n): Address.of(self._door.read_keeper(str(n))) for n in range(names.started)}
-        others = {n: address for n, address in addresses.items() if address is not None and n != str(names.mine)}
-        self._found, self._silent = find(str(names.mine), self._seal, others)
+        mine, self._asked = str(names_of(self._trainer).mine), True
+        addresses = {name: Address.of(self._door.read_keeper(name)) for name in self._door.keepers() if name != mine}
+        others = {name: address for name, address in addresses.items() if address is not None}
+        self._found, self._silent = find(mine, self._seal, others)
 
     def come(self) -> None:
         """Rank 0's state is in place: put over it what was this rank's own, which may be older than the run's."""
@@ -98,9 +98,8 @@ class Peers:
             why = "; ".join(f"rank {name} does not answer ({error})" for name, error in self._silent.items())
             tell(
                 "own_state_lost", logging.WARNING,
-                f"Rank {mine} came back, and nobody has kept what was its own: it begins with rank 0's optimizer "
-                "state, and with random numbers of its start. "
-                f"{why or 'It died before its first copy, or together with its neighbour'}.",
+                f"Rank {mine} joins, and nobody has anything of its own: it begins with rank 0's optimizer state, and "
+                f"with random numbers of its start. {why or 'It is new, or died before its first copy'}.",
                 rank=mine,
             )  # fmt: skip
             return
