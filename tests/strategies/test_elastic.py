@@ -139,7 +139,8 @@ def replayed(steps: list[Step]) -> float:
 def test_a_host_comes_and_another_is_lost_and_each_sample_is_in_committed_work_once(tmp_path: Path, how: str) -> None:
     """One rank; a host comes; there is news of hosts, and the same ranks begin again; one is lost.
 
-    `HorovodStrategy` with two workers for its data, averaging without. Then the survivor validates, and fits again.
+    `HorovodStrategy` with two workers for its data and with saves beside the commits, averaging without. Then the
+    survivor validates, and fits again.
     """
     killed: dict[int, float] = {}
 
@@ -154,6 +155,10 @@ def test_a_host_comes_and_another_is_lost_and_each_sample_is_in_committed_work_o
     told = run(tmp_path, watch, how)
     ((victim, killed_at),) = killed.items()
     check(told, victim, killed_at, how)
+    if how == "horovod":
+        (done,) = [line for line in told if line.kind == "DONE"]
+        saved = sorted(each.name for each in (tmp_path / "checkpoints").glob("*-step-*"))
+        assert saved[-1].endswith(f"-step-{done.values[0]}"), "saves go on beside commits"
 
 
 def check(told: list[Line], victim: int, killed_at: float, how: str) -> None:
