@@ -12,7 +12,7 @@ import logging
 import time
 from typing import Any
 
-from lightning_async.comm.keeper import Keeper, facing
+from lightning_async.comm.keeper import Keeper, facing, next_to
 from lightning_async.comm.launched import came_back
 from lightning_async.comm.membership.door import Door
 from lightning_async.comm.membership.signing import Seal
@@ -50,12 +50,14 @@ class Peers:
         self._found: Found | None = None
         self._silent: dict[str, str] = {}
         self._asked = False
-        self._next: tuple[Any, ...] = ()
-        """The rank after this one, and the run; `_to` is where it keeps things."""
-        self._sent: tuple[Any, ...] = ()
-        """The same as the last copy was sent."""
+        self._known: tuple[Any, ...] = ()
+        """Those who are there, and of which run, as `_after` and `_to` were found."""
+        self._after: tuple[Any, ...] = ()
+        """Who is to keep this rank's copies, and of which run; `_to` is where."""
         self._to: Address | None = None
-        self._failed, self._not_before = 0, 0.0
+        self._sent: tuple[Any, ...] = ()
+        """The same, of the last copy."""
+        self._failed, self._not_before, self._stale = 0, 0.0, False
         self._cannot = False
         """There is something in the state that cannot be copied."""
 
@@ -128,49 +130,53 @@ class Peers:
         courier.step()
         for sent in courier.poll():
             self._hear(sent)
-        after = self._after(names)
-        moved = self._sent and after != self._sent  # whoever has the last copy is gone, or not the next one any more
-        if not after or not (moved or clock.due(step, epoch_end)):
+        self._look(names)
+        moved = self._sent and self._after != self._sent  # whoever has the last copy is gone, or has come anew
+        if not self._after or not (moved or clock.due(step, epoch_end)):
             return
-        if courier.busy or time.monotonic() < self._not_before:
+        if courier.busy or self._to is None or time.monotonic() < self._not_before:
             clock.put_off()
-            return
-        if (to := self._address(after)) is None:
             return
         label = {"step": step, "epoch": self._trainer.current_epoch, "life": came_back() or 0, "at": time.time()}
         try:
-            begun = courier.send(to, label, take(self._trainer))
+            begun = courier.send(self._to, label, take(self._trainer))
         except (TypeError, KeyError, ValueError, CheckpointError) as error:  # a state that is of no kind that travels
             log.warning("Rank %d: nothing of its own is kept elsewhere from here on: %s", names.mine, error)
             self._cannot = True
             return
         if begun:
-            self._sent = after
+            self._sent = self._after
             clock.saved(step)
         else:
             clock.put_off()
 
-    def _after(self, names: Names) -> tuple[Any, ...]:
-        """The next rank of those that are left, and the run; nothing where there is none."""
-        if len(names.left) < 2 or names.mine not in names.left:
-            return ()
-        after = names.left[(names.left.index(names.mine) + 1) % len(names.left)]
-        return after, self._trainer.strategy.survivors  # another object where ranks have come back, that one perhaps
-
-    def _address(self, after: tuple[Any, ...]) -> Address | None:
-        """Where that rank keeps things; None where nobody knows."""
-        if self._to is None or after != self._next:
+    def _look(self, names: Names) -> None:
+        """Find who is to keep this rank's copies, where that may have changed: another `Survivors` has newcomers."""
+        survivors = self._trainer.strategy.survivors
+        if self._known == (names.left, survivors) and not (self._stale and time.monotonic() >= self._not_before):
+            return
+        self._known, self._after, self._to, self._not_before = (names.left, survivors), (), None, 0.0
+        if len(names.left) > 1 and names.mine in names.left:
             assert self._door is not None
             with contextlib.suppress(RuntimeError, OSError):  # the store is gone: the heartbeat says so
-                self._next, self._to = after, Address.of(self._door.read_keeper(str(after[0])))
-        return self._to
+                found = {rank: Address.of(self._door.read_keeper(str(rank))) for rank in names.left}
+                hosts = {rank: "" if address is None else address.host for rank, address in found.items()}
+                after = next_to(names.mine, names.left, hosts)
+                self._after, self._to = (after, survivors), found[after] if after is not None else None
+        self._pause(self._to is None)
+
+    def _pause(self, stale: bool) -> None:
+        """Look again in a while, if this did not help."""
+        self._stale = stale
+        if stale:
+            self._not_before = time.monotonic() + _PAUSE_S
 
     def _hear(self, sent: Sent) -> None:
         if sent.error is None:
             self._failed = 0
             return
         self._failed += 1
-        self._to, self._not_before = None, time.monotonic() + _PAUSE_S
+        self._pause(True)
         if self._clock is not None:
             self._clock.put_off()
         if self._failed == _PATIENCE:
