@@ -62,9 +62,15 @@ def test_it_comes_back_from_the_next_rank_and_is_rank_0s_where_there_was_no_copy
 
 def test_the_own_is_put_over_the_runs_by_name_where_it_fits(ranks: Outcomes) -> None:
     for said in ranks("put_back"):
-        assert said["done"] == ["optimizer state of 5 parameters", "2 buffers", "random states"]
+        assert said["done"] == [
+            "optimizer state of 5 parameters",
+            "2 buffers",
+            "the scale of gradients",
+            "random states",
+        ]
         assert said["names"] == ["net.0.bias", "net.0.weight", "net.2.bias", "net.2.weight", "norm.bias", "norm.weight"]
         assert said["own"] and said["kept"] and said["late"] == 2 and said["buffers"] and said["draw"]
+        assert said["scale"] == 64.0
         assert said["lr"] == [0.25, 0.5]  # the run's
 
 
