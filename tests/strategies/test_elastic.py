@@ -191,8 +191,9 @@ def check(told: list[Line], victim: int, killed_at: float, how: str) -> None:
     else:
         begins = [list(map(float, line.values)) for line in first if line.kind == "BEGINS"]
         assert len(begins) == 4, "twice, of two replicas"
-        assert all(rounds == moved == 0.0 for _, rounds, moved in begins[:2])
-        assert all(rounds > 0.0 and moved > 0.0 for _, rounds, moved in begins[2:]), "DiLoCo goes on"
+        (first_step, *_), (_, first_rounds, _), again, beside = begins
+        assert first_step == 0.0
+        assert again == beside and min(again) > 0.0 and again[1] > first_rounds, "DiLoCo goes on"
 
     # Afterwards.
     last = [step_of(line) for line in told[len(first) :] if line.kind == "STEP"]
