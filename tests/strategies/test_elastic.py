@@ -98,6 +98,8 @@ class Ranks:
         for each in self._processes.values():
             if each.poll() is None:
                 each.kill()
+        for request in self._folder.glob("rank-*.json"):
+            request.unlink()
 
 
 def run(folder: Path, watch: Callable[[list[Line]], None], how: str, limit_s: float = 200.0) -> list[Line]:
@@ -202,12 +204,13 @@ def check(told: list[Line], victim: int, killed_at: float, how: str) -> None:
         assert validated == list(range(VALIDATED))
 
     # Going on.
-    after = [step for step in steps if step.at > killed_at]
+    after = [step for step in steps if step.at > killed_at and step.world_size == 1]
     print(f"back in training {after[0].at - killed_at:.2f} s after the kill")
-    assert {(step.pid, step.world_size) for step in after} == {(survivor, 1)}
+    assert {step.pid for step in after} == {survivor}
     assert after[0].at - killed_at < 15.0, "on a quiet machine it is a second; what ends a wait in silence is longer"
-    lost = [step for step in steps if step.pid == survivor and step.at <= killed_at and step not in kept]
-    assert 0 < len(lost) <= 5 + HOLDS_AT, "of steps that were taken since a commit"
+    lost = [step for step in steps if step.pid == survivor and step not in kept]
+    assert len(lost) <= 5 + HOLDS_AT, "of steps that were taken since a commit"
+    assert lost or how == "averaging"
     (done,) = [line for line in first if line.kind == "DONE"]
     if how == "horovod":
         assert [step.weight for step in kept if step.weight != 1.0] in ([2.0, 0.0], [0.0, 2.0])
