@@ -32,7 +32,7 @@ _ENDS_S = 8.0
 """At most, that ranks have to save when the first node is lost: all is over ten seconds after this was noticed."""
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _AGAIN_S, _CONNECTS_S = 0.5, 1.0
-_LONGEST_LINE = 2000
+_LONGEST_LINE = 1000
 
 
 class Agent:
@@ -72,8 +72,12 @@ class Agent:
             with self._loop.signals(self._signalled):
                 self._outputs.say(f"Looks for the first node at {self._address[0]}, port {self._address[1]}.")
                 self._connect()
-                while self._code is None:
-                    self._loop.step(self._outputs)
+                try:
+                    while self._code is None:
+                        self._loop.step(self._outputs)
+                except OSError as error:
+                    self._leave(f"{error}")
+                    raise
                 if self._node is not None:
                     self._node.leave()
                 else:
@@ -129,6 +133,12 @@ class Agent:
             return
         self._node.send(signal.SIGTERM, self._node.living)
         self._loop.after(seconds, (self, "kill"), lambda: self._end(STORE_LOST, f"exit code {STORE_LOST}"))
+
+    def _leave(self, why: str) -> None:
+        """The first node is to know why this one ends."""
+        if self._wire is not None:
+            self._wire.send("leave", why=why)
+            self._wire.conclude(_CONNECTS_S)
 
     def _end(self, code: int, text: str = "") -> None:
         self._outputs.say(text)

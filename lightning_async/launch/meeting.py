@@ -33,7 +33,7 @@ class Host(Hears, Protocol):
 
     @property
     def takes_back(self) -> bool:
-        """Whether ranks that are lost can be started again."""
+        """Whether ranks can be started again, those that are lost or all of them."""
         ...
 
     def meet(self, place: Place) -> None:
@@ -135,7 +135,7 @@ class Meeting:
             for remote in remotes:
                 remote.wire.send("finish", code=code)
             for remote in remotes:
-                remote.wire.flush(_FLUSH_S)
+                remote.wire.conclude(_FLUSH_S)
         for remote in (*remotes, *self._strangers):
             remote.wire.close()
         self._loop.forget(self._listener.fileno())

@@ -154,8 +154,9 @@ class Supervisor:
 
     @property
     def takes_back(self) -> bool:
-        """Whether ranks that are lost can be started again."""
-        return self._state.trains and self._state.restarts < self._policy.max_restarts
+        """Whether ranks can be started again, those that are lost or all of them."""
+        goes_on = self._state.asked is None and self._state.phase is not Phase.FINISHED
+        return goes_on and self._state.restarts < self._policy.max_restarts
 
     def say(self, text: str) -> None:
         """To people, here and at all other nodes."""

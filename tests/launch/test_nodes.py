@@ -172,14 +172,36 @@ def test_without_survivors_a_lost_node_ends_the_others(nodes: Nodes):
     assert "rank 0 on node 0 was killed by SIGTERM, by the launcher" in words(first)
 
 
+def test_a_node_that_cannot_start_its_ranks_says_why_at_the_first_one(nodes: Nodes):
+    first = nodes.add(1, PLAIN, "end", "-", "-")
+    second = nodes.add(1, "--log-dir", "/proc/nowhere", PLAIN, "end", "-", "-")
+    assert (first.end(), second.end()) == (NODE_LOST, 71)
+    (why,) = re.findall(
+        r"rank 1 on node 1 was lost with its node \((.+)\): the others end too", "\n".join(words(first))
+    )
+    assert "/proc/nowhere" in why
+    assert "/proc/nowhere" in second.err
+
+
+def test_without_survivors_all_wait_for_a_node_that_is_lost_and_start_again_with_it(nodes: Nodes):
+    options = ("--max-restarts", "1", PLAIN, "end", "-", "-")
+    first, second = nodes.start((1, 1), *options)
+    first.wait_for("[0] ready")
+    second.signal(signal.SIGKILL)
+    second.end()
+    again = nodes.add(1, *options)  # at once: it comes while the others end, in the pause or after it
+    again.wait_for("[1] ready")
+    first.wait_for("[0] ready", 2)
+    again.signal(signal.SIGTERM)
+    assert (first.end(), again.end()) == (143, 143)
+
+
 def test_the_first_launcher_is_killed_and_the_ranks_elsewhere_save_and_end(nodes: Nodes):
     jobs = [nodes.add(1, PLAIN, *what, nodes="3") for what in (["saves", "0"],) * 3]
     for job in jobs:
         job.wait_for("ready")
-    began = time.monotonic()
     jobs[0].signal(signal.SIGKILL)
     assert [job.end() for job in jobs[1:]] == [STORE_LOST] * 2
-    assert time.monotonic() - began < 10
     assert [len(re.findall(r"saved \d None", job.out)) for job in jobs[1:]] == [1, 1]
     assert all("The first node is lost (the connection " in job.err for job in jobs[1:])
 
@@ -191,7 +213,8 @@ def test_who_does_not_save_in_time_is_killed_when_the_first_node_is_lost(nodes: 
     began = time.monotonic()
     first.signal(signal.SIGKILL)
     assert second.end() == STORE_LOST
-    assert 1 < time.monotonic() - began < 10
+    assert time.monotonic() - began > 1
+    assert "have 1 s to save and to end" in second.err
 
 
 @pytest.mark.parametrize("at", [0, 1])

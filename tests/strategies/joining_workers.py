@@ -29,7 +29,7 @@ class UntilBack(Seen):
         until: so many ranks are there.
     """
 
-    def __init__(self, deaths: dict[str, tuple[str, int, int]], mode: str, until: int) -> None:
+    def __init__(self, deaths: dict[str, tuple[str, int, int]], mode: str, until: int = RANKS) -> None:
         super().__init__(deaths)
         self.register_buffer("seen", torch.zeros(1), persistent=False)
         self._mode, self._since, self._until = mode, 0, until
