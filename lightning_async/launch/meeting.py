@@ -243,4 +243,5 @@ class Meeting:
 
     def signalled(self, number: int, remote: Remote) -> None:
         """See `Meets`."""
-        self._host.signalled(number, remote.host)
+        if remote.place is not None:
+            self._host.signalled(number, self.where(remote.place.first))
