@@ -45,8 +45,8 @@ _READ_AT_IMPORT = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "TO
 _SET_AT_IMPORT = ("PYTORCH_NVML_BASED_CUDA_CHECK",)
 """Of these, what such a library sets itself, in whoever imports it: Lightning."""
 _BY_TORCHRUN, _RESTARTS = "torchrun", "TORCHELASTIC_RESTART_COUNT"
-LONGEST = 4096
-"""Bytes of a message; a longer one is not sent."""
+LONGEST = 1 << 16
+"""Bytes of a message, which names up to nine thousand ranks; a longer one is not sent."""
 _ENDS_S = 2.0
 _listeners: list[Listener] = []  # of this process: two, while one run follows another
 _log = logging.getLogger(__name__)

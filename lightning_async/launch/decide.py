@@ -191,11 +191,13 @@ def _signalled(policy: Policy, state: State, event: Signalled) -> Decision:
     if event.number not in _STOPS:
         return state, [Send(event.number, state.living)] if state.living else []
     if state.asked is not None:
-        if event.at - state.asked_at < _SAME_S or not state.living:
+        if event.by not in state.asked_at:  # all nodes are told to end, some a little later: it is no second signal
+            return replace(state, asked_at={**state.asked_at, event.by: event.at}), []
+        if event.at - state.asked_at[event.by] < _SAME_S or not state.living:
             return state, []
         # The second Ctrl-C kills. A second SIGTERM goes on to the ranks, which end at once.
         return _kill(state) if event.number == signal.SIGINT else (state, [Send(signal.SIGTERM, state.living)])
-    state = replace(state, asked=event.number, asked_at=event.at)
+    state = replace(state, asked=event.number, asked_at={event.by: event.at})
     if not state.living:  # between two starts
         return replace(state, phase=Phase.FINISHED), [Finish(128 + event.number)]
     sent = [Send(_STOPS[signal.Signals(event.number)], state.living)] if state.trains else []

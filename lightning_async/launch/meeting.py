@@ -5,7 +5,8 @@
     a connection ends, or nothing is heard of it --------------> its ranks have ended; its place is empty
     another one joins, that node once more for instance -------> it takes the place, and its ranks can be started again
 
-Strangers have a short time, and are few at once: they cannot keep launchers of the job from being heard for long.
+Strangers have a short time, and are few at once, of whom the oldest goes when another one comes: they cannot keep
+launchers of the job from being heard.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class Meeting:
         """Hear who comes."""
         self._loop, self._host = loop, host
         self._listener.setblocking(False)
-        self._loop.watch(self._listener.fileno(), self._accept)
+        self._listen()
 
     def gather(self) -> None:
         """Wait for all nodes, and then have the host `meet` them."""
@@ -143,26 +144,20 @@ class Meeting:
 
     # ---- who comes ----
 
+    def _listen(self) -> None:
+        self._loop.watch(self._listener.fileno(), self._accept)
+
     def _accept(self) -> None:
         try:
             channel, (address, *_) = self._listener.accept()
-        except OSError:  # it has gone again, or there are no descriptors left
-            self._pause()
+        except OSError:  # it has gone again, or there are no descriptors left: who connects meanwhile waits
+            self._loop.forget(self._listener.fileno())
+            self._loop.after(_AGAIN_S, (self, "accept"), self._listen)
             return
+        if len(self._strangers) == _STRANGERS:  # who knows the secret has shown it before so many others come
+            self._strangers[0].wire.close()
+            del self._strangers[0]
         self._strangers.append(Remote(self._loop, channel, self._secret, address, self, self._host))
-        if len(self._strangers) >= _STRANGERS:
-            self._pause()
-
-    def _pause(self) -> None:
-        """Those who connect meanwhile wait in the system's queue."""
-        self._loop.forget(self._listener.fileno())
-        self._loop.after(_AGAIN_S, (self, "accept"), self._resume)
-
-    def _resume(self) -> None:
-        if len(self._strangers) < _STRANGERS:
-            self._loop.watch(self._listener.fileno(), self._accept)
-        else:
-            self._pause()
 
     def joined(self, remote: Remote, settings: dict[str, Any]) -> None:
         """See `Meets`."""
@@ -243,4 +238,5 @@ class Meeting:
 
     def signalled(self, number: int, remote: Remote) -> None:
         """See `Meets`."""
-        self._host.signalled(number, remote.host)
+        if remote.place is not None:
+            self._host.signalled(number, self.where(remote.place.first))

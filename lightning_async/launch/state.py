@@ -131,10 +131,11 @@ class StoreLost:
 
 @dataclass(frozen=True)
 class Signalled:
-    """The launcher was sent a signal, at that many monotonic seconds."""
+    """A launcher, this one or the one of another node, was sent a signal, at that many monotonic seconds."""
 
     number: int
     at: float
+    by: str = ""
 
 
 @dataclass(frozen=True)
@@ -213,7 +214,7 @@ class State:
         away: ranks whose node is not there.
         store_lost: the store has died first.
         asked: the signal by which the job was told to end, if it was.
-        asked_at: when.
+        asked_at: when, by the launchers that were sent such a signal, each for the first time.
         killed: those that live have been sent SIGKILL.
         restarts: so far, of all ranks and of single ones.
     """
@@ -229,7 +230,7 @@ class State:
     away: frozenset[int] = frozenset()
     store_lost: bool = False
     asked: int | None = None
-    asked_at: float = 0.0
+    asked_at: Mapping[str, float] = field(default_factory=dict)
     killed: bool = False
     restarts: int = 0
 

@@ -148,7 +148,7 @@ class Supervisor:
     def signalled(self, number: int, where: str) -> None:
         """A launcher was sent a signal."""
         if self._begun:
-            self._follow(Signalled(number, time.monotonic()), where)
+            self._follow(Signalled(number, time.monotonic(), where), where)
         elif number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             self._code = 128 + number
 

@@ -47,7 +47,7 @@ def read(launcher: socket.socket) -> bytes | None:
 
 def test_each_message_arrives_whole(ends: tuple[socket.socket, socket.socket]):
     launcher, rank = ends
-    everybody = [str(number) for number in range(128)]
+    everybody = [str(number) for number in range(9000)]
     tell_generation(0, everybody)
     tell_generation(7, ("0", "2"))
     assert heard(read(launcher) or b"", os.getpid()) == (0, tuple(everybody))
@@ -72,7 +72,7 @@ def test_it_never_waits(ends: tuple[socket.socket, socket.socket], monkeypatch: 
 
 
 def test_what_is_too_long_is_not_sent(ends: tuple[socket.socket, socket.socket]):
-    tell_generation(0, [str(number) for number in range(1000)])
+    tell_generation(0, [str(number) for number in range(20_000)])
     assert read(ends[0]) is None
 
 

@@ -31,7 +31,14 @@ def greeted(channel: socket.socket) -> bool:
     return False
 
 
-def test_few_strangers_are_listened_to_at_once_and_the_others_have_their_turn():
+def ended(channel: socket.socket) -> bool:
+    """Whether it is not listened to any more; it has been greeted."""
+    with contextlib.suppress(BlockingIOError):
+        return not channel.recv(1 << 16) or not channel.recv(1)
+    return False
+
+
+def test_few_strangers_are_listened_to_at_once_and_for_each_further_one_the_oldest_goes():
     now = time.monotonic()
     loop, outputs, host = Loop(lambda: now), Outputs([]), Host()
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
@@ -49,15 +56,11 @@ def test_few_strangers_are_listened_to_at_once_and_the_others_have_their_turn():
         for _ in range(40):
             strangers.append(stack.enter_context(socket.create_connection(listener.getsockname())))
             strangers[-1].setblocking(False)
-        until(lambda: sum(map(greeted, strangers)) == 32)
-        now += GREETING_S - 0.1
-        loop.after(0.0, "look", lambda: None)
-        loop.step(outputs)
-        assert sum(map(greeted, strangers)) == 32
-        now += 1.0
-        until(lambda: host.said)
-        now += 1.0
         until(lambda: all(map(greeted, strangers)))
+        assert not host.said
+        assert list(map(ended, strangers)) == [True] * 8 + [False] * 32
+        now += GREETING_S + 0.1
+        until(lambda: host.said)
         assert host.said == ["Somebody at 127.0.0.1 is not listened to: no greeting within 5 s."]
         meeting.close(None)
     loop.close()

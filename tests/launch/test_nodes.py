@@ -224,8 +224,21 @@ def test_a_signal_to_one_launcher_ends_all(nodes: Nodes, at: int):
         job.wait_for("ready")
     jobs[at].signal(signal.SIGTERM)
     assert [job.end() for job in jobs] == [75, 75]
-    assert all(re.search(r"SIGTERM has come( to .+)?\.", job.err) for job in jobs)
+    assert all(re.search(r"SIGTERM has come( to node 1 .+)?\.", job.err) for job in jobs)
     assert [job.out.count("saved") for job in jobs] == [1, 1]
+
+
+def test_a_signal_to_all_launchers_is_one_signal_however_late_it_comes_to_some(nodes: Nodes):
+    first, second = nodes.start((1, 1), PLAIN, "saves_once")
+    for times, told in enumerate((second, first), start=1):
+        for job in (first, second):
+            job.wait_for("ready" if times == 1 else "saving")
+        time.sleep(0.3)  # what comes sooner is none of its own in any case
+        told.signal(signal.SIGTERM)
+        for job in (first, second):
+            job.wait_for("SIGTERM has come", times)
+    first.signal(signal.SIGUSR1)
+    assert (first.end(), second.end()) == (75, 75)
 
 
 def test_a_signal_before_all_are_there_ends_the_wait(nodes: Nodes):
