@@ -21,6 +21,7 @@ from lightning_async.launch.process import Process
 __all__ = ["Standbys", "can_stand_by"]
 
 _CAP_SYS_NICE = 23
+_KILLED_S = 1.0
 _NICER = 5
 """A thread that trains has three times the share of a core; where all cores are busy, imports take half a minute."""
 _BECOMING = str(Path(__file__).with_name("becoming.py"))
@@ -80,15 +81,23 @@ class Standbys:
         while self._waiting:
             process = self._waiting.pop(0)
             _be_nice(process, 0)
-            if self._lives(process) and process.become(added, stdout, stderr):
-                return process
+            if self._lives(process):
+                if process.become(added, stdout, stderr):
+                    return process
+                self._leave(process)
         return None
 
     def close(self) -> None:
         for process in self._waiting:
             process.signal(signal.SIGKILL)
+        while self._waiting:
+            self._leave(self._waiting.pop())
+
+    def _leave(self, process: Process) -> None:
+        """It is of no use; one that the system cannot end, as it waits for a file, is left alone."""
+        process.signal(signal.SIGKILL)
+        if process.wait(_KILLED_S):
             process.end()
-        self._waiting.clear()
 
     def _lives(self, process: Process) -> bool:
         """Whether it can be of use; what it has told is said."""
@@ -125,6 +134,9 @@ def _be_nice(process: Process, nicer: int) -> None:
     if not _may_come_back():
         return
     niceness = os.getpriority(os.PRIO_PROCESS, 0) + nicer
+    threads: list[int] = []
     with contextlib.suppress(OSError):
-        for thread in sorted(map(int, os.listdir(f"/proc/{process.pid}/task"))):
+        threads = sorted(map(int, os.listdir(f"/proc/{process.pid}/task")))
+    for thread in threads:
+        with contextlib.suppress(OSError):  # it has ended meanwhile
             os.setpriority(os.PRIO_PROCESS, thread, niceness)

@@ -86,11 +86,15 @@ class Wire:
     def send(self, what: str, **more: object) -> None:
         """Say something, when the other side can read it; it never waits."""
         message = json.dumps({"what": what, **more}, separators=(",", ":")).encode()
-        if self._seals is None:
-            self._waiting.append(message)
+        if self.known:
+            self._sign(message)
         else:
-            self._put(self._seals[0].sign(str(self._said), message))
-            self._said += 1
+            self._waiting.append(message)
+
+    def _sign(self, message: bytes) -> None:
+        assert self._seals is not None
+        self._put(self._seals[0].sign(str(self._said), message))
+        self._said += 1
 
     def end(self, why: str) -> None:
         """It is of no use any more."""
@@ -123,7 +127,7 @@ class Wire:
 
     def _beat(self) -> None:
         self._loop.after(HEARTBEAT_S, (self, "beat"), self._beat)
-        if self._seals is not None:
+        if self.known:
             self.send("beat")
 
     def _put(self, line: bytes) -> None:
@@ -175,6 +179,9 @@ class Wire:
             self.end("a message was changed on its way" if self._heard else UNKNOWN)
             return
         self._heard += 1
+        waiting, self._waiting = self._waiting, []
+        for each in waiting:
+            self._sign(each)
         self._loop.after(SILENCE_S, (self, "silence"), lambda: self.end(f"no word for {SILENCE_S:g} s"))
         said = _load(message)
         if said.get("what") != "beat":
@@ -190,11 +197,7 @@ class Wire:
         seal = Seal(self._secret, "launch").within("/".join(nonces))
         sides = ("answers", "asks") if self._answers else ("asks", "answers")
         self._seals = seal.within(sides[0]), seal.within(sides[1])
-        waiting, self._waiting = self._waiting, []
-        self.send("beat")  # it shows that the secret is known, before anything else is to be said
-        for message in waiting:
-            self._put(self._seals[0].sign(str(self._said), message))
-            self._said += 1
+        self._sign(b'{"what":"beat"}')  # it shows that the secret is known; all else is for one who has shown it, too
 
 
 def _load(text: bytes) -> dict[str, Any]:
