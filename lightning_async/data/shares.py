@@ -57,7 +57,8 @@ def told_of(loader: Any) -> tuple[dict[str, Any] | None, int]:
 
 
 def batches_of(of: Share, begin: int) -> list[Batch]:
-    """From the batch with this number on; without what a sampler repeats so that all ranks have equally many."""
+    """From the batch with this number on; without what a sampler repeats so that all ranks have equally many, but where
+    a loader takes full batches only."""
     numbers = range(of.skipped + max(begin, of.first) - of.first, of.skipped + of.end - of.first)
     columns = [_cut(told, count, numbers, of.cycles) for told, count in of.loaders if told is not None and len(numbers)]
     return [batch for batch in zip(*columns, strict=True) if any(batch)]
@@ -114,7 +115,7 @@ def unheard(shares: Iterable[Share]) -> list[Share]:
 
 def _cut(told: dict[str, Any], count: int, numbers: range, cycles: bool) -> list[list[int]]:
     size, indices = told["batch_size"], share({"share": told})
-    if told["kind"] == "distributed" and not told["drop_last"]:
+    if told["kind"] == "distributed" and not told["drop_last"] and not told["full_batches"]:  # else it would be dropped
         is_padding = (len(indices) - 1) * told["num_replicas"] + told["rank"] >= told["length"]
         indices = indices[:-1] if is_padding else indices
     numbers_here = [number % count if cycles and count else number for number in numbers]

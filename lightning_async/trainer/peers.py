@@ -78,13 +78,15 @@ class Peers:
             ) from error
         strategy.course.undo.append(self.close)  # however training ends
         door.keep_at(mine, keeper.address.note())
-        if is_newcomer(self._trainer):
+        if is_newcomer(strategy):
             self._find()
 
     def _find(self) -> None:
         assert self._door is not None
-        names, self._asked = names_of(self._trainer), True
-        addresses = {str(n): Address.of(self._door.read_keeper(str(n))) for n in range(names.started)}
+        names, notice = names_of(self._trainer), self._door.read_notice()
+        named = max(names.started, notice.get("named", 0))  # some may have come under names of their own
+        self._asked = "named" in notice or not is_newcomer(self._trainer.strategy)  # else once more when all is known
+        addresses = {str(n): Address.of(self._door.read_keeper(str(n))) for n in range(named)}
         others = {n: address for n, address in addresses.items() if address is not None and n != str(names.mine)}
         self._found, self._silent = find(str(names.mine), self._seal, others)
 

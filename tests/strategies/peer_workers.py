@@ -24,6 +24,13 @@ class Noted(PeerMemory):
     """Notes what a rank has that comes back."""
 
     own: list[Any] | None = None
+    found = False
+    """Before it waited to be taken in."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        super().on_train_start(trainer, pl_module)
+        assert self._now is not None
+        self.found = self._now._found is not None
 
     def come(self, told: dict[str, Any]) -> None:
         super().come(told)
@@ -101,6 +108,6 @@ def train(folder: str) -> None:
     finally:
         told |= {
             "digest": digest(module), "rank": trainer.global_rank, "world_size": trainer.world_size, "own": memory.own,
-            "lost": strategy.summary.lost,
+            "lost": strategy.summary.lost, "found": memory.found,
         }  # fmt: skip
         os.write(1, b"\nENDED %b\n" % json.dumps(told).encode())

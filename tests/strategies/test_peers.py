@@ -48,6 +48,7 @@ def test_it_comes_back_from_the_next_rank_and_is_rank_0s_where_there_was_no_copy
     told(results, [2, *sorted((3, 4), key=lambda number: ended(results[number])["rank"])])
     dead, stays = own(results[0]), own(results[2])
     zero, one = (ended(results[number])["own"] for number in (3, 4))
+    assert ended(results[3])["found"]  # while nobody waited for it
     assert zero == dead[max(dead)]
     assert zero[0] not in [momentum for momentum, _ in stays.values()]
     assert f"Rank 0 goes on with its own of step {max(dead)}, while the run is at step" in results[3].stderr
