@@ -224,7 +224,8 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
     @property
     def shrinks(self) -> bool:
         """See `Drifting`."""
-        return self.fewest < started(self)
+        most = 0 if self.host is None else self.config.max_replicas or 0  # of more, some may be lost
+        return self.fewest < max(started(self), most)
 
     # ---- gates ----
 
