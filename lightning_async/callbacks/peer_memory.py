@@ -27,11 +27,12 @@ class PeerMemory(Callback):
     A rank that joins those who train takes over rank 0's state, see docs/failure-semantics.md. What was its own is
     put over that: the optimizers' state of each parameter where replicas drift, random states, the scale of fp16's
     gradients, buffers that are kept apart. It is that of its last copy, at step :math:`k` of its own; the weights are
-    the run's. Rank :math:`r` leaves its copies with rank :math:`(r + 1) \bmod n` of those that are there. Training
-    stands still while the state is copied into memory, no longer: a thread sends it, over TCP, with a checksum. What
-    has not arrived whole counts as not sent, and the copy before serves.
+    the run's. Rank :math:`r` leaves its copies with rank :math:`(r + 1) \bmod n` of those that are there; where there
+    are several hosts, with the rank at the same place on the next host. Training stands still while the state is
+    copied into memory, no longer: a thread sends it, over TCP, with a checksum. What has not arrived whole counts as
+    not sent, and the copy before serves.
 
-    Costs memory of the host: one copy of this rank's own state, and two of another one's; one more for each rank that
+    Costs memory of the host: one copy of this rank's own state, and two of another one's; two more for each rank that
     is lost. Where the ranks step together no optimizer state is copied: all have the same.
 
     For a restart of all ranks use `FaultTolerantCheckpoint`, alone or beside this one.

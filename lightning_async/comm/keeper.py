@@ -8,13 +8,14 @@ import os
 import secrets
 import socket
 import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_async.comm.membership.signing import Seal
 from lightning_async.comm.parcels import Address, Line, unshared
 
-__all__ = ["Keeper", "facing"]
+__all__ = ["Keeper", "facing", "next_to"]
 
 log = logging.getLogger(__name__)
 _AT_ONCE = 16
@@ -173,3 +174,32 @@ def facing(host: str, port: int) -> str:
     with socket.socket(kind[0], socket.SOCK_DGRAM) as sock:
         sock.connect(kind[4])  # nothing is sent
         return sock.getsockname()[0]
+
+
+def next_to(mine: int, left: Sequence[int], hosts: Mapping[int, str]) -> int | None:
+    """Who is to keep what a rank leaves: on the next host the one at the same place, on one host the next rank.
+
+    So a host takes nobody's copy with it, and nobody has more than others, where hosts have equal numbers of ranks.
+
+    >>> two = {0: "a", 1: "a", 2: "b", 3: "b"}
+    >>> [next_to(rank, [0, 1, 2, 3], two) for rank in range(4)]
+    [2, 3, 0, 1]
+    >>> [next_to(rank, [0, 2, 3], two) for rank in (0, 2, 3)], [next_to(rank, [2, 3], two) for rank in (2, 3)]
+    ([2, 0, 0], [3, 2])
+    >>> next_to(3, [3], two) is None
+    True
+
+    Args:
+        mine: this rank.
+        left: all that are there, this one among them.
+        hosts: where each of them is.
+    """
+    by_host: dict[str, list[int]] = {}
+    for rank in left:
+        by_host.setdefault(hosts.get(rank, ""), []).append(rank)
+    names = list(by_host)
+    here = by_host[hosts.get(mine, "")]
+    there = by_host[names[(names.index(hosts.get(mine, "")) + 1) % len(names)]]
+    place = here.index(mine) + (there is here)
+    found = there[place % len(there)]
+    return None if found == mine else found

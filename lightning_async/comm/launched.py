@@ -42,6 +42,8 @@ _IMPORTS = ("torch", "lightning.pytorch", "pytorch_lightning", "lightning_async"
 """What takes a program long to import, and may be imported before it is known which rank it will be."""
 _READ_AT_IMPORT = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "TORCH_", "PYTORCH_")
 """How variables begin that these libraries read as they are imported."""
+_SET_AT_IMPORT = ("PYTORCH_NVML_BASED_CUDA_CHECK",)
+"""Of these, what such a library sets itself, in whoever imports it: Lightning."""
 _BY_TORCHRUN, _RESTARTS = "torchrun", "TORCHELASTIC_RESTART_COUNT"
 LONGEST = 4096
 """Bytes of a message; a longer one is not sent."""
@@ -109,8 +111,8 @@ def _set_by_itself() -> list[str]:
         given = Path("/proc/self/environ").read_bytes().split(b"\0")
     except OSError:
         return []
-    read = {name: value for name, value in os.environ.items() if name.startswith(_READ_AT_IMPORT)}
-    return sorted(name for name, value in read.items() if os.fsencode(f"{name}={value}") not in given)
+    read = {name for name in os.environ if name.startswith(_READ_AT_IMPORT)}.difference(_SET_AT_IMPORT)
+    return sorted(name for name in read if os.fsencode(f"{name}={os.environ[name]}") not in given)
 
 
 def came_back() -> int | None:

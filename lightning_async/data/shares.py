@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_async.data.samplers import describe, share
 from lightning_async.data.workers import stateful
 
-__all__ = ["Share", "batches_of", "before", "inherited", "told_of", "unheard"]
+__all__ = ["Batches", "Share", "batches_of", "before", "inherited", "told_of", "unheard"]
 
 Batch = tuple[list[int], ...]
 """The indices of one batch, for each loader."""
@@ -56,12 +57,48 @@ def told_of(loader: Any) -> tuple[dict[str, Any] | None, int]:
     return (told if of_all else None), len(loader)
 
 
+class Batches(NamedTuple):
+    """Batches of several shares, one behind the other: as tensors, for all ranks wait while they are dealt out.
+
+    Args:
+        indices: of each loader, all that there are.
+        starts, lengths: of each loader and batch, where in these it lies.
+    """
+
+    indices: list[Tensor]
+    starts: list[Tensor]
+    lengths: list[Tensor]
+
+    @classmethod
+    def of(cls, shares: Iterable[tuple[Share, int]]) -> Batches:
+        """Of each share those from the batch with this number on; without what a sampler repeats to even ranks out."""
+        cut = [found for each, begin in shares if (found := _columns(each, begin))]
+        columns = [_join(column) for column in zip(*cut, strict=True)]
+        if not columns:
+            return cls([], [], [])
+        kept = torch.stack([lengths for _, _, lengths in columns]).any(0)
+        return cls(*map(list, zip(*[(i, starts[kept], lengths[kept]) for i, starts, lengths in columns], strict=True)))
+
+    def __len__(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return len(self.starts[0]) if self.starts else 0
+
+    def take(self, column: int, numbers: Tensor) -> Tensor:
+        """The indices of one loader's batches with these numbers."""
+        starts, lengths = self.starts[column][numbers], self.lengths[column][numbers]
+        before = lengths.cumsum(0) - lengths
+        return self.indices[column][
+            torch.repeat_interleave(starts - before, lengths) + torch.arange(int(lengths.sum()))
+        ]
+
+
 def batches_of(of: Share, begin: int) -> list[Batch]:
-    """From the batch with this number on; without what a sampler repeats so that all ranks have equally many, but where
-    a loader takes full batches only."""
-    numbers = range(of.skipped + max(begin, of.first) - of.first, of.skipped + of.end - of.first)
-    columns = [_cut(told, count, numbers, of.cycles) for told, count in of.loaders if told is not None and len(numbers)]
-    return [batch for batch in zip(*columns, strict=True) if any(batch)]
+    """From the batch with this number on; without what a sampler repeats so that all ranks have equally many."""
+    found = Batches.of([(of, begin)])
+    columns = [
+        [part.tolist() for part in found.take(column, torch.arange(len(found))).split(lengths.tolist())]
+        for column, lengths in enumerate(found.lengths)
+    ]
+    return list(zip(*columns, strict=True))
 
 
 def inherited(shares: Iterable[tuple[Share, int]], takers: Mapping[str, int]) -> dict[str, Share]:
@@ -77,10 +114,9 @@ def inherited(shares: Iterable[tuple[Share, int]], takers: Mapping[str, int]) ->
         takers: by name, the number of the batch that each would train on next.
     """
     known = [(each, begin) for each, begin in shares if each.is_known]
-    left = [batch for each, begin in known for batch in batches_of(each, begin)]
-    loaders = known[0][0].loaders if known else []
+    left, loaders = Batches.of(known), known[0][0].loaders if known else []
     return {
-        name: _given(left[number :: len(takers)], first, loaders)
+        name: _given(left, torch.arange(number, len(left), len(takers)), first, loaders)
         for number, (name, first) in enumerate(takers.items())
         if len(left) > number
     }
@@ -113,27 +149,42 @@ def unheard(shares: Iterable[Share]) -> list[Share]:
     ]
 
 
-def _cut(told: dict[str, Any], count: int, numbers: range, cycles: bool) -> list[list[int]]:
-    size, indices = told["batch_size"], share({"share": told})
+def _columns(of: Share, begin: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    numbers = range(of.skipped + max(begin, of.first) - of.first, of.skipped + of.end - of.first)
+    return [_cut(told, count, numbers, of.cycles) for told, count in of.loaders if told is not None and len(numbers)]
+
+
+def _cut(told: dict[str, Any], count: int, numbers: range, cycles: bool) -> tuple[Tensor, Tensor, Tensor]:
+    size, is_given = told["batch_size"], told["kind"] == "given"
+    indices = told["indices"] if is_given else torch.tensor(share({"share": told}), dtype=torch.int64)
     if told["kind"] == "distributed" and not told["drop_last"] and not told["full_batches"]:  # else it would be dropped
         is_padding = (len(indices) - 1) * told["num_replicas"] + told["rank"] >= told["length"]
         indices = indices[:-1] if is_padding else indices
-    numbers_here = [number % count if cycles and count else number for number in numbers]
-    return [indices[number * size : (number + 1) * size] for number in numbers_here]
+    here = torch.arange(numbers.start, numbers.stop)
+    starts = (here % count if cycles and count else here) * size
+    lengths = (len(indices) - starts).clamp(0, size)
+    return indices, starts, lengths
 
 
-def _given(batches: Sequence[Batch], first: int, like: list[tuple[dict[str, Any] | None, int]]) -> Share:
+def _join(columns: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+    indices, starts, lengths = (list(each) for each in zip(*columns, strict=True))
+    before = itertools.accumulate(map(len, indices), initial=0)
+    starts = [each + behind for each, behind in zip(starts, before, strict=False)]
+    return torch.cat(indices), torch.cat(starts), torch.cat(lengths)
+
+
+def _given(left: Batches, mine: Tensor, first: int, like: list[tuple[dict[str, Any] | None, int]]) -> Share:
     """These batches as one rank's; those that are not full come last, or loaders would move the others' borders."""
     sizes = [told["batch_size"] for told, _ in like if told is not None]
-    full = [all(len(part) == size for part, size in zip(batch, sizes, strict=True)) for batch in batches]
-    ordered = sorted(range(len(batches)), key=lambda number: not full[number])
+    columns = [lengths[mine] == size for lengths, size in zip(left.lengths, sizes, strict=True)]
+    full = torch.stack(columns).all(0)
+    ordered = torch.cat([mine[full], mine[~full]])
     loaders: list[tuple[dict[str, Any] | None, int]] = []
     for column, (told, _) in enumerate(like):
         assert told is not None
-        indices = list(itertools.chain.from_iterable(batches[number][column] for number in ordered))
+        indices = left.take(column, ordered)
         given = {
-            "kind": "given", "length": told["length"], "batch_size": told["batch_size"],
-            "indices": torch.tensor(indices, dtype=torch.int64),
+            "kind": "given", "length": told["length"], "batch_size": told["batch_size"], "indices": indices,
         }  # fmt: skip
         loaders.append((given, -(-len(indices) // told["batch_size"])))
     return Share(first, first + max(count for _, count in loaders), 0, False, loaders)

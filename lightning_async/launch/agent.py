@@ -22,7 +22,7 @@ from lightning_async.launch.output import Outputs
 from lightning_async.launch.places import Place, Wanted
 from lightning_async.launch.state import NODE_LOST, STORE_LOST, Policy
 from lightning_async.launch.summary import Ending, signal_name
-from lightning_async.launch.wire import Wire
+from lightning_async.launch.wire import UNKNOWN, Wire
 
 __all__ = ["REFUSED", "Agent"]
 
@@ -32,7 +32,7 @@ _ENDS_S = 8.0
 """At most, that ranks have to save when the first node is lost: all is over ten seconds after this was noticed."""
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _AGAIN_S, _CONNECTS_S = 0.5, 1.0
-_LONGEST_LINE = 2000
+_LONGEST_LINE = 1000
 
 
 class Agent:
@@ -72,8 +72,12 @@ class Agent:
             with self._loop.signals(self._signalled):
                 self._outputs.say(f"Looks for the first node at {self._address[0]}, port {self._address[1]}.")
                 self._connect()
-                while self._code is None:
-                    self._loop.step(self._outputs)
+                try:
+                    while self._code is None:
+                        self._loop.step(self._outputs)
+                except OSError as error:
+                    self._leave(f"{error}")
+                    raise
                 if self._node is not None:
                     self._node.leave()
                 else:
@@ -82,9 +86,9 @@ class Agent:
         finally:
             if self._wire is not None:
                 self._wire.close()
-            self._loop.close()
             if self._node is not None:
                 self._node.close()
+            self._loop.close()
 
     # ---- the first node ----
 
@@ -113,8 +117,8 @@ class Agent:
             return
         if wire.known:
             self._lose(why)
-        elif why.endswith("secret"):
-            self._end(REFUSED, f"The first node's secret is another one: {why}. Give all nodes the same.")
+        elif why == UNKNOWN:
+            self._end(REFUSED, "The first node's secret is another one. Give all nodes the same.")
         else:
             self._look_again(why)
 
@@ -129,6 +133,12 @@ class Agent:
             return
         self._node.send(signal.SIGTERM, self._node.living)
         self._loop.after(seconds, (self, "kill"), lambda: self._end(STORE_LOST, f"exit code {STORE_LOST}"))
+
+    def _leave(self, why: str) -> None:
+        """The first node is to know why this one ends."""
+        if self._wire is not None:
+            self._wire.send("leave", why=why)
+            self._wire.conclude(_CONNECTS_S)
 
     def _end(self, code: int, text: str = "") -> None:
         self._outputs.say(text)
@@ -195,11 +205,12 @@ class Agent:
         if self._node is not None and (before.first, before.ranks) == (job.place.first, job.place.ranks):
             self._node.at(job)
             return
+        self._outputs.flush()
+        self._loop.forget_all(self._outputs)
         if self._node is not None:
             self._node.leave()
             self._node.close()
         self._node = node = Node(job, self._policy, self._logs, self._loop, self)
-        self._outputs.flush()
         self._outputs = node.outputs
         self._outputs.say(f"This is node {job.place.node} of {job.place.nodes}, with {_span(job.place)}.")
 

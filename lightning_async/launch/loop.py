@@ -44,6 +44,11 @@ class Loop:
         if fd in self._selector.get_map():
             self._selector.unregister(fd)
 
+    def forget_all(self, outputs: Outputs) -> None:
+        """Before others take their place."""
+        for fd in outputs.descriptors:
+            self.forget(fd)
+
     def after(self, seconds: float, key: Hashable, call: Callable[[], object]) -> None:
         """Call this once, so much later, in place of what was to be called for the same key."""
         self._dues[key] = self._now() + seconds, call

@@ -33,7 +33,7 @@ class Host(Hears, Protocol):
 
     @property
     def takes_back(self) -> bool:
-        """Whether ranks that are lost can be started again."""
+        """Whether ranks can be started again, those that are lost or all of them."""
         ...
 
     def meet(self, place: Place) -> None:
@@ -135,7 +135,7 @@ class Meeting:
             for remote in remotes:
                 remote.wire.send("finish", code=code)
             for remote in remotes:
-                remote.wire.flush(_FLUSH_S)
+                remote.wire.conclude(_FLUSH_S)
         for remote in (*remotes, *self._strangers):
             remote.wire.close()
         self._loop.forget(self._listener.fileno())
@@ -167,10 +167,9 @@ class Meeting:
     def joined(self, remote: Remote, settings: dict[str, Any]) -> None:
         """See `Meets`."""
         self._strangers.remove(remote)
-        nodes = 1 + len(self.remotes) + len(self._waiting)
         difference = _unequal(self._settings, settings)
-        if difference is None and nodes >= self._wanted.most:
-            difference = f"there are {nodes} nodes already"
+        if difference is None and len(self._waiting) >= self._wanted.most:
+            difference = f"{len(self._waiting)} nodes wait already"
         elif difference is None and not self._gathers and not self._host.takes_back:
             difference = "the job runs, and no restarts are left with which it could be joined"
         if difference is not None:
@@ -181,6 +180,7 @@ class Meeting:
         if self._gathers:
             self._count()
         elif not self._fill():
+            # It may be one of those that have a place, and whose end nobody has noticed yet.
             remote.wire.send("say", text="All places are taken: this node waits until it is needed.")
 
     def left(self, remote: Remote, why: str) -> None:
@@ -228,13 +228,13 @@ class Meeting:
         self._loop.after(seconds, (self, "gather"), self._assign)
 
     def _assign(self) -> None:
-        nodes = [*self.remotes, *self._waiting]
+        nodes = [*self.remotes, *self._waiting][: self._wanted.most - 1]
         if 1 + len(nodes) < self._wanted.least:
             self._host.alone(f"{1 + len(nodes)} of {self._wanted.text} nodes have come")
             return
         self._gathers = False
         own, *others = places([self._ranks, *[remote.ranks for remote in nodes]])
-        self._waiting.clear()
+        self._waiting = [remote for remote in self._waiting if remote not in nodes]
         self._seats = [_Seat(own, socket.gethostname(), None)]
         for place, remote in zip(others, nodes, strict=True):
             self._seats.append(_Seat(place, remote.host, remote))

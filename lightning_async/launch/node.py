@@ -153,6 +153,7 @@ class Node:
 
     def close(self) -> None:
         """The last. Without `leave` before it, ranks and the process that keeps the store live on for a while."""
+        self._loop.forget_all(self.outputs)
         self._close_pipes()
 
     def _kept(self) -> Keeper:

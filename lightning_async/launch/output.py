@@ -232,6 +232,11 @@ class Outputs:
         """Words of the launcher itself."""
         self.sinks[1].lines("".join(f"[launch] {line}\n" for line in text.splitlines()).encode())
 
+    @property
+    def descriptors(self) -> set[int]:
+        """Of all pipes, and those of the launcher that it writes to."""
+        return {stream.fd for pair in self.streams for stream in pair} | {sink.fd for sink in self.sinks}
+
     def watch(self, selector: selectors.BaseSelector) -> None:
         """Have the selector look at what can be read and written now; its keys hold what is then to be called."""
         wanted: dict[int, tuple[int, Callable[[], object]]] = {}
@@ -241,8 +246,7 @@ class Outputs:
         for sink in self.sinks:
             if sink.waits:
                 wanted[sink.fd] = selectors.EVENT_WRITE, sink.write
-        mine = {stream.fd for pair in self.streams for stream in pair} | {sink.fd for sink in self.sinks}
-        for fd in mine:
+        for fd in self.descriptors:
             known = fd in selector.get_map()
             if known and fd not in wanted:
                 selector.unregister(fd)

@@ -104,6 +104,9 @@ class Remote:
             return lambda: meets.joined(self, settings)
         if not self.ranks:
             raise ValueError(f"{what!r} before it has joined")
+        if what == "leave":
+            why = str(said["why"])
+            return lambda: self.wire.end(why)
         if what == "signal":
             number = int(said["number"])
             return lambda: meets.signalled(number, self)

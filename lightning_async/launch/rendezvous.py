@@ -40,11 +40,17 @@ def address(text: str) -> tuple[str, int]:
 def first(host: str, port: int) -> socket.socket | None:
     """A socket that listens there, where that is this host; None where it is another one, or a launcher has it here.
 
+    A name that leads nowhere may be another host's that is yet to come.
+
     Raises:
-        OSError: the name leads nowhere, or the system does not let this process listen.
+        OSError: the system does not let this process listen.
         ValueError: other hosts cannot reach what this one takes the name for.
     """
-    for family, _, _, _, (found, *_) in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+    try:
+        leads_to = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except socket.gaierror:
+        return None
+    for family, _, _, _, (found, *_) in leads_to:
         try:
             listener = socket.create_server((str(found), port), family=family, backlog=_BACKLOG)
         except OSError as error:
@@ -84,8 +90,12 @@ def secret_of(file: Path | None, environment: Mapping[str, str]) -> str:
 
 def settings(wanted: Wanted, max_restarts: int, program: Sequence[str]) -> dict[str, object]:
     """What all nodes need to have in common, by names that people know."""
+    try:
+        version = importlib.metadata.version("lightning_async")
+    except importlib.metadata.PackageNotFoundError:
+        version = "of a checkout"
     return {
-        "lightning_async's version": importlib.metadata.version("lightning_async"),
+        "lightning_async's version": version,
         "--nnodes": wanted.text,
         "--max-restarts": max_restarts,
         "the program": list(program),

@@ -19,7 +19,7 @@ class Ending:
     """What became of one rank.
 
     Args:
-        rank, pid: which one.
+        rank, pid: which one; 0 for a process that was never there.
         status: its exit status, or minus the signal that has killed it.
         seconds: that it lived.
         told: the signal by which the launcher has told it to end; None where it has not.
@@ -42,6 +42,11 @@ class Ending:
         """The rank, as the subject of a sentence."""
         return f"rank {self.rank} on {self.where}" if self.where else f"rank {self.rank}"
 
+    @property
+    def process(self) -> str:
+        """Its number in brackets; nothing where it has not been started."""
+        return f" (process {self.pid})" if self.pid else ""
+
 
 def signal_name(number: int) -> str:
     """SIGKILL for 9."""
@@ -54,8 +59,8 @@ def signal_name(number: int) -> str:
 def how(ending: Ending) -> str:
     """One rank's end, as the rest of a sentence."""
     if ending.lost is not None:
-        text = f"was lost with its node ({ending.lost})"
-    elif ending.status == 0:
+        return f"was lost with its node ({ending.lost})"
+    if ending.status == 0:
         text = "ended in order"
     elif ending.status == TRY_AGAIN:
         text = f"has saved and ended with exit code {TRY_AGAIN} (preempted)"
@@ -94,7 +99,7 @@ def report(endings: Sequence[Ending], first: int | None, code: int | None, lost:
     for ending in endings:
         lives = "; it was started again" if last[ending.rank] is not ending else ""
         without = "; training went on without it" if not lives and ending.rank in lost else ""
-        lines.append(f"{ending.who} (process {ending.pid}) {how(ending)}{lives}{without}")
+        lines.append(f"{ending.who}{ending.process} {how(ending)}{lives}{without}")
     for ending in last.values():
         died = ending.rank in (first, *lost) and ending.told is None and ending.status != TRY_AGAIN
         if died and ending.tail:

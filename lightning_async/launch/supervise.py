@@ -91,8 +91,8 @@ class Supervisor:
             if self._meeting is not None:
                 self._meeting.close(self._code)
             self._registry.remove()
-            self._loop.close()
             node.close()
+            self._loop.close()
 
     # ---- what happens ----
 
@@ -154,8 +154,9 @@ class Supervisor:
 
     @property
     def takes_back(self) -> bool:
-        """Whether ranks that are lost can be started again."""
-        return self._state.trains and self._state.restarts < self._policy.max_restarts
+        """Whether ranks can be started again, those that are lost or all of them."""
+        goes_on = self._state.asked is None and self._state.phase is not Phase.FINISHED
+        return goes_on and self._state.restarts < self._policy.max_restarts
 
     def say(self, text: str) -> None:
         """To people, here and at all other nodes."""
@@ -234,8 +235,8 @@ class Supervisor:
     def _start_rank(self, rank: int, rejoins: int = 0) -> None:
         self._told.pop(rank, None)
         remotes = self._meeting.remotes if self._meeting is not None else []
-        there = [remote for remote in remotes if remote.place is not None and rank in remote.place.all]
-        ranks: Ranks = there[0] if there else self._node
+        there: list[Ranks] = [remote for remote in remotes if remote.place is not None and rank in remote.place.all]
+        (ranks,) = there or [self._node]
         ranks.start(rank, self._port, self._attempt, rejoins)
 
     def _tell_of_the_lost(self, before: State, actions: list[Action]) -> None:

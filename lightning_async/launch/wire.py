@@ -27,15 +27,17 @@ from typing import Any
 from lightning_async.comm.membership.signing import Seal
 from lightning_async.launch.loop import Loop
 
-__all__ = ["Wire"]
+__all__ = ["UNKNOWN", "Wire"]
 
 HEARTBEAT_S = 1.0
 SILENCE_S = 10.0
 """Without a word for so long, the other launcher is taken for dead."""
 GREETING_S = 5.0
 """That a stranger has to show that it knows the secret."""
-_LONGEST = 1 << 17
-_UNREAD = 1 << 20
+UNKNOWN = "it does not know this job's secret"
+"""The reason for which a connection ends whose other side has another one."""
+_LONGEST, _LONGEST_OF_STRANGERS = 1 << 20, 1 << 12
+_UNREAD = 1 << 22
 _PIECE = 1 << 16
 _PROTOCOL = 1
 
@@ -106,15 +108,18 @@ class Wire:
             self._loop.forget(self._channel.fileno())
             self._channel.close()
 
-    def flush(self, seconds: float) -> None:
-        """Before it is closed: wait until all is on its way, but no longer than that."""
+    def conclude(self, seconds: float) -> None:
+        """Before it is closed: wait until the other side has read all, and closes, but no longer than that."""
         until = time.monotonic() + seconds
-        while self._open and self._out and (left := until - time.monotonic()) > 0:
-            self._channel.settimeout(left)
-            try:
-                del self._out[: self._channel.send(self._out)]
-            except OSError:
-                return
+        with contextlib.suppress(OSError):
+            while self._open and (left := until - time.monotonic()) > 0:
+                self._channel.settimeout(left)
+                if self._out:
+                    del self._out[: self._channel.send(self._out)]
+                    continue
+                self._channel.shutdown(socket.SHUT_WR)
+                if not self._channel.recv(_PIECE):
+                    return
 
     def _beat(self) -> None:
         self._loop.after(HEARTBEAT_S, (self, "beat"), self._beat)
@@ -133,10 +138,7 @@ class Wire:
     def _ready(self) -> None:
         try:
             if self._out:
-                with contextlib.suppress(BlockingIOError):
-                    del self._out[: self._channel.send(self._out[:_PIECE])]
-                if not self._out:
-                    self._loop.watch(self._channel.fileno(), self._ready)
+                self._write()
             data = self._channel.recv(_PIECE)
         except BlockingIOError:
             return
@@ -151,8 +153,18 @@ class Wire:
             line = bytes(self._in[:cut])
             del self._in[: cut + 1]
             self._take(line)
-        if self._open and len(self._in) > _LONGEST:
+        if self._open and len(self._in) > (_LONGEST if self.known else _LONGEST_OF_STRANGERS):
             self.end("what it sends is no message")
+
+    def _write(self) -> None:
+        try:
+            del self._out[: self._channel.send(self._out[:_PIECE])]
+        except BlockingIOError:
+            return
+        except OSError:  # what the other side has said before it went is still to be read, and then its end
+            self._out.clear()
+        if not self._out:
+            self._loop.watch(self._channel.fileno(), self._ready)
 
     def _take(self, line: bytes) -> None:
         if self._seals is None:
@@ -160,7 +172,7 @@ class Wire:
             return
         _, _, message = line.partition(b":")
         if not hmac.compare_digest(self._seals[1].sign(str(self._heard), message), line):
-            self.end("it does not know this job's secret" if not self._heard else "a message was changed on its way")
+            self.end("a message was changed on its way" if self._heard else UNKNOWN)
             return
         self._heard += 1
         self._loop.after(SILENCE_S, (self, "silence"), lambda: self.end(f"no word for {SILENCE_S:g} s"))

@@ -281,7 +281,6 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
     # ---- checkpoints ----
 
     def write_state(self, checkpoint: dict[str, Any], origin: str = "") -> None:
-        """What goes on with the weights, beside what Lightning saves; ``origin`` says which checkpoint this is."""
         self.saved.write(checkpoint, None if self._session is None else self._session.state(), origin)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:

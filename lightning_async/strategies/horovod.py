@@ -153,7 +153,7 @@ class HorovodStrategy(ReplicatedStrategy):
             self._reducer.enabled = True
 
     def write_state(self, checkpoint: dict[str, Any], origin: str = "") -> None:
-        """What goes on with the weights, beside what Lightning saves: nothing."""
+        """What goes on with the weights, beside what Lightning saves: nothing. ``origin`` says which commit this is."""
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return super().backward(closure_loss if self.weight == 1.0 else closure_loss * self.weight, *args, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,7 +21,7 @@ from lightning_async.transports.horovod import HorovodTransport
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-__all__ = ["fit_elastic"]
+__all__ = ["check_carried", "fit_elastic"]
 
 _fits = itertools.count(1)  # of this process
 
@@ -67,15 +68,10 @@ def fit_elastic(
     def train() -> None:
         trainer = make_trainer()
         strategy: Any = trainer.strategy
-        known = isinstance(strategy, HorovodStrategy | AsyncAveragingStrategy)
-        if not known or not isinstance(strategy.transport, HorovodTransport):
-            raise ValueError(
-                "`fit_elastic` trains with `Trainer(strategy=HorovodStrategy())`, or with `AsyncAveragingStrategy("
-                f"transport='horovod')`; `make_trainer` chose {strategy!r}."
-            )
+        check_carried(strategy)
         trainers[:] = [trainer]
         with _one_world() as world:
-            settings = f"fit {number}, {strategy!r}, commit_every={commit_every}"
+            settings = re.sub(" at 0x[0-9a-f]+", "", f"fit {number}, {strategy!r}, commit_every={commit_every}")
             committed.value, exact = agree(world, committed.value, settings)
         commits = Commits(committed, commit_every, exact)
         trainer.callbacks = [commits, *trainer.callbacks]  # pyright: ignore[reportAttributeAccessIssue]
@@ -88,6 +84,28 @@ def fit_elastic(
 
     run_elastic(train, committed, _broadcast, gloo_timeout)
     return trainers[0]
+
+
+def check_carried(strategy: Any) -> None:
+    """Whether ranks that come and go can train with it.
+
+    Raises:
+        ValueError: they cannot; says why.
+    """
+    if not isinstance(strategy, HorovodStrategy | AsyncAveragingStrategy) or not isinstance(
+        strategy.transport, HorovodTransport
+    ):
+        raise ValueError(
+            "`fit_elastic` trains with `Trainer(strategy=HorovodStrategy())`, or with `AsyncAveragingStrategy("
+            f"transport='horovod')`; `make_trainer` chose {strategy!r}."
+        )
+    config = strategy.config if isinstance(strategy, AsyncAveragingStrategy) else None
+    for name in ("min_replicas", "max_replicas"):
+        if getattr(config, name, None) is not None:
+            raise ValueError(
+                f"`AsyncAveragingStrategy({name}={getattr(config, name)})` under `fit_elastic`: how many ranks there "
+                "are is for horovodrun's `--min-np` and `--max-np`. Leave it out."
+            )
 
 
 def _broadcast(obj: Any) -> Any:

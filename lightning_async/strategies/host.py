@@ -100,7 +100,6 @@ class Host:
                 {
                     "run": strategy.num_runs,
                     "fit": strategy.num_fits,
-                    "named": strategy.survivors.named if strategy.survivors is not None else 0,
                     "settings": settings_of(strategy, trainer),
                     "model": digest(strategy.module),
                 }

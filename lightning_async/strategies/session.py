@@ -96,7 +96,8 @@ class Session:
         elif strategy.shrinks:
             raise ValueError(
                 f"`min_replicas={config.min_replicas}`: {strategy.transport!r} cannot form groups anew, so that the "
-                "first rank that is lost ends training. Use `TorchTransport()`, or leave it out."
+                "first rank that is lost ends training. Use `TorchTransport()`, or leave it out: over Horovod, "
+                "`fit_elastic` trains on without ranks that are lost."
             )
         host = strategy.host
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any, NamedTuple
 
-from lightning_async.data.shares import Share, batches_of, inherited
+from lightning_async.data.shares import Batches, Share, inherited
 from lightning_async.trainer.epoch_shares import EpochShares
 from lightning_async.trainer.learning_rates import LearningRates
 from lightning_async.trainer.patches import Undo, replace
@@ -91,7 +91,7 @@ class Newcomers:
             epoch.learn(each.places)
         at = {each.name: each.ready for each in there}
         left = [(share, at.get(name, epoch.number(name))) for name, share in shares.items()]
-        if sum(len(batches_of(*each)) for each in left) < len(told):
+        if len(Batches.of(left)) < len(told):
             return
         epoch.deal(inherited(left, {each.name: each.ready for each in told}))
         epoch.known, epoch.dealt = True, [list(epoch.shares).index(mine.name), len(told)]

@@ -12,7 +12,7 @@ import logging
 import time
 from typing import Any
 
-from lightning_async.comm.keeper import Keeper, facing
+from lightning_async.comm.keeper import Keeper, facing, next_to
 from lightning_async.comm.launched import came_back
 from lightning_async.comm.membership.door import Door
 from lightning_async.comm.membership.signing import Seal
@@ -50,12 +50,14 @@ class Peers:
         self._found: Found | None = None
         self._silent: dict[str, str] = {}
         self._asked = False
-        self._next: tuple[Any, ...] = ()
-        """The rank after this one, and the run; `_to` is where it keeps things."""
-        self._sent: tuple[Any, ...] = ()
-        """The same as the last copy was sent."""
+        self._known: tuple[Any, ...] = ()
+        """Those who are there, and of which run, as `_after` and `_to` were found."""
+        self._after: tuple[Any, ...] = ()
+        """Who is to keep this rank's copies, and of which run; `_to` is where."""
         self._to: Address | None = None
-        self._failed, self._not_before = 0, 0.0
+        self._sent: tuple[Any, ...] = ()
+        """The same, of the last copy."""
+        self._failed, self._not_before, self._stale = 0, 0.0, False
         self._cannot = False
         """There is something in the state that cannot be copied."""
 
@@ -83,12 +85,10 @@ class Peers:
 
     def _find(self) -> None:
         assert self._door is not None
-        names, notice = names_of(self._trainer), self._door.read_notice()
-        named = max(names.started, notice.get("named", 0))  # some may have come under names of their own
-        self._asked = "named" in notice or not is_newcomer(self._trainer.strategy)  # else once more when all is known
-        addresses = {str(n): Address.of(self._door.read_keeper(str(n))) for n in range(named)}
-        others = {n: address for n, address in addresses.items() if address is not None and n != str(names.mine)}
-        self._found, self._silent = find(str(names.mine), self._seal, others)
+        mine, self._asked = str(names_of(self._trainer).mine), True
+        addresses = {name: Address.of(self._door.read_keeper(name)) for name in self._door.keepers() if name != mine}
+        others = {name: address for name, address in addresses.items() if address is not None}
+        self._found, self._silent = find(mine, self._seal, others)
 
     def come(self) -> None:
         """Rank 0's state is in place: put over it what was this rank's own, which may be older than the run's."""
@@ -100,9 +100,8 @@ class Peers:
             why = "; ".join(f"rank {name} does not answer ({error})" for name, error in self._silent.items())
             tell(
                 "own_state_lost", logging.WARNING,
-                f"Rank {mine} came back, and nobody has kept what was its own: it begins with rank 0's optimizer "
-                "state, and with random numbers of its start. "
-                f"{why or 'It died before its first copy, or together with its neighbour'}.",
+                f"Rank {mine} joins, and nobody has anything of its own: it begins with rank 0's optimizer state, and "
+                f"with random numbers of its start. {why or 'It is new, or died before its first copy'}.",
                 rank=mine,
             )  # fmt: skip
             return
@@ -131,49 +130,53 @@ class Peers:
         courier.step()
         for sent in courier.poll():
             self._hear(sent)
-        after = self._after(names)
-        moved = self._sent and after != self._sent  # whoever has the last copy is gone, or not the next one any more
-        if not after or not (moved or clock.due(step, epoch_end)):
+        self._look(names)
+        moved = self._sent and self._after != self._sent  # whoever has the last copy is gone, or has come anew
+        if not self._after or not (moved or clock.due(step, epoch_end)):
             return
-        if courier.busy or time.monotonic() < self._not_before:
+        if courier.busy or self._to is None or time.monotonic() < self._not_before:
             clock.put_off()
-            return
-        if (to := self._address(after)) is None:
             return
         label = {"step": step, "epoch": self._trainer.current_epoch, "life": came_back() or 0, "at": time.time()}
         try:
-            begun = courier.send(to, label, take(self._trainer))
+            begun = courier.send(self._to, label, take(self._trainer))
         except (TypeError, KeyError, ValueError, CheckpointError) as error:  # a state that is of no kind that travels
             log.warning("Rank %d: nothing of its own is kept elsewhere from here on: %s", names.mine, error)
             self._cannot = True
             return
         if begun:
-            self._sent = after
+            self._sent = self._after
             clock.saved(step)
         else:
             clock.put_off()
 
-    def _after(self, names: Names) -> tuple[Any, ...]:
-        """The next rank of those that are left, and the run; nothing where there is none."""
-        if len(names.left) < 2 or names.mine not in names.left:
-            return ()
-        after = names.left[(names.left.index(names.mine) + 1) % len(names.left)]
-        return after, self._trainer.strategy.survivors  # another object where ranks have come back, that one perhaps
-
-    def _address(self, after: tuple[Any, ...]) -> Address | None:
-        """Where that rank keeps things; None where nobody knows."""
-        if self._to is None or after != self._next:
+    def _look(self, names: Names) -> None:
+        """Find who is to keep this rank's copies, where that may have changed: another `Survivors` has newcomers."""
+        survivors = self._trainer.strategy.survivors
+        if self._known == (names.left, survivors) and not (self._stale and time.monotonic() >= self._not_before):
+            return
+        self._known, self._after, self._to, self._not_before = (names.left, survivors), (), None, 0.0
+        if len(names.left) > 1 and names.mine in names.left:
             assert self._door is not None
             with contextlib.suppress(RuntimeError, OSError):  # the store is gone: the heartbeat says so
-                self._next, self._to = after, Address.of(self._door.read_keeper(str(after[0])))
-        return self._to
+                found = {rank: Address.of(self._door.read_keeper(str(rank))) for rank in names.left}
+                hosts = {rank: "" if address is None else address.host for rank, address in found.items()}
+                after = next_to(names.mine, names.left, hosts)
+                self._after, self._to = (after, survivors), found[after] if after is not None else None
+        self._pause(self._to is None)
+
+    def _pause(self, stale: bool) -> None:
+        """Look again in a while, if this did not help."""
+        self._stale = stale
+        if stale:
+            self._not_before = time.monotonic() + _PAUSE_S
 
     def _hear(self, sent: Sent) -> None:
         if sent.error is None:
             self._failed = 0
             return
         self._failed += 1
-        self._to, self._not_before = None, time.monotonic() + _PAUSE_S
+        self._pause(True)
         if self._clock is not None:
             self._clock.put_off()
         if self._failed == _PATIENCE:

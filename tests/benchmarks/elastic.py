@@ -1,8 +1,9 @@
 """Measure what deaths cost those that are left: ``python -m tests.benchmarks.elastic --out DIR``.
 
 Real ranks under ``lightning-async launch``. One after the other dies of SIGKILL, at a place of its own: between steps,
-in a header, in a collective, before a commit, in an optimizer's step, in a merge, at a gate, or wherever it is. Beside
-that: a second death while the others form their groups anew, a rank that is stopped, and one that is slow.
+in a header, in a collective, before a commit, in an optimizer's step, in a merge, at a gate, as a checkpoint is saved,
+or wherever it is. Beside that: a second death while the others form their groups anew, a rank that is stopped, and one
+that is slow.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from tests.benchmarks.report import load_average, machine
 from tests.benchmarks.scenarios import say
 
 MODULE = "tests.benchmarks.elastic"
-PLACES = ("anywhere", "step", "header", "payload", "commit", "optimizer", "merge", "gate")
+PLACES = ("anywhere", "step", "header", "payload", "commit", "optimizer", "merge", "gate", "checkpoint")
+SAVE_EVERY = 40
 NOT_IN_STEPS = ("merge",)  # what synchronous steps have not
 SCENARIOS = ("averaging", "synchronous", "returning", "reforming", "stopped", "straggler")
 FEWEST = 2
@@ -37,7 +39,7 @@ def kills(options: argparse.Namespace, outcome: Outcome, **job: object) -> None:
     """Ranks die in turn until two are left, launch after launch."""
     where = [place for place in options.places if not job.get("synchronous") or place not in NOT_IN_STEPS]
     places = itertools.cycle(where)
-    left = options.kills
+    left, job = options.kills, {**job, "save_every": SAVE_EVERY * ("checkpoint" in where)}
     while left > 0 and not outcome.errors:
         with training(options.out, options.ranks, num_workers=options.num_workers, **job) as run:
             dead: list[Life] = []

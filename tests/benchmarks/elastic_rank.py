@@ -5,7 +5,7 @@ file when the write returns, so that a kill takes none away.
 
     FOLDER/trace-<name>-<process>.jsonl   what it has seen, by the clock that all processes of a host share
     FOLDER/die-<name>                     the place at which it is to die: step, header, payload, commit, optimizer,
-                                          merge, gate, or reform: while the others form their groups anew
+                                          merge, gate, checkpoint, or reform: while the others form their groups anew
     FOLDER/stop                           all end in order
 """
 
@@ -29,13 +29,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_async import AsyncAveragingStrategy, Deadlines, EveryNSteps, Synchronous
+from lightning_async import AsyncAveragingStrategy, Deadlines, EveryNSteps, FaultTolerantCheckpoint, Synchronous
 from lightning_async.comm.membership.membership import Membership
 from lightning_async.engine.averaging.average import Average
 from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.consensus import Consensus
 from lightning_async.engine.averaging.start import Start
 from lightning_async.engine.buckets import Exchange
+from lightning_async.engine.checkpoint.saver import Saver
 from lightning_async.engine.gates import Gates
 from lightning_async.engine.gradients.synchronous import SynchronousGradients
 from lightning_async.engine.loop import Loop, Stage
@@ -62,6 +63,7 @@ class Job:
         num_workers: of the loader.
         slow: by name, how many times longer a rank's steps take.
         min_replicas: see `AsyncAveragingStrategy`.
+        save_every: steps between two checkpoints of all ranks; 0 for none.
     """
 
     folder: str
@@ -74,6 +76,7 @@ class Job:
     num_workers: int = 0
     slow: dict[str, float] = field(default_factory=dict)
     min_replicas: int = 1
+    save_every: int = 0
 
 
 NAME = os.environ.get("RANK", "0")
@@ -154,6 +157,10 @@ def watch(trace: Trace, module: Trained) -> None:
         module.gated = True
         return original(gates, *args, **kwargs)
 
+    def save(original: Any, saver: Saver, *args: Any, **kwargs: Any) -> Any:
+        trace.at("checkpoint")
+        return original(saver, *args, **kwargs)
+
     def next_generation(original: Any, membership: Any, *args: Any) -> Any:
         trace.at("reform")
         return original(membership, *args)
@@ -166,6 +173,7 @@ def watch(trace: Trace, module: Trained) -> None:
     around(Replica, "merge_", merge_)
     around(BackgroundAverager, "stand", stand)
     around(Gates, "rendezvous", rendezvous)
+    around(Saver, "save", save)
     around(Membership, "next_generation", next_generation)
 
 
@@ -245,9 +253,13 @@ def main() -> None:
         min_replicas=job.min_replicas,
         deadlines=Deadlines(dead_after=timedelta(seconds=job.dead_after_s)),
     )
+    saves: list[Any] = []
+    if job.save_every:
+        saves.append(FaultTolerantCheckpoint(f"{job.folder}/checkpoints", every_n_train_steps=job.save_every))
     trainer = pl.Trainer(
+        callbacks=saves,
         strategy=strategy, accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), max_epochs=-1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+        enable_checkpointing=bool(saves), enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
         val_check_interval=job.gate_every, limit_val_batches=1, default_root_dir=job.folder,
     )  # fmt: skip
     loader = DataLoader(Samples(job.samples), batch_size=BATCH, num_workers=job.num_workers)

@@ -34,8 +34,6 @@ MODULE = "tests.benchmarks.soak"
 GOODPUT = 0.85
 RESTARTS = 10_000
 STEP_S, PERIOD = 0.024, 10
-EPOCH_STEPS = 400
-"""Of all ranks: one that comes back has a part of the data from the next epoch on."""
 
 
 @dataclass(kw_only=True)
@@ -168,7 +166,7 @@ def rest(run: Run | Torchft, seconds: float, moments: list[int]) -> None:
     while time.monotonic() < until:
         if run.ended():
             raise RankFailed(f"all have ended\n{run.said()}")
-        time.sleep(min(0.5, max(0.0, until - time.monotonic())))
+        time.sleep(min(0.1, max(0.0, until - time.monotonic())))
         moments.append(len(training_in(run)))
 
 

@@ -1,4 +1,4 @@
-"""One replica of torchft beside the soak: ``-m tests.benchmarks.torchft_rank JOB NAME LIGHTHOUSE``.
+"""One replica of torchft beside the soak: ``-m tests.benchmarks.torchft_rank JOB LIGHTHOUSE``.
 
 The same model, data and pace as `elastic_rank`, averaged every period by torchft's ``LocalSGD``. A step is written down
 when the round that holds it is committed.
@@ -26,7 +26,7 @@ def main() -> None:
     from torchft import Manager, ProcessGroupGloo  # pyright: ignore[reportMissingImports]
     from torchft.local_sgd import LocalSGD  # pyright: ignore[reportMissingImports]
 
-    job, name, lighthouse = json.loads(sys.argv[1]), sys.argv[2], sys.argv[3]
+    job, name, lighthouse = json.loads(sys.argv[1]), os.environ["RANK"], sys.argv[2]
     torch.set_num_threads(1)
     torch.manual_seed(0)
     trace, stop = Writer(job["folder"], name), Path(job["folder"], "stop")

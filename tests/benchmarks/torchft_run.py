@@ -1,4 +1,7 @@
-"""torchft beside the soak: its lighthouse, its replicas, and what starts those again that were killed, at once."""
+"""torchft beside the soak: its lighthouse, its replicas, and what starts those again that were killed, at once.
+
+That is made of the launcher's own parts: a process that has done the imports stands by here, too.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,17 @@ import importlib.util
 import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from lightning_async.comm.launched import Program
+from lightning_async.launch.environment import Job
+from lightning_async.launch.places import Place
+from lightning_async.launch.process import Process
+from lightning_async.launch.standby import Standbys
 from tests.benchmarks.elastic_run import DEATH_S, START_S, alive
 from tests.benchmarks.elastic_trace import Life, Traces
 from tests.benchmarks.ranks import ROOT, RankFailed
@@ -22,6 +28,7 @@ from tests.benchmarks.ranks import ROOT, RankFailed
 __all__ = ["Torchft", "torchft_problem", "torchft_training"]
 
 # Tuned to be quick on one host; the defaults are ten times as long.
+END_S = 30.0
 _JOIN_MS, _TICK_MS, _HEARTBEAT_MS = 100, 20, 1000
 
 
@@ -53,32 +60,43 @@ class Torchft:
             bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=_JOIN_MS, quorum_tick_ms=_TICK_MS,
             heartbeat_timeout_ms=_HEARTBEAT_MS,
         )  # fmt: skip
-        self._job = json.dumps({"folder": str(folder), **job})
+        told = json.dumps({"folder": str(folder), **job})
+        program = ["-m", "tests.benchmarks.torchft_rank", told, self._lighthouse.address()]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        self._all = Job(program, Place.alone(ranks), 0, environment, "torchft")
+        self._standbys = Standbys(self._all, 1, print)
+        self._standbys.learn(Program(("torch", "torchft"), ()))
+        self._codes: dict[str, int] = {}
         self._said = (folder / "said").open("wb")
         self._processes = {str(rank): self._start(str(rank)) for rank in range(ranks)}
 
-    def _start(self, name: str) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        return subprocess.Popen(
-            [sys.executable, "-m", "tests.benchmarks.torchft_rank", self._job, name, self._lighthouse.address()],
-            cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=self._said, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+    def _start(self, name: str) -> Process:
+        environment = {**self._all.base, "RANK": name}
+        said = self._said.fileno()
+        return self._standbys.take(environment, said, said) or Process(self._all.command(), environment, said, said)
 
     def tend(self) -> None:
         """Start those again that have died."""
         for name, process in self._processes.items():
-            if process.poll() not in (None, 0):
-                self._processes[name] = self._start(name)
+            if self._codes.get(name) is None and process.wait(0.0):
+                code = process.end()
+                if code:
+                    self._processes[name] = self._start(name)
+                else:
+                    self._codes[name] = code
 
     def ended(self) -> bool:
         """Whether nobody trains any more."""
-        return all(process.poll() == 0 for process in self._processes.values())
+        return self._codes.keys() == self._processes.keys()
 
     def living(self) -> dict[str, Life]:
         """Those that train, by name."""
         self.tend()
-        return {life.name: life for life in self.traces.read() if life.commits and alive(life.process)}
+        living = {life.name: life for life in self.traces.read() if life.commits and alive(life.process)}
+        if len(living) == self.ranks:  # as the launcher does, once all train
+            self._standbys.prepare(1)
+        return living
 
     def wait(self, what: str, done: Callable[[list[Life]], bool], timeout_s: float = DEATH_S) -> list[Life]:
         """Until that is so; all lives.
@@ -101,19 +119,19 @@ class Torchft:
     def end(self) -> int:
         """All end; 0 where all have done so in order."""
         (self.folder / "stop").touch()
-        codes = []
-        for process in self._processes.values():
-            try:
-                codes.append(process.wait(30.0))
-            except subprocess.TimeoutExpired:
-                codes.append(-signal.SIGKILL)
+        until = time.monotonic() + END_S
+        for name, process in self._processes.items():
+            if name not in self._codes and process.wait(max(0.0, until - time.monotonic())):
+                self._codes[name] = process.end()
         self.traces.read()
-        return next((code for code in codes if code), 0)
+        return next((code for code in self._codes.values() if code), 0 if self.ended() else -signal.SIGKILL)
 
     def close(self) -> None:
-        for process in self._processes.values():
-            process.kill()
-            process.wait()
+        self._standbys.close()
+        for name, process in self._processes.items():
+            if name not in self._codes:
+                process.signal(signal.SIGKILL)
+                process.end()
         self._lighthouse.shutdown()
         self._said.close()
 

@@ -13,7 +13,9 @@ import pytest
 
 from lightning_async.comm import parcels
 from lightning_async.comm.keeper import Keeper, facing
+from lightning_async.comm.membership.door import Door
 from lightning_async.comm.membership.signing import Seal
+from lightning_async.comm.membership.stores import HashStore
 from lightning_async.comm.parcels import Address, Line, deposit, fetch, forget
 
 SEAL = Seal("a secret", "attempt 0")
@@ -194,3 +196,17 @@ def test_an_address_is_that_which_faces_the_store() -> None:
     assert facing("127.0.0.1", 1) == "127.0.0.1"
     for nothing in ({}, {"host": "h"}, {"host": "h", "port": 0, "token": ""}, {"host": 1, "port": 1, "token": ""}):
         assert Address.of(nothing) is None
+
+
+def test_who_keeps_things_is_known_by_name_and_strangers_are_not(caplog: pytest.LogCaptureFixture) -> None:
+    store = HashStore()
+    door, other = Door(store, SEAL), Door(store, Seal("another", "attempt 0"))
+    assert (door.keepers(), door.read_keeper("1")) == ([], {})
+    for name, port in (("10", 1), ("2", 2), ("10", 3)):  # it has come back
+        door.keep_at(name, Address("127.0.0.1", port, "token").note())
+    other.keep_at("4", Address("127.0.0.1", 4, "token").note())
+    assert door.keepers() == ["10", "2"]
+    assert Address.of(door.read_keeper("10")) == Address("127.0.0.1", 3, "token")
+    assert Address.of(door.read_keeper("4")) is None
+    assert "is not signed with this job's secret" in caplog.text
+    assert door.host == ("127.0.0.1", 1)

@@ -23,7 +23,9 @@ class Launched:
     """A launcher that runs."""
 
     def __init__(self, arguments: tuple[str, ...], folder: Path, prefix: Sequence[str], **more: str) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1", **more}
+        # What Lightning sets in whoever imports it, as pytest has, is not there in a shell.
+        shells = {name: value for name, value in os.environ.items() if name != "PYTORCH_NVML_BASED_CUDA_CHECK"}
+        environment = {**shells, "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1", **more}
         self.folder, self._until = folder, time.monotonic() + 150
         self._out, self._err = folder / "out", folder / "err"
         with self._out.open("wb") as out, self._err.open("wb") as err:

@@ -76,7 +76,7 @@ def test_a_rank_of_the_other_host_is_killed_and_started_again_there_and_training
     start: Start, link: Link
 ):
     interface = link.places[0].interface
-    first, second = start("--max-restarts", "1", COMES_BACK, DIES="1", GLOO_SOCKET_IFNAME=interface)
+    first, second = start("--max-restarts", "1", "--standby", "0", COMES_BACK, DIES="1", GLOO_SOCKET_IFNAME=interface)
     for each in (first, second):
         each.allow(60)  # its ranks import all that there is, one after the other
     assert (first.end(), second.end()) == (0, 0), first.err + second.err

@@ -172,14 +172,36 @@ def test_without_survivors_a_lost_node_ends_the_others(nodes: Nodes):
     assert "rank 0 on node 0 was killed by SIGTERM, by the launcher" in words(first)
 
 
+def test_a_node_that_cannot_start_its_ranks_says_why_at_the_first_one(nodes: Nodes):
+    first = nodes.add(1, PLAIN, "end", "-", "-")
+    second = nodes.add(1, "--log-dir", "/proc/nowhere", PLAIN, "end", "-", "-")
+    assert (first.end(), second.end()) == (NODE_LOST, 71)
+    (why,) = re.findall(
+        r"rank 1 on node 1 was lost with its node \((.+)\): the others end too", "\n".join(words(first))
+    )
+    assert "/proc/nowhere" in why
+    assert "/proc/nowhere" in second.err
+
+
+def test_without_survivors_all_wait_for_a_node_that_is_lost_and_start_again_with_it(nodes: Nodes):
+    options = ("--max-restarts", "1", PLAIN, "end", "-", "-")
+    first, second = nodes.start((1, 1), *options)
+    first.wait_for("[0] ready")
+    second.signal(signal.SIGKILL)
+    second.end()
+    again = nodes.add(1, *options)  # at once: it comes while the others end, in the pause or after it
+    again.wait_for("[1] ready")
+    first.wait_for("[0] ready", 2)
+    again.signal(signal.SIGTERM)
+    assert (first.end(), again.end()) == (143, 143)
+
+
 def test_the_first_launcher_is_killed_and_the_ranks_elsewhere_save_and_end(nodes: Nodes):
     jobs = [nodes.add(1, PLAIN, *what, nodes="3") for what in (["saves", "0"],) * 3]
     for job in jobs:
         job.wait_for("ready")
-    began = time.monotonic()
     jobs[0].signal(signal.SIGKILL)
     assert [job.end() for job in jobs[1:]] == [STORE_LOST] * 2
-    assert time.monotonic() - began < 10
     assert [len(re.findall(r"saved \d None", job.out)) for job in jobs[1:]] == [1, 1]
     assert all("The first node is lost (the connection " in job.err for job in jobs[1:])
 
@@ -191,7 +213,8 @@ def test_who_does_not_save_in_time_is_killed_when_the_first_node_is_lost(nodes: 
     began = time.monotonic()
     first.signal(signal.SIGKILL)
     assert second.end() == STORE_LOST
-    assert 1 < time.monotonic() - began < 10
+    assert time.monotonic() - began > 1
+    assert "have 1 s to save and to end" in second.err
 
 
 @pytest.mark.parametrize("at", [0, 1])
@@ -260,6 +283,27 @@ def test_a_node_that_was_lost_comes_back_and_its_ranks_join_the_others(begin: Ca
     assert "3 of 3 ranks have ended in order" in words(first)
 
 
+def test_a_node_that_waits_takes_the_place_of_one_that_is_lost(begin: Callable[..., Ranks], nodes: Nodes):
+    """As does one that comes back before its end was noticed."""
+    ranks = begin((1, 1), "--max-restarts", "1")
+    first, second = ranks.jobs[0], ranks.jobs[1]
+    wrong, spare = nodes.add(2, "--max-restarts", "1", SCRIPT), nodes.add(1, "--max-restarts", "1", SCRIPT)
+    for job in (wrong, spare):
+        job.wait_for("All places are taken")
+    refused = nodes.add(1, "--max-restarts", "1", SCRIPT)
+    assert refused.end() == 2
+    assert "2 nodes wait already" in refused.err
+    second.signal(signal.SIGKILL)
+    ranks.tell(1, 0)
+    ranks.jobs[1] = spare
+    ranks.meet(1, 1)
+    ranks.tell(2, 0, 1)
+    first.wait_for("training goes on with 2 of 2 ranks")
+    for rank in (0, 1):
+        ranks.end(rank, 0)
+    assert (first.end(), spare.end(), wrong.end()) == (0, 0, 0)
+
+
 def test_who_cannot_be_of_use_is_refused(begin: Callable[..., Ranks], nodes: Nodes):
     ranks = begin((1, 1))
     ranks.jobs[1].signal(signal.SIGKILL)
@@ -273,24 +317,28 @@ def test_who_cannot_be_of_use_is_refused(begin: Callable[..., Ranks], nodes: Nod
 
 
 def test_nodes_that_come_late_wait_until_all_start_again_and_one_that_is_lost_is_not_waited_for(nodes: Nodes):
-    options = ("--max-restarts", "2", "--last-call", "0.5", PLAIN, "end", "-", "-")
-    first = nodes.add(1, *options, nodes="1:2")
-    first.wait_for("ready")
-    second = nodes.add(1, *options, nodes="1:2")
-    second.wait_for("All places are taken: this node waits until it is needed.")
-    third = nodes.add(1, *options, nodes="1:2")
-    assert third.end() == 2
-    assert "there are 2 nodes already" in third.err
+    options = ("--max-restarts", "2", "--last-call", "0.5", PLAIN, "end", "-", "-", "-")
+    first = nodes.add(1, *options, nodes="1:3")
+    first.wait_for("[0] ready")
+    late = []
+    for _ in range(2):
+        late.append(nodes.add(1, *options, nodes="1:3"))
+        late[-1].wait_for("All places are taken: this node waits until it is needed.")
+    second, third = late
     (rank,) = map(int, re.findall(r"ready (\d+)", first.out))
     os.kill(rank, signal.SIGKILL)
     second.wait_for("[1] ready")
+    third.wait_for("[2] ready")
     first.wait_for("[0] ready", 2)
-    assert "This is node 1 of 2, with rank 1." in words(second)
+    assert "This is node 2 of 3, with rank 2." in words(third)
     second.signal(signal.SIGKILL)
+    third.wait_for("[1] ready")
     first.wait_for("[0] ready", 3)
+    assert "This is node 1 of 2, with rank 1." in words(third)
     assert words(first)[-2:] == [
         "All ranks start again in 2 s (restart 2 of 2).",
-        "1 of 1:2 nodes are there; others have 0.5 s to come.",
+        "2 of 1:3 nodes are there; others have 0.5 s to come.",
     ]
-    first.signal(signal.SIGTERM)
-    assert first.end() == 143
+    third.signal(signal.SIGTERM)
+    assert (first.end(), third.end()) == (143, 143)
+    assert re.search(r"rank 1 on node 1 .* was killed by SIGTERM", third.err)

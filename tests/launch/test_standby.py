@@ -94,10 +94,18 @@ def prepare(launch: Callable[..., Launched], tmp_path: Path) -> Iterator[Prepare
         each.close()
 
 
+def niceness(process: int) -> int:
+    return os.getpriority(os.PRIO_PROCESS, process)
+
+
 @pytest.mark.parametrize("program", [(SCRIPT, "some", "-m words"), ("-m", "tests.launch.survivors", "--n", "2")])
 def test_who_has_stood_by_is_as_one_that_was_started_anew(prepare: Prepare, program: tuple[str, ...]):
     ranks = prepare(2, "--log-dir", "logs", program=program)
     waiting = ranks.one_that()
+    nicer = standby._NICER if standby._may_come_back() else 0
+    ranks.job.until(
+        lambda: niceness(waiting) == niceness(ranks.pids[1]) + nicer, "it takes the cores of those who train"
+    )
     anew = ranks.describe(1)
     assert anew["number"] == 1
     ranks.lose(1, 2)

@@ -205,6 +205,11 @@ def test_silence_ends_a_connection_and_beats_keep_it(between: Between):
         now += module.HEARTBEAT_S
         to_first.sendall(between.lines(to_second, 1)[0])
         to_second.sendall(between.lines(to_first, 1)[0])
+    first.wire.send("last")
+    second.wire.send("last")
+    to_second.sendall(between.lines(to_first, 1)[0])
+    to_first.sendall(between.lines(to_second, 1)[0])
+    between.until(lambda: first.heard and second.heard)
     now += module.SILENCE_S - 0.1
     between.lines(to_second, 1)
     assert not first.why
@@ -214,9 +219,22 @@ def test_silence_ends_a_connection_and_beats_keep_it(between: Between):
     assert first.why == second.why == ["no word for 10 s"]
 
 
+def test_the_last_words_are_read_though_nobody_reads_the_answer(between: Between):
+    first, to_first, second, to_second = greeted(between)
+    second.wire.send("last")
+    to_second.shutdown(socket.SHUT_WR)
+    second.wire.conclude(20.0)  # it hears that nobody will answer
+    to_second.setblocking(True)
+    to_first.sendall(to_second.recv(1 << 16))
+    to_first.close()
+    first.wire.send("more")  # which cannot be sent
+    between.until(lambda: first.why)
+    assert first.heard == [{"what": "last"}]
+
+
 def test_who_does_not_read_is_not_waited_for(between: Between):
     first, *_ = greeted(between)
-    for _ in range(60):
+    for _ in range(100):
         first.wire.send("much", text="x" * 50_000)
     between.until(lambda: first.why)
     assert first.why == ["it does not read what it is told"]

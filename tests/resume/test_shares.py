@@ -140,7 +140,7 @@ def test_by_another_number_of_ranks_what_a_lost_one_has_left_is_divided_with_the
     assert [state["unsaved"]["left"] for state in found] == [[], []]
 
 
-def test_each_sample_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_sample_is_copied_once_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks wait for this when one comes back: what grew by the square took minutes for 400 thousand samples."""
     copied = 0
 
@@ -154,4 +154,4 @@ def test_each_sample_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_async.data.shares.share", lambda state: Counted(share(state)))
     one = shares(1000, 1)["0"]
     assert len(batches_of(one, 0)) == 334
-    assert copied == 1000
+    assert copied <= 1000

@@ -17,7 +17,14 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from lightning_async import AsyncAveragingStrategy, DiLoCo, EveryNSteps, HorovodStrategy, fit_elastic
+from lightning_async import (
+    AsyncAveragingStrategy,
+    DiLoCo,
+    EveryNSteps,
+    FaultTolerantCheckpoint,
+    HorovodStrategy,
+    fit_elastic,
+)
 from lightning_async.comm.horovod.elastic import Committed
 from lightning_async.trainer.namespace import pl
 
@@ -98,14 +105,15 @@ class Stream(IterableDataset[Any]):
 
 
 def make_trainer() -> Any:
-    averaging = "averaging" in sys.argv
+    averaging, saves = "averaging" in sys.argv, "horovod" in sys.argv and not os.path.exists("done")
     tell("WORLD")
     return pl.Trainer(
         accelerator="cpu",
+        callbacks=[FaultTolerantCheckpoint("checkpoints", every_n_train_steps=7)] if saves else [],
         strategy=AsyncAveragingStrategy(DiLoCo(), EveryNSteps(5)) if averaging else HorovodStrategy(),
         max_epochs=2,
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=saves,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
@@ -127,7 +135,8 @@ def main() -> None:
     train = DataLoader(numbers(SAMPLES), BATCH, shuffle=True, num_workers=workers)
     val = DataLoader(numbers(VALIDATED), BATCH)
     trainer = fit_elastic(make_trainer, module, train, val, commit_every=5, gloo_timeout=PATIENCE)
-    tell("DONE", trainer.current_epoch, f"{float(module.layer.weight.detach()):.7f}")
+    open("done", "w").close()
+    tell("DONE", trainer.global_step, f"{float(module.layer.weight.detach()):.7f}")
     trainer.validate(module, val, verbose=False)
     tell("SECOND")
     module = Module(plays=False)

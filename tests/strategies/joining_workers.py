@@ -11,7 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, EveryNSteps, FaultTolerantCheckpoint, Synchronous
+from lightning_async import (
+    AsyncAveragingStrategy,
+    DeltaMean,
+    DiLoCo,
+    EveryNSteps,
+    FaultTolerantCheckpoint,
+    PeerMemory,
+    Synchronous,
+)
 from lightning_async.rules.saving import Latest
 from lightning_async.trainer.namespace import pl, pytorch
 from tests.strategies.failure_workers import digest
@@ -89,6 +97,7 @@ def train(
     callbacks: list[Any] = [stopping, best]
     if saves:
         callbacks.append(FaultTolerantCheckpoint(Path(folder) / "saved", every_n_train_steps=4, keep=Latest(1000)))
+        callbacks.append(PeerMemory(every_n_train_steps=2))
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", devices=RANKS, max_epochs=1000, default_root_dir=folder, logger=logger,
         enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, callbacks=callbacks,

@@ -10,10 +10,12 @@ from torch import nn
 
 from lightning_async import AsyncAveragingStrategy, EveryNSteps, PeerMemory, Synchronous, Warmup
 from lightning_async.comm.frames import flatten, unflatten
-from lightning_async.trainer.namespace import pl
+from lightning_async.trainer.namespace import pl, pytorch
 from lightning_async.trainer.own_state import put, take
 from tests.strategies import problem
 from tests.strategies.workers import Net, loader, logged, make_trainer, rank, scenario, shard
+
+MixedPrecision = pytorch("plugins").MixedPrecision
 
 
 class Unfreezing(Net):
@@ -49,6 +51,7 @@ class Takes(pl.Callback):
             tree, tensors = flatten(take(trainer))
             self.own = unflatten(tree, [tensor.clone() for tensor in tensors])
             self.draw = float(torch.rand(()))
+            trainer.precision_plugin.scaler.update(8.0)  # as after many overflows
         if (trainer.current_epoch, batch_idx) == (1, 2):
             self._put_back(trainer, pl_module, optimizer)
 
@@ -70,6 +73,7 @@ class Takes(pl.Callback):
             "kept": torch.equal(state["net.2.weight"]["exp_avg"], kept),
             "lr": [group["lr"] for group in optimizer.param_groups],
             "buffers": torch.equal(module.norm.running_mean, self.own["buffers"]["norm.running_mean"]),
+            "scale": trainer.precision_plugin.scaler.get_scale(),
             "draw": float(torch.rand(())) == self.draw,
         }
 
@@ -84,8 +88,8 @@ def ours() -> list[str]:
 
 @scenario
 def put_back() -> Any:
-    takes = Takes()
-    trainer = make_trainer(strategy(buffers="keep"), callbacks=[takes], max_epochs=2)
+    takes, half = Takes(), MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))
+    trainer = make_trainer(strategy(buffers="keep"), callbacks=[takes], max_epochs=2, plugins=[half])
     trainer.fit(Unfreezing(), loader(shard((4, 4))))
     return takes.told
 

@@ -24,13 +24,11 @@ class Noted(PeerMemory):
     """Notes what a rank has that comes back."""
 
     own: list[Any] | None = None
-    found = False
-    """Before it waited to be taken in."""
+    asked = False
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
-        assert self._now is not None
-        self.found = self._now._found is not None
+        self.asked = self._now is not None and self._now._asked
 
     def come(self, told: dict[str, Any]) -> None:
         super().come(told)
@@ -56,7 +54,7 @@ class Own(UntilBack):
     """
 
     def __init__(self, memory: PeerMemory) -> None:
-        super().__init__({}, "")
+        super().__init__({}, "", RANKS)
         self._memory = memory
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -108,6 +106,7 @@ def train(folder: str) -> None:
     finally:
         told |= {
             "digest": digest(module), "rank": trainer.global_rank, "world_size": trainer.world_size, "own": memory.own,
-            "lost": strategy.summary.lost, "found": memory.found,
+            "asked": memory.asked,
+            "lost": strategy.summary.lost,
         }  # fmt: skip
         os.write(1, b"\nENDED %b\n" % json.dumps(told).encode())

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_async import AsyncAveragingStrategy, HorovodStrategy, TorchTransport
 from lightning_async.comm.simulated.inprocess import InProcessWorld
 from lightning_async.engine.world import World
 from lightning_async.errors import SettingsMismatch
 from lightning_async.strategies.commits import Commit, agree
-from lightning_async.strategies.horovod_elastic import fit_elastic
+from lightning_async.strategies.horovod_elastic import check_carried, fit_elastic
+from tests.horovod import needs_horovod
 
 
 def meet(commits: list[Commit], settings: list[str] | None = None) -> list[Any]:
@@ -64,3 +66,16 @@ def test_one_that_trains_otherwise_ends_and_the_others_go_on() -> None:
 def test_commits_are_some_steps_apart() -> None:
     with pytest.raises(ValueError, match=r"fit_elastic\(commit_every=0\)` must be at least 1"):
         fit_elastic(lambda: None, None, commit_every=0)  # type: ignore[arg-type]
+
+
+@needs_horovod
+def test_what_horovod_cannot_carry_is_refused_by_name() -> None:
+    check_carried(HorovodStrategy())
+    check_carried(AsyncAveragingStrategy(transport="horovod"))
+    for other in (AsyncAveragingStrategy(transport=TorchTransport()), object()):
+        with pytest.raises(ValueError, match="`make_trainer` chose <"):
+            check_carried(other)
+    with pytest.raises(ValueError, match=r"AsyncAveragingStrategy\(min_replicas=1\)` under `fit_elastic`.*--min-np"):
+        check_carried(AsyncAveragingStrategy(min_replicas=1, transport="horovod"))
+    with pytest.raises(ValueError, match="max_replicas=4"):
+        check_carried(AsyncAveragingStrategy(max_replicas=4, transport="horovod"))

@@ -67,6 +67,7 @@ def test_it_takes_over_what_the_others_have_and_trains_with_them(dies: int, rule
             assert newcomer[what][epoch]
     assert sorted(sample for each in said for sample in each["tested"]) == list(range(SAMPLES))
     assert f"rank {dies} has joined, and 3 replicas train from here" in results[1].stderr
+    assert "event=own_state" in results[3].stderr  # of its own, or rank 0's where its copy had not arrived
     assert_saved_by_all(CheckpointStore(tmp_path / "saved"), dies)
 
 

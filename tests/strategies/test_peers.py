@@ -46,23 +46,31 @@ def test_it_comes_back_from_the_next_rank_and_is_rank_0s_where_there_was_no_copy
             (tmp_path / f"start {start}").touch()
         results = group.join()
     told(results, [2, *sorted((3, 4), key=lambda number: ended(results[number])["rank"])])
+    assert all(ended(results[number])["asked"] for number in (3, 4))  # while nobody waited for them
     dead, stays = own(results[0]), own(results[2])
     zero, one = (ended(results[number])["own"] for number in (3, 4))
-    assert ended(results[3])["found"]  # while nobody waited for it
     assert zero == dead[max(dead)]
     assert zero[0] not in [momentum for momentum, _ in stays.values()]
     assert f"Rank 0 goes on with its own of step {max(dead)}, while the run is at step" in results[3].stderr
     assert "optimizer state of 2 parameters, random states" in results[3].stderr
-    assert "Rank 1 came back, and nobody has kept what was its own" in results[4].stderr
+    assert (
+        "Rank 1 joins, and nobody has anything of its own: it begins with rank 0's optimizer state" in results[4].stderr
+    )
     assert one[0] in [momentum for momentum, _ in stays.values()]  # rank 0 by then
     assert "Peer memory, as rank 0 saw it: " in results[2].stderr
 
 
 def test_the_own_is_put_over_the_runs_by_name_where_it_fits(ranks: Outcomes) -> None:
     for said in ranks("put_back"):
-        assert said["done"] == ["optimizer state of 5 parameters", "2 buffers", "random states"]
+        assert said["done"] == [
+            "optimizer state of 5 parameters",
+            "2 buffers",
+            "the scale of gradients",
+            "random states",
+        ]
         assert said["names"] == ["net.0.bias", "net.0.weight", "net.2.bias", "net.2.weight", "norm.bias", "norm.weight"]
         assert said["own"] and said["kept"] and said["late"] == 2 and said["buffers"] and said["draw"]
+        assert said["scale"] == 64.0
         assert said["lr"] == [0.25, 0.5]  # the run's
 
 

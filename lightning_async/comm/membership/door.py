@@ -21,7 +21,7 @@ from lightning_async.comm.membership.stores import PrefixStore, Store, TCPStore,
 
 __all__ = ["Door"]
 
-_NOTICE = "notice"
+_NOTICE, _KEEPERS = "notice", "keepers"
 
 
 class Door:
@@ -63,6 +63,13 @@ class Door:
     def keep_at(self, name: str, note: Mapping[str, Any]) -> None:
         """Say where a rank keeps what others leave with it, see `Keeper`; by its name for life."""
         self._write(f"keeper/{name}", note)
+        self._store.append(_KEEPERS, "\n" + self._seal.sign(_KEEPERS, name.encode()).decode() + "\n")
+
+    def keepers(self) -> list[str]:
+        """The names of all that have ever said so."""
+        lines = self._store.get(_KEEPERS).split(b"\n") if self._store.check([_KEEPERS]) else []
+        names = [self._seal.open(_KEEPERS, line) for line in lines if line]
+        return sorted({name.decode(errors="replace") for name in names if name is not None})
 
     def read_keeper(self, name: str) -> dict[str, Any]:
         """Where a rank has said that it keeps things; empty where it has not."""
