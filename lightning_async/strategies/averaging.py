@@ -224,8 +224,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
     @property
     def shrinks(self) -> bool:
         """See `Drifting`."""
-        most = 0 if self.host is None else self.config.max_replicas or 0  # of more, some may be lost
-        return self.fewest < max(started(self), most)
+        return self.fewest < max(started(self), (self.host and self.config.max_replicas) or 0)
 
     # ---- gates ----
 
