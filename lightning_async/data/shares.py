@@ -157,7 +157,7 @@ def _columns(of: Share, begin: int) -> list[tuple[Tensor, Tensor, Tensor]]:
 def _cut(told: dict[str, Any], count: int, numbers: range, cycles: bool) -> tuple[Tensor, Tensor, Tensor]:
     size, is_given = told["batch_size"], told["kind"] == "given"
     indices = told["indices"] if is_given else torch.tensor(share({"share": told}), dtype=torch.int64)
-    if told["kind"] == "distributed" and not told["drop_last"]:
+    if told["kind"] == "distributed" and not told["drop_last"] and not told["full_batches"]:  # else it would be dropped
         is_padding = (len(indices) - 1) * told["num_replicas"] + told["rank"] >= told["length"]
         indices = indices[:-1] if is_padding else indices
     here = torch.arange(numbers.start, numbers.stop)

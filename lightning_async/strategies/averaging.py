@@ -224,7 +224,7 @@ class AsyncAveragingStrategy(ReplicatedStrategy):
     @property
     def shrinks(self) -> bool:
         """See `Drifting`."""
-        return self.fewest < started(self)
+        return self.fewest < max(started(self), (self.host and self.config.max_replicas) or 0)
 
     # ---- gates ----
 

@@ -35,6 +35,8 @@ class EpochShares:
         """How far each was with what all have committed."""
         self.first: Share | None = None
         """What this rank, which comes within an epoch, begins with."""
+        self.dealt: list[int] = []
+        """Of how many parts this rank has which, ``[part, parts]``, since one came within the epoch."""
         self.at_end = False
         """This rank trains on what others have left at the end of the epoch."""
         self._gone: set[str] = set()
@@ -45,6 +47,7 @@ class EpochShares:
     def forget(self) -> None:
         """Another epoch begins, or another training."""
         self.known, self.shares, self.places, self._gates, self._gone = False, {}, {}, None, set()
+        self.dealt = []
 
     def deal(self, shares: dict[str, Share]) -> None:
         """From here on this is what each has."""

@@ -94,7 +94,7 @@ class Newcomers:
         if len(Batches.of(left)) < len(told):
             return
         epoch.deal(inherited(left, {each.name: each.ready for each in told}))
-        epoch.known = True
+        epoch.known, epoch.dealt = True, [list(epoch.shares).index(mine.name), len(told)]
         log.info("The rest of epoch %d is dealt out among %d ranks.", mine.epoch, len(told))
         if comes:
             epoch.first = epoch.shares[mine.name]

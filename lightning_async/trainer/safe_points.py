@@ -106,9 +106,13 @@ class SafePoints:
             **((self.began if where == "validation" else None) or self._moving()),
             "loaders": [source.position(held, ended) for source in self.sources],
             "combined": self._combined(),
-            "dealt": self.dealt,
+            "dealt": self._parts(),
             "unsaved": take_unsaved(self._trainer),
         }
+
+    def _parts(self) -> list[int]:
+        inheritance = vars(self._trainer.strategy).get("inheritance")
+        return (inheritance is not None and inheritance.epoch.dealt) or self.dealt
 
     def _moving(self) -> dict[str, Any]:
         """What a validation changes; it is validated from its beginning."""
@@ -195,7 +199,7 @@ class SafePoints:
                     "random": kept.random(),
                     "loaders": [position() for position in kept.loaders],
                     "combined": kept.combined,
-                    "dealt": self.dealt,
+                    "dealt": self._parts(),
                     "unsaved": {**take_unsaved(self._trainer), **kept.plain},
                     "logged": kept.logged,
                     "modes": self.modes.take() if kept.modes is None else kept.modes,

@@ -61,6 +61,15 @@ def test_whoever_is_lost_each_sample_is_taken_once(length: int, shuffle: bool, d
     assert sorted(counted) == everything
 
 
+def test_a_loader_of_full_batches_only_gets_these() -> None:
+    held = shares(47, 2, size=2, drop_last=True)  # of 48 samples, one of which fills up
+    dealt = inherited([(each, 0) for each in held.values()], {"0": 12, "1": 12, "2": 0})
+    for each in dealt.values():
+        ((told, count),) = each.loaders
+        assert told is not None and len(told["indices"]) == 2 * count == 2 * (each.end - each.first)
+    assert {sample for each in dealt.values() for sample in samples(each)} == set(range(47))
+
+
 def test_a_limit_on_batches_is_one_for_those_who_inherit() -> None:
     held = shares(60, 3, limit=4, shuffle=False)
     dealt = inherited([(held["1"], 3)], {"0": 4, "2": 4})

@@ -81,12 +81,13 @@ def train(
     then_test: bool = False,
     saves: bool = False,
     most: int | None = None,
+    fewest: int = 1,
 ) -> None:
     deaths = {number: (place, epoch, taken) for number, (place, epoch, taken) in deaths.items()}
     mode = (modes or {}).get(os.environ.get("LIGHTNING_ASYNC_REJOIN", ""), "")
     period = 5 if mode == "other settings" else 3
     strategy = AsyncAveragingStrategy(
-        RULES[rule], Synchronous() if synchronous else EveryNSteps(period), deadlines=DEADLINES, min_replicas=1,
+        RULES[rule], Synchronous() if synchronous else EveryNSteps(period), deadlines=DEADLINES, min_replicas=fewest,
         max_replicas=most,
     )  # fmt: skip
     module = UntilBack(deaths, mode, most or RANKS)

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from lightning_async import AsyncAveragingStrategy, EveryNSteps
+from lightning_async import AsyncAveragingStrategy, EveryNSteps, FaultTolerantCheckpoint
+from lightning_async.rules.saving import Latest
 from lightning_async.strategies import host
 from lightning_async.trainer.namespace import pl
 from tests.strategies.failure_workers import digest
@@ -89,10 +90,13 @@ def train(folder: str, moment: str) -> None:
         host.connect = lambda *args: first.pop()(*args) if first else die()  # at the second newcomer
     strategy = AsyncAveragingStrategy(schedule=EveryNSteps(3), deadlines=DEADLINES, min_replicas=1)
     module = Odd(Path(folder), moment)
+    saved, saves = Path(folder) / "saved", []
+    if moment == "mid epoch":
+        saves.append(FaultTolerantCheckpoint(saved, every_n_train_steps=1, keep=Latest(1000)))
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", devices=RANKS, max_steps=-1 if moment == "trouble" else STEPS,
         max_epochs=-1, default_root_dir=folder, logger=False, enable_progress_bar=False, enable_model_summary=False,
-        num_sanity_val_steps=0, enable_checkpointing=False,
+        num_sanity_val_steps=0, enable_checkpointing=len(saves) > 0, callbacks=saves,
     )  # fmt: skip
     if CAME_BACK:
         wait_for(Path(folder) / f"start {os.environ['LIGHTNING_ASYNC_REJOIN']}")

@@ -113,7 +113,7 @@ def test_new_ranks_are_taken_in_until_there_are_so_many(tmp_path: Path) -> None:
         new = {"RANK": str(number), "LOCAL_RANK": str(number - 2), "NODE_RANK": "1", "LIGHTNING_ASYNC_REJOIN": "1"}
         return shared | (new if number > 1 else {})
 
-    arguments = {"folder": str(tmp_path), "deaths": {}, "most": 3, "saves": True, "then_test": True}
+    arguments = {"folder": str(tmp_path), "deaths": {}, "most": 3, "fewest": 2, "saves": True, "then_test": True}
     with start_ranks(TRAIN, 4, kwargs=arguments, env=env, timeout=150) as group:
         (tmp_path / "start 1").touch()
         for number in (0, 1):

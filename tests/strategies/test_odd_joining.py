@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from torch.distributed import TCPStore
 
+from lightning_async.engine.checkpoint.shards import load_own
+from lightning_async.engine.checkpoint.store import CheckpointStore
 from tests.strategies.odd_joining_workers import STEPS
 from tests.strategies.survivor_workers import SAMPLES
 from tests.strategies.test_failures import ended
@@ -46,6 +49,12 @@ def test_within_an_epoch_it_takes_its_part_of_the_rest_and_all_else_is_as_with_t
     assert sorted(sample for each in in_epoch for sample in each) == list(range(SAMPLES))
     parts = [len(each) // 2 for each in in_epoch]
     assert parts[2] > 0 and parts[0] + parts[1] - 2 * parts[2] >= 2 * 3 - 2, parts
+    store = CheckpointStore(tmp_path / "saved")
+    within = [e for e in store.entries() if e.manifest and e.manifest.ranks == (0, 1, 2) and e.manifest.epoch == 1]
+    assert within
+    for entry in within:
+        states: list[Any] = [load_own(store, entry, rank, "resume") for rank in (0, 2, 1)]
+        assert [state["dealt"] for state in states] == [[0, 3], [1, 3], [2, 3]]
     # Epoch 0 and 1, then 8 steps in each: who had a step less of the rest than another has not come to the last one.
     assert {each["steps"] for each in said} <= {STEPS - 1, STEPS}, said
 
