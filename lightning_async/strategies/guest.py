@@ -121,7 +121,7 @@ class Guest:
             log.warning("Rank %d could not be taken in, and waits again: %s", self._number, error)
             return None
         began = Survivors(Generation.first(0, place["started"]), run, strategy.config.fewest(place["started"]))
-        strategy.survivors = began.with_newcomers(rank, names, run, place["named"])
+        strategy.survivors = began.with_newcomers(rank, names, run, place["ever"])
         return connection
 
     def _take_part(self, connection: Connection, run: int, answer: Callable[[], dict[str, Any]]) -> None:

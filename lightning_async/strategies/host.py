@@ -153,6 +153,8 @@ class Host:
             return False
         run = count_run()
         averaging = state_of(course.session.averager, world)
+        steps = [each["step"] for each in averaging["replicas"]]
+        averaging["mean_steps"] = sum(steps) / len(steps)  # the clock of all does not jump as one more comes
         averaging["replicas"].append(
             {**averaging["replicas"][0], "rule_state": {}, "summary": RunSummary().state_dict()}
         )
@@ -194,7 +196,7 @@ class Host:
 
         try:
             if rank == 0:
-                there = {"names": names, "started": survivors.started, "named": survivors.named}
+                there = {"names": names, "started": survivors.started, "ever": sorted(survivors.ever)}
                 door.invite(guest, {"run": run, "rank": len(names) - 1, **there})
             wider = connect(strategy, rank, names, run, check)
             state = {}

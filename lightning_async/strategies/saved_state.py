@@ -87,6 +87,8 @@ class SavedState:
         if saved is not None:
             replicas = saved["replicas"]
             own = replicas[rank] if len(replicas) == world_size else {**replicas[0], "rule_state": {}}
+            if "mean_steps" in saved:
+                own = {**own, "mean_steps": saved["mean_steps"]}
             averager.load_state_dict(saved, own)
             self._replica = saved.get("replica")
 

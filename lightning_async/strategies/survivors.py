@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lightning_async.comm.launched import came_back, tell_generation
@@ -46,19 +46,19 @@ class Survivors:
         """For life: the numbers that the ranks of this run were started with."""
         self.started = generation.world_size if before is None else before.started
         """How many ranks there were at first."""
-        self.named = self.started if before is None else before.named
-        """How many there have ever been: their names for life are below this number."""
+        self.ever = frozenset(range(self.started)) if before is None else before.ever
+        """The numbers, for life, of all that have ever been there."""
         self._run, self._min_replicas = run, min_replicas
         self.room = "" if before is None else before.room
         """Where those who are there meet, since their numbers have changed; "" where they have not."""
         self.generation = generation
 
-    def with_newcomers(self, rank: int, names: Sequence[str], run: int, named: int = 0) -> Survivors:
+    def with_newcomers(self, rank: int, names: Sequence[str], run: int, ever: Iterable[int] = ()) -> Survivors:
         """Those who are there once others have come, for a run of all of them: what this rank's number is in it, what
-        all are called for life, and how many names there are at least."""
+        all are called for life, and who else has ever been there."""
         made = Survivors(Generation.first(rank, len(names)), run, self._min_replicas, self)
         made._names = tuple(names)
-        made.named = max(self.named, named, 1 + max(map(int, names)))
+        made.ever = self.ever.union(ever, map(int, names))
         made._number(run)
         return made
 
@@ -74,7 +74,7 @@ class Survivors:
     @property
     def lost(self) -> int:
         """How many ranks are gone."""
-        return self.named - self.generation.world_size
+        return len(self.ever) - self.generation.world_size
 
     @property
     def can_lose_one(self) -> bool:
@@ -93,7 +93,7 @@ class Survivors:
         left = generation.world_size
         tell(
             "lost", logging.WARNING,
-            f"Rank {before.rank} goes on as rank {generation.rank} of {left}: {why}. {left} of {self.named} "
+            f"Rank {before.rank} goes on as rank {generation.rank} of {left}: {why}. {left} of {len(self.ever)} "
             f"replicas are left, and fewer than {self._min_replicas} do not go on. Steps that the lost had not shared "
             "are gone; their samples are trained on by the others.",
             rank=generation.rank, was=before.rank, generation=generation.number, world_size=left, names=self.names,

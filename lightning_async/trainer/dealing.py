@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import DistributedSampler
 
-from lightning_async.trainer.patches import Undo, replace
+from lightning_async.trainer.patches import Undo, replace, set_for_now
 from lightning_async.trainer.protocols import Drifting
 
 __all__ = ["Dealing"]
@@ -28,14 +28,20 @@ class Dealing:
 
     def __init__(self, strategy: Drifting, trainer: Any) -> None:
         self._strategy, self._trainer = strategy, trainer
+        self._undo: list[Undo] = []
 
     def install(self) -> list[Undo]:
         """Patch; returns what takes it back."""
         fit = self._trainer.fit_loop
         loops = (fit, fit.epoch_loop.val_loop) if self._strategy.shrinks else ()
         return [
-            replace(loop, "setup_data", lambda original, loop=loop: self._setup_data(original, loop)) for loop in loops
+            *(replace(loop, "setup_data", lambda own, loop=loop: self._setup_data(own, loop)) for loop in loops),
+            self._put_back,
         ]
+
+    def _put_back(self) -> None:
+        while self._undo:
+            self._undo.pop()()
 
     def _setup_data(self, original: Any, loop: Any) -> Any:
         dealt_in = "", 0
@@ -49,15 +55,33 @@ class Dealing:
                         _number(sampler, **self._trainer.strategy.distributed_sampler_kwargs)
                     loop._combined_loader = None
                 dealt_in = now
-                original()
+                self._load(original, loop)
                 if self._number_left_over(loop):
                     loop._combined_loader = None
-                    original()
+                    self._load(original, loop)
                 if self._division(now) == now:
                     break  # else ranks were lost meanwhile, and it is not known which numbers were read
             self._warn_of_others(loop)
 
         return setup_data
+
+    def _load(self, original: Any, loop: Any) -> None:
+        """More ranks may have fewer batches each than an epoch's validation by numbers of batches asks for."""
+        try:
+            original()
+        except ValueError:
+            trainer, survivors = self._trainer, self._strategy.survivors
+            interval, batches = trainer.val_check_interval, loop.max_batches
+            grown = survivors is not None and trainer.world_size > survivors.started
+            if loop is not trainer.fit_loop or not grown or not isinstance(interval, int) or interval <= batches:
+                raise
+            log.warning(
+                "With %d ranks an epoch has %d batches for each: `val_check_interval=%d` is %d from here on.",
+                trainer.world_size, batches, interval, batches,
+            )  # fmt: skip
+            self._undo.append(set_for_now(trainer, "val_check_interval", batches))
+            loop._combined_loader = None
+            original()
 
     def _division(self, before: tuple[str, int]) -> tuple[str, int]:
         """Differs where other ranks are there than ``before``. One that has just come deals with all, next time."""

@@ -15,17 +15,14 @@ class Names(NamedTuple):
     Args:
         mine: this rank's.
         left: of all that are left, in order.
-        started: how many there were at first, and came since under names of their own.
+        started: how many there were at first; where more came since, their names are below this number.
+        lost: of those without which training goes on.
     """
 
     mine: int
     left: tuple[int, ...]
     started: int
-
-    @property
-    def lost(self) -> frozenset[int]:
-        """Of those without which training goes on."""
-        return frozenset(range(self.started)).difference(self.left)
+    lost: frozenset[int] = frozenset()
 
 
 NOBODY = Names(-1, (0,), 1)
@@ -40,11 +37,13 @@ def names_of(trainer: Any) -> Names:
     """
     survivors = getattr(trainer.strategy, "survivors", None)
     if is_newcomer(trainer.strategy):
-        return Names(trainer.strategy.cluster_environment.started_as, (), trainer.world_size)
+        others = frozenset(range(trainer.world_size))
+        return Names(trainer.strategy.cluster_environment.started_as, (), trainer.world_size, others)
     if survivors is None:
         return Names(trainer.global_rank, tuple(range(trainer.world_size)), trainer.world_size)
     generation, left = survivors.generation, tuple(map(int, survivors.names))
-    return Names(int(survivors.called(generation.name)), left, survivors.named)
+    ever = survivors.ever
+    return Names(int(survivors.called(generation.name)), left, 1 + max(ever), ever.difference(left))
 
 
 def is_newcomer(strategy: Any) -> bool:

@@ -66,7 +66,7 @@ class Newcomers:
     def deal(self, comes: bool) -> None:
         """One has come, and all stand at a gate, so what each has left is known to the batch.
 
-        Where somebody is not between two batches of the epoch, or it cannot be told what is left, the newcomer has its
+        Where somebody is not between two steps of the epoch, or it cannot be told what is left, the newcomer has its
         part from the next epoch on.
 
         Args:
@@ -109,7 +109,9 @@ class Newcomers:
         fit = self._trainer.fit_loop
         count, ends = fit.epoch_loop.batch_progress.current, epoch.at_end or fit.epoch_loop.done
         by_batch = type(fit._data_fetcher).__name__ != "_DataLoaderIterDataFetcher"
-        is_within = epoch.known and by_batch and count.ready == count.completed and not ends
+        # Gradients that are yet to be stepped with would be in nobody's share, were this rank lost now.
+        in_step = count.ready != count.completed or (count.ready > 0 and fit.epoch_loop._should_accumulate())
+        is_within = epoch.known and by_batch and not in_step and not ends
         return _Place(
             name, False, is_within, number, count.ready, epoch.phase, epoch.plain(), epoch.places, self._rates.stepped
         )

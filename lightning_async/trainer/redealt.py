@@ -27,8 +27,10 @@ def go_on_with(trainer: Any, share: Share) -> list[Undo]:
     fit = trainer.fit_loop
     epoch, fetcher, combined = fit.epoch_loop, fit._data_fetcher, fit._combined_loader
     undo = [set_for_now(fit, "max_batches", share.end)]
-    if trainer.val_check_interval == 1.0 and isinstance(trainer.val_check_interval, float):
-        undo.append(set_for_now(trainer, "val_check_batch", share.end))
+    interval = trainer.val_check_interval
+    if isinstance(interval, float):  # of an epoch; one that comes within it leaves those on the way to the others
+        every = share.end if share.first == 0 else max(1, int(share.end * interval))
+        undo.append(set_for_now(trainer, "val_check_batch", every))
     _show(trainer, share.end)
     for loader, (told, _) in zip(combined.flattened, share.loaders, strict=True):
         if (source := follower(loader)) is None:

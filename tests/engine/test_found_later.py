@@ -249,6 +249,17 @@ def test_a_rules_state_is_restored_by_the_names_of_parameters() -> None:
         assert momentum == [2.0 * i for i in range(2, 10)]
 
 
+def test_the_clock_of_all_goes_on_where_another_rank_comes() -> None:
+    """A rank that is ahead of the others stays so: its learning rate, which follows the mean, does not jump."""
+
+    def body(rank: Rank, module: Any, number: int) -> Any:
+        averager = rank.averager
+        averager.load_state_dict(averager.state_dict(), {**averager.clocks(), "step": 45, "mean_steps": 29.0})
+        return averager.global_step()
+
+    assert on_ranks(Model, body, schedule=NEVER) == [29, 29]
+
+
 class BackAt11:
     """Local steps with a round after every third, synchronous ones from the twelfth on."""
 

@@ -81,6 +81,7 @@ def train(
     then_test: bool = False,
     saves: bool = False,
     most: int | None = None,
+    validates: float = 1.0,
     fewest: int = 1,
 ) -> None:
     deaths = {number: (place, epoch, taken) for number, (place, epoch, taken) in deaths.items()}
@@ -101,6 +102,7 @@ def train(
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", devices=RANKS, max_epochs=1000, default_root_dir=folder, logger=logger,
         enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, callbacks=callbacks,
+        val_check_interval=validates,
     )  # fmt: skip
     if CAME_BACK:
         wait_for(Path(folder) / f"start {os.environ['LIGHTNING_ASYNC_REJOIN']}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -104,22 +105,27 @@ def test_whatever_becomes_of_newcomers_the_others_go_on(tmp_path: Path) -> None:
 
 
 def test_new_ranks_are_taken_in_until_there_are_so_many(tmp_path: Path) -> None:
-    """Two train; of two more, which have numbers that nobody had, one finds room, and the other one waits."""
+    """Two train; of two more, which have numbers that nobody had, one finds room, and the other one waits.
+
+    Two have 12 batches in an epoch, three have 8, and 10 are too many to validate after. No number 2 was ever lost.
+    """
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
 
     def env(number: int) -> dict[str, str]:
         shared = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
         shared |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        new = {"RANK": str(number), "LOCAL_RANK": str(number - 2), "NODE_RANK": "1", "LIGHTNING_ASYNC_REJOIN": "1"}
+        new = {"RANK": str(number + 2), "LOCAL_RANK": str(number - 2), "NODE_RANK": "2", "LIGHTNING_ASYNC_REJOIN": "1"}
         return shared | (new if number > 1 else {})
 
     arguments = {"folder": str(tmp_path), "deaths": {}, "most": 3, "fewest": 2, "saves": True, "then_test": True}
+    arguments["validates"] = 10
     with start_ranks(TRAIN, 4, kwargs=arguments, env=env, timeout=150) as group:
         (tmp_path / "start 1").touch()
         for number in (0, 1):
             group.processes[number].wait(150.0)
         waits = [number for number in (2, 3) if group.processes[number].poll() is None]
         while len(waits) > 1:  # the one that was taken in is about to end
+            time.sleep(0.01)
             waits = [number for number in waits if group.processes[number].poll() is None]
         group.processes[waits[0]].kill()
         results = group.join()
@@ -130,4 +136,5 @@ def test_new_ranks_are_taken_in_until_there_are_so_many(tmp_path: Path) -> None:
         assert sorted(trained) == list(range(SAMPLES)), (epoch, said)
     assert sorted(sample for each in said for sample in each["tested"]) == list(range(SAMPLES))
     saved = [entry.manifest.ranks for entry in CheckpointStore(tmp_path / "saved").entries() if entry.manifest]
-    assert saved[0] == (0, 1, came) and (0, 1) in saved
+    assert saved[0] == (0, 1, came + 2)
+    assert "an epoch has 8 batches for each: `val_check_interval=10` is 8 from here on" in results[0].stderr

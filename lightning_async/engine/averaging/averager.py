@@ -296,5 +296,5 @@ class BackgroundAverager:
         self.ledger.load_state_dict(clocks)
         self._resumed = True
         self.summary.load_state_dict(clocks["summary"])
-        box.steps_then = box.mean_steps = box.steps = float(self.step)
-        box.samples = self.summary.samples
+        box.steps_then = box.steps = float(self.step)
+        box.mean_steps, box.samples = float(clocks.get("mean_steps", self.step)), self.summary.samples
