@@ -314,8 +314,8 @@ def test_parameters_that_are_unfrozen_at_a_gate_travel_from_then_on(rule) -> Non
     assert torch.equal(left, right)
     assert torch.equal(x, x2)
     assert not torch.equal(left, torch.full((1, 8), 2.0))
-    if rule is None:
-        torch.testing.assert_close(left, torch.full((1, 8), 2.5))
+    if rule is None:  # a mean of 2 and 3: by the steps of each until the round, of which one may have taken more
+        assert left.min() == left.max() and 2.0 < float(left.min()) < 3.0
     else:
         assert torch.equal(carried[:8], anchor), "the state of the others goes on"
         assert carried[8:].tolist() == [2.0] * 8
