@@ -65,7 +65,7 @@ def test_rank_0_is_killed_and_the_launcher_starts_it_again_beside_the_other(laun
     assert "rank 0 has joined the others: training goes on with 2 of 2 ranks." in run.err
     assert "No process stands by any more" not in run.err  # Lightning sets a variable as it is imported
     assert "2 of 2 ranks have ended in order" in run.err
-    assert re.search(r"Rank 0 goes on with its own of step 10, .* 2 parameters, random states", run.err)
+    assert re.search(r"Rank 0 goes on with its own of step ([1-9]|10), .* 2 parameters, random states", run.err)
     ended = sorted(re.findall(r"ENDED (\d) (\d) (\S+)", run.out))
     assert [each[:2] for each in ended] == [("0", "2"), ("1", "2")]
     assert ended[0][2] == ended[1][2]
