@@ -26,7 +26,7 @@ from lightning_async.engine.digest import is_finite
 from lightning_async.engine.world import World
 from lightning_async.rules.divergence import Escalation, Finding, History, Relative, Remedy, Threshold
 from lightning_async.trainer.namespace import pytorch
-from lightning_async.trainer.patches import searches_lr
+from lightning_async.trainer.patches import searches_lr, take_back
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback
@@ -289,5 +289,4 @@ class DivergenceMonitor(Callback):
         return True
 
     def _fit_again(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+        take_back(self._undo)

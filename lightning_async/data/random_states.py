@@ -8,6 +8,7 @@ import functools
 import inspect
 import random
 import types
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["Generators", "States", "generators_in", "reseed"]
+__all__ = ["Generators", "States", "generators_in", "of_another", "reseed"]
 
 States = dict[str, Any]
 """State by the generator's name: bytes, numbers, and tuples and dicts of them."""
@@ -88,6 +89,11 @@ def reseed(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def of_another(states: dict[str, Any], rank: int) -> dict[str, Any]:
+    """What a rank that has no random states of its own begins with, beside one that has these: to be taken by `put`."""
+    return {"seed": zlib.crc32(states["torch"]) + rank}
 
 
 def generators_in(roots: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,10 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_async.data.samplers import describe, share
 from lightning_async.data.workers import stateful
 
-__all__ = ["Batches", "Share", "batches_of", "before", "inherited", "told_of", "unheard"]
-
-Batch = tuple[list[int], ...]
-"""The indices of one batch, for each loader."""
+__all__ = ["Batches", "Share", "before", "inherited", "told_of", "unheard"]
 
 
 class Share(NamedTuple):
@@ -89,16 +86,6 @@ class Batches(NamedTuple):
         return self.indices[column][
             torch.repeat_interleave(starts - before, lengths) + torch.arange(int(lengths.sum()))
         ]
-
-
-def batches_of(of: Share, begin: int) -> list[Batch]:
-    """From the batch with this number on; without what a sampler repeats so that all ranks have equally many."""
-    found = Batches.of([(of, begin)])
-    columns = [
-        [part.tolist() for part in found.take(column, torch.arange(len(found))).split(lengths.tolist())]
-        for column, lengths in enumerate(found.lengths)
-    ]
-    return list(zip(*columns, strict=True))
 
 
 def inherited(shares: Iterable[tuple[Share, int]], takers: Mapping[str, int]) -> dict[str, Share]:

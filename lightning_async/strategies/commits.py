@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,8 +17,8 @@ from lightning_async.errors import SettingsMismatch
 from lightning_async.strategies.horovod import HorovodStrategy
 from lightning_async.trainer.checkpoint_io import MemoryIO
 from lightning_async.trainer.namespace import pytorch
-from lightning_async.trainer.patches import Undo, replace, searches_lr, set_for_now
-from lightning_async.trainer.resized import deal, deal_steps, resized, weight_of_the_last
+from lightning_async.trainer.patches import Undo, replace, searches_lr, set_for_now, take_back
+from lightning_async.trainer.resized import deal, deal_steps, of_another, resized, weight_of_the_last
 from lightning_async.trainer.resume import Resume
 from lightning_async.trainer.safe_points import AsItWas
 
@@ -82,7 +81,7 @@ def _of_a_newcomer(first: Commit, rank: int) -> Commit:
     """Rank 0's commit, with other random numbers."""
     if first.resume is None:
         return first
-    random = {"seed": zlib.crc32(first.resume["random"]["torch"]) + rank}
+    random = of_another(first.resume["random"], rank)
     return Commit(**{**vars(first), "resume": {**first.resume, "random": random}})
 
 
@@ -121,8 +120,7 @@ class Commits(Callback):
 
     def close(self) -> None:
         """The fit is over, however it has ended."""
-        while self._undo:
-            self._undo.pop()()
+        take_back(self._undo)
 
     # ---- before training ----
 

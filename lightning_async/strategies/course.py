@@ -10,7 +10,7 @@ from lightning_async.strategies.saved_state import SavedState
 from lightning_async.strategies.session import Averaged, Session
 from lightning_async.trainer.dealing import Dealing
 from lightning_async.trainer.drift import DriftPatches
-from lightning_async.trainer.patches import Undo, searches_lr
+from lightning_async.trainer.patches import Undo, searches_lr, take_back
 from lightning_async.trainer.protocols import Drifting
 from lightning_async.transports.transport import Connection
 
@@ -103,8 +103,7 @@ class Course:
 
     def end(self) -> None:
         """Waits for no other rank; the loops are Lightning's again."""
-        while self.undo:
-            self.undo.pop()()
+        take_back(self.undo)
         self._stop()
 
     def _go_on(self, connection: Connection) -> None:

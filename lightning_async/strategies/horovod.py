@@ -15,7 +15,7 @@ from lightning_async.comm.horovod.collectives import HorovodCollectives
 from lightning_async.engine.gradients.reducer import GradientReducer
 from lightning_async.strategies.base import ReplicatedStrategy
 from lightning_async.trainer.namespace import pytorch
-from lightning_async.trainer.patches import sync_metrics_through
+from lightning_async.trainer.patches import sync_metrics_through, take_back
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -173,8 +173,7 @@ class HorovodStrategy(ReplicatedStrategy):
         if self._reducer is not None:
             self._reducer.close()
             self._reducer = None
-        while self._undo:
-            self._undo.pop()()
+        take_back(self._undo)
         self.disconnect(in_order=not self.failed)
         super().teardown()
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-import zlib
 from collections.abc import Mapping
 from typing import Any
+
+from lightning_async.data.random_states import of_another
 
 __all__ = ["among", "beside", "completed"]
 
@@ -52,7 +53,7 @@ def completed(states: Mapping[int, dict[str, Any]], world_size: int) -> list[dic
 
 
 def _moved(state: dict[str, Any], rank: int) -> dict[str, Any]:
-    random = {"seed": zlib.crc32(state["random"]["torch"]) + rank}
+    random = of_another(state["random"], rank)
     return {**state, "random": random, "loaders": [_place(position, rank) for position in state["loaders"]]}
 
 

@@ -19,7 +19,7 @@ from lightning_async.trainer.directory import Directory
 from lightning_async.trainer.due import Settings
 from lightning_async.trainer.names import Names, names_of
 from lightning_async.trainer.namespace import pytorch
-from lightning_async.trainer.patches import Undo, in_words, replace, searches_lr, set_for_now
+from lightning_async.trainer.patches import Undo, in_words, replace, searches_lr, set_for_now, take_back
 from lightning_async.trainer.preemption import Preemption
 from lightning_async.trainer.recovery import Recovery, gather
 from lightning_async.trainer.resume import Resume
@@ -235,8 +235,7 @@ class Checkpointing:
 
     def close(self) -> None:
         """Wait for what is being written. Idempotent."""
-        while self._undo:
-            self._undo.pop()()
+        take_back(self._undo)
         if self._pace is not None:
             self._pace.give_up()
         saver, self.saver = self.saver, None

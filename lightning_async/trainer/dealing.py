@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
+from functools import partial
 from typing import Any
 
 from torch.utils.data import DistributedSampler
 
-from lightning_async.trainer.patches import Undo, replace, set_for_now
+from lightning_async.trainer.patches import Undo, replace, set_for_now, take_back
 from lightning_async.trainer.protocols import Drifting
 
 __all__ = ["Dealing"]
@@ -36,12 +37,8 @@ class Dealing:
         loops = (fit, fit.epoch_loop.val_loop) if self._strategy.shrinks else ()
         return [
             *(replace(loop, "setup_data", lambda own, loop=loop: self._setup_data(own, loop)) for loop in loops),
-            self._put_back,
+            partial(take_back, self._undo),
         ]
-
-    def _put_back(self) -> None:
-        while self._undo:
-            self._undo.pop()()
 
     def _setup_data(self, original: Any, loop: Any) -> Any:
         dealt_in = "", 0

@@ -19,7 +19,7 @@ from lightning_async.trainer.learning_rates import LearningRates
 from lightning_async.trainer.meeting import Meeting
 from lightning_async.trainer.metrics import WholeMetrics
 from lightning_async.trainer.newcomers import Newcomers
-from lightning_async.trainer.patches import Undo, replace, sync_metrics_through
+from lightning_async.trainer.patches import Undo, replace, sync_metrics_through, take_back
 from lightning_async.trainer.protocols import Drifting
 from lightning_async.trainer.revalidation import Revalidation
 from lightning_async.trainer.saving import Saving
@@ -70,8 +70,7 @@ class DriftPatches:
 
     def remove(self) -> None:
         """Take every patch back."""
-        while self._undo:
-            self._undo.pop()()
+        take_back(self._undo)
 
     def begin(self, world: World) -> None:
         """All ranks begin to train.

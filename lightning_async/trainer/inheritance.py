@@ -15,9 +15,14 @@ from lightning_async.trainer.patches import Undo, replace
 from lightning_async.trainer.protocols import Drifting
 from lightning_async.trainer.redealt import train_on
 
-__all__ = ["Inheritance"]
+__all__ = ["Inheritance", "inheritance_of"]
 
 log = logging.getLogger(__name__)
+
+
+def inheritance_of(trainer: Any) -> Inheritance | None:
+    """That of the fit under way; None where ranks cannot be lost."""
+    return vars(trainer.strategy).get("inheritance")
 
 
 class Inheritance:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from typing import Any, NamedTuple
 
-from lightning_async.data.shares import Batches, Share, inherited
+from lightning_async.data.shares import Share, inherited
 from lightning_async.trainer.epoch_shares import EpochShares
 from lightning_async.trainer.learning_rates import LearningRates
-from lightning_async.trainer.patches import Undo, replace
+from lightning_async.trainer.patches import Undo, replace, take_back
 from lightning_async.trainer.protocols import Drifting
 from lightning_async.trainer.redealt import go_on_with
 
@@ -91,9 +91,10 @@ class Newcomers:
             epoch.learn(each.places)
         at = {each.name: each.ready for each in there}
         left = [(share, at.get(name, epoch.number(name))) for name, share in shares.items()]
-        if len(Batches.of(left)) < len(told):
+        dealt = inherited(left, {each.name: each.ready for each in told})
+        if len(dealt) < len(told):  # there is not one batch for each
             return
-        epoch.deal(inherited(left, {each.name: each.ready for each in told}))
+        epoch.deal(dealt)
         epoch.known, epoch.dealt = True, [list(epoch.shares).index(mine.name), len(told)]
         log.info("The rest of epoch %d is dealt out among %d ranks.", mine.epoch, len(told))
         if comes:
@@ -130,7 +131,6 @@ class Newcomers:
             try:
                 original(data_fetcher)
             finally:
-                while self._until_end:
-                    self._until_end.pop()()
+                take_back(self._until_end)
 
         return run

@@ -19,6 +19,7 @@ __all__ = [
     "set_for_now",
     "shorten",
     "sync_metrics_through",
+    "take_back",
 ]
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,12 @@ def set_for_now(owner: Any, name: str, value: Any) -> Undo:
     had, old = name in vars(owner), getattr(owner, name)
     setattr(owner, name, value)
     return lambda: setattr(owner, name, old) if had else delattr(owner, name)
+
+
+def take_back(undo: list[Undo]) -> None:
+    """Call what sets things back, the last first; the list is empty then."""
+    while undo:
+        undo.pop()()
 
 
 def replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Undo:

@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_async.data.shares import Share
 from lightning_async.data.source import Source, sources_of
-from lightning_async.trainer.patches import Undo, callbacks_of, replace, set_for_now
+from lightning_async.trainer.patches import Undo, callbacks_of, replace, set_for_now, take_back
 
 __all__ = ["follower", "go_on_with", "train_on"]
 
@@ -58,8 +58,7 @@ def train_on(trainer: Any, share: Share) -> None:
             finally:
                 epoch.on_iteration_done()
     finally:
-        while undo:
-            undo.pop()()
+        take_back(undo)
     epoch.batch_progress.is_last_batch = True
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from lightning_async.data.random_states import of_another
 from lightning_async.data.samplers import Division, deal, deal_steps, divide, in_the_last_step, rest
 from lightning_async.data.shares import Share
 
-__all__ = ["batches_left", "deal", "deal_steps", "resized", "weight_of_the_last"]
+__all__ = ["batches_left", "deal", "deal_steps", "of_another", "resized", "weight_of_the_last"]
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def resized(
         _divided(list(of_ranks), rank, world_size, len(base["loaders"]), division)
         for of_ranks in zip(*loaders, strict=True)
     ]
-    random = base["random"] if own or rank < len(states) else {"seed": zlib.crc32(base["random"]["torch"]) + rank}
+    random = base["random"] if own or rank < len(states) else of_another(base["random"], rank)
     unsaved = {**base["unsaved"], "gradients": {}, "left": left}
     return {**base, "loaders": positions, "random": random, "unsaved": unsaved, "resized": True}
 

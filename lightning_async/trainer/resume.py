@@ -10,6 +10,7 @@ from typing import Any
 from lightning_async.data.random_states import reseed
 from lightning_async.data.source import begin_at, sources_of
 from lightning_async.trainer.epoch_starts import go_on_averaging, start_again
+from lightning_async.trainer.inheritance import inheritance_of
 from lightning_async.trainer.limits import Limits
 from lightning_async.trainer.logged import put_logged
 from lightning_async.trainer.namespace import fabric
@@ -196,7 +197,7 @@ class Resume:
             if self._pending is None:
                 return original()
             self._trainer.fit_loop._combined_loader_states_to_load = []
-            if (inheritance := vars(self._trainer.strategy).get("inheritance")) is not None:
+            if (inheritance := inheritance_of(self._trainer)) is not None:
                 inheritance.take_up(self._pending["unsaved"].get("left", []))
             epoch = self._trainer.fit_loop.epoch_progress.current.processed
             for source in sources:

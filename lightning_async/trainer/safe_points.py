@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from lightning_async.data.random_states import Generators, States
 from lightning_async.data.source import Source, generators_of
 from lightning_async.trainer.epoch_starts import Modes
+from lightning_async.trainer.inheritance import inheritance_of
 from lightning_async.trainer.kept_buffers import KeptBuffers
 from lightning_async.trainer.logged import Known, take_logged
 from lightning_async.trainer.namespace import pytorch
@@ -111,7 +112,7 @@ class SafePoints:
         }
 
     def _parts(self) -> list[int]:
-        inheritance = vars(self._trainer.strategy).get("inheritance")
+        inheritance = inheritance_of(self._trainer)
         return (inheritance is not None and inheritance.epoch.dealt) or self.dealt
 
     def _moving(self) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_async.trainer.inheritance import inheritance_of
+
 __all__ = ["put_unsaved", "take_plain", "take_unsaved"]
 
 
@@ -18,7 +20,7 @@ def take_unsaved(trainer: Any) -> dict[str, Any]:
 
 def take_plain(trainer: Any) -> dict[str, Any]:
     """Of these the plain values."""
-    fit, epoch, inheritance = trainer.fit_loop, trainer.fit_loop.epoch_loop, vars(trainer.strategy).get("inheritance")
+    fit, epoch, inheritance = trainer.fit_loop, trainer.fit_loop.epoch_loop, inheritance_of(trainer)
     return {
         "left": inheritance.left() if inheritance is not None else [],  # by ranks that were lost
         "reloaded": fit._last_train_dl_reload_epoch,

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_async.data.samplers import describe, share
-from lightning_async.data.shares import Share, batches_of, before, inherited, unheard
+from lightning_async.data.shares import Batches, Share, before, inherited, unheard
 from lightning_async.trainer.resized import resized
 
 Shares = dict[str, Share]
@@ -27,6 +27,16 @@ def shares(length: int, ranks: int, size: int = 3, limit: int | None = None, **s
         end = len(loader) if limit is None else min(limit, len(loader))
         found[str(rank)] = Share(0, end, 0, True, [(describe(loader, None), len(loader))])
     return found
+
+
+def batches_of(of: Share, begin: int) -> list[tuple[list[int], ...]]:
+    """From the batch with this number on, the indices of each for every loader."""
+    found = Batches.of([(of, begin)])
+    columns = [
+        [part.tolist() for part in found.take(column, torch.arange(len(found))).split(lengths.tolist())]
+        for column, lengths in enumerate(found.lengths)
+    ]
+    return list(zip(*columns, strict=True))
 
 
 def samples(of: Share, begin: int = 0, end: int | None = None) -> list[int]:
