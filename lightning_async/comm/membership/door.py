@@ -28,7 +28,7 @@ class Door:
     """Notes are small, of JSON's terms, and signed where the job has a secret. Reading never waits for one.
 
     Args:
-        store: of the job; used by the thread that calls only.
+        store: of the job; never blocked in, so that any number of threads may share it.
         seal: of the job.
     """
 
