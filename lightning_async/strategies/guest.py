@@ -16,7 +16,7 @@ from lightning_async.comm.membership.door import Door
 from lightning_async.comm.membership.generation import Generation
 from lightning_async.engine.world import World
 from lightning_async.errors import AsyncTrainingError, CollectiveError, CollectiveTimeout, PeerLost
-from lightning_async.strategies.host import TAKEN_OVER, Hosting, digest
+from lightning_async.strategies.host import Hosting, digest
 from lightning_async.strategies.reception import PATIENCE, Ready, connect, release
 from lightning_async.strategies.survivors import Survivors, count_run
 from lightning_async.trainer.latecomer import begin_within_epoch, take_over
@@ -117,7 +117,7 @@ class Guest:
             return False
         count_run(ready.run)
         began = Survivors(Generation.first(0, place["started"]), ready.run, strategy.config.fewest(place["started"]))
-        strategy.survivors = began.with_newcomers(int(place["rank"]), ready.names, ready.run, place["ever"])
+        strategy.survivors = began.with_newcomers(ready.rank, ready.names, ready.run, place["ever"])
         self._take_part(ready, state, lambda: door.read_answer(guest))
         return True
 
@@ -163,7 +163,7 @@ class Guest:
                     f"Rank {self._number} comes to epoch {trainer.current_epoch}, step {trainer.global_step} of the "
                     "others, where its own limits end training. Give it the same `max_epochs` and `max_steps`."
                 )
-            connection.world.barrier(TAKEN_OVER)
+            places = connection.world.gather_objects(course.patches.place(ready.name, comes=True))
             course.install(connection.world)
             course.undo += reversed(begin_within_epoch(trainer, state, lambda: course.patches.has_part))
             self._hear(connection, answer)
@@ -172,7 +172,7 @@ class Guest:
             raise
         strategy.saved.go_on(state["averaging"])
         course.widen(connection, ready.run)
-        course.patches.go_on(connection.world, state)
+        course.patches.go_on(connection.world, ready.name, places, state)
         connection.world.drifting = True  # until the end of the epoch, where all meet
 
     def _hear(self, connection: Connection, answer: Callable[[], dict[str, Any]]) -> None:

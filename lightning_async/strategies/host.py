@@ -40,10 +40,7 @@ from lightning_async.trainer.latecomer import state_for_newcomers
 from lightning_async.trainer.settings import settings_of
 from lightning_async.transports.transport import ElasticTransport
 
-__all__ = ["TAKEN_OVER", "Host", "Hosting", "digest"]
-
-TAKEN_OVER = "a newcomer has taken over"
-"""What all wait for at the gate."""
+__all__ = ["Host", "Hosting", "digest"]
 
 
 class Hosting(Connected, Protocol):
@@ -120,6 +117,8 @@ class Host:
             reception.look()
 
     def _call(self) -> None:
+        if (course := self._strategy.course) is not None:
+            course.patches.foresee()
         if (call := self.call_together) is not None:
             call()
 
@@ -139,7 +138,7 @@ class Host:
             {**averaging["replicas"][0], "rule_state": {}, "summary": RunSummary().state_dict()}
         )
         ready = reception.take()
-        why = "it is gone." if ready is None else self._hand_over(ready, course, averaging)
+        places, why = ([], "it is gone.") if ready is None else self._hand_over(ready, course, averaging)
         all_could = bool(world.reduce(torch.tensor(float(not why)), "min") > 0.0)
         self._answer(guest, all_could)
         rank, who = world.rank, for_life(guest)
@@ -156,23 +155,23 @@ class Host:
         tell("joined", logging.WARNING, words, rank=rank, run=run, world_size=len(ready.names))
         strategy.saved.go_on(averaging)
         # By names, as one may be lost since it was made.
-        strategy.survivors = survivors.with_newcomers(ready.connection.root.rank, ready.names, run)
+        strategy.survivors = survivors.with_newcomers(ready.rank, ready.names, run)
         course.widen(ready.connection, run)
-        course.patches.go_on(ready.connection.world)
+        course.patches.go_on(ready.connection.world, ready.name, places)
         return False
 
-    def _hand_over(self, ready: Ready, course: Course, averaging: dict[str, Any]) -> str:
-        """Give the newcomer what it needs; why that could not be, or ""."""
+    def _hand_over(self, ready: Ready, course: Course, averaging: dict[str, Any]) -> tuple[list[list[Any]], str]:
+        """Give the newcomer what it needs; where all are once it has that, or why that could not be."""
         trainer, world = self._strategy.module.trainer, ready.connection.world
         try:
             if ready.pair is not None:
                 state = {**state_for_newcomers(trainer), **course.patches.for_newcomers(), "averaging": averaging}
                 World(ready.pair, ready.connection.membership.check).broadcast(state)
-            world.barrier(TAKEN_OVER)
+            places = world.gather_objects(course.patches.place(ready.name))
             AveragedModels(trainer, world).make_equal()
         except Exception as error:  # of hooks of the user's, too: who trains goes on
-            return f"{type(error).__name__}: {error}"
-        return ""
+            return [], f"{type(error).__name__}: {error}"
+        return places, ""
 
     def _answer(self, guest: str, admitted: bool) -> None:
         """Without a word a newcomer ends: it is not to train alone what the others train without it."""

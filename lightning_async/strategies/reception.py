@@ -73,6 +73,16 @@ class Ready(NamedTuple):
     connection: Connection
     pair: Collectives | None
 
+    @property
+    def rank(self) -> int:
+        """This rank's number among them."""
+        return self.connection.root.rank
+
+    @property
+    def name(self) -> str:
+        """Its own, for life."""
+        return self.names[self.rank]
+
 
 def connect(
     strategy: Connected, rank: int, guest: str, place: dict[str, Any], check: Callable[[], None],

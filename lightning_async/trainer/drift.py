@@ -85,12 +85,20 @@ class DriftPatches:
         """What a newcomer must know of this fit, see `go_on`."""
         return {"gates_epochs": self._validation.gates_epochs, "epoch": self._newcomers.told()}
 
-    def go_on(self, world: World, told: dict[str, Any] | None = None) -> None:
+    def foresee(self) -> None:
+        """See `Newcomers`."""
+        self._newcomers.foresee()
+
+    def place(self, name: str, comes: bool = False) -> list[Any]:
+        """See `Newcomers`."""
+        return self._newcomers.place(name, comes)
+
+    def go_on(self, world: World, name: str, places: list[list[Any]], told: dict[str, Any] | None = None) -> None:
         """The same training goes on in a world of all, with a newcomer: this rank, if it has been ``told``."""
         if told is not None:
             self._validation.gates_epochs = bool(told["gates_epochs"])
         self._meeting.begin(world)
-        self._newcomers.deal(None if told is None else told["epoch"])
+        self._newcomers.deal(name, places, None if told is None else told["epoch"])
 
     @property
     def has_part(self) -> bool:

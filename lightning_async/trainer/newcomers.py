@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any, NamedTuple
 
-from lightning_async.data.shares import Share, inherited
+from lightning_async.data.shares import Share, distributed, inherited
 from lightning_async.trainer.epoch_shares import EpochShares
 from lightning_async.trainer.learning_rates import LearningRates
 from lightning_async.trainer.patches import Undo, replace, take_back
@@ -63,26 +63,45 @@ class Newcomers:
         loop = self._trainer.fit_loop.epoch_loop
         return [replace(loop, "on_run_start", self._begin), replace(loop, "run", self._run)]
 
+    def foresee(self) -> None:
+        """One is about to come, and will be waited for: have at hand what takes time; from any thread."""
+        for share in self._epoch.shares.values():
+            for told, _ in share.loaders:
+                if told is not None and told["kind"] == "distributed":
+                    distributed(told)
+
     def told(self) -> list[Any]:
         """What the newcomer must know of the epoch under way."""
         return [self._epoch.phase, self._epoch.plain()]
 
-    def deal(self, told: list[Any] | None) -> None:
-        """One has come, and all stand at a gate, so what each has left is known to the batch.
+    def place(self, name: str, comes: bool) -> list[Any]:
+        """Where this rank is: all stand at a gate, so that holds until it opens.
+
+        Args:
+            name: for life.
+            comes: it is the newcomer, about to begin the epoch.
+        """
+        if (gates := self._strategy.gates) is not None:
+            self._epoch.hear(gates)
+        return list(self._place(name, comes))
+
+    def deal(self, name: str, places: list[list[Any]], told: list[Any] | None) -> None:
+        """One has come, and it is known to the batch what each has left.
 
         Where somebody is not between two steps of the epoch, or it cannot be told what is left, the newcomer has its
         part from the next epoch on.
 
         Args:
-            told: of the newcomer, about to begin the epoch: what one of those that are there knows of it.
+            name: of this rank, for life.
+            places: of all.
+            told: of the newcomer: what one of those that are there knows of the epoch.
         """
-        world, gates, epoch = self._strategy.world, self._strategy.gates, self._epoch
-        if not self._strategy.shrinks or world is None or gates is None:
+        gates, epoch = self._strategy.gates, self._epoch
+        if not self._strategy.shrinks or gates is None:
             return
         epoch.hear(gates)
-        mine = self._place(epoch.called(gates.name), told is not None)
-        everyones: list[list[Any]] = world.gather_objects(list(mine))
-        all_ = [_Place(*each) for each in everyones]
+        all_ = [_Place(*each) for each in places]
+        mine = next(each for each in all_ if each.name == name)
         there, lengths = [each for each in all_ if not each.comes], [each.lengths for each in all_ if each.comes]
         if not there or not lengths or not all(each.is_within and each.epoch == mine.epoch for each in all_):
             return
