@@ -65,7 +65,9 @@ def distributed(told: dict[str, Any]) -> Tensor:
     length, ranks, rank = told["length"], told["num_replicas"], told["rank"]
     order = _order(length, told["seed"] + told["epoch"] if told["shuffle"] else None)
     count = length // ranks if told["drop_last"] else -(-length // ranks)
-    return order[(torch.arange(count) * ranks + rank) % max(1, length)]
+    mine = order[rank::ranks][:count]  # no copy yet, of what may be millions
+    padding = torch.arange(rank + len(mine) * ranks, rank + count * ranks, ranks) % max(1, length)
+    return torch.cat([mine, order[padding]]) if len(mine) < count else mine
 
 
 @functools.lru_cache(maxsize=1)
