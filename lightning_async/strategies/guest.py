@@ -16,8 +16,8 @@ from lightning_async.comm.membership.door import Door
 from lightning_async.comm.membership.generation import Generation
 from lightning_async.engine.world import World
 from lightning_async.errors import AsyncTrainingError, CollectiveError, CollectiveTimeout, PeerLost
+from lightning_async.strategies.connecting import PATIENCE, Ready, connect, release
 from lightning_async.strategies.host import Hosting, digest
-from lightning_async.strategies.reception import PATIENCE, Ready, connect, release
 from lightning_async.strategies.survivors import Survivors, count_run
 from lightning_async.trainer.latecomer import begin_within_epoch, take_over
 from lightning_async.trainer.namespace import pytorch
@@ -29,6 +29,7 @@ __all__ = ["Guest"]
 
 log = logging.getLogger(__name__)
 _LOOK_S, _HEAR_S = 0.05, 0.002  # while the others train, and while they stand and wait
+_ANSWER_S = 5.0
 
 
 class Guest:
@@ -43,6 +44,9 @@ class Guest:
         self._strategy, self._trainer = strategy, trainer
         self._number = int(strategy.cluster_environment.started_as)
         self._attempts = 0
+        self._refused = (
+            f"Rank {self._number} could not be taken in: see what those who train have logged. They go on without."
+        )
         self.patience = timedelta(minutes=30)
         """How long to wait for a training to begin, and for its ranks to come to a gate."""
 
@@ -112,7 +116,7 @@ class Guest:
             ready = self._connect(guest, place, door) if place else None
         finally:
             membership.close()
-        state = None if ready is None else self._receive(ready)
+        state = None if ready is None else self._receive(ready, lambda: door.read_answer(guest))
         if ready is None or state is None:
             return False
         count_run(ready.run)
@@ -135,8 +139,12 @@ class Guest:
             log.warning("Rank %d could not be taken in, and waits again: %s", self._number, error)
             return None
 
-    def _receive(self, ready: Ready) -> dict[str, Any] | None:
-        """What rank 0 has, once all stand at a gate; None where it does not come to that, and they train on."""
+    def _receive(self, ready: Ready, answer: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+        """What rank 0 has, once all stand at a gate; None where it does not come to that, and they train on.
+
+        Raises:
+            AsyncTrainingError: they have stood there, and could not.
+        """
         connection = ready.connection
         assert ready.pair is not None
 
@@ -150,6 +158,9 @@ class Guest:
             release(connection, in_words(error))
             if not isinstance(error, (CollectiveError, PeerLost)):
                 raise
+            until = time.monotonic() + _ANSWER_S
+            if not self._wait(answer, lambda: time.monotonic() < until).get("again", True):
+                raise AsyncTrainingError(self._refused) from error
             log.warning("Rank %d could not be taken in, and waits again: %s", self._number, error)
             return None
 
@@ -188,6 +199,4 @@ class Guest:
             return time.monotonic() < until
 
         if not self._wait(answer, worthwhile, look_s=_HEAR_S).get("admitted"):
-            raise AsyncTrainingError(
-                f"Rank {self._number} could not be taken in: see what those who train have logged. They go on without."
-            )
+            raise AsyncTrainingError(self._refused)

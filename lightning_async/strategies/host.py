@@ -31,12 +31,14 @@ from lightning_async.engine.averaging.report import RunSummary
 from lightning_async.engine.tensors import describe
 from lightning_async.engine.world import World
 from lightning_async.events import tell
+from lightning_async.strategies.connecting import Connected, Ready
 from lightning_async.strategies.course import Course
-from lightning_async.strategies.reception import Connected, Ready, Reception, for_life
+from lightning_async.strategies.reception import Reception, for_life
 from lightning_async.strategies.saved_state import SavedState, state_of
 from lightning_async.strategies.survivors import count_run
 from lightning_async.trainer.averaged_models import AveragedModels
 from lightning_async.trainer.latecomer import state_for_newcomers
+from lightning_async.trainer.patches import in_words
 from lightning_async.trainer.settings import settings_of
 from lightning_async.transports.transport import ElasticTransport
 
@@ -170,6 +172,7 @@ class Host:
             places = world.gather_objects(course.patches.place(ready.name))
             AveragedModels(trainer, world).make_equal()
         except Exception as error:  # of hooks of the user's, too: who trains goes on
+            ready.connection.membership.fail(in_words(error))  # nobody waits for it
             return [], f"{type(error).__name__}: {error}"
         return places, ""
 

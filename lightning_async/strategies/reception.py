@@ -15,116 +15,18 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from datetime import timedelta
-from functools import partial
-from typing import Any, NamedTuple, Protocol
-
-import torch
+from typing import Any
 
 from lightning_async.comm.membership.door import Door
-from lightning_async.comm.protocols import Collectives
-from lightning_async.engine.averaging.config import AveragerConfig
-from lightning_async.engine.control import forks_of
 from lightning_async.errors import AsyncTrainingError, CollectiveError, CollectiveTimeout
 from lightning_async.events import tell
-from lightning_async.strategies.survivors import Survivors, name_in_run, next_run, run_name
-from lightning_async.trainer.environments import Survivor
-from lightning_async.trainer.patches import in_words
-from lightning_async.transports.transport import Connection, ElasticTransport, Transport
+from lightning_async.strategies.connecting import Connected, Ready, connect, release
+from lightning_async.strategies.survivors import next_run, run_name
+from lightning_async.transports.transport import Connection
 
-__all__ = ["PATIENCE", "Connected", "Ready", "Reception", "connect", "for_life", "release"]
+__all__ = ["Reception", "for_life"]
 
-PATIENCE = timedelta(seconds=30)
-"""How long those who connect wait for each other at most."""
 _LOOK_S, _END_S = 0.02, 5.0
-
-
-class Connected(Protocol):
-    """What a strategy has whose ranks connect with newcomers."""
-
-    config: AveragerConfig
-    transport: Transport
-    survivors: Survivors | None
-
-    @property
-    def cluster_environment(self) -> Any: ...
-
-    @property
-    def connection(self) -> Connection | None: ...
-
-    @property
-    def root_device(self) -> torch.device: ...
-
-
-class Ready(NamedTuple):
-    """All who train, and a newcomer, are connected.
-
-    Args:
-        guest: the newcomer's name as a guest.
-        names: for life, of all; the newcomer's is the last.
-        run: the number that their run will have.
-        connection: of all, with all groups that training needs.
-        pair: of rank 0 and the newcomer; None on the others.
-    """
-
-    guest: str
-    names: tuple[str, ...]
-    run: int
-    connection: Connection
-    pair: Collectives | None
-
-    @property
-    def rank(self) -> int:
-        """This rank's number among them."""
-        return self.connection.root.rank
-
-    @property
-    def name(self) -> str:
-        """Its own, for life."""
-        return self.names[self.rank]
-
-
-def connect(
-    strategy: Connected, rank: int, guest: str, place: dict[str, Any], check: Callable[[], None],
-    made: Callable[[Connection], None] = lambda connection: None,
-) -> Ready:  # fmt: skip
-    """With all that an invitation names, the newcomer included.
-
-    Args:
-        strategy: of this rank.
-        rank: its number among them.
-        guest: who is invited.
-        place: the invitation.
-        check: raises where somebody does not come.
-        made: called with the connection before its groups are formed: closing it ends that.
-
-    Raises:
-        AsyncTrainingError: it came to nothing, and nothing is left open.
-    """
-    names, config, transport, device = tuple(place["names"]), strategy.config, strategy.transport, strategy.root_device
-    assert isinstance(transport, ElasticTransport)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # of this thread
-    environment = Survivor(strategy.cluster_environment, rank, len(names), "")
-    connection = transport.widen(environment, device, place["room"], config.deadlines.dead_after, PATIENCE, check)
-    try:
-        made(connection)
-        connection.hear_deaths(partial(name_in_run, names=names))
-        connection.forks = forks_of(connection.root, connection.payload, config.deadlines)
-        pair = connection.root.split((0, len(names) - 1), "newcomer")
-        connection.open()
-    except BaseException as error:
-        release(connection, in_words(error))
-        raise
-    return Ready(guest, names, int(place["run"]), connection, pair)
-
-
-def release(connection: Connection, why: str) -> None:
-    """Close what came to nothing; the others in it hear why, so that nobody waits. Takes some seconds at most."""
-    connection.outlives = False
-    connection.membership.on_change = None
-    connection.membership.fail(why)
-    connection.close(in_order=False)
 
 
 def for_life(guest: str) -> str:
@@ -186,6 +88,7 @@ class Reception:
             making.root.close()
             making.payload.close()
         if ready is not None:
+            self._answer(ready.guest)
             release(ready.connection, "training has ended, or begins anew")
         if thread is not None:
             thread.join(_END_S)
@@ -280,15 +183,20 @@ class Reception:
                 self._ready = ready
                 ready.connection.membership.on_change = self.look
                 return True
+        self._answer(guest)
         release(ready.connection, "training has ended, or begins anew")
         return False
 
     def _refuse(self, guest: str, why: str) -> None:
+        self._answer(guest)
         survivors = self._strategy.survivors
         if self._ends.is_set() or survivors is None:
             return
-        with contextlib.suppress(RuntimeError, OSError):
-            self._door.answer(guest, admitted=False)
         rank = survivors.generation.rank
         words = f"Rank {rank}: rank {for_life(guest)} could not be taken in, and training goes on without: {why}"
         tell("join_failed", logging.WARNING, words, rank=rank)
+
+    def _answer(self, guest: str) -> None:
+        """It is to come again, before it hears that its connection is gone."""
+        with contextlib.suppress(RuntimeError, OSError):
+            self._door.answer(guest, admitted=False, again=True)

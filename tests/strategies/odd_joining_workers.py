@@ -15,7 +15,7 @@ import torch
 
 from lightning_async import AsyncAveragingStrategy, EveryNSteps, FaultTolerantCheckpoint
 from lightning_async.rules.saving import Latest
-from lightning_async.strategies import host
+from lightning_async.strategies import connecting, reception
 from lightning_async.trainer.namespace import pl
 from tests.strategies.failure_workers import digest
 from tests.strategies.joining_workers import wait_for
@@ -29,14 +29,15 @@ class Odd(Seen):
 
     Args:
         folder: where they tell it to come, by a file.
-        moment: "mid epoch", as a layer is unfrozen; "at the end", as rank 0 has taken its last step; or "trouble".
+        moment: "mid epoch", a layer is unfrozen; "at the end", rank 0 has taken its last step; "ready", all are
+            connected, and nobody stands at a gate yet; or "trouble".
     """
 
     def __init__(self, folder: Path, moment: str) -> None:
         # Where ranks are to take equal steps, nothing is left of the epoch that it dies in.
         super().__init__({"1": ("epoch end", 0, 0) if moment == "at the end" else ("step", 0, 4)})
         self._folder, self._moment = folder, moment
-        self._states = 0
+        self._states = self._seen = self._since = 0
         if moment == "mid epoch":
             self.frozen = torch.nn.Linear(1, 1).requires_grad_(False)
 
@@ -50,6 +51,8 @@ class Odd(Seen):
             self.log("late", 1.0, on_step=False, on_epoch=True, sync_dist=True)
         if CAME_BACK:
             return
+        if self._moment == "ready" and batch_idx == 2 and self.current_epoch > 0 and self._seen < 2:
+            self._lose_someone()
         if self._moment == "mid epoch" and (self.current_epoch, batch_idx) == (1, 2):
             self._see_it_come()
         if self._moment == "at the end" and NUMBER == 0 and step == STEPS:
@@ -58,10 +61,28 @@ class Odd(Seen):
             wait_for(self._folder / "rank 0 has ended")
             self._see_it_come()
 
-    def _see_it_come(self) -> None:
-        (self._folder / "start 1").touch()
-        membership: Any = self.trainer.strategy.connection.membership
-        wait_until(lambda: len(membership.guests()) > 0)
+    def _lose_someone(self) -> None:
+        """The first newcomer is killed, then rank 2, when the second one is connected with it."""
+        self._seen += 1
+        self._see_it_come(self._seen)
+        if self._seen == 1:
+            (self._folder / f"rank {NUMBER} is ready").touch()
+            wait_for(self._folder / "killed")
+        elif NUMBER == 2:
+            die()
+        else:
+            wait_until(lambda: self.trainer.world_size == 1)
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        self._since += self._moment == "ready" and (CAME_BACK or self._seen == 2) and self.trainer.world_size == 2
+        if self._since == 3:  # the epoch in which it came, and two
+            self.trainer.should_stop = True
+
+    def _see_it_come(self, number: int = 1) -> None:
+        (self._folder / f"start {number}").touch()
+        host: Any = self.trainer.strategy.host
+        wait_until(lambda: host._reception.offer != "")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Nobody saves here: it is for a newcomer."""
@@ -84,17 +105,17 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def train(folder: str, moment: str) -> None:
-    host.PATIENCE = timedelta(seconds=8)  # for a newcomer that waits for one who has died
+    connecting.PATIENCE = timedelta(seconds=8)  # for a newcomer that waits for one who has died
     if moment == "trouble" and NUMBER == 2:
-        first = [host.connect]
-        host.connect = lambda *args: first.pop()(*args) if first else die()  # at the second newcomer
+        first = [reception.connect]
+        reception.connect = lambda *args: first.pop()(*args) if first else die()  # at the second newcomer
     strategy = AsyncAveragingStrategy(schedule=EveryNSteps(3), deadlines=DEADLINES, min_replicas=1)
     module = Odd(Path(folder), moment)
     saved, saves = Path(folder) / "saved", []
     if moment == "mid epoch":
         saves.append(FaultTolerantCheckpoint(saved, every_n_train_steps=1, keep=Latest(1000)))
     trainer = pl.Trainer(
-        strategy=strategy, accelerator="cpu", devices=RANKS, max_steps=-1 if moment == "trouble" else STEPS,
+        strategy=strategy, accelerator="cpu", devices=RANKS, max_steps=-1 if moment in ("trouble", "ready") else STEPS,
         max_epochs=-1, default_root_dir=folder, logger=False, enable_progress_bar=False, enable_model_summary=False,
         num_sanity_val_steps=0, enable_checkpointing=len(saves) > 0, callbacks=saves,
     )  # fmt: skip
