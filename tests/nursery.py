@@ -29,7 +29,7 @@ __all__ = ["Program", "open_nursery", "run_as_main"]
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _HIGH = 512
-"""Descriptors from here on are nobody's."""
+"""Descriptors from here on are those of the nurseries."""
 _ANSWER_S = 60.0
 _OPTIONS = ("-u", "-B")
 """As the process has them that forks programs: it writes at once, and byte code where the tests do."""
@@ -72,6 +72,7 @@ def open_nursery(can_fork: Callable[[Mapping[str, str], Mapping[str, str]], bool
         mine.close()
         return _serve(control, rank)
     control.close()
+    mine = socket.socket(fileno=_move(mine.detach()))
     start = dict(os.environ)
 
     def fork_exec(*given: Any) -> int:
@@ -85,6 +86,13 @@ def open_nursery(can_fork: Callable[[Mapping[str, str], Mapping[str, str]], bool
             if hasattr(module, name):
                 setattr(module, name, fork_exec)
     return None
+
+
+def _move(descriptor: int) -> int:
+    """Its new number, one that no program looks for."""
+    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _HIGH)
+    os.close(descriptor)
+    return moved
 
 
 def _read(given: Sequence[Any]) -> tuple[Program | None, list[int]]:
@@ -154,9 +162,8 @@ def _begin(program: Program, control: socket.socket, descriptors: Sequence[int],
             os._exit(128 + signal.SIGTERM)
     if program.leads:
         os.setsid()
-    moved = [fcntl.fcntl(each, fcntl.F_DUPFD, _HIGH) for each in descriptors]
-    for each in (control.detach(), *descriptors):
-        os.close(each)
+    control.close()
+    moved = [_move(each) for each in descriptors]
     for place, number in zip(moved[1:], program.descriptors, strict=True):
         os.dup2(place, number)
         os.close(place)

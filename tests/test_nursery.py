@@ -17,7 +17,7 @@ import json, os, signal, sys
 
 def looks():
     main = sys.modules["__main__"]
-    links = sorted(link for link in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{link}"))
+    numbers = sorted(number for number in map(int, os.listdir("/proc/self/fd")) if number < 512)
     return {
         "mine": looks.__globals__ is vars(main),
         "main": [str(vars(main).get(f"__{name}__")) for name in ("name", "file", "package", "cached", "doc")],
@@ -26,7 +26,7 @@ def looks():
         "place": [os.getcwd(), os.umask(0o22)],
         "of": os.getppid() == int(os.environ["SCENARIO_STARTER"]),
         "leads": [os.getsid(0) == os.getpid(), os.getpgid(0) == os.getpid()],
-        "descriptors": links,
+        "descriptors": [number for number in numbers if os.path.exists(f"/proc/self/fd/{number}")],
         "signals": [str(signal.getsignal(each)) for each in (signal.SIGCHLD, signal.SIGINT, signal.SIGPIPE)],
         "rank": os.environ.get("RANK"),
     }

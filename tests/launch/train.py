@@ -1,7 +1,8 @@
 """A user's script, for the launcher: ``train.py FOLDER BATCHES``.
 
 Beside the folder, a file for each rank has a byte for each step since training began: what is printed may be lost with
-the launcher. With SCENARIO_KILL set, rank 1 is killed after one save; started again, the training is not to come to its end.
+the launcher. With SCENARIO_KILL set, rank 1 is killed after one save; started again, the training is not to come to its
+end.
 """
 
 from __future__ import annotations
