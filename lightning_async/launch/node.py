@@ -167,7 +167,7 @@ class Node:
         return self._keeper
 
     def _lose(self, keeper: Keeper) -> None:
-        """Another one takes its place at once: should the launcher be killed now, these ranks are to save and to end."""
+        """Another one takes its place at once: should the launcher be killed, these ranks are to save and to end."""
         self._loop.forget(keeper.pidfd)
         self._keeper, how = None, keeper.died()
         if time.monotonic() - keeper.began > _SOON_S:  # else it could not work here, and there would be no end of them

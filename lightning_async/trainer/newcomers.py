@@ -76,6 +76,7 @@ class Newcomers:
         if not self._strategy.shrinks or world is None or gates is None:
             return
         epoch.hear(gates)
+        epoch.has_none = comes
         mine = self._place(epoch.called(gates.name), comes)
         everyones: list[list[Any]] = world.gather_objects(list(mine))
         told = [_Place(*each) for each in everyones]
@@ -95,7 +96,7 @@ class Newcomers:
         if len(dealt) < len(told):  # there is not one batch for each
             return
         epoch.deal(dealt)
-        epoch.known, epoch.dealt = True, [list(epoch.shares).index(mine.name), len(told)]
+        epoch.known, epoch.has_none, epoch.dealt = True, False, [list(epoch.shares).index(mine.name), len(told)]
         log.info("The rest of epoch %d is dealt out among %d ranks.", mine.epoch, len(told))
         if comes:
             epoch.first = epoch.shares[mine.name]
