@@ -100,6 +100,7 @@ class Newcomers:
         if not self._strategy.shrinks or gates is None:
             return
         epoch.hear(gates)
+        epoch.has_none |= told is not None
         all_ = [_Place(*each) for each in places]
         mine = next(each for each in all_ if each.name == name)
         there, lengths = [each for each in all_ if not each.comes], [each.lengths for each in all_ if each.comes]
@@ -117,7 +118,7 @@ class Newcomers:
         if len(dealt) < len(all_):  # there is not one batch for each
             return
         epoch.deal(dealt)
-        epoch.known, epoch.dealt = True, [list(epoch.shares).index(mine.name), len(all_)]
+        epoch.known, epoch.has_none, epoch.dealt = True, False, [list(epoch.shares).index(mine.name), len(all_)]
         log.info("The rest of epoch %d is dealt out among %d ranks.", mine.epoch, len(all_))
         if told is not None:
             epoch.first = epoch.shares[mine.name]

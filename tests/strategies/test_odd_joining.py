@@ -21,14 +21,14 @@ TRAIN = "tests.strategies.odd_joining_workers:train"
 
 
 @contextmanager
-def ranks(folder: Path, moment: str, newcomers: int = 1) -> Iterator[RankGroup]:
-    """Three, of which rank 1 dies, and newcomers in its place, which wait for a file each."""
+def ranks(folder: Path, moment: str, newcomers: int = 1, dies: str = "1") -> Iterator[RankGroup]:
+    """Three, of which one dies, and newcomers in its place, which wait for a file each."""
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
 
     def env(number: int) -> dict[str, str]:
         shared = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
         shared |= {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
-        alone = {"RANK": "1", "LOCAL_RANK": "1", "LIGHTNING_ASYNC_REJOIN": str(number - 2)}
+        alone = {"RANK": dies, "LOCAL_RANK": dies, "LIGHTNING_ASYNC_REJOIN": str(number - 2)}
         return shared | (alone if number > 2 else {})
 
     arguments = {"folder": str(folder), "moment": moment}
@@ -58,6 +58,23 @@ def test_within_an_epoch_it_takes_its_part_of_the_rest_and_all_else_is_as_with_t
         assert [state["dealt"] for state in states] == [[0, 3], [1, 3], [2, 3]]
     # Epoch 0 and 1, then 8 steps in each: who had a step less of the rest than another has not come to the last one.
     assert {each["steps"] for each in said} <= {STEPS - 1, STEPS}, said
+
+
+def test_started_again_in_an_epoch_in_which_a_newcomer_had_no_part_each_sample_is_seen_once(tmp_path: Path) -> None:
+    """It has the lost first rank's name, and the last number; what two had left, three take."""
+    with ranks(tmp_path, "accumulates", dies="0") as group:
+        first = group.join()
+    said = [ended(first[number]) for number in (1, 2, 3)]
+    assert [first[number].returncode for number in (1, 2, 3)] == [75] * 3, "\n".join(map(str, first))
+    seen = [sample for each in said for sample in each["trained"].get("1", [])]
+    assert "1" not in said[2]["trained"] and 20 <= len(seen) == len({*seen}) <= 40
+    arguments = {"folder": str(tmp_path)}
+    with start_ranks("tests.strategies.odd_joining_workers:again", 3, kwargs=arguments) as group:
+        results = group.join()
+    assert [result.returncode for result in results] == [0] * 3, "\n".join(map(str, results))
+    later = [sample for result in results for sample in ended(result)["trained"]["1"]]
+    assert sorted({*seen, *later}) == list(range(SAMPLES)) and not {*seen} & {*later}, (seen, later)
+    assert len(later) - len({*later}) < 3  # as torch makes parts equal
 
 
 def test_where_rank_0_has_taken_its_last_step_nobody_is_taken_in(tmp_path: Path) -> None:
