@@ -107,6 +107,11 @@ class Accumulating:
             self._end_if_last()
 
     @property
+    def between_windows(self) -> bool:
+        """None of a size is open."""
+        return not self._in_turn or not self._window.batches
+
+    @property
     def _updates(self) -> Updates:
         assert self._strategy.updates is not None
         return self._strategy.updates
@@ -132,16 +137,20 @@ class Accumulating:
 
     def _close(self) -> None:
         """The window is full: step with the one before, send this one, and wait for it where steps have no delay."""
-        while True:
-            self._gradients.wait()
-            self._take()
-            if self._leave():
-                break
-            self._gradients.wait_until_free()
+        self._send()
         if self._strategy.delay == 0 or self._warming_up:
             self._gradients.wait()
             self._take()
         self._end_if_last()
+
+    def _send(self) -> None:
+        """Send the window, as soon as the buckets are free."""
+        while True:
+            self._gradients.wait()
+            self._take()
+            if self._leave():
+                return
+            self._gradients.wait_until_free()
 
     def _end_if_last(self) -> None:
         """The last step before ``max_steps`` has no delay: no window follows that would bring it."""
@@ -155,6 +164,8 @@ class Accumulating:
         if self._updates.left <= 0 or window.samples <= 0.0:
             window.clear()
             return True
+        if not self._gradients.free:
+            return False
         samples = window.samples
         self._strategy.tell_place()
         if not window.leave():
@@ -182,13 +193,14 @@ class Accumulating:
 
     # ---- at gates, see `Visitor` ----
 
-    def come(self) -> None: ...
+    def come(self) -> None:
+        """Ahead of the gate, while nobody goes on without this replica: what it says there shall hold."""
+        if self._averager.gates.coming in _LAST and self._window.batches:
+            self._send()
 
     def stand(self) -> None:
         """Step with what arrives, one's own and others'."""
         self._take()
-        if self._averager.control.mailbox.gate in _LAST and self._window.batches and not self._gradients.in_flight:
-            self._leave()
 
     def go(self, waited_s: float) -> None: ...
 

@@ -198,6 +198,8 @@ class DriftingStrategy(ReplicatedStrategy):
         """See `Drifting`."""
         return None if self.averager is None else self.averager.gates
 
+    between_windows = True
+
     @property
     def shared_steps(self) -> tuple[int, int] | None:
         """See `Drifting`."""

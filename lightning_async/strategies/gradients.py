@@ -159,6 +159,18 @@ class AsyncGradientStrategy(DriftingStrategy):
         if self._session is not None:
             self._session.stepping.after_batch()
 
+    @property
+    def between_windows(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """See `Drifting`."""
+        return self._session is None or self._session.stepping.between_windows
+
+    @property
+    def is_update_step(self) -> bool:
+        """Whether the optimizer has stepped with the batch under way, or just done with; for hooks at its end."""
+        if self.updates is not None:
+            return self.updates.taken
+        return self._trainer is not None and not self._trainer.fit_loop._should_accumulate()
+
     def tell_place(self) -> None:
         """A window is about to leave: what is lost with this rank from here on begins behind it."""
         if self.course is not None:

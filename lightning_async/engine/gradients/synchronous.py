@@ -66,7 +66,7 @@ class Reduction(Exchange):
     Args:
         share: this rank's share in the mean.
         used: which parameters any replica used.
-        masks_differ: replicas used different ones.
+        masks_differ: replicas used different ones, or one that follows has none to know them by.
     """
 
     share: float
@@ -146,6 +146,12 @@ class SynchronousGradients:
         self._gates.wait(lambda: self._buckets.can_pack() or self.arrived)
 
     @property
+    def free(self) -> bool:
+        """Whether gradients can be posted, as things stand."""
+        with self._box.changed:
+            return self._buckets.can_pack()
+
+    @property
     def in_flight(self) -> bool:
         """Gradients of this replica are on their way."""
         return isinstance(self._buckets.message, GradientMessage)
@@ -212,7 +218,7 @@ class SynchronousGradients:
             target=buckets.landing() if mine is None else buckets.received,
             share=plan.weights[self._transfer.rank],
             used=torch.zeros(len(self.replica.layout)) if mine is None else mine.used.clone(),
-            masks_differ=len({p.mask for p in parts if p.mask}) > 1,
+            masks_differ=len({p.mask for p in parts if p.mask or self.follows}) > 1,
         )
 
     def move(self, exchange: Reduction) -> None:
