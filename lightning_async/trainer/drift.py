@@ -105,6 +105,11 @@ class DriftPatches:
         """Whether this rank, which has come within an epoch, takes part in the rest of it."""
         return self._inheritance.epoch.first is not None
 
+    def tell_place(self) -> None:
+        """What is sent next holds all that this rank has done, the batch under way included."""
+        if self._strategy.gates is not None:
+            self._inheritance.tell_place(self._strategy.gates)
+
     def start_over(self) -> None:
         """Training begins anew within this fit."""
         self._validation.start_over()
