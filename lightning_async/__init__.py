@@ -1,5 +1,6 @@
 """Asynchronous, fault-tolerant distributed training for PyTorch Lightning."""
 
+from lightning_async.callbacks.accumulation import AdaptiveGradientAccumulation
 from lightning_async.callbacks.checkpoint import FaultTolerantCheckpoint
 from lightning_async.callbacks.divergence import DivergenceMonitor
 from lightning_async.callbacks.monitor import AveragingMonitor
@@ -17,6 +18,7 @@ from lightning_async.transports.torch import TorchTransport
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaptiveGradientAccumulation",
     "AsyncAveragingStrategy",
     "AsyncTrainingError",
     "AveragingMonitor",
