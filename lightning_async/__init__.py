@@ -6,6 +6,7 @@ from lightning_async.callbacks.divergence import DivergenceMonitor
 from lightning_async.callbacks.monitor import AveragingMonitor
 from lightning_async.callbacks.peer_memory import PeerMemory
 from lightning_async.callbacks.watchdog import HangWatchdog
+from lightning_async.data.partitioned import PartitionedSampler, PartitionedStream
 from lightning_async.engine.deadlines import Deadlines
 from lightning_async.errors import AsyncTrainingError, CollectiveError, CollectiveTimeout, PeerLost
 from lightning_async.rules import DeltaMean, DiLoCo, EveryNSteps, EverySeconds, Mean, Synchronous, Warmup
@@ -35,6 +36,8 @@ __all__ = [
     "HorovodStrategy",
     "HorovodTransport",
     "Mean",
+    "PartitionedSampler",
+    "PartitionedStream",
     "PeerLost",
     "PeerMemory",
     "Synchronous",

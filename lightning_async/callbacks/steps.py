@@ -116,8 +116,8 @@ def check_target(callback: Any, trainer: Any, size: int, ranks: int, began: bool
     near = " or ".join(str(each) for each in (lower, lower + unit) if each)
     raise ValueError(
         f"`{type(callback).__name__}(base_batch_size={base}, target_batch_size={size})`: steps have multiples of "
-        f"{unit} samples, {base} on each of {ranks} ranks that average their gradients. Take {near}, or another batch size in "
-        "the loader."
+        f"{unit} samples, {base} on each of {ranks} ranks that average their gradients. Take {near}, or another batch "
+        "size in the loader."
     )
 
 

@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_async import AdaptiveGradientAccumulation, EveryNSteps, Synchronous
+from lightning_async.data.partitioned import PartitionedSampler
+from lightning_async.data.partitions import Partition, Sequential, Weighted
 from lightning_async.rules.accumulation import ByStep, CommunicationShare, NoiseScale
 from lightning_async.trainer.namespace import pl
 from tests.callbacks.problem import Line, values
@@ -47,7 +50,7 @@ def fit(strategy: Any, accumulation: AdaptiveGradientAccumulation, data: Sequenc
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         use_distributed_sampler=False,
     )  # fmt: skip
-    loader: Any = torch.utils.data.DataLoader(rows(rank()) if data is None else data, batch_size=None)  # type: ignore[arg-type]
+    loader: Any = DataLoader(rows(rank()) if data is None else data, batch_size=None)  # type: ignore[arg-type]
     trainer.fit(module, loader)
     summary = getattr(strategy, "summary", None)
     return {
@@ -99,3 +102,36 @@ def different_settings() -> Any:
 @scenario
 def a_target_of_other_ranks() -> Any:
     return fit(ddp(), AdaptiveGradientAccumulation(base_batch_size=4, target_batch_size=12))
+
+
+class Noted(pl.Callback):
+    """The samples that a rank has, by their first element."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.seen += batch[:, 0].int().tolist()
+
+
+def parts(strategy: Any, partition: Partition, accumulation: AdaptiveGradientAccumulation) -> Any:
+    """Train on a partition that is not told which rank this is; the sampler's words, too."""
+    data = torch.arange(40.0).unsqueeze(1).expand(40, 4)
+    steps, noted, sampler = Steps(), Noted(), PartitionedSampler(data, partition)
+    trainer: Any = pl.Trainer(
+        strategy=strategy, callbacks=[accumulation, steps, noted], accelerator="cpu", devices=2, max_epochs=1,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Line(optimizer=lambda ps: torch.optim.SGD(ps, lr=1e-6)), DataLoader(data, 4, sampler=sampler))  # type: ignore[arg-type]
+    return {"seen": noted.seen, "steps": steps.at}
+
+
+@scenario
+def ddp_has_parts() -> Any:
+    return parts(ddp(), Sequential(), AdaptiveGradientAccumulation(3))
+
+
+@scenario
+def drifting_has_parts() -> Any:
+    strategy = together(schedule=EveryNSteps(2), deadlines=PATIENT)
+    return parts(strategy, Weighted({1: 3.0}), AdaptiveGradientAccumulation(3))

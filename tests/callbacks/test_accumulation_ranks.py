@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_async.data.partitions import Weighted
 from lightning_async.rules.accumulation import estimate
 from tests.callbacks.accumulation_ranks import rows
 from tests.callbacks.problem import Line, values
@@ -98,3 +99,13 @@ def test_a_target_counts_all_ranks(ranks: Outcomes):
     for error in ranks.errors("a_target_of_other_ranks"):
         assert "multiples of 8 samples, 4 on each of 2 ranks" in error
         assert "Take 8 or 16" in error
+
+
+def test_partitions_learn_which_rank_this_is_and_parts_may_be_unequal(ranks: Outcomes):
+    first, second = ranks("ddp_has_parts")
+    assert (first["seen"], second["seen"]) == (list(range(20)), list(range(20, 40)))
+    assert first["steps"] == second["steps"] == [2, 4]
+    first, second = ranks("drifting_has_parts")
+    assert sorted(first["seen"] + second["seen"]) == list(range(40))
+    assert first["seen"] == Weighted({1: 3.0}).part(40, ["0", "1"], 0, 0).tolist()
+    assert (first["steps"], second["steps"]) == ([2], [2, 5, 7])
