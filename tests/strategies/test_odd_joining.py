@@ -60,7 +60,7 @@ def test_within_an_epoch_it_takes_its_part_of_the_rest_and_all_else_is_as_with_t
 
 
 def test_started_again_in_an_epoch_in_which_a_newcomer_had_no_part_each_sample_is_seen_once(tmp_path: Path) -> None:
-    """It has the lost first rank's name, and the last number; what two had left, three take."""
+    """It has the lost first rank's name, and the last number; what two had left, three take. It is told to end."""
     with ranks(tmp_path, "accumulates", dies="0") as group:
         first = group.join()
     said = [ended(first[number]) for number in (1, 2, 3)]
