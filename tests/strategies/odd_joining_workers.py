@@ -15,7 +15,7 @@ import torch
 
 from lightning_async import AsyncAveragingStrategy, EveryNSteps, FaultTolerantCheckpoint
 from lightning_async.rules.saving import Latest
-from lightning_async.strategies import host
+from lightning_async.strategies import connecting, reception
 from lightning_async.trainer.namespace import pl
 from tests.strategies.failure_workers import digest
 from tests.strategies.joining_workers import wait_for
@@ -29,9 +29,9 @@ class Odd(Seen):
 
     Args:
         folder: where they tell it to come, by a file.
-        moment: "mid epoch", as a layer is unfrozen; "accumulates", within gradients in accumulation, so that it has no
-            part of that epoch, and then all are told to end; "at the end", as rank 0 has taken its last step; or
-            "trouble".
+        moment: "mid epoch", a layer is unfrozen; "accumulates", within gradients in accumulation, so that it has no
+            part of that epoch, and then all are told to end; "at the end", rank 0 has taken its last step; "ready", all
+            are connected, and nobody stands at a gate yet; or "trouble".
     """
 
     def __init__(self, folder: Path, moment: str) -> None:
@@ -39,7 +39,7 @@ class Odd(Seen):
         dies = "0" if moment == "accumulates" else "1"
         super().__init__({dies: ("epoch end", 0, 0) if moment == "at the end" else ("step", 0, 4)})
         self._folder, self._moment = folder, moment
-        self._states = 0
+        self._states = self._seen = self._since = 0
         if moment == "mid epoch":
             self.frozen = torch.nn.Linear(1, 1).requires_grad_(False)
 
@@ -53,6 +53,8 @@ class Odd(Seen):
             self.log("late", 1.0, on_step=False, on_epoch=True, sync_dist=True)
         if CAME_BACK:
             return
+        if self._moment == "ready" and batch_idx == 2 and self.current_epoch > 0 and self._seen < 2:
+            self._lose_someone()
         if self._moment == "mid epoch" and (self.current_epoch, batch_idx) == (1, 2):
             self._see_it_come()
         if self._moment == "accumulates" and (self.current_epoch, batch_idx) == (1, 2):
@@ -69,10 +71,28 @@ class Odd(Seen):
             wait_for(self._folder / "rank 0 has ended")
             self._see_it_come()
 
-    def _see_it_come(self) -> None:
-        (self._folder / "start 1").touch()
-        membership: Any = self.trainer.strategy.connection.membership
-        wait_until(lambda: len(membership.guests()) > 0)
+    def _lose_someone(self) -> None:
+        """The first newcomer is killed, then rank 2, when the second one is connected with it."""
+        self._seen += 1
+        self._see_it_come(self._seen)
+        if self._seen == 1:
+            (self._folder / f"rank {NUMBER} is ready").touch()
+            wait_for(self._folder / "killed")
+        elif NUMBER == 2:
+            die()
+        else:
+            wait_until(lambda: self.trainer.world_size == 1)
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        self._since += self._moment == "ready" and (CAME_BACK or self._seen == 2) and self.trainer.world_size == 2
+        if self._since == 3:  # the epoch in which it came, and two
+            self.trainer.should_stop = True
+
+    def _see_it_come(self, number: int = 1) -> None:
+        (self._folder / f"start {number}").touch()
+        host: Any = self.trainer.strategy.host
+        wait_until(lambda: host._reception.offer != "")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Nobody saves here: it is for a newcomer."""
@@ -95,16 +115,16 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def train(folder: str, moment: str) -> None:
-    host.PATIENCE = timedelta(seconds=8)  # for a newcomer that waits for one who has died
+    connecting.PATIENCE = timedelta(seconds=8)  # for a newcomer that waits for one who has died
     if moment == "trouble" and NUMBER == 2:
-        first = [host.connect]
-        host.connect = lambda *args: first.pop()(*args) if first else die()  # at the second newcomer
+        first = [reception.connect]
+        reception.connect = lambda *args: first.pop()(*args) if first else die()  # at the second newcomer
     strategy = AsyncAveragingStrategy(schedule=EveryNSteps(3), deadlines=DEADLINES, min_replicas=1)
     module = Odd(Path(folder), moment)
     saved, saves = Path(folder) / "saved", []
     if moment in ("mid epoch", "accumulates"):
         saves.append(FaultTolerantCheckpoint(saved, every_n_train_steps=1, keep=Latest(1000)))
-    accumulates, limited = moment == "accumulates", moment not in ("trouble", "accumulates")
+    accumulates, limited = moment == "accumulates", moment not in ("trouble", "ready", "accumulates")
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", devices=RANKS, max_steps=STEPS if limited else -1,
         max_epochs=2 if accumulates else -1, accumulate_grad_batches=12 if accumulates else 1, default_root_dir=folder,

@@ -11,6 +11,7 @@ from torch.distributed import TCPStore
 
 from lightning_async.engine.checkpoint.shards import load_own
 from lightning_async.engine.checkpoint.store import CheckpointStore
+from tests.strategies.joining_workers import wait_for
 from tests.strategies.odd_joining_workers import STEPS
 from tests.strategies.survivor_workers import SAMPLES
 from tests.strategies.test_failures import ended
@@ -102,3 +103,21 @@ def test_troubles_while_it_is_taken_in_are_not_those_who_trains(tmp_path: Path) 
     assert "could not be taken in, and waits again" in results[4].stderr
     for number in (0, 4):
         assert ended(results[number])["error"].startswith("SIGTERMException"), results[number]
+
+
+def test_whoever_is_lost_when_all_are_connected_the_others_go_on_and_the_newcomer_comes_again(tmp_path: Path) -> None:
+    """The first one is killed before the gate; then rank 2 is, and the second one is taken in by who is left."""
+    with ranks(tmp_path, "ready", newcomers=2) as group:
+        for number in (0, 2):
+            wait_for(tmp_path / f"rank {number} is ready")
+        group.processes[3].kill()
+        (tmp_path / "killed").touch()
+        results = group.join()
+    assert [results[number].returncode for number in (0, 2, 3, 4)] == [0, -9, -9, 0], "\n".join(map(str, results))
+    assert "rank 1 could not be taken in, and training goes on without" in results[0].stderr
+    assert "could not be taken in, and waits again" in results[4].stderr
+    said = [ended(results[number]) for number in (0, 4)]
+    assert len({each["digest"] for each in said}) == 1
+    assert [(each["rank"], each["world_size"]) for each in said] == [(0, 2), (1, 2)]
+    last = str(said[0]["epochs"] - 1)
+    assert sorted(sample for each in said for sample in each["trained"][last]) == list(range(SAMPLES))
