@@ -53,6 +53,12 @@ class Stopping:
             undo.append(replace(timer, "_check_time_remaining", self._time_remaining(timer)))
         return undo
 
+    def pass_on(self, gates: Gates) -> None:
+        """Vote, if this rank was told to stop where there was nobody to tell yet."""
+        if self._told:
+            self._told = False
+            gates.request_stop()
+
     def leave(self, gates: Gates) -> None:
         """A rank was told to stop: all leave from here, with one model."""
         gates.rendezvous(Gate.STOP)
@@ -91,9 +97,7 @@ class Stopping:
             gates = self._strategy.gates
             if gates is None:
                 return
-            if self._told:
-                self._told = False
-                gates.request_stop()
+            self.pass_on(gates)
             gates.check()
             gates.resume()
             if Vote.STOP in gates.agreed:

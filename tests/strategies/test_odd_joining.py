@@ -67,7 +67,7 @@ def test_started_again_in_an_epoch_in_which_a_newcomer_had_no_part_each_sample_i
     said = [ended(first[number]) for number in (1, 2, 3)]
     assert [first[number].returncode for number in (1, 2, 3)] == [75] * 3, "\n".join(map(str, first))
     seen = [sample for each in said for sample in each["trained"].get("1", [])]
-    assert "1" not in said[2]["trained"] and 20 <= len(seen) == len({*seen}) <= 40
+    assert "1" not in said[2]["trained"] and 12 <= len(seen) == len({*seen}) <= 44
     arguments = {"folder": str(tmp_path)}
     with start_ranks("tests.strategies.odd_joining_workers:again", 3, kwargs=arguments) as group:
         results = group.join()
