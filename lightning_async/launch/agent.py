@@ -234,9 +234,16 @@ class Agent:
             self._leave_when_done(node)
 
     def _leave_when_done(self, node: Node) -> None:
-        if self._goes is None or node.living or TRY_AGAIN in self._goes:  # all save: the first node says when to end
+        if self._goes is None or node.living:
             return
-        code = LEFT if {*self._goes} <= {0, LEFT} else 128 + signal.SIGTERM
+        if TRY_AGAIN not in self._goes:
+            self._depart(self._goes)
+            return
+        # The others were too few, and all save: the first node says when to end. Else it had yet to join them.
+        self._loop.after(self._policy.grace_s, (self, "grace"), lambda ended=self._goes: self._depart(ended))
+
+    def _depart(self, ended: list[int]) -> None:
+        code = LEFT if {*ended} <= {0, LEFT, TRY_AGAIN} else 128 + signal.SIGTERM
         self._leave("it was told to go")
         self._end(code, f"This node has left.\nexit code {code}")
 

@@ -217,11 +217,11 @@ def _leaves(policy: Policy, state: State, event: Leaves) -> Decision:
     agreed = state.agreed if state.phase is Phase.RUNNING else None
     if agreed is None or not (agreed.members & state.living) - event.ranks:
         return _signalled(policy, state, Signalled(signal.SIGTERM, event.at, event.by))
+    joining = event.ranks & state.living & state.lost  # they wait for the others, and hear of a signal alone
+    told: list[Action] = [Send(signal.SIGTERM, joining)] if joining else []
     away, asked_at = state.away | event.ranks, {**state.asked_at, event.by: event.at}
-    return (
-        replace(state, away=away, pausing=state.pausing - event.ranks, asked_at=asked_at),
-        [Dismiss(event.ranks & state.living)],
-    )
+    state = replace(state, away=away, pausing=state.pausing - event.ranks, asked_at=asked_at)
+    return state, [Dismiss(event.ranks), *told]
 
 
 def _store_lost(policy: Policy, state: State) -> Decision:

@@ -203,6 +203,8 @@ class Checkpointing:
         in_order = pytorch("utilities.exceptions").SIGTERMException | CheckpointError
         if isinstance(exception, Evicted | Dismissed):  # the others train on, and save
             self._pace = None
+        if type(exception).__name__ == "HostsUpdatedInterrupt":  # Horovod Elastic's: all leave, for a world with others
+            return
         if self._pace is None or not self._settings.on_exception or isinstance(exception, in_order):
             return
         try:

@@ -186,6 +186,10 @@ LEAVES = Leaves(frozenset({1, 2}), 1.0, "node 1")
             [[LEAVES, Ended(1, LEFT)], tell(1, 0), [Ended(2, LEFT)], here(1, 2)], [Wait(0.1, 1), Wait(0.1, 2)],
             id="another node comes",
         ),
+        pytest.param(
+            [dies(2), tell(1, 0, 1), pause_is_over(2), [LEAVES]],
+            [Dismiss(frozenset({1, 2})), Send(TERM, frozenset({2}))], id="one has yet to join",
+        ),
         pytest.param([dies(0), [LEAVES]], [Send(TERM, frozenset({1, 2})), Wait(30.0)], id="amid a loss, all end"),
         pytest.param([[replace(LEAVES, ranks=ALL)]], [Send(TERM, ALL), Wait(30.0)], id="nobody would be left"),
         pytest.param([[LEAVES, Ended(1, TRY_AGAIN)]], [Wait(30.0)], id="the others cannot go on, and all save"),
