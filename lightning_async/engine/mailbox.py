@@ -45,6 +45,8 @@ class Mailbox:
     """When the training thread was last heard of."""
     stop_requested: bool = False
     """Set by a signal handler, which may touch nothing else: a vote for stopping follows."""
+    goes: bool = False
+    """Set by a signal handler, too: this rank is to leave at its next boundary, and the others train on."""
     closing: bool = False
     trouble: PeerLost | CollectiveError | None = None
     """A call of the training thread's has failed: the groups are to be formed anew."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -63,10 +64,12 @@ class Odd(Seen):
         if self._moment == "accumulates" and (self.current_epoch, batch_idx) == (1, 2):
             self._see_it_come()
             self.trainer.strategy.host.call_together()  # at this batch's end, on both
-        if self._moment == "accumulates" and (self.current_epoch, batch_idx) == (1, 4):
-            assert self.trainer.world_size == 3
-            os.kill(os.getpid(), signal.SIGTERM if NUMBER == 2 else 0)
-            self.pause_s = 1.0  # all hear of it between two batches, of which seven are left
+            self.pause_s = 1.0  # all is heard of between two batches, of which nine are left
+        if self._moment == "accumulates" and NUMBER == 2 and self.current_epoch == 1 and self.trainer.world_size == 3:
+            with contextlib.suppress(FileNotFoundError):  # the newcomer is told, once; it stands at a gate
+                newcomer = self._folder / "newcomer"
+                os.kill(int(newcomer.read_text()), signal.SIGTERM)
+                newcomer.unlink()
         if self._moment == "at the end" and NUMBER == 0 and step == STEPS:
             (self._folder / "rank 0 has ended").touch()
         if self._moment == "at the end" and NUMBER == 2 and step == STEPS - 2:
@@ -147,6 +150,7 @@ def train(folder: str, moment: str) -> None:
         enable_checkpointing=len(saves) > 0, callbacks=saves,
     )  # fmt: skip
     if CAME_BACK:
+        (Path(folder) / "newcomer").write_text(str(os.getpid()))
         wait_for(Path(folder) / f"start {os.environ['LIGHTNING_ASYNC_REJOIN']}")
     told: dict[str, Any] = {"name": str(NUMBER)}
     try:

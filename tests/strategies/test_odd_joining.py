@@ -61,13 +61,13 @@ def test_within_an_epoch_it_takes_its_part_of_the_rest_and_all_else_is_as_with_t
 
 
 def test_started_again_in_an_epoch_in_which_a_newcomer_had_no_part_each_sample_is_seen_once(tmp_path: Path) -> None:
-    """It has the lost first rank's name, and the last number; what two had left, three take."""
+    """It has the lost first rank's name, and the last number; what two had left, three take. It is told to end."""
     with ranks(tmp_path, "accumulates", dies="0") as group:
         first = group.join()
     said = [ended(first[number]) for number in (1, 2, 3)]
     assert [first[number].returncode for number in (1, 2, 3)] == [75] * 3, "\n".join(map(str, first))
     seen = [sample for each in said for sample in each["trained"].get("1", [])]
-    assert "1" not in said[2]["trained"] and 20 <= len(seen) == len({*seen}) <= 40
+    assert "1" not in said[2]["trained"] and 12 <= len(seen) == len({*seen}) <= 44
     arguments = {"folder": str(tmp_path)}
     with start_ranks("tests.strategies.odd_joining_workers:again", 3, kwargs=arguments) as group:
         results = group.join()
