@@ -12,6 +12,7 @@ from lightning_async.engine.gradients.synchronous import SynchronousGradients
 from lightning_async.engine.gradients.window import Window
 from lightning_async.engine.header import Arrival, Gate
 from lightning_async.rules.schedules.protocol import Action, Step
+from lightning_async.strategies.saved_state import SavedState
 from lightning_async.strategies.stepping import Steps, learning_rate
 from lightning_async.trainer.batch import batch_size
 from lightning_async.trainer.updates import Updates
@@ -29,6 +30,7 @@ class Windows(Steps, Protocol):
     delay: int
     warmup_steps: int
     updates: Updates | None
+    saved: SavedState
 
     def tell_place(self) -> None: ...
 
@@ -61,6 +63,10 @@ class Accumulating:
         self._seen = 0
         self.recent: deque[Any] = deque(maxlen=RECENT_BATCHES)
         averager.gates.add(self)
+        averager.gathered = self._state
+        if (saved := strategy.saved.take_gathered()) is not None:
+            self._size = saved["size"]
+            self._window.load_state_dict(saved["window"])
         self._hooks = [optimizer.register_step_post_hook(self._count) for optimizer in strategy.optimizers]
 
     def close(self) -> None:
@@ -68,6 +74,10 @@ class Accumulating:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+    def _state(self) -> dict[str, Any] | None:
+        """For a checkpoint at a gate, where nothing is in flight: the open window."""
+        return {"size": self._size, "window": self._window.state_dict()} if self._window.batches else None
 
     def _count(self, *_: Any) -> None:
         """After every real optimizer step: mixed precision skips some."""

@@ -156,7 +156,7 @@ class Host:
         steps = [each["step"] for each in averaging["replicas"]]
         averaging["mean_steps"] = sum(steps) / len(steps)  # the clock of all does not jump as one more comes
         averaging["replicas"].append(
-            {**averaging["replicas"][0], "rule_state": {}, "summary": RunSummary().state_dict()}
+            {**averaging["replicas"][0], "rule_state": {}, "gathered": None, "summary": RunSummary().state_dict()}
         )
         wider, why = self._prepare(course, run, names, guest, averaging)
         ready = bool(world.reduce(torch.tensor(float(wider is not None)), "min") > 0.0)

@@ -195,6 +195,12 @@ def test_what_is_left_behind_by_a_fit(ranks: Outcomes) -> None:
         assert told["accumulates"] == 1
 
 
+def test_lightnings_checkpoints_hold_the_open_window(ranks: Outcomes) -> None:
+    for told in ranks("resumed"):
+        assert told["resumed"] == told["straight"]
+        assert told["window"] == [[2, 8.0]] * 2
+
+
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
