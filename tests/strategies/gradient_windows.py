@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_async import AsyncGradientStrategy
+from lightning_async import AsyncGradientStrategy, DelayCompensation
 from lightning_async.trainer.namespace import pl, pytorch
 from tests.strategies import problem
 from tests.strategies.workers import Net, Recorder, fit, loader, make_trainer, rank, report, scenario, shard
@@ -47,6 +47,16 @@ def no_delay_unequal_batches() -> Any:
 @scenario
 def delayed() -> Any:
     return fit(strategy(2), loader(shard((12, 12), (3, 9))), Net(optimizer=momentum), max_epochs=2)
+
+
+@scenario
+def compensated() -> Any:
+    """With warm-up, and a gate in mid-epoch, after which nothing is late for a window."""
+    correction = DelayCompensation(0.5)
+    return fit(
+        strategy(2, warmup_steps=1, correction=correction), loader(shard((12, 12))), Net(optimizer=momentum),
+        max_epochs=2, val=loader(shard((2, 2))), val_check_interval=6,
+    )  # fmt: skip
 
 
 class Watched(Net):
