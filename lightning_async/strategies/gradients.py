@@ -26,7 +26,9 @@ from lightning_async.transports.transport import ElasticTransport, Transport
 
 __all__ = ["AsyncGradientStrategy"]
 
-_NOT_YET = ("FaultTolerantCheckpoint", "PeerMemory", "DivergenceMonitor", "LearningRateFinder")
+_NOT_YET = (
+    "FaultTolerantCheckpoint", "PeerMemory", "DivergenceMonitor", "LearningRateFinder", "AdaptiveGradientAccumulation",
+)  # fmt: skip
 
 
 class AsyncGradientStrategy(DriftingStrategy):

@@ -86,7 +86,7 @@ class Session:
         control = ControlPlane(
             connection.root, connection.membership, replica, config.deadlines,
             payload=connection.payload, part_bytes=config.part_bytes, calls=connection.world.calls,
-            min_replicas=strategy.fewest,
+            min_replicas=strategy.fewest, forks=connection.forks,
         )  # fmt: skip
         if control.regroup.possible:
             generation, before = connection.membership.generation, strategy.survivors

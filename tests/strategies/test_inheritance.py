@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
+from tests.strategies.inheritance_workers import PARTITIONS
 from tests.support import start_ranks
 
 INHERIT = "tests.strategies.inheritance_workers:inherit"
@@ -74,6 +75,21 @@ def test_each_sample_of_the_epoch_is_in_committed_work_once(victim: int, setting
         validated = [index for index, entry in enumerate(each["told"]) if entry[:2] == ["validated", 0]]
         (last,) = [index for index, entry in enumerate(each["told"]) if entry[:3] == ["train", 0, 11]]
         assert len(validated) == 1 and validated[0] > last  # of the model of the whole epoch
+
+
+@pytest.mark.parametrize(("partition", "workers"), [("weighted", 2), ("by key", 0)])
+def test_each_sample_of_a_partition_is_in_committed_work_once(partition: str, workers: int, tmp_path: Path) -> None:
+    told, left = train(
+        tmp_path, {"1": ["step", 0, 4]}, partition=partition, num_workers=workers, persistent=workers > 0
+    )
+    assert once(told, 0, left, {"1": 3}) == list(range(54))
+    made = PARTITIONS[partition]
+    for place, name in enumerate("02"):
+        first = made.part(54, "012", int(name), 0).tolist()
+        assert seen(told, "train", 0, [name])[: len(first)] == first
+        assert seen(told, "train", 1, [name]) == made.part(54, "02", place, 1).tolist()
+        if partition == "by key":  # its keys are its own still
+            assert set(seen(told, "train", 1, [name])) >= set(first)
 
 
 def test_one_who_inherits_is_lost_too(tmp_path: Path) -> None:
