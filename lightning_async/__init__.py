@@ -11,6 +11,7 @@ from lightning_async.engine.deadlines import Deadlines
 from lightning_async.errors import AsyncTrainingError, CollectiveError, CollectiveTimeout, PeerLost
 from lightning_async.rules import DeltaMean, DiLoCo, EveryNSteps, EverySeconds, Mean, Synchronous, Warmup
 from lightning_async.strategies.averaging import AsyncAveragingStrategy
+from lightning_async.strategies.gradients import AsyncGradientStrategy
 from lightning_async.strategies.horovod import HorovodStrategy
 from lightning_async.strategies.horovod_elastic import fit_elastic
 from lightning_async.transports.horovod import HorovodTransport
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AdaptiveGradientAccumulation",
     "AsyncAveragingStrategy",
+    "AsyncGradientStrategy",
     "AsyncTrainingError",
     "AveragingMonitor",
     "CollectiveError",

@@ -19,10 +19,11 @@ import signal
 import socket
 import subprocess
 import sys
-import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
+
+from tests.nursery import Program, open_nursery, run_as_main
 
 __all__ = ["ForkServer", "ForkedRank", "can_fork"]
 
@@ -35,6 +36,7 @@ READ_LATE = (
     "GROUP_",
     "WORLD_SIZE",
     "MASTER_",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",  # Lightning sets it as it is imported
     "RANK_ANSWER",
     "HOROVOD_",
     "GLOO_",
@@ -42,9 +44,11 @@ READ_LATE = (
     "CUDA_VISIBLE_DEVICES",
     "LIGHTNING_ASYNC_",
     "NODE_RANK",
+    "ROLE_",
     "SCENARIO_",
     "SLURM_",
     "TORCHELASTIC_",
+    "TORCH_NCCL_",
 )
 """How variables begin that are read when a rank asks for them, not when it starts."""
 
@@ -60,13 +64,17 @@ def can_fork(environment: Mapping[str, str], start: Mapping[str, str]) -> bool:
 
 
 class _Job(NamedTuple):
-    """What a rank does: a script with its command line, or a function's name and its arguments as JSON."""
+    """What a rank does: a script with its command line, or a function's name and its arguments as JSON.
+
+    ``forks`` is whether the programs of Python that it starts are forked, too.
+    """
 
     target: str
     arguments: list[str]
     is_script: bool
     cwd: str
     environment: dict[str, str]
+    forks: bool
 
 
 class ForkedRank:
@@ -98,9 +106,12 @@ class ForkedRank:
             self.returncode = int(answer) if answer else -signal.SIGKILL
         return self.returncode
 
-    def kill(self) -> None:
+    def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 class ForkServer:
@@ -133,10 +144,10 @@ class ForkServer:
         environment: Mapping[str, str],
         out: IO[bytes],
         err: IO[bytes],
+        forks: bool = False,
     ) -> ForkedRank:
         """A rank that runs ``target``: a script, or a function's name with arguments as JSON, see `tests.support`."""
-        changed = {name: value for name, value in environment.items() if self.environment.get(name) != value}
-        job = _Job(str(target), list(arguments), isinstance(target, Path), str(cwd), changed)
+        job = _Job(str(target), list(arguments), isinstance(target, Path), str(cwd), dict(environment), forks)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             socket.send_fds(self._control, [json.dumps(job).encode()], [theirs.fileno(), out.fileno(), err.fileno()])
@@ -188,12 +199,13 @@ def _wait_for_a_rank(job: _Job, fds: Sequence[int]) -> _Job:
     os._exit(0)
 
 
-def _become(job: _Job) -> None:
-    """What an interpreter that starts with this environment would have set."""
+def _become(job: _Job | Program, by_imports: Mapping[str, str]) -> None:
+    """What an interpreter that starts with this environment would have set, and its imports."""
+    os.environ.clear()
     os.environ.update(job.environment)
+    for name, value in by_imports.items():
+        os.environ.setdefault(name, value)
     os.chdir(job.cwd)
-    sys.path[0] = str(Path(job.target).parent) if job.is_script else job.cwd
-    sys.argv[job.is_script ^ 1 :] = [job.target, *job.arguments]
     random.seed()
     for seeded in ("numpy.random", "torch"):
         by_chance: Any = importlib.import_module(seeded)
@@ -202,28 +214,36 @@ def _become(job: _Job) -> None:
     rank_zero.rank_zero_only.rank = rank_zero._get_rank() or 0
 
 
-def _run_script(path: str) -> None:
-    """As ``python path``: what starts further processes looks at `__main__` to learn how this one was started."""
-    main = types.ModuleType("__main__")
-    main.__dict__.update(__file__=path, __builtins__=__builtins__, __annotations__={}, __cached__=None)
-    sys.modules["__main__"] = main
-    exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), main.__dict__)
+def _run(job: _Job) -> None:
+    if job.is_script:
+        run_as_main([job.target, *job.arguments])
+        return
+    sys.path[0] = job.cwd
+    sys.argv[1:] = [job.target, *job.arguments]
+    importlib.import_module("tests.support").answer(job.target, *job.arguments)
 
 
 def _main(control: int) -> None:
+    before = dict(os.environ)
     gc.disable()  # as in conftest.py
     for module in PRELOADED:
         importlib.import_module(module)
     gc.enable()
     gc.freeze()  # else the first collection of every rank copies all of it
+    by_imports = {name: value for name, value in os.environ.items() if before.get(name) != value}
     with socket.socket(fileno=control) as requests:
         job = _serve(requests)
-    if job is not None:
-        _become(job)
-        if job.is_script:
-            _run_script(job.target)
-        else:
-            importlib.import_module("tests.support").answer(job.target, *job.arguments)
+    if job is None:
+        return
+    _become(job, {} if job.forks else by_imports)
+    program: Program | None = None
+    while job.forks and (started := open_nursery(can_fork)) is not None:  # each may start further ones
+        program = started
+        _become(program, by_imports)
+    if program is not None:
+        run_as_main(program.arguments)
+    else:
+        _run(job)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ Process = subprocess.Popen[bytes] | ForkedRank
 __all__ = [
     "ROOT",
     "Environment",
+    "Process",
     "RankGroup",
     "RankResult",
     "answer",
@@ -53,6 +54,7 @@ __all__ = [
     "run_ranks",
     "shell_environment",
     "start_ranks",
+    "start_script",
 ]
 
 
@@ -169,7 +171,7 @@ class RankGroup:
 def rank_environment(rank: int, nprocs: int, port: int, env: Environment | None) -> dict[str, str]:
     """The variables that torchrun would set for this rank on one machine, and one thread of compute."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "PL_", "COV_"))}
-    path = [str(ROOT), *filter(None, [own.get("PYTHONPATH")])]
+    path = [str(ROOT), *filter(lambda each: each not in ("", str(ROOT)), own.get("PYTHONPATH", "").split(os.pathsep))]
     own |= {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -212,12 +214,13 @@ def _start(
     out: IO[bytes],
     err: IO[bytes],
     fresh: bool,
+    forks: bool,
 ) -> Process:
     """One rank, from a script and its command line, or from a function's name and its arguments as JSON."""
     if not fresh:
         server = _fork_server(rank % 2)
         if can_fork(environment, server.environment):
-            return server.start(target, arguments, cwd=cwd, environment=environment, out=out, err=err)
+            return server.start(target, arguments, cwd=cwd, environment=environment, out=out, err=err, forks=forks)
     module = [] if isinstance(target, Path) else ["-m", "tests.support"]
     return subprocess.Popen(
         [sys.executable, *module, str(target), *arguments],
@@ -228,6 +231,14 @@ def _start(
         stderr=err,
         start_new_session=True,
     )
+
+
+def start_script(
+    command: Sequence[str], environment: Mapping[str, str], cwd: Path, out: IO[bytes], err: IO[bytes]
+) -> Process:
+    """``python COMMAND``, forked, as is what it starts, where that makes no difference; for who ends it himself."""
+    script, *arguments = command
+    return _start(0, Path(script), arguments, environment, cwd, out, err, fresh=False, forks=True)
 
 
 @contextlib.contextmanager
@@ -241,6 +252,7 @@ def start_ranks(
     env: Environment | None = None,
     cwd: Path | None = None,
     fresh: bool = False,
+    forks: bool = False,
     launched: bool = True,
 ) -> Iterator[RankGroup]:
     """Start ``nprocs`` Python processes, each knowing its rank, and kill what is left of them at the end.
@@ -254,6 +266,7 @@ def start_ranks(
         env: further environment variables, or each rank's; they win over those set here.
         cwd: where the ranks run; by default a folder of their own that vanishes.
         fresh: each rank is an interpreter that has imported nothing.
+        forks: what a rank starts is forked, too, where that makes no difference: see `tests.nursery`.
         launched: whether the ranks find what a launcher sets; else a user's shell has started them.
     """
     port = free_port()
@@ -275,7 +288,8 @@ def start_ranks(
                 environment = rank_environment(rank, nprocs, port, own) if launched else shell_environment(own)
                 environment["RANK_ANSWER"] = str(folder / f"{rank}.json")
                 arguments = args if isinstance(target, Path) else [json.dumps(dict(kwargs or {}))]
-                processes.append(_start(rank, target, arguments, environment, cwd or folder / "cwd", out, err, fresh))
+                place = cwd or folder / "cwd"
+                processes.append(_start(rank, target, arguments, environment, place, out, err, fresh, forks))
                 group.processes = processes
             yield group
         finally:
@@ -292,6 +306,7 @@ def run_ranks(
     env: Environment | None = None,
     cwd: Path | None = None,
     fresh: bool = False,
+    forks: bool = False,
     launched: bool = True,
     check: bool = True,
 ) -> list[RankResult]:
@@ -301,8 +316,9 @@ def run_ranks(
         AssertionError: with ``check``, a rank was late or its exit status is not zero. It shows what all ranks wrote.
     """
     with start_ranks(
-        target, nprocs, kwargs=kwargs, args=args, timeout=timeout, env=env, cwd=cwd, fresh=fresh, launched=launched
-    ) as group:
+        target, nprocs, kwargs=kwargs, args=args, timeout=timeout, env=env, cwd=cwd, fresh=fresh, forks=forks,
+        launched=launched,
+    ) as group:  # fmt: skip
         results = group.join()
     if check and any(result.timed_out or result.returncode for result in results):
         raise AssertionError(f"{target} failed on {nprocs} ranks\n" + "\n".join(map(str, results)))

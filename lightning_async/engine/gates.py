@@ -47,6 +47,8 @@ class Gates:
         self._control, self._box, self._visitors = control, control.mailbox, visitors
         self.moved_at_gate = False
         """Whether the model had changed, on any rank, between the last two gates."""
+        self.coming = Gate.NONE
+        """Where the training thread is about to stand, stands, or stood last."""
         self._at_gate = True
         """No batch has begun since the last gate, or since training began."""
 
@@ -63,6 +65,7 @@ class Gates:
         box, now = self._box, self._control.now
         started = now()
         self._leave()
+        self.coming = gate
         for visitor in self._visitors:
             visitor.come()
         with box.changed:

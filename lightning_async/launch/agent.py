@@ -239,7 +239,7 @@ class Agent:
             self._end(STORE_LOST, f"exit code {STORE_LOST}")
 
     def unkept(self, how: str) -> None:
-        """See `Hears`; the store is with the first node, and this process only stands by."""
+        """See `Hears`; the store is with the first node, and another such process stands by."""
         self._outputs.say(f"The process that reads what ranks write when the launcher is killed has ended ({how}).")
 
     def _say(self, what: str, **more: object) -> None:

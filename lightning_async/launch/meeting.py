@@ -175,8 +175,7 @@ class Meeting:
         if self._gathers:
             self._count()
         elif not self._fill():
-            # It may be one of those that have a place, and whose end nobody has noticed yet.
-            remote.wire.send("say", text="All places are taken: this node waits until it is needed.")
+            self._tell_why_it_waits(remote)
 
     def left(self, remote: Remote, why: str) -> None:
         """See `Meets`."""
@@ -193,7 +192,9 @@ class Meeting:
             if seat.remote is remote:
                 seat.remote = None
                 self._host.gone(frozenset(seat.place.all), why)
-                self._fill()
+                if not self._fill() and not self._gathers:
+                    for each in self._waiting:
+                        self._tell_why_it_waits(each)
                 self._count()
 
     # ---- places ----
@@ -210,6 +211,13 @@ class Meeting:
                 self._host.here(frozenset(seat.place.all))
                 return True
         return False
+
+    def _tell_why_it_waits(self, remote: Remote) -> None:
+        """It may be one of those that have a place, and whose end nobody has noticed yet."""
+        empty = [seat for seat in self._seats[1:] if seat.remote is None]
+        why = "".join(f"The place of node {each.place.node} is empty, for -n {each.place.ranks}. " for each in empty)
+        text = f"{why}This one has -n {remote.ranks}, and" if empty else "All places are taken: this node"
+        remote.wire.send("say", text=f"{text} waits until it is needed.")
 
     def _count(self) -> None:
         """Somebody has come or gone."""

@@ -258,7 +258,7 @@ class Supervisor:
         """What has changed, in words."""
         state, say = self._state, self.say
         if state.phase is Phase.STOPPING and state.first is not None:
-            first = [ending for ending in self._endings if ending.rank == state.first]
+            first = [ending for ending in self._endings if ending.rank == state.first][-1:]
             say(f"{report(first, None, None)}: the others end too.")
         elif state.phase is Phase.STOPPING and state.living <= state.lost and not state.asked and not state.store_lost:
             say("All others are done: those that have not joined them end too.")

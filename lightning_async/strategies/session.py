@@ -23,7 +23,7 @@ from lightning_async.engine.replica import Replica
 from lightning_async.rules.averaging.protocol import AveragingRule
 from lightning_async.strategies.saved_state import SavedState, state_of
 from lightning_async.strategies.standing import standing_of
-from lightning_async.strategies.stepping import Stepping, Steps
+from lightning_async.strategies.stepping import Steps
 from lightning_async.strategies.survivors import Survivors
 from lightning_async.trainer.patches import rank_zero_info
 from lightning_async.transports.transport import Connection, Transport
@@ -43,6 +43,7 @@ class Averaged(Steps, Protocol):
     num_runs: int
     transport: Transport
     failed: bool
+    make_stepping: Callable[..., Any]
 
     @property
     def bucket_device(self) -> torch.device: ...
@@ -85,7 +86,7 @@ class Session:
         control = ControlPlane(
             connection.root, connection.membership, replica, config.deadlines,
             payload=connection.payload, part_bytes=config.part_bytes, calls=connection.world.calls,
-            min_replicas=strategy.fewest,
+            min_replicas=strategy.fewest, forks=connection.forks,
         )  # fmt: skip
         if control.regroup.possible:
             generation, before = connection.membership.generation, strategy.survivors
@@ -112,7 +113,7 @@ class Session:
         gradients = SynchronousGradients(control, averager.gates, averager.synchronous_step, averager.wing.weigh_step)
         self._saved = saved
         saved.resume(self.averager, strategy.global_rank, strategy.world_size)
-        self.stepping = Stepping(strategy, self.averager, gradients, meet)
+        self.stepping = strategy.make_stepping(strategy, self.averager, gradients, meet)
         self._publisher: Publisher | None = None
 
     def start(self) -> None:

@@ -18,6 +18,7 @@ __all__ = [
     "count_run",
     "left_here",
     "name_in_run",
+    "next_run",
     "number_rank",
     "numbered_last",
     "run_name",
@@ -119,6 +120,11 @@ def count_run(at_least: int = 0) -> int:
     """
     _runs[0] = max(_runs[0] + 1, at_least)
     return _runs[0]
+
+
+def next_run() -> int:
+    """What `count_run` would say."""
+    return _runs[0] + 1
 
 
 def run_name(run: int) -> str:

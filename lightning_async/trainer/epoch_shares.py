@@ -37,6 +37,8 @@ class EpochShares:
         """What this rank, which comes within an epoch, begins with."""
         self.dealt: list[int] = []
         """Of how many parts this rank has which, ``[part, parts]``, since one came within the epoch."""
+        self.has_none = False
+        """This rank has come within the epoch, and has no part of it."""
         self.at_end = False
         """This rank trains on what others have left at the end of the epoch."""
         self._gone: set[str] = set()
@@ -47,7 +49,7 @@ class EpochShares:
     def forget(self) -> None:
         """Another epoch begins, or another training."""
         self.known, self.shares, self.places, self._gates, self._gone = False, {}, {}, None, set()
-        self.dealt = []
+        self.dealt, self.has_none = [], False
 
     def deal(self, shares: dict[str, Share]) -> None:
         """From here on this is what each has."""

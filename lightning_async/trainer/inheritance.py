@@ -157,11 +157,15 @@ class Inheritance:
             original(batch, batch_idx)
             gates, epoch = self._strategy.gates, self._trainer.fit_loop.epoch_loop
             if gates is not None and not epoch._should_accumulate():  # else its gradients are yet to be stepped with
-                self.epoch.hear(gates)
-                self.epoch.gone()
-                gates.tell_place(self.epoch.place(epoch.batch_progress.current.ready))
+                self.tell_place(gates)
 
         return on_train_batch_start
+
+    def tell_place(self, gates: Gates) -> None:
+        """What is sent next holds all that this rank has done, the batch under way included."""
+        self.epoch.hear(gates)
+        self.epoch.gone()
+        gates.tell_place(self.epoch.place(self._trainer.fit_loop.epoch_loop.batch_progress.current.ready))
 
     def _tell(self, lost: dict[str, Share]) -> None:
         for name, each in lost.items():

@@ -45,6 +45,11 @@ class Drifting(Protocol):
         """
         ...
 
+    @property
+    def between_windows(self) -> bool:
+        """Whether this rank may join a validation of others: it has no batches of a step that others have whole."""
+        ...
+
     def start_over(self) -> None:
         """All ranks are here, with one model: the training that begins with the next batch is another one."""
         ...

@@ -34,12 +34,20 @@ class Connection:
         payload: for the buckets; may be ``root``.
         membership: started; None where the transport alone tells who is gone.
         store: of all ranks, where there is one.
+        name: of what it keeps there.
     """
 
     def __init__(
-        self, root: Collectives, payload: Collectives, membership: Membership | None, store: Store | None = None
+        self,
+        root: Collectives,
+        payload: Collectives,
+        membership: Membership | None,
+        store: Store | None = None,
+        name: str = "",
     ) -> None:
-        self.store = store
+        self.store, self.name = store, name
+        self.forks: tuple[Collectives, Collectives] | None = None
+        """For headers and payloads, see `forks_of`, where they were formed before anybody needs them."""
         self.root, self.payload, self._membership = root, payload, membership
         self.outlives = True
         """Where the others fail, too, this rank's store waits for them to hear why."""
@@ -65,12 +73,12 @@ class Connection:
             name_of: what a rank is called here, by the number that it was started with; ValueError for one that is not.
         """
         self._name_of = name_of
-        if (membership := self._membership) is None:
+        if (membership := self._membership) is None or self._listener is not None:
             return
 
         def hear(death: Death) -> None:
             with suppress(ValueError):
-                membership.hear_death(name_of(death.rank), death.process, death.text)
+                membership.hear_death(self._name_of(death.rank), death.process, death.text)
 
         self._listener = listen(hear)
 

@@ -8,31 +8,50 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.support import ROOT
+from tests.support import ROOT, Process, shell_environment, start_script
 
 SCRIPT = str(Path(__file__).with_name("ranks.py"))
 CONSOLE = str(ROOT / "lightning_async/commands/bin/lightning-async")
 
 
-class Launched:
-    """A launcher that runs."""
+def _shells(environment: Mapping[str, str]) -> dict[str, str]:
+    """What Lightning sets in whoever imports it, as pytest has, is not there in a shell."""
+    return {name: value for name, value in environment.items() if name != "PYTORCH_NVML_BASED_CUDA_CHECK"}
 
-    def __init__(self, arguments: tuple[str, ...], folder: Path, prefix: Sequence[str], **more: str) -> None:
-        # What Lightning sets in whoever imports it, as pytest has, is not there in a shell.
-        shells = {name: value for name, value in os.environ.items() if name != "PYTORCH_NVML_BASED_CUDA_CHECK"}
-        environment = {**shells, "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1", **more}
+
+class Launched:
+    """A launcher that runs.
+
+    Args:
+        arguments: of the command.
+        folder: where it runs.
+        prefix: the command that starts it.
+        forks: see `launch`.
+        more: environment variables.
+    """
+
+    def __init__(
+        self, arguments: tuple[str, ...], folder: Path, prefix: Sequence[str], forks: bool, **more: str
+    ) -> None:
         self.folder, self._until = folder, time.monotonic() + 150
         self._out, self._err = folder / "out", folder / "err"
+        command = [CONSOLE, "launch", *arguments]
         with self._out.open("wb") as out, self._err.open("wb") as err:
-            self.process = subprocess.Popen(
-                [*prefix, sys.executable, CONSOLE, "launch", *arguments],
-                cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True,
-            )  # fmt: skip
+            if forks and not prefix:
+                environment = _shells(shell_environment(more))
+                self.process: Process = start_script(command, environment, folder, out, err)
+            else:
+                environment = {**_shells(os.environ), "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1", **more}
+                self.process = subprocess.Popen(
+                    [*prefix, sys.executable, *command],
+                    cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+                    start_new_session=True,
+                )  # fmt: skip
 
     @property
     def out(self) -> str:
@@ -98,16 +117,24 @@ def lives(pid: int) -> bool:
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
-    """``launch("-n", "2", SCRIPT, ...)``; at the end there is no launcher any more, nor a store."""
+    """``launch("-n", "2", SCRIPT, ...)``; at the end there is no launcher any more, nor a store.
+
+    With ``forks`` the launcher is forked, and so are its ranks and who stands by, see `tests.nursery`: for those that
+    import what takes seconds.
+    """
     started: list[Launched] = []
 
     def start(
-        *arguments: str, descriptors: int | None = None, prefix: Sequence[str] = (), **environment: str
+        *arguments: str,
+        descriptors: int | None = None,
+        prefix: Sequence[str] = (),
+        forks: bool = False,
+        **environment: str,
     ) -> Launched:
         folder = tmp_path / str(len(started))
         folder.mkdir()
         limit = [] if descriptors is None else ["bash", "-c", f'ulimit -S -n {descriptors}; exec "$@"', "-"]
-        started.append(Launched(arguments, folder, [*prefix, *limit], **environment))
+        started.append(Launched(arguments, folder, [*prefix, *limit], forks, **environment))
         return started[-1]
 
     yield start

@@ -30,7 +30,7 @@ def steps(folder: Path) -> dict[str, int]:
 
 def test_a_rank_is_killed_then_the_launcher_and_training_goes_on(launch: Callable[..., Launched], tmp_path: Path):
     command = ("-n", "2", "--max-restarts", "1", SCRIPT, str(tmp_path / "checkpoints"), str(BATCHES))
-    first = launch(*command, KILL="1")
+    first = launch(*command, forks=True, SCENARIO_KILL="1")
     first.wait_for("BEGINS", 4)
     (killed_at,) = map(int, re.findall(r"KILLED at (\d+)", first.out))
     began, resumed = begins(first.out)
@@ -47,7 +47,7 @@ def test_a_rank_is_killed_then_the_launcher_and_training_goes_on(launch: Callabl
     taken = steps(tmp_path)
     assert "ENDS" not in first.out, "the training was too short for this test"
 
-    second = launch(*command)
+    second = launch(*command, forks=True)
     assert second.end() == 0, second.err
     (went_on,) = begins(second.out)
     # All steps are there, not only those up to the last save by the schedule.
@@ -59,7 +59,7 @@ def test_a_rank_is_killed_then_the_launcher_and_training_goes_on(launch: Callabl
 
 def test_rank_0_is_killed_and_the_launcher_starts_it_again_beside_the_other(launch: Launch):
     """A process that stood by is that rank."""
-    run = launch("-n", "2", "--max-restarts", "1", "--log-dir", "logs", COMES_BACK)
+    run = launch("-n", "2", "--max-restarts", "1", "--log-dir", "logs", COMES_BACK, forks=True)
     run.allow(60)  # its ranks import all that there is, one after the other
     assert run.end() == 0, run.out + run.err
     assert "rank 0 has joined the others: training goes on with 2 of 2 ranks." in run.err
@@ -78,7 +78,7 @@ def test_rank_0_is_killed_then_rank_2_and_the_last_one_trains_and_tests(
     """Of the deaths they are told: by silence alone they would have to wait for longer than the launcher waits."""
     deaths, silence = {"0": ["step", 0, 4], "2": ["validation", 1, 2]}, "200"
     program = ("-m", "tests.strategies.survivor_workers", str(tmp_path / "run"), json.dumps(deaths), silence)
-    run = launch("-n", "3", *program)
+    run = launch("-n", "3", *program, forks=True)
     assert run.end() == 0, run.out + run.err
     assert re.search(r"goes on as rank 0 of 2: rank 0 died: its process was killed by SIGKILL after [\d.]+ s", run.err)
     assert "training goes on with 2 of 3 ranks" in run.err

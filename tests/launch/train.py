@@ -1,7 +1,8 @@
 """A user's script, for the launcher: ``train.py FOLDER BATCHES``.
 
 Beside the folder, a file for each rank has a byte for each step since training began: what is printed may be lost with
-the launcher. With KILL set, rank 1 is killed after one save; started again, the training is not to come to its end.
+the launcher. With SCENARIO_KILL set, rank 1 is killed after one save; started again, the training is not to come to its
+end.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Killed(Tiny):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.since += 1
         self.steps.write(b".")
-        kill, first = "KILL" in os.environ, os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        kill, first = "SCENARIO_KILL" in os.environ, os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
         time.sleep(0.2 if kill and not first and self.since > 12 else 0.01)
         if kill and first and self.global_rank == 1 and self.trainer.global_step > 10 and self.store.entries():
             print("KILLED at", self.trainer.global_step, flush=True)

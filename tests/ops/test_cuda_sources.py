@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -51,3 +52,20 @@ def test_nvcc_spills_no_registers_and_reads_16_bytes_at_a_time():
     ]
     assert not narrow
     assert "atom." not in assembly and "fma.rn.f32" not in assembly
+
+
+def test_what_is_compiled_is_kept_until_a_source_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In another clone, whose byte code is its own, too."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    count = "import pathlib, sys; open(sys.argv[1], 'a').write('x'); pathlib.Path(sys.argv[2], 'made').touch()"
+    command = [sys.executable, "-c", count, str(tmp_path / "times"), "OUT"]
+    places = []
+    for number, text in enumerate(("source", "source", "other")):
+        clone = tmp_path / str(number)
+        (clone / "__pycache__").mkdir(parents=True)
+        (clone / "__pycache__" / "build.pyc").write_text(str(number))
+        (clone / "kernels.cu").write_text(text)
+        places.append(compiled("it", command, clone))
+    assert places[0] == places[1] != places[2]
+    assert (tmp_path / "times").read_text() == "xx"
+    assert (places[2] / "made").exists() and not places[0].exists()

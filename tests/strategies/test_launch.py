@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed.run
 
 from lightning_async.trainer.popen import _Watch
 from tests.support import ROOT, RankResult, free_port, run_ranks, shell_environment, start_ranks
@@ -46,15 +47,15 @@ def launch(command: Sequence[str], cwd: Path) -> str:
     return text
 
 
-def run(*what: str, cwd: Path) -> RankResult:
-    """The script as a user's one process, without the seconds in which it would import Lightning."""
-    (result,) = run_ranks(Path(SCRIPT), 1, args=what, cwd=cwd, launched=False, timeout=LIMIT_S, check=False)
+def run(*what: str, cwd: Path, script: str = SCRIPT) -> RankResult:
+    """The script as a user's one process, without the seconds in which it, and those it starts, import Lightning."""
+    (result,) = run_ranks(Path(script), 1, args=what, cwd=cwd, launched=False, forks=True, timeout=LIMIT_S, check=False)
     return result
 
 
-def launch_forked(*what: str, cwd: Path) -> str:
-    """`launch` for the script alone. Those that it starts are fresh interpreters, if it does not fork them itself."""
-    result = run(*what, cwd=cwd)
+def launch_forked(*what: str, cwd: Path, script: str = SCRIPT) -> str:
+    """`launch` for the script alone."""
+    result = run(*what, cwd=cwd, script=script)
     text = result.stdout + result.stderr
     assert result.returncode == 0 and "Traceback" not in text, result
     return text
@@ -82,7 +83,7 @@ def assert_one_test_result(text: str) -> None:
 
 
 def test_plain_python_with_two_fits_and_a_test_in_a_row(tmp_path: Path) -> None:
-    text = launch([sys.executable, SCRIPT, "popen", "2", "fit", "refit", "test"], tmp_path)
+    text = launch_forked("popen", "2", "fit", "refit", "test", cwd=tmp_path)
     assert_two_ranks_fitted(text, times=2)
     assert_one_test_result(text)
     assert text.count("DONE") == 2
@@ -96,7 +97,7 @@ def test_plain_python_with_two_fits_and_a_test_in_a_row(tmp_path: Path) -> None:
 def test_plain_python_names_a_rank_that_is_killed(tmp_path: Path) -> None:
     """Lightning's own launcher would kill the others before they can say why."""
     with start_ranks(
-        Path(SCRIPT), 1, args=["popen", "3", "killed"], cwd=tmp_path, launched=False, timeout=LIMIT_S
+        Path(SCRIPT), 1, args=["popen", "3", "killed"], cwd=tmp_path, launched=False, forks=True, timeout=LIMIT_S
     ) as group:
         (process,) = group.processes
         assert process.wait(LIMIT_S) == 1
@@ -189,8 +190,8 @@ def group_members(group: int) -> list[int]:
 
 
 def test_torchrun(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
-    text = launch([*command, SCRIPT, "popen", "2", "fit", "test"], tmp_path)
+    command = ["--nproc-per-node=2", f"--master-port={free_port()}", SCRIPT, "popen", "2", "fit", "test"]
+    text = launch_forked(*command, cwd=tmp_path, script=torch.distributed.run.__file__)
     assert_two_ranks_fitted(text)
     assert text.count("DONE") == 2
 

@@ -11,7 +11,7 @@ from lightning_async.engine.averaging.agreed import Agreed, Ledger, Work
 from lightning_async.engine.averaging.config import AveragerConfig
 from lightning_async.engine.averaging.marks import Marks
 from lightning_async.engine.averaging.merge import Merger
-from lightning_async.engine.averaging.records import ROUND, LocalMessage
+from lightning_async.engine.averaging.records import ROUND, LocalMessage, Merge
 from lightning_async.engine.averaging.report import Reports, RoundReport, RunSummary
 from lightning_async.engine.averaging.wing import AveragingWing
 from lightning_async.engine.control import ControlPlane
@@ -207,7 +207,7 @@ class BackgroundAverager:
         buckets = self._buckets
         with self._box.changed:
             arrived = buckets.arrived
-            if arrived is None:
+            if not isinstance(arrived, Merge):
                 return None
             buckets.take()
         started = self._now()
