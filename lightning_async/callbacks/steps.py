@@ -96,10 +96,10 @@ def check_trainer(callback: Any, trainer: Any, module: Any) -> None:
             f"`{name}(split_on_oom=True)` is for ranks that step by themselves: under "
             f"`{type(trainer.strategy).__name__}` the others wait for this one's gradients, bucket by bucket."
         )
-    if trainer.strategy.handles_gradient_accumulation:
+    if trainer.strategy.handles_gradient_accumulation or hasattr(trainer.strategy, "accumulate"):
         raise ValueError(
-            f"`{type(trainer.strategy).__name__}` accumulates gradients by itself: take `{name}` away, or another "
-            "strategy."
+            f"`{type(trainer.strategy).__name__}` accumulates gradients by itself: leave `{name}` out, or take another "
+            "strategy. `AsyncGradientStrategy(accumulate=)` says how many batches a step has."
         )
 
 

@@ -12,7 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_async import AdaptiveGradientAccumulation, DivergenceMonitor, FaultTolerantCheckpoint
+from lightning_async import (
+    AdaptiveGradientAccumulation,
+    AsyncGradientStrategy,
+    DivergenceMonitor,
+    FaultTolerantCheckpoint,
+)
 from lightning_async.rules.accumulation import ByEpoch, ByStep, CommunicationShare, NoiseScale, estimate, lr_factor
 from lightning_async.trainer.namespace import pl, pytorch
 from tests.callbacks.problem import Line, trainer, values
@@ -438,6 +443,12 @@ def test_arguments_are_checked(arguments: dict[str, Any], error: type[Exception]
     with pytest.raises(error) as raised:
         AdaptiveGradientAccumulation(**arguments)
     assert text in str(raised.value)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_strategy_that_accumulates_by_itself_is_refused():
+    with pytest.raises(ValueError, match="`AsyncGradientStrategy` accumulates gradients by itself: leave"):
+        trainer(AdaptiveGradientAccumulation(2), strategy=AsyncGradientStrategy()).fit(line(), loader())
 
 
 def test_what_cannot_be_is_refused_by_name():
