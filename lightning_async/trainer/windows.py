@@ -177,6 +177,11 @@ class Windows:
 
     def _weighted(self, backward: Any) -> Any:
         def weighted(loss: Any) -> None:
+            strategy, given = self._trainer.strategy, getattr(self._trainer.strategy, "weight", 1.0)
+            if (
+                given != 1.0
+            ):  # by this rank's share of the step's samples, see `HorovodStrategy`: they count here anyway
+                self._now, strategy.weight = self._now if given else 0.0, 1.0
             weight = self._now * self.planned.batches / self.planned.samples
             self.before_backward(weight / self.planned.batches)
             self._spoilt = True
