@@ -35,7 +35,8 @@ class Odd(Seen):
         folder: where they tell it to come, by a file.
         moment: "mid epoch", a layer is unfrozen; "accumulates", within gradients in accumulation, so that it has no
             part of that epoch, and then all are told to end; "at the end", rank 0 has taken its last step; "ready", all
-            are connected, and nobody stands at a gate yet; "stream", data has no length; or "trouble".
+            are connected, and nobody stands at a gate yet; "stream", data has no length; "room", there is none for it
+            before rank 1 dies; or "trouble".
     """
 
     def __init__(self, folder: Path, moment: str) -> None:
@@ -57,6 +58,8 @@ class Odd(Seen):
             self.log("late", 1.0, on_step=False, on_epoch=True, sync_dist=True)
         if CAME_BACK:
             return
+        if self._moment == "room" and (self.current_epoch, batch_idx) == (1, 2):
+            self._make_room()
         if self._moment == "ready" and batch_idx == 2 and self.current_epoch > 0 and self._seen < 2:
             self._lose_someone()
         if self._moment in ("mid epoch", "stream") and (self.current_epoch, batch_idx) == (1, 2):
@@ -88,9 +91,22 @@ class Odd(Seen):
         else:
             wait_until(lambda: self.trainer.world_size == 1)
 
+    def _make_room(self) -> None:
+        """Rank 1 dies, once rank 0 has seen that somebody waits, and knows of nobody who is lost."""
+        (self._folder / "start 1").touch()
+        if NUMBER == 0:
+            membership: Any = self.trainer.strategy.connection.membership
+            wait_until(lambda: len(membership.guests()) > 0)
+            (self._folder / "rank 0 has seen it").touch()
+        else:
+            wait_for(self._folder / "rank 0 has seen it")
+            die()
+
     def on_train_epoch_end(self) -> None:
         super().on_train_epoch_end()
-        self._since += self._moment == "ready" and (CAME_BACK or self._seen == 2) and self.trainer.world_size == 2
+        survivors: Any = self.trainer.strategy.survivors
+        began = {"ready": CAME_BACK or self._seen == 2, "room": survivors.room != ""}.get(self._moment, False)
+        self._since += began and self.trainer.world_size == 2
         if self._since == 3:  # the epoch in which it came, and two
             self.trainer.should_stop = True
 

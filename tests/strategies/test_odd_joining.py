@@ -21,18 +21,18 @@ TRAIN = "tests.strategies.odd_joining_workers:train"
 
 
 @contextmanager
-def ranks(folder: Path, moment: str, newcomers: int = 1, dies: str = "1") -> Iterator[RankGroup]:
-    """Three, of which one dies, and newcomers in its place, which wait for a file each."""
+def ranks(folder: Path, moment: str, newcomers: int = 1, dies: str = "1", size: int = 3) -> Iterator[RankGroup]:
+    """Some, of which one dies, and newcomers in its place, which wait for a file each."""
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
 
     def env(number: int) -> dict[str, str]:
         shared = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
-        shared |= {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
-        alone = {"RANK": dies, "LOCAL_RANK": dies, "LIGHTNING_ASYNC_REJOIN": str(number - 2)}
-        return shared | (alone if number > 2 else {})
+        shared |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+        alone = {"RANK": dies, "LOCAL_RANK": dies, "LIGHTNING_ASYNC_REJOIN": str(number - size + 1)}
+        return shared | (alone if number >= size else {})
 
     arguments = {"folder": str(folder), "moment": moment}
-    with start_ranks(TRAIN, 3 + newcomers, kwargs=arguments, env=env, timeout=150) as group:
+    with start_ranks(TRAIN, size + newcomers, kwargs=arguments, env=env, timeout=150) as group:
         yield group
 
 
@@ -134,3 +134,13 @@ def test_within_an_epoch_of_streams_it_begins_its_own_until_the_others_end(tmp_p
     assert said[2]["trained"].keys() == {"1", "2"}
     assert len(said[2]["trained"]["1"]) > 0  # of a stream without end
     assert [len(each["trained"]["2"]) for each in said] == [24, 24, 24]
+
+
+def test_who_waits_is_taken_in_as_soon_as_one_is_lost(tmp_path: Path) -> None:
+    """It comes under the number of one whose death nobody knows of yet, and one is left who could look again."""
+    with ranks(tmp_path, "room", size=2) as group:
+        results = group.join()
+    assert [results[number].returncode for number in (0, 1, 2)] == [0, -9, 0], "\n".join(map(str, results))
+    said = [ended(results[number]) for number in (0, 2)]
+    assert len({each["digest"] for each in said}) == 1
+    assert [(each["rank"], each["world_size"]) for each in said] == [(0, 2), (1, 2)]
