@@ -93,6 +93,9 @@ class Survivors:
     def go_on(self, generation: Generation, why: str) -> None:
         """A generation is formed in which others are missing, for these reasons."""
         before, self.generation = self.generation, generation
+        if self.room:  # numbers are not those that ranks were started with
+            lost = [self.called(name) for name in before.members if name not in generation.members]
+            why += f" (started as rank {', '.join(lost)})"
         self._number(self._run)
         self.tell()
         left = generation.world_size
