@@ -164,7 +164,7 @@ class ReplicatedStrategy(ParallelStrategy):
 
     def use(self, connection: Connection, run: int) -> None:
         """All ranks are connected for this run."""
-        self._connection, self.num_runs = connection, run
+        self._connection, self.num_runs, self._operations = connection, run, 0
         connection.hear_deaths(partial(name_in_run, names=() if self.survivors is None else self.survivors.names))
 
     @property

@@ -108,7 +108,12 @@ def train(
         wait_for(Path(folder) / f"start {os.environ['LIGHTNING_ASYNC_REJOIN']}")
     told: dict[str, Any] = {"name": str(NUMBER)}
     try:
+        if then_test:  # operations outside of a run are counted: a newcomer's are its own
+            trainer.validate(module, loader(False, 0), verbose=False)
+            trainer.save_checkpoint(f"{folder}/untrained-{os.getpid()}.ckpt")
+            module.validated = {}
         trainer.fit(module, loader(False, 0), loader(False, 0))
+        trainer.save_checkpoint(f"{folder}/trained.ckpt")
         (group,), saved = trainer.optimizers[0].param_groups, strategy.saved._last or {}
         told |= {
             "momentum": bool(trainer.optimizers[0].state), "lr": group["lr"], "epochs": trainer.current_epoch,
