@@ -13,6 +13,8 @@ from lightning_async.errors import CollectiveError, PeerLost
 
 __all__ = ["Mailbox"]
 
+_ASKED_FOR = {Gate.VALIDATE: Vote.VALIDATE, Gate.DECIDE: Vote.DECIDE, Gate.EPOCH_END: Vote.EPOCH}
+
 
 @dataclass
 class Mailbox:
@@ -105,10 +107,7 @@ class Mailbox:
             self.agreed &= ~Vote.SYNCHRONISE
         if not self.stands_at(gate):
             return
-        if self.gate is Gate.VALIDATE:
-            self.agreed &= ~Vote.VALIDATE
-        if self.gate is Gate.DECIDE:
-            self.agreed &= ~Vote.DECIDE
+        self.agreed &= ~_ASKED_FOR.get(self.gate, Vote.NONE)
         self.opened, self.gate = True, Gate.NONE
         self.last_seen = now
         self.changed.notify_all()

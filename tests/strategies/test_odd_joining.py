@@ -121,3 +121,16 @@ def test_whoever_is_lost_when_all_are_connected_the_others_go_on_and_the_newcome
     assert [(each["rank"], each["world_size"]) for each in said] == [(0, 2), (1, 2)]
     last = str(said[0]["epochs"] - 1)
     assert sorted(sample for each in said for sample in each["trained"][last]) == list(range(SAMPLES))
+
+
+def test_within_an_epoch_of_streams_it_begins_its_own_until_the_others_end(tmp_path: Path) -> None:
+    with ranks(tmp_path, "stream") as group:
+        results = group.join()
+    assert [results[number].returncode for number in (0, 2, 3)] == [0, 0, 0], "\n".join(map(str, results))
+    said = [ended(results[number]) for number in (0, 2, 3)]
+    assert len({each["digest"] for each in said}) == 1
+    assert [each["epochs"] for each in said] == [3, 3, 3]
+    assert [len(each["trained"]["1"]) for each in said[:2]] == [24, 24]
+    assert said[2]["trained"].keys() == {"1", "2"}
+    assert len(said[2]["trained"]["1"]) > 0  # of a stream without end
+    assert [len(each["trained"]["2"]) for each in said] == [24, 24, 24]
