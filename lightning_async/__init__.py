@@ -9,7 +9,16 @@ from lightning_async.callbacks.watchdog import HangWatchdog
 from lightning_async.data.partitioned import PartitionedSampler, PartitionedStream
 from lightning_async.engine.deadlines import Deadlines
 from lightning_async.errors import AsyncTrainingError, CollectiveError, CollectiveTimeout, PeerLost
-from lightning_async.rules import DeltaMean, DiLoCo, EveryNSteps, EverySeconds, Mean, Synchronous, Warmup
+from lightning_async.rules import (
+    DelayCompensation,
+    DeltaMean,
+    DiLoCo,
+    EveryNSteps,
+    EverySeconds,
+    Mean,
+    Synchronous,
+    Warmup,
+)
 from lightning_async.strategies.averaging import AsyncAveragingStrategy
 from lightning_async.strategies.gradients import AsyncGradientStrategy
 from lightning_async.strategies.horovod import HorovodStrategy
@@ -28,6 +37,7 @@ __all__ = [
     "CollectiveError",
     "CollectiveTimeout",
     "Deadlines",
+    "DelayCompensation",
     "DeltaMean",
     "DiLoCo",
     "DivergenceMonitor",

@@ -6,12 +6,17 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
+import torch
+from torch import Tensor
+
 from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.batch_norm import RECENT_BATCHES
 from lightning_async.engine.gradients.synchronous import SynchronousGradients
 from lightning_async.engine.gradients.window import Window
 from lightning_async.engine.header import Arrival, Gate
+from lightning_async.rules.delays import DelayCorrection
 from lightning_async.rules.schedules.protocol import Action, Step
+from lightning_async.strategies.saved_state import SavedState
 from lightning_async.strategies.stepping import Steps, learning_rate
 from lightning_async.trainer.batch import batch_size
 from lightning_async.trainer.updates import Updates
@@ -28,7 +33,9 @@ class Windows(Steps, Protocol):
     accumulate: int | Literal["until_reduced"]
     delay: int
     warmup_steps: int
+    correction: DelayCorrection | None
     updates: Updates | None
+    saved: SavedState
 
     def tell_place(self) -> None: ...
 
@@ -59,8 +66,14 @@ class Accumulating:
         self._window = Window(gradients)
         self._size = self._batch_samples = self._sent_samples = 0.0
         self._seen = 0
+        self._before: Tensor | None = None
+        """The parameters ahead of the last step."""
         self.recent: deque[Any] = deque(maxlen=RECENT_BATCHES)
         averager.gates.add(self)
+        averager.gathered = self._state
+        if (saved := strategy.saved.take_gathered()) is not None:
+            self._size = saved["size"]
+            self._window.load_state_dict(saved["window"])
         self._hooks = [optimizer.register_step_post_hook(self._count) for optimizer in strategy.optimizers]
 
     def close(self) -> None:
@@ -68,6 +81,10 @@ class Accumulating:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+    def _state(self) -> dict[str, Any] | None:
+        """For a checkpoint at a gate, where nothing is in flight: the open window."""
+        return {"size": self._size, "window": self._window.state_dict()} if self._window.batches else None
 
     def _count(self, *_: Any) -> None:
         """After every real optimizer step: mixed precision skips some."""
@@ -94,7 +111,7 @@ class Accumulating:
         if not self._window.batches:
             self._size = self._next_size()
         parts = self._strategy.module.trainer.accumulate_grad_batches  # by which Lightning has divided the loss
-        self._window.add_(self._batch_samples, self._scale / parts)
+        self._window.add_(self._batch_samples, self._scale / parts, self._averager.step)
 
     def after_batch(self) -> None:
         """Its gradients are in the window: close that, if it is time."""
@@ -179,7 +196,7 @@ class Accumulating:
         if not gradients.arrived:
             return
         before, samples = self._seen, self._sent_samples
-        self._updates.take(lambda: gradients.take_(self._scale))
+        self._updates.take(lambda: gradients.take_(self._scale, self._correct_))
         if gradients.arrived:
             raise RuntimeError(
                 f"Rank {strategy.global_rank}: `{type(strategy.module).__name__}.optimizer_step` did not call its "
@@ -190,6 +207,17 @@ class Accumulating:
             p.grad = None
         self._sent_samples = 0.0
         averager.tick(_GRADIENTS, samples, stepped=self._seen > before, lr=learning_rate(strategy.optimizers))
+
+    def _correct_(self, mean: Tensor, since: int) -> None:
+        """Of a mean that is late by a step, make one for the parameters of now."""
+        correction, before = self._strategy.correction, self._before
+        if correction is None:
+            return
+        now = torch.empty_like(mean)
+        self._gradients.replica.pack_parameters_(now)
+        if before is not None and before.shape == now.shape and since < self._averager.step:
+            correction.correct_(mean, torch.sub(now, before, out=before))
+        self._before = now
 
     # ---- at gates, see `Visitor` ----
 

@@ -6,11 +6,12 @@ from typing import Any, Literal
 
 from torch.optim import LBFGS
 
-from lightning_async.arguments import check_choice, check_int
+from lightning_async.arguments import check_choice, check_int, check_protocol
 from lightning_async.engine.averaging.config import AveragerConfig
 from lightning_async.engine.deadlines import Deadlines
 from lightning_async.engine.replica import BufferPolicy
 from lightning_async.rules import DeltaMean, Synchronous
+from lightning_async.rules.delays import DelayCorrection
 from lightning_async.strategies.accumulating import Accumulating
 from lightning_async.strategies.drifting import DriftingStrategy
 from lightning_async.strategies.survivors import started
@@ -25,7 +26,9 @@ from lightning_async.transports.transport import ElasticTransport, Transport
 
 __all__ = ["AsyncGradientStrategy"]
 
-_NOT_YET = ("FaultTolerantCheckpoint", "PeerMemory", "DivergenceMonitor", "LearningRateFinder")
+_NOT_YET = (
+    "FaultTolerantCheckpoint", "PeerMemory", "DivergenceMonitor", "LearningRateFinder", "AdaptiveGradientAccumulation",
+)  # fmt: skip
 
 
 class AsyncGradientStrategy(DriftingStrategy):
@@ -47,6 +50,8 @@ class AsyncGradientStrategy(DriftingStrategy):
             reduced, at least one batch, so that no rank waits for another.
         delay: 1 (default): a window's step is taken when the next one is full; 0: training waits for it.
         warmup_steps: so many steps have no delay at first. Default 0.
+        correction: what is done about the delay: None (default), nothing; or `DelayCompensation`. It takes the room of
+            one fp32 copy of the parameters.
         buffers: floating-point buffers (BatchNorm statistics) at gates: ``"average"`` (default), ``"keep"``,
             ``"broadcast"`` or ``"recompute"``, see `AsyncAveragingStrategy`.
         min_replicas: ranks may be lost as long as so many are left, and these go on: they reduce the windows under way
@@ -75,6 +80,7 @@ class AsyncGradientStrategy(DriftingStrategy):
         delay: int = 1,
         *,
         warmup_steps: int = 0,
+        correction: DelayCorrection | None = None,
         buffers: BufferPolicy = "average",
         min_replicas: int | None = None,
         deadlines: Deadlines | None = None,
@@ -82,7 +88,7 @@ class AsyncGradientStrategy(DriftingStrategy):
         transport: Transport | TransportName = "auto",
     ) -> None:
         self.accumulate: int | Literal["until_reduced"] = accumulate
-        self.delay, self.warmup_steps = delay, warmup_steps
+        self.delay, self.warmup_steps, self.correction = delay, warmup_steps, correction
         owner = type(self).__name__
         if isinstance(accumulate, str):
             check_choice(owner, "accumulate", accumulate, ("until_reduced", "a number of batches"))
@@ -90,6 +96,13 @@ class AsyncGradientStrategy(DriftingStrategy):
             check_int(self, "accumulate", at_least=1)
         check_choice(owner, "delay", delay, (0, 1))
         check_int(self, "warmup_steps", at_least=0)
+        if correction is not None:
+            what = "a correction such as DelayCompensation()"
+            check_protocol(owner, "correction", correction, DelayCorrection, what)
+            if delay == 0:
+                raise ValueError(
+                    f"`{owner}(correction={correction!r}, delay=0)`: without a delay nothing is corrected."
+                )
         if accumulate == "until_reduced" and delay == 0:
             raise ValueError(
                 f"`{owner}(accumulate='until_reduced', delay=0)`: without a delay nothing is gathered while gradients "
@@ -190,6 +203,7 @@ class AsyncGradientStrategy(DriftingStrategy):
         """What must be equal on all ranks in a fit."""
         return {
             **super().settings(), "accumulate": self.accumulate, "delay": self.delay, "warmup_steps": self.warmup_steps,
+            "correction": self.correction,
         }  # fmt: skip
 
     def __repr__(self) -> str:

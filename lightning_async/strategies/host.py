@@ -137,7 +137,7 @@ class Host:
         steps = [each["step"] for each in averaging["replicas"]]
         averaging["mean_steps"] = sum(steps) / len(steps)  # the clock of all does not jump as one more comes
         averaging["replicas"].append(
-            {**averaging["replicas"][0], "rule_state": {}, "summary": RunSummary().state_dict()}
+            {**averaging["replicas"][0], "rule_state": {}, "gathered": None, "summary": RunSummary().state_dict()}
         )
         ready = reception.take()
         places, why = ([], "it is gone.") if ready is None else self._hand_over(ready, course, averaging)

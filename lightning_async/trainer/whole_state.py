@@ -97,7 +97,7 @@ def whole(store: CheckpointStore, entry: Entry, names: Names, mapped: bool = Fal
             target = torch.view_as_real(state[name]) if state[name].is_complex() else state[name]
             target.copy_(value.view(target.shape))
     if averaging is not None:
-        clocks = own["clocks"] if took_part else {**own["clocks"], "rule_state": {}}
+        clocks = own["clocks"] if took_part else {**own["clocks"], "rule_state": {}, "gathered": None}
         checkpoint["lightning_async"] = {
             **averaging,
             "replicas": [clocks] * len(names.left),

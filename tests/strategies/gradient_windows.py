@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from lightning_async import AsyncGradientStrategy
-from lightning_async.trainer.namespace import pytorch
+from lightning_async import AsyncGradientStrategy, DelayCompensation
+from lightning_async.trainer.namespace import pl, pytorch
 from tests.strategies import problem
 from tests.strategies.workers import Net, Recorder, fit, loader, make_trainer, rank, report, scenario, shard
 
@@ -46,6 +47,16 @@ def no_delay_unequal_batches() -> Any:
 @scenario
 def delayed() -> Any:
     return fit(strategy(2), loader(shard((12, 12), (3, 9))), Net(optimizer=momentum), max_epochs=2)
+
+
+@scenario
+def compensated() -> Any:
+    """With warm-up, and a gate in mid-epoch, after which nothing is late for a window."""
+    correction = DelayCompensation(0.5)
+    return fit(
+        strategy(2, warmup_steps=1, correction=correction), loader(shard((12, 12))), Net(optimizer=momentum),
+        max_epochs=2, val=loader(shard((2, 2))), val_check_interval=6,
+    )  # fmt: skip
 
 
 class Watched(Net):
@@ -198,3 +209,33 @@ def validated_twice() -> Any:
         "first": first["digest"], "after": after, "steps": [first["global_step"], trainer.global_step],
         "accumulates": trainer.accumulate_grad_batches, "last": problem.digest(module),
     }  # fmt: skip
+
+
+class Saves(pl.Callback):
+    """A checkpoint within a window, at a validation."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.fit_loop.epoch_loop.batch_progress.current.ready == 6:
+            trainer.save_checkpoint(self.path)
+
+
+@scenario
+def resumed(folder: Path) -> Any:
+    """Of Lightning's checkpoints: at the end of an epoch, and within a window of which each rank has two batches."""
+    data, val, path = loader(shard((10, 10))), loader(shard((2, 2))), folder / "saved.ckpt"
+    straight = fit(strategy(4), data, Net(optimizer=momentum), max_epochs=2, val=val)
+    first = make_trainer(strategy(4))
+    first.fit(Net(optimizer=momentum), data, val)
+    first.save_checkpoint(path)
+    module, second = Net(optimizer=momentum), make_trainer(strategy(4), max_epochs=2)
+    second.fit(module, data, val, ckpt_path=path)
+    make_trainer(strategy(4), callbacks=[Saves(path)], val_check_interval=6).fit(Net(), data, val)
+    saved = torch.load(path, weights_only=True)["lightning_async"]["replicas"]
+    return {
+        "straight": [straight["digest"], straight["global_step"]],
+        "resumed": [problem.digest(module), second.global_step],
+        "window": [[each["gathered"]["window"][what] for what in ("batches", "samples")] for each in saved],
+    }

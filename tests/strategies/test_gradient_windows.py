@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_async import AsyncGradientStrategy, DivergenceMonitor, FaultTolerantCheckpoint
+from lightning_async import AsyncGradientStrategy, DelayCompensation, DivergenceMonitor, FaultTolerantCheckpoint
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
 from tests.strategies.gradient_windows import adam, momentum
@@ -34,17 +34,24 @@ def reference(
     clip: float | None = None,
     gates: Sequence[int] = (),
     halves_every: int = 0,
+    strength: float = 0.0,
+    warm: int = 0,
     optimizer: Callable[[Any], torch.optim.Optimizer] = momentum,
 ) -> tuple[list[float], int]:
     """The parameters and the number of steps, in float64; ``gates`` come after so many batches of an epoch."""
     module, steps = problem.network().double(), 0
     stepper = optimizer(module.parameters())
     flying: list[Tensor] | None = None
+    before, since = [p.detach().clone() for p in module.parameters()], 0
 
     def step() -> None:
-        nonlocal flying, steps
+        nonlocal flying, steps, before
         if flying is None:
             return
+        now = [p.detach().clone() for p in module.parameters()]
+        if since < steps:
+            flying = [g + strength * g * g * (x - old) for g, x, old in zip(flying, now, before, strict=True)]
+        before = now
         for p, g in zip(module.parameters(), flying, strict=True):
             p.grad = g
         if clip is not None:
@@ -55,7 +62,7 @@ def reference(
             stepper.param_groups[0]["lr"] /= 2
 
     for _ in range(epochs):
-        total, samples = [torch.zeros_like(p) for p in module.parameters()], 0
+        total, samples, began = [torch.zeros_like(p) for p in module.parameters()], 0, steps
         for i, every in enumerate(zip(*shards, strict=True), start=1):
             for x, y in every:
                 loss = problem.loss_of(module, (x.double(), y.double()))
@@ -64,12 +71,14 @@ def reference(
                 samples += len(x)
             if i % size == 0 or i == len(shards[0]):
                 step()
-                flying = [t / samples for t in total]
-                total, samples = [torch.zeros_like(t) for t in total], 0
-                if delay == 0:
+                flying, since = [t / samples for t in total], began
+                total, samples, began = [torch.zeros_like(t) for t in total], 0, steps
+                if delay == 0 or steps < warm:
                     step()
+                    began = steps
             if i in gates:
                 step()
+                began = began if samples else steps
         step()
     return flat(module), steps
 
@@ -81,6 +90,7 @@ def reference(
         ("no_delay_adam_clipped", lambda: reference(SHORT, 3, 0, epochs=2, clip=0.2, optimizer=adam)),
         ("no_delay_unequal_batches", lambda: reference(UNEQUAL, 2, 0)),
         ("delayed", lambda: reference(UNEQUAL, 2, 1, epochs=2)),
+        ("compensated", lambda: reference(EQUAL, 2, 1, epochs=2, gates=(6,), strength=0.5, warm=1)),
     ],
 )
 def test_steps_are_those_of_one_process_in_float64(
@@ -102,7 +112,9 @@ def test_without_delay_windows_are_accumulation_of_ddp(ranks: Outcomes) -> None:
 
 def test_the_delay_shows() -> None:
     """What the comparisons above compare with is not trivial."""
-    assert distance(reference(UNEQUAL, 2, 0)[0], reference(UNEQUAL, 2, 1)[0]) > 1e-3
+    late = reference(UNEQUAL, 2, 1)[0]
+    assert distance(reference(UNEQUAL, 2, 0)[0], late) > 1e-3
+    assert distance(reference(UNEQUAL, 2, 1, strength=0.5)[0], late) > 1e-3
 
 
 def test_validations_and_epochs_step_with_what_is_in_flight(ranks: Outcomes) -> None:
@@ -195,6 +207,12 @@ def test_what_is_left_behind_by_a_fit(ranks: Outcomes) -> None:
         assert told["accumulates"] == 1
 
 
+def test_lightnings_checkpoints_hold_the_open_window(ranks: Outcomes) -> None:
+    for told in ranks("resumed"):
+        assert told["resumed"] == told["straight"]
+        assert told["window"] == [[2, 8.0]] * 2
+
+
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
@@ -203,6 +221,8 @@ def test_what_is_left_behind_by_a_fit(ranks: Outcomes) -> None:
         ({"accumulate": "until_done"}, ValueError, "accumulate='until_done'"),
         ({"accumulate": "until_reduced", "delay": 0}, ValueError, "without a delay"),
         ({"delay": 2}, ValueError, "delay=2"),
+        ({"correction": "none"}, TypeError, "correction='none'"),
+        ({"correction": DelayCompensation(), "delay": 0}, ValueError, "without a delay nothing is corrected"),
         ({"warmup_steps": -1}, ValueError, "warmup_steps=-1"),
         ({"buffers": "drop"}, ValueError, "AsyncGradientStrategy(buffers='drop')"),
         ({"part_mb": 0.0}, ValueError, "AsyncGradientStrategy(part_mb=0.0)"),

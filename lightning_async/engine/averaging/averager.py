@@ -66,6 +66,7 @@ class BackgroundAverager:
         self._merger = Merger(self._buckets, self.agreed, self.wing, exact=self.config.compression == "none")
         self.on_healed: Callable[[], None] = lambda: None
         """Called when this replica was not finite and has taken over the others' model."""
+        self.gathered: Callable[[], Any] = lambda: None  # towards a step to come, for checkpoints
         self.step = self.first_step = self.epoch = 0
         self._resumed = self._in_flight = False
         self._step_s = self.started_at = self._last_tick = self._stood_at = 0.0
@@ -277,12 +278,9 @@ class BackgroundAverager:
     def clocks(self) -> dict[str, Any]:
         """What is this replica's own."""
         return {
-            "step": self.step,
-            "epoch": self.epoch,
-            **self.ledger.state_dict(),
-            "rule_state": self.agreed.rule_state_dict(own=True),
-            "summary": self.summary.state_dict(),
-        }
+            "step": self.step, "epoch": self.epoch, "summary": self.summary.state_dict(), **self.ledger.state_dict(),
+            "rule_state": self.agreed.rule_state_dict(own=True), "gathered": self.gathered(),
+        }  # fmt: skip
 
     def load_state_dict(self, saved: dict[str, Any], clocks: dict[str, Any]) -> None:
         """Go on from `state_dict` and `clocks`; before `start`. What ``clocks`` lacks of the rule's state begins anew.

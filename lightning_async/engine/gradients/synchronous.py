@@ -30,10 +30,12 @@ class Part(NamedTuple):
     Args:
         weight: what they count in the mean.
         mask: a hash of which parameters have one.
+        since: steps that had been taken when the first of them was computed.
     """
 
     weight: float = 0.0
     mask: int = 0
+    since: int = 0
 
 
 @dataclass
@@ -43,10 +45,12 @@ class GradientMessage(Message):
     Args:
         samples: behind them.
         used: 1.0 for every parameter that has one.
+        since: steps that had been taken when the first of them was computed.
     """
 
     samples: float
     used: Tensor
+    since: int
 
 
 class GradientPlan(NamedTuple):
@@ -66,11 +70,13 @@ class Reduction(Exchange):
     Args:
         share: this rank's share in the mean.
         used: which parameters any replica used.
+        since: the smallest of all replicas', see `Part`.
         masks_differ: replicas used different ones, or one that follows has none to know them by.
     """
 
     share: float
     used: Tensor
+    since: int
     masks_differ: bool
 
 
@@ -117,28 +123,29 @@ class SynchronousGradients:
         """
         replica = self.replica
         self._buckets.take_when(self._buckets.can_pack, self._control.see)
-        self._post(lambda bucket: _pack_(replica, bucket, 1.0 / scale), samples, _used(replica))
+        self._post(lambda bucket: _pack_(replica, bucket, 1.0 / scale), samples, _used(replica), int(self._box.steps))
         self.wait()
         self.take_(scale)
 
-    def post(self, pack: Callable[[Tensor], None], samples: float, used: Tensor) -> bool:
+    def post(self, pack: Callable[[Tensor], None], samples: float, used: Tensor, since: int) -> bool:
         """Have gradients averaged with all replicas', if the buckets are free; whether they are on their way.
 
         Args:
             pack: puts them into a bucket.
             samples: behind them.
             used: 1.0 for every parameter that has one.
+            since: steps that had been taken when the first of them was computed.
         """
         with self._box.changed:
             self._control.see()
             if not self._buckets.can_pack():
                 return False
             self._buckets.take()
-        self._post(pack, samples, used)
+        self._post(pack, samples, used, since)
         return True
 
-    def _post(self, pack: Callable[[Tensor], None], samples: float, used: Tensor) -> None:
-        with self._buckets.used(GradientMessage(GRADIENTS, int(self._box.steps), samples, used)):
+    def _post(self, pack: Callable[[Tensor], None], samples: float, used: Tensor, since: int) -> None:
+        with self._buckets.used(GradientMessage(GRADIENTS, int(self._box.steps), samples, used, since)):
             pack(self._buckets.sent)
 
     def wait_until_free(self) -> None:
@@ -165,11 +172,18 @@ class SynchronousGradients:
         """Stand still until nothing is in flight."""
         self._gates.wait(lambda: self._buckets.message is None)
 
-    def take_(self, scale: float = 1.0) -> None:
-        """The mean that has arrived, if one has, becomes the gradients, times ``scale``."""
+    def take_(self, scale: float = 1.0, change: Callable[[Tensor, int], None] | None = None) -> None:
+        """The mean that has arrived, if one has, becomes the gradients.
+
+        Args:
+            scale: they are multiplied by it.
+            change: called with the flat mean first, and with the steps that had been taken when it was begun.
+        """
         buckets = self._buckets
         if isinstance(arrived := buckets.arrived, Reduction):  # else no replica had a weight
             buckets.to_training.take()
+            if change is not None:
+                change(self.replica.of_rule(arrived.target), arrived.since)
             _unpack_(self.replica, arrived.target, arrived.used, scale)
         with self._box.changed:
             buckets.arrived = None
@@ -184,7 +198,9 @@ class SynchronousGradients:
         return self.blank
 
     def complete(self, part: Part, message: Message | None, compare: bool) -> Part:
-        return Part(self._weigh(message.samples), _mask(message.used)) if isinstance(message, GradientMessage) else part
+        if not isinstance(message, GradientMessage):
+            return part
+        return Part(self._weigh(message.samples), _mask(message.used), message.since)
 
     def is_due(self, parts: Sequence[Part]) -> bool:
         return any(p.weight > 0.0 for p in parts)
@@ -218,6 +234,7 @@ class SynchronousGradients:
             target=buckets.landing() if mine is None else buckets.received,
             share=plan.weights[self._transfer.rank],
             used=torch.zeros(len(self.replica.layout)) if mine is None else mine.used.clone(),
+            since=min((p.since for p in parts if p.weight > 0.0), default=0),
             masks_differ=len({p.mask for p in parts if p.mask or self.follows}) > 1,
         )
 

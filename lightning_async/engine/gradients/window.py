@@ -36,19 +36,22 @@ class Window:
     def __init__(self, gradients: SynchronousGradients) -> None:
         self._gradients, self._replica = gradients, gradients.replica
         self._layout = self._replica.layout
-        self.samples, self.batches = 0.0, 0
+        self.samples, self.batches, self.since = 0.0, 0, 0
         self._used = torch.zeros(len(self._layout))
         self._sum = self._layout.empty(self._replica.device)
 
     @torch.no_grad()
-    def add_(self, samples: float, scale: float = 1.0) -> None:
+    def add_(self, samples: float, scale: float = 1.0, step: int = 0) -> None:
         """Move the parameters' gradients, which are a mean over so many samples, into the window.
 
         Args:
             samples: behind them; where there are none they are dropped.
             scale: what they are multiplied by (mixed precision, a loss that is divided), and are without in the window.
+            step: steps that were taken before.
         """
         self._follow_layout()
+        if not self.batches:
+            self.since = step
         views: list[Tensor] = []
         moved: list[Tensor] = []
         trained = self._replica.tensors.trained.values()
@@ -72,7 +75,10 @@ class Window:
         self._follow_layout()
         replica, weight = self._replica, 1.0 / self.samples
         if not self._gradients.post(
-            lambda sent: ops.scale_(replica.of_rule(sent), self._sum, weight), self.samples, self._used.clone()
+            lambda sent: ops.scale_(replica.of_rule(sent), self._sum, weight),
+            self.samples,
+            self._used.clone(),
+            self.since,
         ):
             return False
         self.clear()
@@ -104,6 +110,7 @@ class Window:
         return {
             "samples": self.samples,
             "batches": self.batches,
+            "since": self.since,
             "used": self._used.clone(),
             "sum": self._sum.cpu().clone(),
             "names": list(self._layout.names),
@@ -119,4 +126,4 @@ class Window:
             if name in parts and parts[name][0].numel() == view.numel():
                 view.copy_(parts[name][0].view(view.shape))
                 self._used[i] = parts[name][1]
-        self.samples, self.batches = float(saved["samples"]), int(saved["batches"])
+        self.samples, self.batches, self.since = float(saved["samples"]), int(saved["batches"]), int(saved["since"])
