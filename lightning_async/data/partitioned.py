@@ -14,14 +14,18 @@ from lightning_async.data.partitions import Partition, Random
 
 __all__ = ["PartitionedSampler", "PartitionedStream"]
 
-_SIZES = ("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
+_LAUNCHERS = (
+    ("HOROVOD_SIZE", "HOROVOD_RANK"), ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("PMI_SIZE", "PMI_RANK"),
+    ("WORLD_SIZE", "RANK"),
+)  # fmt: skip
+"""What launchers tell ranks."""
 
 
 class _Place:
     """Which part is this replica's.
 
     Args:
-        num_replicas, rank: where both are None: those of the strategy, or of torch.distributed.
+        num_replicas, rank: where both are None: those of the strategy, of torch.distributed, or of the launcher.
     """
 
     def __init__(self, owner: str, num_replicas: int | None, rank: int | None) -> None:
@@ -29,7 +33,6 @@ class _Place:
             raise ValueError(f"`{owner}(num_replicas={num_replicas}, rank={rank})`: give both or none of the two.")
         if num_replicas is not None and rank is not None and not 0 <= rank < num_replicas:
             raise ValueError(f"`{owner}(num_replicas={num_replicas}, rank={rank})`: a rank is from 0 on, and below.")
-        self._owner = owner
         self.members: Sequence[str] | None = None if num_replicas is None else tuple(map(str, range(num_replicas)))
         self.rank = rank or 0
 
@@ -39,12 +42,9 @@ class _Place:
             return self.members, self.rank
         if dist.is_available() and dist.is_initialized():
             return tuple(map(str, range(dist.get_world_size()))), dist.get_rank()
-        several = [name for name in _SIZES if os.environ.get(name, "1") not in ("", "1")]
-        if several:
-            raise RuntimeError(
-                f"`{self._owner}` does not know which part is this rank's ({several[0]}={os.environ[several[0]]}): "
-                "give it `num_replicas=trainer.world_size, rank=trainer.global_rank`, in `train_dataloader`."
-            )
+        for size, rank in _LAUNCHERS:
+            if size in os.environ and rank in os.environ:
+                return tuple(map(str, range(int(os.environ[size])))), int(os.environ[rank])
         return ("0",), 0
 
 
@@ -58,7 +58,7 @@ class PartitionedSampler(DistributedSampler[Any]):
     Args:
         dataset: a map-style dataset, or anything with a length.
         partition: `Random` (default), `Sequential`, `Weighted`, `ByKey`, or one of your own.
-        num_replicas, rank: which part. Default: as the strategy or torch.distributed has it; 1 and 0 without either.
+        num_replicas, rank: which part. Default: as the strategy, torch.distributed or the launcher has it; else all.
 
     Raises:
         TypeError: ``partition`` is none.

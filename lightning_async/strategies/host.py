@@ -119,10 +119,10 @@ class Host:
             reception.look()
 
     def _call(self) -> None:
-        if (course := self._strategy.course) is not None:
-            course.patches.foresee()
         if (call := self.call_together) is not None:
             call()
+        if (course := self._strategy.course) is not None:
+            course.patches.foresee()
 
     def decide(self, world: World) -> bool:
         """All are here and hold one model: take in who is ready. Nobody gets another model by it."""

@@ -26,6 +26,7 @@ from lightning_async.transports.transport import Connection
 
 __all__ = ["Reception", "for_life"]
 
+log = logging.getLogger(__name__)
 _LOOK_S, _END_S = 0.02, 5.0
 
 
@@ -122,6 +123,16 @@ class Reception:
     # ---- on a thread of its own ----
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception:
+            log.exception(
+                "Who waits to join was not looked at; the next change among the ranks has it looked at again."
+            )
+            with self._lock:
+                self._thread = None
+
+    def _serve(self) -> None:
         while True:
             with self._lock:
                 broken, waiting = self._ready if self._broken() else None, self._waiting()

@@ -155,14 +155,17 @@ class Inheritance:
         epoch.hear(gates)
         mine: list[Any] = [epoch.called(gates.name), list(epoch.mine()), self._taken_up]
         told, self._taken_up = world.gather_objects(mine), []
-        epoch.known, epoch.phase, epoch.shares = True, 0, {name: Share(*each) for name, each, _ in told}
-        for number, each in enumerate(unheard(epoch.shares.values())):
-            epoch.shares[f"(lost as the epoch began, {number})"] = each
+        shares = {name: Share(*each) for name, each, _ in told}
+        for number, each in enumerate(unheard(shares.values())):
+            shares[f"(lost as the epoch began, {number})"] = each
         there = [Share(*each) for _, each, _ in told]
+        left_at: dict[str, int] = {}
         for name, each, begin in (left for *_, of_rank in told for left in of_rank):
             lost = f"{name}, lost before a checkpoint"
-            epoch.shares[lost] = before(Share(*each), there)
-            epoch.places[lost] = epoch.place(begin)
+            shares[lost] = before(Share(*each), there)
+            left_at[lost] = begin
+        epoch.known, epoch.phase, epoch.shares = True, 0, shares  # whole at once: other threads read it
+        epoch.places |= {lost: epoch.place(begin) for lost, begin in left_at.items()}
 
     def _begin_batch(self, original: Any) -> Any:
         def on_train_batch_start(batch: Any, batch_idx: int) -> None:

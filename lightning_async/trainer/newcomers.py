@@ -74,7 +74,7 @@ class Newcomers:
 
     def foresee(self) -> None:
         """One is about to come, and will be waited for: have at hand what takes time; from any thread."""
-        for share in self._epoch.shares.values():
+        for share in list(self._epoch.shares.values()):
             for told, _ in share.loaders:
                 if told is not None and told["kind"] == "distributed":
                     distributed(told)

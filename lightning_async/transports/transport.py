@@ -139,7 +139,8 @@ class Connection:
         """Who is gone, and why, as soon as the heartbeats tell; in short."""
         until = time.monotonic() + _HEARSAY_S
         while self._membership is not None and time.monotonic() < until:
-            gone = in_order({*self._membership.lost(), *self._membership.left()})
+            left = self._membership.left().intersection(self._membership.generation.members)  # not who visits
+            gone = in_order({*self._membership.lost(), *left})
             if gone:
                 return self._membership.why(gone).splitlines()[0].rstrip(".")
             time.sleep(0.05)

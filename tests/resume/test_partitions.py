@@ -140,7 +140,7 @@ def test_what_is_left_of_parts_is_divided_among_another_number_of_ranks():
     assert sorted(seen) == list(range(50))
 
 
-def test_arguments_are_checked(monkeypatch: pytest.MonkeyPatch):
+def test_arguments_are_checked():
     with pytest.raises(TypeError, match=r"PartitionedSampler\(partition='random'\)` must be a partition"):
         PartitionedSampler([1], "random")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="give both or none"):
@@ -153,7 +153,15 @@ def test_arguments_are_checked(monkeypatch: pytest.MonkeyPatch):
         ByKey(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="finite numbers >= 0"):
         Weighted({0: -1.0})
+
+
+def test_which_part_is_this_ranks_is_known_from_the_launcher(monkeypatch: pytest.MonkeyPatch):
+    for name in ("WORLD_SIZE", "RANK", "HOROVOD_SIZE", "HOROVOD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        monkeypatch.delenv(name, raising=False)
     assert list(PartitionedSampler([1, 2], Sequential())) == [0, 1]  # alone
     monkeypatch.setenv("HOROVOD_SIZE", "2")
-    with pytest.raises(RuntimeError, match=r"HOROVOD_SIZE=2\): give it `num_replicas=trainer.world_size"):
-        list(PartitionedSampler([1, 2], Sequential()))
+    monkeypatch.setenv("HOROVOD_RANK", "1")
+    sampler = PartitionedSampler([1, 2, 3, 4], Sequential())
+    assert list(sampler) == [2, 3]
+    sampler.number(["0", "4", "7"], 2)
+    assert (list(sampler), len(sampler), sampler.num_replicas, sampler.rank) == ([3], 1, 3, 2)

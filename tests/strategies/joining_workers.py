@@ -10,16 +10,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_async import (
+    AdaptiveGradientAccumulation,
     AsyncAveragingStrategy,
     DeltaMean,
     DiLoCo,
     EveryNSteps,
     FaultTolerantCheckpoint,
+    PartitionedSampler,
     PeerMemory,
     Synchronous,
 )
+from lightning_async.data.partitions import Random
 from lightning_async.rules.saving import Latest
 from lightning_async.trainer.namespace import pl, pytorch
 from tests.strategies.failure_workers import digest
@@ -83,6 +87,7 @@ def train(
     most: int | None = None,
     validates: float = 1.0,
     fewest: int = 1,
+    parts: bool = False,
 ) -> None:
     deaths = {number: (place, epoch, taken) for number, (place, epoch, taken) in deaths.items()}
     mode = (modes or {}).get(os.environ.get("LIGHTNING_ASYNC_REJOIN", ""), "")
@@ -96,6 +101,10 @@ def train(
     stopping = pytorch("callbacks").EarlyStopping("val_loss", patience=1000)
     best = pytorch("callbacks").ModelCheckpoint(folder, filename="{epoch}", monitor="val_loss", save_top_k=2)
     callbacks: list[Any] = [stopping, best]
+    data = loader(False, 0)
+    if parts:
+        callbacks.append(AdaptiveGradientAccumulation(2, lr_scaling="linear"))
+        data = DataLoader(data.dataset, 2, sampler=PartitionedSampler(data.dataset, Random(seed=3)))
     if saves:
         callbacks.append(FaultTolerantCheckpoint(Path(folder) / "saved", every_n_train_steps=4, keep=Latest(1000)))
         callbacks.append(PeerMemory(every_n_train_steps=2))
@@ -112,7 +121,7 @@ def train(
             trainer.validate(module, loader(False, 0), verbose=False)
             trainer.save_checkpoint(f"{folder}/untrained-{os.getpid()}.ckpt")
             module.validated = {}
-        trainer.fit(module, loader(False, 0), loader(False, 0))
+        trainer.fit(module, data, loader(False, 0))
         trainer.save_checkpoint(f"{folder}/trained.ckpt")
         (group,), saved = trainer.optimizers[0].param_groups, strategy.saved._last or {}
         told |= {
