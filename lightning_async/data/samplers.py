@@ -10,6 +10,8 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _DatasetKind
 
+from lightning_async.data.partitioned import PartitionedSampler
+
 __all__ = ["Division", "deal", "deal_steps", "describe", "divide", "in_the_last_step", "rest", "share"]
 
 Position = dict[str, Any]
@@ -27,6 +29,8 @@ def describe(loader: Any, given: list[int] | None) -> dict[str, Any] | None:
     sampler = loader.sampler
     if loader._dataset_kind == _DatasetKind.Iterable or type(loader.batch_sampler) is not BatchSampler:
         return None
+    if given is None and isinstance(sampler, PartitionedSampler):
+        given = sampler.indices()  # a partition may be a function, which cannot be told
     if given is None and type(sampler) not in (DistributedSampler, RandomSampler, SequentialSampler):
         return None
     batches = loader.batch_sampler

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_async.data.samplers import describe, share
+from lightning_async.data.samplers import describe
 from lightning_async.data.workers import stateful
 
-__all__ = ["Batches", "Share", "before", "inherited", "told_of", "unheard"]
+__all__ = ["Batches", "Share", "before", "distributed", "inherited", "told_of", "unheard"]
 
 
 class Share(NamedTuple):
@@ -52,6 +53,29 @@ def told_of(loader: Any) -> tuple[dict[str, Any] | None, int]:
         return None, 0
     of_all = told["kind"] != "distributed" or len(loader.sampler.dataset) == told["length"]  # pyright: ignore
     return (told if of_all else None), len(loader)
+
+
+def distributed(told: dict[str, Any]) -> Tensor:
+    """The indices of a rank's whole epoch, as torch's DistributedSampler has them.
+
+    >>> told = {"length": 5, "num_replicas": 2, "rank": 1, "shuffle": False, "seed": 0, "epoch": 0, "drop_last": False}
+    >>> distributed(told).tolist()
+    [1, 3, 0]
+    """
+    length, ranks, rank = told["length"], told["num_replicas"], told["rank"]
+    order = _order(length, told["seed"] + told["epoch"] if told["shuffle"] else None)
+    count = length // ranks if told["drop_last"] else -(-length // ranks)
+    mine = order[rank::ranks][:count]  # no copy yet, of what may be millions
+    padding = torch.arange(rank + len(mine) * ranks, rank + count * ranks, ranks) % max(1, length)
+    return torch.cat([mine, order[padding]]) if len(mine) < count else mine
+
+
+@functools.lru_cache(maxsize=1)
+def _order(length: int, seed: int | None) -> Tensor:
+    """Of all indices; kept, as all ranks wait while the shares of all are looked at, which are of one epoch."""
+    if seed is None:
+        return torch.arange(length)
+    return torch.randperm(length, generator=torch.Generator().manual_seed(seed))
 
 
 class Batches(NamedTuple):
@@ -143,8 +167,8 @@ def _columns(of: Share, begin: int) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 def _cut(told: dict[str, Any], count: int, numbers: range, cycles: bool) -> tuple[Tensor, Tensor, Tensor]:
     size, is_given = told["batch_size"], told["kind"] == "given"
-    indices = told["indices"] if is_given else torch.tensor(share({"share": told}), dtype=torch.int64)
-    if told["kind"] == "distributed" and not told["drop_last"] and not told["full_batches"]:  # else it would be dropped
+    indices = told["indices"] if is_given else distributed(told)
+    if not is_given and not told["drop_last"] and not told["full_batches"]:  # else it would be dropped
         is_padding = (len(indices) - 1) * told["num_replicas"] + told["rank"] >= told["length"]
         indices = indices[:-1] if is_padding else indices
     here = torch.arange(numbers.start, numbers.stop)

@@ -22,7 +22,12 @@ from lightning_async.engine.replica import Replica
 from lightning_async.engine.transfer import Transfer
 from lightning_async.errors import AsyncTrainingError, CollectiveError, PeerLost
 
-__all__ = ["ControlPlane"]
+__all__ = ["ControlPlane", "forks_of"]
+
+
+def forks_of(collectives: Collectives, payload: Collectives, deadlines: Deadlines) -> tuple[Collectives, Collectives]:
+    """What headers and payloads go over: forks of these."""
+    return collectives.fork("header", timedelta(days=7)), payload.fork("payload", deadlines.payload)
 
 
 class ControlPlane:
@@ -38,6 +43,7 @@ class ControlPlane:
         now: a monotonic clock, in seconds.
         calls: of the training thread over all ranks, which go on in the new groups when these are formed anew.
         min_replicas: ranks that are lost are done without, as long as so many are left. Default: all that there are.
+        forks: see `forks_of`; by default they are made here.
     """
 
     def __init__(
@@ -52,13 +58,13 @@ class ControlPlane:
         now: Callable[[], float] = time.monotonic,
         calls: Calls | None = None,
         min_replicas: int | None = None,
+        forks: tuple[Collectives, Collectives] | None = None,
     ) -> None:
         self.mailbox = Mailbox()
         self.buckets = Buckets(replica, self.mailbox)
         self.membership, self.now, self._calls = membership, now, calls
         roots = (collectives, payload or collectives)
-        small = collectives.fork("header", timedelta(days=7))
-        large = roots[1].fork("payload", deadlines.payload)
+        small, large = forks or forks_of(*roots, deadlines)
         self.transfer = Transfer(small, large, self.mailbox, membership, deadlines.payload, part_bytes, now)
         self.wings: list[Wing] = []
         self.regroup = Regroup(roots, membership, self.mailbox, self.transfer, calls, deadlines, min_replicas, now)

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from lightning_async.engine.control import ControlPlane
 from lightning_async.engine.header import Arrival, Gate, Vote
+from lightning_async.errors import Dismissed
 
 __all__ = ["Gates", "Visitor"]
 
@@ -47,6 +48,8 @@ class Gates:
         self._control, self._box, self._visitors = control, control.mailbox, visitors
         self.moved_at_gate = False
         """Whether the model had changed, on any rank, between the last two gates."""
+        self.coming = Gate.NONE
+        """Where the training thread is about to stand, stands, or stood last."""
         self._at_gate = True
         """No batch has begun since the last gate, or since training began."""
 
@@ -63,6 +66,7 @@ class Gates:
         box, now = self._box, self._control.now
         started = now()
         self._leave()
+        self.coming = gate
         for visitor in self._visitors:
             visitor.come()
         with box.changed:
@@ -72,6 +76,7 @@ class Gates:
             while True:
                 for visitor in self._visitors:
                     visitor.stand()
+                self.check()
                 with box.changed:
                     self._control.see()
                     if self._control.buckets.arrived is not None:
@@ -123,6 +128,19 @@ class Gates:
     def request_stop(self) -> None:
         """Vote for stopping, from a signal handler: that may touch no lock."""
         self._box.stop_requested = True
+
+    def request_leave(self) -> None:
+        """Leave alone, from a signal handler: `check` raises where the training thread is at a boundary."""
+        self._box.goes = True
+
+    def check(self) -> None:
+        """This rank is between two batches, or stands at a gate.
+
+        Raises:
+            Dismissed: it was told to leave.
+        """
+        if self._box.goes:
+            raise Dismissed
 
     @property
     def stop_requested(self) -> bool:

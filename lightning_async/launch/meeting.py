@@ -11,6 +11,7 @@ launchers of the job from being heard.
 
 from __future__ import annotations
 
+import signal
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -49,8 +50,8 @@ class Host(Hears, Protocol):
     def alone(self, why: str) -> None:
         """Too few have come."""
 
-    def signalled(self, number: int, where: str) -> None:
-        """Another launcher was sent a signal."""
+    def signalled(self, number: int, where: str, spared: frozenset[int] = frozenset()) -> None:
+        """Another launcher was sent a signal; ``spared`` are its ranks, where there are enough nodes without it."""
 
     def say(self, text: str) -> None:
         """To people, here and at all other nodes."""
@@ -175,8 +176,7 @@ class Meeting:
         if self._gathers:
             self._count()
         elif not self._fill():
-            # It may be one of those that have a place, and whose end nobody has noticed yet.
-            remote.wire.send("say", text="All places are taken: this node waits until it is needed.")
+            self._tell_why_it_waits(remote)
 
     def left(self, remote: Remote, why: str) -> None:
         """See `Meets`."""
@@ -193,7 +193,9 @@ class Meeting:
             if seat.remote is remote:
                 seat.remote = None
                 self._host.gone(frozenset(seat.place.all), why)
-                self._fill()
+                if not self._fill() and not self._gathers:
+                    for each in self._waiting:
+                        self._tell_why_it_waits(each)
                 self._count()
 
     # ---- places ----
@@ -210,6 +212,13 @@ class Meeting:
                 self._host.here(frozenset(seat.place.all))
                 return True
         return False
+
+    def _tell_why_it_waits(self, remote: Remote) -> None:
+        """It may be one of those that have a place, and whose end nobody has noticed yet."""
+        empty = [seat for seat in self._seats[1:] if seat.remote is None]
+        why = "".join(f"The place of node {each.place.node} is empty, for -n {each.place.ranks}. " for each in empty)
+        text = f"{why}This one has -n {remote.ranks}, and" if empty else "All places are taken: this node"
+        remote.wire.send("say", text=f"{text} waits until it is needed.")
 
     def _count(self) -> None:
         """Somebody has come or gone."""
@@ -238,5 +247,8 @@ class Meeting:
 
     def signalled(self, number: int, remote: Remote) -> None:
         """See `Meets`."""
-        if remote.place is not None:
-            self._host.signalled(number, self.where(remote.place.first))
+        if (place := remote.place) is None:
+            return
+        left = 1 + sum(not each.goes for each in self.remotes if each is not remote)
+        spared = number == signal.SIGTERM and left >= self._wanted.least
+        self._host.signalled(number, self.where(place.first), frozenset(place.all if spared else ()))

@@ -6,6 +6,7 @@ decides hears of all this by `Hears`: the supervisor, here or on another host.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -25,7 +26,7 @@ from lightning_async.launch.summary import Ending
 
 __all__ = ["Hears", "Node", "Ranks"]
 
-_KILLED_S = 1.0
+_KILLED_S, _SOON_S = 1.0, 1.0
 
 
 class Hears(Protocol):
@@ -130,6 +131,11 @@ class Node:
             # What was read meanwhile is told, but not from within what tells of a death.
             self._loop.after(0.0, (self, "unread", rank), lambda rank=rank: self._listen(rank))
 
+    def dismiss(self) -> None:
+        """All are to go while others train on: each hears of its own death, which is yet to come."""
+        for rank, process in self._processes.items():
+            process.tell(Death(rank, process.pid, "is to go with its node"))
+
     def prepare(self, wanted: int) -> None:
         """See `Ranks`."""
         self._standbys.prepare(wanted)
@@ -161,12 +167,18 @@ class Node:
             readers = [reader for reader, _ in self._pipes]
             self._keeper = keeper = Keeper(readers, self._logs, self._job.place, self._policy.grace_s)
             self._loop.watch(keeper.pidfd, lambda: self._lose(keeper))
+            for process in self._processes.values():
+                keeper.started(process)
         return self._keeper
 
     def _lose(self, keeper: Keeper) -> None:
+        """Another one takes its place at once: should the launcher be killed, these ranks are to save and to end."""
         self._loop.forget(keeper.pidfd)
-        self._keeper = None
-        self._hears.unkept(keeper.died())
+        self._keeper, how = None, keeper.died()
+        if time.monotonic() - keeper.began > _SOON_S:  # else it could not work here, and there would be no end of them
+            with contextlib.suppress(OSError):
+                self._kept()
+        self._hears.unkept(how)
 
     def _end(self, rank: int) -> None:
         self._listen(rank)

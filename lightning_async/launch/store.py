@@ -12,6 +12,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -59,6 +60,7 @@ class Keeper:
             )
         finally:
             theirs.close()
+        self.began = time.monotonic()
         self.pidfd = watched(self._popen)
         """Becomes readable when it ends."""
 
@@ -81,6 +83,8 @@ class Keeper:
     def died(self) -> str:
         """How it has ended, after its descriptor became readable."""
         status = self._popen.wait()
+        self._channel.close()
+        os.close(self.pidfd)
         return f"signal {-status}" if status < 0 else f"exit status {status}"
 
     def close(self) -> None:

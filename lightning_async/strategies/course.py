@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any, Protocol
 
 from lightning_async.engine.averaging.report import RunSummary
@@ -15,6 +16,8 @@ from lightning_async.trainer.protocols import Drifting
 from lightning_async.transports.transport import Connection
 
 __all__ = ["Course", "Fitted"]
+
+_GOODBYE_S = 40.0  # longer than a connection takes to close
 
 
 class Fitted(Averaged, Protocol):
@@ -52,6 +55,7 @@ class Course:
         self.undo: list[Undo] = []
         """What takes back what was patched, in the order in which it was."""
         self._begins_anew = self._stops = False
+        self._goodbye: threading.Thread | None = None
 
     def install(self, world: World | None) -> None:
         """Patch the loops; all ranks call this together. One that is left alone only has to have all of the data."""
@@ -89,8 +93,13 @@ class Course:
     def widen(self, connection: Connection, run: int) -> None:
         """Average over this connection, of more ranks, from where averaging stands."""
         self._stop()
-        self._strategy.disconnect(in_order=True)
+        self._end_goodbye()
+        before = self._strategy.connection
         self._strategy.use(connection, run)
+        if before is not None:  # nobody needs it any more, and nobody is to wait until all have heard that
+            name = "lightning_async goodbye"
+            self._goodbye = threading.Thread(target=before.close, args=(True,), name=name, daemon=True)
+            self._goodbye.start()
         self._go_on(connection)
 
     def summarise(self) -> None:
@@ -105,6 +114,12 @@ class Course:
         """Waits for no other rank; the loops are Lightning's again."""
         take_back(self.undo)
         self._stop()
+        self._end_goodbye()
+
+    def _end_goodbye(self) -> None:
+        if self._goodbye is not None:
+            self._goodbye.join(_GOODBYE_S)
+            self._goodbye = None
 
     def _go_on(self, connection: Connection) -> None:
         strategy = self._strategy

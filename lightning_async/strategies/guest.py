@@ -14,8 +14,10 @@ from typing import Any
 from lightning_async.comm.launched import came_back
 from lightning_async.comm.membership.door import Door
 from lightning_async.comm.membership.generation import Generation
-from lightning_async.errors import AsyncTrainingError, CollectiveError, CollectiveTimeout
-from lightning_async.strategies.host import PATIENCE, Hosting, connect, digest, run_name
+from lightning_async.engine.world import World
+from lightning_async.errors import AsyncTrainingError, CollectiveError, CollectiveTimeout, PeerLost
+from lightning_async.strategies.connecting import PATIENCE, Ready, connect, release
+from lightning_async.strategies.host import Hosting, digest
 from lightning_async.strategies.survivors import Survivors, count_run
 from lightning_async.trainer.latecomer import begin_within_epoch, take_over
 from lightning_async.trainer.namespace import pytorch
@@ -26,7 +28,8 @@ from lightning_async.transports.transport import Connection, ElasticTransport
 __all__ = ["Guest"]
 
 log = logging.getLogger(__name__)
-_LOOK_S = 0.05
+_LOOK_S, _HEAR_S = 0.05, 0.002  # while the others train, and while they stand and wait
+_ANSWER_S = 5.0
 
 
 class Guest:
@@ -41,6 +44,9 @@ class Guest:
         self._strategy, self._trainer = strategy, trainer
         self._number = int(strategy.cluster_environment.started_as)
         self._attempts = 0
+        self._refused = (
+            f"Rank {self._number} could not be taken in: see what those who train have logged. They go on without."
+        )
         self.patience = timedelta(minutes=30)
         """How long to wait for a training to begin, and for its ranks to come to a gate."""
 
@@ -60,11 +66,11 @@ class Guest:
         while True:
             notice = self._wait(door.read_notice)
             self._compare(notice)
-            if self._visit(transport, door, int(notice["run"])):
+            if self._visit(transport, door, str(notice["room"])):
                 return
 
     def _wait(
-        self, look: Callable[[], dict[str, Any]], worthwhile: Callable[[], bool] = lambda: True
+        self, look: Callable[[], dict[str, Any]], worthwhile: Callable[[], bool] = lambda: True, look_s: float = _LOOK_S
     ) -> dict[str, Any]:
         """What is found, or nothing where it is no longer worthwhile to wait."""
         until = time.monotonic() + self.patience.total_seconds()
@@ -75,10 +81,13 @@ class Guest:
                     f"{self.patience}. Do the others still train? If not, start all ranks again. If so, they may be as "
                     "many as their `max_replicas` already."
                 )
-            if self._trainer.received_sigterm:
-                raise pytorch("utilities.exceptions").SIGTERMException
-            time.sleep(_LOOK_S)
+            self._end_if_told()
+            time.sleep(look_s)
         return found
+
+    def _end_if_told(self) -> None:
+        if self._trainer.received_sigterm:
+            raise pytorch("utilities.exceptions").SIGTERMException
 
     def _compare(self, notice: dict[str, Any]) -> None:
         strategy = self._strategy
@@ -94,59 +103,88 @@ class Guest:
                 "buffers differ in number, name, shape or type. Build the same model on every rank."
             )
 
-    def _visit(self, transport: ElasticTransport, door: Door, run: int) -> bool:
-        """Beat beside a run until it invites this rank, and accept; False where it is over before it does."""
+    def _visit(self, transport: ElasticTransport, door: Door, room: str) -> bool:
+        """Beat beside a run until it invites this rank, connect, and go on with it; False where that came to nothing
+        before this rank had anything of theirs."""
         strategy, self._attempts = self._strategy, self._attempts + 1
         guest = f"{self._number}.{came_back()}.{self._attempts}"
         dead_after = strategy.config.deadlines.dead_after
-        membership = transport.visit(strategy.cluster_environment, run_name(run), guest, dead_after)
+        membership = transport.visit(strategy.cluster_environment, room, guest, dead_after)
         membership.start()
         try:
-            place = self._wait(lambda: door.read_invitation(guest), lambda: door.read_notice().get("run") == run)
-            connection = self._connect(place) if place else None
+            place = self._wait(lambda: door.read_invitation(guest), lambda: door.read_notice().get("room") == room)
+            ready = self._connect(guest, place, door) if place else None
         finally:
             membership.close()
-        if connection is None:
+        state = None if ready is None else self._receive(ready, lambda: door.read_answer(guest))
+        if ready is None or state is None:
             return False
-        self._take_part(connection, int(place["run"]), lambda: door.read_answer(guest))
+        count_run(ready.run)
+        began = Survivors(Generation.first(0, place["started"]), ready.run, strategy.config.fewest(place["started"]))
+        strategy.survivors = began.with_newcomers(ready.rank, ready.names, ready.run, place["ever"])
+        self._take_part(ready, state, lambda: door.read_answer(guest))
         return True
 
-    def _connect(self, place: dict[str, Any]) -> Connection | None:
+    def _connect(self, guest: str, place: dict[str, Any], door: Door) -> Ready | None:
         """With all who train; None where they could not come, and train on."""
-        strategy, run, rank, names = self._strategy, int(place["run"]), int(place["rank"]), place["names"]
-        count_run(run)
+
+        def check() -> None:
+            self._end_if_told()
+            if door.read_answer(guest):
+                raise CollectiveError("one of them could not.")
+
         try:
-            connection = connect(strategy, rank, names, run, lambda: None)
-        except CollectiveError as error:
+            return connect(self._strategy, int(place["rank"]), guest, place, check)
+        except (CollectiveError, PeerLost) as error:
             log.warning("Rank %d could not be taken in, and waits again: %s", self._number, error)
             return None
-        began = Survivors(Generation.first(0, place["started"]), run, strategy.config.fewest(place["started"]))
-        strategy.survivors = began.with_newcomers(rank, names, run, place["ever"])
-        return connection
 
-    def _take_part(self, connection: Connection, run: int, answer: Callable[[], dict[str, Any]]) -> None:
-        strategy, trainer, course, world = self._strategy, self._trainer, self._strategy.course, connection.world
+    def _receive(self, ready: Ready, answer: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+        """What rank 0 has, once all stand at a gate; None where it does not come to that, and they train on.
+
+        Raises:
+            AsyncTrainingError: they have stood there, and could not.
+        """
+        connection = ready.connection
+        assert ready.pair is not None
+
+        def check() -> None:
+            connection.membership.check()
+            self._end_if_told()
+
+        try:
+            return World(ready.pair, check, self.patience).broadcast({})
+        except BaseException as error:
+            release(connection, in_words(error))
+            if not isinstance(error, (CollectiveError, PeerLost)):
+                raise
+            until = time.monotonic() + _ANSWER_S
+            if not self._wait(answer, lambda: time.monotonic() < until).get("again", True):
+                raise AsyncTrainingError(self._refused) from error
+            log.warning("Rank %d could not be taken in, and waits again: %s", self._number, error)
+            return None
+
+    def _take_part(self, ready: Ready, state: dict[str, Any], answer: Callable[[], dict[str, Any]]) -> None:
+        strategy, trainer, course, connection = self._strategy, self._trainer, self._strategy.course, ready.connection
         assert course is not None
         try:
-            state: dict[str, Any] = world.broadcast({})
             take_over(trainer, state)
             if trainer.fit_loop.done:
                 raise ValueError(
                     f"Rank {self._number} comes to epoch {trainer.current_epoch}, step {trainer.global_step} of the "
                     "others, where its own limits end training. Give it the same `max_epochs` and `max_steps`."
                 )
-            connection.open()
-            course.install(world)
+            places = connection.world.gather_objects(course.patches.place(ready.name, comes=True))
+            course.install(connection.world)
             course.undo += reversed(begin_within_epoch(trainer, state, lambda: course.patches.has_part))
             self._hear(connection, answer)
         except BaseException as error:
-            connection.membership.fail(in_words(error))  # nobody waits for it
-            connection.close(in_order=False)
+            release(connection, in_words(error))
             raise
         strategy.saved.go_on(state["averaging"])
-        course.widen(connection, run)
-        course.patches.go_on(world, bool(state["gates_epochs"]), comes=True)
-        world.drifting = True  # until the end of the epoch, where all meet
+        course.widen(connection, ready.run)
+        course.patches.go_on(connection.world, ready.name, places, state)
+        connection.world.drifting = True  # until the end of the epoch, where all meet
 
     def _hear(self, connection: Connection, answer: Callable[[], dict[str, Any]]) -> None:
         """Wait for the others' word that this rank is one of them.
@@ -160,7 +198,5 @@ class Guest:
             connection.membership.check()
             return time.monotonic() < until
 
-        if not self._wait(answer, worthwhile).get("admitted"):
-            raise AsyncTrainingError(
-                f"Rank {self._number} could not be taken in: see what those who train have logged. They go on without."
-            )
+        if not self._wait(answer, worthwhile, look_s=_HEAR_S).get("admitted"):
+            raise AsyncTrainingError(self._refused)

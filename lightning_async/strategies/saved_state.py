@@ -30,11 +30,13 @@ class SavedState:
         self._loaded: dict[str, Any] | None = None
         self._last: dict[str, Any] | None = None
         self._replica: dict[str, Any] | None = None
+        self._gathered: Any = None
         self._owner: Any = None
 
     def begin_run(self) -> None:
         """A run begins: what an earlier one has loaded is not its own."""
         self.origin, self._has_loaded, self._loaded, self._replica = "none", False, None, None
+        self._gathered = None
 
     def begin_stage(self, module: Any, fitting: bool) -> None:
         """The run has loaded its checkpoint, if any: a fit goes on from it, evaluation leaves it with the weights."""
@@ -55,6 +57,11 @@ class SavedState:
         """What this replica was, where it drifted from what all had agreed on; once."""
         replica, self._replica = self._replica, None
         return replica
+
+    def take_gathered(self) -> Any:
+        """What this rank had gathered towards a step to come; once."""
+        gathered, self._gathered = self._gathered, None
+        return gathered
 
     def take(self) -> dict[str, Any] | None:
         """What the fit goes on from, once."""
@@ -86,11 +93,11 @@ class SavedState:
         saved = self.take()
         if saved is not None:
             replicas = saved["replicas"]
-            own = replicas[rank] if len(replicas) == world_size else {**replicas[0], "rule_state": {}}
+            own = replicas[rank] if len(replicas) == world_size else {**replicas[0], "rule_state": {}, "gathered": None}
             if "mean_steps" in saved:
                 own = {**own, "mean_steps": saved["mean_steps"]}
             averager.load_state_dict(saved, own)
-            self._replica = saved.get("replica")
+            self._replica, self._gathered = saved.get("replica"), own.get("gathered")
 
 
 def state_of(averager: BackgroundAverager, world: World | None) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from lightning_async.comm.membership.generation import Generation
 from lightning_async.comm.membership.signing import SECRET
 from lightning_async.comm.membership.standing import ENDED, FAILED, Publisher, publish
 from lightning_async.engine.averaging.averager import BackgroundAverager
@@ -23,7 +24,7 @@ from lightning_async.engine.replica import Replica
 from lightning_async.rules.averaging.protocol import AveragingRule
 from lightning_async.strategies.saved_state import SavedState, state_of
 from lightning_async.strategies.standing import standing_of
-from lightning_async.strategies.stepping import Stepping, Steps
+from lightning_async.strategies.stepping import Steps
 from lightning_async.strategies.survivors import Survivors
 from lightning_async.trainer.patches import rank_zero_info
 from lightning_async.transports.transport import Connection, Transport
@@ -43,6 +44,7 @@ class Averaged(Steps, Protocol):
     num_runs: int
     transport: Transport
     failed: bool
+    make_stepping: Callable[..., Any]
 
     @property
     def bucket_device(self) -> torch.device: ...
@@ -85,26 +87,24 @@ class Session:
         control = ControlPlane(
             connection.root, connection.membership, replica, config.deadlines,
             payload=connection.payload, part_bytes=config.part_bytes, calls=connection.world.calls,
-            min_replicas=strategy.fewest,
+            min_replicas=strategy.fewest, forks=connection.forks,
         )  # fmt: skip
         if control.regroup.possible:
             generation, before = connection.membership.generation, strategy.survivors
             strategy.survivors = Survivors(generation, strategy.num_runs, strategy.fewest, before)
             if strategy.shrinks:
                 strategy.survivors.tell()
-            control.regroup.on_loss = strategy.survivors.go_on
+            control.regroup.on_loss = self._go_on
         elif strategy.shrinks:
             raise ValueError(
                 f"`min_replicas={config.min_replicas}`: {strategy.transport!r} cannot form groups anew, so that the "
                 "first rank that is lost ends training. Use `TorchTransport()`, or leave it out: over Horovod, "
                 "`fit_elastic` trains on without ranks that are lost."
             )
-        host = strategy.host
 
         def on_change() -> None:
             control.wake()
-            if host is not None:
-                host.notice()
+            self._look()
 
         connection.membership.on_change = on_change
         self.averager = BackgroundAverager(control, strategy.rule, strategy.schedule, config)
@@ -112,7 +112,7 @@ class Session:
         gradients = SynchronousGradients(control, averager.gates, averager.synchronous_step, averager.wing.weigh_step)
         self._saved = saved
         saved.resume(self.averager, strategy.global_rank, strategy.world_size)
-        self.stepping = Stepping(strategy, self.averager, gradients, meet)
+        self.stepping = strategy.make_stepping(strategy, self.averager, gradients, meet)
         self._publisher: Publisher | None = None
 
     def start(self) -> None:
@@ -125,6 +125,16 @@ class Session:
             self._publisher = publish(store, lambda: standing_of(averager, strategy.survivors, run), secret)
         if (replica := self._saved.take_replica()) is not None:
             self.averager.marks.part(replica, replica["state_dict"], self._strategy.module)
+
+    def _go_on(self, generation: Generation, why: str) -> None:
+        """Ranks are lost: whoever had no room beside them has."""
+        assert self._strategy.survivors is not None
+        self._strategy.survivors.go_on(generation, why)
+        self._look()
+
+    def _look(self) -> None:
+        if self._strategy.host is not None:
+            self._strategy.host.notice()
 
     def close(self) -> None:
         """Waits for no other rank."""

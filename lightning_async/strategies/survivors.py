@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 from lightning_async.comm.launched import came_back, tell_generation
@@ -18,6 +18,7 @@ __all__ = [
     "count_run",
     "left_here",
     "name_in_run",
+    "next_run",
     "number_rank",
     "numbered_last",
     "run_name",
@@ -81,6 +82,10 @@ class Survivors:
         """Whether the others go on should one more be lost."""
         return self.generation.world_size > self._min_replicas
 
+    def spares(self, ranks: Container[int]) -> bool:
+        """Whether the others go on without these, by the numbers that they were started with."""
+        return sum(int(name) not in ranks for name in self.names) >= self._min_replicas
+
     def does_without(self, rank: int) -> bool:
         """Whether the one that was started with this number is lost, and the others go on."""
         return str(rank) not in self.names
@@ -119,6 +124,11 @@ def count_run(at_least: int = 0) -> int:
     """
     _runs[0] = max(_runs[0] + 1, at_least)
     return _runs[0]
+
+
+def next_run() -> int:
+    """What `count_run` would say."""
+    return _runs[0] + 1
 
 
 def run_name(run: int) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_async.data.random_states import of_another
 
-__all__ = ["among", "beside", "completed"]
+__all__ = ["among", "beside", "completed", "has_none"]
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,20 @@ def beside(states: Mapping[int, dict[str, Any]], rank: int, path: str) -> dict[s
         "Rank %d has no state of its own in %s: it goes on from the model that all agreed on, at the place of rank %d "
         "in its data, with other random numbers.", rank, path, there,
     )  # fmt: skip
-    return _moved(states[there], rank)
+    return _moved(states[there], rank, _free(states, rank))
+
+
+def _free(states: Mapping[int, dict[str, Any]], rank: int) -> int:
+    """The part of the epoch that nobody who was there has: one for each that was not, in order."""
+    parts = range(among(states[min(states)], 0))
+    free = sorted({*parts}.difference(state.get("dealt", (name,))[0] for name, state in states.items()))
+    absent = [name for name in parts if name not in states]
+    return free[absent.index(rank)] if rank in absent and len(free) == len(absent) else rank
+
+
+def has_none(state: Mapping[str, Any] | None) -> bool:
+    """Whether a rank had come within the epoch, and had no part of it: what it has is nowhere in the epoch."""
+    return state is not None and not state.get("dealt", (0, 1))
 
 
 def among(state: dict[str, Any], world_size: int) -> int:
@@ -49,20 +62,20 @@ def completed(states: Mapping[int, dict[str, Any]], world_size: int) -> list[dic
     """
     first = states[min(states)]
     places = {state.get("dealt", (name,))[0]: state for name, state in sorted(states.items())}
-    return [places.get(place) or _moved(first, place) for place in range(among(first, world_size))]
+    return [places.get(place) or _moved(first, place, place) for place in range(among(first, world_size))]
 
 
-def _moved(state: dict[str, Any], rank: int) -> dict[str, Any]:
+def _moved(state: dict[str, Any], rank: int, part: int) -> dict[str, Any]:
     random = of_another(state["random"], rank)
-    return {**state, "random": random, "loaders": [_place(position, rank) for position in state["loaders"]]}
+    return {**state, "random": random, "loaders": [_place(position, part) for position in state["loaders"]]}
 
 
-def _place(position: dict[str, Any], rank: int) -> dict[str, Any]:
+def _place(position: dict[str, Any], part: int) -> dict[str, Any]:
     """As many batches further on. What a dataset, a loader or a worker says of itself is of the other rank's data."""
     if "taken" not in position:
         return {**position, "dataset": None, "state": None}
     told = position.get("share")
     if told is not None:
-        told = {"distributed": {**told, "rank": rank}, "sequential": told}.get(told["kind"])
+        told = {"distributed": {**told, "rank": part}, "sequential": told}.get(told["kind"])
     of_the_rank = {"drawn": {}, "random": None, "seed": None, "workers": {}, "first": {}}
     return {**position, **of_the_rank, "share": told, "dataset": None, "state": None}

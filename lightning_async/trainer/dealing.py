@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.utils.data import DistributedSampler
 
+from lightning_async.data.partitioned import PartitionedSampler, PartitionedStream
 from lightning_async.trainer.patches import Undo, replace, set_for_now, take_back
 from lightning_async.trainer.protocols import Drifting
 
@@ -34,9 +35,9 @@ class Dealing:
     def install(self) -> list[Undo]:
         """Patch; returns what takes it back."""
         fit = self._trainer.fit_loop
-        loops = (fit, fit.epoch_loop.val_loop) if self._strategy.shrinks else ()
+        loops, wrap = (fit, fit.epoch_loop.val_loop), self._setup_data if self._strategy.shrinks else self._number_new
         return [
-            *(replace(loop, "setup_data", lambda own, loop=loop: self._setup_data(own, loop)) for loop in loops),
+            *(replace(loop, "setup_data", lambda own, loop=loop: wrap(own, loop)) for loop in loops),
             partial(take_back, self._undo),
         ]
 
@@ -50,15 +51,27 @@ class Dealing:
                 if now != dealt_in:
                     for sampler in _distributed_samplers(loop):
                         _number(sampler, **self._trainer.strategy.distributed_sampler_kwargs)
+                    self._number_partitions(loop)
                     loop._combined_loader = None
                 dealt_in = now
                 self._load(original, loop)
-                if self._number_left_over(loop):
+                if self._number_left_over(loop) | self._is_new(loop):
                     loop._combined_loader = None
                     self._load(original, loop)
                 if self._division(now) == now:
                     break  # else ranks were lost meanwhile, and it is not known which numbers were read
             self._warn_of_others(loop)
+
+        return setup_data
+
+    def _number_new(self, original: Any, loop: Any) -> Any:
+        """Where no rank can be lost, only samplers that were not told which part is theirs."""
+
+        def setup_data() -> None:
+            original()
+            if self._is_new(loop):
+                loop._combined_loader = None
+                original()
 
         return setup_data
 
@@ -98,6 +111,21 @@ class Dealing:
             _number(sampler, **strategy.distributed_sampler_kwargs)
         return len(found) > 0
 
+    def _is_new(self, loop: Any) -> bool:
+        """Whether there are partitions that did not know yet which part is this rank's; they do now."""
+        found = any(not each.is_numbered for _, each in _partitions(loop))
+        if found:
+            self._number_partitions(loop)
+        return found
+
+    def _number_partitions(self, loop: Any) -> None:
+        """By the numbers that ranks have for life, so that keys stay where they are."""
+        kwargs, survivors = self._trainer.strategy.distributed_sampler_kwargs, self._strategy.survivors
+        names = tuple(map(str, range(kwargs["num_replicas"]))) if survivors is None else survivors.names
+        for loader, each in _partitions(loop):
+            each.number(names, kwargs["rank"])
+            loader._iterator = None  # of workers that stay: they have a copy of a stream as it was
+
     def _warn_of_others(self, loop: Any) -> None:
         """A sampler that was made for other ranks than these has parts that nobody takes."""
         world_size = self._trainer.strategy.world_size
@@ -116,6 +144,13 @@ def _distributed_samplers(loop: Any) -> list[DistributedSampler[Any]]:
     of_loaders = [getattr(loader, name, None) for loader in loaders for name in ("sampler", "batch_sampler")]
     found = {id(sampler): sampler for sampler in (getattr(each, "sampler", each) for each in of_loaders)}
     return [sampler for sampler in found.values() if type(sampler) is DistributedSampler]
+
+
+def _partitions(loop: Any) -> list[tuple[Any, PartitionedSampler | PartitionedStream]]:
+    """Of the loaders that a loop has, each with its loader."""
+    loaders = () if loop._combined_loader is None else loop._combined_loader.flattened
+    of_loaders = [(loader, getattr(loader, name, None)) for loader in loaders for name in ("sampler", "dataset")]
+    return [(loader, each) for loader, each in of_loaders if isinstance(each, PartitionedSampler | PartitionedStream)]
 
 
 def _number(sampler: DistributedSampler[Any], num_replicas: int, rank: int) -> None:

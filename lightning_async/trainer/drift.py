@@ -81,21 +81,34 @@ class DriftPatches:
         self._validation.gates_epochs = refusals.check_fit(self._trainer, world)
         self._meeting.begin(world)
 
-    @property
-    def gates_epochs(self) -> bool:
-        """Whether all ranks meet at the end of each epoch."""
-        return self._validation.gates_epochs
+    def for_newcomers(self) -> dict[str, Any]:
+        """What a newcomer must know of this fit, see `go_on`."""
+        return {"gates_epochs": self._validation.gates_epochs, "epoch": self._newcomers.told()}
 
-    def go_on(self, world: World, gates_epochs: bool, comes: bool = False) -> None:
-        """The same training goes on with a newcomer, which this rank is if it ``comes``, in a world of all of them."""
-        self._validation.gates_epochs = gates_epochs
+    def foresee(self) -> None:
+        """See `Newcomers`."""
+        self._newcomers.foresee()
+
+    def place(self, name: str, comes: bool = False) -> list[Any]:
+        """See `Newcomers`."""
+        return self._newcomers.place(name, comes)
+
+    def go_on(self, world: World, name: str, places: list[list[Any]], told: dict[str, Any] | None = None) -> None:
+        """The same training goes on in a world of all, with a newcomer: this rank, if it has been ``told``."""
+        if told is not None:
+            self._validation.gates_epochs = bool(told["gates_epochs"])
         self._meeting.begin(world)
-        self._newcomers.deal(comes)
+        self._newcomers.deal(name, places, None if told is None else told["epoch"])
 
     @property
     def has_part(self) -> bool:
         """Whether this rank, which has come within an epoch, takes part in the rest of it."""
-        return self._inheritance.epoch.first is not None
+        return self._inheritance.epoch.first is not None or self._inheritance.epoch.begins
+
+    def tell_place(self) -> None:
+        """What is sent next holds all that this rank has done, the batch under way included."""
+        if self._strategy.gates is not None:
+            self._inheritance.tell_place(self._strategy.gates)
 
     def start_over(self) -> None:
         """Training begins anew within this fit."""

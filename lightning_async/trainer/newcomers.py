@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any, NamedTuple
 
-from lightning_async.data.shares import Share, inherited
+from lightning_async.data.shares import Share, distributed, inherited
+from lightning_async.engine.header import Vote
 from lightning_async.trainer.epoch_shares import EpochShares
 from lightning_async.trainer.learning_rates import LearningRates
 from lightning_async.trainer.patches import Undo, replace, take_back
@@ -26,7 +27,9 @@ class _Place(NamedTuple):
         is_within: it can go on with another part of the epoch.
         epoch: its number.
         ready: the number of its next batch.
-        phase, shares, places: see `EpochShares`; of the newcomer, its share of an epoch, were it to begin here.
+        lengths: of the datasets of the newcomer's loaders.
+        streams: these are streams, see `EpochShares`.
+        places: see `EpochShares`.
         stepped: of each scheduler that follows all ranks' steps, those that it has taken.
     """
 
@@ -35,8 +38,8 @@ class _Place(NamedTuple):
     is_within: bool
     epoch: int
     ready: int
-    phase: int
-    shares: dict[str, Any]
+    lengths: list[int]
+    streams: bool
     places: dict[str, float]
     stepped: dict[int, int]
 
@@ -55,50 +58,83 @@ class Newcomers:
         self._strategy, self._trainer, self._epoch, self._rates = strategy, trainer, epoch, rates
         self._until_end: list[Undo] = []
         """What holds for the rest of the epoch."""
+        self._follows = False
+        """This rank has come within an epoch of streams, and ends it with the others."""
 
     def install(self) -> list[Undo]:
         """Patch; returns what takes it back."""
         if not self._strategy.shrinks:
             return []
         loop = self._trainer.fit_loop.epoch_loop
-        return [replace(loop, "on_run_start", self._begin), replace(loop, "run", self._run)]
+        return [
+            replace(loop, "on_run_start", self._begin),
+            replace(loop, "on_advance_end", self._after_batch),
+            replace(loop, "run", self._run),
+        ]
 
-    def deal(self, comes: bool) -> None:
-        """One has come, and all stand at a gate, so what each has left is known to the batch.
+    def foresee(self) -> None:
+        """One is about to come, and will be waited for: have at hand what takes time; from any thread."""
+        for share in self._epoch.shares.values():
+            for told, _ in share.loaders:
+                if told is not None and told["kind"] == "distributed":
+                    distributed(told)
 
-        Where somebody is not between two steps of the epoch, or it cannot be told what is left, the newcomer has its
-        part from the next epoch on.
+    def told(self) -> list[Any]:
+        """What the newcomer must know of the epoch under way."""
+        return [self._epoch.phase, self._epoch.plain()]
+
+    def place(self, name: str, comes: bool) -> list[Any]:
+        """Where this rank is: all stand at a gate, so that holds until it opens.
 
         Args:
-            comes: this rank is the newcomer, about to begin the epoch.
+            name: for life.
+            comes: it is the newcomer, about to begin the epoch.
         """
-        world, gates, epoch = self._strategy.world, self._strategy.gates, self._epoch
-        if not self._strategy.shrinks or world is None or gates is None:
+        if (gates := self._strategy.gates) is not None:
+            self._epoch.hear(gates)
+        return list(self._place(name, comes))
+
+    def deal(self, name: str, places: list[list[Any]], told: list[Any] | None) -> None:
+        """One has come, and it is known to the batch what each has left.
+
+        Where somebody is not between two steps of the epoch, or it cannot be told what is left, the newcomer has its
+        part from the next epoch on; of streams it begins its own, until the others' end.
+
+        Args:
+            name: of this rank, for life.
+            places: of all.
+            told: of the newcomer: what one of those that are there knows of the epoch.
+        """
+        gates, epoch = self._strategy.gates, self._epoch
+        if not self._strategy.shrinks or gates is None:
             return
         epoch.hear(gates)
-        mine = self._place(epoch.called(gates.name), comes)
-        everyones: list[list[Any]] = world.gather_objects(list(mine))
-        told = [_Place(*each) for each in everyones]
-        there = [each for each in told if not each.comes]
-        if not there or not all(each.is_within and each.epoch == mine.epoch for each in told):
+        epoch.has_none |= told is not None
+        all_ = [_Place(*each) for each in places]
+        mine = next(each for each in all_ if each.name == name)
+        there, lengths = [each for each in all_ if not each.comes], [each.lengths for each in all_ if each.comes]
+        if there and told is not None and all(each.streams for each in all_):
+            epoch.phase, epoch.shares, epoch.known = told[0], _shares(told[1]), True
+            epoch.begins, epoch.came, epoch.has_none = True, True, False
+            self._rates.stepped.update(there[0].stepped)
+        if not there or not lengths or not all(each.is_within and each.epoch == mine.epoch for each in all_):
             return
-        shares = {name: Share(*share) for name, share in there[0].shares.items()}
-        own = [Share(*each.shares[each.name]) for each in told if each.comes]
-        if not all(share.is_known and share.lengths == own[0].lengths for share in [*own, *shares.values()]):
+        phase, shares = (epoch.phase, epoch.shares) if told is None else (told[0], _shares(told[1]))
+        if not all(share.is_known and share.lengths == lengths[0] for share in shares.values()):
             return
-        epoch.phase = there[0].phase
-        for each in told:
+        epoch.phase = phase
+        for each in all_:
             epoch.learn(each.places)
         at = {each.name: each.ready for each in there}
         left = [(share, at.get(name, epoch.number(name))) for name, share in shares.items()]
-        dealt = inherited(left, {each.name: each.ready for each in told})
-        if len(dealt) < len(told):  # there is not one batch for each
+        dealt = inherited(left, {each.name: each.ready for each in all_})
+        if len(dealt) < len(all_):  # there is not one batch for each
             return
         epoch.deal(dealt)
-        epoch.known, epoch.dealt = True, [list(epoch.shares).index(mine.name), len(told)]
-        log.info("The rest of epoch %d is dealt out among %d ranks.", mine.epoch, len(told))
-        if comes:
-            epoch.first = epoch.shares[mine.name]
+        epoch.known, epoch.has_none, epoch.dealt = True, False, [list(epoch.shares).index(mine.name), len(all_)]
+        log.info("The rest of epoch %d is dealt out among %d ranks.", mine.epoch, len(all_))
+        if told is not None:
+            epoch.first, epoch.came = epoch.shares[mine.name], True
             self._rates.stepped.update(there[0].stepped)
         else:
             self._until_end += go_on_with(self._trainer, epoch.shares[mine.name])
@@ -106,15 +142,17 @@ class Newcomers:
     def _place(self, name: str, comes: bool) -> _Place:
         number, epoch = self._trainer.current_epoch, self._epoch
         if comes:
-            return _Place(name, True, True, number, 0, 0, {name: list(epoch.mine())}, {}, {})
+            own = epoch.mine()
+            return _Place(name, True, own.is_known, number, 0, own.lengths, epoch.streams, {}, {})
         fit = self._trainer.fit_loop
         count, ends = fit.epoch_loop.batch_progress.current, epoch.at_end or fit.epoch_loop.done
         by_batch = type(fit._data_fetcher).__name__ != "_DataLoaderIterDataFetcher"
         # Gradients that are yet to be stepped with would be in nobody's share, were this rank lost now.
         in_step = count.ready != count.completed or (count.ready > 0 and fit.epoch_loop._should_accumulate())
         is_within = epoch.known and by_batch and not in_step and not ends
+        lengths: list[int] = []
         return _Place(
-            name, False, is_within, number, count.ready, epoch.phase, epoch.plain(), epoch.places, self._rates.stepped
+            name, False, is_within, number, count.ready, lengths, epoch.streams, epoch.places, self._rates.stepped
         )
 
     def _begin(self, original: Any) -> Any:
@@ -123,8 +161,19 @@ class Newcomers:
             if self._epoch.first is not None:
                 self._until_end += go_on_with(self._trainer, self._epoch.first)
                 self._epoch.first = None
+            self._follows, self._epoch.begins = self._epoch.begins, False
 
         return on_run_start
+
+    def _after_batch(self, original: Any) -> Any:
+        def on_advance_end(data_fetcher: Any) -> None:
+            original(data_fetcher)
+            gates, loop = self._strategy.gates, self._trainer.fit_loop.epoch_loop
+            ended = self._follows and gates is not None and Vote.EPOCH in gates.agreed
+            if ended and not loop._should_accumulate():  # its stream goes on, and the others' have come to an end
+                loop.batch_progress.is_last_batch = True
+
+        return on_advance_end
 
     def _run(self, original: Any) -> Any:
         def run(data_fetcher: Any) -> None:
@@ -134,3 +183,7 @@ class Newcomers:
                 take_back(self._until_end)
 
         return run
+
+
+def _shares(plain: dict[str, list[Any]]) -> dict[str, Share]:
+    return {name: Share(*share) for name, share in plain.items()}

@@ -24,6 +24,11 @@ class Drifting(Protocol):
     survivors: Any
     """Who is there of the ranks that began, see `Survivors`; None where all are, or must be."""
 
+    @property
+    def connection(self) -> Any:
+        """Of all ranks, see `Connection`; None in a world of one."""
+        ...
+
     host: Any
     """Takes newcomers in, see `Convened`; None where nobody can come."""
 
@@ -43,6 +48,11 @@ class Drifting(Protocol):
 
         Learning rates that change per batch follow them; None: each replica's follow its own steps.
         """
+        ...
+
+    @property
+    def between_windows(self) -> bool:
+        """Whether this rank may join a validation of others: it has no batches of a step that others have whole."""
         ...
 
     def start_over(self) -> None:

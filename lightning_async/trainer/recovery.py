@@ -10,7 +10,7 @@ from lightning_async.engine.checkpoint.recovery import recover
 from lightning_async.engine.checkpoint.shards import load_own
 from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
 from lightning_async.engine.world import World
-from lightning_async.trainer.absent import among, beside, completed
+from lightning_async.trainer.absent import among, beside, completed, has_none
 from lightning_async.trainer.due import Settings, is_last, was_stopped
 from lightning_async.trainer.names import names_of
 from lightning_async.trainer.resized import resized
@@ -117,7 +117,7 @@ class Recovery:
 
 
 def _all_of(store: CheckpointStore, entry: Entry) -> dict[int, dict[str, Any]]:
-    """What `Resume` has of every rank that has a state of its own, by its name."""
+    """What `Resume` has of every rank that has a state of its own, and a part of the epoch, by its name."""
     assert entry.manifest is not None
-    owns = {rank: load_own(store, entry, rank) for rank in entry.manifest.ranks}
-    return {rank: own["resume"] for rank, own in owns.items() if own is not None and own["resume"] is not None}
+    states: dict[int, Any] = {rank: load_own(store, entry, rank, "resume") for rank in entry.manifest.ranks}
+    return {rank: state for rank, state in states.items() if state is not None and not has_none(state)}

@@ -67,16 +67,16 @@ def check_callbacks(callbacks: list[Any]) -> None:
             )
 
 
-def check_survival(min_replicas: int | None, max_replicas: int | None, world_size: int) -> None:
+def check_survival(owner: str, min_replicas: int | None, max_replicas: int | None, world_size: int) -> None:
     """Whether ranks may be lost down to a number, and may come up to another one.
 
     Raises:
         ValueError: there are fewer ranks than the first, or more than the second.
     """
     if min_replicas is not None and min_replicas > world_size:
-        raise ValueError(f"`AsyncAveragingStrategy(min_replicas={min_replicas})`: there are {world_size} ranks only.")
+        raise ValueError(f"`{owner}(min_replicas={min_replicas})`: there are {world_size} ranks only.")
     if max_replicas is not None and max_replicas < world_size:
-        raise ValueError(f"`AsyncAveragingStrategy(max_replicas={max_replicas})`: there are {world_size} ranks.")
+        raise ValueError(f"`{owner}(max_replicas={max_replicas})`: there are {world_size} ranks.")
 
 
 def check_setup(trainer: Any, layer_sync: Any) -> None:

@@ -107,13 +107,16 @@ class SafePoints:
             **((self.began if where == "validation" else None) or self._moving()),
             "loaders": [source.position(held, ended) for source in self.sources],
             "combined": self._combined(),
-            "dealt": self._parts(),
+            "dealt": self._parts(where),
             "unsaved": take_unsaved(self._trainer),
         }
 
-    def _parts(self) -> list[int]:
+    def _parts(self, where: str) -> list[int]:
+        """Of how many parts of the epoch this rank has which; none where it has come within it and has none."""
         inheritance = inheritance_of(self._trainer)
-        return (inheritance is not None and inheritance.epoch.dealt) or self.dealt
+        if inheritance is None:
+            return self.dealt
+        return [] if inheritance.epoch.has_none and where != "epoch" else inheritance.epoch.dealt or self.dealt
 
     def _moving(self) -> dict[str, Any]:
         """What a validation changes; it is validated from its beginning."""
@@ -200,7 +203,7 @@ class SafePoints:
                     "random": kept.random(),
                     "loaders": [position() for position in kept.loaders],
                     "combined": kept.combined,
-                    "dealt": self._parts(),
+                    "dealt": self._parts(kept.where),
                     "unsaved": {**take_unsaved(self._trainer), **kept.plain},
                     "logged": kept.logged,
                     "modes": self.modes.take() if kept.modes is None else kept.modes,

@@ -18,6 +18,7 @@ from lightning_async.engine.world import World
 from lightning_async.errors import SettingsMismatch
 from lightning_async.trainer.namespace import name as namespace
 from lightning_async.trainer.namespace import pl, pytorch
+from lightning_async.trainer.patches import callbacks_of
 
 __all__ = ["Compared", "Settings", "check_checkpoint", "check_newcomer", "check_settings", "settings_of", "version"]
 
@@ -76,7 +77,10 @@ def check_settings(strategy: Compared, trainer: Any, world: World) -> None:
 
 def settings_of(strategy: Compared, trainer: Any) -> Settings:
     """What must be equal on all ranks in a fit, as texts."""
-    return _everywhere(trainer) | _texts(strategy.settings(), trainer, _PRECISION)
+    same = _everywhere(trainer) | _texts(strategy.settings(), trainer, _PRECISION)
+    if callbacks_of(trainer, "GradientAccumulationScheduler") or any(hasattr(c, "compared") for c in trainer.callbacks):
+        same.pop("accumulate_grad_batches")  # which such callbacks change while others train
+    return same
 
 
 def check_newcomer(theirs: Settings, mine: Settings) -> None:
@@ -114,7 +118,7 @@ def _everywhere(trainer: Any) -> Settings:
     """What must be equal in evaluation too: callbacks that work on all ranks together would wait for one another."""
     kinds = tuple(getattr(pytorch("callbacks"), kind, ()) for kind in _COLLECTIVE)
     together = sorted(
-        type(callback).__name__
+        getattr(callback, "compared", type(callback).__name__)
         for callback in trainer.callbacks
         if isinstance(callback, kinds) or getattr(callback, "of_all_ranks", False)
     )

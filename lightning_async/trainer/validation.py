@@ -73,7 +73,8 @@ class Validation:
             if due and self._trainer._val_check_time_interval is None:
                 self._due += 1
                 due = self._due > self._held
-            return due or (Vote.VALIDATE in gates.agreed and self._trainer.enable_validation)
+            asked = Vote.VALIDATE in gates.agreed and self._strategy.between_windows
+            return due or (asked and self._trainer.enable_validation)
 
         return should_check_val_fx
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_async.comm.frames import flatten
 from lightning_async.engine.checkpoint.shards import load, load_own
 from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
+from lightning_async.trainer.absent import has_none
 from lightning_async.trainer.names import Names
 from lightning_async.trainer.patches import callbacks_of
 
@@ -69,13 +70,18 @@ def joined(shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 def whole(store: CheckpointStore, entry: Entry, names: Names, mapped: bool = False) -> tuple[dict[str, Any], Any]:
     """``(checkpoint, resume)``: Lightning's checkpoint for one rank, and what `Resume` is to restore.
 
-    A rank that took no part in the save begins from what all agreed on, with the first rank's progress; so do all where
-    another number of ranks was started. With ``mapped``, tensors are read when they are used, see `shards.load`.
+    A rank that took no part in the save, or has none of the epoch, begins from what all agreed on, with the first one's
+    progress; so do all where another number of ranks was started. With ``mapped``, tensors are read when they are used,
+    see `shards.load`.
     """
     loaded = load(store, entry, names.mine, mapped)
     ranks = loaded.manifest.ranks
-    own: Any = loaded.own or load_own(store, entry, ranks[0], mapped=mapped)
-    took_part = loaded.own is not None and loaded.manifest.world_size == names.started
+    own: Any = loaded.own
+    if own is None or has_none(own["resume"]):
+        resumes: dict[int, Any] = {rank: load_own(store, entry, rank, "resume", mapped=mapped) for rank in ranks}
+        first = next((rank for rank in ranks if not has_none(resumes[rank])), ranks[0])
+        own = load_own(store, entry, first, mapped=mapped)
+    took_part = loaded.manifest.world_size == names.started and own is loaded.own
     checkpoint = joined(loaded.shared, own["checkpoint"])
     averaging: Any = loaded.shared.get("averaging") or own.get("averaging")
     replica = None
@@ -91,7 +97,7 @@ def whole(store: CheckpointStore, entry: Entry, names: Names, mapped: bool = Fal
             target = torch.view_as_real(state[name]) if state[name].is_complex() else state[name]
             target.copy_(value.view(target.shape))
     if averaging is not None:
-        clocks = own["clocks"] if took_part else {**own["clocks"], "rule_state": {}}
+        clocks = own["clocks"] if took_part else {**own["clocks"], "rule_state": {}, "gathered": None}
         checkpoint["lightning_async"] = {
             **averaging,
             "replicas": [clocks] * len(names.left),

@@ -168,7 +168,7 @@ class TorchTransport(Transport):
             )  # fmt: skip
             membership.start()
             terms.check = membership.check
-        return Connection(root, payload, membership, store)
+        return Connection(root, payload, membership, store, name)
 
     def short_world(self, environment: Any, name: str) -> AbstractContextManager[World]:
         rank, presence = environment.global_rank(), _meet(environment, name, None)

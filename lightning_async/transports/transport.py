@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -34,16 +35,26 @@ class Connection:
         payload: for the buckets; may be ``root``.
         membership: started; None where the transport alone tells who is gone.
         store: of all ranks, where there is one.
+        name: of what it keeps there.
     """
 
     def __init__(
-        self, root: Collectives, payload: Collectives, membership: Membership | None, store: Store | None = None
+        self,
+        root: Collectives,
+        payload: Collectives,
+        membership: Membership | None,
+        store: Store | None = None,
+        name: str = "",
     ) -> None:
-        self.store = store
+        self.store, self.name = store, name
+        self.forks: tuple[Collectives, Collectives] | None = None
+        """For headers and payloads, see `forks_of`, where they were formed before anybody needs them."""
         self.root, self.payload, self._membership = root, payload, membership
         self.outlives = True
         """Where the others fail, too, this rank's store waits for them to hear why."""
         self._roots = [root] if payload is root else [root, payload]
+        self.dismissed = False
+        """The launcher has told this rank to go, and would have the others train on."""
         self._listener: Listener | None = None
         self._name_of: Callable[[int], str] = str
         lightning = root.fork("lightning")
@@ -65,14 +76,22 @@ class Connection:
             name_of: what a rank is called here, by the number that it was started with; ValueError for one that is not.
         """
         self._name_of = name_of
-        if (membership := self._membership) is None:
+        if (membership := self._membership) is None or self._listener is not None:
             return
 
         def hear(death: Death) -> None:
+            if death.process == os.getpid():  # it is yet to come
+                self.dismiss()
+                return
             with suppress(ValueError):
-                membership.hear_death(name_of(death.rank), death.process, death.text)
+                membership.hear_death(self._name_of(death.rank), death.process, death.text)
 
         self._listener = listen(hear)
+
+    def dismiss(self) -> None:
+        """This rank is to go with its node. What that means says the handler of the signal, on the main thread."""
+        self.dismissed = True
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def report_death(self, rank: int, text: str) -> None:
         """Tell all that the process of the rank that was started with this number has ended, see `hear_deaths`."""

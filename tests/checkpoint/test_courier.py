@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -174,3 +175,32 @@ def test_bytes_that_are_no_state_count_as_none(keepers: dict[str, Keeper]) -> No
         found, silent = find("1", SEAL, {"0": keepers["0"].address})
         assert found is None
         assert why in silent["that has a copy"]
+
+
+def test_all_are_asked_at_once_and_those_that_are_silent_cost_one_wait(
+    courier: Courier, keepers: dict[str, Keeper]
+) -> None:
+    """Each of three says nothing before all have been asked: asked one after another, the first would be given up."""
+    assert courier.send(keepers["0"].address, {"at": 1.0}, {"x": 5.0})
+    assert sent(courier).error is None
+    everybody = threading.Barrier(3)
+
+    def say_nothing(listener: socket.socket) -> None:
+        channel, _ = listener.accept()
+        with channel:
+            everybody.wait(60.0)
+
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
+        threads = [threading.Thread(target=say_nothing, args=(each,), daemon=True) for each in listeners]
+        for thread in threads:
+            thread.start()
+        gone = [Address("127.0.0.1", each.getsockname()[1], "token") for each in listeners]
+        asked = {"2": gone[0], "3": gone[1], "0": keepers["0"].address, "4": gone[2]}
+        found, silent = find("1", SEAL, asked)
+        for thread in threads:
+            thread.join(60.0)
+    assert found is not None
+    assert found.own == {"x": 5.0}
+    assert silent == dict.fromkeys("234", "ConnectionError: the connection ended")
+    assert find("1", SEAL, {}) == (None, {})

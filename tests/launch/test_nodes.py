@@ -206,6 +206,24 @@ def test_the_first_launcher_is_killed_and_the_ranks_elsewhere_save_and_end(nodes
     assert all("The first node is lost (the connection " in job.err for job in jobs[1:])
 
 
+def test_the_keeper_of_a_node_is_replaced_and_its_ranks_save_when_the_launcher_is_killed_later(nodes: Nodes):
+    """That of the first node has the store, and is the end of the job; another one only reads and waits."""
+    first, second = nodes.start((1, 1), PLAIN, "saves", "0.3")
+    first.wait_for("ready")
+    second.wait_for("ready")
+    keeper = second.keeper()
+    assert keeper is not None
+    second.until(lambda: time.time() - Path(f"/proc/{keeper}").stat().st_ctime > 2, "it is not so old")
+    os.kill(keeper, signal.SIGKILL)
+    second.wait_for("has ended (signal 9)")
+    assert first.process.poll() is None
+    assert second.keeper() not in (None, keeper)
+    second.signal(signal.SIGKILL)
+    second.until(lambda: "The launcher was killed. Its ranks have 30 s" in second.err, "nobody sees to its ranks")
+    second.until(lambda: "[1] saved 1 " in second.out, "nobody reads what they write")
+    assert first.end() == NODE_LOST
+
+
 def test_who_does_not_save_in_time_is_killed_when_the_first_node_is_lost(nodes: Nodes):
     first, second = nodes.start((1, 1), "--grace", "1", PLAIN, "stubborn")
     first.wait_for("ready")
@@ -297,13 +315,14 @@ def test_a_node_that_was_lost_comes_back_and_its_ranks_join_the_others(begin: Ca
 
 
 def test_a_node_that_waits_takes_the_place_of_one_that_is_lost(begin: Callable[..., Ranks], nodes: Nodes):
-    """As does one that comes back before its end was noticed."""
-    ranks = begin((1, 1), "--max-restarts", "1")
+    """As does one that comes back before its end was noticed. Who has another size is told what is empty."""
+    options = ("--max-restarts", "3")
+    ranks = begin((1, 1), *options)
     first, second = ranks.jobs[0], ranks.jobs[1]
-    wrong, spare = nodes.add(2, "--max-restarts", "1", SCRIPT), nodes.add(1, "--max-restarts", "1", SCRIPT)
+    wrong, spare = nodes.add(2, *options, SCRIPT), nodes.add(1, *options, SCRIPT)
     for job in (wrong, spare):
-        job.wait_for("All places are taken")
-    refused = nodes.add(1, "--max-restarts", "1", SCRIPT)
+        job.wait_for("All places are taken: this node waits until it is needed.")
+    refused = nodes.add(1, *options, SCRIPT)
     assert refused.end() == 2
     assert "2 nodes wait already" in refused.err
     second.signal(signal.SIGKILL)
@@ -312,9 +331,72 @@ def test_a_node_that_waits_takes_the_place_of_one_that_is_lost(begin: Callable[.
     ranks.meet(1, 1)
     ranks.tell(2, 0, 1)
     first.wait_for("training goes on with 2 of 2 ranks")
-    for rank in (0, 1):
-        ranks.end(rank, 0)
-    assert (first.end(), spare.end(), wrong.end()) == (0, 0, 0)
+    spare.signal(signal.SIGKILL)
+    wrong.wait_for("The place of node 1 is empty, for -n 1. This one has -n 2, and waits until it is needed.")
+    late = nodes.add(3, *options, SCRIPT)
+    late.wait_for("The place of node 1 is empty, for -n 1. This one has -n 3, and waits until it is needed.")
+    ranks.tell(3, 0)
+    ranks.end(0, 0)
+    assert (first.end(), wrong.end(), late.end()) == (0, 0, 0)
+    assert spare.err.count("This is node 1 of 2, with rank 1.") == 1
+
+
+def test_a_node_that_is_told_to_go_leaves_and_another_one_takes_its_place(nodes: Nodes):
+    """As long as MIN are left; the same signal to the first node is one to all."""
+    options = ("--max-restarts", "9", SCRIPT)
+    first = nodes.add(1, *options, nodes="1:2")
+    with contextlib.closing(two_more(nodes, options, first)) as ranks:
+        second = ranks.jobs[1]
+        for times in (1, 2):
+            for rank in (1, 2):
+                ranks.do(rank, "goes")
+            second.wait_for("goes\n", 2)
+            second.signal(signal.SIGTERM)
+            ranks.tell(3 * times, 0)
+            assert second.end() == 72
+            first.wait_for("training goes on with 1 of 3 ranks.", times)
+            second = nodes.add(2, *options, nodes="1:2")
+            for rank in (1, 2):
+                ranks.jobs[rank] = second
+                ranks.meet(rank, times)
+            ranks.tell(3 * times + 1, 0, 1, 2)
+            first.wait_for("training goes on with 3 of 3 ranks.", times)
+        for rank in (0, 1, 2):
+            ranks.do(rank, "saves")
+        first.wait_for("saves")
+        second.wait_for("saves", 2)
+        first.signal(signal.SIGTERM)
+        assert (first.end(), second.end()) == (75, 75)
+    lines = words(first)
+    for text in ("SIGTERM has come to node 1.", "node 1 goes, and the others train on.", "node 1 is there again."):
+        assert lines.count(text) == 2, text
+    assert "rank 2 on node 1 has left with its node; it was started again" in lines
+
+
+def test_who_does_not_go_in_time_is_killed_and_so_is_who_is_told_twice(nodes: Nodes):
+    """What the ranks say is nothing to the others, who train on."""
+    for again in (False, True):
+        nodes = Nodes(nodes._launch)
+        options = ("--grace", "30" if again else "0.5", SCRIPT)
+        first = nodes.add(1, *options, nodes="1:2")
+        with contextlib.closing(two_more(nodes, options, first)) as ranks:
+            second = ranks.jobs[1]
+            second.signal(signal.SIGTERM)
+            first.wait_for("node 1 ")
+            if again:
+                time.sleep(0.3)  # what comes sooner is none of its own
+                second.signal(signal.SIGTERM)
+            ranks.tell(1, 0)
+            assert second.end() == 143
+            first.wait_for("training goes on with 1 of 3 ranks.")
+            ranks.end(0, 0)
+            assert first.end() == 0
+
+
+def two_more(nodes: Nodes, options: Sequence[str], first: Launched) -> Ranks:
+    """A second node with two ranks, which train with the first one's."""
+    second = nodes.add(2, *options, nodes="1:2")
+    return Ranks({0: first, 1: second, 2: second})
 
 
 def test_who_cannot_be_of_use_is_refused(begin: Callable[..., Ranks], nodes: Nodes):

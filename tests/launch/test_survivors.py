@@ -273,16 +273,23 @@ def test_too_late_is_as_if_nobody_went_on(begin: Begin, tmp_path: Path, monkeypa
     patience += "launch.Policy = functools.partial(launch.Policy, patience_s=0.5)\n"
     impatient.write_text(source.replace(last, before + patience + last))
     monkeypatch.setattr(conftest, "CONSOLE", str(impatient))
-    ranks = begin(2)
+    ranks = begin(2, "--max-restarts", "1")
+    ranks.kill(0)
+    ranks.tell(1, 1)
+    ranks.meet(0, 1)
+    ranks.tell(2, 0, 1)
+    ranks.job.wait_for("rank 0 has joined the others")
     ranks.do(1, "deaf")
     ranks.job.wait_for("deaf")
     ranks.kill(0)
     ranks.job.wait_for("the others end too.")
-    ranks.do(1, "tell", 1, 1)
+    ranks.do(1, "tell", 3, 1)
     assert ranks.job.end() == 137
-    assert said(ranks.job) == [
+    assert said(ranks.job)[3:] == [
         f"rank 0 {KILLED}: the others end too.",
+        f"rank 0 {KILLED}; it was started again",
         f"rank 0 {KILLED}",
         "rank 1 was killed by SIGKILL, by the launcher",
+        "0 of 2 ranks have ended in order",
         "exit code 137",
     ]

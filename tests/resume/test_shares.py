@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_async.data.samplers import describe, share
-from lightning_async.data.shares import Batches, Share, before, inherited, unheard
+from lightning_async.data.shares import Batches, Share, before, distributed, inherited, unheard
 from lightning_async.trainer.resized import resized
 
 Shares = dict[str, Share]
@@ -150,18 +152,27 @@ def test_by_another_number_of_ranks_what_a_lost_one_has_left_is_divided_with_the
     assert [state["unsaved"]["left"] for state in found] == [[], []]
 
 
-def test_each_sample_is_copied_once_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks wait for this when one comes back: what grew by the square took minutes for 400 thousand samples."""
-    copied = 0
+@given(
+    length=st.integers(1, 40), ranks=st.integers(1, 9), shuffle=st.booleans(), drop_last=st.booleans(),
+    seed=st.integers(0, 9), epoch=st.integers(0, 9),
+)  # fmt: skip
+def test_the_indices_of_a_rank_are_those_of_torchs_sampler(
+    length: int, ranks: int, shuffle: bool, drop_last: bool, seed: int, epoch: int
+) -> None:
+    for rank in range(ranks):
+        settings: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}
+        sampler = DistributedSampler(cast(Any, range(length)), ranks, rank, **settings)
+        sampler.set_epoch(epoch)
+        told = {"length": length, "num_replicas": ranks, "rank": rank, "epoch": epoch, **settings}
+        assert distributed(told).tolist() == list(sampler)
 
-    class Counted(list[int]):
-        def __getitem__(self, key: Any) -> Any:
-            nonlocal copied
-            found = super().__getitem__(key)
-            copied += len(found) if isinstance(key, slice) else 1
-            return Counted(found) if isinstance(key, slice) else found
 
-    monkeypatch.setattr("lightning_async.data.shares.share", lambda state: Counted(share(state)))
-    one = shares(1000, 1)["0"]
-    assert len(batches_of(one, 0)) == 334
-    assert copied <= 1000
+def test_the_order_of_an_epoch_is_drawn_once_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks wait for this when one comes back."""
+    drawn: list[int] = []
+    draw = torch.randperm
+    monkeypatch.setattr(torch, "randperm", lambda n, **kwargs: drawn.append(n) or draw(n, **kwargs))
+    held = shares(1009, 5, shuffle=True, seed=71)
+    drawn.clear()
+    assert len(Batches.of([(each, 0) for each in held.values()])) == 4 * 68 + 67
+    assert drawn == [1009]

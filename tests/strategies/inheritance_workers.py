@@ -14,12 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from lightning_async import AsyncAveragingStrategy, DeltaMean, EveryNSteps, Synchronous
+from lightning_async import AdaptiveGradientAccumulation, AsyncAveragingStrategy, DeltaMean, EveryNSteps, Synchronous
+from lightning_async.data.partitioned import PartitionedSampler
+from lightning_async.data.partitions import ByKey, Partition, Random, Weighted
 from lightning_async.trainer.namespace import pl, pytorch
 from tests.strategies.failure_workers import digest
 from tests.strategies.survivor_workers import DEADLINES, NUMBER, RANKS, die
 
 PERIOD = 3
+PARTITIONS: dict[str, Partition] = {
+    "random": Random(seed=3), "weighted": Weighted({0: 1.5, 2: 1.2}, seed=1), "by key": ByKey(lambda i: i % 9, seed=1),
+}  # fmt: skip
 
 
 class Noted(pl.LightningModule):
@@ -107,6 +112,8 @@ def loaders(settings: dict[str, Any]) -> Any:
     for samples in settings.get("samples", [54]):
         data: Any = torch.arange(samples).float().unsqueeze(1)
         sampler: Any = DistributedSampler(data, RANKS, NUMBER, shuffle=shuffle) if own else None
+        if "partition" in settings:
+            sampler = PartitionedSampler(data, PARTITIONS[settings["partition"]])
         loader = DataLoader(
             data, size, sampler=sampler, shuffle=shuffle if sampler is None else None, num_workers=workers,
             drop_last=settings.get("drop_last", False), persistent_workers=settings.get("persistent", False),
@@ -142,6 +149,7 @@ def inherit(folder: str, deaths: dict[str, Any], epochs: int = 2, trainer: Any =
     fit = pl.Trainer(
         strategy=strategy, accelerator="cpu", devices=RANKS, max_epochs=epochs, default_root_dir=folder, logger=False,
         enable_model_summary=False, enable_checkpointing=False, num_sanity_val_steps=0,
+        callbacks=[AdaptiveGradientAccumulation(settings["windows"])] if "windows" in settings else [],
         **({"enable_progress_bar": False} | (trainer or {})),
     )  # fmt: skip
     validation: Any = DataLoader(torch.arange(24).float().unsqueeze(1), 2)  # pyright: ignore[reportArgumentType]

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_async import AsyncAveragingStrategy, EveryNSteps, FaultTolerantCheckpoint
 from lightning_async.rules.saving import Latest
-from lightning_async.strategies import host
+from lightning_async.strategies import connecting, reception
 from lightning_async.trainer.namespace import pl
 from tests.strategies.failure_workers import digest
 from tests.strategies.joining_workers import wait_for
@@ -29,14 +33,17 @@ class Odd(Seen):
 
     Args:
         folder: where they tell it to come, by a file.
-        moment: "mid epoch", as a layer is unfrozen; "at the end", as rank 0 has taken its last step; or "trouble".
+        moment: "mid epoch", a layer is unfrozen; "accumulates", within gradients in accumulation, so that it has no
+            part of that epoch, and then all are told to end; "at the end", rank 0 has taken its last step; "ready", all
+            are connected, and nobody stands at a gate yet; "stream", data has no length; or "trouble".
     """
 
     def __init__(self, folder: Path, moment: str) -> None:
         # Where ranks are to take equal steps, nothing is left of the epoch that it dies in.
-        super().__init__({"1": ("epoch end", 0, 0) if moment == "at the end" else ("step", 0, 4)})
+        dies = "0" if moment == "accumulates" else "1"
+        super().__init__({dies: ("epoch end", 0, 0) if moment == "at the end" else ("step", 0, 4)})
         self._folder, self._moment = folder, moment
-        self._states = 0
+        self._states = self._seen = self._since = 0
         if moment == "mid epoch":
             self.frozen = torch.nn.Linear(1, 1).requires_grad_(False)
 
@@ -50,18 +57,47 @@ class Odd(Seen):
             self.log("late", 1.0, on_step=False, on_epoch=True, sync_dist=True)
         if CAME_BACK:
             return
-        if self._moment == "mid epoch" and (self.current_epoch, batch_idx) == (1, 2):
+        if self._moment == "ready" and batch_idx == 2 and self.current_epoch > 0 and self._seen < 2:
+            self._lose_someone()
+        if self._moment in ("mid epoch", "stream") and (self.current_epoch, batch_idx) == (1, 2):
             self._see_it_come()
+        if self._moment == "accumulates" and (self.current_epoch, batch_idx) == (1, 2):
+            self._see_it_come()
+            self.trainer.strategy.host.call_together()  # at this batch's end, on both
+            self.pause_s = 1.0  # all is heard of between two batches, of which nine are left
+        if self._moment == "accumulates" and NUMBER == 2 and self.current_epoch == 1 and self.trainer.world_size == 3:
+            with contextlib.suppress(FileNotFoundError):  # the newcomer is told, once; it stands at a gate
+                newcomer = self._folder / "newcomer"
+                os.kill(int(newcomer.read_text()), signal.SIGTERM)
+                newcomer.unlink()
         if self._moment == "at the end" and NUMBER == 0 and step == STEPS:
             (self._folder / "rank 0 has ended").touch()
         if self._moment == "at the end" and NUMBER == 2 and step == STEPS - 2:
             wait_for(self._folder / "rank 0 has ended")
             self._see_it_come()
 
-    def _see_it_come(self) -> None:
-        (self._folder / "start 1").touch()
-        membership: Any = self.trainer.strategy.connection.membership
-        wait_until(lambda: len(membership.guests()) > 0)
+    def _lose_someone(self) -> None:
+        """The first newcomer is killed, then rank 2, when the second one is connected with it."""
+        self._seen += 1
+        self._see_it_come(self._seen)
+        if self._seen == 1:
+            (self._folder / f"rank {NUMBER} is ready").touch()
+            wait_for(self._folder / "killed")
+        elif NUMBER == 2:
+            die()
+        else:
+            wait_until(lambda: self.trainer.world_size == 1)
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        self._since += self._moment == "ready" and (CAME_BACK or self._seen == 2) and self.trainer.world_size == 2
+        if self._since == 3:  # the epoch in which it came, and two
+            self.trainer.should_stop = True
+
+    def _see_it_come(self, number: int = 1) -> None:
+        (self._folder / f"start {number}").touch()
+        host: Any = self.trainer.strategy.host
+        wait_until(lambda: host._reception.offer != "")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Nobody saves here: it is for a newcomer."""
@@ -76,6 +112,18 @@ class Odd(Seen):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
 
 
+class Stream(IterableDataset[Tensor]):
+    """24 numbers; a newcomer's has no end when it comes."""
+
+    def __init__(self) -> None:
+        self._has_come = not CAME_BACK
+
+    def __iter__(self) -> Iterator[Tensor]:
+        numbers = iter(range(24)) if self._has_come else itertools.count()
+        self._has_come = True
+        return (torch.tensor([float(number)]) for number in numbers)
+
+
 def wait_until(condition: Callable[[], bool]) -> None:
     until = time.monotonic() + 60.0
     while not condition() and time.monotonic() < until:
@@ -84,25 +132,30 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def train(folder: str, moment: str) -> None:
-    host.PATIENCE = timedelta(seconds=8)  # for a newcomer that waits for one who has died
+    connecting.PATIENCE = timedelta(seconds=8)  # for a newcomer that waits for one who has died
     if moment == "trouble" and NUMBER == 2:
-        first = [host.connect]
-        host.connect = lambda *args: first.pop()(*args) if first else die()  # at the second newcomer
+        first = [reception.connect]
+        reception.connect = lambda *args: first.pop()(*args) if first else die()  # at the second newcomer
     strategy = AsyncAveragingStrategy(schedule=EveryNSteps(3), deadlines=DEADLINES, min_replicas=1)
     module = Odd(Path(folder), moment)
     saved, saves = Path(folder) / "saved", []
-    if moment == "mid epoch":
+    if moment in ("mid epoch", "accumulates"):
         saves.append(FaultTolerantCheckpoint(saved, every_n_train_steps=1, keep=Latest(1000)))
+    accumulates, limited = moment == "accumulates", moment in ("mid epoch", "at the end")
     trainer = pl.Trainer(
-        strategy=strategy, accelerator="cpu", devices=RANKS, max_steps=-1 if moment == "trouble" else STEPS,
-        max_epochs=-1, default_root_dir=folder, logger=False, enable_progress_bar=False, enable_model_summary=False,
-        num_sanity_val_steps=0, enable_checkpointing=len(saves) > 0, callbacks=saves,
+        strategy=strategy, accelerator="cpu", devices=RANKS, max_steps=STEPS if limited else -1,
+        max_epochs={"accumulates": 2, "stream": 3}.get(moment, -1), default_root_dir=folder,
+        accumulate_grad_batches=12 if accumulates else 1,
+        logger=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+        enable_checkpointing=len(saves) > 0, callbacks=saves,
     )  # fmt: skip
     if CAME_BACK:
+        (Path(folder) / "newcomer").write_text(str(os.getpid()))
         wait_for(Path(folder) / f"start {os.environ['LIGHTNING_ASYNC_REJOIN']}")
     told: dict[str, Any] = {"name": str(NUMBER)}
     try:
-        trainer.fit(module, loader(False, 2 if moment == "mid epoch" else 0), loader(False, 0))
+        data: Any = DataLoader(Stream(), 2) if moment == "stream" else loader(False, 2 if moment == "mid epoch" else 0)
+        trainer.fit(module, data, loader(False, 0))
     except BaseException as error:
         told["error"] = f"{type(error).__name__}: {error}"
         raise
@@ -114,3 +167,16 @@ def train(folder: str, moment: str) -> None:
             "late": float(trainer.callback_metrics.get("late", -1.0)),
         }  # fmt: skip
         os.write(1, b"\nENDED %b\n" % json.dumps(told).encode())
+
+
+def again(folder: str) -> None:
+    """Goes on with the epoch of a training in which gradients were in accumulation."""
+    saves = FaultTolerantCheckpoint(Path(folder) / "saved", every_n_train_steps=1, keep=Latest(1000))
+    module = Seen({})
+    trainer = pl.Trainer(
+        strategy=AsyncAveragingStrategy(schedule=EveryNSteps(3), deadlines=DEADLINES, min_replicas=1),
+        accelerator="cpu", devices=RANKS, max_epochs=2, default_root_dir=folder, logger=False, callbacks=[saves],
+        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, accumulate_grad_batches=12,
+    )  # fmt: skip
+    trainer.fit(module, loader(False, 0), loader(False, 0))
+    os.write(1, b"\nENDED %b\n" % json.dumps({"trained": module.trained, "epochs": trainer.current_epoch}).encode())

@@ -8,13 +8,13 @@ import signal
 import sys
 import time
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_async import AsyncAveragingStrategy, Deadlines, EveryNSteps
+from lightning_async import AsyncAveragingStrategy, AsyncGradientStrategy, Deadlines, EveryNSteps
 from lightning_async.trainer.namespace import pl, pytorch
 from tests.strategies.failure_workers import digest
 
@@ -100,11 +100,14 @@ def survive(
     then_test: bool = False,
     pause_s: float = 0.01,
     deadlines: Deadlines = DEADLINES,
+    windows: int | Literal["until_reduced"] | None = None,
 ) -> None:
     deaths = {number: (place, epoch, taken) for number, (place, epoch, taken) in deaths.items()}
-    strategy = AsyncAveragingStrategy(
+    strategy: Any = AsyncAveragingStrategy(
         schedule=EveryNSteps(period), overlap=overlap, deadlines=deadlines, min_replicas=min_replicas
     )
+    if windows is not None:
+        strategy = AsyncGradientStrategy(windows, deadlines=deadlines, min_replicas=min_replicas)
     module = Seen(deaths)
     module.pause_s = pause_s
     logger = pytorch("loggers").CSVLogger(folder, name="log", version=0)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
+from tests.strategies.inheritance_workers import PARTITIONS
 from tests.support import start_ranks
 
 INHERIT = "tests.strategies.inheritance_workers:inherit"
@@ -76,6 +77,21 @@ def test_each_sample_of_the_epoch_is_in_committed_work_once(victim: int, setting
         assert len(validated) == 1 and validated[0] > last  # of the model of the whole epoch
 
 
+@pytest.mark.parametrize(("partition", "workers"), [("weighted", 2), ("by key", 0)])
+def test_each_sample_of_a_partition_is_in_committed_work_once(partition: str, workers: int, tmp_path: Path) -> None:
+    told, left = train(
+        tmp_path, {"1": ["step", 0, 4]}, partition=partition, num_workers=workers, persistent=workers > 0
+    )
+    assert once(told, 0, left, {"1": 3}) == list(range(54))
+    made = PARTITIONS[partition]
+    for place, name in enumerate("02"):
+        first = made.part(54, "012", int(name), 0).tolist()
+        assert seen(told, "train", 0, [name])[: len(first)] == first
+        assert seen(told, "train", 1, [name]) == made.part(54, "02", place, 1).tolist()
+        if partition == "by key":  # its keys are its own still
+            assert set(seen(told, "train", 1, [name])) >= set(first)
+
+
 def test_one_who_inherits_is_lost_too(tmp_path: Path) -> None:
     """Of the second one all counts but what it had of the first one's, in no round yet."""
     told, left = train(tmp_path, {"1": ["step", 0, 4], "2": ["step", 0, 10]})
@@ -86,10 +102,13 @@ def test_one_who_inherits_is_lost_too(tmp_path: Path) -> None:
     assert sorted(seen(told, "train", 1, left)) == list(range(54))
 
 
-def test_within_the_last_batches_with_accumulation_and_validations_within_the_epoch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ours", [False, True], ids=["lightnings", "ours"])
+def test_within_the_last_batches_with_accumulation_and_validations_within_the_epoch(ours: bool, tmp_path: Path) -> None:
     """Three batches are left, which two ranks take; validations go on being counted by batches."""
-    trainer = {"accumulate_grad_batches": 2, "val_check_interval": 5, "enable_progress_bar": True}
-    told, left = train(tmp_path, {"1": ["step", 0, 8]}, trainer=trainer, epochs=1)
+    trainer: dict[str, Any] = {"val_check_interval": 5, "enable_progress_bar": True}
+    settings = {"windows": 2} if ours else {}
+    trainer |= {} if ours else {"accumulate_grad_batches": 2}
+    told, left = train(tmp_path, {"1": ["step", 0, 8]}, trainer=trainer, epochs=1, **settings)
     assert once(told, 0, left, {"1": 6}) == list(range(54))
     assert sorted(len(seen(told, "train", 0, [name])) for name in left) == [20, 22]
     validated = [sum(entry[:2] == ["validated", 0] for entry in told[name]) for name in left]

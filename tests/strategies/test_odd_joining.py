@@ -11,6 +11,7 @@ from torch.distributed import TCPStore
 
 from lightning_async.engine.checkpoint.shards import load_own
 from lightning_async.engine.checkpoint.store import CheckpointStore
+from tests.strategies.joining_workers import wait_for
 from tests.strategies.odd_joining_workers import STEPS
 from tests.strategies.survivor_workers import SAMPLES
 from tests.strategies.test_failures import ended
@@ -20,14 +21,14 @@ TRAIN = "tests.strategies.odd_joining_workers:train"
 
 
 @contextmanager
-def ranks(folder: Path, moment: str, newcomers: int = 1) -> Iterator[RankGroup]:
-    """Three, of which rank 1 dies, and newcomers in its place, which wait for a file each."""
+def ranks(folder: Path, moment: str, newcomers: int = 1, dies: str = "1") -> Iterator[RankGroup]:
+    """Three, of which one dies, and newcomers in its place, which wait for a file each."""
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
 
     def env(number: int) -> dict[str, str]:
         shared = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
         shared |= {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
-        alone = {"RANK": "1", "LOCAL_RANK": "1", "LIGHTNING_ASYNC_REJOIN": str(number - 2)}
+        alone = {"RANK": dies, "LOCAL_RANK": dies, "LIGHTNING_ASYNC_REJOIN": str(number - 2)}
         return shared | (alone if number > 2 else {})
 
     arguments = {"folder": str(folder), "moment": moment}
@@ -59,6 +60,23 @@ def test_within_an_epoch_it_takes_its_part_of_the_rest_and_all_else_is_as_with_t
     assert {each["steps"] for each in said} <= {STEPS - 1, STEPS}, said
 
 
+def test_started_again_in_an_epoch_in_which_a_newcomer_had_no_part_each_sample_is_seen_once(tmp_path: Path) -> None:
+    """It has the lost first rank's name, and the last number; what two had left, three take. It is told to end."""
+    with ranks(tmp_path, "accumulates", dies="0") as group:
+        first = group.join()
+    said = [ended(first[number]) for number in (1, 2, 3)]
+    assert [first[number].returncode for number in (1, 2, 3)] == [75] * 3, "\n".join(map(str, first))
+    seen = [sample for each in said for sample in each["trained"].get("1", [])]
+    assert "1" not in said[2]["trained"] and 12 <= len(seen) == len({*seen}) <= 44
+    arguments = {"folder": str(tmp_path)}
+    with start_ranks("tests.strategies.odd_joining_workers:again", 3, kwargs=arguments) as group:
+        results = group.join()
+    assert [result.returncode for result in results] == [0] * 3, "\n".join(map(str, results))
+    later = [sample for result in results for sample in ended(result)["trained"]["1"]]
+    assert sorted({*seen, *later}) == list(range(SAMPLES)) and not {*seen} & {*later}, (seen, later)
+    assert len(later) - len({*later}) < 3  # as torch makes parts equal
+
+
 def test_where_rank_0_has_taken_its_last_step_nobody_is_taken_in(tmp_path: Path) -> None:
     with ranks(tmp_path, "at the end") as group:
         for number in (0, 2):
@@ -85,3 +103,34 @@ def test_troubles_while_it_is_taken_in_are_not_those_who_trains(tmp_path: Path) 
     assert "could not be taken in, and waits again" in results[4].stderr
     for number in (0, 4):
         assert ended(results[number])["error"].startswith("SIGTERMException"), results[number]
+
+
+def test_whoever_is_lost_when_all_are_connected_the_others_go_on_and_the_newcomer_comes_again(tmp_path: Path) -> None:
+    """The first one is killed before the gate; then rank 2 is, and the second one is taken in by who is left."""
+    with ranks(tmp_path, "ready", newcomers=2) as group:
+        for number in (0, 2):
+            wait_for(tmp_path / f"rank {number} is ready")
+        group.processes[3].kill()
+        (tmp_path / "killed").touch()
+        results = group.join()
+    assert [results[number].returncode for number in (0, 2, 3, 4)] == [0, -9, -9, 0], "\n".join(map(str, results))
+    assert "rank 1 could not be taken in, and training goes on without" in results[0].stderr
+    assert "could not be taken in, and waits again" in results[4].stderr
+    said = [ended(results[number]) for number in (0, 4)]
+    assert len({each["digest"] for each in said}) == 1
+    assert [(each["rank"], each["world_size"]) for each in said] == [(0, 2), (1, 2)]
+    last = str(said[0]["epochs"] - 1)
+    assert sorted(sample for each in said for sample in each["trained"][last]) == list(range(SAMPLES))
+
+
+def test_within_an_epoch_of_streams_it_begins_its_own_until_the_others_end(tmp_path: Path) -> None:
+    with ranks(tmp_path, "stream") as group:
+        results = group.join()
+    assert [results[number].returncode for number in (0, 2, 3)] == [0, 0, 0], "\n".join(map(str, results))
+    said = [ended(results[number]) for number in (0, 2, 3)]
+    assert len({each["digest"] for each in said}) == 1
+    assert [each["epochs"] for each in said] == [3, 3, 3]
+    assert [len(each["trained"]["1"]) for each in said[:2]] == [24, 24]
+    assert said[2]["trained"].keys() == {"1", "2"}
+    assert len(said[2]["trained"]["1"]) > 0  # of a stream without end
+    assert [len(each["trained"]["2"]) for each in said] == [24, 24, 24]

@@ -93,6 +93,22 @@ def test_the_others_go_on_with_all_samples_from_the_next_epoch_on(victim: int, p
     assert "2" in epochs
 
 
+@pytest.mark.parametrize("windows", [2, "until_reduced"])
+def test_windows_of_gradients_are_reduced_again_by_those_that_are_left(windows: Any, tmp_path: Path) -> None:
+    """Rank 1 is lost in its third window of two batches of two samples: the others train on what it had not shared."""
+    with three_ranks(tmp_path, {"1": ("step", 0, 5)}, windows=windows, epochs=2) as group:
+        told = survivors(group.join(), [1])
+    assert [(each["rank"], each["world_size"], each["lost"]) for each in told] == [(0, 2, 1), (1, 2, 1)]
+    trained = [sample for each in told for sample in each["trained"]["0"]]
+    assert len(trained) == len(set(trained))
+    mine = list(DistributedSampler(range(SAMPLES), 3, 1))  # pyright: ignore[reportArgumentType]
+    shared = set(range(SAMPLES)) - set(trained)
+    assert shared == set(mine[: len(shared)])
+    assert len(shared) <= 10 and len(shared) % (4 if windows == 2 else 2) == 0
+    for what in ("trained", "validated"):
+        assert sorted(sample for each in told for sample in each[what]["1"]) == list(range(SAMPLES)), what
+
+
 def test_a_rank_that_was_stopped_is_done_without_and_hears_so_when_it_wakes(tmp_path: Path) -> None:
     with three_ranks(tmp_path, {}, pause_s=0.1, epochs=4) as group:
         group.wait_for(1, "step 2\n")

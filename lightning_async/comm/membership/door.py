@@ -7,7 +7,7 @@ all stand at a gate:
 invite(guest, to a new run)
                               read_invitation, and connects with all of them
 answer(guest, admitted)
-                              read_answer: it is one of them, or ends
+                              read_answer: it is one of them, or ends, or comes again
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Door:
     """Notes are small, of JSON's terms, and signed where the job has a secret. Reading never waits for one.
 
     Args:
-        store: of the job; used by the thread that calls only.
+        store: of the job; never blocked in, so that any number of threads may share it.
         seal: of the job.
     """
 
@@ -52,9 +52,10 @@ class Door:
         """The invitation of this guest; empty where there is none yet."""
         return self._read(f"invitation/{guest}")
 
-    def answer(self, guest: str, admitted: bool) -> None:
-        """Say whether a guest is one of those who train from now on. All of them do."""
-        self._write(f"answer/{guest}", {"admitted": admitted})
+    def answer(self, guest: str, admitted: bool, again: bool = False) -> None:
+        """Say whether a guest is one of those who train from now on, or else, whether it may come ``again``: where
+        nobody has stood still for it. All of them do."""
+        self._write(f"answer/{guest}", {"admitted": admitted, "again": again})
 
     def read_answer(self, guest: str) -> dict[str, Any]:
         """The answer to this guest; empty where there is none yet."""

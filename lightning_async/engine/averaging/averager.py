@@ -11,7 +11,7 @@ from lightning_async.engine.averaging.agreed import Agreed, Ledger, Work
 from lightning_async.engine.averaging.config import AveragerConfig
 from lightning_async.engine.averaging.marks import Marks
 from lightning_async.engine.averaging.merge import Merger
-from lightning_async.engine.averaging.records import ROUND, LocalMessage
+from lightning_async.engine.averaging.records import ROUND, LocalMessage, Merge
 from lightning_async.engine.averaging.report import Reports, RoundReport, RunSummary
 from lightning_async.engine.averaging.wing import AveragingWing
 from lightning_async.engine.control import ControlPlane
@@ -66,6 +66,7 @@ class BackgroundAverager:
         self._merger = Merger(self._buckets, self.agreed, self.wing, exact=self.config.compression == "none")
         self.on_healed: Callable[[], None] = lambda: None
         """Called when this replica was not finite and has taken over the others' model."""
+        self.gathered: Callable[[], Any] = lambda: None  # towards a step to come, for checkpoints
         self.step = self.first_step = self.epoch = 0
         self._resumed = self._in_flight = False
         self._step_s = self.started_at = self._last_tick = self._stood_at = 0.0
@@ -207,7 +208,7 @@ class BackgroundAverager:
         buckets = self._buckets
         with self._box.changed:
             arrived = buckets.arrived
-            if arrived is None:
+            if not isinstance(arrived, Merge):
                 return None
             buckets.take()
         started = self._now()
@@ -277,12 +278,9 @@ class BackgroundAverager:
     def clocks(self) -> dict[str, Any]:
         """What is this replica's own."""
         return {
-            "step": self.step,
-            "epoch": self.epoch,
-            **self.ledger.state_dict(),
-            "rule_state": self.agreed.rule_state_dict(own=True),
-            "summary": self.summary.state_dict(),
-        }
+            "step": self.step, "epoch": self.epoch, "summary": self.summary.state_dict(), **self.ledger.state_dict(),
+            "rule_state": self.agreed.rule_state_dict(own=True), "gathered": self.gathered(),
+        }  # fmt: skip
 
     def load_state_dict(self, saved: dict[str, Any], clocks: dict[str, Any]) -> None:
         """Go on from `state_dict` and `clocks`; before `start`. What ``clocks`` lacks of the rule's state begins anew.

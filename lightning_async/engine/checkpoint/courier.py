@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -187,21 +188,25 @@ class Courier:
 def find(owner: str, seal: Seal, keepers: Mapping[str, Address]) -> tuple[Found | None, dict[str, str]]:
     """The newest state of an owner that anybody has, who has it still; and of those that could not be asked, why.
 
-    Older ones are forgotten.
+    All are asked at once, and each is given up after `SILENCE_S` without a word. Older copies are forgotten.
 
     Args:
         owner: whose.
         seal: of the job.
         keepers: where to ask, by name.
     """
+    if not keepers:
+        return None, {}
     copies: list[tuple[Address, dict[str, Any], bytearray]] = []
     silent: dict[str, str] = {}
-    for name, address in keepers.items():
-        try:
-            if (found := fetch(address, seal, owner)) is not None:
-                copies.append((address, *found))
-        except OSError as error:
-            silent[name] = f"{type(error).__name__}: {error}"
+    with ThreadPoolExecutor(len(keepers), "lightning_async asks") as pool:  # hosts that are gone say so by silence
+        asked = {name: pool.submit(fetch, address, seal, owner) for name, address in keepers.items()}
+        for name, answer in asked.items():
+            try:
+                if (found := answer.result()) is not None:
+                    copies.append((keepers[name], *found))
+            except OSError as error:
+                silent[name] = f"{type(error).__name__}: {error}"
     if not copies:
         return None, silent
     address, label, data = max(copies, key=lambda copy: _age(copy[1]))

@@ -1,4 +1,4 @@
-"""Synchronous steps through the engine: gradients averaged by weight, late and empty replicas counted in."""
+"""Gradients through the engine, in step or in the background: averaged by weight, with late and empty replicas."""
 
 from __future__ import annotations
 
@@ -30,10 +30,12 @@ class Part(NamedTuple):
     Args:
         weight: what they count in the mean.
         mask: a hash of which parameters have one.
+        since: steps that had been taken when the first of them was computed.
     """
 
     weight: float = 0.0
     mask: int = 0
+    since: int = 0
 
 
 @dataclass
@@ -43,10 +45,12 @@ class GradientMessage(Message):
     Args:
         samples: behind them.
         used: 1.0 for every parameter that has one.
+        since: steps that had been taken when the first of them was computed.
     """
 
     samples: float
     used: Tensor
+    since: int
 
 
 class GradientPlan(NamedTuple):
@@ -66,11 +70,13 @@ class Reduction(Exchange):
     Args:
         share: this rank's share in the mean.
         used: which parameters any replica used.
-        masks_differ: replicas used different ones.
+        since: the smallest of all replicas', see `Part`.
+        masks_differ: replicas used different ones, or one that follows has none to know them by.
     """
 
     share: float
     used: Tensor
+    since: int
     masks_differ: bool
 
 
@@ -96,8 +102,10 @@ class SynchronousGradients:
         weigh: Callable[[float], float] = lambda samples: samples,
     ) -> None:
         self._buckets, self._transfer, self._box = control.buckets, control.transfer, control.mailbox
-        self._replica: Replica = control.buckets.replica
+        self.replica: Replica = control.buckets.replica
         self._control, self._gates, self._on_step, self._weigh = control, gates, on_step, weigh
+        self.follows = False
+        """A replica takes the steps that it has no gradients in, too: it stands at a gate meanwhile."""
         control.register(self)
 
     # ---- the training thread ----
@@ -113,18 +121,73 @@ class SynchronousGradients:
             samples: samples behind the gradients of this replica.
             scale: this replica's loss scale (mixed precision); replicas may have different ones.
         """
-        buckets, replica = self._buckets, self._replica
-        message = GradientMessage(GRADIENTS, int(self._box.steps), samples, _used(replica))
-        buckets.take_when(buckets.can_pack, self._control.see)
-        with buckets.used(message):
-            _pack_(replica, buckets.sent, 1.0 / scale)
-        self._gates.wait(lambda: buckets.message is None)
-        arrived = buckets.arrived
-        if isinstance(arrived, Reduction):  # else no replica had a weight
+        replica = self.replica
+        self._buckets.take_when(self._buckets.can_pack, self._control.see)
+        self._post(lambda bucket: _pack_(replica, bucket, 1.0 / scale), samples, _used(replica), int(self._box.steps))
+        self.wait()
+        self.take_(scale)
+
+    def post(self, pack: Callable[[Tensor], None], samples: float, used: Tensor, since: int) -> bool:
+        """Have gradients averaged with all replicas', if the buckets are free; whether they are on their way.
+
+        Args:
+            pack: puts them into a bucket.
+            samples: behind them.
+            used: 1.0 for every parameter that has one.
+            since: steps that had been taken when the first of them was computed.
+        """
+        with self._box.changed:
+            self._control.see()
+            if not self._buckets.can_pack():
+                return False
+            self._buckets.take()
+        self._post(pack, samples, used, since)
+        return True
+
+    def _post(self, pack: Callable[[Tensor], None], samples: float, used: Tensor, since: int) -> None:
+        with self._buckets.used(GradientMessage(GRADIENTS, int(self._box.steps), samples, used, since)):
+            pack(self._buckets.sent)
+
+    def wait_until_free(self) -> None:
+        """Stand still until gradients can be posted, or a mean has arrived that must be taken first."""
+        self._gates.wait(lambda: self._buckets.can_pack() or self.arrived)
+
+    @property
+    def free(self) -> bool:
+        """Whether gradients can be posted, as things stand."""
+        with self._box.changed:
+            return self._buckets.can_pack()
+
+    @property
+    def in_flight(self) -> bool:
+        """Gradients of this replica are on their way."""
+        return isinstance(self._buckets.message, GradientMessage)
+
+    @property
+    def arrived(self) -> bool:
+        """`take_` finds a mean."""
+        return isinstance(self._buckets.arrived, Reduction)
+
+    def wait(self) -> None:
+        """Stand still until nothing is in flight."""
+        self._gates.wait(lambda: self._buckets.message is None)
+
+    def take_(self, scale: float = 1.0, change: Callable[[Tensor, int], None] | None = None) -> None:
+        """The mean that has arrived, if one has, becomes the gradients.
+
+        Args:
+            scale: they are multiplied by it.
+            change: called with the flat mean first, and with the steps that had been taken when it was begun.
+        """
+        buckets = self._buckets
+        if isinstance(arrived := buckets.arrived, Reduction):  # else no replica had a weight
             buckets.to_training.take()
-            _unpack_(replica, arrived.target, arrived.used, scale)
+            if change is not None:
+                change(self.replica.of_rule(arrived.target), arrived.since)
+            _unpack_(self.replica, arrived.target, arrived.used, scale)
         with self._box.changed:
             buckets.arrived = None
+            self._box.changed.notify_all()
 
     # ---- headers ----
 
@@ -135,10 +198,12 @@ class SynchronousGradients:
         return self.blank
 
     def complete(self, part: Part, message: Message | None, compare: bool) -> Part:
-        return Part(self._weigh(message.samples), _mask(message.used)) if isinstance(message, GradientMessage) else part
+        if not isinstance(message, GradientMessage):
+            return part
+        return Part(self._weigh(message.samples), _mask(message.used), message.since)
 
     def is_due(self, parts: Sequence[Part]) -> bool:
-        return False
+        return any(p.weight > 0.0 for p in parts)
 
     def plan(self, priority: int, headers: Sequence[Header], parts: Sequence[Part]) -> GradientPlan | None:
         if priority != GRADIENTS:
@@ -168,15 +233,16 @@ class SynchronousGradients:
             message=mine,
             target=buckets.landing() if mine is None else buckets.received,
             share=plan.weights[self._transfer.rank],
-            used=torch.zeros(len(self._replica.layout)) if mine is None else mine.used.clone(),
-            masks_differ=len({p.mask for p in parts if p.mask}) > 1,
+            used=torch.zeros(len(self.replica.layout)) if mine is None else mine.used.clone(),
+            since=min((p.since for p in parts if p.weight > 0.0), default=0),
+            masks_differ=len({p.mask for p in parts if p.mask or self.follows}) > 1,
         )
 
     def move(self, exchange: Reduction) -> None:
         if exchange.masks_differ:
             self._transfer.largest_(exchange.used)
-        target = self._replica.of_rule(exchange.target)
-        self._replica.scaled_(target, self._replica.of_rule(self._buckets.sent), exchange.share)
+        target = self.replica.of_rule(exchange.target)
+        self.replica.scaled_(target, self.replica.of_rule(self._buckets.sent), exchange.share)
         self._transfer.sum_(target)
 
     def commit(self, exchange: Reduction) -> None:
@@ -185,7 +251,7 @@ class SynchronousGradients:
     def hand_over(self, exchange: Reduction) -> None:
         message = exchange.message
         self._on_step(message.samples if isinstance(message, GradientMessage) else None)
-        if message is not None:
+        if message is not None or self.follows:
             self._buckets.hand_over(exchange)
 
 

@@ -1,0 +1,171 @@
+"""One replica's part of a dataset, or of a stream, by a `Partition`: each sample once an epoch over all replicas."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import DistributedSampler, IterableDataset, get_worker_info
+
+from lightning_async.arguments import check_protocol
+from lightning_async.data.partitions import Partition, Random
+
+__all__ = ["PartitionedSampler", "PartitionedStream"]
+
+_SIZES = ("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
+
+
+class _Place:
+    """Which part is this replica's.
+
+    Args:
+        num_replicas, rank: where both are None: those of the strategy, or of torch.distributed.
+    """
+
+    def __init__(self, owner: str, num_replicas: int | None, rank: int | None) -> None:
+        if (num_replicas is None) != (rank is None):
+            raise ValueError(f"`{owner}(num_replicas={num_replicas}, rank={rank})`: give both or none of the two.")
+        if num_replicas is not None and rank is not None and not 0 <= rank < num_replicas:
+            raise ValueError(f"`{owner}(num_replicas={num_replicas}, rank={rank})`: a rank is from 0 on, and below.")
+        self._owner = owner
+        self.members: Sequence[str] | None = None if num_replicas is None else tuple(map(str, range(num_replicas)))
+        self.rank = rank or 0
+
+    def known(self) -> tuple[Sequence[str], int]:
+        """All replicas, and the place of this one."""
+        if self.members is not None:
+            return self.members, self.rank
+        if dist.is_available() and dist.is_initialized():
+            return tuple(map(str, range(dist.get_world_size()))), dist.get_rank()
+        several = [name for name in _SIZES if os.environ.get(name, "1") not in ("", "1")]
+        if several:
+            raise RuntimeError(
+                f"`{self._owner}` does not know which part is this rank's ({several[0]}={os.environ[several[0]]}): "
+                "give it `num_replicas=trainer.world_size, rank=trainer.global_rank`, in `train_dataloader`."
+            )
+        return ("0",), 0
+
+
+class PartitionedSampler(DistributedSampler[Any]):
+    r"""The indices that are this replica's, in an epoch; without padding, so that parts may be unequal.
+
+    Lightning leaves it as it is. Under `AsyncAveragingStrategy` it is numbered by the strategy, anew where replicas are
+    lost or come; what a lost one had left of an epoch the others train on. Ranks that take every step together need
+    equal parts.
+
+    Args:
+        dataset: a map-style dataset, or anything with a length.
+        partition: `Random` (default), `Sequential`, `Weighted`, `ByKey`, or one of your own.
+        num_replicas, rank: which part. Default: as the strategy or torch.distributed has it; 1 and 0 without either.
+
+    Raises:
+        TypeError: ``partition`` is none.
+        ValueError: one of ``num_replicas`` and ``rank``, or a rank out of range.
+
+    >>> sampler = PartitionedSampler(range(8), Random(seed=1), num_replicas=2, rank=1)
+    >>> sampler.set_epoch(3)
+    >>> len(sampler), len(set(sampler))
+    (4, 4)
+    """
+
+    def __init__(
+        self, dataset: Any, partition: Partition | None = None, num_replicas: int | None = None, rank: int | None = None
+    ) -> None:
+        self.partition: Partition = Random() if partition is None else partition
+        check_protocol("PartitionedSampler", "partition", self.partition, Partition, "a partition such as Random()")
+        self.dataset, self.epoch, self.drop_last = dataset, 0, False
+        self.shuffle, self.seed = self.partition.shuffle, self.partition.seed
+        self._place = _Place("PartitionedSampler", num_replicas, rank)
+        self._made: tuple[Any, list[int]] | None = None
+
+    @property
+    def num_replicas(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """How many parts there are."""
+        return len(self._place.known()[0])
+
+    @property
+    def rank(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Which one is this replica's."""
+        return self._place.known()[1]
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether it was told which part."""
+        return self._place.members is not None
+
+    def number(self, members: Sequence[str], rank: int) -> None:
+        """These replicas are there from here on, by the numbers that they were started with."""
+        self._place.members, self._place.rank = tuple(members), rank
+
+    def indices(self) -> list[int]:
+        """Of this epoch."""
+        members, rank = self._place.known()
+        wanted = (len(self.dataset), tuple(members), rank, self.epoch)
+        if self._made is None or self._made[0] != wanted:
+            self._made = wanted, self.partition.part(*wanted).tolist()
+        return self._made[1]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.indices())
+
+    def __len__(self) -> int:
+        return len(self.indices())
+
+
+class PartitionedStream(IterableDataset[Any]):
+    """The samples of a stream that are this replica's, each sample once over all replicas and all their workers.
+
+    Every worker of every replica reads the whole stream, which must be the same for all, and leaves what is not its
+    own: for streams that are cheap to read, or whose samples are cheap until they are decoded behind this. Where
+    replicas are lost it is divided anew with the next epoch.
+
+    Args:
+        stream: any iterable over samples that can be iterated over again.
+        partition: `Random` (default: in turn), `Weighted`, `ByKey`, or one of your own with a `dealer`.
+        num_replicas, rank: as of `PartitionedSampler`.
+
+    Raises:
+        TypeError: ``partition`` is none, or none of streams.
+        ValueError: as of `PartitionedSampler`.
+
+    >>> [list(PartitionedStream(range(5), num_replicas=2, rank=rank)) for rank in (0, 1)]
+    [[0, 2, 4], [1, 3]]
+    """
+
+    def __init__(
+        self,
+        stream: Iterable[Any],
+        partition: Partition | None = None,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        self.stream, self.partition = stream, Random() if partition is None else partition
+        check_protocol("PartitionedStream", "partition", self.partition, Partition, "a partition such as Random()")
+        self.partition.dealer(("0",))
+        self._place = _Place("PartitionedStream", num_replicas, rank)
+
+    @property
+    def num_replicas(self) -> int:
+        """How many parts there are."""
+        return len(self._place.known()[0])
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether it was told which part."""
+        return self._place.members is not None
+
+    def number(self, members: Sequence[str], rank: int) -> None:
+        """See `PartitionedSampler.number`."""
+        self._place.members, self._place.rank = tuple(members), rank
+
+    def __iter__(self) -> Iterator[Any]:
+        (members, rank), worker = self._place.known(), get_worker_info()
+        mine, own = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        owner, taken = self.partition.dealer(members), 0
+        for sample in self.stream:
+            if owner(sample) == rank:
+                if taken % own == mine:
+                    yield sample
+                taken += 1

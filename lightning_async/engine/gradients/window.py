@@ -1,0 +1,129 @@
+"""The gradients of several batches of one replica, gathered into one flat buffer until they leave together.
+
+    the open window --- full: the mean of what it holds ---> the `sent` bucket, which is reduced in the background
+          ^                                                            |
+          +--- zeroed: it gathers the next one meanwhile               +---> `received`, then the optimizer's step
+
+A window leaves whole: no gradient is in two of them, and none is lost when a reduction is repeated.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_async import ops
+from lightning_async.engine.digest import real
+from lightning_async.engine.gradients.synchronous import SynchronousGradients
+
+__all__ = ["Window"]
+
+
+class Window:
+    r"""Of one replica, on its training thread.
+
+    .. math:: g_i = \frac{1}{n_i} \sum_b n_{i,b}\, g_{i,b}, \qquad n_i = \sum_b n_{i,b}
+
+    Over :math:`b` batches of :math:`n_{i,b}` samples; the replicas' means are weighted by :math:`n_i`, so that each
+    sample counts the same, however many batches the window of each replica holds.
+
+    Args:
+        gradients: the wing by which it leaves.
+    """
+
+    def __init__(self, gradients: SynchronousGradients) -> None:
+        self._gradients, self._replica = gradients, gradients.replica
+        self._layout = self._replica.layout
+        self.samples, self.batches, self.since = 0.0, 0, 0
+        self._used = torch.zeros(len(self._layout))
+        self._sum = self._layout.empty(self._replica.device)
+
+    @torch.no_grad()
+    def add_(self, samples: float, scale: float = 1.0, step: int = 0) -> None:
+        """Move the parameters' gradients, which are a mean over so many samples, into the window.
+
+        Args:
+            samples: behind them; where there are none they are dropped.
+            scale: what they are multiplied by (mixed precision, a loss that is divided), and are without in the window.
+            step: steps that were taken before.
+        """
+        self._follow_layout()
+        if not self.batches:
+            self.since = step
+        views: list[Tensor] = []
+        moved: list[Tensor] = []
+        trained = self._replica.tensors.trained.values()
+        for i, (p, view) in enumerate(zip(trained, self._layout.views(self._sum), strict=True)):
+            if p.grad is not None:
+                views.append(view)
+                moved.append(self._dense(p.grad))
+                self._used[i] = 1.0
+        if views and samples > 0.0:
+            torch._foreach_add_(views, moved, alpha=samples / scale)
+        for p in trained:
+            p.grad = None
+        self.samples, self.batches = self.samples + samples, self.batches + 1
+
+    def _dense(self, gradient: Tensor) -> Tensor:
+        gradient = real(gradient.to_dense() if gradient.is_sparse else gradient)
+        return gradient if gradient.device == self._sum.device else gradient.to(self._sum.device)
+
+    def leave(self) -> bool:
+        """Be on its way, and empty again, if the one before has arrived and was taken; whether that was done."""
+        self._follow_layout()
+        replica, weight = self._replica, 1.0 / self.samples
+        if not self._gradients.post(
+            lambda sent: ops.scale_(replica.of_rule(sent), self._sum, weight),
+            self.samples,
+            self._used.clone(),
+            self.since,
+        ):
+            return False
+        self.clear()
+        return True
+
+    def clear(self) -> None:
+        """What it holds is dropped."""
+        self._sum.zero_()
+        self._used.zero_()
+        self.samples, self.batches = 0.0, 0
+
+    def _follow_layout(self) -> None:
+        """Parameters were frozen or unfrozen at a gate: what there is of the others stays."""
+        before, now = self._layout, self._replica.layout
+        if before is now:
+            return
+        was = dict(zip(before.names, zip(before.views(self._sum), self._used.tolist(), strict=True), strict=True))
+        self._layout, self._used = now, torch.zeros(len(now))
+        self._sum = now.empty(self._replica.device)
+        for i, (name, view) in enumerate(zip(now.names, now.views(self._sum), strict=True)):
+            if name in was and was[name][0].shape == view.shape:
+                view.copy_(was[name][0])
+                self._used[i] = was[name][1]
+
+    # ---- checkpoints ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it holds, copied."""
+        return {
+            "samples": self.samples,
+            "batches": self.batches,
+            "since": self.since,
+            "used": self._used.clone(),
+            "sum": self._sum.cpu().clone(),
+            "names": list(self._layout.names),
+            "sizes": list(self._layout.sizes),
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on from there: with what there is of parameters that are trained now, in their size."""
+        self._follow_layout()
+        held = zip(saved["sum"].split(saved["sizes"]), saved["used"].tolist(), strict=True)
+        parts = dict(zip(saved["names"], held, strict=True))
+        for i, (name, view) in enumerate(zip(self._layout.names, self._layout.views(self._sum), strict=True)):
+            if name in parts and parts[name][0].numel() == view.numel():
+                view.copy_(parts[name][0].view(view.shape))
+                self._used[i] = parts[name][1]
+        self.samples, self.batches, self.since = float(saved["samples"]), int(saved["batches"]), int(saved["since"])

@@ -1,0 +1,111 @@
+"""A connection of those who train and a newcomer, beside the one that they have: made on all sides, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from lightning_async.comm.protocols import Collectives
+from lightning_async.engine.averaging.config import AveragerConfig
+from lightning_async.engine.control import forks_of
+from lightning_async.strategies.survivors import Survivors, name_in_run
+from lightning_async.trainer.environments import Survivor
+from lightning_async.trainer.patches import in_words
+from lightning_async.transports.transport import Connection, ElasticTransport, Transport
+
+__all__ = ["PATIENCE", "Connected", "Ready", "connect", "release"]
+
+PATIENCE = timedelta(seconds=30)
+"""How long those who connect wait for each other at most."""
+
+
+class Connected(Protocol):
+    """What a strategy has whose ranks connect with newcomers."""
+
+    config: AveragerConfig
+    transport: Transport
+    survivors: Survivors | None
+
+    @property
+    def cluster_environment(self) -> Any: ...
+
+    @property
+    def connection(self) -> Connection | None: ...
+
+    @property
+    def root_device(self) -> torch.device: ...
+
+
+class Ready(NamedTuple):
+    """All who train, and a newcomer, are connected.
+
+    Args:
+        guest: the newcomer's name as a guest.
+        names: for life, of all; the newcomer's is the last.
+        run: the number that their run will have.
+        connection: of all, with all groups that training needs.
+        pair: of rank 0 and the newcomer; None on the others.
+    """
+
+    guest: str
+    names: tuple[str, ...]
+    run: int
+    connection: Connection
+    pair: Collectives | None
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among them."""
+        return self.connection.root.rank
+
+    @property
+    def name(self) -> str:
+        """Its own, for life."""
+        return self.names[self.rank]
+
+
+def connect(
+    strategy: Connected, rank: int, guest: str, place: dict[str, Any], check: Callable[[], None],
+    made: Callable[[Connection], None] = lambda connection: None,
+) -> Ready:  # fmt: skip
+    """With all that an invitation names, the newcomer included.
+
+    Args:
+        strategy: of this rank.
+        rank: its number among them.
+        guest: who is invited.
+        place: the invitation.
+        check: raises where somebody does not come.
+        made: called with the connection before its groups are formed: closing it ends that.
+
+    Raises:
+        AsyncTrainingError: it came to nothing, and nothing is left open.
+    """
+    names, config, transport, device = tuple(place["names"]), strategy.config, strategy.transport, strategy.root_device
+    assert isinstance(transport, ElasticTransport)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # of this thread
+    environment = Survivor(strategy.cluster_environment, rank, len(names), "")
+    connection = transport.widen(environment, device, place["room"], config.deadlines.dead_after, PATIENCE, check)
+    try:
+        made(connection)
+        connection.hear_deaths(partial(name_in_run, names=names))
+        connection.forks = forks_of(connection.root, connection.payload, config.deadlines)
+        pair = connection.root.split((0, len(names) - 1), "newcomer")
+        connection.open()
+    except BaseException as error:
+        release(connection, in_words(error))
+        raise
+    return Ready(guest, names, int(place["run"]), connection, pair)
+
+
+def release(connection: Connection, why: str) -> None:
+    """Close what came to nothing; the others in it hear why, so that nobody waits. Takes some seconds at most."""
+    connection.outlives = False
+    connection.membership.on_change = None
+    connection.membership.fail(why)
+    connection.close(in_order=False)

@@ -1,0 +1,213 @@
+"""The strategy: `Trainer(strategy=AsyncGradientStrategy(...))`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from torch.optim import LBFGS
+
+from lightning_async.arguments import check_choice, check_int, check_protocol
+from lightning_async.engine.averaging.config import AveragerConfig
+from lightning_async.engine.deadlines import Deadlines
+from lightning_async.engine.replica import BufferPolicy
+from lightning_async.rules import DeltaMean, Synchronous
+from lightning_async.rules.delays import DelayCorrection
+from lightning_async.strategies.accumulating import Accumulating
+from lightning_async.strategies.drifting import DriftingStrategy
+from lightning_async.strategies.survivors import started
+from lightning_async.trainer import refusals
+from lightning_async.trainer.names import is_newcomer
+from lightning_async.trainer.namespace import name as namespace
+from lightning_async.trainer.namespace import pytorch
+from lightning_async.trainer.patches import Undo, callbacks_of, set_for_now, take_back
+from lightning_async.trainer.updates import Updates
+from lightning_async.transports.choose import TransportName
+from lightning_async.transports.transport import ElasticTransport, Transport
+
+__all__ = ["AsyncGradientStrategy"]
+
+_NOT_YET = (
+    "FaultTolerantCheckpoint", "PeerMemory", "DivergenceMonitor", "LearningRateFinder", "AdaptiveGradientAccumulation",
+)  # fmt: skip
+
+
+class AsyncGradientStrategy(DriftingStrategy):
+    r"""Gradients accumulate while those of the last batches are averaged in the background.
+
+    Each replica :math:`i` gathers the gradients of a *window* of batches. When that is full, its mean over all replicas
+    travels while the next window is gathered, and the optimizer steps when it has arrived:
+
+    .. math:: g = \frac{\sum_i \sum_{b \in W_i} n_{i,b}\, g_{i,b}}{\sum_i \sum_{b \in W_i} n_{i,b}}
+
+    over all batches :math:`b` of all replicas' windows :math:`W_i`, of :math:`n_{i,b}` samples each. All replicas take
+    the same steps, and hold the same parameters after each. ``global_step``, ``max_steps`` and schedulers that step per
+    batch count these steps; gradients are clipped after averaging. Where all ranks wait for one another (validation,
+    the end of an epoch, checkpoints) what is in flight is stepped with first; the last batch of an epoch closes a
+    window.
+
+    Args:
+        accumulate: batches in a window (default 4), or ``"until_reduced"``: each window lasts until the one before is
+            reduced, at least one batch, so that no rank waits for another.
+        delay: 1 (default): a window's step is taken when the next one is full; 0: training waits for it.
+        warmup_steps: so many steps have no delay at first. Default 0.
+        correction: what is done about the delay: None (default), nothing; or `DelayCompensation`. It takes the room of
+            one fp32 copy of the parameters.
+        buffers: floating-point buffers (BatchNorm statistics) at gates: ``"average"`` (default), ``"keep"``,
+            ``"broadcast"`` or ``"recompute"``, see `AsyncAveragingStrategy`.
+        min_replicas: ranks may be lost as long as so many are left, and these go on: they reduce the windows under way
+            again, among themselves. None (default): half of those that were started, rounded up; over Horovod all.
+        deadlines: how long to wait for what.
+        part_mb: payloads move in parts of at most this many MiB. Default 16.
+        transport: see `AsyncAveragingStrategy`.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: an argument is out of range; ``"until_reduced"`` together with ``delay=0``.
+
+    Source: delayed gradient averaging (Zhu et al., NeurIPS 2021); windows that fill the time of communication as in
+    ACCO (Nabli et al., 2024, https://arxiv.org/abs/2406.02613), without its correction.
+
+    >>> AsyncGradientStrategy(accumulate=2, delay=0)
+    <AsyncGradientStrategy for `lightning.pytorch`: accumulate=2, delay=0>
+    """
+
+    strategy_name = "async_gradients"
+    make_stepping = Accumulating
+
+    def __init__(
+        self,
+        accumulate: int | Literal["until_reduced"] = 4,
+        delay: int = 1,
+        *,
+        warmup_steps: int = 0,
+        correction: DelayCorrection | None = None,
+        buffers: BufferPolicy = "average",
+        min_replicas: int | None = None,
+        deadlines: Deadlines | None = None,
+        part_mb: float = 16.0,
+        transport: Transport | TransportName = "auto",
+    ) -> None:
+        self.accumulate: int | Literal["until_reduced"] = accumulate
+        self.delay, self.warmup_steps, self.correction = delay, warmup_steps, correction
+        owner = type(self).__name__
+        if isinstance(accumulate, str):
+            check_choice(owner, "accumulate", accumulate, ("until_reduced", "a number of batches"))
+        else:
+            check_int(self, "accumulate", at_least=1)
+        check_choice(owner, "delay", delay, (0, 1))
+        check_int(self, "warmup_steps", at_least=0)
+        if correction is not None:
+            what = "a correction such as DelayCompensation()"
+            check_protocol(owner, "correction", correction, DelayCorrection, what)
+            if delay == 0:
+                raise ValueError(
+                    f"`{owner}(correction={correction!r}, delay=0)`: without a delay nothing is corrected."
+                )
+        if accumulate == "until_reduced" and delay == 0:
+            raise ValueError(
+                f"`{owner}(accumulate='until_reduced', delay=0)`: without a delay nothing is gathered while gradients "
+                "are reduced. Pass `delay=1`, or a number of batches."
+            )
+        refusals.check_policies(owner, buffers, "keep", "local", part_mb)
+        config = AveragerConfig(
+            deadlines=deadlines or Deadlines(), part_bytes=max(4, int(part_mb * 2**20)), min_replicas=min_replicas
+        )
+        super().__init__(DeltaMean(), Synchronous(), config, buffers=buffers, transport=transport)
+        self.host = None
+        self.updates: Updates | None = None
+        self._undo: list[Undo] = []
+
+    def setup_environment(self) -> None:
+        trainer: Any = self.module.trainer
+        take_back(self._undo)
+        self._check(trainer)
+        super().setup_environment()
+
+    def _check(self, trainer: Any) -> None:
+        """Refuse what would do something else than it says.
+
+        Raises:
+            ValueError: names it.
+        """
+        owner = type(self).__name__
+        if trainer.accumulate_grad_batches != 1:
+            raise ValueError(
+                f"`Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})`: with `{owner}` say how many "
+                f"batches a step has by `{owner}(accumulate={trainer.accumulate_grad_batches})`."
+            )
+        if callbacks_of(trainer, "GradientAccumulationScheduler"):
+            raise ValueError(
+                f"`GradientAccumulationScheduler` has no effect on `{owner}`, which accumulates by itself."
+            )
+        for name in _NOT_YET:
+            if any(kind.__name__ == name for callback in trainer.callbacks for kind in type(callback).__mro__):
+                raise ValueError(f"`{name}` does not know the gradients that `{owner}` accumulates yet: leave it out.")
+        if trainer.state.fn == "fit" and not self.module.automatic_optimization:
+            raise ValueError(
+                f"`{owner}` steps when gradients have arrived, so it needs automatic optimization; manual optimization "
+                "is not there yet. `AsyncAveragingStrategy` has it."
+            )
+        if is_newcomer(self):
+            raise ValueError(
+                f"`{owner}` does not take in ranks that come back yet: those that are left train on without them. "
+                "`AsyncAveragingStrategy` does."
+            )
+
+    def setup(self, trainer: Any) -> None:
+        if trainer.state.fn == "fit":
+            if isinstance(self.accumulate, int):  # so that Lightning's count of steps to come is right, too
+                self._undo.append(set_for_now(trainer, "accumulate_grad_batches", self.accumulate))
+            if self.world is not None:
+                self.updates = Updates(trainer, self._after_batch)
+                self._undo += self.updates.install()
+        super().setup(trainer)
+        for optimizer in self.optimizers if trainer.state.fn == "fit" else ():
+            if isinstance(optimizer, LBFGS):
+                raise ValueError(
+                    f"LBFGS evaluates the loss again within a step, and `{type(self).__name__}` steps with gradients "
+                    "of earlier batches. Use an optimizer that takes gradients as they are."
+                )
+
+    def _after_batch(self) -> None:
+        if self._session is not None:
+            self._session.stepping.after_batch()
+
+    @property
+    def between_windows(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """See `Drifting`."""
+        return self._session is None or self._session.stepping.between_windows
+
+    @property
+    def is_update_step(self) -> bool:
+        """Whether the optimizer has stepped with the batch under way, or just done with; for hooks at its end."""
+        if self.updates is not None:
+            return self.updates.taken
+        return self._trainer is not None and not self._trainer.fit_loop._should_accumulate()
+
+    def tell_place(self) -> None:
+        """A window is about to leave: what is lost with this rank from here on begins behind it."""
+        if self.course is not None:
+            self.course.patches.tell_place()
+
+    def teardown(self) -> None:
+        super().teardown()
+        take_back(self._undo)
+        self.updates = None
+
+    @property
+    def fewest(self) -> int:
+        """So many replicas go on without those that are lost."""
+        return self.config.fewest(started(self), can_lose=isinstance(self.transport, ElasticTransport))
+
+    def settings(self) -> dict[str, object]:
+        """What must be equal on all ranks in a fit."""
+        return {
+            **super().settings(), "accumulate": self.accumulate, "delay": self.delay, "warmup_steps": self.warmup_steps,
+            "correction": self.correction,
+        }  # fmt: skip
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} for `{namespace}`: accumulate={self.accumulate!r}, delay={self.delay}>"
+
+
+AsyncGradientStrategy.register_strategies(pytorch("strategies").StrategyRegistry)

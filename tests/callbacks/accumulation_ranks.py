@@ -1,0 +1,142 @@
+"""Windows of accumulation on two ranks, with unequal batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_async import AdaptiveGradientAccumulation, EveryNSteps, Synchronous
+from lightning_async.data.partitioned import PartitionedSampler
+from lightning_async.data.partitions import Partition, Sequential, Weighted
+from lightning_async.rules.accumulation import ByStep, CommunicationShare, NoiseScale
+from lightning_async.trainer.namespace import pl
+from tests.callbacks.problem import Line, values
+from tests.callbacks.ranks import ddp
+from tests.strategies.workers import PATIENT, rank, scenario, together
+
+SIZES = [[4, 4, 4, 4, 4, 4, 4, 3], [4, 4, 4, 4, 4, 4, 4, 1]]
+"""Of the batches of each rank."""
+
+
+def rows(of: int) -> list[Tensor]:
+    """The batches of a rank."""
+    data = torch.randn(sum(SIZES[of]), 4, generator=torch.Generator().manual_seed(of))
+    return list(data.split(SIZES[of]))
+
+
+class Steps(pl.Callback):
+    def __init__(self) -> None:
+        self.at: list[int] = []
+        self._steps = 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._steps = trainer.global_step
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step > self._steps:
+            self._steps = trainer.global_step
+            self.at.append(batch_idx)
+
+
+def fit(strategy: Any, accumulation: AdaptiveGradientAccumulation, data: Sequence[Tensor] | None = None) -> Any:
+    torch.manual_seed(0)
+    module, steps = Line(optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1)), Steps()
+    trainer: Any = pl.Trainer(
+        strategy=strategy, callbacks=[accumulation, steps], accelerator="cpu", devices=2, max_epochs=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False,
+    )  # fmt: skip
+    loader: Any = DataLoader(rows(rank()) if data is None else data, batch_size=None)  # type: ignore[arg-type]
+    trainer.fit(module, loader)
+    summary = getattr(strategy, "summary", None)
+    return {
+        "values": values(module), "history": module.history, "steps": steps.at, "seen": accumulation.state_dict(),
+        "rounds": None if summary is None else summary.rounds,
+        "samples": None if summary is None else summary.samples,
+    }  # fmt: skip
+
+
+@scenario
+def ddp_by_samples() -> Any:
+    return fit(ddp(), AdaptiveGradientAccumulation(base_batch_size=4, target_batch_size=24, lr_scaling="linear"))
+
+
+@scenario
+def synchronous_by_samples() -> Any:
+    strategy = together(schedule=Synchronous(), deadlines=PATIENT)
+    return fit(strategy, AdaptiveGradientAccumulation(base_batch_size=4, target_batch_size=24))
+
+
+@scenario
+def ddp_by_schedule() -> Any:
+    return fit(ddp(), AdaptiveGradientAccumulation(ByStep({0: 3, 1: 2, 2: 1})))
+
+
+@scenario
+def ddp_by_noise() -> Any:
+    policy = NoiseScale(minimum=8, maximum=64, every=1)
+    return fit(ddp(), AdaptiveGradientAccumulation(base_batch_size=4, target_batch_size=policy))
+
+
+@scenario
+def ddp_by_communication() -> Any:
+    return fit(ddp(), AdaptiveGradientAccumulation(CommunicationShare(every=1)))
+
+
+@scenario
+def drifting() -> Any:
+    strategy = together(schedule=EveryNSteps(2), deadlines=PATIENT, overlap=False)
+    return fit(strategy, AdaptiveGradientAccumulation(ByStep({0: 1, 1: 2, 2: 1})))
+
+
+@scenario
+def different_settings() -> Any:
+    strategy = together(schedule=EveryNSteps(2), deadlines=PATIENT)
+    return fit(strategy, AdaptiveGradientAccumulation(2 + rank()))
+
+
+@scenario
+def a_target_of_other_ranks() -> Any:
+    return fit(ddp(), AdaptiveGradientAccumulation(base_batch_size=4, target_batch_size=12))
+
+
+@scenario
+def ddp_in_pieces() -> Any:
+    return fit(ddp(), AdaptiveGradientAccumulation(2, split_on_oom=True))
+
+
+class Noted(pl.Callback):
+    """The samples that a rank has, by their first element."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.seen += batch[:, 0].int().tolist()
+
+
+def parts(strategy: Any, partition: Partition, accumulation: AdaptiveGradientAccumulation) -> Any:
+    """Train on a partition that is not told which rank this is; the sampler's words, too."""
+    data = torch.arange(40.0).unsqueeze(1).expand(40, 4)
+    steps, noted, sampler = Steps(), Noted(), PartitionedSampler(data, partition)
+    trainer: Any = pl.Trainer(
+        strategy=strategy, callbacks=[accumulation, steps, noted], accelerator="cpu", devices=2, max_epochs=1,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Line(optimizer=lambda ps: torch.optim.SGD(ps, lr=1e-6)), DataLoader(data, 4, sampler=sampler))  # type: ignore[arg-type]
+    return {"seen": noted.seen, "steps": steps.at}
+
+
+@scenario
+def ddp_has_parts() -> Any:
+    return parts(ddp(), Sequential(), AdaptiveGradientAccumulation(3))
+
+
+@scenario
+def drifting_has_parts() -> Any:
+    strategy = together(schedule=EveryNSteps(2), deadlines=PATIENT)
+    return parts(strategy, Weighted({1: 3.0}), AdaptiveGradientAccumulation(3))

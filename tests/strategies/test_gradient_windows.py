@@ -1,0 +1,279 @@
+"""Windows of gradients on two ranks give the steps of one process with the same windows, and of DDP."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_async import AsyncGradientStrategy, DelayCompensation, DivergenceMonitor, FaultTolerantCheckpoint
+from lightning_async.trainer.namespace import pl
+from tests.strategies import problem
+from tests.strategies.gradient_windows import adam, momentum
+from tests.strategies.problem import Batch, batches, distance, flat, joined, train_alone
+from tests.strategies.workers import Net, Outcomes, loader, make_trainer
+
+SCENARIOS = "tests.strategies.gradient_windows"
+Shards = Sequence[Sequence[Batch]]
+
+EQUAL: Shards = (batches(0, 12), batches(1, 12))
+SHORT: Shards = (batches(0, 10), batches(1, 10))
+UNEQUAL: Shards = (batches(0, 12, 3), batches(1, 12, 9))
+
+
+def reference(
+    shards: Shards,
+    size: int,
+    delay: int,
+    *,
+    epochs: int = 1,
+    clip: float | None = None,
+    gates: Sequence[int] = (),
+    halves_every: int = 0,
+    strength: float = 0.0,
+    warm: int = 0,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = momentum,
+) -> tuple[list[float], int]:
+    """The parameters and the number of steps, in float64; ``gates`` come after so many batches of an epoch."""
+    module, steps = problem.network().double(), 0
+    stepper = optimizer(module.parameters())
+    flying: list[Tensor] | None = None
+    before, since = [p.detach().clone() for p in module.parameters()], 0
+
+    def step() -> None:
+        nonlocal flying, steps, before
+        if flying is None:
+            return
+        now = [p.detach().clone() for p in module.parameters()]
+        if since < steps:
+            flying = [g + strength * g * g * (x - old) for g, x, old in zip(flying, now, before, strict=True)]
+        before = now
+        for p, g in zip(module.parameters(), flying, strict=True):
+            p.grad = g
+        if clip is not None:
+            nn.utils.clip_grad_norm_(module.parameters(), clip)
+        stepper.step()
+        flying, steps = None, steps + 1
+        if halves_every and steps % halves_every == 0:
+            stepper.param_groups[0]["lr"] /= 2
+
+    for _ in range(epochs):
+        total, samples, began = [torch.zeros_like(p) for p in module.parameters()], 0, steps
+        for i, every in enumerate(zip(*shards, strict=True), start=1):
+            for x, y in every:
+                loss = problem.loss_of(module, (x.double(), y.double()))
+                for t, g in zip(total, torch.autograd.grad(loss, list(module.parameters())), strict=True):
+                    t.add_(g, alpha=len(x))
+                samples += len(x)
+            if i % size == 0 or i == len(shards[0]):
+                step()
+                flying, since = [t / samples for t in total], began
+                total, samples, began = [torch.zeros_like(t) for t in total], 0, steps
+                if delay == 0 or steps < warm:
+                    step()
+                    began = steps
+            if i in gates:
+                step()
+                began = began if samples else steps
+        step()
+    return flat(module), steps
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("no_delay", lambda: reference(EQUAL, 3, 0, epochs=2)),
+        ("no_delay_adam_clipped", lambda: reference(SHORT, 3, 0, epochs=2, clip=0.2, optimizer=adam)),
+        ("no_delay_unequal_batches", lambda: reference(UNEQUAL, 2, 0)),
+        ("delayed", lambda: reference(UNEQUAL, 2, 1, epochs=2)),
+        ("compensated", lambda: reference(EQUAL, 2, 1, epochs=2, gates=(6,), strength=0.5, warm=1)),
+    ],
+)
+def test_steps_are_those_of_one_process_in_float64(
+    ranks: Outcomes, name: str, expected: Callable[[], tuple[list[float], int]]
+) -> None:
+    where, steps = expected()
+    for told in ranks(name):
+        assert distance(told["flat"], where) < 1e-5
+        assert told["global_step"] == told["steps"] == steps
+    assert ranks(name)[0]["digest"] == ranks(name)[1]["digest"]
+
+
+def test_without_delay_windows_are_accumulation_of_ddp(ranks: Outcomes) -> None:
+    """Windows that divide the epoch: Lightning scales a shorter one by the number of batches of a whole one."""
+    expected = flat(train_alone(joined(*EQUAL), epochs=2, accumulate=3, optimizer=momentum))
+    for told in ranks("no_delay"):
+        assert distance(told["flat"], expected) < 1e-6
+
+
+def test_the_delay_shows() -> None:
+    """What the comparisons above compare with is not trivial."""
+    late = reference(UNEQUAL, 2, 1)[0]
+    assert distance(reference(UNEQUAL, 2, 0)[0], late) > 1e-3
+    assert distance(reference(UNEQUAL, 2, 1, strength=0.5)[0], late) > 1e-3
+
+
+def test_validations_and_epochs_step_with_what_is_in_flight(ranks: Outcomes) -> None:
+    """14 batches in windows of 4, a validation after 8: ``global_step``, schedulers and hooks see each step once."""
+    shards = (batches(0, 14), batches(1, 14))
+    where, steps = reference(shards, 4, 1, epochs=2, gates=(8,), halves_every=2)
+    a, b = ranks("steps_and_schedulers")
+    assert a["digest"] == b["digest"]
+    assert distance(a["flat"], where) < 1e-5
+    assert a["steps"] == a["global_step"] == steps == 8
+    assert a["rates"] == b["rates"] == [0.05 / 2 ** (i // 2) for i in range(8)]
+    assert a["lr"] == 0.05 / 2**4
+    assert a["stepped"] == [*[0] * 7, 1, *[2] * 5, 3, *[4] * 7, 5, *[6] * 5, 7]
+    assert [i % 14 for i, step in enumerate(a["is_update"]) if step] == [7, 13, 7, 13]
+    assert a["samples_by_rank"] == [112.0, 112.0]
+
+
+def test_the_first_steps_have_no_delay(ranks: Outcomes) -> None:
+    for told in ranks("warm"):
+        assert told["stepped"] == [0, 1, 1, 2, 2, 2, 2, 3, 3, 4, 4, 5]
+        assert told["global_step"] == 6
+
+
+def test_the_last_step_before_max_steps_is_not_late(ranks: Outcomes) -> None:
+    for told in ranks("limited"):
+        assert told["stepped"] == [0, 0, 0, 1, 1, 3]
+        assert (told["global_step"], told["samples"]) == (3, 24.0)
+
+
+def test_a_rank_without_data_takes_the_steps_of_the_others(ranks: Outcomes) -> None:
+    a, b = ranks("uneven")
+    assert a["digest"] == b["digest"]
+    assert a["epochs"] == b["epochs"] == a["validations"] == b["validations"]
+    assert a["norms"] == b["norms"] and a["rates"] == b["rates"]
+    assert a["samples_by_rank"] == [32.0, 104.0]  # each sample once an epoch
+    assert a["global_step"] == b["global_step"] == 10
+
+
+@pytest.mark.parametrize("name", ["until_reduced", "until_reduced_uneven"])
+def test_windows_as_long_as_a_reduction(ranks: Outcomes, name: str) -> None:
+    a, b = ranks(name)
+    assert a["digest"] == b["digest"] and a["validations"] == b["validations"]
+    assert a["norms"] == b["norms"] and a["global_step"] == b["global_step"]
+    assert a["steps"] == len(a["norms"])
+
+
+def test_windows_as_long_as_a_reduction_lose_no_sample(ranks: Outcomes) -> None:
+    for told in ranks("until_reduced"):
+        assert told["samples_by_rank"] == [120.0, 360.0]
+    a, b = ranks("until_reduced_uneven")
+    assert a["global_step"] == 16
+    assert a["stepped"][:3] == b["stepped"][:3] == [1, 2, 3]  # the warm-up
+
+
+def test_another_number_in_mid_epoch_mixes_no_windows(ranks: Outcomes) -> None:
+    for told in ranks("another_number_in_mid_epoch"):
+        assert [i + 1 for i, step in enumerate(told["is_update"]) if step] == [4, 8, 11, 14]
+        assert told["samples"] == 56.0
+
+
+def test_tensors_of_unusual_kinds(ranks: Outcomes) -> None:
+    """What no replica has used has no gradient; what one has used within a window counts as zero elsewhere."""
+
+    def late(part: float) -> float:
+        """What three steps leave of a parameter, each of them by ``part`` of what it was one step before."""
+        return 1 - 2 * part - part * (1 - part)
+
+    a, b = ranks("odd_tensors")
+    assert a == b
+    assert a["steps"] == 3 and a["missing"] == [True] * 3
+    assert a["unused"] == pytest.approx([0.3] * 3) and a["frozen"] == pytest.approx([0.7] * 2)
+    # Of 8 equal batches of a window on two ranks one has a gradient of 2 * x. Steps of 0.05, one window late.
+    assert a["ones"] == pytest.approx([0.5 * late(0.05 * 2 / 8)] * 2)
+    assert a["waves"] == pytest.approx([0.3125**0.5 * late(0.05 * 2)] * 2)
+    assert a["short"] == pytest.approx([0.5 * late(0.05 * 2)] * 2, rel=2e-2)
+    assert a["counted"] == 12
+
+
+def test_a_window_that_is_not_finite_is_dropped_on_all_ranks(ranks: Outcomes) -> None:
+    for told in ranks("scaled"):
+        assert (told["steps"], told["synchronous_steps"], told["samples"]) == (5, 6, 40.0)
+        assert told["scale"] == 1024.0  # halved for it, and doubled again after three steps
+    assert ranks("scaled")[0]["digest"] == ranks("scaled")[1]["digest"]
+
+
+def test_what_is_left_behind_by_a_fit(ranks: Outcomes) -> None:
+    for told in ranks("validated_twice"):
+        assert told["first"] == told["after"] != told["last"]
+        assert told["steps"] == [3, 6]
+        assert told["accumulates"] == 1
+
+
+def test_lightnings_checkpoints_hold_the_open_window(ranks: Outcomes) -> None:
+    for told in ranks("resumed"):
+        assert told["resumed"] == told["straight"]
+        assert told["window"] == [[2, 8.0]] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"accumulate": 0}, ValueError, "accumulate=0"),
+        ({"accumulate": 2.0}, TypeError, "accumulate=2.0"),
+        ({"accumulate": "until_done"}, ValueError, "accumulate='until_done'"),
+        ({"accumulate": "until_reduced", "delay": 0}, ValueError, "without a delay"),
+        ({"delay": 2}, ValueError, "delay=2"),
+        ({"correction": "none"}, TypeError, "correction='none'"),
+        ({"correction": DelayCompensation(), "delay": 0}, ValueError, "without a delay nothing is corrected"),
+        ({"warmup_steps": -1}, ValueError, "warmup_steps=-1"),
+        ({"buffers": "drop"}, ValueError, "AsyncGradientStrategy(buffers='drop')"),
+        ({"part_mb": 0.0}, ValueError, "AsyncGradientStrategy(part_mb=0.0)"),
+    ],
+)
+def test_arguments_that_cannot_be(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error) as caught:
+        AsyncGradientStrategy(**options)
+    assert words in str(caught.value)
+
+
+class Manual(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "words"),
+    [
+        (Manual, {}, "manual optimization is not there yet"),
+        (Net, {"accumulate_grad_batches": 2}, "AsyncGradientStrategy(accumulate=2)"),
+        (Net, {"callbacks": [pl.callbacks.GradientAccumulationScheduler({1: 2})]}, "GradientAccumulationScheduler"),
+        (lambda: Net(optimizer=torch.optim.LBFGS), {}, "LBFGS evaluates the loss again"),
+        (
+            Net,
+            {"callbacks": [FaultTolerantCheckpoint("runs")], "enable_checkpointing": True},
+            "`FaultTolerantCheckpoint` does not know",
+        ),
+        (Net, {"callbacks": [DivergenceMonitor()]}, "`DivergenceMonitor` does not know"),
+    ],
+)
+def test_what_is_not_there_is_refused_by_name(
+    module: Callable[[], Any], options: dict[str, Any], words: str, alone: None
+) -> None:
+    trainer = make_trainer("async_gradients", devices=1, **options)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        trainer.fit(module(), loader(batches(0, 2)), loader(batches(0, 1)))
+
+
+@pytest.mark.parametrize(("accumulate", "steps"), [(4, [3, 7, 9]), ("until_reduced", list(range(10)))])
+def test_a_world_of_one_accumulates(accumulate: Any, steps: list[int], alone: None) -> None:
+    stepped: list[int] = []
+
+    class Says(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.strategy.is_update_step:
+                stepped.append(batch_idx)
+
+    trainer, module = make_trainer(AsyncGradientStrategy(accumulate), devices=1, callbacks=[Says()]), Net()
+    trainer.fit(module, loader(batches(0, 10)), loader(batches(0, 1)))
+    alike = train_alone(batches(0, 10), accumulate=4 if accumulate == 4 else 1)
+    assert flat(module) == flat(alike)
+    assert stepped == steps and trainer.global_step == len(steps)
