@@ -178,6 +178,10 @@ LONGEST = (
 """Files that take half a minute or more: where processes share the files, these go first, so that all end together."""
 
 
+ALONE = "alone and not benchmark"
+"""As `make test` asks for them."""
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection() -> Generator[None, object, object]:
     """What is imported stays: to look for garbage in it meanwhile, or ever after, takes a second in eight."""
@@ -197,6 +201,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     threads, processes = BEFORE_COLLECTION
     if found := [*leaked_threads(threads), *leaked_processes(processes).values()]:
         raise pytest.UsageError(f"importing the tests has started {found}")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The few tests that run alone are asked for by their mark: no other file is imported for that."""
+    if config.option.markexpr == ALONE and collection_path.suffix == ".py" and collection_path.name != "conftest.py":
+        return "pytest.mark.alone" not in collection_path.read_text(encoding="utf-8") or None
+    return None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

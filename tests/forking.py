@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -47,6 +48,7 @@ READ_LATE = (
     "ROLE_",
     "SCENARIO_",
     "SLURM_",
+    "TMPDIR",
     "TORCHELASTIC_",
     "TORCH_NCCL_",
 )
@@ -206,6 +208,7 @@ def _become(job: _Job | Program, by_imports: Mapping[str, str]) -> None:
     for name, value in by_imports.items():
         os.environ.setdefault(name, value)
     os.chdir(job.cwd)
+    tempfile.tempdir = None  # TMPDIR is asked for again
     random.seed()
     for seeded in ("numpy.random", "torch"):
         by_chance: Any = importlib.import_module(seeded)

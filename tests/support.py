@@ -181,6 +181,7 @@ def rank_environment(rank: int, nprocs: int, port: int, env: Environment | None)
         "WORLD_SIZE": str(nprocs),
         "LOCAL_WORLD_SIZE": str(nprocs),
         "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(path),
         "PYTHONFAULTHANDLER": "1",
         "PYTHONUNBUFFERED": "1",

@@ -14,13 +14,15 @@ from lightning_async.callbacks.steps import (
     check_arguments,
     check_target,
     check_trainer,
-    ranks_of_a_step,
-    steps_together,
+    in_lockstep,
+    ranks_of,
+    show,
 )
 from lightning_async.rules.accumulation import AccumulationPolicy, LrScaling, Noise, Progress, Times, lr_factor
 from lightning_async.trainer.batch import batch_size
 from lightning_async.trainer.namespace import pytorch
 from lightning_async.trainer.patches import replace, take_back
+from lightning_async.trainer.pieces import Pieces
 from lightning_async.trainer.windows import Plan, Windows
 
 if TYPE_CHECKING:
@@ -57,6 +59,8 @@ class AdaptiveGradientAccumulation(Callback):
         lr_scaling: :math:`f`: "linear", "sqrt", or None (default): learning rates stay as they are. Schedulers go on
             from the unscaled ones; the scaled ones exist while the optimizer steps.
         count: what a batch counts, such as its tokens, as a number of the batch. Default: samples, as Lightning tells.
+        split_on_oom: where there is not enough memory for a batch, train on halves from then on, or less, each by a
+            `training_step` of its own. Gradients stay means over samples. Not with DDP and Horovod. Default False.
 
     Raises:
         TypeError, ValueError: an argument is of the wrong kind, out of range, or does not go with the others. When
@@ -78,9 +82,10 @@ class AdaptiveGradientAccumulation(Callback):
         target_batch_size: int | AccumulationPolicy | None = None,
         lr_scaling: LrScaling | None = None,
         count: Callable[[Any], float] | None = None,
+        split_on_oom: bool = False,
     ) -> None:
         self.accumulation_steps, self.target_batch_size = accumulation_steps, target_batch_size
-        self.base_batch_size, self.count = base_batch_size, count
+        self.base_batch_size, self.count, self.split_on_oom = base_batch_size, count, split_on_oom
         self.lr_scaling: LrScaling | None = lr_scaling
         self._by_samples = target_batch_size is not None
         self.policy = check_arguments(self)
@@ -100,7 +105,7 @@ class AdaptiveGradientAccumulation(Callback):
         self._size, self._age, self._base = 0, 0, 0.0
         self._seen: dict[str, Any] = {}
         """What was measured, when that was last asked for."""
-        self._before: tuple[int, dict[str, Any]] = (0, {})
+        self._before: tuple[int, Callable[[], dict[str, Any]]] = (0, dict)
         """The state before the batch that was begun last, and its number."""
         self._shown, self._ranks = 0, 0
 
@@ -114,7 +119,8 @@ class AdaptiveGradientAccumulation(Callback):
         check_trainer(self, trainer, pl_module)
         self._start_over()
         self._trainer, self._base = trainer, float(self.base_batch_size or 0)
-        self._windows = windows = Windows(trainer, self._plan, self._mean)
+        self._windows = windows = Windows(trainer, self._plan, self._mean, self.count or batch_size)
+        windows.pieces = Pieces(trainer.global_rank) if self.split_on_oom else None
         probes: dict[str, Callable[[], Probe]] = {
             "noise": lambda: NoiseProbe(getattr(self.policy, "decay", 0.9)),
             "times": TimesProbe,
@@ -130,9 +136,6 @@ class AdaptiveGradientAccumulation(Callback):
         ]
         first = self._batches(self.policy.size(Progress(0, 0, 0, self._unit())))
         trainer.accumulate_grad_batches = first  # for who asks how many steps there will be
-
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._end()
 
     def _end(self) -> None:
         take_back(self._undo)
@@ -152,22 +155,24 @@ class AdaptiveGradientAccumulation(Callback):
             return {}
         number, before = self._before
         # A batch that went wrong comes again: Lightning's counters are then set back to where they were before it.
-        return before if self._trainer.fit_loop.epoch_loop.batch_progress.total.ready < number else self._state()
+        return (before if self._trainer.fit_loop.epoch_loop.batch_progress.total.ready < number else self._keep())()
 
-    def _state(self) -> dict[str, Any]:
+    def _keep(self) -> Callable[[], dict[str, Any]]:
+        """The state now, put together when it is asked for."""
         assert self._windows is not None
-        return {
+        probe = dict if self._probe is None else self._probe.keep()
+        state = {
             "size": self._size, "age": self._age, "base": self._base, "ranks": self._ranks,
             "windows": self._windows.state_dict(),
             "seen": {name: list(value) for name, value in self._seen.items() if value is not None},
-            "probe": {} if self._probe is None else self._probe.state_dict(),
         }  # fmt: skip
+        return lambda: {**state, "probe": probe()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._windows is None or not state_dict:
             return
         self._size, self._age, self._base = state_dict["size"], state_dict["age"], state_dict["base"]
-        self._ranks, self._before = state_dict["ranks"], (0, {})
+        self._ranks, self._before = state_dict["ranks"], (0, dict)
         self._windows.load_state_dict(state_dict["windows"])
         self._seen = {name: _SEEN[name](*value) for name, value in state_dict["seen"].items()}
         if self._probe is not None and state_dict["probe"]:
@@ -184,8 +189,8 @@ class AdaptiveGradientAccumulation(Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self._windows is None or self._windows.away:
             return
-        self._before = trainer.fit_loop.epoch_loop.batch_progress.total.ready, self._state()
-        self._windows.begin_batch(float((self.count or batch_size)(batch)))
+        self._before = trainer.fit_loop.epoch_loop.batch_progress.total.ready, self._keep()
+        self._windows.begin_batch(batch)
         if self._probe is not None:
             self._probe.begin_batch(trainer)
 
@@ -203,9 +208,11 @@ class AdaptiveGradientAccumulation(Callback):
             return
         planned = windows.planned
         if self._probe is not None:
-            ranks = ranks_of_a_step(trainer.strategy) if steps_together(trainer.strategy) else 1
-            is_full = windows.samples == planned.samples and windows.batches == planned.batches
-            self._probe.end_window(is_full, planned.samples / planned.batches, planned.samples * ranks)
+            ranks = ranks_of(trainer.strategy) if in_lockstep(trainer.strategy) else 1
+            is_full = (windows.samples, windows.batches) == (planned.samples, planned.batches) and windows.whole
+            self._probe.end_window(
+                is_full and windows.whole, planned.samples / planned.batches, planned.samples * ranks
+            )
         if planned.batches != self._shown:
             self._show(trainer, pl_module)
 
@@ -216,13 +223,13 @@ class AdaptiveGradientAccumulation(Callback):
         if windows is None or not self._base:
             return 1.0
         # Of replicas that step together by the engine each knows its own samples only, and all must step alike.
-        alike = ranks_of_a_step(self._trainer.strategy) > 1 and not steps_together(self._trainer.strategy)
+        alike = ranks_of(self._trainer.strategy) > 1 and not in_lockstep(self._trainer.strategy)
         return lr_factor(self.lr_scaling, windows.planned.samples if alike else windows.samples, self._base)
 
     def _plan(self, samples: float) -> Plan:
         """The window that begins, with a batch of so many samples."""
         strategy = self._trainer.strategy
-        together = steps_together(strategy)
+        together = in_lockstep(strategy)
         if not self._base:
             self._base = float(strategy.broadcast(samples)) if together else samples
         if self._by_samples and not self._size and self.count is None and samples != self._base:
@@ -238,7 +245,7 @@ class AdaptiveGradientAccumulation(Callback):
             return Plan(batches, batches * self._base)
         if self._by_samples:
             target = self._size / (self._unit() / self._base)
-            return Plan(batches, batches * self._base if self._rounds else target, by_samples=True)
+            return Plan(batches, batches * self._base if self._probe is not None else target, by_samples=True)
         return Plan(batches, batches * samples)
 
     def _decide(self, together: bool) -> None:
@@ -253,28 +260,23 @@ class AdaptiveGradientAccumulation(Callback):
             raise ValueError(f"`{self.policy!r}` said {size!r}: the size of a window is an int, at least 1.")
         if self._probe is not None and together:
             size = int(trainer.strategy.broadcast(size))  # of numbers that may differ in the last bit
-        before, self._ranks = self._ranks, ranks_of_a_step(trainer.strategy)
-        if self._by_samples and not self._rounds and self.count is None:
+        before, self._ranks = self._ranks, ranks_of(trainer.strategy)
+        if self._by_samples and self._probe is None and self.count is None:
             check_target(self, trainer, size, self._ranks, began=before in (0, self._ranks))
         self._size = size
 
-    @property
-    def _rounds(self) -> bool:
-        """Whether the policy's numbers are rounded to what can be met."""
-        return self._probe is not None
-
     def _unit(self) -> float:
         """Samples in one batch of each rank, where the policy counts samples."""
-        return self._base * ranks_of_a_step(self._trainer.strategy) if self._by_samples else 1.0
+        return self._base * ranks_of(self._trainer.strategy) if self._by_samples else 1.0
 
     def _batches(self, size: int) -> int:
-        least = 2 if isinstance(self._probe, NoiseProbe) and not steps_together(self._trainer.strategy) else 1
+        least = 2 if isinstance(self._probe, NoiseProbe) and not in_lockstep(self._trainer.strategy) else 1
         return max(least, math.floor(size / self._unit() + 0.5))
 
     def _mean(self, value: float) -> float:
         """Over the ranks that step together."""
         strategy = self._trainer.strategy
-        if not steps_together(strategy):
+        if not in_lockstep(strategy):
             return value
         tensor = torch.tensor(value, dtype=torch.float64, device=strategy.root_device)
         return float(strategy.reduce(tensor, reduce_op="sum")) / strategy.world_size
@@ -286,15 +288,9 @@ class AdaptiveGradientAccumulation(Callback):
         metrics = {"accumulation/batches": float(self._shown), "accumulation/lr_factor": self.lr_factor}
         if (noise := self._seen.get("noise")) is not None and math.isfinite(noise.scale):
             metrics["accumulation/noise_scale"] = noise.scale
-        step = trainer.fit_loop.epoch_loop._batches_that_stepped
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=step)
-        pl_module.log(
-            "accumulation/batches", float(self._shown), on_step=True, on_epoch=False, prog_bar=True, logger=False,
-            batch_size=1,
-        )  # fmt: skip
+        show(trainer, pl_module, metrics)
 
     def __repr__(self) -> str:
-        names = ("accumulation_steps", "base_batch_size", "target_batch_size", "lr_scaling", "count")
-        given = [f"{name}={value!r}" for name in names if (value := getattr(self, name)) is not None]
+        names = ("accumulation_steps", "base_batch_size", "target_batch_size", "lr_scaling", "count", "split_on_oom")
+        given = [f"{name}={value!r}" for name in names if (value := getattr(self, name))]
         return f"{type(self).__name__}({', '.join(given)})"

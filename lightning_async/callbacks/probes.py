@@ -50,7 +50,9 @@ class Probe(Protocol):
 
     def close(self) -> None: ...
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def keep(self) -> Callable[[], dict[str, Any]]:
+        """The state now, put together when it is asked for: what is on a GPU is then waited for."""
+        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
@@ -72,9 +74,11 @@ class NoiseProbe:
         self._scale = 0.0
         """What the gradients at hand are multiplied by; 0 where none is looked at."""
         self._window = 0.0
-        """Sum of squared norms of the batches of this window; NaN where one of them could not be seen."""
+        """Sum of squared norms of the batches of this window, but for those in `_norms`."""
         self._batches = 0
-        self._big = 0.0
+        self._norms: tuple[tuple[Tensor, float], ...] = ()
+        """Of batches, each with what it was multiplied by: on a GPU nothing is waited for until the window ends."""
+        self._big: tuple[Tensor, float] | None = None
         self._sums = [0.0, 0.0, 0.0]
         """Of this period: squared norms of batches, squared norms of windows, windows."""
         self._sizes = (0.0, 0.0)
@@ -94,23 +98,25 @@ class NoiseProbe:
 
     def after_backward(self, trainer: Any, ends: bool) -> None:
         if self._scale:
-            self._window += _squared(self._parts) / self._scale**2
             self._batches += 1
+            if (found := norm(self._parts)) is not None:
+                self._norms = (*self._norms, (found, self._scale))
         self._scale, self._parts = 0.0, []
-        if ends:
-            self._big = _squared(list(gradients_of(trainer.optimizers))) / loss_scale(trainer) ** 2
+        if ends and (found := norm(gradients_of(trainer.optimizers))) is not None:
+            self._big = found, loss_scale(trainer)
 
     def before_step(self, trainer: Any) -> None:
         """Gradients were looked at before."""
 
     def end_window(self, is_full: bool, small_size: float, big_size: float) -> None:
-        window, batches, self._window, self._batches = self._window, self._batches, 0.0, 0
+        window, batches, big = _sum(self._window, self._norms), self._batches, self._big
+        self._window, self._batches, self._norms, self._big = 0.0, 0, (), None
         sizes = (small_size, big_size)
-        if not is_full or not batches or not small_size < big_size:
+        if not is_full or not batches or big is None or not small_size < big_size:
             return
         if sizes != self._sizes:  # norms of unlike batches have no mean
             self._sums, self._sizes = [0.0, 0.0, 0.0], sizes
-        for place, value in enumerate((window / batches, self._big, 1.0)):
+        for place, value in enumerate((window / batches, _sum(0.0, (big,)), 1.0)):
             self._sums[place] += value
 
     def end_period(self, mean: Callable[[float], float]) -> dict[str, Any]:
@@ -125,15 +131,16 @@ class NoiseProbe:
             hook.remove()
         self._hooks.clear()
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "noise": list(self.noise), "window": self._window, "batches": self._batches, "sums": list(self._sums),
-            "sizes": list(self._sizes),
+    def keep(self) -> Callable[[], dict[str, Any]]:
+        noise, window, norms, batches = self.noise, self._window, self._norms, self._batches
+        sums, sizes = list(self._sums), list(self._sizes)
+        return lambda: {
+            "noise": list(noise), "window": _sum(window, norms), "batches": batches, "sums": sums, "sizes": sizes,
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.noise, self._window, self._batches = Noise(*state["noise"]), state["window"], state["batches"]
-        self._sums, self._sizes = list(state["sums"]), (state["sizes"][0], state["sizes"][1])
+        self._norms, self._sums, self._sizes = (), list(state["sums"]), (state["sizes"][0], state["sizes"][1])
 
     def _see(self, gradient: Tensor) -> None:
         if self._scale and (found := norm([gradient])) is not None:
@@ -181,8 +188,9 @@ class TimesProbe:
     def close(self) -> None:
         """Nothing is held."""
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"batches": list(self._batches), "lasts": list(self._lasts)}
+    def keep(self) -> Callable[[], dict[str, Any]]:
+        state = {"batches": list(self._batches), "lasts": list(self._lasts)}
+        return lambda: state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._batches, self._lasts = list(state["batches"]), list(state["lasts"])
@@ -194,9 +202,11 @@ def loss_scale(trainer: Any) -> float:
     return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
 
 
-def _squared(tensors: list[Tensor]) -> float:
-    found = norm(tensors)
-    return 0.0 if found is None else float(found) ** 2
+def _sum(first: float, norms: tuple[tuple[Tensor, float], ...]) -> float:
+    """With the squares of these."""
+    for found, scale in norms:
+        first += (float(found) / scale) ** 2
+    return first
 
 
 def _now(trainer: Any) -> float:

@@ -13,12 +13,12 @@ from lightning_async.rules import Synchronous
 from lightning_async.rules.accumulation import AccumulationPolicy, Fixed, LrScaling
 from lightning_async.trainer.patches import Undo, callbacks_of, replace
 
-__all__ = ["Rates", "check_arguments", "check_target", "check_trainer", "ranks_of_a_step", "steps_together"]
+__all__ = ["Rates", "check_arguments", "check_target", "check_trainer", "in_lockstep", "ranks_of", "show"]
 
 log = logging.getLogger(__name__)
 
 
-def ranks_of_a_step(strategy: Any) -> int:
+def ranks_of(strategy: Any) -> int:
     """How many ranks' gradients become one before a step; of replicas that drift each steps by itself."""
     if _averages_models(strategy):
         return int(strategy.world_size) if isinstance(strategy.schedule, Synchronous) else 1
@@ -26,9 +26,9 @@ def ranks_of_a_step(strategy: Any) -> int:
     return int(kwargs.get("num_replicas", 1))
 
 
-def steps_together(strategy: Any) -> bool:
+def in_lockstep(strategy: Any) -> bool:
     """Whether all ranks must have equal numbers of batches in a window; replicas of our engine need not."""
-    return not _averages_models(strategy) and ranks_of_a_step(strategy) > 1
+    return not _averages_models(strategy) and ranks_of(strategy) > 1
 
 
 def _averages_models(strategy: Any) -> bool:
@@ -54,6 +54,8 @@ def check_arguments(callback: Any) -> AccumulationPolicy:
     check_choice(owner, "lr_scaling", callback.lr_scaling, (*get_args(LrScaling), None))
     if callback.count is not None and not callable(callback.count):
         raise TypeError(f"`{owner}(count={callback.count!r})` must be a function of a batch.")
+    if not isinstance(callback.split_on_oom, bool):
+        raise TypeError(f"`{owner}(split_on_oom={callback.split_on_oom!r})` must be True or False.")
     name, unit = ("accumulation_steps", "batches") if target is None else ("target_batch_size", "samples")
     given = getattr(callback, name)
     if isinstance(given, int):
@@ -89,10 +91,15 @@ def check_trainer(callback: Any, trainer: Any, module: Any) -> None:
             f"`Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})` beside `{name}`: leave it out, the "
             "callback says how many batches a window has."
         )
-    if trainer.strategy.handles_gradient_accumulation:
+    if callback.split_on_oom and in_lockstep(trainer.strategy):
         raise ValueError(
-            f"`{type(trainer.strategy).__name__}` accumulates gradients by itself: take `{name}` away, or another "
-            "strategy."
+            f"`{name}(split_on_oom=True)` is for ranks that step by themselves: under "
+            f"`{type(trainer.strategy).__name__}` the others wait for this one's gradients, bucket by bucket."
+        )
+    if trainer.strategy.handles_gradient_accumulation or hasattr(trainer.strategy, "accumulate"):
+        raise ValueError(
+            f"`{type(trainer.strategy).__name__}` accumulates gradients by itself: leave `{name}` out, or take another "
+            "strategy. `AsyncGradientStrategy(accumulate=)` says how many batches a step has."
         )
 
 
@@ -119,6 +126,14 @@ def check_target(callback: Any, trainer: Any, size: int, ranks: int, began: bool
         f"{unit} samples, {base} on each of {ranks} ranks that average their gradients. Take {near}, or another batch "
         "size in the loader."
     )
+
+
+def show(trainer: Any, module: Any, metrics: dict[str, float]) -> None:
+    """In all loggers; the first one in the progress bar, too."""
+    for logger in trainer.loggers:
+        logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+    name = next(iter(metrics))
+    module.log(name, metrics[name], on_step=True, on_epoch=False, prog_bar=True, logger=False, batch_size=1)
 
 
 class Rates:

@@ -25,6 +25,7 @@ _EPILOG = """exit codes:
   75    the ranks were told to end, have saved, and can be started again
   68    a node was lost, and training did not go on without it; or too few nodes have come
   69    the store, in which ranks meet, was lost, with the first node for instance
+  72    this node was told to go (SIGTERM), and the others train on
   71    the system did not let a process start, or a file be written
   130   told to end by SIGINT (143: SIGTERM, 129: SIGHUP)
   128+N the rank that died first, of those without which training did not go on, was killed by signal N

@@ -31,6 +31,7 @@ _ASKED_BY_STANDING = {
     Gate.STOP: Vote.STOP,
     Gate.SYNCHRONISE: Vote.SYNCHRONISE,
     Gate.DECIDE: Vote.DECIDE,
+    Gate.EPOCH_END: Vote.EPOCH,
 }
 
 

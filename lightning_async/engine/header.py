@@ -54,11 +54,13 @@ class Vote(enum.Flag):
     """Mark the next round: a checkpoint is due. The engine's threads do it, so nobody else hears of it."""
     DECIDE = enum.auto()
     """Come together: this rank waits there."""
+    EPOCH = enum.auto()
+    """Whoever has no end of the epoch of its own comes to it: this rank waits there."""
 
     @property
     def lasting(self) -> Vote:
         """What is still to be done once a gate has opened: all but what asks for a gate."""
-        return self & ~(Vote.VALIDATE | Vote.SYNCHRONISE | Vote.DECIDE)
+        return self & ~(Vote.VALIDATE | Vote.SYNCHRONISE | Vote.DECIDE | Vote.EPOCH)
 
 
 class Mark(NamedTuple):

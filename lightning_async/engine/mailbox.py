@@ -13,6 +13,8 @@ from lightning_async.errors import CollectiveError, PeerLost
 
 __all__ = ["Mailbox"]
 
+_ASKED_FOR = {Gate.VALIDATE: Vote.VALIDATE, Gate.DECIDE: Vote.DECIDE, Gate.EPOCH_END: Vote.EPOCH}
+
 
 @dataclass
 class Mailbox:
@@ -43,6 +45,8 @@ class Mailbox:
     """When the training thread was last heard of."""
     stop_requested: bool = False
     """Set by a signal handler, which may touch nothing else: a vote for stopping follows."""
+    goes: bool = False
+    """Set by a signal handler, too: this rank is to leave at its next boundary, and the others train on."""
     closing: bool = False
     trouble: PeerLost | CollectiveError | None = None
     """A call of the training thread's has failed: the groups are to be formed anew."""
@@ -103,10 +107,7 @@ class Mailbox:
             self.agreed &= ~Vote.SYNCHRONISE
         if not self.stands_at(gate):
             return
-        if self.gate is Gate.VALIDATE:
-            self.agreed &= ~Vote.VALIDATE
-        if self.gate is Gate.DECIDE:
-            self.agreed &= ~Vote.DECIDE
+        self.agreed &= ~_ASKED_FOR.get(self.gate, Vote.NONE)
         self.opened, self.gate = True, Gate.NONE
         self.last_seen = now
         self.changed.notify_all()

@@ -20,7 +20,7 @@ from lightning_async.launch.loop import Loop
 from lightning_async.launch.node import Node, cannot_start
 from lightning_async.launch.output import Outputs
 from lightning_async.launch.places import Place, Wanted
-from lightning_async.launch.state import NODE_LOST, STORE_LOST, Policy
+from lightning_async.launch.state import LEFT, NODE_LOST, STORE_LOST, TRY_AGAIN, Policy
 from lightning_async.launch.summary import Ending, signal_name
 from lightning_async.launch.wire import UNKNOWN, Wire
 
@@ -64,6 +64,8 @@ class Agent:
         self._wire: Wire | None = None
         self._code: int | None = None
         self._lost = False
+        self._goes: list[int] | None = None
+        """How its ranks have ended since they were told to go, while the others train on; None: they were not."""
         self._until = time.monotonic() + wanted.timeout_s
 
     def run(self) -> int:
@@ -189,6 +191,8 @@ class Agent:
         if what == "prepare":
             wanted = int(said["wanted"])
             return lambda: node.prepare(wanted)
+        if what == "go":
+            return lambda: self._go(node)
         ranks = [int(rank) for rank in said["ranks"]]
         if what == "send":
             number = int(said["number"])
@@ -221,6 +225,28 @@ class Agent:
             self._outputs.say(f"rank {rank} cannot be started: {error}")
             self.ended(cannot_start(rank, error))
 
+    def _go(self, node: Node) -> None:
+        """This node was told to go, and the others train on."""
+        if self._goes is None:
+            self._goes, seconds = [], self._policy.grace_s
+            node.dismiss()
+            self._loop.after(seconds, (self, "grace"), lambda: node.send(signal.SIGKILL, node.living))
+            self._leave_when_done(node)
+
+    def _leave_when_done(self, node: Node) -> None:
+        if self._goes is None or node.living:
+            return
+        if TRY_AGAIN not in self._goes:
+            self._depart(self._goes)
+            return
+        # The others were too few, and all save: the first node says when to end. Else it had yet to join them.
+        self._loop.after(self._policy.grace_s, (self, "grace"), lambda ended=self._goes: self._depart(ended))
+
+    def _depart(self, ended: list[int]) -> None:
+        code = LEFT if {*ended} <= {0, LEFT, TRY_AGAIN} else 128 + signal.SIGTERM
+        self._leave("it was told to go")
+        self._end(code, f"This node has left.\nexit code {code}")
+
     # ---- what is said of the ranks ----
 
     def started(self, rank: int, pid: int) -> None:
@@ -237,6 +263,9 @@ class Agent:
         self._say("ended", rank=ending.rank, pid=ending.pid, status=ending.status, seconds=ending.seconds, tail=tail)
         if self._lost and self._node is not None and not self._node.living:
             self._end(STORE_LOST, f"exit code {STORE_LOST}")
+        elif self._goes is not None and self._node is not None:
+            self._goes.append(ending.status)
+            self._leave_when_done(self._node)
 
     def unkept(self, how: str) -> None:
         """See `Hears`; the store is with the first node, and another such process stands by."""

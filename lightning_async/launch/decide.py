@@ -22,11 +22,13 @@ from lightning_async.launch.state import (
     TRY_AGAIN,
     Action,
     Announce,
+    Dismiss,
     Ended,
     Event,
     Finish,
     Gone,
     Here,
+    Leaves,
     Phase,
     Policy,
     Rejoin,
@@ -67,7 +69,10 @@ def decide(policy: Policy, state: State, event: Event) -> Decision:
     if isinstance(event, Gone):
         return replace(state, away=state.away | event.ranks, pausing=state.pausing - event.ranks), []
     if isinstance(event, Here):
-        return _bring_back(policy, replace(state, away=state.away - event.ranks))
+        asked_at = {} if state.asked is None else state.asked_at  # who has gone is another one than who has come
+        return _bring_back(policy, replace(state, away=state.away - event.ranks, asked_at=asked_at))
+    if isinstance(event, Leaves):
+        return _leaves(policy, state, event)
     if isinstance(event, Signalled):
         return _signalled(policy, state, event)
     if isinstance(event, StoreLost):
@@ -202,6 +207,21 @@ def _signalled(policy: Policy, state: State, event: Signalled) -> Decision:
         return replace(state, phase=Phase.FINISHED), [Finish(128 + event.number)]
     sent = [Send(_STOPS[signal.Signals(event.number)], state.living)] if state.trains else []
     return replace(state, phase=Phase.STOPPING), [*sent, Wait(policy.grace_s)] if sent else []
+
+
+def _leaves(policy: Policy, state: State, event: Leaves) -> Decision:
+    """The others may go on without these ranks, as after a death; else it is a signal to all."""
+    if state.asked is None and event.by in state.asked_at:
+        again = event.at - state.asked_at[event.by] >= _SAME_S
+        return state, [Send(signal.SIGKILL, event.ranks & state.living)] if again else []
+    agreed = state.agreed if state.phase is Phase.RUNNING else None
+    if agreed is None or not (agreed.members & state.living) - event.ranks:
+        return _signalled(policy, state, Signalled(signal.SIGTERM, event.at, event.by))
+    joining = event.ranks & state.living & state.lost  # they wait for the others, and hear of a signal alone
+    told: list[Action] = [Send(signal.SIGTERM, joining)] if joining else []
+    away, asked_at = state.away | event.ranks, {**state.asked_at, event.by: event.at}
+    state = replace(state, away=away, pausing=state.pausing - event.ranks, asked_at=asked_at)
+    return state, [Dismiss(event.ranks), *told]
 
 
 def _store_lost(policy: Policy, state: State) -> Decision:

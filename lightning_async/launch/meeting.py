@@ -11,6 +11,7 @@ launchers of the job from being heard.
 
 from __future__ import annotations
 
+import signal
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -49,8 +50,8 @@ class Host(Hears, Protocol):
     def alone(self, why: str) -> None:
         """Too few have come."""
 
-    def signalled(self, number: int, where: str) -> None:
-        """Another launcher was sent a signal."""
+    def signalled(self, number: int, where: str, spared: frozenset[int] = frozenset()) -> None:
+        """Another launcher was sent a signal; ``spared`` are its ranks, where there are enough nodes without it."""
 
     def say(self, text: str) -> None:
         """To people, here and at all other nodes."""
@@ -246,5 +247,8 @@ class Meeting:
 
     def signalled(self, number: int, remote: Remote) -> None:
         """See `Meets`."""
-        if remote.place is not None:
-            self._host.signalled(number, self.where(remote.place.first))
+        if (place := remote.place) is None:
+            return
+        left = 1 + sum(not each.goes for each in self.remotes if each is not remote)
+        spared = number == signal.SIGTERM and left >= self._wanted.least
+        self._host.signalled(number, self.where(place.first), frozenset(place.all if spared else ()))

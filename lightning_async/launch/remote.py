@@ -51,6 +51,8 @@ class Remote:
         self.ranks = 0
         """How many it has; 0 until it has joined."""
         self.place: Place | None = None
+        self.goes = False
+        """It was told to go."""
         self.wire = Wire(loop, channel, secret, True, self._hear, lambda why: meets.left(self, why))
 
     def take(self, place: Place, address: str, job: str) -> None:
@@ -81,6 +83,11 @@ class Remote:
     def prepare(self, wanted: int) -> None:
         """See `Ranks`."""
         self.wire.send("prepare", wanted=wanted)
+
+    def go(self) -> None:
+        """Its ranks end, and so does it; the others train on."""
+        self.goes = True
+        self.wire.send("go")
 
     def _here(self, ranks: Collection[int]) -> list[int]:
         return sorted(set(ranks) & set(self.place.all if self.place is not None else ()))

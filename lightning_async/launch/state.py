@@ -12,9 +12,9 @@ from enum import Enum
 from lightning_async.arguments import check_int, check_real
 
 __all__ = [
-    "CANNOT_START", "NODE_LOST", "STORE_LOST", "TRY_AGAIN", "Action", "Announce", "Due", "Ended", "Event", "Finish",
-    "Generation", "Gone", "Here", "Phase", "Policy", "Rejoin", "Send", "Signalled", "Start", "State", "StoreLost",
-    "Told", "Wait",
+    "CANNOT_START", "LEFT", "NODE_LOST", "STORE_LOST", "TRY_AGAIN", "Action", "Announce", "Dismiss", "Due", "Ended",
+    "Event", "Finish", "Generation", "Gone", "Here", "Leaves", "Phase", "Policy", "Rejoin", "Send", "Signalled",
+    "Start", "State", "StoreLost", "Told", "Wait",
 ]  # fmt: skip
 
 TRY_AGAIN = 75
@@ -23,6 +23,8 @@ STORE_LOST = 69
 """EX_UNAVAILABLE: the store, in which ranks meet, has died."""
 NODE_LOST = 68
 """EX_NOHOST: the ranks of a node of which nothing is heard any more have ended, or too few nodes have come."""
+LEFT = 72
+"""Of a rank that was told to go with its node while the others train on, and of the launcher of that node."""
 CANNOT_START = 71
 """EX_OSERR: the system did not let a rank or the store start, or a file be written."""
 
@@ -139,13 +141,22 @@ class Signalled:
 
 
 @dataclass(frozen=True)
+class Leaves:
+    """The launcher of a node was sent SIGTERM, and there are enough nodes without it: these ranks are its own."""
+
+    ranks: frozenset[int]
+    at: float
+    by: str
+
+
+@dataclass(frozen=True)
 class Due:
     """What the last `Wait` waited for has not happened in time; of a rank: its pause is over."""
 
     rank: int | None = None
 
 
-Event = Ended | Told | Gone | Here | StoreLost | Signalled | Due
+Event = Ended | Told | Gone | Here | StoreLost | Signalled | Leaves | Due
 
 
 @dataclass(frozen=True)
@@ -172,6 +183,13 @@ class Send:
 
 
 @dataclass(frozen=True)
+class Dismiss:
+    """Tell these ranks to go, while the others train on; their node ends with them."""
+
+    ranks: frozenset[int]
+
+
+@dataclass(frozen=True)
 class Announce:
     """Tell these ranks that one has died."""
 
@@ -194,7 +212,7 @@ class Finish:
     code: int
 
 
-Action = Start | Rejoin | Send | Announce | Wait | Finish
+Action = Start | Rejoin | Send | Dismiss | Announce | Wait | Finish
 
 
 @dataclass(frozen=True)
@@ -211,7 +229,7 @@ class State:
         rejoins: how often each rank was to be started again alone, in this start.
         in_vain: the same, since it last trained with the others.
         pausing: ranks that will be.
-        away: ranks whose node is not there.
+        away: ranks whose node is not there, or was told to go.
         store_lost: the store has died first.
         asked: the signal by which the job was told to end, if it was.
         asked_at: when, by the launchers that were sent such a signal, each for the first time.

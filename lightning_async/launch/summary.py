@@ -6,7 +6,7 @@ import signal
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from lightning_async.launch.state import TRY_AGAIN
+from lightning_async.launch.state import LEFT, TRY_AGAIN
 
 __all__ = ["Ending", "goes_on", "how", "report", "signal_name"]
 
@@ -64,6 +64,8 @@ def how(ending: Ending) -> str:
         text = "ended in order"
     elif ending.status == TRY_AGAIN:
         text = f"has saved and ended with exit code {TRY_AGAIN} (preempted)"
+    elif ending.status == LEFT:
+        text = "has left with its node"
     elif ending.status == HUNG:
         text = f"ended with exit code {HUNG} (of a watchdog: it has hung)"
     elif ending.status > 0:

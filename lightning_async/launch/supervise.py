@@ -20,6 +20,7 @@ from lightning_async.launch.state import (
     NODE_LOST,
     Action,
     Announce,
+    Dismiss,
     Due,
     Ended,
     Event,
@@ -27,6 +28,7 @@ from lightning_async.launch.state import (
     Generation,
     Gone,
     Here,
+    Leaves,
     Phase,
     Policy,
     Rejoin,
@@ -145,10 +147,11 @@ class Supervisor:
         self.say(f"{why}: there is no start.\nexit code {NODE_LOST}")
         self._code = NODE_LOST
 
-    def signalled(self, number: int, where: str) -> None:
-        """A launcher was sent a signal."""
+    def signalled(self, number: int, where: str, spared: frozenset[int] = frozenset()) -> None:
+        """A launcher was sent a signal; see `Host`."""
         if self._begun:
-            self._follow(Signalled(number, time.monotonic(), where), where)
+            now = time.monotonic()
+            self._follow(Leaves(spared, now, where) if spared else Signalled(number, now, where), where, number)
         elif number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             self._code = 128 + number
 
@@ -173,11 +176,11 @@ class Supervisor:
 
     # ---- what follows ----
 
-    def _follow(self, event: Event, where: str = "") -> None:
+    def _follow(self, event: Event, where: str = "", number: int = 0) -> None:
         before = self._state
         self._state, actions = decide(self._policy, before, event)
-        if isinstance(event, Signalled):
-            self.say(f"{signal_name(event.number)} has come{where and f' to {where}'}.")
+        if number:
+            self.say(f"{signal_name(number)} has come{where and f' to {where}'}.")
         if self._state.phase is Phase.RUNNING and before.trains:
             self._tell_of_the_lost(before, actions)
         if self._state.phase is not before.phase:
@@ -196,6 +199,8 @@ class Supervisor:
                     self._told.update(dict.fromkeys(action.ranks, action.number))
                 for ranks in self._everywhere():
                     ranks.send(action.number, action.ranks)
+            elif isinstance(action, Dismiss):
+                self._dismiss(action.ranks)
             elif isinstance(action, Announce):
                 self._announce(action.dead, action.ranks)
             elif isinstance(action, Finish):
@@ -208,6 +213,12 @@ class Supervisor:
 
     def _everywhere(self) -> list[Ranks]:
         return [self._node, *(self._meeting.remotes if self._meeting is not None else ())]
+
+    def _dismiss(self, ranks: frozenset[int]) -> None:
+        for remote in [] if self._meeting is None else self._meeting.remotes:
+            if remote.place is not None and ranks.intersection(remote.place.all):
+                self.say(f"node {remote.place.node} ({remote.host}) goes, and the others train on.")
+                remote.go()
 
     def _announce(self, dead: int, ranks: frozenset[int]) -> None:
         ending = next(each for each in reversed(self._endings) if each.rank == dead)

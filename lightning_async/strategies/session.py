@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from lightning_async.comm.membership.generation import Generation
 from lightning_async.comm.membership.signing import SECRET
 from lightning_async.comm.membership.standing import ENDED, FAILED, Publisher, publish
 from lightning_async.engine.averaging.averager import BackgroundAverager
@@ -93,19 +94,17 @@ class Session:
             strategy.survivors = Survivors(generation, strategy.num_runs, strategy.fewest, before)
             if strategy.shrinks:
                 strategy.survivors.tell()
-            control.regroup.on_loss = strategy.survivors.go_on
+            control.regroup.on_loss = self._go_on
         elif strategy.shrinks:
             raise ValueError(
                 f"`min_replicas={config.min_replicas}`: {strategy.transport!r} cannot form groups anew, so that the "
                 "first rank that is lost ends training. Use `TorchTransport()`, or leave it out: over Horovod, "
                 "`fit_elastic` trains on without ranks that are lost."
             )
-        host = strategy.host
 
         def on_change() -> None:
             control.wake()
-            if host is not None:
-                host.notice()
+            self._look()
 
         connection.membership.on_change = on_change
         self.averager = BackgroundAverager(control, strategy.rule, strategy.schedule, config)
@@ -126,6 +125,16 @@ class Session:
             self._publisher = publish(store, lambda: standing_of(averager, strategy.survivors, run), secret)
         if (replica := self._saved.take_replica()) is not None:
             self.averager.marks.part(replica, replica["state_dict"], self._strategy.module)
+
+    def _go_on(self, generation: Generation, why: str) -> None:
+        """Ranks are lost: whoever had no room beside them has."""
+        assert self._strategy.survivors is not None
+        self._strategy.survivors.go_on(generation, why)
+        self._look()
+
+    def _look(self) -> None:
+        if self._strategy.host is not None:
+            self._strategy.host.notice()
 
     def close(self) -> None:
         """Waits for no other rank."""

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from lightning_async.engine.checkpoint.saver import PATIENCE_S, Saver
 from lightning_async.engine.checkpoint.store import CheckpointStore
 from lightning_async.engine.world import World
-from lightning_async.errors import AsyncTrainingError, CheckpointError, Evicted
+from lightning_async.errors import AsyncTrainingError, CheckpointError, Dismissed, Evicted
 from lightning_async.trainer.checkpoint_io import DirectoryIO
 from lightning_async.trainer.directory import Directory
 from lightning_async.trainer.due import Settings
@@ -201,8 +201,10 @@ class Checkpointing:
     def _save_what_was(self, exception: BaseException) -> None:
         """Training has ended by an exception, which the user shall see, whatever becomes of this; waits for nobody."""
         in_order = pytorch("utilities.exceptions").SIGTERMException | CheckpointError
-        if isinstance(exception, Evicted):  # the others train on, and save
+        if isinstance(exception, Evicted | Dismissed):  # the others train on, and save
             self._pace = None
+        if type(exception).__name__ == "HostsUpdatedInterrupt":  # Horovod Elastic's: all leave, for a world with others
+            return
         if self._pace is None or not self._settings.on_exception or isinstance(exception, in_order):
             return
         try:

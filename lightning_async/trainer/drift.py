@@ -103,7 +103,7 @@ class DriftPatches:
     @property
     def has_part(self) -> bool:
         """Whether this rank, which has come within an epoch, takes part in the rest of it."""
-        return self._inheritance.epoch.first is not None
+        return self._inheritance.epoch.first is not None or self._inheritance.epoch.begins
 
     def tell_place(self) -> None:
         """What is sent next holds all that this rank has done, the batch under way included."""

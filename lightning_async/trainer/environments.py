@@ -10,7 +10,7 @@ from typing import Any
 from lightning_async.comm.horovod.world import HorovodWorld
 from lightning_async.trainer.namespace import fabric
 
-__all__ = ["HorovodEnvironment", "MPIRunEnvironment", "Newcomer", "Survivor"]
+__all__ = ["HorovodEnvironment", "MPIRunEnvironment", "Newcomer", "Survivor", "ranks_here"]
 
 ClusterEnvironment: Any = fabric("plugins.environments").ClusterEnvironment
 
@@ -242,3 +242,9 @@ class Newcomer(_Renumbered):
 
     def world_size(self) -> int:
         return self._environment.world_size()
+
+
+def ranks_here() -> range:
+    """The numbers that the ranks of this node were started with, by a launcher that sets torchrun's variables."""
+    first = int(os.environ["RANK"]) - int(os.environ["LOCAL_RANK"])
+    return range(first, first + int(os.environ["LOCAL_WORLD_SIZE"]))

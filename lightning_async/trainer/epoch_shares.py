@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch.utils.data import IterableDataset
+
 from lightning_async.data.shares import Share, told_of
 from lightning_async.engine.gates import Gates
 from lightning_async.trainer.redealt import follower
@@ -35,8 +37,12 @@ class EpochShares:
         """How far each was with what all have committed."""
         self.first: Share | None = None
         """What this rank, which comes within an epoch, begins with."""
+        self.begins = False
+        """This rank comes within an epoch of streams, and begins its own."""
         self.dealt: list[int] = []
         """Of how many parts this rank has which, ``[part, parts]``, since one came within the epoch."""
+        self.came = False
+        """This rank has come within the epoch, and has a part of it."""
         self.has_none = False
         """This rank has come within the epoch, and has no part of it."""
         self.at_end = False
@@ -49,7 +55,7 @@ class EpochShares:
     def forget(self) -> None:
         """Another epoch begins, or another training."""
         self.known, self.shares, self.places, self._gates, self._gone = False, {}, {}, None, set()
-        self.dealt, self.has_none = [], False
+        self.dealt, self.came, self.has_none = [], False, False
 
     def deal(self, shares: dict[str, Share]) -> None:
         """From here on this is what each has."""
@@ -88,6 +94,12 @@ class EpochShares:
         """Somebody knows that these are, at least, so far."""
         for name, place in places.items():
             self.places[name] = max(place, self.places.get(name, 0.0))
+
+    @property
+    def streams(self) -> bool:
+        """Whether this rank's loaders have streams, of which nobody can tell what is left."""
+        loaders = self._trainer.fit_loop._combined_loader.flattened
+        return all(isinstance(getattr(each, "dataset", None), IterableDataset) for each in loaders)
 
     def mine(self) -> Share:
         """What this rank's loaders have of the epoch that begins."""

@@ -11,6 +11,7 @@ from lightning_async.engine.world import World
 from lightning_async.trainer.epoch_shares import EpochShares
 from lightning_async.trainer.latecomer import end_as_others, how_it_ended
 from lightning_async.trainer.learning_rates import LearningRates
+from lightning_async.trainer.logged import put_missing, take_logged
 from lightning_async.trainer.patches import Undo, replace
 from lightning_async.trainer.protocols import Drifting
 from lightning_async.trainer.redealt import train_on
@@ -77,12 +78,14 @@ class Inheritance:
         stops = self._trainer.should_stop and self._trainer.fit_loop._can_stop_early
         goes_on = not stops and epoch.global_step != epoch.max_steps
         name = self.epoch.called(gates.name)
-        mine: list[Any] = [name, self.epoch.known, goes_on, epoch.batch_progress.current.ready, self.epoch.places]
+        ready, came = epoch.batch_progress.current.ready, self.epoch.came
+        mine: list[Any] = [name, self.epoch.known, goes_on, ready, came, self.epoch.places]
         told = world.gather_objects(mine)
+        self._log_alike(world, [came for *_, came, _ in told])
         there = [each for each, knows, *_ in told if knows]
         if not there:
             return False
-        takers = {each: ready for each, knows, goes_on, ready, _ in told if goes_on}
+        takers = {each: ready for each, knows, goes_on, ready, *_ in told if goes_on}
         if len(there) < len(told) and not self._introduce(world, is_first=name == there[0] and self.epoch.known):
             takers = {each: ready for each, ready in takers.items() if each in there}
         for *_, places in told:
@@ -105,6 +108,15 @@ class Inheritance:
             finally:
                 self.epoch.at_end = False
         return True
+
+    def _log_alike(self, world: World, came: list[bool]) -> None:
+        """One that came within the epoch has logged what its part of it was long enough for: another tells it the
+        rest."""
+        if any(came) and not all(came):
+            first = came.index(False)
+            logged = world.broadcast(take_logged(self._trainer) if world.rank == first else None, first)
+            if self.epoch.came and logged is not None:
+                put_missing(self._trainer, logged)
 
     def _introduce(self, world: World, is_first: bool) -> bool:
         """One that knows tells those that do not what each has of this epoch, and where schedulers and steps are with
@@ -130,7 +142,7 @@ class Inheritance:
     def _begin(self, original: Any) -> Any:
         def on_run_start(data_fetcher: Any) -> None:
             world, gates = self._strategy.world, self._strategy.gates
-            if self.epoch.first is None:  # else it is under way, and this rank has been told
+            if self.epoch.first is None and not self.epoch.begins:  # else it is under way, and this rank has been told
                 self.epoch.forget()
                 if world is not None and gates is not None and not world.drifting:
                     self._tell_all(world, gates)

@@ -9,7 +9,7 @@ import torch
 
 from lightning_async.trainer.namespace import pytorch
 
-__all__ = ["Known", "put_blank", "put_logged", "take_logged"]
+__all__ = ["Known", "put_blank", "put_logged", "put_missing", "take_logged"]
 
 _FIELDS = (
     "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "dataloader_idx",
@@ -78,9 +78,28 @@ def put_blank(trainer: Any, state: dict[str, Any]) -> None:
     for key in state["results"]:
         result = trainer.fit_loop.epoch_loop._results.get(key)
         if result is not None:
-            result.reset()
-            result.has_reset = False
-            result._update_count = 1
+            _blank(result)
+
+
+def put_missing(trainer: Any, state: dict[str, Any]) -> None:
+    """As if this rank had logged, of no samples, what another one has in the epoch under way, and in the same order."""
+    results, modules = trainer.fit_loop.epoch_loop._results, _metrics(trainer)
+    own = dict(results)
+    results.clear()
+    for key, saved in state["results"].items():
+        result = own.pop(key, None)
+        if result is None and (result := _make_result(trainer, saved, modules)) is not None:
+            result = _blank(result.to(trainer.strategy.root_device))
+        if result is not None:
+            results[key] = result
+    results.update(own)
+
+
+def _blank(result: Any) -> Any:
+    result.reset()
+    result.has_reset = False
+    result._update_count = 1
+    return result
 
 
 def _metrics(trainer: Any) -> dict[str, Any]:

@@ -44,6 +44,7 @@ class Meeting:
         if gates is None or world is None or strategy.failed:
             return
         strategy.finish_batch()
+        self._stopping.pass_on(gates)  # one that comes within an epoch may stand here before its first batch
         share_averages = self._before_gate()
         while (arrival := gates.rendezvous(gate, index)) is not Arrival.OPEN:
             if arrival is Arrival.STOP:

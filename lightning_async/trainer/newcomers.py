@@ -6,6 +6,7 @@ import logging
 from typing import Any, NamedTuple
 
 from lightning_async.data.shares import Share, distributed, inherited
+from lightning_async.engine.header import Vote
 from lightning_async.trainer.epoch_shares import EpochShares
 from lightning_async.trainer.learning_rates import LearningRates
 from lightning_async.trainer.patches import Undo, replace, take_back
@@ -27,6 +28,7 @@ class _Place(NamedTuple):
         epoch: its number.
         ready: the number of its next batch.
         lengths: of the datasets of the newcomer's loaders.
+        streams: these are streams, see `EpochShares`.
         places: see `EpochShares`.
         stepped: of each scheduler that follows all ranks' steps, those that it has taken.
     """
@@ -37,6 +39,7 @@ class _Place(NamedTuple):
     epoch: int
     ready: int
     lengths: list[int]
+    streams: bool
     places: dict[str, float]
     stepped: dict[int, int]
 
@@ -55,13 +58,19 @@ class Newcomers:
         self._strategy, self._trainer, self._epoch, self._rates = strategy, trainer, epoch, rates
         self._until_end: list[Undo] = []
         """What holds for the rest of the epoch."""
+        self._follows = False
+        """This rank has come within an epoch of streams, and ends it with the others."""
 
     def install(self) -> list[Undo]:
         """Patch; returns what takes it back."""
         if not self._strategy.shrinks:
             return []
         loop = self._trainer.fit_loop.epoch_loop
-        return [replace(loop, "on_run_start", self._begin), replace(loop, "run", self._run)]
+        return [
+            replace(loop, "on_run_start", self._begin),
+            replace(loop, "on_advance_end", self._after_batch),
+            replace(loop, "run", self._run),
+        ]
 
     def foresee(self) -> None:
         """One is about to come, and will be waited for: have at hand what takes time; from any thread."""
@@ -89,7 +98,7 @@ class Newcomers:
         """One has come, and it is known to the batch what each has left.
 
         Where somebody is not between two steps of the epoch, or it cannot be told what is left, the newcomer has its
-        part from the next epoch on.
+        part from the next epoch on; of streams it begins its own, until the others' end.
 
         Args:
             name: of this rank, for life.
@@ -104,6 +113,10 @@ class Newcomers:
         all_ = [_Place(*each) for each in places]
         mine = next(each for each in all_ if each.name == name)
         there, lengths = [each for each in all_ if not each.comes], [each.lengths for each in all_ if each.comes]
+        if there and told is not None and all(each.streams for each in all_):
+            epoch.phase, epoch.shares, epoch.known = told[0], _shares(told[1]), True
+            epoch.begins, epoch.came, epoch.has_none = True, True, False
+            self._rates.stepped.update(there[0].stepped)
         if not there or not lengths or not all(each.is_within and each.epoch == mine.epoch for each in all_):
             return
         phase, shares = (epoch.phase, epoch.shares) if told is None else (told[0], _shares(told[1]))
@@ -121,7 +134,7 @@ class Newcomers:
         epoch.known, epoch.has_none, epoch.dealt = True, False, [list(epoch.shares).index(mine.name), len(all_)]
         log.info("The rest of epoch %d is dealt out among %d ranks.", mine.epoch, len(all_))
         if told is not None:
-            epoch.first = epoch.shares[mine.name]
+            epoch.first, epoch.came = epoch.shares[mine.name], True
             self._rates.stepped.update(there[0].stepped)
         else:
             self._until_end += go_on_with(self._trainer, epoch.shares[mine.name])
@@ -130,14 +143,17 @@ class Newcomers:
         number, epoch = self._trainer.current_epoch, self._epoch
         if comes:
             own = epoch.mine()
-            return _Place(name, True, own.is_known, number, 0, own.lengths, {}, {})
+            return _Place(name, True, own.is_known, number, 0, own.lengths, epoch.streams, {}, {})
         fit = self._trainer.fit_loop
         count, ends = fit.epoch_loop.batch_progress.current, epoch.at_end or fit.epoch_loop.done
         by_batch = type(fit._data_fetcher).__name__ != "_DataLoaderIterDataFetcher"
         # Gradients that are yet to be stepped with would be in nobody's share, were this rank lost now.
         in_step = count.ready != count.completed or (count.ready > 0 and fit.epoch_loop._should_accumulate())
         is_within = epoch.known and by_batch and not in_step and not ends
-        return _Place(name, False, is_within, number, count.ready, [], epoch.places, self._rates.stepped)
+        lengths: list[int] = []
+        return _Place(
+            name, False, is_within, number, count.ready, lengths, epoch.streams, epoch.places, self._rates.stepped
+        )
 
     def _begin(self, original: Any) -> Any:
         def on_run_start(data_fetcher: Any) -> None:
@@ -145,8 +161,19 @@ class Newcomers:
             if self._epoch.first is not None:
                 self._until_end += go_on_with(self._trainer, self._epoch.first)
                 self._epoch.first = None
+            self._follows, self._epoch.begins = self._epoch.begins, False
 
         return on_run_start
+
+    def _after_batch(self, original: Any) -> Any:
+        def on_advance_end(data_fetcher: Any) -> None:
+            original(data_fetcher)
+            gates, loop = self._strategy.gates, self._trainer.fit_loop.epoch_loop
+            ended = self._follows and gates is not None and Vote.EPOCH in gates.agreed
+            if ended and not loop._should_accumulate():  # its stream goes on, and the others' have come to an end
+                loop.batch_progress.is_last_batch = True
+
+        return on_advance_end
 
     def _run(self, original: Any) -> Any:
         def run(data_fetcher: Any) -> None:

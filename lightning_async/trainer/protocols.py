@@ -24,6 +24,11 @@ class Drifting(Protocol):
     survivors: Any
     """Who is there of the ranks that began, see `Survivors`; None where all are, or must be."""
 
+    @property
+    def connection(self) -> Any:
+        """Of all ranks, see `Connection`; None in a world of one."""
+        ...
+
     host: Any
     """Takes newcomers in, see `Convened`; None where nobody can come."""
 

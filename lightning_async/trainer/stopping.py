@@ -6,11 +6,13 @@ spike of the loss is a vote.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from typing import Any
 
 from lightning_async.engine.gates import Gates
 from lightning_async.engine.header import Gate, Vote
+from lightning_async.trainer.environments import ranks_here
 from lightning_async.trainer.namespace import pytorch
 from lightning_async.trainer.patches import Undo, callbacks_of, replace
 from lightning_async.trainer.protocols import Drifting
@@ -36,16 +38,26 @@ class Stopping:
     def install(self) -> list[Undo]:
         """Patch; returns what takes it back."""
         epoch, signals = self._trainer.fit_loop.epoch_loop, self._trainer._signal_connector
+        before = signals._sigterm_notifier_fn
         undo = [
             replace(signals, "_sigterm_notifier_fn", self._on_sigterm),
             replace(epoch, "on_advance_end", self._after_batch),
             *self._spikes.install(),
         ]
+        registered = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", [])
+        if before in registered:  # in a rank that comes to others, whose training has begun by then
+            registered[registered.index(before)] = signals._sigterm_notifier_fn
         if hasattr(epoch, "_broadcast_sigterm_tensor"):
             undo.append(replace(epoch, "_broadcast_sigterm_tensor", lambda original: lambda: None))
         for timer in callbacks_of(self._trainer, "Timer"):
             undo.append(replace(timer, "_check_time_remaining", self._time_remaining(timer)))
         return undo
+
+    def pass_on(self, gates: Gates) -> None:
+        """Vote, if this rank was told to stop where there was nobody to tell yet."""
+        if self._told:
+            self._told = False
+            gates.request_stop()
 
     def leave(self, gates: Gates) -> None:
         """A rank was told to stop: all leave from here, with one model."""
@@ -65,10 +77,19 @@ class Stopping:
             gates = self._strategy.gates
             if gates is None:  # before training: Lightning's own flag would end this rank alone
                 self._told = True
+            elif self._is_spared():
+                gates.request_leave()
             else:
                 gates.request_stop()
 
         return notify
+
+    def _is_spared(self) -> bool:
+        """The launcher has told the ranks of this node alone to go, and the others are enough to train on."""
+        connection, survivors = self._strategy.connection, self._strategy.survivors
+        if connection is None or survivors is None or not self._strategy.shrinks:
+            return False
+        return connection.dismissed and survivors.spares(ranks_here())
 
     def _after_batch(self, original: Any) -> Any:
         def on_advance_end(data_fetcher: Any) -> None:
@@ -76,9 +97,8 @@ class Stopping:
             gates = self._strategy.gates
             if gates is None:
                 return
-            if self._told:
-                self._told = False
-                gates.request_stop()
+            self.pass_on(gates)
+            gates.check()
             gates.resume()
             if Vote.STOP in gates.agreed:
                 self._strategy.finish_batch()

@@ -7,6 +7,7 @@ window, too, which may be shorter. Here a window begins when the last one has en
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -14,8 +15,11 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_async.trainer.patches import Undo, replace, searches_lr, set_for_now
+from lightning_async.trainer.pieces import Pieces
 
 __all__ = ["Plan", "Windows", "gradients_of"]
+
+log = logging.getLogger(__name__)
 
 
 class Plan(NamedTuple):
@@ -44,10 +48,21 @@ class Windows:
         trainer: its loops are patched.
         plan: asked when a window begins, with the samples in its first batch.
         mean: of a number, over the ranks that step together.
+        count: how many samples a batch has.
     """
 
-    def __init__(self, trainer: Any, plan: Callable[[float], Plan], mean: Callable[[float], float]) -> None:
-        self._trainer, self._plan, self._mean = trainer, plan, mean
+    def __init__(
+        self,
+        trainer: Any,
+        plan: Callable[[float], Plan],
+        mean: Callable[[float], float],
+        count: Callable[[Any], float],
+    ) -> None:
+        self._trainer, self._plan, self._mean, self._count = trainer, plan, mean, count
+        self.pieces: Pieces | None = None
+        """What trains on batches in pieces where there is not enough memory; None: they are whole."""
+        self.whole = True
+        """All batches of this window were."""
         self.before_backward: Callable[[float], None] = lambda scale: None
         """Called with what the gradient of this batch's mean loss is multiplied by."""
         self.after_backward: Callable[[bool], None] = lambda ends: None
@@ -60,6 +75,8 @@ class Windows:
         self.samples = 0.0
         """Behind the gradients of this window; of a full one the mean over the ranks that step together."""
         self._seen = self._now = self._before = 0.0
+        self._spoilt = False
+        """A backward pass has begun, and has not come to its end."""
         self._ends_at = -1
         """The batch, by its number in training, that completes this window; -1 for a later one."""
 
@@ -86,15 +103,16 @@ class Windows:
         """Lightning divides losses by it, and others multiply them again."""
         self._trainer.accumulate_grad_batches = self.planned.batches
 
-    def begin_batch(self, samples: float) -> None:
-        """A batch is about to be trained on."""
+    def begin_batch(self, batch: Any) -> None:
+        """It is about to be trained on."""
         if self.away:
             return
+        samples = float(self._count(batch))
         # Gradients may be lost on the way: to a checkpoint that does not hold them, or to a remedy that drops them.
         if not self.is_open or next(gradients_of(self._trainer.optimizers), None) is None:
             self.planned = self._plan(samples)
             self.batches, self.samples, self._seen, self._before = 0, 0.0, 0.0, 0.0
-            self.is_open = True
+            self.is_open = self.whole = True
         self.show()
         self.batches += 1
         self._seen, self._now, self._before = self._seen + samples, samples, self.samples
@@ -115,13 +133,17 @@ class Windows:
         """Plain values: where the window under way stands."""
         return {
             "planned": list(self.planned), "is_open": self.is_open, "batches": self.batches, "samples": self.samples,
-            "seen": self._seen, "ends_at": self._ends_at,
+            "seen": self._seen, "ends_at": self._ends_at, "whole": self.whole,
+            "most": None if self.pieces is None else self.pieces.most,
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with it."""
         self.planned, self.is_open, self.batches = Plan(*state["planned"]), state["is_open"], state["batches"]
         self.samples, self._seen, self._ends_at = state["samples"], state["seen"], state["ends_at"]
+        self.whole = state["whole"]
+        if self.pieces is not None:
+            self.pieces.most = state["most"]
 
     def _reached(self, original: Any) -> Any:
         def accumulated_batches_reached() -> bool:
@@ -145,19 +167,63 @@ class Windows:
 
             closure._zero_grad_fn = zero_grad if self.batches == 1 else None
             closure._backward_fn = self._weighted(closure._backward_fn)
-            closure.closure = self._completed(closure.closure)
+            whole = closure.closure
+            if self.pieces is not None and "batch" in kwargs:
+                whole = self._in_pieces(closure, kwargs, self.pieces, zero_grad)
+            closure.closure = self._completed(whole)
             return closure
 
         return make_closure
 
     def _weighted(self, backward: Any) -> Any:
         def weighted(loss: Any) -> None:
+            strategy, given = self._trainer.strategy, getattr(self._trainer.strategy, "weight", 1.0)
+            if (
+                given != 1.0
+            ):  # by this rank's share of the step's samples, see `HorovodStrategy`: they count here anyway
+                self._now, strategy.weight = self._now if given else 0.0, 1.0
             weight = self._now * self.planned.batches / self.planned.samples
             self.before_backward(weight / self.planned.batches)
+            self._spoilt = True
             backward(loss if weight == 1.0 else loss * weight)
+            self._spoilt = False
             self.samples = self._before + self._now
 
         return weighted
+
+    def _in_pieces(self, closure: Any, kwargs: Any, pieces: Pieces, zero_grad: Callable[[], None]) -> Any:
+        inner = closure.closure
+
+        def in_pieces(*args: Any, **options: Any) -> Any:
+            batch, samples, earlier, self._spoilt = kwargs["batch"], self._now, self._before, False
+
+            def train(piece: Any) -> Any:
+                self._now = samples if piece is batch else float(self._count(piece))
+                self.whole &= piece is batch
+                kwargs["batch"] = piece
+                result = inner(*args, **options)
+                self._before, closure._zero_grad_fn = self.samples, None
+                return result
+
+            def begin_again() -> None:
+                if earlier:
+                    log.warning(
+                        "Rank %d: the gradients of %g samples that came before in this window are lost with it.",
+                        self._trainer.global_rank, earlier,
+                    )  # fmt: skip
+                zero_grad()
+                self._before, self._spoilt, closure._zero_grad_fn = 0.0, False, None
+
+            try:
+                done = pieces.run(batch, train, lambda: self._spoilt, begin_again)
+            finally:
+                kwargs["batch"], self._now = batch, samples
+            result = done[-1][1]
+            if len(done) > 1 and all(each.loss is not None for _, each in done):
+                result.loss = sum(rows * each.loss for rows, each in done) / sum(rows for rows, _ in done)
+            return result
+
+        return in_pieces
 
     def _completed(self, closure: Any) -> Any:
         def completed(*args: Any, **kwargs: Any) -> Any:

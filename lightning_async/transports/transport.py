@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -52,6 +53,8 @@ class Connection:
         self.outlives = True
         """Where the others fail, too, this rank's store waits for them to hear why."""
         self._roots = [root] if payload is root else [root, payload]
+        self.dismissed = False
+        """The launcher has told this rank to go, and would have the others train on."""
         self._listener: Listener | None = None
         self._name_of: Callable[[int], str] = str
         lightning = root.fork("lightning")
@@ -77,10 +80,18 @@ class Connection:
             return
 
         def hear(death: Death) -> None:
+            if death.process == os.getpid():  # it is yet to come
+                self.dismiss()
+                return
             with suppress(ValueError):
                 membership.hear_death(self._name_of(death.rank), death.process, death.text)
 
         self._listener = listen(hear)
+
+    def dismiss(self) -> None:
+        """This rank is to go with its node. What that means says the handler of the signal, on the main thread."""
+        self.dismissed = True
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def report_death(self, rank: int, text: str) -> None:
         """Tell all that the process of the rank that was started with this number has ended, see `hear_deaths`."""

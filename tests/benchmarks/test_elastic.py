@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks import elastic, soak
+from tests.benchmarks import soak
 from tests.benchmarks.elastic_trace import Life, Traces, alike, measure_death, measure_return
+from tests.support import run_ranks
 
 
 def commit(t: float, id: int, members: str, digest: str = "a", failed: int = 0) -> dict[str, Any]:
@@ -78,10 +79,13 @@ def test_samples_of_a_killed_process_count_up_to_its_last_round():
 
 
 @pytest.mark.timeout(230)
-def test_a_rank_dies_in_a_collective_and_numbers_come_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    options = ["--scenario", "averaging", "--kills", "1", "--ranks", "3", "--places", "payload"]
-    assert elastic.main([*options, "--out", str(tmp_path)]) == 0
-    assert (tmp_path / "elastic.md").read_text() in capsys.readouterr().out
+def test_a_rank_dies_in_a_collective_and_numbers_come_out(tmp_path: Path):
+    options = ["--scenario", "averaging", "--kills", "1", "--ranks", "3", "--places", "payload", "--out", str(tmp_path)]
+    (done,) = run_ranks(
+        "tests.benchmarks.elastic:main", 1, kwargs={"arguments": options}, timeout=200, launched=False, forks=True
+    )
+    assert done.value == 0, done
+    assert (tmp_path / "elastic.md").read_text() in done.stdout
     assert (tmp_path / "elastic.png").read_bytes().startswith(b"\x89PNG")
     (outcome,) = json.loads((tmp_path / "elastic.json").read_text())["outcomes"]
     (death,) = outcome["deaths"]

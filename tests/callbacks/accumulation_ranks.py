@@ -104,6 +104,11 @@ def a_target_of_other_ranks() -> Any:
     return fit(ddp(), AdaptiveGradientAccumulation(base_batch_size=4, target_batch_size=12))
 
 
+@scenario
+def ddp_in_pieces() -> Any:
+    return fit(ddp(), AdaptiveGradientAccumulation(2, split_on_oom=True))
+
+
 class Noted(pl.Callback):
     """The samples that a rank has, by their first element."""
 

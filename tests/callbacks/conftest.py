@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.strategies.conftest import ranks
+from tests.strategies.conftest import alone, ranks
 
-__all__ = ["ranks"]
+__all__ = ["alone", "ranks"]

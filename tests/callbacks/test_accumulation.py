@@ -12,7 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_async import AdaptiveGradientAccumulation, DivergenceMonitor, FaultTolerantCheckpoint
+from lightning_async import (
+    AdaptiveGradientAccumulation,
+    AsyncGradientStrategy,
+    DivergenceMonitor,
+    FaultTolerantCheckpoint,
+)
 from lightning_async.rules.accumulation import ByEpoch, ByStep, CommunicationShare, NoiseScale, estimate, lr_factor
 from lightning_async.trainer.namespace import pl, pytorch
 from tests.callbacks.problem import Line, trainer, values
@@ -248,6 +253,71 @@ def test_communication_that_takes_no_time_needs_no_long_windows():
     assert accumulation.state_dict()["seen"]["times"][0] > 0
 
 
+class Greedy(Line):
+    """Has memory for so many rows: in its forward pass, or in its backward pass, when the gradients of one layer are
+    there already."""
+
+    def __init__(self, most: int, place: str, optimizer: Any = sgd) -> None:
+        super().__init__(optimizer=optimizer)
+        self.most, self.place, self.sizes = most, place, list[int]()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.sizes.append(len(batch))
+        if len(batch) <= self.most:
+            return super().training_step(batch, batch_idx)
+        if self.place == "forward":
+            raise torch.OutOfMemoryError("no memory")
+        loss = super().training_step(batch, batch_idx)
+        return loss + _Spent.apply(self.layer.weight).sum()  # pyright: ignore[reportOperatorIssue]
+
+
+class _Spent(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return weight.detach() * 0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise torch.OutOfMemoryError("no memory")
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_a_batch_that_is_too_large_is_trained_on_in_pieces(place: str, caplog: pytest.LogCaptureFixture):
+    torch.manual_seed(0)
+    module, steps = Greedy(3, place), Steps()
+    trainer(AdaptiveGradientAccumulation(2, split_on_oom=True), steps).fit(module, loader(ROWS, 8))
+    assert module.sizes == [8, 4, 2, 2, 2, 2] + [2] * 16 + [2, 1]  # 43 rows
+    assert steps.at == [1, 3, 5]
+    assert values(module) == pytest.approx(by_hand(ROWS.split(8), [2, 2, 2]), rel=1e-5)
+    said = [r.getMessage() for r in caplog.records if "not enough memory" in r.getMessage()]
+    assert [text.partition("for ")[2].partition(" of a batch")[0] for text in said] == [
+        "8 of the 8 samples",
+        "4 of the 8 samples",
+    ]
+    torch.manual_seed(0)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        trainer(AdaptiveGradientAccumulation(2)).fit(Greedy(3, place), loader(ROWS, 8))
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        trainer(AdaptiveGradientAccumulation(2, split_on_oom=True)).fit(Greedy(0, place), loader(ROWS, 8))
+
+
+def test_a_backward_pass_that_fails_late_in_a_window_leaves_the_mean_of_what_comes_after(
+    caplog: pytest.LogCaptureFixture,
+):
+    """The gradients before it are spoilt, too, as nobody knows what it has added to them."""
+
+    class Later(Greedy):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.most = 100 if batch_idx == 0 else 4
+            return super().training_step(batch, batch_idx)
+
+    torch.manual_seed(0)
+    module = Later(0, "backward")
+    trainer(AdaptiveGradientAccumulation(2, split_on_oom=True)).fit(module, loader(ROWS[:16], 8))
+    assert values(module) == pytest.approx(by_hand([ROWS[8:16]], [1]), rel=1e-5)
+    assert "the gradients of 8 samples that came before in this window are lost" in caplog.text
+
+
 class Dies(pl.Callback):
     def __init__(self, at: int) -> None:
         self.at, self.batches = at, 0
@@ -365,6 +435,7 @@ def test_it_ends_with_the_fit_and_tells_the_progress_bar():
         ({"accumulation_steps": NoiseScale(minimum=1, maximum=2)}, ValueError, "counts samples, not batches"),
         ({"base_batch_size": 1, "target_batch_size": CommunicationShare()}, ValueError, "counts batches, not samples"),
         ({"accumulation_steps": 2, "lr_scaling": "cubic"}, ValueError, "lr_scaling='cubic'"),
+        ({"accumulation_steps": 2, "split_on_oom": 1}, TypeError, "split_on_oom=1)` must be True or False"),
         ({"accumulation_steps": 2, "count": 3}, TypeError, "count=3)` must be a function"),
     ],
 )
@@ -372,6 +443,12 @@ def test_arguments_are_checked(arguments: dict[str, Any], error: type[Exception]
     with pytest.raises(error) as raised:
         AdaptiveGradientAccumulation(**arguments)
     assert text in str(raised.value)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_strategy_that_accumulates_by_itself_is_refused():
+    with pytest.raises(ValueError, match="`AsyncGradientStrategy` accumulates gradients by itself: leave"):
+        trainer(AdaptiveGradientAccumulation(2), strategy=AsyncGradientStrategy()).fit(line(), loader())
 
 
 def test_what_cannot_be_is_refused_by_name():

@@ -99,6 +99,8 @@ def test_a_target_counts_all_ranks(ranks: Outcomes):
     for error in ranks.errors("a_target_of_other_ranks"):
         assert "multiples of 8 samples, 4 on each of 2 ranks" in error
         assert "Take 8 or 16" in error
+    for error in ranks.errors("ddp_in_pieces"):
+        assert "(split_on_oom=True)` is for ranks that step by themselves: under `DDPStrategy`" in error
 
 
 def test_partitions_learn_which_rank_this_is_and_parts_may_be_unequal(ranks: Outcomes):

@@ -100,11 +100,11 @@ CASES: dict[str, tuple[list[Row], dict[str, Any]]] = {
     "all at a gate": ([at(Gate.VALIDATE)] * 2, {**VALIDATE, "compare": True}),
     "a message is due at a gate": (
         [at(Gate.EPOCH_END, ready=ROUND, due=True, work=4.0, steps=4.0), at(Gate.EPOCH_END)],
-        {"kind": "Average", "weights": (1, 0), "source": 0},
+        {"kind": "Average", "weights": (1, 0), "source": 0, "votes": Vote.EPOCH},
     ),
     "a message left over at a gate": (
         [at(Gate.EPOCH_END, ready=ROUND, work=4.0, steps=4.0), at(Gate.EPOCH_END)],
-        {"compare": True},
+        {"compare": True, "votes": Vote.EPOCH},
     ),
     "one has not compared": ([held(5), at(Gate.VALIDATE)], {**VALIDATE, "compare": True}),
     "all hold the same, and it is new": (
@@ -143,7 +143,7 @@ CASES: dict[str, tuple[list[Row], dict[str, Any]]] = {
     "one validates, the other is done": ([held(5), held(5, gate=Gate.TRAIN_END)], VALIDATE),
     "one has called all together, and the others are elsewhere": (
         [held(5, gate=Gate.DECIDE), held(5), held(5, gate=Gate.EPOCH_END), at(Gate.SYNCHRONISE)],
-        {"votes": Vote.DECIDE | Vote.VALIDATE | Vote.SYNCHRONISE},
+        {"votes": Vote.DECIDE | Vote.VALIDATE | Vote.SYNCHRONISE | Vote.EPOCH},
     ),
     "all have come to decide": (
         [held(5, gate=Gate.DECIDE), held(6, gate=Gate.DECIDE, healthy=False)],

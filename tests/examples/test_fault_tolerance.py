@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from examples.fault_tolerance import Attempt, report
-from tests.support import ROOT, shell_environment
+from tests.support import ROOT, run_ranks
 
 WHOLE = Attempt({0: "0x1.0p+0", 1: "0x1.8p+0", 2: "0x1.cp+0"}, "its end")
 
 
 @pytest.mark.timeout(240)  # four processes, of which three come one after the other
 def test_a_training_that_is_killed_is_equal_with_one_that_is_not(tmp_path: Path) -> None:
-    environment = shell_environment({"TMPDIR": str(tmp_path)})
-    run = subprocess.run(
-        [sys.executable, str(ROOT / "examples/fault_tolerance.py"), "--steps=100", "--seed=1"],
-        cwd=tmp_path,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=220,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+    (run,) = run_ranks(
+        ROOT / "examples/fault_tolerance.py", 1, args=["--steps=100", "--seed=1"], env={"TMPDIR": str(tmp_path)},
+        cwd=tmp_path, launched=False, forks=True, timeout=220,
+    )  # fmt: skip
     assert "All 200 losses, and the weights at the end, are equal" in run.stdout
     assert "kill -9" in run.stdout
     assert not list(tmp_path.glob("fault-tolerance-*"))

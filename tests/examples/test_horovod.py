@@ -32,15 +32,15 @@ def run(command: str, folder: Path) -> str:
 
 def test_char_lm_under_horovodrun(tmp_path: Path) -> None:
     """Asynchronous averaging under it: `tests/strategies/test_horovod_averaging.py`."""
-    text = run("horovodrun --gloo -np 2 python examples/char_lm.py --strategy horovod --max-steps 20", tmp_path)
-    assert "`max_steps=20` reached" in text
+    text = run("horovodrun --gloo -np 2 python examples/char_lm.py --strategy horovod --max-steps 8", tmp_path)
+    assert "`max_steps=8` reached" in text
     assert text.count("Next character right") == 1
 
 
 @needs_horovod_mpi
 def test_char_lm_under_mpirun(tmp_path: Path) -> None:
     """Synchronous training under it: `tests/strategies/test_horovod_mpi.py`."""
-    options = "--strategy async_averaging --transport horovod --max-steps 40"
+    options = "--strategy async_averaging --transport horovod --max-steps 10 --sync-every 4"
     text = run(f"mpirun -np 2 python examples/char_lm.py {options}", tmp_path)
     assert "Asynchronous averaging, as rank 0 saw it" in text
     assert text.count("Next character right") == 1

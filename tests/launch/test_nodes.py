@@ -341,6 +341,64 @@ def test_a_node_that_waits_takes_the_place_of_one_that_is_lost(begin: Callable[.
     assert spare.err.count("This is node 1 of 2, with rank 1.") == 1
 
 
+def test_a_node_that_is_told_to_go_leaves_and_another_one_takes_its_place(nodes: Nodes):
+    """As long as MIN are left; the same signal to the first node is one to all."""
+    options = ("--max-restarts", "9", SCRIPT)
+    first = nodes.add(1, *options, nodes="1:2")
+    with contextlib.closing(two_more(nodes, options, first)) as ranks:
+        second = ranks.jobs[1]
+        for times in (1, 2):
+            for rank in (1, 2):
+                ranks.do(rank, "goes")
+            second.wait_for("goes\n", 2)
+            second.signal(signal.SIGTERM)
+            ranks.tell(3 * times, 0)
+            assert second.end() == 72
+            first.wait_for("training goes on with 1 of 3 ranks.", times)
+            second = nodes.add(2, *options, nodes="1:2")
+            for rank in (1, 2):
+                ranks.jobs[rank] = second
+                ranks.meet(rank, times)
+            ranks.tell(3 * times + 1, 0, 1, 2)
+            first.wait_for("training goes on with 3 of 3 ranks.", times)
+        for rank in (0, 1, 2):
+            ranks.do(rank, "saves")
+        first.wait_for("saves")
+        second.wait_for("saves", 2)
+        first.signal(signal.SIGTERM)
+        assert (first.end(), second.end()) == (75, 75)
+    lines = words(first)
+    for text in ("SIGTERM has come to node 1.", "node 1 goes, and the others train on.", "node 1 is there again."):
+        assert lines.count(text) == 2, text
+    assert "rank 2 on node 1 has left with its node; it was started again" in lines
+
+
+def test_who_does_not_go_in_time_is_killed_and_so_is_who_is_told_twice(nodes: Nodes):
+    """What the ranks say is nothing to the others, who train on."""
+    for again in (False, True):
+        nodes = Nodes(nodes._launch)
+        options = ("--grace", "30" if again else "0.5", SCRIPT)
+        first = nodes.add(1, *options, nodes="1:2")
+        with contextlib.closing(two_more(nodes, options, first)) as ranks:
+            second = ranks.jobs[1]
+            second.signal(signal.SIGTERM)
+            first.wait_for("node 1 ")
+            if again:
+                time.sleep(0.3)  # what comes sooner is none of its own
+                second.signal(signal.SIGTERM)
+            ranks.tell(1, 0)
+            assert second.end() == 143
+            first.wait_for("training goes on with 1 of 3 ranks.")
+            ranks.end(0, 0)
+            assert first.end() == 0
+
+
+def two_more(nodes: Nodes, options: Sequence[str], first: Launched) -> Ranks:
+    """A second node with two ranks, which train with the first one's."""
+    second = nodes.add(2, *options, nodes="1:2")
+    return Ranks({0: first, 1: second, 2: second})
+
+
 def test_who_cannot_be_of_use_is_refused(begin: Callable[..., Ranks], nodes: Nodes):
     ranks = begin((1, 1))
     ranks.jobs[1].signal(signal.SIGKILL)

@@ -9,17 +9,20 @@ import pytest
 
 from lightning_async.launch.decide import begin, decide
 from lightning_async.launch.state import (
+    LEFT,
     NODE_LOST,
     STORE_LOST,
     TRY_AGAIN,
     Action,
     Announce,
+    Dismiss,
     Due,
     Ended,
     Event,
     Finish,
     Gone,
     Here,
+    Leaves,
     Phase,
     Policy,
     Rejoin,
@@ -167,6 +170,38 @@ def test_all_start_again_when_the_others_die_as_long_as_restarts_are_left():
     state, actions = decide(OFTEN, state, Due())
     assert (state, actions) == (State(living=ALL, restarts=2), [Start(ALL)])
     assert decide(OFTEN, state, Due(2)) == (state, [])
+
+
+LEAVES = Leaves(frozenset({1, 2}), 1.0, "node 1")
+
+
+@pytest.mark.parametrize(
+    ("steps", "actions"),
+    [
+        pytest.param([[LEAVES]], [Dismiss(frozenset({1, 2}))], id="they go"),
+        pytest.param([[LEAVES, replace(LEAVES, at=1.1)]], [], id="to its process group, too"),
+        pytest.param([[LEAVES, replace(LEAVES, at=2.0)]], [Send(signal.SIGKILL, frozenset({1, 2}))], id="again"),
+        pytest.param([[LEAVES, Ended(1, LEFT)], tell(1, 0)], [], id="not started while nobody is there"),
+        pytest.param(
+            [[LEAVES, Ended(1, LEFT)], tell(1, 0), [Ended(2, LEFT)], here(1, 2)], [Wait(0.1, 1), Wait(0.1, 2)],
+            id="another node comes",
+        ),
+        pytest.param(
+            [dies(2), tell(1, 0, 1), pause_is_over(2), [LEAVES]],
+            [Dismiss(frozenset({1, 2})), Send(TERM, frozenset({2}))], id="one has yet to join",
+        ),
+        pytest.param([dies(0), [LEAVES]], [Send(TERM, frozenset({1, 2})), Wait(30.0)], id="amid a loss, all end"),
+        pytest.param([[replace(LEAVES, ranks=ALL)]], [Send(TERM, ALL), Wait(30.0)], id="nobody would be left"),
+        pytest.param([[LEAVES, Ended(1, TRY_AGAIN)]], [Wait(30.0)], id="the others cannot go on, and all save"),
+        pytest.param([[LEAVES, Signalled(TERM, 1.1, "node 1")]], [Send(TERM, ALL), Wait(30.0)], id="then all are told"),
+    ],
+)  # fmt: skip
+def test_a_node_is_told_to_go(steps: list[list[Event]], actions: list[Action]):
+    assert run(OFTEN, FIRST, *steps)[1] == actions
+
+
+def test_ranks_that_do_not_tell_with_whom_they_train_are_told_to_end_together():
+    assert run(OFTEN, [LEAVES])[1] == [Send(TERM, ALL), Wait(30.0)]
 
 
 def test_words_say_that_all_are_there_again():

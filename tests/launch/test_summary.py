@@ -7,7 +7,8 @@ import signal
 import pytest
 
 from lightning_async.callbacks.watchdog import HangWatchdog
-from lightning_async.launch.state import NODE_LOST, TRY_AGAIN
+from lightning_async.errors import Dismissed
+from lightning_async.launch.state import LEFT, NODE_LOST, TRY_AGAIN
 from lightning_async.launch.summary import HUNG, Ending, how, report
 from lightning_async.trainer import preemption
 
@@ -47,6 +48,7 @@ def test_a_report_names_all_and_shows_the_first_ones_last_lines():
 def test_the_codes_are_those_of_the_callbacks():
     assert HangWatchdog().exit_code == HUNG
     assert preemption.TRY_AGAIN == TRY_AGAIN
+    assert Dismissed().code == LEFT
 
 
 def test_where_there_are_several_nodes_a_report_names_them():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import signal
 import time
 from pathlib import Path
 
-from tests.support import free_port, shell_environment
+import torch.distributed.run
+
+from tests.support import free_port, shell_environment, start_script
 
 SCRIPT = str(Path(__file__).with_name("comes_back.py"))
 
@@ -18,19 +19,15 @@ def test_rank_0_is_killed_and_its_agent_starts_it_again_beside_the_others(tmp_pa
     agents, until = [], time.monotonic() + 200
     try:
         for node in range(2):
-            command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+            command = [torch.distributed.run.__file__, "--nnodes=2", "--nproc-per-node=1"]
             command += ["--rdzv-backend=static", f"--node-rank={node}", "--master-addr=127.0.0.1"]
             command += [f"--master-port={port}", "--max-restarts=3", SCRIPT]
             with (tmp_path / str(node)).open("wb") as out:
-                agents.append(
-                    subprocess.Popen(
-                        command, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out
-                    )
-                )
+                agents.append(start_script(command, environment, tmp_path, out, out))
         codes = [agent.wait(max(0.0, until - time.monotonic())) for agent in agents]
     finally:
         for agent in agents:
-            agent.terminate()  # it takes its rank along
+            agent.send_signal(signal.SIGTERM)  # it takes its rank along
         for agent in agents:
             agent.wait(60)
     text = "".join((tmp_path / str(node)).read_text() for node in range(2))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
-from lightning_async import AsyncAveragingStrategy, HorovodStrategy
+from lightning_async import AdaptiveGradientAccumulation, AsyncAveragingStrategy, HorovodStrategy
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
 from tests.strategies.numerics import adam, momentum
@@ -53,6 +53,20 @@ def with_adam_in_many_buckets() -> Any:
 def accumulated_and_clipped() -> Any:
     data = loader(shard((10, 10)))
     return fit(Net(optimizer=momentum), data, accumulate_grad_batches=3, gradient_clip_val=0.2, max_epochs=2)
+
+
+class Weighs(pl.Callback):
+    """Weighs the last batch of an epoch as `fit_elastic` does, by this rank's share of its samples."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        trainer.strategy.weight = (8 / 6, 4 / 6)[rank()] if batch_idx == 8 else 1.0
+
+
+@scenario
+def windows_of_unequal_batches() -> Any:
+    windows = [AdaptiveGradientAccumulation(base_batch_size=3, target_batch_size=18, count=lambda batch: len(batch[0]))]
+    data = loader(shard((9, 9), (4, 2)))
+    return fit(Net(optimizer=momentum), data, callbacks=[*windows, Weighs()], max_epochs=2)
 
 
 class KeepsGradients(Net):

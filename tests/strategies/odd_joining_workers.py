@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_async import AsyncAveragingStrategy, EveryNSteps, FaultTolerantCheckpoint
 from lightning_async.rules.saving import Latest
@@ -31,7 +35,7 @@ class Odd(Seen):
         folder: where they tell it to come, by a file.
         moment: "mid epoch", a layer is unfrozen; "accumulates", within gradients in accumulation, so that it has no
             part of that epoch, and then all are told to end; "at the end", rank 0 has taken its last step; "ready", all
-            are connected, and nobody stands at a gate yet; or "trouble".
+            are connected, and nobody stands at a gate yet; "stream", data has no length; or "trouble".
     """
 
     def __init__(self, folder: Path, moment: str) -> None:
@@ -55,15 +59,17 @@ class Odd(Seen):
             return
         if self._moment == "ready" and batch_idx == 2 and self.current_epoch > 0 and self._seen < 2:
             self._lose_someone()
-        if self._moment == "mid epoch" and (self.current_epoch, batch_idx) == (1, 2):
+        if self._moment in ("mid epoch", "stream") and (self.current_epoch, batch_idx) == (1, 2):
             self._see_it_come()
         if self._moment == "accumulates" and (self.current_epoch, batch_idx) == (1, 2):
             self._see_it_come()
             self.trainer.strategy.host.call_together()  # at this batch's end, on both
-        if self._moment == "accumulates" and (self.current_epoch, batch_idx) == (1, 4):
-            assert self.trainer.world_size == 3
-            os.kill(os.getpid(), signal.SIGTERM if NUMBER == 2 else 0)
-            self.pause_s = 1.0  # all hear of it between two batches, of which seven are left
+            self.pause_s = 1.0  # all is heard of between two batches, of which nine are left
+        if self._moment == "accumulates" and NUMBER == 2 and self.current_epoch == 1 and self.trainer.world_size == 3:
+            with contextlib.suppress(FileNotFoundError):  # the newcomer is told, once; it stands at a gate
+                newcomer = self._folder / "newcomer"
+                os.kill(int(newcomer.read_text()), signal.SIGTERM)
+                newcomer.unlink()
         if self._moment == "at the end" and NUMBER == 0 and step == STEPS:
             (self._folder / "rank 0 has ended").touch()
         if self._moment == "at the end" and NUMBER == 2 and step == STEPS - 2:
@@ -106,6 +112,18 @@ class Odd(Seen):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
 
 
+class Stream(IterableDataset[Tensor]):
+    """24 numbers; a newcomer's has no end when it comes."""
+
+    def __init__(self) -> None:
+        self._has_come = not CAME_BACK
+
+    def __iter__(self) -> Iterator[Tensor]:
+        numbers = iter(range(24)) if self._has_come else itertools.count()
+        self._has_come = True
+        return (torch.tensor([float(number)]) for number in numbers)
+
+
 def wait_until(condition: Callable[[], bool]) -> None:
     until = time.monotonic() + 60.0
     while not condition() and time.monotonic() < until:
@@ -123,18 +141,21 @@ def train(folder: str, moment: str) -> None:
     saved, saves = Path(folder) / "saved", []
     if moment in ("mid epoch", "accumulates"):
         saves.append(FaultTolerantCheckpoint(saved, every_n_train_steps=1, keep=Latest(1000)))
-    accumulates, limited = moment == "accumulates", moment not in ("trouble", "ready", "accumulates")
+    accumulates, limited = moment == "accumulates", moment in ("mid epoch", "at the end")
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", devices=RANKS, max_steps=STEPS if limited else -1,
-        max_epochs=2 if accumulates else -1, accumulate_grad_batches=12 if accumulates else 1, default_root_dir=folder,
+        max_epochs={"accumulates": 2, "stream": 3}.get(moment, -1), default_root_dir=folder,
+        accumulate_grad_batches=12 if accumulates else 1,
         logger=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
         enable_checkpointing=len(saves) > 0, callbacks=saves,
     )  # fmt: skip
     if CAME_BACK:
+        (Path(folder) / "newcomer").write_text(str(os.getpid()))
         wait_for(Path(folder) / f"start {os.environ['LIGHTNING_ASYNC_REJOIN']}")
     told: dict[str, Any] = {"name": str(NUMBER)}
     try:
-        trainer.fit(module, loader(False, 2 if moment == "mid epoch" else 0), loader(False, 0))
+        data: Any = DataLoader(Stream(), 2) if moment == "stream" else loader(False, 2 if moment == "mid epoch" else 0)
+        trainer.fit(module, data, loader(False, 0))
     except BaseException as error:
         told["error"] = f"{type(error).__name__}: {error}"
         raise

@@ -89,7 +89,7 @@ class Ranks:
                 own = {name: value for name, value in told.items() if name.startswith(("HOROVOD_", "GLOO_"))}
                 self._processes[request] = _start(
                     len(self._processes), SCRIPT, [self._how], shell_environment() | own, self._folder, self._out,
-                    self._out, False,
+                    self._out, fresh=False, forks=False,
                 )  # fmt: skip
             if (status := self._processes[request].poll()) is not None:
                 request.with_suffix(".ended").write_text(str(status))
@@ -185,6 +185,7 @@ def test_a_host_comes_and_another_is_lost_and_each_sample_is_in_committed_work_o
         (done,) = [line for line in told if line.kind == "DONE"]
         saved = sorted(each.name for each in (tmp_path / "checkpoints").glob("*-step-*"))
         assert saved[-1].endswith(f"-step-{done.values[0]}"), "saves go on beside commits"
+        assert "until this: HostsUpdatedInterrupt" not in (tmp_path / "log").read_text(), "nothing has failed"
 
 
 def check(told: list[Line], victim: int, killed_at: float, how: str) -> None:

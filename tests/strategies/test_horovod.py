@@ -36,6 +36,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
             "accumulated_and_clipped",
             lambda: train_alone(EQUAL[:10], epochs=2, accumulate=3, clip=0.2, optimizer=momentum),
         ),
+        (
+            "windows_of_unequal_batches",
+            lambda: train_alone(joined(batches(0, 9, 4), batches(1, 9, 2)), epochs=2, accumulate=3, optimizer=momentum),
+        ),
         ("gradients_zeroed_in_place", lambda: train_alone(EQUAL[:10], epochs=2, accumulate=3, optimizer=momentum)),
         ("by_hand", lambda: train_alone(EQUAL, optimizer=momentum)),
         ("by_bare_hands", lambda: train_alone(EQUAL, optimizer=momentum)),

@@ -102,10 +102,13 @@ def test_one_who_inherits_is_lost_too(tmp_path: Path) -> None:
     assert sorted(seen(told, "train", 1, left)) == list(range(54))
 
 
-def test_within_the_last_batches_with_accumulation_and_validations_within_the_epoch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ours", [False, True], ids=["lightnings", "ours"])
+def test_within_the_last_batches_with_accumulation_and_validations_within_the_epoch(ours: bool, tmp_path: Path) -> None:
     """Three batches are left, which two ranks take; validations go on being counted by batches."""
-    trainer = {"accumulate_grad_batches": 2, "val_check_interval": 5, "enable_progress_bar": True}
-    told, left = train(tmp_path, {"1": ["step", 0, 8]}, trainer=trainer, epochs=1)
+    trainer: dict[str, Any] = {"val_check_interval": 5, "enable_progress_bar": True}
+    settings = {"windows": 2} if ours else {}
+    trainer |= {} if ours else {"accumulate_grad_batches": 2}
+    told, left = train(tmp_path, {"1": ["step", 0, 8]}, trainer=trainer, epochs=1, **settings)
     assert once(told, 0, left, {"1": 6}) == list(range(54))
     assert sorted(len(seen(told, "train", 0, [name])) for name in left) == [20, 22]
     validated = [sum(entry[:2] == ["validated", 0] for entry in told[name]) for name in left]

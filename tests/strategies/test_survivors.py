@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import signal
-import subprocess
-import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,8 +18,9 @@ from torch.utils.data import DistributedSampler
 from lightning_async.trainer.dealing import Dealing
 from tests.strategies.survivor_workers import SAMPLES
 from tests.strategies.test_failures import ended
-from tests.support import RankGroup, RankResult, shell_environment, start_ranks
+from tests.support import RankGroup, RankResult, run_ranks, start_ranks
 
+SCRIPT = Path(__file__).with_name("survivor_workers.py")
 SURVIVE = "tests.strategies.survivor_workers:survive"
 
 
@@ -140,9 +139,8 @@ def test_half_of_the_ranks_go_on_by_default(tmp_path: Path) -> None:
 
 
 def test_under_plain_python_the_others_end_in_order(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.strategies.survivor_workers", str(tmp_path), '{"1": ["step", 0, 2]}', "3"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=200, env=shell_environment(), check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
+    arguments = [str(tmp_path), '{"1": ["step", 0, 2]}', "3"]
+    (run,) = run_ranks(SCRIPT, 1, args=arguments, launched=False, forks=True, timeout=200)
     told = [json.loads(line.partition("ENDED ")[2]) for line in run.stdout.splitlines() if "ENDED " in line]
     assert sorted(each["name"] for each in told) == ["0", "2"]
     assert sorted(sample for each in told for sample in each["trained"]["0"]) == list(range(SAMPLES))
