@@ -94,8 +94,9 @@ class Slot:
 class CharModule(CharLM):
     """The example's model with 1.65 million parameters (6.6 MB in fp32), trained with AdamW in padded steps."""
 
-    def __init__(self, slot: Slot) -> None:
+    def __init__(self, slot: Slot, lr: float = 1e-3) -> None:
         super().__init__(vocab_size=text()[1], context=CONTEXT, width=184, depth=4, heads=4)
+        self.rate = lr
         self.slot = slot
         self.losses: list[float] = []
 
@@ -107,7 +108,7 @@ class CharModule(CharLM):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.rate, fused=True)
         # Inside the optimizer's `step`: before the strategy goes on.
         optimizer.register_step_post_hook(lambda *_: self.slot.finish())
         return optimizer

@@ -41,6 +41,7 @@ class Peer:
         ours: whether it is the package under test.
         horovod: whether Horovod's launcher starts it, rather than torchrun.
         compressed: whether its messages take fewer bytes than the model.
+        accumulates: batches between two communications of a peer whose ranks must take equally many steps; 0 for none.
     """
 
     about: str
@@ -50,6 +51,7 @@ class Peer:
     ours: bool = False
     horovod: bool = False
     compressed: bool = False
+    accumulates: int = 0
 
 
 class PeriodicAveraging(pl.Callback):
@@ -64,13 +66,16 @@ class PeriodicAveraging(pl.Callback):
         self.averager.average_parameters(pl_module.parameters())
 
 
-def _fit(job: Job, strategy: Strategy, *callbacks: pl.Callback, num_nodes: int = 1) -> RankResult:
+def _fit(
+    job: Job, strategy: Strategy, *callbacks: pl.Callback, num_nodes: int = 1, accumulate: int = 1, lr: float = 1e-3
+) -> RankResult:
     """Train with Lightning's Trainer."""
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     torch.manual_seed(0)
     meter = Meter(job)
-    module = CharModule(Slot(job.step_s, job.tail_s))
+    module = CharModule(Slot(job.step_s, job.tail_s), lr)
     trainer = pl.Trainer(
+        accumulate_grad_batches=accumulate,
         accelerator="cpu",
         devices=1,
         num_nodes=num_nodes,
@@ -175,6 +180,34 @@ def _synchronous(job: Job) -> RankResult:
     return ours(job, "DeltaMean", Synchronous())
 
 
+def rate_for(batches: float) -> float:
+    """The learning rate of steps of so many batches on each replica: Adam's goes with the square root."""
+    return 1e-3 * batches**0.5
+
+
+def _accumulated(batches: int) -> Callable[[Job], RankResult]:
+    def run_ddp(job: Job) -> RankResult:
+        strategy = DDPStrategy(process_group_backend="gloo")
+        return _fit(job, strategy, num_nodes=job.num_replicas, accumulate=batches, lr=rate_for(batches))
+
+    return run_ddp
+
+
+def _windows(accumulate: Any, batches: int, compensated: bool = False, **options: Any) -> Callable[[Job], RankResult]:
+    """``batches``: what a window is likely to hold, for the learning rate."""
+
+    def run_windows(job: Job) -> RankResult:
+        import lightning_async
+
+        correction = lightning_async.DelayCompensation() if compensated else None
+        strategy = lightning_async.AsyncGradientStrategy(accumulate, correction=correction, **options)
+        result = _fit(job, strategy, num_nodes=job.num_replicas, lr=rate_for(batches))
+        result.claims = _claims(strategy)
+        return result
+
+    return run_windows
+
+
 def probe_compute(job: Job) -> RankResult:
     """Unpadded compute with all replicas on the machine at once: what the slot must hold."""
     module = CharModule(Slot())
@@ -247,6 +280,21 @@ PEERS: dict[str, Peer] = {
         sync_every=32,
         ours=True,
         horovod=True,
+    ),
+    **{
+        f"ddp accumulate={n}": Peer(
+            about=f"DDPStrategy, accumulate_grad_batches={n}", run=_accumulated(n), accumulates=n
+        )
+        for n in (1, 2, 4, 8, 16)
+    },
+    "windows of 8": Peer(about="ours, gradients, accumulate=8, delay=1", run=_windows(8, 8), ours=True),
+    "windows of 8, no delay": Peer(about="the same, delay=0", run=_windows(8, 8, delay=0), ours=True),
+    "windows until reduced": Peer(about="accumulate='until_reduced'", run=_windows("until_reduced", 12), ours=True),
+    "windows of 8, compensated": Peer(
+        about="accumulate=8, delay=1, DelayCompensation()", run=_windows(8, 8, compensated=True), ours=True
+    ),
+    "windows until reduced, compensated": Peer(
+        about="until_reduced, DelayCompensation()", run=_windows("until_reduced", 12, compensated=True), ours=True
     ),
     "wide ddp": Peer(about="Lightning's DDPStrategy, Gloo", run=horovod_peers.ddp, sync_every=1),
     "wide hvd": Peer(
