@@ -55,7 +55,7 @@ class Course:
         self.undo: list[Undo] = []
         """What takes back what was patched, in the order in which it was."""
         self._begins_anew = self._stops = False
-        self._goodbye: threading.Thread | None = None
+        self._goodbyes: list[threading.Thread] = []
 
     def install(self, world: World | None) -> None:
         """Patch the loops; all ranks call this together. One that is left alone only has to have all of the data."""
@@ -79,7 +79,7 @@ class Course:
 
     def start_over(self) -> None:
         """All ranks are here, and the next training begins on a connection of its own."""
-        self._stop()
+        self.stop()
         self._strategy.disconnect(in_order=True)
         self._strategy.connect_ranks()
         self._begins_anew = True
@@ -92,14 +92,13 @@ class Course:
 
     def widen(self, connection: Connection, run: int) -> None:
         """Average over this connection, of more ranks, from where averaging stands."""
-        self._stop()
-        self._end_goodbye()
+        self.stop()
         before = self._strategy.connection
         self._strategy.use(connection, run)
         if before is not None:  # nobody needs it any more, and nobody is to wait until all have heard that
             name = "lightning_async goodbye"
-            self._goodbye = threading.Thread(target=before.close, args=(True,), name=name, daemon=True)
-            self._goodbye.start()
+            self._goodbyes.append(threading.Thread(target=before.close, args=(True,), name=name, daemon=True))
+            self._goodbyes[-1].start()
         self._go_on(connection)
 
     def summarise(self) -> None:
@@ -113,13 +112,9 @@ class Course:
     def end(self) -> None:
         """Waits for no other rank; the loops are Lightning's again."""
         take_back(self.undo)
-        self._stop()
-        self._end_goodbye()
-
-    def _end_goodbye(self) -> None:
-        if self._goodbye is not None:
-            self._goodbye.join(_GOODBYE_S)
-            self._goodbye = None
+        self.stop()
+        while self._goodbyes:
+            self._goodbyes.pop().join(_GOODBYE_S)
 
     def _go_on(self, connection: Connection) -> None:
         strategy = self._strategy
@@ -131,7 +126,8 @@ class Course:
         if strategy.host is not None:
             strategy.host.open(self._trainer)
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """End the session; it does nothing where there is none."""
         if self._strategy.host is not None:
             self._strategy.host.close()
         if (session := self.session) is not None:

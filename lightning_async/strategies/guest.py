@@ -15,7 +15,7 @@ from lightning_async.comm.launched import came_back
 from lightning_async.comm.membership.door import Door
 from lightning_async.comm.membership.generation import Generation
 from lightning_async.engine.world import World
-from lightning_async.errors import AsyncTrainingError, CollectiveError, CollectiveTimeout, PeerLost
+from lightning_async.errors import AsyncTrainingError, CollectiveError, CollectiveTimeout
 from lightning_async.strategies.connecting import PATIENCE, Ready, connect, release
 from lightning_async.strategies.host import Hosting, digest
 from lightning_async.strategies.survivors import Survivors, count_run
@@ -135,7 +135,7 @@ class Guest:
 
         try:
             return connect(self._strategy, int(place["rank"]), guest, place, check)
-        except (CollectiveError, PeerLost) as error:
+        except AsyncTrainingError as error:
             log.warning("Rank %d could not be taken in, and waits again: %s", self._number, error)
             return None
 
@@ -156,7 +156,7 @@ class Guest:
             return World(ready.pair, check, self.patience).broadcast({})
         except BaseException as error:
             release(connection, in_words(error))
-            if not isinstance(error, (CollectiveError, PeerLost)):
+            if not isinstance(error, AsyncTrainingError):
                 raise
             until = time.monotonic() + _ANSWER_S
             if not self._wait(answer, lambda: time.monotonic() < until).get("again", True):
@@ -192,7 +192,8 @@ class Guest:
         Raises:
             AsyncTrainingError: it is not, or they are gone.
         """
-        until = time.monotonic() + PATIENCE.total_seconds()
+        patience = max(PATIENCE, 2 * self._strategy.config.deadlines.dead_after)  # one may be lost as they vote
+        until = time.monotonic() + patience.total_seconds()
 
         def worthwhile() -> bool:
             connection.membership.check()

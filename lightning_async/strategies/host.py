@@ -31,7 +31,7 @@ from lightning_async.engine.averaging.report import RunSummary
 from lightning_async.engine.tensors import describe
 from lightning_async.engine.world import World
 from lightning_async.events import tell
-from lightning_async.strategies.connecting import Connected, Ready
+from lightning_async.strategies.connecting import Connected, Ready, release
 from lightning_async.strategies.course import Course
 from lightning_async.strategies.reception import Reception, for_life
 from lightning_async.strategies.saved_state import SavedState, state_of
@@ -140,6 +140,20 @@ class Host:
             {**averaging["replicas"][0], "rule_state": {}, "gathered": None, "summary": RunSummary().state_dict()}
         )
         ready = reception.take()
+        try:
+            self._take_in(guest, ready, course, averaging, world)
+        except BaseException as error:
+            if ready is not None and strategy.connection is not ready.connection:
+                release(ready.connection, in_words(error))
+            raise
+        return False
+
+    def _take_in(
+        self, guest: str, ready: Ready | None, course: Course, averaging: dict[str, Any], world: World
+    ) -> None:
+        """All stand and wait: go on with the newcomer, if all can, and else without."""
+        strategy, reception = self._strategy, self._reception
+        assert reception is not None
         places, why = ([], "it is gone.") if ready is None else self._hand_over(ready, course, averaging)
         all_could = bool(world.reduce(torch.tensor(float(not why)), "min") > 0.0)
         self._answer(guest, all_could)
@@ -150,17 +164,18 @@ class Host:
                 reception.drop(ready, why)
             words = f"Rank {rank}: rank {who} could not be taken in, and training goes on without: {why}"
             tell("join_failed", logging.WARNING, words, rank=rank)
-            return False
-        survivors, run = strategy.survivors, count_run(ready.run)
-        assert survivors is not None
+            return
+        run = count_run(ready.run)
         words = f"Rank {rank}: rank {who} has joined, and {len(ready.names)} replicas train from here."
         tell("joined", logging.WARNING, words, rank=rank, run=run, world_size=len(ready.names))
         strategy.saved.go_on(averaging)
+        course.stop()  # from here on nobody is lost by its count
+        survivors = strategy.survivors
+        assert survivors is not None
         # By names, as one may be lost since it was made.
         strategy.survivors = survivors.with_newcomers(ready.rank, ready.names, run)
         course.widen(ready.connection, run)
         course.patches.go_on(ready.connection.world, ready.name, places)
-        return False
 
     def _hand_over(self, ready: Ready, course: Course, averaging: dict[str, Any]) -> tuple[list[list[Any]], str]:
         """Give the newcomer what it needs; where all are once it has that, or why that could not be."""

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from lightning_async.errors import PeerLost
+from lightning_async.strategies import host as host_module
+from lightning_async.strategies.host import Host
 from lightning_async.strategies.reception import Reception
 
 
@@ -42,3 +45,28 @@ def test_what_it_raises_is_logged_and_the_next_change_has_it_look_again(caplog: 
     assert door.looked.wait(30.0) and door.looks >= 2
     reception.close()
     assert reception._thread is None
+
+
+def test_where_the_vote_fails_what_was_made_for_a_newcomer_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its heart beats on, and the newcomer waits for as long as this process lives."""
+    released: list[tuple[Any, str]] = []
+    monkeypatch.setattr(host_module, "release", lambda *args: released.append(args))
+    monkeypatch.setattr(host_module, "state_of", lambda averager, world: {"replicas": [{"step": 1}]})
+    wide: Any = SimpleNamespace(world=SimpleNamespace(gather_objects=list))
+    ready = SimpleNamespace(connection=wide, pair=None, name="0")
+
+    def reduce(*args: Any) -> Any:
+        raise PeerLost("rank 1 is gone", (1,))
+
+    patches = SimpleNamespace(place=lambda name: [])
+    trainer = SimpleNamespace(fit_loop=SimpleNamespace(done=False), callbacks=[])
+    strategy: Any = SimpleNamespace(
+        course=SimpleNamespace(session=SimpleNamespace(averager=None), patches=patches),
+        module=SimpleNamespace(trainer=trainer), connection=object(),
+    )  # fmt: skip
+    host = Host(strategy)
+    host._reception = SimpleNamespace(offer="2.1.1", take=lambda: ready)  # pyright: ignore[reportAttributeAccessIssue]
+    world: Any = SimpleNamespace(rank=0, gather_objects=lambda mine: [mine], reduce=reduce)
+    with pytest.raises(PeerLost):
+        host.decide(world)
+    assert released == [(wide, "PeerLost: rank 1 is gone")]
