@@ -206,6 +206,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     threads, processes = BEFORE_COLLECTION
     if found := [*leaked_threads(threads), *leaked_processes(processes).values()]:
         raise pytest.UsageError(f"importing the tests has started {found}")
+    if found := [item.nodeid for item in session.items if " at 0x" in item.nodeid]:
+        raise pytest.UsageError(f"processes that share the tests cannot agree on what these are called: {found[:3]}")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -37,7 +37,7 @@ ALL: list[Partition] = [
 ]
 
 
-@pytest.mark.parametrize("partition", ALL, ids=str)
+@pytest.mark.parametrize("partition", ALL, ids=lambda each: type(each).__name__)
 @pytest.mark.parametrize("members", [["0"], ["0", "1", "2", "3"], ["1", "3", "17"]], ids=str)
 @pytest.mark.parametrize("length", [0, 1, 7, 100])
 def test_each_sample_is_in_one_part(partition: Partition, members: list[str], length: int):
@@ -76,7 +76,7 @@ def test_beginnings_of_a_stream_have_the_shares_of_the_whole():
         assert all(abs(count - n * w) < 1.0 for count, w in zip(counts, weights, strict=True))
 
 
-@pytest.mark.parametrize("partition", [Random(), Weighted({1: 3.0}), ByKey(lambda sample: sample % 7)], ids=str)
+@pytest.mark.parametrize("partition", [Random(), Weighted({1: 3.0}), ByKey(lambda sample: sample % 7)], ids=["random", "weighted", "key"])
 def test_workers_of_all_replicas_have_each_sample_of_a_stream_once(partition: Partition):
     found: list[int] = []
     for rank in (0, 1, 2):
