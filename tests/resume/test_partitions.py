@@ -76,7 +76,9 @@ def test_beginnings_of_a_stream_have_the_shares_of_the_whole():
         assert all(abs(count - n * w) < 1.0 for count, w in zip(counts, weights, strict=True))
 
 
-@pytest.mark.parametrize("partition", [Random(), Weighted({1: 3.0}), ByKey(lambda sample: sample % 7)], ids=["random", "weighted", "key"])
+@pytest.mark.parametrize(
+    "partition", [Random(), Weighted({1: 3.0}), ByKey(lambda sample: sample % 7)], ids=lambda each: type(each).__name__
+)
 def test_workers_of_all_replicas_have_each_sample_of_a_stream_once(partition: Partition):
     found: list[int] = []
     for rank in (0, 1, 2):
