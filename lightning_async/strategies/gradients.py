@@ -26,9 +26,7 @@ from lightning_async.transports.transport import ElasticTransport, Transport
 
 __all__ = ["AsyncGradientStrategy"]
 
-_NOT_YET = (
-    "FaultTolerantCheckpoint", "PeerMemory", "DivergenceMonitor", "LearningRateFinder", "AdaptiveGradientAccumulation",
-)  # fmt: skip
+_NOT_YET = ("FaultTolerantCheckpoint", "PeerMemory", "DivergenceMonitor", "LearningRateFinder")
 
 
 class AsyncGradientStrategy(DriftingStrategy):
