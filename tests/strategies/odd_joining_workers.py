@@ -162,18 +162,18 @@ def train(folder: str, moment: str) -> None:
     deadlines = replace(DEADLINES, replicas=timedelta(seconds={"short": 90, "short for good": 6}.get(moment, 0)))
     strategy = AsyncAveragingStrategy(schedule=EveryNSteps(3), deadlines=deadlines, min_replicas=2 if short else 1)
     module = Odd(Path(folder), moment)
-    saved, saves = Path(folder) / "saved", []
+    saved, callbacks = Path(folder) / "saved", []
     if moment in ("mid epoch", "accumulates"):
-        saves.append(FaultTolerantCheckpoint(saved, every_n_train_steps=1, keep=Latest(1000)))
+        callbacks.append(FaultTolerantCheckpoint(saved, every_n_train_steps=1, keep=Latest(1000)))
     if moment == "short for good":
-        saves.append(HangWatchdog(min_s=3.0, warmup=2, dirpath=folder))
+        callbacks.append(HangWatchdog(min_s=3.0, warmup=2, dirpath=folder))
     accumulates, limited = moment == "accumulates", moment in ("mid epoch", "at the end")
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", devices=RANKS, max_steps=STEPS if limited else -1,
         max_epochs={"accumulates": 2, "stream": 3}.get(moment, -1), default_root_dir=folder,
         accumulate_grad_batches=12 if accumulates else 1,
         logger=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
-        enable_checkpointing=moment in ("mid epoch", "accumulates"), callbacks=saves,
+        enable_checkpointing=moment in ("mid epoch", "accumulates"), callbacks=callbacks,
     )  # fmt: skip
     if CAME_BACK:
         (Path(folder) / "newcomer").write_text(str(os.getpid()))
