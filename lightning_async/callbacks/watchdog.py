@@ -242,7 +242,9 @@ def _dump(text: str, file: IO[str]) -> None:
 def _stands_at_gate(trainer: Any) -> bool:
     """It waits for other ranks, which are watched themselves."""
     gates = getattr(trainer.strategy, "gates", None)
-    return gates is not None and gates.standing
+    survivors = getattr(trainer.strategy, "survivors", None)
+    waits = survivors is not None and survivors.are_short  # for other replicas
+    return gates is not None and (gates.standing or waits)
 
 
 def _tell_others(strategy: Any, text: str) -> None:

@@ -20,26 +20,31 @@ class Deadlines:
         grace: after this long without a step, a rank's engine answers rounds without it. Default 10 s.
         dead_after: a rank that sent no heartbeat for so long is lost; at least four heartbeats. Default 30 s.
         reform: for all ranks to meet again after a failure. Default 300 s.
+        replicas: where fewer than `min_replicas` are left, those stand for so long until others have come (back), and
+            go on with these. Default 0: training ends.
         attempts: failed rounds in a row before training ends with an error. Default 10.
 
     Raises:
         TypeError: a time that is no timedelta.
-        ValueError: a time that is not positive, or a `dead_after` that is too short.
+        ValueError: a time that is not positive (of `replicas`: that is negative), or a `dead_after` that is too short.
     """
 
     payload: timedelta = timedelta(seconds=60)
     grace: timedelta = timedelta(seconds=10)
     dead_after: timedelta = timedelta(seconds=30)
     reform: timedelta = timedelta(seconds=300)
+    replicas: timedelta = timedelta(0)
     attempts: int = 10
 
     def __post_init__(self) -> None:
-        for name in ("payload", "grace", "dead_after", "reform"):
+        for name in ("payload", "grace", "dead_after", "reform", "replicas"):
             value = getattr(self, name)
             if not isinstance(value, timedelta):
                 raise TypeError(f"`Deadlines({name}={value!r})` must be a datetime.timedelta.")
-            if value <= timedelta(0):
+            if value <= timedelta(0) and name != "replicas":
                 raise ValueError(f"`Deadlines({name}={value!r})` must be longer than zero.")
+        if self.replicas < timedelta(0):
+            raise ValueError(f"`Deadlines(replicas={self.replicas!r})` must not be negative.")
         if self.dead_after < 4 * HEARTBEAT:
             raise ValueError(
                 f"`Deadlines(dead_after={self.dead_after!r})` must be at least {4 * HEARTBEAT!r}: four heartbeats."

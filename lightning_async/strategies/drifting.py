@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -75,6 +76,11 @@ class DriftingStrategy(ReplicatedStrategy):
         super().__init__(transport=transport, dead_after=dead_after, gloo_timeout=dead_after)
         self.rule, self.schedule, self.config = rule, schedule, config
         self.host = Host(self) if isinstance(self.transport, ElasticTransport) else None
+        if config.deadlines.replicas and not isinstance(self.transport, ElasticTransport):
+            raise ValueError(
+                f"`Deadlines(replicas={config.deadlines.replicas!r})`: over {self.transport!r} nobody comes back to be "
+                "waited for. Use `TorchTransport()`, or leave it out."
+            )
         self.num_fits = 0
         self.buffers: BufferPolicy = buffers
         self.optimizer_state_policy: OptimizerPolicy = optimizer_state
@@ -174,8 +180,13 @@ class DriftingStrategy(ReplicatedStrategy):
 
     @property
     def fewest(self) -> int:
-        """So many replicas go on without those that are lost."""
-        return self.config.fewest(started(self), can_lose=self.host is not None)
+        """With so many replicas training does not end."""
+        return self.config.survives(started(self), can_lose=self.host is not None)
+
+    @property
+    def patience(self) -> timedelta:
+        """See `Drifting`."""
+        return self.config.deadlines.replicas
 
     @property
     def shrinks(self) -> bool:

@@ -107,6 +107,11 @@ class AsyncGradientStrategy(DriftingStrategy):
                 "are reduced. Pass `delay=1`, or a number of batches."
             )
         refusals.check_policies(owner, buffers, "keep", "local", part_mb)
+        if deadlines is not None and deadlines.replicas:
+            raise ValueError(
+                f"`{owner}(deadlines=Deadlines(replicas={deadlines.replicas!r}))`: it does not take in ranks that come "
+                "back yet, so there is nobody to wait for. Leave it out."
+            )
         config = AveragerConfig(
             deadlines=deadlines or Deadlines(), part_bytes=max(4, int(part_mb * 2**20)), min_replicas=min_replicas
         )

@@ -120,7 +120,8 @@ class Guest:
         if ready is None or state is None:
             return False
         count_run(ready.run)
-        began = Survivors(Generation.first(0, place["started"]), ready.run, strategy.config.fewest(place["started"]))
+        config, size = strategy.config, place["started"]
+        began = Survivors(Generation.first(0, size), ready.run, config.survives(size), wanted=config.fewest(size))
         strategy.survivors = began.with_newcomers(ready.rank, ready.names, ready.run, place["ever"])
         self._take_part(ready, state, lambda: door.read_answer(guest))
         return True

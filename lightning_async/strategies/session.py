@@ -91,7 +91,8 @@ class Session:
         )  # fmt: skip
         if control.regroup.possible:
             generation, before = connection.membership.generation, strategy.survivors
-            strategy.survivors = Survivors(generation, strategy.num_runs, strategy.fewest, before)
+            wanted = config.fewest(generation.world_size if before is None else before.started)
+            strategy.survivors = Survivors(generation, strategy.num_runs, strategy.fewest, before, wanted)
             if strategy.shrinks:
                 strategy.survivors.tell()
             control.regroup.on_loss = self._go_on

@@ -28,6 +28,8 @@ def standing_of(averager: BackgroundAverager, survivors: Survivors | None, run: 
         state = "re-forms"
     elif gate is not Gate.NONE:
         state = f"waits ({gate.name.lower().replace('_', ' ')})"
+    elif survivors is not None and survivors.are_short:
+        state = "waits (replicas)"
     else:
         state = "trains"
     exchanges = summary.rounds + summary.consensuses + summary.synchronous_steps

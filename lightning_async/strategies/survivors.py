@@ -40,16 +40,19 @@ class Survivors:
         run: number of that run, which is equal on all ranks.
         min_replicas: fewer do not go on.
         before: who was left of an earlier run.
+        wanted: fewer wait for others to come. Default: nobody waits.
     """
 
-    def __init__(self, generation: Generation, run: int, min_replicas: int, before: Survivors | None = None) -> None:
+    def __init__(
+        self, generation: Generation, run: int, min_replicas: int, before: Survivors | None = None, wanted: int = 0
+    ) -> None:
         self._names = generation.members if before is None else before.names
         """For life: the numbers that the ranks of this run were started with."""
         self.started = generation.world_size if before is None else before.started
         """How many ranks there were at first."""
         self.ever = frozenset(range(self.started)) if before is None else before.ever
         """The numbers, for life, of all that have ever been there."""
-        self._run, self._min_replicas = run, min_replicas
+        self._run, self._min_replicas, self.wanted = run, min_replicas, max(wanted, min_replicas)
         self.room = "" if before is None else before.room
         """Where those who are there meet, since their numbers have changed; "" where they have not."""
         self.generation = generation
@@ -57,7 +60,7 @@ class Survivors:
     def with_newcomers(self, rank: int, names: Sequence[str], run: int, ever: Iterable[int] = ()) -> Survivors:
         """Those who are there once others have come, for a run of all of them: what this rank's number is in it, what
         all are called for life, and who else has ever been there."""
-        made = Survivors(Generation.first(rank, len(names)), run, self._min_replicas, self)
+        made = Survivors(Generation.first(rank, len(names)), run, self._min_replicas, self, self.wanted)
         made._names = tuple(names)
         made.ever = self.ever.union(ever, map(int, names))
         made._number(run)
@@ -76,6 +79,11 @@ class Survivors:
     def lost(self) -> int:
         """How many ranks are gone."""
         return len(self.ever) - self.generation.world_size
+
+    @property
+    def are_short(self) -> bool:
+        """Whether those who are left wait for others to come."""
+        return self.generation.world_size < self.wanted
 
     @property
     def can_lose_one(self) -> bool:
@@ -98,12 +106,13 @@ class Survivors:
             why += f" (started as rank {', '.join(lost)})"
         self._number(self._run)
         self.tell()
-        left = generation.world_size
+        left, waits = generation.world_size, self.wanted > self._min_replicas
+        rest = f"fewer than {self.wanted} {'wait for others to come' if waits else 'do not go on'}"
         tell(
             "lost", logging.WARNING,
             f"Rank {before.rank} goes on as rank {generation.rank} of {left}: {why}. {left} of {len(self.ever)} "
-            f"replicas are left, and fewer than {self._min_replicas} do not go on. Steps that the lost had not shared "
-            "are gone; their samples are trained on by the others.",
+            f"replicas are left, and {rest}. Steps that the lost had not shared are gone; their samples are trained on "
+            "by the others.",
             rank=generation.rank, was=before.rank, generation=generation.number, world_size=left, names=self.names,
         )  # fmt: skip
         if generation.rank == 0 and before.rank != 0:

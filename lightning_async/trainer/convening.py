@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
+from lightning_async.engine.gates import Gates
 from lightning_async.engine.header import Gate, Vote
 from lightning_async.engine.world import World
 from lightning_async.trainer.meeting import Meeting
@@ -49,7 +50,7 @@ class Convening:
         """Patch; returns what takes it back."""
         return [
             *(set_for_now(each, "call_together", self._call) for each in (*self._convened(), self._host) if each),
-            set_for_now(self._meeting, "on_called", self._hold),
+            set_for_now(self._meeting, "on_called", self.hold),
             replace(self._trainer.fit_loop.epoch_loop, "on_advance_end", self._after_batch),
         ]
 
@@ -63,12 +64,16 @@ class Convening:
         def on_advance_end(data_fetcher: Any) -> None:
             original(data_fetcher)
             gates = self._strategy.gates
-            if gates is not None and (self._called or Vote.DECIDE in gates.agreed):
-                self._hold()
+            if gates is not None and self.is_called(gates):
+                self.hold()
 
         return on_advance_end
 
-    def _hold(self) -> None:
+    def is_called(self, gates: Gates) -> bool:
+        """Whether somebody has called all ranks together."""
+        return self._called or Vote.DECIDE in gates.agreed
+
+    def hold(self) -> None:
         """Meet, and decide; what is done to the model outside of averaging begins another training."""
         self._called = False
         self._meeting.rendezvous(Gate.DECIDE)

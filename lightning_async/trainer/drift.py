@@ -23,6 +23,7 @@ from lightning_async.trainer.patches import Undo, replace, sync_metrics_through,
 from lightning_async.trainer.protocols import Drifting
 from lightning_async.trainer.revalidation import Revalidation
 from lightning_async.trainer.saving import Saving
+from lightning_async.trainer.shortage import Shortage
 from lightning_async.trainer.stopping import Stopping
 from lightning_async.trainer.validation import Validation
 
@@ -52,8 +53,9 @@ class DriftPatches:
             strategy.on_model_changed,
         ]
         convening = Convening(strategy, trainer, self._meeting, saving, strategy.host)
+        shortage = Shortage(strategy, trainer, convening, stopping)
         self._parts = (
-            stopping, convening, self._validation, saving, self._rates, EmptyShards(strategy, trainer),
+            stopping, convening, shortage, self._validation, saving, self._rates, EmptyShards(strategy, trainer),
             Dealing(strategy, trainer), self._inheritance, self._newcomers,
             Revalidation(strategy, trainer), WholeMetrics(strategy, trainer),
         )  # fmt: skip

@@ -25,6 +25,11 @@ class Drifting(Protocol):
     """Who is there of the ranks that began, see `Survivors`; None where all are, or must be."""
 
     @property
+    def patience(self) -> Any:
+        """How long too few replicas wait for others, a timedelta."""
+        ...
+
+    @property
     def connection(self) -> Any:
         """Of all ranks, see `Connection`; None in a world of one."""
         ...

@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_async import AsyncAveragingStrategy, EveryNSteps, FaultTolerantCheckpoint
+from lightning_async import AsyncAveragingStrategy, EveryNSteps, FaultTolerantCheckpoint, HangWatchdog
 from lightning_async.rules.saving import Latest
 from lightning_async.strategies import connecting, reception
 from lightning_async.trainer.namespace import pl
@@ -36,13 +37,16 @@ class Odd(Seen):
         moment: "mid epoch", a layer is unfrozen; "accumulates", within gradients in accumulation, so that it has no
             part of that epoch, and then all are told to end; "at the end", rank 0 has taken its last step; "ready", all
             are connected, and nobody stands at a gate yet; "stream", data has no length; "room", there is none for it
-            before rank 1 dies; or "trouble".
+            before rank 1 dies; "short", too few are left; or "trouble".
     """
 
     def __init__(self, folder: Path, moment: str) -> None:
         # Where ranks are to take equal steps, nothing is left of the epoch that it dies in.
         dies = "0" if moment == "accumulates" else "1"
-        super().__init__({dies: ("epoch end", 0, 0) if moment == "at the end" else ("step", 0, 4)})
+        also = {"2": ("step", 0, 6)} if moment.startswith("short") else {}
+        super().__init__({dies: ("epoch end", 0, 0) if moment == "at the end" else ("step", 0, 4), **also})
+        self.alone = 0
+        """Steps that this rank has taken as the only one."""
         self._folder, self._moment = folder, moment
         self._states = self._seen = self._since = 0
         if moment == "mid epoch":
@@ -56,6 +60,7 @@ class Odd(Seen):
         step = self.trainer.global_step
         if batch_idx > 4:  # a newcomer within the epoch has not heard of it as it came
             self.log("late", 1.0, on_step=False, on_epoch=True, sync_dist=True)
+        self.alone += self.trainer.world_size == 1
         if CAME_BACK:
             return
         if self._moment == "room" and (self.current_epoch, batch_idx) == (1, 2):
@@ -105,7 +110,8 @@ class Odd(Seen):
     def on_train_epoch_end(self) -> None:
         super().on_train_epoch_end()
         survivors: Any = self.trainer.strategy.survivors
-        began = {"ready": CAME_BACK or self._seen == 2, "room": survivors.room != ""}.get(self._moment, False)
+        began = {"ready": CAME_BACK or self._seen == 2, "room": survivors.room != "", "short": True}
+        began = began.get(self._moment, False)
         self._since += began and self.trainer.world_size == 2
         if self._since == 3:  # the epoch in which it came, and two
             self.trainer.should_stop = True
@@ -152,18 +158,22 @@ def train(folder: str, moment: str) -> None:
     if moment == "trouble" and NUMBER == 2:
         first = [reception.connect]
         reception.connect = lambda *args: first.pop()(*args) if first else die()  # at the second newcomer
-    strategy = AsyncAveragingStrategy(schedule=EveryNSteps(3), deadlines=DEADLINES, min_replicas=1)
+    short = moment.startswith("short")
+    deadlines = replace(DEADLINES, replicas=timedelta(seconds={"short": 90, "short for good": 6}.get(moment, 0)))
+    strategy = AsyncAveragingStrategy(schedule=EveryNSteps(3), deadlines=deadlines, min_replicas=2 if short else 1)
     module = Odd(Path(folder), moment)
-    saved, saves = Path(folder) / "saved", []
+    saved, callbacks = Path(folder) / "saved", []
     if moment in ("mid epoch", "accumulates"):
-        saves.append(FaultTolerantCheckpoint(saved, every_n_train_steps=1, keep=Latest(1000)))
+        callbacks.append(FaultTolerantCheckpoint(saved, every_n_train_steps=1, keep=Latest(1000)))
+    if moment == "short for good":
+        callbacks.append(HangWatchdog(min_s=3.0, warmup=2, dirpath=folder))
     accumulates, limited = moment == "accumulates", moment in ("mid epoch", "at the end")
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", devices=RANKS, max_steps=STEPS if limited else -1,
         max_epochs={"accumulates": 2, "stream": 3}.get(moment, -1), default_root_dir=folder,
         accumulate_grad_batches=12 if accumulates else 1,
         logger=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
-        enable_checkpointing=len(saves) > 0, callbacks=saves,
+        enable_checkpointing=moment in ("mid epoch", "accumulates"), callbacks=callbacks,
     )  # fmt: skip
     if CAME_BACK:
         (Path(folder) / "newcomer").write_text(str(os.getpid()))
@@ -180,7 +190,7 @@ def train(folder: str, moment: str) -> None:
             "digest": digest(module), "rank": trainer.global_rank, "world_size": trainer.world_size,
             "lr": trainer.optimizers[0].param_groups[0]["lr"], "epochs": trainer.current_epoch,
             "steps": trainer.global_step, "trained": module.trained,
-            "late": float(trainer.callback_metrics.get("late", -1.0)),
+            "alone": module.alone, "late": float(trainer.callback_metrics.get("late", -1.0)),
         }  # fmt: skip
         os.write(1, b"\nENDED %b\n" % json.dumps(told).encode())
 

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_async import AsyncGradientStrategy, DelayCompensation, DivergenceMonitor, FaultTolerantCheckpoint
+from lightning_async import (
+    AsyncGradientStrategy,
+    Deadlines,
+    DelayCompensation,
+    DivergenceMonitor,
+    FaultTolerantCheckpoint,
+)
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
 from tests.strategies.gradient_windows import adam, momentum
@@ -224,6 +231,7 @@ def test_lightnings_checkpoints_hold_the_open_window(ranks: Outcomes) -> None:
         ({"correction": "none"}, TypeError, "correction='none'"),
         ({"correction": DelayCompensation(), "delay": 0}, ValueError, "without a delay nothing is corrected"),
         ({"warmup_steps": -1}, ValueError, "warmup_steps=-1"),
+        ({"deadlines": Deadlines(replicas=timedelta(seconds=9))}, ValueError, "there is nobody to wait for"),
         ({"buffers": "drop"}, ValueError, "AsyncGradientStrategy(buffers='drop')"),
         ({"part_mb": 0.0}, ValueError, "AsyncGradientStrategy(part_mb=0.0)"),
     ],

@@ -144,3 +144,29 @@ def test_who_waits_is_taken_in_as_soon_as_one_is_lost(tmp_path: Path) -> None:
     said = [ended(results[number]) for number in (0, 2)]
     assert len({each["digest"] for each in said}) == 1
     assert [(each["rank"], each["world_size"]) for each in said] == [(0, 2), (1, 2)]
+
+
+def test_too_few_stand_until_one_has_come(tmp_path: Path) -> None:
+    """Of three, of which two are wanted, two die."""
+    with ranks(tmp_path, "short") as group:
+        for number in (1, 2):
+            group.processes[number].wait(150.0)
+        (tmp_path / "start 1").touch()
+        results = group.join()
+    assert [results[number].returncode for number in range(4)] == [0, -9, -9, 0], "\n".join(map(str, results))
+    said = [ended(results[number]) for number in (0, 3)]
+    assert len({each["digest"] for each in said}) == 1
+    assert [(each["rank"], each["world_size"]) for each in said] == [(0, 2), (1, 2)]
+    assert said[0]["alone"] <= 2  # the step under way, and one whose data was at hand
+    assert "event=short" in results[0].stderr and "event=enough" in results[0].stderr
+    last = str(said[0]["epochs"] - 1)
+    assert sorted(sample for each in said for sample in each["trained"][last]) == list(range(SAMPLES))
+
+
+def test_too_few_end_where_nobody_comes_in_time(tmp_path: Path) -> None:
+    with ranks(tmp_path, "short for good", newcomers=0) as group:
+        results = group.join()
+    error = ended(results[0])["error"]
+    assert error.startswith("PeerLost: Rank 0: 1 of at least 2 replicas are left"), results[0]
+    assert "nobody has come within 0:00:06" in error  # that is no hang, either
+    assert ended(results[0])["alone"] <= 2

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import sys
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
-from lightning_async import AsyncAveragingStrategy, DeltaMean, EveryNSteps, HorovodStrategy, Mean, TorchTransport
+from lightning_async import (
+    AsyncAveragingStrategy,
+    Deadlines,
+    DeltaMean,
+    EveryNSteps,
+    HorovodStrategy,
+    Mean,
+    TorchTransport,
+)
 from lightning_async.rules import AllMean
 from lightning_async.trainer.namespace import pytorch
 from tests.strategies import problem
@@ -49,6 +58,23 @@ def test_wrong_arguments_are_named(arguments: dict[str, Any], error: type[Except
     with pytest.raises(error) as raised:
         AsyncAveragingStrategy(**arguments)
     assert all(text in str(raised.value) for text in texts), raised.value
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"payload": 3}, TypeError, "payload=3"),
+        ({"grace": timedelta(0)}, ValueError, "grace=datetime.timedelta(0)"),
+        ({"replicas": 60}, TypeError, "replicas=60"),
+        ({"replicas": timedelta(seconds=-1)}, ValueError, "must not be negative"),
+        ({"dead_after": timedelta(seconds=0.1)}, ValueError, "four heartbeats"),
+        ({"attempts": 0}, ValueError, "attempts=0"),
+    ],
+)
+def test_wrong_deadlines_are_named(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error) as raised:
+        Deadlines(**arguments)
+    assert text in str(raised.value)
 
 
 def test_what_a_rule_of_a_users_own_lacks_is_named() -> None:

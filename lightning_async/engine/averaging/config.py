@@ -69,7 +69,7 @@ class AveragerConfig:
         """What must be equal on all ranks."""
         names = ("overlap", "weighting", "compression", "min_replicas", "max_replicas")
         own = {name: getattr(self, name) for name in names}
-        return {**own, "part_mb": self.part_bytes / 2**20}
+        return {**own, "part_mb": self.part_bytes / 2**20, "deadlines.replicas": self.deadlines.replicas}
 
     def fewest(self, started: int, can_lose: bool = True) -> int:
         """So many replicas go on without those that are lost; the others end, too, where fewer are left.
@@ -84,6 +84,10 @@ class AveragerConfig:
         if self.min_replicas is not None:
             return self.min_replicas
         return (started + 1) // 2 if can_lose else started
+
+    def survives(self, started: int, can_lose: bool = True) -> int:
+        """So many form groups anew without those that are lost: one, where fewer than `fewest` wait for others."""
+        return 1 if self.deadlines.replicas else self.fewest(started, can_lose)
 
     def check_rule(self, owner: str, rule: AveragingRule) -> None:
         """Raise ValueError, in the name of ``owner``, for a rule that this configuration cannot carry out."""
