@@ -113,6 +113,14 @@ def test_peers_save_the_whole_state_at_each_interval(tmp_path: Path, peer: str) 
         assert measured.saves == len(measured.stalls_s) == made == 2
 
 
+def check_rate(made: link.Link, most: float) -> None:
+    """Of 100 Mbit/s: a slow machine only slows it, so the best of some counts."""
+    rates: list[float] = []
+    while not rates or (rates[-1] <= 50.0 and len(rates) < 5):
+        rates.append(made.measured_mbit(8_000_000))
+    assert rates[-1] > 50.0 and max(rates) < most, rates
+
+
 @pytest.mark.alone
 @pytest.mark.timeout(60)
 def test_shaped_link_holds_its_rate_and_goes() -> None:
@@ -121,7 +129,7 @@ def test_shaped_link_holds_its_rate_and_goes() -> None:
 
     def fail_on_the_link() -> None:
         with link.shaped(2, 100.0) as made:
-            assert 50.0 < made.measured_mbit(8_000_000) < 105.0
+            check_rate(made, 105.0)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -133,7 +141,7 @@ def test_shaped_link_holds_its_rate_and_goes() -> None:
 @pytest.mark.timeout(60)
 def test_paced_link_holds_its_rate() -> None:
     with link.paced(2, 100.0) as made:
-        assert 50.0 < made.measured_mbit(8_000_000) < 130.0
+        check_rate(made, 130.0)
 
 
 @pytest.mark.timeout(120)

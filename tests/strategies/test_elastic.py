@@ -208,7 +208,7 @@ def check(told: list[Line], victim: int, killed_at: float, how: str) -> None:
     after = [step for step in steps if step.at > killed_at and step.world_size == 1]
     print(f"back in training {after[0].at - killed_at:.2f} s after the kill")
     assert {step.pid for step in after} == {survivor}
-    assert after[0].at - killed_at < 15.0, "on a quiet machine it is a second; what ends a wait in silence is longer"
+    assert after[0].at - killed_at < 40.0, "on a quiet machine it is a second; what waits in silence does so for 150"
     lost = [step for step in steps if step.pid == survivor and step not in kept]
     assert len(lost) <= 5 + HOLDS_AT, "of steps that were taken since a commit"
     assert lost or how == "averaging"
