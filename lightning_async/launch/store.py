@@ -54,10 +54,12 @@ class Keeper:
         told = json.dumps([arguments, str(package), [os.path.abspath(path) for path in sys.path if path]])
         # Isolated (-I): a module beside the user's script cannot take the place of one that it imports.
         command = [sys.executable, "-I", "-c", _BOOT, told, f"keeps the store of launcher {os.getpid()}"]
+        variables = {**os.environ, "OMP_NUM_THREADS": "1"}  # of the user's, meant for ranks, libgomp may complain
         try:
             self._popen = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno(), *readers], start_new_session=True
-            )
+                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno(), *readers], start_new_session=True,
+                env=variables,
+            )  # fmt: skip
         finally:
             theirs.close()
         self.began = time.monotonic()
