@@ -210,9 +210,7 @@ class AdaptiveGradientAccumulation(Callback):
         if self._probe is not None:
             ranks = ranks_of(trainer.strategy) if in_lockstep(trainer.strategy) else 1
             is_full = (windows.samples, windows.batches) == (planned.samples, planned.batches) and windows.whole
-            self._probe.end_window(
-                is_full and windows.whole, planned.samples / planned.batches, planned.samples * ranks
-            )
+            self._probe.end_window(is_full, planned.samples / planned.batches, planned.samples * ranks)
         if planned.batches != self._shown:
             self._show(trainer, pl_module)
 

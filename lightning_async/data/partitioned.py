@@ -48,7 +48,27 @@ class _Place:
         return ("0",), 0
 
 
-class PartitionedSampler(DistributedSampler[Any]):
+class _Numbered:
+    """Whoever has a part, and can be told another one."""
+
+    _place: _Place
+
+    @property
+    def num_replicas(self) -> int:
+        """How many parts there are."""
+        return len(self._place.known()[0])
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether it was told which part."""
+        return self._place.members is not None
+
+    def number(self, members: Sequence[str], rank: int) -> None:
+        """These replicas are there from here on, by the numbers that they were started with."""
+        self._place.members, self._place.rank = tuple(members), rank
+
+
+class PartitionedSampler(_Numbered, DistributedSampler[Any]):  # pyright: ignore[reportIncompatibleVariableOverride]
     r"""The indices that are this replica's, in an epoch; without padding, so that parts may be unequal.
 
     Lightning leaves it as it is. Under `AsyncAveragingStrategy` it is numbered by the strategy, anew where replicas are
@@ -81,23 +101,9 @@ class PartitionedSampler(DistributedSampler[Any]):
         self._made: tuple[Any, list[int]] | None = None
 
     @property
-    def num_replicas(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """How many parts there are."""
-        return len(self._place.known()[0])
-
-    @property
     def rank(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Which one is this replica's."""
         return self._place.known()[1]
-
-    @property
-    def is_numbered(self) -> bool:
-        """Whether it was told which part."""
-        return self._place.members is not None
-
-    def number(self, members: Sequence[str], rank: int) -> None:
-        """These replicas are there from here on, by the numbers that they were started with."""
-        self._place.members, self._place.rank = tuple(members), rank
 
     def indices(self) -> list[int]:
         """Of this epoch."""
@@ -114,7 +120,7 @@ class PartitionedSampler(DistributedSampler[Any]):
         return len(self.indices())
 
 
-class PartitionedStream(IterableDataset[Any]):
+class PartitionedStream(_Numbered, IterableDataset[Any]):
     """The samples of a stream that are this replica's, each sample once over all replicas and all their workers.
 
     Every worker of every replica reads the whole stream, which must be the same for all, and leaves what is not its
@@ -145,20 +151,6 @@ class PartitionedStream(IterableDataset[Any]):
         check_protocol("PartitionedStream", "partition", self.partition, Partition, "a partition such as Random()")
         self.partition.dealer(("0",))
         self._place = _Place("PartitionedStream", num_replicas, rank)
-
-    @property
-    def num_replicas(self) -> int:
-        """How many parts there are."""
-        return len(self._place.known()[0])
-
-    @property
-    def is_numbered(self) -> bool:
-        """Whether it was told which part."""
-        return self._place.members is not None
-
-    def number(self, members: Sequence[str], rank: int) -> None:
-        """See `PartitionedSampler.number`."""
-        self._place.members, self._place.rank = tuple(members), rank
 
     def __iter__(self) -> Iterator[Any]:
         (members, rank), worker = self._place.known(), get_worker_info()

@@ -181,7 +181,7 @@ class DriftingStrategy(ReplicatedStrategy):
     @property
     def fewest(self) -> int:
         """With so many replicas training does not end."""
-        return self.config.survives(started(self), can_lose=self.host is not None)
+        return self.config.survives(started(self), can_lose=isinstance(self.transport, ElasticTransport))
 
     @property
     def patience(self) -> timedelta:

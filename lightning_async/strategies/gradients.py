@@ -14,7 +14,6 @@ from lightning_async.rules import DeltaMean, Synchronous
 from lightning_async.rules.delays import DelayCorrection
 from lightning_async.strategies.accumulating import Accumulating
 from lightning_async.strategies.drifting import DriftingStrategy
-from lightning_async.strategies.survivors import started
 from lightning_async.trainer import refusals
 from lightning_async.trainer.names import is_newcomer
 from lightning_async.trainer.namespace import name as namespace
@@ -22,7 +21,7 @@ from lightning_async.trainer.namespace import pytorch
 from lightning_async.trainer.patches import Undo, callbacks_of, set_for_now, take_back
 from lightning_async.trainer.updates import Updates
 from lightning_async.transports.choose import TransportName
-from lightning_async.transports.transport import ElasticTransport, Transport
+from lightning_async.transports.transport import Transport
 
 __all__ = ["AsyncGradientStrategy"]
 
@@ -196,11 +195,6 @@ class AsyncGradientStrategy(DriftingStrategy):
         super().teardown()
         take_back(self._undo)
         self.updates = None
-
-    @property
-    def fewest(self) -> int:
-        """So many replicas go on without those that are lost."""
-        return self.config.fewest(started(self), can_lose=isinstance(self.transport, ElasticTransport))
 
     def settings(self) -> dict[str, object]:
         """What must be equal on all ranks in a fit."""

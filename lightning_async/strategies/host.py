@@ -33,9 +33,10 @@ from lightning_async.engine.world import World
 from lightning_async.events import tell
 from lightning_async.strategies.connecting import Connected, Ready, release
 from lightning_async.strategies.course import Course
-from lightning_async.strategies.reception import Reception, for_life
+from lightning_async.strategies.reception import Reception, for_life, tell_failed
 from lightning_async.strategies.saved_state import SavedState, state_of
 from lightning_async.strategies.survivors import count_run
+from lightning_async.trainer.absent import without_own
 from lightning_async.trainer.averaged_models import AveragedModels
 from lightning_async.trainer.latecomer import state_for_newcomers
 from lightning_async.trainer.patches import in_words
@@ -136,9 +137,7 @@ class Host:
         averaging = state_of(course.session.averager, world)
         steps = [each["step"] for each in averaging["replicas"]]
         averaging["mean_steps"] = sum(steps) / len(steps)  # the clock of all does not jump as one more comes
-        averaging["replicas"].append(
-            {**averaging["replicas"][0], "rule_state": {}, "gathered": None, "summary": RunSummary().state_dict()}
-        )
+        averaging["replicas"].append({**without_own(averaging["replicas"][0]), "summary": RunSummary().state_dict()})
         ready = reception.take()
         try:
             self._take_in(guest, ready, course, averaging, world)
@@ -156,17 +155,15 @@ class Host:
         assert reception is not None
         places, why = ([], "it is gone.") if ready is None else self._hand_over(ready, course, averaging)
         all_could = bool(world.reduce(torch.tensor(float(not why)), "min") > 0.0)
-        self._answer(guest, all_could)
-        rank, who = world.rank, for_life(guest)
+        reception.answer(guest, admitted=all_could)
         if ready is None or not all_could:
             why = why or "another rank could not."
             if ready is not None:
                 reception.drop(ready, why)
-            words = f"Rank {rank}: rank {who} could not be taken in, and training goes on without: {why}"
-            tell("join_failed", logging.WARNING, words, rank=rank)
+            tell_failed(world.rank, guest, why)
             return
-        run = count_run(ready.run)
-        words = f"Rank {rank}: rank {who} has joined, and {len(ready.names)} replicas train from here."
+        rank, run = world.rank, count_run(ready.run)
+        words = f"Rank {rank}: rank {for_life(guest)} has joined, and {len(ready.names)} replicas train from here."
         tell("joined", logging.WARNING, words, rank=rank, run=run, world_size=len(ready.names))
         strategy.saved.go_on(averaging)
         course.stop()  # from here on nobody is lost by its count
@@ -190,12 +187,6 @@ class Host:
             ready.connection.membership.fail(in_words(error))  # nobody waits for it
             return [], f"{type(error).__name__}: {error}"
         return places, ""
-
-    def _answer(self, guest: str, admitted: bool) -> None:
-        """Without a word a newcomer ends: it is not to train alone what the others train without it."""
-        assert self._door is not None
-        with contextlib.suppress(RuntimeError, OSError):
-            self._door.answer(guest, admitted)
 
 
 def digest(module: Any) -> int:

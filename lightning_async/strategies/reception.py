@@ -24,7 +24,7 @@ from lightning_async.strategies.connecting import Connected, Ready, connect, rel
 from lightning_async.strategies.survivors import next_run, run_name
 from lightning_async.transports.transport import Connection
 
-__all__ = ["Reception", "for_life"]
+__all__ = ["Reception", "for_life", "tell_failed"]
 
 log = logging.getLogger(__name__)
 _LOOK_S, _END_S = 0.02, 5.0
@@ -33,6 +33,12 @@ _LOOK_S, _END_S = 0.02, 5.0
 def for_life(guest: str) -> str:
     """What a guest was called when it was started."""
     return guest.partition(".")[0]
+
+
+def tell_failed(rank: int, guest: str, why: str) -> None:
+    """A newcomer could not be taken in."""
+    words = f"Rank {rank}: rank {for_life(guest)} could not be taken in, and training goes on without: {why}"
+    tell("join_failed", logging.WARNING, words, rank=rank)
 
 
 class Reception:
@@ -75,6 +81,11 @@ class Reception:
             ready, self._ready = self._ready, None
             return ready
 
+    def answer(self, guest: str, admitted: bool, again: bool = False) -> None:
+        """Without a word a newcomer ends: it is not to train alone what the others train without it."""
+        with contextlib.suppress(RuntimeError, OSError):  # the store is gone: the heartbeat says so
+            self._door.answer(guest, admitted, again)
+
     def drop(self, ready: Ready, why: str) -> None:
         """Who was taken cannot stay: it is released beside training."""
         threading.Thread(target=release, args=(ready.connection, why), name="lightning_async goodbye").start()
@@ -89,7 +100,7 @@ class Reception:
             making.root.close()
             making.payload.close()
         if ready is not None:
-            self._answer(ready.guest)
+            self._send_again(ready.guest)
             release(ready.connection, "training has ended, or begins anew")
         if thread is not None:
             thread.join(_END_S)
@@ -194,20 +205,17 @@ class Reception:
                 self._ready = ready
                 ready.connection.membership.on_change = self.look
                 return True
-        self._answer(guest)
+        self._send_again(guest)
         release(ready.connection, "training has ended, or begins anew")
         return False
 
     def _refuse(self, guest: str, why: str) -> None:
-        self._answer(guest)
+        self._send_again(guest)
         survivors = self._strategy.survivors
         if self._ends.is_set() or survivors is None:
             return
-        rank = survivors.generation.rank
-        words = f"Rank {rank}: rank {for_life(guest)} could not be taken in, and training goes on without: {why}"
-        tell("join_failed", logging.WARNING, words, rank=rank)
+        tell_failed(survivors.generation.rank, guest, why)
 
-    def _answer(self, guest: str) -> None:
-        """It is to come again, before it hears that its connection is gone."""
-        with contextlib.suppress(RuntimeError, OSError):
-            self._door.answer(guest, admitted=False, again=True)
+    def _send_again(self, guest: str) -> None:
+        """It is to come again; told before it hears that its connection is gone."""
+        self.answer(guest, admitted=False, again=True)

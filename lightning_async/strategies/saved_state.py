@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.world import World
+from lightning_async.trainer.absent import without_own
 
 __all__ = ["SavedState", "state_of"]
 
@@ -93,7 +94,7 @@ class SavedState:
         saved = self.take()
         if saved is not None:
             replicas = saved["replicas"]
-            own = replicas[rank] if len(replicas) == world_size else {**replicas[0], "rule_state": {}, "gathered": None}
+            own = replicas[rank] if len(replicas) == world_size else without_own(replicas[0])
             if "mean_steps" in saved:
                 own = {**own, "mean_steps": saved["mean_steps"]}
             averager.load_state_dict(saved, own)

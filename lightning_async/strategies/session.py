@@ -25,7 +25,7 @@ from lightning_async.rules.averaging.protocol import AveragingRule
 from lightning_async.strategies.saved_state import SavedState, state_of
 from lightning_async.strategies.standing import standing_of
 from lightning_async.strategies.stepping import Steps
-from lightning_async.strategies.survivors import Survivors
+from lightning_async.strategies.survivors import Survivors, started
 from lightning_async.trainer.patches import rank_zero_info
 from lightning_async.transports.transport import Connection, Transport
 
@@ -91,7 +91,7 @@ class Session:
         )  # fmt: skip
         if control.regroup.possible:
             generation, before = connection.membership.generation, strategy.survivors
-            wanted = config.fewest(generation.world_size if before is None else before.started)
+            wanted = config.fewest(started(strategy))
             strategy.survivors = Survivors(generation, strategy.num_runs, strategy.fewest, before, wanted)
             if strategy.shrinks:
                 strategy.survivors.tell()

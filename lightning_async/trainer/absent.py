@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_async.data.random_states import of_another
 
-__all__ = ["among", "beside", "completed", "has_none"]
+__all__ = ["among", "beside", "completed", "has_none", "without_own"]
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +41,11 @@ def _free(states: Mapping[int, dict[str, Any]], rank: int) -> int:
     free = sorted({*parts}.difference(state.get("dealt", (name,))[0] for name, state in states.items()))
     absent = [name for name in parts if name not in states]
     return free[absent.index(rank)] if rank in absent and len(free) == len(absent) else rank
+
+
+def without_own(clocks: Mapping[str, Any]) -> dict[str, Any]:
+    """Of another rank's clocks what one that comes in its place, or beside it, goes on from."""
+    return {**clocks, "rule_state": {}, "gathered": None}
 
 
 def has_none(state: Mapping[str, Any] | None) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_async.comm.frames import flatten
 from lightning_async.engine.checkpoint.shards import load, load_own
 from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
-from lightning_async.trainer.absent import has_none
+from lightning_async.trainer.absent import has_none, without_own
 from lightning_async.trainer.names import Names
 from lightning_async.trainer.patches import callbacks_of
 
@@ -97,7 +97,7 @@ def whole(store: CheckpointStore, entry: Entry, names: Names, mapped: bool = Fal
             target = torch.view_as_real(state[name]) if state[name].is_complex() else state[name]
             target.copy_(value.view(target.shape))
     if averaging is not None:
-        clocks = own["clocks"] if took_part else {**own["clocks"], "rule_state": {}, "gathered": None}
+        clocks = own["clocks"] if took_part else without_own(own["clocks"])
         checkpoint["lightning_async"] = {
             **averaging,
             "replicas": [clocks] * len(names.left),

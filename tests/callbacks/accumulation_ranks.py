@@ -29,6 +29,8 @@ def rows(of: int) -> list[Tensor]:
 
 
 class Steps(pl.Callback):
+    """The batches after which the optimizer has stepped."""
+
     def __init__(self) -> None:
         self.at: list[int] = []
         self._steps = 0

@@ -20,6 +20,7 @@ from lightning_async import (
 )
 from lightning_async.rules.accumulation import ByEpoch, ByStep, CommunicationShare, NoiseScale, estimate, lr_factor
 from lightning_async.trainer.namespace import pl, pytorch
+from tests.callbacks.accumulation_ranks import Steps
 from tests.callbacks.problem import Line, trainer, values
 
 ROWS = torch.randn(43, 4, generator=torch.Generator().manual_seed(1))
@@ -63,22 +64,6 @@ def by_hand(
                 p -= 0.1 * lr_factor(scaling, len(rows), base) * g * min(1.0, clip / length)
     assert next(left, None) is None
     return values(module)
-
-
-class Steps(pl.Callback):
-    """The batches after which the optimizer has stepped."""
-
-    def __init__(self) -> None:
-        self.at: list[int] = []
-        self._steps = 0
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._steps = trainer.global_step
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step > self._steps:
-            self._steps = trainer.global_step
-            self.at.append(batch_idx)
 
 
 def test_windows_change_where_the_last_one_ends_and_the_rest_of_an_epoch_has_its_own_mean():

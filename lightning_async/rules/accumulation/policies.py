@@ -131,10 +131,7 @@ class NoiseScale(AccumulationPolicy):
     measures = "noise"
 
     def __post_init__(self) -> None:
-        check_int(self, "minimum", at_least=1)
-        check_int(self, "maximum", at_least=1)
-        if self.maximum < self.minimum:
-            raise ValueError(f"`NoiseScale(maximum={self.maximum})` must be >= minimum={self.minimum}.")
+        _check_range(self, at_least=1)
         check_int(self, "every", at_least=1)
         check_real(self, "ratio", above=0)
         check_real(self, "decay", at_least=0, below=1)
@@ -185,10 +182,7 @@ class CommunicationShare(AccumulationPolicy):
 
     def __post_init__(self) -> None:
         check_real(self, "share", above=0, below=1)
-        check_int(self, "minimum", at_least=2)
-        check_int(self, "maximum", at_least=2)
-        if self.maximum < self.minimum:
-            raise ValueError(f"`CommunicationShare(maximum={self.maximum})` must be >= minimum={self.minimum}.")
+        _check_range(self, at_least=2)
         check_int(self, "every", at_least=1)
 
     def size(self, progress: Progress) -> int:
@@ -197,6 +191,13 @@ class CommunicationShare(AccumulationPolicy):
         batch_s, step_s = progress.times
         wanted = (1 - self.share) * max(step_s, 0.0) / (self.share * batch_s)
         return max(self.minimum, math.ceil(min(wanted - 1e-9, self.maximum)))
+
+
+def _check_range(owner: NoiseScale | CommunicationShare, at_least: int) -> None:
+    check_int(owner, "minimum", at_least=at_least)
+    check_int(owner, "maximum", at_least=at_least)
+    if owner.maximum < owner.minimum:
+        raise ValueError(f"`{type(owner).__name__}(maximum={owner.maximum})` must be >= minimum={owner.minimum}.")
 
 
 def _check_sizes(owner: object, sizes: object) -> None:
