@@ -7,6 +7,8 @@
 #   make gpu                   all that needs a GPU, in at most eight minutes, with its results in runs/gpu
 #   make kills                 ranks die in turn, in all places; what that costs the others, in runs/elastic (KILLS=100)
 #   make soak                  ten minutes of training with a kill every 15 s, in runs/elastic (SOAK_S=600)
+#   make servers               what a push to a server takes, and kills of servers and workers, in runs/servers
+#                              (SERVER_KILLS=30, WORKER_KILLS=100)
 #   make lint | types | bench | clean
 #
 # Variables: PYTHON (which Python makes the environment), PIP_ARGS (more options for pip), TORCH (which torch: a
@@ -31,7 +33,7 @@ else
 TORCH ?= torch==2.13.0
 endif
 
-.PHONY: help venv demo test horovod native gpu lint types bench kills soak format clean ask
+.PHONY: help venv demo test horovod native gpu lint types bench kills soak servers format clean ask
 help:
 	@sed -n 's/^#   //p' Makefile
 
@@ -97,12 +99,18 @@ bench: $(VENV)/.ready-test
 	$(BIN)/python -m tests.benchmarks.checkpoints --out runs/bench
 
 KILLS ?= 8
+SERVER_KILLS ?= 30
+WORKER_KILLS ?= 100
 kills: $(VENV)/.ready-test
 	$(BIN)/python -m tests.benchmarks.elastic --out runs/elastic --kills $(KILLS) $(ELASTIC_ARGS)
 
 SOAK_S ?= 600
 soak: $(VENV)/.ready-test
 	$(BIN)/python -m tests.benchmarks.soak --out runs/elastic --seconds $(SOAK_S) $(ELASTIC_ARGS)
+
+servers: $(VENV)/.ready-test
+	$(BIN)/python -m tests.benchmarks.server --out runs/servers --kills $(SERVER_KILLS) --worker-kills $(WORKER_KILLS)
+	$(BIN)/python -m tests.benchmarks.served_kills --out runs/servers --server-kills $(SERVER_KILLS) --worker-kills $(WORKER_KILLS)
 
 clean:
 	rm -rf $(VENV) runs build dist *.egg-info lightning_async/ops/lib .pytest_cache .ruff_cache .hypothesis

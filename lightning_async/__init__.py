@@ -10,50 +10,84 @@ from lightning_async.data.partitioned import PartitionedSampler, PartitionedStre
 from lightning_async.engine.deadlines import Deadlines
 from lightning_async.errors import AsyncTrainingError, CollectiveError, CollectiveTimeout, PeerLost
 from lightning_async.rules import (
+    AdaptiveDelayCompensation,
+    AdaptiveLr,
+    BalancedWindows,
+    Bounded,
+    Buffered,
+    Clipping,
+    Dana,
     DelayCompensation,
     DeltaMean,
     DiLoCo,
+    DyLU,
+    EstimateCommit,
     EveryNSteps,
     EverySeconds,
+    GapAware,
     Mean,
+    PowerSGD,
+    StalenessPolicy,
     Synchronous,
+    TopK,
+    TwoBit,
+    Uncorrected,
     Warmup,
+    WeightPrediction,
 )
 from lightning_async.strategies.averaging import AsyncAveragingStrategy
 from lightning_async.strategies.gradients import AsyncGradientStrategy
 from lightning_async.strategies.horovod import HorovodStrategy
 from lightning_async.strategies.horovod_elastic import fit_elastic
+from lightning_async.strategies.parameter_server import ParameterServerStrategy
 from lightning_async.transports.horovod import HorovodTransport
 from lightning_async.transports.torch import TorchTransport
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaptiveDelayCompensation",
     "AdaptiveGradientAccumulation",
+    "AdaptiveLr",
     "AsyncAveragingStrategy",
     "AsyncGradientStrategy",
     "AsyncTrainingError",
     "AveragingMonitor",
+    "BalancedWindows",
+    "Bounded",
+    "Buffered",
+    "Clipping",
     "CollectiveError",
     "CollectiveTimeout",
+    "Dana",
     "Deadlines",
     "DelayCompensation",
     "DeltaMean",
     "DiLoCo",
     "DivergenceMonitor",
+    "DyLU",
+    "EstimateCommit",
     "EveryNSteps",
     "EverySeconds",
     "FaultTolerantCheckpoint",
+    "GapAware",
     "HangWatchdog",
     "HorovodStrategy",
     "HorovodTransport",
     "Mean",
+    "ParameterServerStrategy",
     "PartitionedSampler",
     "PartitionedStream",
     "PeerLost",
     "PeerMemory",
+    "PowerSGD",
+    "StalenessPolicy",
     "Synchronous",
+    "TopK",
     "TorchTransport",
+    "TwoBit",
+    "Uncorrected",
     "Warmup",
+    "WeightPrediction",
     "fit_elastic",
 ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 __all__ = [
     "AsyncTrainingError",
+    "ChannelTimeout",
     "CheckpointError",
     "CollectiveError",
     "CollectiveTimeout",
@@ -46,6 +47,10 @@ class PeerLost(AsyncTrainingError):
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.ranks = ranks
+
+
+class ChannelTimeout(PeerLost):
+    """A peer has said nothing, or taken nothing, before the deadline; the channel to it is closed."""
 
 
 class StoreLost(PeerLost):

@@ -52,6 +52,14 @@ class FlatLayout:
         """One view into ``bucket`` per tensor, in its shape."""
         return [part.view(shape) for part, shape in zip(bucket.split(self.sizes), self.shapes, strict=True)]
 
+    def moved(self, bucket: Tensor, to: FlatLayout) -> Tensor:
+        """What ``bucket`` holds, in a new one of another layout: by name, where shapes are equal; zeros elsewhere."""
+        held, new = dict(zip(self.names, self.views(bucket), strict=True)), to.empty(bucket.device)
+        for name, view in zip(to.names, to.views(new), strict=True):
+            if name in held and held[name].shape == view.shape:
+                view.copy_(held[name])
+        return new
+
     @staticmethod
     def parts(bucket: Tensor, part_bytes: int) -> list[Tensor]:
         """``bucket`` cut into consecutive pieces of at most ``part_bytes`` bytes."""

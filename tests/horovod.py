@@ -15,8 +15,10 @@ import pytest
 
 from tests.support import ROOT
 
-__all__ = ["horovod_environment", "needs_horovod", "needs_horovod_mpi", "rendezvous", "variables"]
+__all__ = ["KINDS", "horovod_environment", "needs_horovod", "needs_horovod_mpi", "rendezvous", "variables"]
 
+KINDS = "PeerLost", "HorovodFailed", "HorovodPeerLost", "HorovodTimeout"
+"""Of errors where a rank is lost."""
 INSTALLED = importlib.util.find_spec("horovod") is not None
 needs_horovod = pytest.mark.skipif(not INSTALLED, reason="Horovod is not installed: `make horovod`")
 

@@ -52,6 +52,9 @@ COMMANDS = {
     "mpirun -np 2 python examples/char_lm.py --strategy async_averaging --transport horovod --max-steps 100": (
         "tests/examples/test_horovod.py::test_char_lm_under_mpirun"
     ),
+    "python examples/parameter_server.py --mode async --max-steps 200": (
+        "tests/examples/test_parameter_server.py::test_a_short_run_learns"
+    ),
     "python examples/char_lm.py --rule diloco --sync-every 16 --max-steps 320 --compression int8": (
         "tests/examples/test_char_lm.py::test_a_short_run_ends_with_numbers_and_a_picture"
     ),
@@ -69,6 +72,9 @@ COMMANDS = {
     "torchrun --nnodes 3 --nproc-per-node 1 --rdzv-backend static --node-rank $i --master-addr host0 "
     "--master-port 29500 --max-restarts 3 train.py": (
         "tests/launch/test_torchrun.py::test_rank_0_is_killed_and_its_agent_starts_it_again_beside_the_others"
+    ),
+    "lightning-async serve --listen 10.0.0.1:29600 --num-servers 2 --secret-file secret --snapshots runs/servers": (
+        "tests/commands/test_serve.py::test_servers_are_found_serve_and_come_back_with_their_last_snapshots"
     ),
     "lightning-async checkpoint list runs/checkpoints": (
         "tests/commands/test_checkpoint.py::test_list_shows_all_that_is_there"

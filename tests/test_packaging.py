@@ -21,13 +21,14 @@ LOAD = """
 import ctypes, sys
 ctypes.CDLL("libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
 library = ctypes.CDLL(sys.argv[1])
-assert library.la_abi_version() == 2
+assert library.la_abi_version() == 3
 x = (ctypes.c_float * 3)(1, 2, 3)
 y = (ctypes.c_float * 3)(3, 2, 1)
-scalars = (ctypes.c_float * 9)(0.5)
+scalars = (ctypes.c_float * 8)(0.5)
 arrays = (ctypes.c_void_p * 2)(ctypes.addressof(x), ctypes.addressof(y))
 norms = (ctypes.c_double * 2)()
-status = library.la_cpu_flat(library.la_find(b"accumulate"), 0, arrays, ctypes.c_int64(3), scalars, norms, 2)
+count, whole = ctypes.c_int64(3), ctypes.c_int64(0)
+status = library.la_cpu_flat(library.la_find(b"accumulate"), 0, arrays, count, whole, scalars, norms, 2)
 assert status == 0 and list(y) == [3.5, 3.0, 2.5] and norms[0] == 27.5, (status, list(y), list(norms))
 assert "torch" not in sys.modules
 """

@@ -71,9 +71,10 @@ LA_EXPORT int la_cpu_use_level(const char* name) {
   return LA_BAD_ARGUMENT;
 }
 
-LA_EXPORT int la_cpu_flat(int op, int format, void* const* arrays, int64_t n, const float* scalars, double* norms,
-                          int threads) {
-  return current->kernels->flat(op, format, arrays, n, scalars, norms, threads);
+// `whole`: elements of the arrays that these are a piece of; caches are written around where those are larger.
+LA_EXPORT int la_cpu_flat(int op, int format, void* const* arrays, int64_t n, int64_t whole, const float* scalars,
+                          double* norms, int threads) {
+  return current->kernels->flat(op, format, arrays, n, whole, scalars, norms, threads);
 }
 
 LA_EXPORT int la_cpu_list(const la_segment* segments, int64_t count, float* const* buckets, int num_buckets,

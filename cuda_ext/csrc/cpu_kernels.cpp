@@ -134,11 +134,12 @@ inline __attribute__((always_inline)) void map(char* const* from, char* const* t
   for (int k = 0; k < kMaxScalars; k++) s[k] = scalars[k];
   const typename P::Stored* x = (const typename P::Stored*)from[0];
   typename P::Stored* y = (typename P::Stored*)to[0];
-  const float *in1 = (float*)from[1], *in2 = (float*)from[2], *in3 = (float*)from[3], *in4 = (float*)from[4],
-              *in5 = (float*)from[5];
-  float *out1 = (float*)to[1], *out2 = (float*)to[2], *out3 = (float*)to[3], *out4 = (float*)to[4],
-        *out5 = (float*)to[5];
-  (void)in1, (void)in2, (void)in3, (void)in4, (void)in5, (void)out1, (void)out2, (void)out3, (void)out4, (void)out5;
+#define LA_ARRAY(k)                          \
+  const float* in##k = (float*)from[k];      \
+  float* out##k = (float*)to[k];             \
+  (void)in##k, (void)out##k;
+  LA_ARRAY(1) LA_ARRAY(2) LA_ARRAY(3) LA_ARRAY(4) LA_ARRAY(5) LA_ARRAY(6) LA_ARRAY(7) LA_ARRAY(8)
+#undef LA_ARRAY
   (void)terms, (void)y, (void)x;
 #define LA_READS(k) (Op::kArrays > k && ((Op::kReads >> k) & 1u))
 #define LA_WRITES(k) (Op::kArrays > k && ((Op::kWrites >> k) & 1u))
@@ -146,18 +147,14 @@ inline __attribute__((always_inline)) void map(char* const* from, char* const* t
   for (int i = 0; i < n; i++) {
     float r[kMaxArrays] = {}, m[kMaxNorms];
     if (LA_READS(0)) r[0] = P::load(x[i]);
-    if (LA_READS(1)) r[1] = in1[i];
-    if (LA_READS(2)) r[2] = in2[i];
-    if (LA_READS(3)) r[3] = in3[i];
-    if (LA_READS(4)) r[4] = in4[i];
-    if (LA_READS(5)) r[5] = in5[i];
+#define LA_LOAD(k) if (LA_READS(k)) r[k] = in##k[i];
+    LA_LOAD(1) LA_LOAD(2) LA_LOAD(3) LA_LOAD(4) LA_LOAD(5) LA_LOAD(6) LA_LOAD(7) LA_LOAD(8)
+#undef LA_LOAD
     Op::template run<P>(r, s, m);
     if (LA_WRITES(0)) y[i] = P::store(r[0]);
-    if (LA_WRITES(1)) out1[i] = r[1];
-    if (LA_WRITES(2)) out2[i] = r[2];
-    if (LA_WRITES(3)) out3[i] = r[3];
-    if (LA_WRITES(4)) out4[i] = r[4];
-    if (LA_WRITES(5)) out5[i] = r[5];
+#define LA_STORE(k) if (LA_WRITES(k)) out##k[i] = r[k];
+    LA_STORE(1) LA_STORE(2) LA_STORE(3) LA_STORE(4) LA_STORE(5) LA_STORE(6) LA_STORE(7) LA_STORE(8)
+#undef LA_STORE
     for (int j = 0; kNorm && j < Op::kNorms; j++) terms[j][i] = m[j];
   }
   for (int j = 0; kNorm && j < Op::kNorms; j++) sums[j].add(terms[j], nullptr, n);
@@ -169,7 +166,7 @@ void chunk(void* const* arrays, int64_t start, int64_t n, const float* scalars, 
   constexpr unsigned kOnlyWritten = Op::kWrites & ~Op::kReads;
   constexpr int kLength = kOnlyWritten ? kStreamedStrip : kNorm ? kNormStrip : kPiece;
   constexpr int kFirst = sizeof(typename P::Stored);
-  alignas(64) float scratch[2][kLength];
+  alignas(64) float scratch[kOnlyWritten ? __builtin_popcount(kOnlyWritten) : 1][kLength];
   SquareSum sums[kMaxNorms];
   for (int64_t at = 0; at < n; at += kLength) {
     int m = (int)(n - at < kLength ? n - at : kLength);
@@ -178,7 +175,7 @@ void chunk(void* const* arrays, int64_t start, int64_t n, const float* scalars, 
       int width = k ? 4 : kFirst;
       from[k] = to[k] = (char*)arrays[k] + (start + at) * width;
       if (kNorm && !kOnlyWritten && ((Op::kReads >> k) & 1u)) prefetch(from[k] + kAhead * width, kLength * width);
-      if (stream && ((kOnlyWritten >> k) & 1u) && used < 2) to[k] = (char*)scratch[used++];
+      if (stream && ((kOnlyWritten >> k) & 1u)) to[k] = (char*)scratch[used++];
     }
     // the constant is worth 5% with norms
     if (kNorm && m == kLength) map<Op, P, kNorm>(from, to, kLength, scalars, sums);
@@ -216,13 +213,14 @@ void add_in_order(const double* partials, int64_t count, double* norms) {
     for (int j = 0; j < kMaxNorms; j++) norms[j] += partials[c * kMaxNorms + j];
 }
 
-int flat(int op, int format, void* const* arrays, int64_t n, const float* scalars, double* norms, int threads) {
+int flat(int op, int format, void* const* arrays, int64_t n, int64_t whole, const float* scalars, double* norms,
+         int threads) {
   if (op < 0 || op >= kCount || format < 0 || format > 2 || n < 0) return LA_BAD_ARGUMENT;
   int64_t count = chunks_of(n);
   double* partials = nullptr;
   if (norms && !(partials = (double*)malloc(sizeof(double) * kMaxNorms * (size_t)(count + 1)))) return LA_NO_MEMORY;
   Chunk run = kTable[op].run[norms != nullptr][format];
-  bool stream = 4 * n * kTable[op].arrays > stream_from_bytes();
+  bool stream = 4 * (whole > n ? whole : n) * kTable[op].arrays > stream_from_bytes();
   parallel(count, threads, [&](int64_t c) {
     int64_t start = c * LA_CHUNK, left = n - start;
     run(arrays, start, left < LA_CHUNK ? left : LA_CHUNK, scalars, norms ? partials + c * kMaxNorms : nullptr, stream);
@@ -404,7 +402,11 @@ inline __attribute__((always_inline)) void decode_block(const void* codes, float
 
 inline void decode_two_bit(const void* codes, float threshold, int64_t at, float* decoded, int m) {
   const uint8_t* from = (const uint8_t*)codes + at / 4;
-  for (int i = 0; i < m; i++) decoded[i] = two_bit_decode((from[i / 4] >> (2 * (i % 4))) & 3u, threshold);
+  alignas(64) uint8_t each[kBlock];
+  for (int j = 0; j < (m + 3) / 4; j++)
+    for (int i = 0; i < 4; i++) each[4 * j + i] = (uint8_t)((from[j] >> (2 * i)) & 3u);
+#pragma GCC ivdep
+  for (int i = 0; i < m; i++) decoded[i] = two_bit_decode(each[i], threshold);
 }
 
 struct Average {

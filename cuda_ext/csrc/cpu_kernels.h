@@ -3,7 +3,8 @@
 #include "abi.h"
 
 struct la_cpu_kernels {
-  int (*flat)(int op, int format, void* const* arrays, int64_t n, const float* scalars, double* norms, int threads);
+  int (*flat)(int op, int format, void* const* arrays, int64_t n, int64_t whole, const float* scalars, double* norms,
+              int threads);
   int (*list)(const la_segment* segments, int64_t count, float* const* buckets, int num_buckets, const float* scalars,
               double* norms, int threads);
   int (*square)(int format_a, const void* a, int format_b, const void* b, int64_t n, double* out, int threads);

@@ -93,80 +93,90 @@ struct OuterMerge {
   }
 };
 
-// scale (g + lambda g g (p - backup)): a stale gradient, corrected to first order.
-template <bool kDelay>
-LA_INLINE float stale(float g, float p, float backup, float scale, float lambda) {
-  if (kDelay) {
-    float moved = p - backup;
-    float square = g * g;
-    float term = square * moved;
-    term = lambda * term;
-    g = g + term;
-  }
-  return scale * g;
-}
+// A server's steps write what becomes of one bank of memory into another one, and with kReply the weights once more,
+// into the memory of whoever pulls.
 
-// arrays: gradient, params, momentum, [backup]                       s: lr, mu, nesterov, scale, lambda        n: g'
-template <bool kDelay>
-struct ServerSgd {
-  static constexpr int kArrays = 3 + kDelay, kNorms = 1;
-  static constexpr unsigned kReads = kDelay ? 15u : 7u, kWrites = 6u;
+// arrays: gradient, params | new params, [reply]                     s: w                        n: the new params
+template <bool kReply>
+struct ServerAdd {
+  static constexpr int kArrays = 3 + kReply, kNorms = 1;
+  static constexpr unsigned kReads = 3u, kWrites = kReply ? 12u : 4u;
   template <class P>
   LA_INLINE void run(float* r, const float* s, float* n) {
-    float g = stale<kDelay>(r[0], r[1], kDelay ? r[3] : 0.0f, s[3], s[4]);
-    momentum_step(r[1], r[2], g, s[0], s[1], s[2]);
+    float term = s[0] * r[0];
+    r[2] = r[1] + term;
+    if (kReply) r[3] = r[2];
+    n[0] = r[2];
+  }
+};
+
+// arrays: gradient, params, momentum | new params, new momentum, [reply]
+// s: lr, mu, nesterov, scale                                         n: scale g
+template <bool kReply>
+struct ServerSgd {
+  static constexpr int kArrays = 5 + kReply, kNorms = 1;
+  static constexpr unsigned kReads = 7u, kWrites = kReply ? 56u : 24u;
+  template <class P>
+  LA_INLINE void run(float* r, const float* s, float* n) {
+    float g = s[3] * r[0];
+    r[3] = r[1];
+    r[4] = r[2];
+    momentum_step(r[3], r[4], g, s[0], s[1], s[2]);
+    if (kReply) r[5] = r[3];
     n[0] = g;
   }
 };
 
-// arrays: gradient, params, worker's momentum, sum of all momenta, look-ahead (written), [backup]
-// s: lr, mu, lr * mu, -, scale, lambda                               n: g'
-template <bool kDelay>
+// arrays: gradient, params, worker's momentum, sum of all momenta | the same three, new, look-ahead, [reply: look-ahead]
+// s: lr, mu, lr * mu, scale                                          n: scale g
+template <bool kReply>
 struct ServerDana {
-  static constexpr int kArrays = 5 + kDelay, kNorms = 1;
-  static constexpr unsigned kReads = kDelay ? 47u : 15u, kWrites = 30u;
+  static constexpr int kArrays = 8 + kReply, kNorms = 1;
+  static constexpr unsigned kReads = 15u, kWrites = kReply ? 496u : 240u;
   template <class P>
   LA_INLINE void run(float* r, const float* s, float* n) {
-    float g = stale<kDelay>(r[0], r[1], kDelay ? r[5] : 0.0f, s[4], s[5]);
+    float g = s[3] * r[0];
     float decayed = s[1] * r[2];
     float m = decayed + g;
     float change = m - r[2];
-    r[3] = r[3] + change;
-    r[2] = m;
+    r[6] = r[3] + change;
+    r[5] = m;
     float step = s[0] * m;
-    r[1] = r[1] - step;
-    float ahead = s[2] * r[3];
-    r[4] = r[1] - ahead;
+    r[4] = r[1] - step;
+    float ahead = s[2] * r[6];
+    r[7] = r[4] - ahead;
+    if (kReply) r[8] = r[7];
     n[0] = g;
   }
 };
 
-// arrays: gradient, params, first moment, second moment, [backup]
-// s: step size, beta1, 1 - beta1, beta2, scale, lambda, 1 - beta2, root of the second bias correction, eps     n: g'
-template <bool kDelay>
+// arrays: gradient, params, first moment, second moment | the same three, new, [reply]
+// s: step size, beta1, 1 - beta1, beta2, 1 - beta2, root of the second bias correction, eps, scale          n: scale g
+template <bool kReply>
 struct ServerAdam {
-  static constexpr int kArrays = 4 + kDelay, kNorms = 1;
-  static constexpr unsigned kReads = kDelay ? 31u : 15u, kWrites = 14u;
+  static constexpr int kArrays = 7 + kReply, kNorms = 1;
+  static constexpr unsigned kReads = 15u, kWrites = kReply ? 240u : 112u;
   template <class P>
   LA_INLINE void run(float* r, const float* s, float* n) {
-    float g = stale<kDelay>(r[0], r[1], kDelay ? r[4] : 0.0f, s[4], s[5]);
+    float g = s[7] * r[0];
     float first = s[2] * g;
     float square = g * g;
-    float second = s[6] * square;
+    float second = s[4] * square;
     float kept = s[1] * r[2];
-    r[2] = kept + first;
+    r[5] = kept + first;
     kept = s[3] * r[3];
-    r[3] = kept + second;
-    float root = LA_SQRT(r[3]) / s[7];
-    root = root + s[8];
-    float step = r[2] / root;
+    r[6] = kept + second;
+    float root = LA_SQRT(r[6]) / s[5];
+    root = root + s[6];
+    float step = r[5] / root;
     step = s[0] * step;
-    r[1] = r[1] - step;
+    r[4] = r[1] - step;
+    if (kReply) r[7] = r[4];
     n[0] = g;
   }
 };
 
-constexpr int kMaxArrays = 6, kMaxNorms = 2, kMaxScalars = 9;
+constexpr int kMaxArrays = 9, kMaxNorms = 2, kMaxScalars = 8;
 
 }  // namespace la
 
@@ -183,9 +193,11 @@ constexpr int kMaxArrays = 6, kMaxNorms = 2, kMaxScalars = 9;
   X("accumulate", (Accumulate))                   \
   X("outer_merge", (OuterMerge<false>))           \
   X("outer_merge_sent", (OuterMerge<true>))       \
+  X("server_add", (ServerAdd<false>))             \
+  X("server_add_reply", (ServerAdd<true>))        \
   X("server_sgd", (ServerSgd<false>))             \
-  X("server_sgd_delay", (ServerSgd<true>))        \
+  X("server_sgd_reply", (ServerSgd<true>))        \
   X("server_dana", (ServerDana<false>))           \
-  X("server_dana_delay", (ServerDana<true>))      \
+  X("server_dana_reply", (ServerDana<true>))      \
   X("server_adam", (ServerAdam<false>))           \
-  X("server_adam_delay", (ServerAdam<true>))
+  X("server_adam_reply", (ServerAdam<true>))

@@ -58,7 +58,8 @@ class AdaptiveGradientAccumulation(Callback):
             ``base_batch_size`` times these ranks; what is measured is rounded to one.
         lr_scaling: :math:`f`: "linear", "sqrt", or None (default): learning rates stay as they are. Schedulers go on
             from the unscaled ones; the scaled ones exist while the optimizer steps.
-        count: what a batch counts, such as its tokens, as a number of the batch. Default: samples, as Lightning tells.
+        count: what a batch counts, such as its tokens, as a number >= 0 of the batch. Default: samples, as Lightning
+            tells.
         split_on_oom: where there is not enough memory for a batch, train on halves from then on, or less, each by a
             `training_step` of its own. Gradients stay means over samples. Not with DDP and Horovod. Default False.
 
@@ -240,11 +241,11 @@ class AdaptiveGradientAccumulation(Callback):
         self._age += 1
         batches = self._batches(self._size)
         if together:
-            return Plan(batches, batches * self._base)
+            return Plan(batches, batches * (self._base or 1.0))
         if self._by_samples:
             target = self._size / (self._unit() / self._base)
             return Plan(batches, batches * self._base if self._probe is not None else target, by_samples=True)
-        return Plan(batches, batches * samples)
+        return Plan(batches, batches * (samples or self._base or 1.0))
 
     def _decide(self, together: bool) -> None:
         if self._probe is not None:

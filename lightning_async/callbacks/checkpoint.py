@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lightning_async.arguments import check_choice, check_int, check_protocol
 from lightning_async.engine.checkpoint.recovery import STRATEGIES, candidates
 from lightning_async.engine.checkpoint.store import CheckpointStore
+from lightning_async.engine.world import World
 from lightning_async.rules.saving import (
     Adaptive,
     AnySave,
@@ -122,6 +124,8 @@ class FaultTolerantCheckpoint(Checkpoint):
             recover, busy, buffers, max_failures, good_after, best,
             save_on_exception,
         )  # fmt: skip
+        self.call_together: Callable[[], None] | None = None
+        """See `Saves`."""
         self._now: Checkpointing | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -134,8 +138,12 @@ class FaultTolerantCheckpoint(Checkpoint):
             )
         # So that `trainer.checkpoint_callback`, and what is "best", are those of the user's `ModelCheckpoint`, if any.
         trainer.callbacks = [*(each for each in trainer.callbacks if each is not self), self]
-        self._now = Checkpointing(trainer, self.settings)
+        self._now = Checkpointing(trainer, self.settings, self._call)
         self._now.install()
+
+    def _call(self) -> None:
+        if self.call_together is not None:
+            self.call_together()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Training begins.
@@ -161,6 +169,11 @@ class FaultTolerantCheckpoint(Checkpoint):
         """See `Welcoming`."""
         if self._now is not None and told:
             self._now.come(told)
+
+    def save_together(self, world: World) -> None:
+        """See `Saves`: where weights are on servers."""
+        if self._now is not None:
+            self._now.save_together()
 
     def roll_back(self, trainer: Any) -> int | None:
         """See `RollsBack`: to the newest good checkpoint."""

@@ -27,6 +27,7 @@ from lightning_async.engine.world import World
 from lightning_async.rules.divergence import Escalation, Finding, History, Relative, Remedy, Threshold
 from lightning_async.trainer.namespace import pytorch
 from lightning_async.trainer.patches import searches_lr, take_back
+from lightning_async.trainer.updates import updates_of
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback
@@ -111,6 +112,7 @@ class DivergenceMonitor(Callback):
         self._observer = Observer((), {}, history, skips=False)
         self._escalation = Escalation((), history, 0)
         self._to_skip, self._asked, self._words = 0, Remedy.NONE, ""
+        self._served = False
         self._trainer: Any = None
         self._undo: list[Callable[[], None]] = []
         self._clean_everywhere = 0
@@ -141,15 +143,17 @@ class DivergenceMonitor(Callback):
             return
         self._council, self._trainer = council_of(self, trainer), trainer
         drifting, alone = isinstance(self._council, Drifting), isinstance(self._council, Alone)
+        windows = updates_of(trainer) is not None  # replicas meet as those that drift do, and all take every step
+        self._served = bool(getattr(trainer.strategy, "served", False))  # there is one model, and each pushes by itself
         able = set(Remedy) - {Remedy.NONE} if self._remedies is None else set(self._remedies)
-        if not drifting:
+        if not drifting or windows or self._served:
             able -= _OF_REPLICAS
         if self._rollback is None or self.max_rollbacks == 0:
             able -= {Remedy.ROLL_BACK}
         self._escalation = Escalation(able, self._history, self.max_rollbacks)
         self._escalation.used[Remedy.ROLL_BACK] = self.rollbacks
         observer = Observer(self._signals, self._thresholds, self._history, Remedy.SKIP in able)
-        observer.alone = drifting or alone
+        observer.alone = (drifting and not windows) or alone
         ddp = pytorch("strategies").DDPStrategy
         observer.alike = isinstance(trainer.strategy, ddp) or hasattr(trainer.strategy, "world")
         self._observer, self._to_skip, self._asked = observer, 0, Remedy.NONE
@@ -211,12 +215,14 @@ class DivergenceMonitor(Callback):
         if wanted is not Remedy.NONE:
             self._tell(trainer, found, wanted)
         averager = getattr(trainer.strategy, "averager", None)
-        free = observer.alone and not (averager is not None and averager.ledger.synchronous)
+        in_step = averager is not None and averager.ledger.synchronous and not self._served
+        free = observer.alone and not in_step
         here = wanted <= Remedy.ALERT or (wanted is Remedy.SKIP and (observer.dropped or free))
         if here and wanted is not Remedy.NONE:
             self._escalation.note(wanted)
             self._to_skip = self.skip_batches if wanted is Remedy.SKIP and not observer.dropped else self._to_skip
-        self._asked = Remedy.NONE if here else wanted
+        kept = self._asked if isinstance(council, Drifting) else Remedy.NONE  # until all have met: not at once, maybe
+        self._asked = kept if here else max(wanted, kept)
         if self._asked is Remedy.RESET and averager is not None:
             self._fit_again()
             self._undo.append(call_unfit(averager.replica))

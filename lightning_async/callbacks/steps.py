@@ -11,6 +11,7 @@ import torch
 from lightning_async.arguments import check_choice, check_int, check_protocol
 from lightning_async.rules import Synchronous
 from lightning_async.rules.accumulation import AccumulationPolicy, Fixed, LrScaling
+from lightning_async.trainer.batch import pulls
 from lightning_async.trainer.patches import Undo, callbacks_of, replace
 
 __all__ = ["Rates", "check_arguments", "check_target", "check_trainer", "in_lockstep", "ranks_of", "show"]
@@ -21,7 +22,8 @@ log = logging.getLogger(__name__)
 def ranks_of(strategy: Any) -> int:
     """How many ranks' gradients become one before a step; of replicas that drift each steps by itself."""
     if _averages_models(strategy):
-        return int(strategy.world_size) if isinstance(strategy.schedule, Synchronous) else 1
+        together = isinstance(strategy.schedule, Synchronous) and getattr(strategy, "mode", "sync") == "sync"
+        return int(strategy.world_size) if together else 1
     kwargs = getattr(strategy, "distributed_sampler_kwargs", None) or {}
     return int(kwargs.get("num_replicas", 1))
 
@@ -78,6 +80,11 @@ def check_trainer(callback: Any, trainer: Any, module: Any) -> None:
         raise ValueError(
             f"`{name}` works with automatic optimization: with manual optimization the module decides when its "
             "optimizers step."
+        )
+    if pulls(module):
+        raise ValueError(
+            f"`{name}` must know a batch before it is trained on: `training_step(dataloader_iter)` takes it by itself. "
+            "Take `training_step(batch, batch_idx)`."
         )
     if any(other is not callback and type(other) is type(callback) for other in trainer.callbacks):
         raise ValueError(f"The Trainer has two `{name}`: one decides how long a window is.")

@@ -1,7 +1,7 @@
 """What a rank and the launcher that has started it tell each other: with whom a rank trains, and who has died.
 
     rank --- {"process": 4711, "generation": 1, "members": ["0", "2"], "imports": ["torch"], "sets": []} ---> launcher
-    rank <-- {"process": 4711, "dead": 1, "was": 4712, "how": "its process was killed by SIGKILL"} --- launcher
+    rank <-- {"process": 4711, "dead": 1, "was": 4712, "how": "its process was killed", "going": []} --- launcher
 
 The launcher hands each rank one end of a pair of sockets, and names it in a variable by its number and by what file it
 is. One message is one datagram: it is whole or not there, never waits for a reader, and, sent to one who is gone,
@@ -59,11 +59,13 @@ class Death(NamedTuple):
         rank: the number that it was started with.
         process: its number; where the rank has been started again, another one lives.
         text: how it has ended, in words that follow the rank.
+        going: ranks that are told to go while others train on, by the numbers that they were started with.
     """
 
     rank: int
     process: int
     text: str
+    going: tuple[int, ...] = ()
 
 
 class Program(NamedTuple):
@@ -118,8 +120,7 @@ def _set_by_itself() -> list[str]:
 def came_back() -> int | None:
     """How often this rank was started again while others trained on; None where it was started with all."""
     text = os.environ.get(REJOIN, "")
-    if text == _BY_TORCHRUN:
-        text = os.environ.get(_RESTARTS, "0")
+    text = os.environ.get(_RESTARTS, "0") if text == _BY_TORCHRUN else text
     return (int(text) or None) if text.isascii() and text.isdigit() else None
 
 
@@ -198,10 +199,10 @@ class Listener:
 
 def _death(message: bytes, process: int) -> Death | None:
     said = _load(message, process)
-    rank, was, how = said.get("dead"), said.get("was"), said.get("how")
-    if type(rank) is not int or type(was) is not int or not isinstance(how, str):
+    rank, was, how, going = (said.get(name) for name in ("dead", "was", "how", "going"))
+    if type(rank) is not int or type(was) is not int or not isinstance(how, str) or not isinstance(going, list):
         return None
-    return Death(rank, was, how)
+    return Death(rank, was, how, tuple(each for each in going if type(each) is int))
 
 
 def _mine() -> int:
@@ -229,13 +230,14 @@ def news(death: Death, process: int) -> bytes:
     """A message that tells a rank of another one's death.
 
     >>> news(Death(1, 4712, "its process was killed"), 4711)
-    b'{"process":4711,"dead":1,"was":4712,"how":"its process was killed"}'
+    b'{"process":4711,"dead":1,"was":4712,"how":"its process was killed","going":[]}'
 
     Args:
         death: which, and how.
         process: of the rank that is told.
     """
-    return _dump({"process": process, "dead": death.rank, "was": death.process, "how": death.text})
+    said = {"dead": death.rank, "was": death.process, "how": death.text, "going": death.going}
+    return _dump({"process": process, **said})
 
 
 def heard(message: bytes, process: int) -> tuple[int, tuple[str, ...]] | None:
@@ -252,9 +254,7 @@ def heard(message: bytes, process: int) -> tuple[int, tuple[str, ...]] | None:
     number, members = said.get("generation"), said.get("members")
     if type(number) is not int or number < 0 or not isinstance(members, list):
         return None
-    if not all(isinstance(member, str) for member in members):
-        return None
-    return number, tuple(members)
+    return (number, tuple(members)) if all(isinstance(member, str) for member in members) else None
 
 
 def program(message: bytes, process: int) -> Program | None:

@@ -156,11 +156,10 @@ class Operation(Generic[T]):
         if self.poll is None:
             self._ended.wait(max(until - time.monotonic(), 0.0))
             return
-        pause = self.poll_s / 25
         while not self._ended.is_set():
             self.poll()
             left = until - time.monotonic()
             if self._ended.is_set() or left <= 0:
                 return
+            pause = min(max(0.1 * self.elapsed_s(), self.poll_s / 25), self.poll_s)  # a tenth late, at most
             self._ended.wait(min(pause, left))
-            pause = min(pause * 1.5, self.poll_s)

@@ -81,11 +81,12 @@ class Line:
     Args:
         sock: connected; this line's from now on.
         seal: of the job.
+        silence_s: after which it is given up. Default: ten seconds.
     """
 
-    def __init__(self, sock: socket.socket, seal: Seal) -> None:
-        self._socket, self._seal, self._nonce = unshared(sock), seal.within("parcels"), ""
-        sock.settimeout(SILENCE_S)
+    def __init__(self, sock: socket.socket, seal: Seal, silence_s: float = SILENCE_S) -> None:
+        self.socket, self._seal, self._nonce = unshared(sock), seal.within("parcels"), ""
+        sock.settimeout(silence_s)
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -93,7 +94,7 @@ class Line:
         """On the keeper's side: what is said to another connection is worth nothing here."""
         nonce = secrets.token_bytes(_NONCE)
         self._nonce = nonce.hex()
-        self._socket.sendall(nonce)
+        self.socket.sendall(nonce)
 
     def hear_greeting(self) -> None:
         """On the client's side."""
@@ -101,7 +102,7 @@ class Line:
 
     def say(self, message: Mapping[str, Any]) -> None:
         sealed = self._seal.sign(self._nonce, json.dumps(dict(message)).encode())
-        self._socket.sendall(_LENGTH.pack(len(sealed)) + sealed)
+        self.socket.sendall(_LENGTH.pack(len(sealed)) + sealed)
 
     def hear(self) -> dict[str, Any]:
         (length,) = _LENGTH.unpack(self.receive(_LENGTH.size))
@@ -122,14 +123,14 @@ class Line:
         for at in range(0, len(data), _PIECE):
             piece = data[at : at + _PIECE]
             total = zlib.crc32(piece, total)
-            self._socket.sendall(piece)
+            self.socket.sendall(piece)
         self.say({"crc32": total})
 
     def receive_into(self, data: memoryview) -> None:
         """The same; what has arrived is right when this returns."""
         total, at = 0, 0
         while at < len(data):
-            if not (count := self._socket.recv_into(data[at : at + _PIECE])):
+            if not (count := self.socket.recv_into(data[at : at + _PIECE])):
                 raise ConnectionError(f"the connection ended after {at} of {len(data)} bytes")
             total, at = zlib.crc32(data[at : at + count], total), at + count
         if self.hear().get("crc32") != total:
@@ -138,7 +139,7 @@ class Line:
     def receive(self, count: int) -> bytearray:
         data, at = bytearray(count), 0
         while at < count:
-            if not (more := self._socket.recv_into(memoryview(data)[at:])):
+            if not (more := self.socket.recv_into(memoryview(data)[at:])):
                 raise ConnectionError("the connection ended")
             at += more
         return data
@@ -146,10 +147,10 @@ class Line:
     def break_off(self) -> None:
         """From any thread: what waits on this line ends now."""
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+            self.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        self._socket.close()
+        self.socket.close()
 
 
 def unshared(sock: socket.socket) -> socket.socket:

@@ -1,4 +1,4 @@
-"""The console script: ``lightning-async doctor | build-horovod | launch | checkpoint | status``."""
+"""The console script: ``lightning-async doctor | build-horovod | launch | serve | checkpoint | status``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ COMMANDS = {
     "doctor": "say what is installed, what runs, and why not something better",
     "build-horovod": "build Horovod for the installed torch (--mpi, --nccl)",
     "launch": "start the ranks of a training, on this host or on several, and see to their end",
+    "serve": "serve parameters to workers that are started elsewhere",
     "checkpoint": "list, verify, export or prune the checkpoints of a directory",
     "status": "show what the replicas of a job do while it runs",
 }

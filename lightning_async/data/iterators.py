@@ -18,6 +18,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -30,7 +31,7 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
 from lightning_async.data.random_states import Generators
-from lightning_async.data.samplers import describe
+from lightning_async.data.samplers import Given, describe
 from lightning_async.data.tape import Indices, Tape
 from lightning_async.data.workers import Carried, Carrier, Start, stateful
 
@@ -66,7 +67,7 @@ class Here:
         self.tape = Tape(self._drawing)
         self._loader = loader
         told = self.start.get("share") or {}
-        self.given: list[int] | None = told["indices"].tolist() if told.get("kind") == "given" else None
+        self.given: Tensor | None = told["indices"] if told.get("kind") == "given" else None
         self._before: Position | None = None
         local = not getattr(loader, "num_workers", 0)
         self._dataset = loader.dataset if local and stateful(loader.dataset) else None
@@ -105,7 +106,7 @@ class Here:
         """What the loader takes its indices from."""
         if self.given is None:
             return self._loader._index_sampler
-        return BatchSampler(self.given, self._loader.batch_size, self._loader.drop_last)
+        return BatchSampler(Given(self.given), self._loader.batch_size, self._loader.drop_last)
 
     def _now(self, random: bool) -> Position:
         return {

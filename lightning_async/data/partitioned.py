@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -46,6 +46,11 @@ class _Place:
             if size in os.environ and rank in os.environ:
                 return tuple(map(str, range(int(os.environ[size])))), int(os.environ[rank])
         return ("0",), 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a process that is started anew, and cannot ask who it belongs to: a worker of a loader."""
+        members, rank = self.known()
+        return {"members": members, "rank": rank}
 
 
 class _Numbered:
@@ -133,7 +138,7 @@ class PartitionedStream(_Numbered, IterableDataset[Any]):
         num_replicas, rank: as of `PartitionedSampler`.
 
     Raises:
-        TypeError: ``partition`` is none, or none of streams.
+        TypeError: ``partition`` is none, or none of streams; ``stream`` is a generator, which ends with an epoch.
         ValueError: as of `PartitionedSampler`.
 
     >>> [list(PartitionedStream(range(5), num_replicas=2, rank=rank)) for rank in (0, 1)]
@@ -147,6 +152,11 @@ class PartitionedStream(_Numbered, IterableDataset[Any]):
         num_replicas: int | None = None,
         rank: int | None = None,
     ) -> None:
+        if isinstance(stream, Generator):
+            raise TypeError(
+                f"`PartitionedStream(stream={stream!r})` must begin anew with every epoch, as an "
+                "IterableDataset does: of a generator the second epoch would be empty."
+            )
         self.stream, self.partition = stream, Random() if partition is None else partition
         check_protocol("PartitionedStream", "partition", self.partition, Partition, "a partition such as Random()")
         self.partition.dealer(("0",))

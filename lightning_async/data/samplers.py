@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _DatasetKind
 
 from lightning_async.data.partitioned import PartitionedSampler
 
-__all__ = ["Division", "deal", "deal_steps", "describe", "divide", "in_the_last_step", "rest", "share"]
+__all__ = ["Division", "Given", "deal", "deal_steps", "describe", "divide", "in_the_last_step", "rest", "share"]
 
 Position = dict[str, Any]
 Division = Callable[[list[int], int, int, int], list[int]]
 """One rank's part of what is left: of these indices, for this rank of so many, in batches of this size."""
+_AT_ONCE = 4096
 
 
-def describe(loader: Any, given: list[int] | None) -> dict[str, Any] | None:
+class Given:
+    """Samples these indices, in this order: made to be numbers as they are asked for, as all wait for the first."""
+
+    def __init__(self, indices: Tensor) -> None:
+        self._indices = indices
+
+    def __iter__(self) -> Iterator[int]:
+        for part in self._indices.split(_AT_ONCE):
+            yield from part.tolist()
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+
+def describe(loader: Any, given: Tensor | None) -> dict[str, Any] | None:
     """Which indices a loader takes in this epoch, in plain values; None where that cannot be told without it.
 
     Args:
@@ -29,14 +45,14 @@ def describe(loader: Any, given: list[int] | None) -> dict[str, Any] | None:
     sampler = loader.sampler
     if loader._dataset_kind == _DatasetKind.Iterable or type(loader.batch_sampler) is not BatchSampler:
         return None
-    if given is None and isinstance(sampler, PartitionedSampler):
-        given = sampler.indices()  # a partition may be a function, which cannot be told
+    if given is None and isinstance(sampler, PartitionedSampler):  # its partition may be a function: not to be told
+        given = torch.tensor(sampler.indices(), dtype=torch.int64)
     if given is None and type(sampler) not in (DistributedSampler, RandomSampler, SequentialSampler):
         return None
     batches = loader.batch_sampler
     common = {"length": len(loader.dataset), "batch_size": batches.batch_size, "full_batches": batches.drop_last}
     if given is not None:
-        return {**common, "kind": "given", "indices": torch.tensor(given, dtype=torch.int64)}
+        return {**common, "kind": "given", "indices": given}
     if type(sampler) is DistributedSampler:
         names = ("num_replicas", "rank", "shuffle", "seed", "drop_last")
         return {**common, "kind": "distributed", "epoch": sampler.epoch, **{n: getattr(sampler, n) for n in names}}

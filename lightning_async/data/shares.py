@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,10 @@ from torch.utils.data import DataLoader
 from lightning_async.data.samplers import describe
 from lightning_async.data.workers import stateful
 
-__all__ = ["Batches", "Share", "before", "distributed", "inherited", "told_of", "unheard"]
+__all__ = ["Batches", "Dealt", "Joined", "Share", "before", "distributed", "inherited", "joined", "told_of", "unheard"]
+
+Joined = Mapping[Any, tuple[list[Tensor], Tensor]]
+"""Indices one behind the other, by where those lie that they were made of, which are kept, too."""
 
 
 class Share(NamedTuple):
@@ -91,10 +94,10 @@ class Batches(NamedTuple):
     lengths: list[Tensor]
 
     @classmethod
-    def of(cls, shares: Iterable[tuple[Share, int]]) -> Batches:
+    def of(cls, shares: Iterable[tuple[Share, int]], already: Joined | None = None) -> Batches:
         """Of each share those from the batch with this number on; without what a sampler repeats to even ranks out."""
         cut = [found for each, begin in shares if (found := _columns(each, begin))]
-        columns = [_join(column) for column in zip(*cut, strict=True)]
+        columns = [_join(column, already or {}) for column in zip(*cut, strict=True)]
         if not columns:
             return cls([], [], [])
         kept = torch.stack([lengths for _, _, lengths in columns]).any(0)
@@ -106,13 +109,51 @@ class Batches(NamedTuple):
     def take(self, column: int, numbers: Tensor) -> Tensor:
         """The indices of one loader's batches with these numbers."""
         starts, lengths = self.starts[column][numbers], self.lengths[column][numbers]
+        size = int(lengths.max()) if len(lengths) else 0
+        if bool((lengths == size).all()):  # the same, sooner
+            return self.indices[column][(starts[:, None] + torch.arange(size)).reshape(-1)]
         before = lengths.cumsum(0) - lengths
         return self.indices[column][
             torch.repeat_interleave(starts - before, lengths) + torch.arange(int(lengths.sum()))
         ]
 
 
-def inherited(shares: Iterable[tuple[Share, int]], takers: Mapping[str, int]) -> dict[str, Share]:
+class Dealt(Mapping[str, Share]):
+    """Batches dealt out, by who has which: each share is made when it is looked at, as all ranks wait for their own.
+
+    Args:
+        left: all of these batches.
+        takers: by name, the number of the batch that each would train on next.
+        like: the loaders of one whose batches some of them were.
+    """
+
+    def __init__(self, left: Batches, takers: Mapping[str, int], like: list[tuple[dict[str, Any] | None, int]]) -> None:
+        self._left, self._like = left, like
+        self._takers = {name: (i, first) for i, (name, first) in enumerate(takers.items()) if len(left) > i}
+        self._every, self._made = len(takers), dict[str, Share]()
+
+    def __getitem__(self, name: str) -> Share:
+        if name not in self._made:  # by two threads at once, at worst: they make the same
+            number, first = self._takers[name]
+            mine = torch.arange(number, len(self._left), self._every)
+            self._made[name] = _given(self._left, mine, first, self._like)
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._takers)
+
+    def __len__(self) -> int:
+        return len(self._takers)
+
+
+def joined(shares: Iterable[Share]) -> Joined:
+    """What `inherited` has to put together of these, however much of each is left."""
+    cut = [found for each in shares if each.is_known and (found := _columns(each, each.first))]
+    found = [[indices for indices, _, _ in column] for column in zip(*cut, strict=True)]
+    return {_places(indices): (indices, torch.cat(indices)) for indices in found}
+
+
+def inherited(shares: Iterable[tuple[Share, int]], takers: Mapping[str, int], already: Joined | None = None) -> Dealt:
     """What is left of lost ranks' shares, dealt out by whole batches: each once, a taker has one more than another.
 
     >>> told = {"kind": "given", "length": 9, "batch_size": 2, "indices": torch.arange(9)}
@@ -123,14 +164,10 @@ def inherited(shares: Iterable[tuple[Share, int]], takers: Mapping[str, int]) ->
     Args:
         shares: of those that are lost, each with the number of the first batch that is in no agreement.
         takers: by name, the number of the batch that each would train on next.
+        already: what was `joined` beforehand.
     """
     known = [(each, begin) for each, begin in shares if each.is_known]
-    left, loaders = Batches.of(known), known[0][0].loaders if known else []
-    return {
-        name: _given(left, torch.arange(number, len(left), len(takers)), first, loaders)
-        for number, (name, first) in enumerate(takers.items())
-        if len(left) > number
-    }
+    return Dealt(Batches.of(known, already), takers, known[0][0].loaders if known else [])
 
 
 def before(one: Share, others: Iterable[Share]) -> Share:
@@ -177,11 +214,16 @@ def _cut(told: dict[str, Any], count: int, numbers: range, cycles: bool) -> tupl
     return indices, starts, lengths
 
 
-def _join(columns: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+def _places(indices: Sequence[Tensor]) -> Any:
+    return tuple((each.data_ptr(), each.stride(), len(each)) for each in indices)
+
+
+def _join(columns: Sequence[tuple[Tensor, Tensor, Tensor]], already: Joined) -> tuple[Tensor, Tensor, Tensor]:
     indices, starts, lengths = (list(each) for each in zip(*columns, strict=True))
     before = itertools.accumulate(map(len, indices), initial=0)
     starts = [each + behind for each, behind in zip(starts, before, strict=False)]
-    return torch.cat(indices), torch.cat(starts), torch.cat(lengths)
+    _, all_ = already.get(_places(indices)) or ([], torch.cat(indices))
+    return all_, torch.cat(starts), torch.cat(lengths)
 
 
 def _given(left: Batches, mine: Tensor, first: int, like: list[tuple[dict[str, Any] | None, int]]) -> Share:
@@ -189,11 +231,11 @@ def _given(left: Batches, mine: Tensor, first: int, like: list[tuple[dict[str, A
     sizes = [told["batch_size"] for told, _ in like if told is not None]
     columns = [lengths[mine] == size for lengths, size in zip(left.lengths, sizes, strict=True)]
     full = torch.stack(columns).all(0)
-    ordered = torch.cat([mine[full], mine[~full]])
+    parts = mine[full], mine[~full]
     loaders: list[tuple[dict[str, Any] | None, int]] = []
     for column, (told, _) in enumerate(like):
         assert told is not None
-        indices = left.take(column, ordered)
+        indices = torch.cat([left.take(column, part) for part in parts])
         given = {
             "kind": "given", "length": told["length"], "batch_size": told["batch_size"], "indices": indices,
         }  # fmt: skip

@@ -44,6 +44,11 @@ class Message:
     step: int
     place: float = field(default=0.0, kw_only=True)
 
+    @property
+    def ready(self) -> bool:
+        """Whether headers may speak of it. Under the lock."""
+        return True
+
 
 class Kind(Protocol):
     """One kind of round. All calls come on the engine's thread."""
@@ -90,6 +95,7 @@ class Exchange:
         exchange_s: moving and committing the payload.
         mark: the checkpoint that belongs to it, if one does.
         places: by name, how far the data of each rank that takes part has gone into it.
+        void: nobody commits it, as all have heard while it moved.
     """
 
     id: int
@@ -101,6 +107,7 @@ class Exchange:
     exchange_s: float = 0.0
     mark: Mark | None = None
     places: dict[str, float] = field(default_factory=dict)
+    void: bool = False
 
 
 class Owner(enum.Enum):
@@ -125,6 +132,8 @@ class Buckets:
         self.announced = False
         """A header is under way."""
         self.message: Message | None = None
+        self.offered: Message | None = None
+        """The message that the header under way speaks of."""
         self.arrived: Any = None
         """A committed exchange whose result the training thread has yet to take."""
         self.at_target = True
@@ -200,7 +209,13 @@ class Buckets:
         """A header is composed: the message that goes with it. Under the lock, when the training thread has let go."""
         assert self.owner is not Owner.TRAINING, self.owner
         self.announced = True
-        return self.message if self.arrived is None else None
+        self.offered = self.message if self.arrived is None and self.has_message else None
+        return self.offered
+
+    @property
+    def has_message(self) -> bool:
+        """Whether there is one that headers may speak of. Under the lock."""
+        return self.message is not None and self.message.ready
 
     def claim(self) -> None:
         """Payload is to move: they are the engine's, unless the training thread has yet to take a result."""

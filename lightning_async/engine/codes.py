@@ -32,6 +32,9 @@ class CompressedMean:
     parameters and is part of its next message. That is error feedback without a buffer for the error: the mean over
     replicas moves as if nothing had been rounded, and nothing has to be kept in step when a round fails.
 
+    What has no parameters to stay in, as gradients, has a buffer of its own for the error: with a ``residual`` the
+    message is left as it is, and all that was not delivered is in there afterwards.
+
     Up to four ranks every rank gathers all messages and averages them. Beyond, each rank receives its part of all
     messages, averages that, encodes it again for all, and owes its part's rounding error to the next round; a gate,
     which moves what replicas are, ends that debt.
@@ -78,54 +81,70 @@ class CompressedMean:
         """Elements of each rank's part of ``numel``: whole blocks."""
         return ops.blocks(-(-numel // self.world_size)) * ops.BLOCK
 
-    def move_(self, out: Tensor, message: Tensor | None, weights: Sequence[float]) -> Tensor:
+    def move_(
+        self, out: Tensor, message: Tensor | None, weights: Sequence[float], residual: Tensor | None = None
+    ) -> Tensor:
         """The weighted mean of all ranks' messages into ``out``, the same bits everywhere.
 
         Args:
             out: flat fp32; overwritten.
-            message: this rank's, flat fp32, finite; overwritten by what its codes decode to. None: it has none.
+            message: this rank's, flat fp32, finite; overwritten by what its codes decode to. None: it has none. With a
+                residual it is left as it is, and may be ``out``.
             weights: every rank's; zero for one without a message.
+            residual: what goes with the message; becomes what of both, and of this rank's part of the means, is yet to
+                be delivered. With weights of 1, sum and residuals together are what they were.
 
         Returns:
-            What `owed` becomes when the round commits.
+            What `owed` becomes when the round commits; with a residual nothing is owed.
         """
         shares = torch.tensor(weights, dtype=torch.float32, device=out.device)
         owed, start = self.owed.clone(), 0
         for i, part in enumerate(FlatLayout.parts(out, 4 * self._part)):
-            mine = None if message is None else message[i * self._part :][: len(part)]
+            here = slice(i * self._part, i * self._part + len(part))
+            mine, rest = (None if each is None else each[here] for each in (message, residual))
             if self._gathered:
-                self._average(part, mine, shares)
+                self._average(part, mine, shares, rest)
             else:
                 width = self._width(len(part))
-                self._average_by_columns(part, mine, shares, owed[start : start + width])
+                debt = owed[start : start + width]
+                self._average_by_columns(part, mine, shares, debt, rest)
+                if rest is not None:
+                    columns = rest[self._collectives.rank * width :][:width]
+                    columns.add_(debt[: len(columns)])
+                    debt.zero_()
                 start += width
         return owed
 
-    def _average(self, part: Tensor, message: Tensor | None, shares: Tensor) -> None:
+    def _average(self, part: Tensor, message: Tensor | None, shares: Tensor, residual: Tensor | None) -> None:
         """Everyone gathers all messages and averages them."""
-        self._encode(part, message, len(part))
+        self._encode(part, message, len(part), residual)
         peers = self._received.rows(self.world_size, len(part))
         self._move(self._collectives.all_gather, self._sent.row(len(part)), peers)
         ops.dequantize_average_(part, *peers, shares)
 
-    def _average_by_columns(self, part: Tensor, message: Tensor | None, shares: Tensor, owed: Tensor) -> None:
+    def _average_by_columns(
+        self, part: Tensor, message: Tensor | None, shares: Tensor, owed: Tensor, residual: Tensor | None
+    ) -> None:
         """Each rank averages its own columns of all messages, and everyone gathers the averages."""
         width = len(owed)
-        self._encode(part, message, self.world_size * width)
+        self._encode(part, message, self.world_size * width, residual)
         peers, average = self._received.rows(self.world_size, width), self._sent.row(width)
         self._move(self._collectives.all_to_all, self._sent.rows(self.world_size, width), peers)
         ops.requantize_average_(*average, owed, *peers, shares)
         self._move(self._collectives.all_gather, average, peers)
         ops.dequantize_average_(part, *self._received.rows(1, len(part)), self._own)
 
-    def _encode(self, part: Tensor, message: Tensor | None, room: int) -> None:
-        """The first ``room`` codes, of the message and then zeros; the message becomes what they decode to."""
+    def _encode(self, part: Tensor, message: Tensor | None, room: int, residual: Tensor | None) -> None:
+        """The first ``room`` codes, of the message and then zeros; without a residual the message becomes what they
+        decode to."""
         numel = len(part) if message is not None else 0
         codes, scales = self._sent.row(room)
         codes[numel:].view(torch.uint8).zero_()
         if scales is not None:
             scales[ops.blocks(numel) :].zero_()
-        if message is not None:
+        if message is not None and residual is not None:
+            ops.quantize_(*self._sent.row(numel), message, residual)
+        elif message is not None:
             ops.quantize_(*self._sent.row(numel), message, part.zero_())
             ops.dequantize_average_(message, *self._sent.rows(1, numel), self._own)
 

@@ -62,7 +62,7 @@ class ControlPlane:
     ) -> None:
         self.mailbox = Mailbox()
         self.buckets = Buckets(replica, self.mailbox)
-        self.membership, self.now, self._calls = membership, now, calls
+        self.membership, self.now, self.deadlines, self._calls = membership, now, deadlines, calls
         roots = (collectives, payload or collectives)
         small, large = forks or forks_of(*roots, deadlines)
         self.transfer = Transfer(small, large, self.mailbox, membership, deadlines.payload, part_bytes, now)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 import torch
@@ -34,14 +35,12 @@ def digest(tensors: Iterable[Tensor]) -> int:
     >>> digest([torch.tensor([0.0])]) == digest([torch.tensor([-0.0])])
     False
     """
-    weights: dict[torch.device, Tensor] = {}
-    return _combined([block for tensor in tensors for block in _blocks(tensor, weights)])
+    return _combined([block for tensor in tensors for block in _blocks(tensor)])
 
 
 def digests(tensors: Iterable[Tensor]) -> list[int]:
     """The `digest` of each tensor alone."""
-    weights: dict[torch.device, Tensor] = {}
-    return [_combined(_blocks(tensor, weights)) for tensor in tensors]
+    return [_combined(_blocks(tensor)) for tensor in tensors]
 
 
 def is_finite(tensors: Iterable[Tensor]) -> bool:
@@ -57,13 +56,21 @@ def all_finite(tensors: Iterable[Tensor]) -> Tensor:
     return torch.stack(on_gpu).all() & on_cpu if on_gpu else on_cpu
 
 
-def _blocks(tensor: Tensor, weights: dict[torch.device, Tensor]) -> list[Tensor]:
+@functools.cache
+def _weights(device: torch.device) -> Tensor:
+    """Odd numbers of 31 bits: times a word of 32 bits they fit an int64. 2 MiB, kept: all ranks wait at gates for what
+    is compared there."""
+    weights = (torch.arange(_BLOCK, device=device) * 2_654_435_761 + 40_503) % 2_147_483_647 | 1
+    if device.type == "cuda":  # other threads use it on other streams
+        torch.cuda.current_stream(device).synchronize()
+    return weights
+
+
+def _blocks(tensor: Tensor) -> list[Tensor]:
     flat = real(tensor.detach()).contiguous().reshape(-1)
     words = flat.view(_WORDS[flat.element_size()])
-    if words.device not in weights:  # odd numbers of 31 bits: times a word of 32 bits they fit an int64
-        places = torch.arange(_BLOCK, device=words.device)
-        weights[words.device] = (places * 2_654_435_761 + 40_503) % 2_147_483_647 | 1
-    return [(part * weights[words.device][: len(part)]).sum() for part in words.split(_BLOCK) if len(part)]
+    weights = _weights(words.device)
+    return [(part * weights[: len(part)]).sum() for part in words.split(_BLOCK) if len(part)]
 
 
 def _combined(blocks: list[Tensor]) -> int:

@@ -50,6 +50,8 @@ class Gates:
         """Whether the model had changed, on any rank, between the last two gates."""
         self.coming = Gate.NONE
         """Where the training thread is about to stand, stands, or stood last."""
+        self.waited_s = 0.0
+        """How long the training thread has stood still for others, at gates and elsewhere."""
         self._at_gate = True
         """No batch has begun since the last gate, or since training began."""
 
@@ -64,7 +66,7 @@ class Gates:
         no bit: where no rank has moved since the last one, nothing is exchanged.
         """
         box, now = self._box, self._control.now
-        started = now()
+        started, waited_s = now(), self.waited_s
         self._leave()
         self.coming = gate
         for visitor in self._visitors:
@@ -95,6 +97,7 @@ class Gates:
             with box.changed:
                 box.gate = Gate.NONE
                 box.last_seen = now()
+                self.waited_s = waited_s + now() - started
                 for visitor in self._visitors:
                     visitor.go(now() - started)
 
@@ -114,8 +117,10 @@ class Gates:
 
     def wait(self, condition: Callable[[], bool]) -> None:
         """Stand still until the engine's thread has made ``condition`` true; its failures end the wait."""
+        started = self._control.now()
         with self._box.changed:
             self._box.wait(condition, self._control.see)
+        self.waited_s += self._control.now() - started
 
     def vote(self, vote: Vote) -> None:
         """Ask every rank for this."""
@@ -152,6 +157,14 @@ class Gates:
         with self._box.changed:
             self._box.loss = loss
 
+    def tell_pace(self, pace: tuple[float, ...]) -> None:
+        """What headers say of this replica's speed, see `Header`."""
+        speeds, name = self.speeds, self.name
+        with self._box.changed:
+            self._box.pace = pace
+            if name in speeds and all(speeds.values()):
+                self._box.speed = speeds[name] / max(speeds.values())
+
     def tell_place(self, place: float) -> None:
         """How far this replica is in its data with the step that follows; goes with the next message."""
         with self._box.changed:
@@ -177,6 +190,25 @@ class Gates:
     def losses(self) -> tuple[float, ...]:
         """Every replica's, as the last header told it."""
         return self._box.losses
+
+    @property
+    def paces(self) -> dict[str, tuple[float, ...]]:
+        """By name, what every rank has said of its speed in the last header."""
+        members = self._control.membership.generation.members
+        with self._box.changed:
+            paces = self._box.paces
+        return dict(zip(members, paces, strict=True)) if len(members) == len(paces) else {}
+
+    @property
+    def speeds(self) -> dict[str, float]:
+        """By name, every rank's batches per second, as said in the last header; 0.0 where they are not known."""
+        return {name: 1.0 / taken if (taken := sum(pace[:3])) > 0.0 else 0.0 for name, pace in self.paces.items()}
+
+    @property
+    def opened(self) -> int:
+        """How many have opened for this rank."""
+        with self._box.changed:
+            return self._box.num_opened
 
     @property
     def agreed(self) -> Vote:

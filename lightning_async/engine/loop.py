@@ -111,10 +111,8 @@ class Loop:
         box = self._box
         with box.changed:
             while not box.closing:
-                if self._has_cause():
+                if self._has_cause() or box.trouble is not None:  # `_serve` meets that again, where it is handled
                     return True
-                if box.trouble is not None:
-                    return True  # `_serve` meets it again, where it is handled
                 box.changed.wait(1.0)
                 try:
                     self._membership.check()
@@ -126,7 +124,7 @@ class Loop:
         box, buckets = self._box, self._buckets
         if buckets.owner is Owner.TRAINING or (buckets.arrived is not None and not self._is_stalled()):
             return False  # the training thread uses them, or is about to
-        return buckets.message is not None or box.gate is not Gate.NONE or self._membership.bell >= self.seq
+        return buckets.has_message or box.gate is not Gate.NONE or self._membership.bell >= self.seq
 
     def _is_stalled(self) -> bool:
         """Whether the training thread has been silent for so long that nobody need wait for it. Under the lock."""
@@ -190,6 +188,7 @@ class Loop:
             saved=box.saved,
             loss=box.loss,
             place=box.place if message is None else message.place,
+            pace=box.pace,
         )
 
     def _note(self, verdict: Verdict, mine: Header, headers: Sequence[Header]) -> None:
@@ -199,7 +198,8 @@ class Loop:
         self._some_silent = any(h.excused and h.gate is Gate.NONE for h in headers)
         with box.changed:
             box.mean_steps, box.steps_then = sum(h.clock for h in headers) / len(headers), mine.clock
-            box.samples_by_rank, box.losses = zip(*((h.samples, h.loss) for h in headers), strict=True)
+            told = ((h.samples, h.loss, h.pace) for h in headers)
+            box.samples_by_rank, box.losses, box.paces = zip(*told, strict=True)
             votes = common.votes.lasting if verdict.opens or common.late else common.votes
             box.agreed |= votes & ~Vote.SAVE  # which the engine's threads carry out
             if verdict.opens or (common.late and box.num_opened < max(h.opened for h in headers)):
@@ -232,6 +232,8 @@ class Loop:
             members = self._membership.generation.members
             exchange.mark, exchange.places = mark_of(headers, members), places_of(headers, members)
         kind.move(exchange)
+        if exchange.void:
+            return
         exchange.exchange_s = self._now() - started  # what is known, should the answer to the commit be lost
         self._to(Stage.COMMIT)
         self.prepared = exchange
@@ -282,17 +284,12 @@ class Loop:
         self._membership.ring(self.seq)
 
     def _to(self, stage: Stage) -> None:
-        assert stage in _NEXT[self.stage] or stage is Stage.FAILED, f"{self.stage} -> {stage}"
+        done = stage in (Stage.IDLE, Stage.FAILED)  # there may be nothing to exchange, or to commit
+        assert done or stage is _NEXT.get(self.stage), f"{self.stage} -> {stage}"
         self.stage = stage
 
 
-_NEXT = {
-    Stage.IDLE: {Stage.HEADER},
-    Stage.HEADER: {Stage.PAYLOAD, Stage.IDLE},
-    Stage.PAYLOAD: {Stage.COMMIT},
-    Stage.COMMIT: {Stage.IDLE},
-    Stage.FAILED: {Stage.IDLE},
-}
+_NEXT = {Stage.IDLE: Stage.HEADER, Stage.HEADER: Stage.PAYLOAD, Stage.PAYLOAD: Stage.COMMIT}
 
 
 def _first_seq(generation: int) -> int:

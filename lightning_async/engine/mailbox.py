@@ -41,6 +41,10 @@ class Mailbox:
     """Of the last batch; infinite where it is not known."""
     place: float = 0.0
     """How far it is in its data, with the batches that its steps are of: a number that only grows."""
+    pace: tuple[float, ...] = (0.0,) * 4
+    """What a batch takes of its own time of late: seconds for data, compute and communication; and its samples."""
+    speed: float = 1.0
+    """Its batches per second, over those of the fastest; 1.0 while some are not known."""
     last_seen: float = 0.0
     """When the training thread was last heard of."""
     stop_requested: bool = False
@@ -78,6 +82,8 @@ class Mailbox:
     samples_by_rank: tuple[float, ...] = ()
     """Samples that every replica had seen at the last header."""
     losses: tuple[float, ...] = ()
+    """Every replica's, at the last header."""
+    paces: tuple[tuple[float, ...], ...] = ()
     """Every replica's, at the last header."""
     mean_steps: float = 0.0
     """Optimizer steps per replica, on average over all, at the last header."""

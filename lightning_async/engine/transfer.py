@@ -103,10 +103,10 @@ class Transfer:
         """All ranks' rows, with the deadline of a payload."""
         return self.result(self.small.all_gather(row))
 
-    def largest_(self, flat: Tensor) -> None:
-        """The largest of all ranks' numbers on the CPU, element by element."""
+    def largest_(self, flat: Tensor, late: bool = False) -> None:
+        """The largest of all ranks' numbers on the CPU, element by element; ``late``: with no deadline, as `meet`."""
         for part in FlatLayout.parts(flat, self.part_bytes):
-            self.result(self.small.all_reduce(part, ReduceOp.MAX))
+            self._wait(self.small.all_reduce(part, ReduceOp.MAX), None if late else self._deadline, None)
 
     # ---- payloads ----
 

@@ -4,23 +4,40 @@ from __future__ import annotations
 
 import logging
 import pickle
+import zlib
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from lightning_async.comm.frames import decode, encode
 from lightning_async.comm.protocols import Collectives, ReduceOp
+from lightning_async.comm.reductions import as_bytes, sum_rows
 from lightning_async.engine.calls import Calls
-from lightning_async.errors import GateMismatch
+from lightning_async.errors import CollectiveError, GateMismatch
 
-__all__ = ["World"]
+__all__ = ["Packed", "World", "packed"]
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-_TEXT_BYTES = 128
+_ROW_BYTES, _TEXT_BYTES, _DATA_AT = 2048, 128, 160
+"""What each rank shows of an operation: which one it is, three numbers, and the first bytes of its data."""
+_ROOM = _ROW_BYTES - _DATA_AT
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+class Packed(NamedTuple):
+    """An object as bytes.
+
+    Args:
+        data: these.
+        is_pickle: what they are.
+    """
+
+    data: Tensor
+    is_pickle: bool
 
 
 class World:
@@ -30,8 +47,9 @@ class World:
     deadlock where they take unequal numbers of steps. Then every operation answers with this rank's own value
     and says so once.
 
-    Before each operation the ranks compare what they are about to do: where one came for something else (it logged
-    other metrics, say), all get an error that names both, instead of a hang.
+    With each operation the ranks compare what they are about to do: where one came for something else (it logged
+    other metrics, say), all get an error that names both, instead of a hang. What is short goes along with that, in one
+    exchange.
 
     Args:
         collectives: a communicator of its own, for CPU tensors.
@@ -51,6 +69,10 @@ class World:
         self._collectives = collectives
         self.calls = Calls(collectives, check, deadline, blame)
         self._warned: set[str] = set()
+
+    def follow(self, before: World) -> None:
+        """This rank had that one until now: what it was warned of there it has heard."""
+        self._warned = before._warned
 
     @property
     def rank(self) -> int:
@@ -108,12 +130,16 @@ class World:
         if mean and not buffer.is_floating_point():
             buffer = buffer.to(torch.float64)
         op_ = {"min": ReduceOp.MIN, "max": ReduceOp.MAX}.get(kind, ReduceOp.SUM)
+        what = f"reduce({kind}) of shape {tuple(tensor.shape)}, {tensor.dtype}"
 
         def reduce() -> Tensor:
-            self._compare(f"reduce({kind}) of shape {tuple(tensor.shape)}, {tensor.dtype}")
             if kind == "product":
-                return self._gather(buffer).prod(dim=0)
-            out = self.calls(f"reduce({kind})", lambda c: c.all_reduce(buffer.clone(), op_))
+                return self._tell_rows(what, buffer).prod(dim=0)
+            if buffer.nbytes <= _ROOM:
+                out = sum_rows(self._tell_rows(what, buffer), op_)
+            else:
+                self._compare(what)
+                out = self.calls(f"reduce({kind})", lambda c: c.all_reduce(buffer.clone(), op_))
             return out / self.calls.last.world_size if mean else out
 
         out = self.in_one_generation(reduce)
@@ -128,44 +154,50 @@ class World:
             )
         if sync_grads and tensor.requires_grad:
             return _GatherWithGrad.apply(tensor, self)
-        mine = _to_cpu(tensor)
-
-        def gather() -> Tensor:
-            self._compare(f"all_gather of shape {tuple(tensor.shape)}, {tensor.dtype}")
-            return self._gather(mine)
-
-        return self.in_one_generation(gather).to(tensor.device)
+        mine, what = _to_cpu(tensor), f"all_gather of shape {tuple(tensor.shape)}, {tensor.dtype}"
+        return self.in_one_generation(lambda: self._tell_rows(what, mine)).to(tensor.device)
 
     def gather_uneven(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's tensor; shapes may differ in size, not in number of dimensions."""
         if self.world_size == 1 or self.drifting:
             return [tensor]
-        mine = tensor.detach().cpu()
-
-        def gather() -> list[Tensor]:
-            self._compare(f"gather of {tensor.ndim} dimensions, {tensor.dtype}")
-            shapes = self._gather(torch.tensor([*tensor.shape], dtype=torch.int64)).tolist() if tensor.ndim else []
-            padded = torch.zeros([max(sizes) for sizes in zip(*shapes, strict=True)], dtype=tensor.dtype)
-            padded[tuple(slice(n) for n in tensor.shape)] = mine
-            rows = self._gather(padded)
-            shapes = shapes or [[]] * len(rows)
-            return [row[tuple(slice(n) for n in sizes)] for row, sizes in zip(rows, shapes, strict=True)]
-
-        return [row.to(tensor.device) for row in self.in_one_generation(gather)]
+        mine, sizes = _to_cpu(tensor), torch.tensor([*tensor.shape], dtype=torch.int64)
+        data, behind = torch.cat([as_bytes(sizes), as_bytes(mine)]), sizes.nbytes
+        what = f"gather of {tensor.ndim} dimensions, {tensor.dtype}"
+        rows = self.in_one_generation(lambda: self._tell(what, data))
+        shapes = [row[:behind].clone().view(torch.int64).tolist() for row in rows]
+        values = [row[behind:].clone().view(tensor.dtype) for row in rows]
+        return [row.view(shape).to(tensor.device) for row, shape in zip(values, shapes, strict=True)]
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """Rank ``src``'s object: plain values and tensors as they are, others of Lightning's and the user's pickled."""
+        """Rank ``src``'s object: plain values and tensors as they are, others of Lightning's and the user's pickled.
+
+        Args:
+            obj: it, or it `packed`.
+            src: whose it is.
+
+        Raises:
+            CollectiveError: other bytes have come than were sent.
+        """
         if self._is_local("broadcast", "returns this replica's own object"):
             return obj
 
         def broadcast() -> tuple[Tensor, bool]:
-            self._compare(f"broadcast from rank {src}")
-            is_source, data, pickled = self.rank == src, torch.empty(0, dtype=torch.uint8), False
+            is_source, data, pickled = self.rank == src, _NOTHING, False
             if is_source:
-                data, pickled = _encoded(obj)
-            size, pickled = self._gather(torch.tensor([data.numel(), pickled]))[src].tolist()
-            room = data if is_source else torch.empty(size, dtype=torch.uint8)
-            return self.calls("broadcast", lambda c: c.broadcast(room.clone(), src)), bool(pickled)
+                data, pickled = obj if isinstance(obj, Packed) else packed(obj)
+            numbers, rows = self._compare(f"broadcast from rank {src}", data, _checksum(data), pickled)
+            size, checksum, pickled = numbers[src]
+            came = rows[src, :size].clone()
+            if size > _ROOM:
+                room = data if is_source else torch.empty(size, dtype=torch.uint8)
+                came = self.calls("broadcast", lambda c: c.broadcast(room.clone(), src))
+            if _checksum(came) != checksum:
+                raise CollectiveError(
+                    f"Rank {self.rank}: of {size} bytes that rank {src} has broadcast others have come than were sent. "
+                    "Its memory, this one's or the network between them has changed some: see the hosts' logs."
+                )
+            return came, bool(pickled)
 
         data, pickled = self.in_one_generation(broadcast)
         return cast(T, pickle.loads(data.numpy().tobytes()) if pickled else decode(data))
@@ -185,9 +217,6 @@ class World:
             for tensor, pending in under_way:
                 tensor.copy_(self.calls("the broadcast of the model", lambda c, pending=pending: pending))
 
-    def _gather(self, tensor: Tensor) -> Tensor:
-        return self.calls("all_gather", lambda c: c.all_gather(tensor))
-
     def _is_local(self, what: str, instead: str) -> bool:
         if self.world_size == 1:
             return True
@@ -199,20 +228,42 @@ class World:
             )  # fmt: skip
         return self.drifting
 
-    def _compare(self, what: str) -> None:
-        """Raise on every rank if they came for different things."""
-        text = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
-        data = what.encode()[:_TEXT_BYTES]
-        text[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        rows = self.calls(what, lambda c: c.all_gather(text))
-        if (rows == rows[0]).all():
-            return
-        calls = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
+    def _compare(
+        self, what: str, data: Tensor = _NOTHING, checksum: int = 0, pickled: bool = False
+    ) -> tuple[list[list[int]], Tensor]:
+        """Of every rank its number of bytes, the other numbers, and as many of the bytes as go along.
+
+        Raises:
+            GateMismatch: on every rank, where they came for different things.
+        """
+        row, text = torch.zeros(_ROW_BYTES, dtype=torch.uint8), bytearray(what.encode()[:_TEXT_BYTES])
+        row[: len(text)] = torch.frombuffer(text, dtype=torch.uint8)
+        row[_TEXT_BYTES:_DATA_AT].view(torch.int64)[:3] = torch.tensor([data.numel(), checksum, pickled])
+        row[_DATA_AT : _DATA_AT + data.numel()] = data[:_ROOM]
+        rows = self.calls(what, lambda c: c.all_gather(row))
+        texts = rows[:, :_TEXT_BYTES]
+        if (texts == texts[0]).all():
+            return rows[:, _TEXT_BYTES:_DATA_AT].clone().view(torch.int64)[:, :3].tolist(), rows[:, _DATA_AT:]
+        calls = [bytes(text.tolist()).rstrip(b"\0").decode(errors="replace") for text in texts]
         raise GateMismatch(
             f"Rank {self.rank}: the ranks came together for different operations: "
             + ", ".join(f"rank {rank} calls {call}" for rank, call in enumerate(calls))
             + ". Do all of them log the same metrics with `sync_dist=True`, and call the same hooks?"
         )
+
+    def _tell(self, what: str, data: Tensor) -> list[Tensor]:
+        """Every rank's bytes."""
+        numbers, rows = self._compare(what, data)
+        sizes = [size for size, *_ in numbers]
+        if (longest := max(sizes)) > _ROOM:
+            padded = data if len(data) == longest else torch.cat([data, data.new_zeros(longest - len(data))])
+            rows = self.calls("all_gather", lambda c: c.all_gather(padded))
+        return [row[:size] for row, size in zip(rows, sizes, strict=True)]
+
+    def _tell_rows(self, what: str, tensor: Tensor) -> Tensor:
+        """Every rank's tensor, all of one shape, as rows of one."""
+        rows = self._tell(what, as_bytes(tensor))
+        return torch.cat(rows).view(tensor.dtype).view(len(rows), *tensor.shape)
 
 
 class _GatherWithGrad(torch.autograd.Function):
@@ -229,12 +280,17 @@ class _GatherWithGrad(torch.autograd.Function):
         return ctx.world.reduce(grad.contiguous(), "sum")[ctx.row], None
 
 
-def _encoded(obj: object) -> tuple[Tensor, bool]:
-    """``obj`` as bytes, and whether these are a pickle."""
+def packed(obj: object) -> Packed:
+    """As it is now, to be sent later."""
     try:
-        return encode(obj), False
+        return Packed(encode(obj), False)
     except TypeError:
-        return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8), True
+        return Packed(torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8), True)
+
+
+def _checksum(data: Tensor) -> int:
+    values: Any = data.numpy()
+    return zlib.crc32(values)
 
 
 def _to_cpu(tensor: Tensor) -> Tensor:

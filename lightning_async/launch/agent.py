@@ -191,9 +191,9 @@ class Agent:
         if what == "prepare":
             wanted = int(said["wanted"])
             return lambda: node.prepare(wanted)
-        if what == "go":
-            return lambda: self._go(node)
         ranks = [int(rank) for rank in said["ranks"]]
+        if what == "go":
+            return lambda: self._go(node, ranks)
         if what == "send":
             number = int(said["number"])
             return lambda: node.send(number, ranks)
@@ -225,11 +225,11 @@ class Agent:
             self._outputs.say(f"rank {rank} cannot be started: {error}")
             self.ended(cannot_start(rank, error))
 
-    def _go(self, node: Node) -> None:
+    def _go(self, node: Node, going: list[int]) -> None:
         """This node was told to go, and the others train on."""
         if self._goes is None:
             self._goes, seconds = [], self._policy.grace_s
-            node.dismiss()
+            node.dismiss(going)
             self._loop.after(seconds, (self, "grace"), lambda: node.send(signal.SIGKILL, node.living))
             self._leave_when_done(node)
 

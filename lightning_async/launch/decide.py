@@ -214,14 +214,14 @@ def _leaves(policy: Policy, state: State, event: Leaves) -> Decision:
     if state.asked is None and event.by in state.asked_at:
         again = event.at - state.asked_at[event.by] >= _SAME_S
         return state, [Send(signal.SIGKILL, event.ranks & state.living)] if again else []
-    agreed = state.agreed if state.phase is Phase.RUNNING else None
-    if agreed is None or not (agreed.members & state.living) - event.ranks:
+    agreed, going = state.agreed if state.phase is Phase.RUNNING else None, event.ranks | (state.away & state.living)
+    if agreed is None or not (agreed.members & state.living) - going:
         return _signalled(policy, state, Signalled(signal.SIGTERM, event.at, event.by))
     joining = event.ranks & state.living & state.lost  # they wait for the others, and hear of a signal alone
     told: list[Action] = [Send(signal.SIGTERM, joining)] if joining else []
     away, asked_at = state.away | event.ranks, {**state.asked_at, event.by: event.at}
     state = replace(state, away=away, pausing=state.pausing - event.ranks, asked_at=asked_at)
-    return state, [Dismiss(event.ranks), *told]
+    return state, [Dismiss(event.ranks, going), *told]
 
 
 def _store_lost(policy: Policy, state: State) -> Decision:

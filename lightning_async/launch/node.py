@@ -131,10 +131,11 @@ class Node:
             # What was read meanwhile is told, but not from within what tells of a death.
             self._loop.after(0.0, (self, "unread", rank), lambda rank=rank: self._listen(rank))
 
-    def dismiss(self) -> None:
-        """All are to go while others train on: each hears of its own death, which is yet to come."""
+    def dismiss(self, going: Collection[int]) -> None:
+        """All are to go while others train on that are not ``going``, too: each hears of its own death, which is yet to
+        come."""
         for rank, process in self._processes.items():
-            process.tell(Death(rank, process.pid, "is to go with its node"))
+            process.tell(Death(rank, process.pid, "is to go with its node", tuple(going)))
 
     def prepare(self, wanted: int) -> None:
         """See `Ranks`."""

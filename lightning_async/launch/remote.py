@@ -78,16 +78,16 @@ class Remote:
     def tell(self, death: Death, ranks: Collection[int]) -> None:
         """See `Ranks`."""
         if here := self._here(ranks):
-            self.wire.send("dead", death=list(death), ranks=here)
+            self.wire.send("dead", death=list(death[:3]), ranks=here)
 
     def prepare(self, wanted: int) -> None:
         """See `Ranks`."""
         self.wire.send("prepare", wanted=wanted)
 
-    def go(self) -> None:
-        """Its ranks end, and so does it; the others train on."""
+    def go(self, going: Collection[int]) -> None:
+        """Its ranks end, and so does it; those that are not ``going``, too, train on."""
         self.goes = True
-        self.wire.send("go")
+        self.wire.send("go", ranks=sorted(going))
 
     def _here(self, ranks: Collection[int]) -> list[int]:
         return sorted(set(ranks) & set(self.place.all if self.place is not None else ()))

@@ -66,8 +66,11 @@ def first(host: str, port: int) -> socket.socket | None:
     return None
 
 
-def secret_of(file: Path | None, environment: Mapping[str, str]) -> str:
+def secret_of(file: Path | None, environment: Mapping[str, str], asks: str = "--rdzv") -> str:
     """The job's secret: what the file holds, or the variable.
+
+    Args:
+        asks: the option that needs one, for messages.
 
     Raises:
         ValueError: there is none, it is short, or others can read the file.
@@ -82,7 +85,7 @@ def secret_of(file: Path | None, environment: Mapping[str, str]) -> str:
                 raise ValueError(f"--secret-file {file}: others can read it, or it is another user's; chmod 600.")
             secret, where = opened.read().strip(), f"--secret-file {file}"
     if not secret:
-        raise ValueError(f"--rdzv asks for a secret, the same on all nodes: --secret-file, or the variable {SECRET}.")
+        raise ValueError(f"{asks} asks for a secret, the same on all hosts: --secret-file, or the variable {SECRET}.")
     if len(secret) < _SHORTEST_SECRET:
         raise ValueError(f"{where}: the secret is shorter than {_SHORTEST_SECRET} characters (`openssl rand -hex 32`).")
     return secret

@@ -184,9 +184,10 @@ class Send:
 
 @dataclass(frozen=True)
 class Dismiss:
-    """Tell these ranks to go, while the others train on; their node ends with them."""
+    """Tell these ranks to go, while those that are not going, too, train on; their node ends with them."""
 
     ranks: frozenset[int]
+    going: frozenset[int]
 
 
 @dataclass(frozen=True)

@@ -11,25 +11,16 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from lightning_async.bare import bare_command
 from lightning_async.launch.places import Place
 from lightning_async.launch.process import Process, watched
 
 __all__ = ["Keeper"]
 
-_BOOT = """
-import json, sys, types
-arguments, folder, path = json.loads(sys.argv[1])
-sys.path += path
-package = sys.modules["lightning_async"] = types.ModuleType("lightning_async")
-package.__path__ = [folder]
-from lightning_async.launch.keeper import main
-main(*arguments)
-"""
 _BACKLOG = 2048
 
 
@@ -50,15 +41,12 @@ class Keeper:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         folder, numbers = None if logs is None else str(logs.absolute()), (place.first, place.world)
         arguments = [theirs.fileno(), list(readers), folder, numbers, grace_s]
-        package = Path(__file__).resolve().parents[1]
-        told = json.dumps([arguments, str(package), [os.path.abspath(path) for path in sys.path if path]])
-        # Isolated (-I): a module beside the user's script cannot take the place of one that it imports.
-        command = [sys.executable, "-I", "-c", _BOOT, told, f"keeps the store of launcher {os.getpid()}"]
+        title = f"keeps the store of launcher {os.getpid()}"
         variables = {**os.environ, "OMP_NUM_THREADS": "1"}  # of the user's, meant for ranks, libgomp may complain
         try:
             self._popen = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno(), *readers], start_new_session=True,
-                env=variables,
+                bare_command("lightning_async.launch.keeper", arguments, title),
+                stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno(), *readers], start_new_session=True, env=variables,
             )  # fmt: skip
         finally:
             theirs.close()

@@ -200,7 +200,7 @@ class Supervisor:
                 for ranks in self._everywhere():
                     ranks.send(action.number, action.ranks)
             elif isinstance(action, Dismiss):
-                self._dismiss(action.ranks)
+                self._dismiss(action)
             elif isinstance(action, Announce):
                 self._announce(action.dead, action.ranks)
             elif isinstance(action, Finish):
@@ -214,11 +214,11 @@ class Supervisor:
     def _everywhere(self) -> list[Ranks]:
         return [self._node, *(self._meeting.remotes if self._meeting is not None else ())]
 
-    def _dismiss(self, ranks: frozenset[int]) -> None:
+    def _dismiss(self, action: Dismiss) -> None:
         for remote in [] if self._meeting is None else self._meeting.remotes:
-            if remote.place is not None and ranks.intersection(remote.place.all):
+            if remote.place is not None and action.ranks.intersection(remote.place.all):
                 self.say(f"node {remote.place.node} ({remote.host}) goes, and the others train on.")
-                remote.go()
+                remote.go(action.going)
 
     def _announce(self, dead: int, ranks: frozenset[int]) -> None:
         ending = next(each for each in reversed(self._endings) if each.rank == dead)

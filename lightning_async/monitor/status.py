@@ -132,6 +132,8 @@ def _cells(replica: Replica) -> tuple[str, ...]:
     state = replica.state
     if state in (LOST, SILENT):
         state = f"{state} ({replica.heard_ago_s:.0f} s)"
+    elif takes_part and standing.slow:
+        state = f"{state} ({standing.slow})"
     last = f"{standing.round_ago_s + replica.heard_ago_s:.1f} s" if standing.round_ago_s >= 0.0 else "-"
     return (
         standing.name,

@@ -13,6 +13,7 @@ from lightning_async.ops.fused import (
     accumulate_,
     outer_merge_,
     server_adam_,
+    server_add_,
     server_dana_,
     server_sgd_,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "requantize_average_",
     "scale_",
     "server_adam_",
+    "server_add_",
     "server_dana_",
     "server_sgd_",
     "sq_distance",

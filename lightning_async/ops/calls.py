@@ -6,6 +6,7 @@ Nothing here checks shapes, formats or overlaps: `define` and `plan` do, before 
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -22,7 +23,7 @@ FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CODES = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.bfloat16: 2, torch.uint8: 3}
 """Formats of messages; uint8 holds four codes of 2 bits."""
 CHUNK = 65536
-MAX_SCALARS, MAX_NORMS = 9, 2
+MAX_SCALARS, MAX_NORMS = 8, 2
 _MIN_PER_THREAD = 1 << 16
 
 
@@ -39,6 +40,7 @@ class Segment(ctypes.Structure):
     )
 
 
+@functools.cache
 def find(kind: str, name: str) -> int:
     """The number of an op."""
     number = library(kind).la_find(name.encode())
@@ -47,7 +49,7 @@ def find(kind: str, name: str) -> int:
 
 
 def _threads(numel: int) -> int:
-    return max(1, min(torch.get_num_threads(), numel // _MIN_PER_THREAD))
+    return 1 if numel < 2 * _MIN_PER_THREAD else min(torch.get_num_threads(), numel // _MIN_PER_THREAD)
 
 
 def _ok(status: int) -> None:
@@ -81,16 +83,20 @@ def _chunks(numel: int) -> int:
     return -(-numel // CHUNK)
 
 
-def flat(name: str, arrays: Sequence[Tensor], scalars: Sequence[float] = ()) -> None:
-    """Run an elementwise op."""
+def flat(name: str, arrays: Sequence[Tensor], scalars: Sequence[float] = (), whole: int = 0) -> None:
+    """Run an elementwise op.
+
+    Args:
+        whole: elements of the arrays that these are a piece of, where they are. Default: they are no piece.
+    """
     x = arrays[0]
     number, form, numel = find(x.device.type, name), FORMATS[x.dtype], x.numel()
-    arguments = (number, form, _pointers(arrays), numel, _scalars(scalars), None)
+    pointers, values = _pointers(arrays), _scalars(scalars)
     if x.is_cuda:
         cuda, stream = _on(x.device)
-        _ok(cuda.la_cuda_flat(*arguments, None, stream))
+        _ok(cuda.la_cuda_flat(number, form, pointers, numel, values, None, None, stream))
     else:
-        _ok(library("cpu").la_cpu_flat(*arguments, _threads(numel)))
+        _ok(library("cpu").la_cpu_flat(number, form, pointers, numel, whole, values, None, _threads(numel)))
 
 
 class SegmentTable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping
 
 import torch
@@ -42,6 +43,7 @@ def check_flat(
         ValueError: anything else does not.
     """
     first = next(iter(tensors.values()))
+    spans: list[tuple[int, int, str]] = []
     for name, tensor in tensors.items():
         allowed = dtypes.get(name, STATE)
         if tensor.dtype not in allowed:
@@ -56,9 +58,15 @@ def check_flat(
             raise ValueError(f"`{op}` needs one device: `{name}` is on {tensor.device}, not on {first.device}.")
         if not tensor.is_contiguous():
             raise ValueError(f"`{op}({name}=...)` must be contiguous, got strides {tensor.stride()}.")
-    spans = [(name, t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for name, t in tensors.items()]
-    for name, start, end in spans:
-        if name in written:
-            for other, other_start, other_end in spans:
-                if other != name and start < other_end and other_start < end:
-                    raise ValueError(f"`{op}`: `{name}` is written and shares memory with `{other}`.")
+        start = tensor.data_ptr()
+        spans.append((start, start + tensor.nbytes, name))
+    spans.sort()
+    if any(after[0] < before[1] for before, after in itertools.pairwise(spans)):
+        _check_overlaps(op, spans, written)
+
+
+def _check_overlaps(op: str, spans: list[tuple[int, int, str]], written: Collection[str]) -> None:
+    for start, end, name in spans:
+        for other_start, other_end, other in spans:
+            if name in written and other != name and start < other_end and other_start < end:
+                raise ValueError(f"`{op}`: `{name}` is written and shares memory with `{other}`.")

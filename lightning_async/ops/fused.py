@@ -9,7 +9,7 @@ from lightning_async.ops.checks import PARAMETERS
 from lightning_async.ops.define import Arguments, fused
 from lightning_async.ops.reference import averaging, outer, server
 
-__all__ = ["accumulate_", "outer_merge_", "server_adam_", "server_dana_", "server_sgd_"]
+__all__ = ["accumulate_", "outer_merge_", "server_adam_", "server_add_", "server_dana_", "server_sgd_"]
 
 
 def _present(*tensors: Tensor | None) -> list[Tensor]:
@@ -41,22 +41,31 @@ outer_merge_ = fused(
 # Server
 
 
-def _server(name: str, arrays: list[Tensor], backup: Tensor | None, scalars: list[float]) -> None:
-    calls.flat(name if backup is None else f"{name}_delay", [*arrays, *_present(backup)], scalars)
+def _server(name: str, arrays: list[Tensor], reply: Tensor | None, scalars: list[float], whole: int) -> None:
+    calls.flat(name if reply is None else f"{name}_reply", [*arrays, *_present(reply)], scalars, whole)
+
+
+def _server_add(
+    params: Tensor, reply: Tensor | None, old_params: Tensor, gradient: Tensor, weight: float, whole: int
+) -> None:
+    _server("server_add", [gradient, old_params, params], reply, [weight], whole)
 
 
 def _server_sgd(
     params: Tensor,
     momentum: Tensor,
+    reply: Tensor | None,
+    old_params: Tensor,
+    old_momentum: Tensor,
     gradient: Tensor,
-    backup: Tensor | None,
     lr: float,
     mu: float,
     nesterov: bool,
     scale: float,
-    delay: float,
+    whole: int,
 ) -> None:
-    _server("server_sgd", [gradient, params, momentum], backup, [lr, mu, float(nesterov), scale, delay])
+    arrays = [gradient, old_params, old_momentum, params, momentum]
+    _server("server_sgd", arrays, reply, [lr, mu, float(nesterov), scale], whole)
 
 
 def _server_dana(
@@ -64,33 +73,40 @@ def _server_dana(
     momentum: Tensor,
     total: Tensor,
     ahead: Tensor,
+    reply: Tensor | None,
+    old_params: Tensor,
+    old_momentum: Tensor,
+    old_total: Tensor,
     gradient: Tensor,
-    backup: Tensor | None,
     lr: float,
     mu: float,
     scale: float,
-    delay: float,
+    whole: int,
 ) -> None:
-    _server("server_dana", [gradient, params, momentum, total, ahead], backup, [lr, mu, lr * mu, 0.0, scale, delay])
+    arrays = [gradient, old_params, old_momentum, old_total, params, momentum, total, ahead]
+    _server("server_dana", arrays, reply, [lr, mu, lr * mu, scale], whole)
 
 
 def _server_adam(
     params: Tensor,
     first: Tensor,
     second: Tensor,
+    reply: Tensor | None,
+    old_params: Tensor,
+    old_first: Tensor,
+    old_second: Tensor,
     gradient: Tensor,
-    backup: Tensor | None,
     step: int,
     lr: float,
     beta1: float,
     beta2: float,
     eps: float,
     scale: float,
-    delay: float,
+    whole: int,
 ) -> None:
     size, rest1, rest2, root = server.adam_scalars(step, lr, beta1, beta2)
-    scalars = [size, beta1, rest1, beta2, scale, delay, rest2, root, eps]
-    _server("server_adam", [gradient, params, first, second], backup, scalars)
+    arrays = [gradient, old_params, old_first, old_second, params, first, second]
+    _server("server_adam", arrays, reply, [size, beta1, rest1, beta2, rest2, root, eps, scale], whole)
 
 
 def _check_step(op: str, given: Arguments) -> None:
@@ -98,25 +114,33 @@ def _check_step(op: str, given: Arguments) -> None:
         raise ValueError(f"`{op}(step={given['step']})` counts from 1.")
 
 
-_GRADIENT, _STALE = {"gradient": PARAMETERS}, "float scale=1.0, float delay=0.0) -> ()"
+_GRADIENT = {"gradient": PARAMETERS}
+server_add_ = fused(
+    server.server_add_,
+    "(Tensor(a!) params, Tensor(b!)? reply, Tensor old_params, Tensor gradient, float weight, int whole=0) -> ()",
+    _server_add,
+    dtypes=_GRADIENT,
+)
 server_sgd_ = fused(
     server.server_sgd_,
-    "(Tensor(a!) params, Tensor(b!) momentum, Tensor gradient, Tensor? backup, float lr, float mu, bool nesterov, "
-    + _STALE,
+    "(Tensor(a!) params, Tensor(b!) momentum, Tensor(c!)? reply, Tensor old_params, Tensor old_momentum, "
+    "Tensor gradient, float lr, float mu, bool nesterov, float scale=1.0, int whole=0) -> ()",
     _server_sgd,
     dtypes=_GRADIENT,
 )
 server_dana_ = fused(
     server.server_dana_,
-    "(Tensor(a!) params, Tensor(b!) momentum, Tensor(c!) total, Tensor(d!) ahead, Tensor gradient, Tensor? backup, "
-    "float lr, float mu, " + _STALE,
+    "(Tensor(a!) params, Tensor(b!) momentum, Tensor(c!) total, Tensor(d!) ahead, Tensor(e!)? reply, "
+    "Tensor old_params, Tensor old_momentum, Tensor old_total, Tensor gradient, float lr, float mu, float scale=1.0, "
+    "int whole=0) -> ()",
     _server_dana,
     dtypes=_GRADIENT,
 )
 server_adam_ = fused(
     server.server_adam_,
-    "(Tensor(a!) params, Tensor(b!) first, Tensor(c!) second, Tensor gradient, Tensor? backup, int step, float lr, "
-    "float beta1=0.9, float beta2=0.999, float eps=1e-08, " + _STALE,
+    "(Tensor(a!) params, Tensor(b!) first, Tensor(c!) second, Tensor(d!)? reply, Tensor old_params, Tensor old_first, "
+    "Tensor old_second, Tensor gradient, int step, float lr, float beta1=0.9, float beta2=0.999, float eps=1e-08, "
+    "float scale=1.0, int whole=0) -> ()",
     _server_adam,
     dtypes=_GRADIENT,
     check=_check_step,

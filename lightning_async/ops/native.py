@@ -18,7 +18,7 @@ __all__ = ["Backend", "available", "backend", "build_record", "library", "use"]
 log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).resolve().parent / "lib"
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 Kind = Literal["cpu", "cuda"]
 
@@ -95,7 +95,7 @@ _AVERAGE = (_I, _P, _P, _P, _L, _L, _F, _P, _P, _P, _P)
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "la_find": (ctypes.c_char_p,),
     "la_cpu_use_level": (ctypes.c_char_p,),
-    "la_cpu_flat": (_I, _I, _P, _L, _P, _P, _I),
+    "la_cpu_flat": (_I, _I, _P, _L, _L, _P, _P, _I),
     "la_cpu_list": (_P, _L, _P, _I, _P, _P, _I),
     "la_cpu_square": (_I, _P, _I, _P, _L, _P, _I),
     "la_cpu_quantize": (_I, _P, _P, _P, _P, _L, _F, _I),

@@ -4,40 +4,29 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.batch_norm import RECENT_BATCHES
 from lightning_async.engine.gradients.synchronous import SynchronousGradients
 from lightning_async.engine.gradients.window import Window
 from lightning_async.engine.header import Arrival, Gate
-from lightning_async.rules.delays import DelayCorrection
 from lightning_async.rules.schedules.protocol import Action, Step
-from lightning_async.strategies.saved_state import SavedState
-from lightning_async.strategies.stepping import Steps, learning_rate
-from lightning_async.trainer.batch import batch_size
+from lightning_async.strategies.corrections import Change, correcting
+from lightning_async.strategies.gathered import Windows, put, size_of, take
+from lightning_async.strategies.stepping import learning_rate, loss_scale
+from lightning_async.trainer.batch import batch_size, pulled, pulls
+from lightning_async.trainer.patches import searches_lr
 from lightning_async.trainer.updates import Updates
 
-__all__ = ["Accumulating", "Windows"]
+__all__ = ["Accumulating"]
 
 _GRADIENTS = Step(Action.GRADIENTS)
-_LAST = (Gate.EPOCH_END, Gate.TRAIN_END, Gate.STOP)
-
-
-class Windows(Steps, Protocol):
-    """What a strategy has whose windows these are."""
-
-    accumulate: int | Literal["until_reduced"]
-    delay: int
-    warmup_steps: int
-    correction: DelayCorrection | None
-    updates: Updates | None
-    saved: SavedState
-
-    def tell_place(self) -> None: ...
+_LAST = (Gate.EPOCH_END, Gate.TRAIN_END)
 
 
 class Accumulating:
@@ -63,17 +52,19 @@ class Accumulating:
     ) -> None:
         self._strategy, self._averager, self._gradients = strategy, averager, gradients
         gradients.follows = True
+        gradients.compress(strategy.compression)
         self._window = Window(gradients)
         self._size = self._batch_samples = self._sent_samples = 0.0
-        self._seen = 0
-        self._before: Tensor | None = None
-        """The parameters ahead of the last step."""
+        self._seen, self._pulls = 0, pulls(strategy.module)
+        self._held = self._restored = False
+        """Held: the window is full, and leaves with the next batch: first a checkpoint is made that has it."""
+        self._correcting = correcting(strategy.correction, gradients, self)
         self.recent: deque[Any] = deque(maxlen=RECENT_BATCHES)
         averager.gates.add(self)
-        averager.gathered = self._state
-        if (saved := strategy.saved.take_gathered()) is not None:
-            self._size = saved["size"]
-            self._window.load_state_dict(saved["window"])
+        averager.gathered = lambda: take(self._window, gradients, self._size, self._updates.rates.ends_epoch)
+        averager.alike = self._correcting.state
+        saved, alike = strategy.saved.take_gathered()
+        self._load(saved or {}, alike)
         self._hooks = [optimizer.register_step_post_hook(self._count) for optimizer in strategy.optimizers]
 
     def close(self) -> None:
@@ -82,19 +73,26 @@ class Accumulating:
             hook.remove()
         self._hooks.clear()
 
-    def _state(self) -> dict[str, Any] | None:
-        """For a checkpoint at a gate, where nothing is in flight: the open window."""
-        return {"size": self._size, "window": self._window.state_dict()} if self._window.batches else None
+    def _load(self, saved: dict[str, Any], alike: Any) -> None:
+        if (size := put(saved, self._window, self._gradients)) is not None:
+            self._size, self._held = size, self._window.batches >= max(1, size)
+        self._updates.rates.ends_epoch |= "ends_epoch" in saved
+        if alike is not None:
+            self._correcting.load(alike)
+            self._restored = True
 
     def _count(self, *_: Any) -> None:
         """After every real optimizer step: mixed precision skips some."""
         self._seen += 1
+        self._correcting.stepped()
 
     # ---- batches ----
 
     def start_batch(self, batch: Any) -> None:
         """The training thread has a batch."""
         self._averager.gates.resume()
+        if self._held:
+            self._go()
         self._batch_samples = batch_size(batch)
         if self._strategy.buffers == "recompute":
             self.recent.append(batch)
@@ -106,12 +104,24 @@ class Accumulating:
         """``run`` the optimizer's step."""
         return run(closure)
 
+    def batch(self) -> AbstractContextManager[None]:
+        """Its forward and backward pass."""
+        return self._correcting.batch(opens=not self._window.batches)
+
+    backward = nullcontext  # around a backward pass
+
     def after_backward(self) -> None:
         """A batch's gradients are there, and go into the window."""
         if not self._window.batches:
-            self._size = self._next_size()
+            self._open()
+        if self._pulls:
+            self._batch_samples = batch_size(pulled(self._strategy.module.trainer))
         parts = self._strategy.module.trainer.accumulate_grad_batches  # by which Lightning has divided the loss
         self._window.add_(self._batch_samples, self._scale / parts, self._averager.step)
+        self._updates.on_gathered()
+
+    def _open(self) -> None:
+        self._size = size_of(self._strategy.accumulate, self._averager.gates)
 
     def after_batch(self) -> None:
         """Its gradients are in the window: close that, if it is time."""
@@ -120,13 +130,19 @@ class Accumulating:
                 self._close()
         elif not self._gradients.in_flight:
             self._take()
-            self._leave()
-            self._end_if_last()
+            if not self._hold():
+                self._leave()
+                self._end_if_last()
 
     @property
     def between_windows(self) -> bool:
         """None of a size is open."""
-        return not self._in_turn or not self._window.batches
+        return not self._in_turn or self._held or not self._window.batches
+
+    @property
+    def gathers(self) -> bool:
+        """Gradients of batches are here that are in no step, and not on their way to one."""
+        return self._window.batches > 0
 
     @property
     def _updates(self) -> Updates:
@@ -135,33 +151,42 @@ class Accumulating:
 
     @property
     def _warming_up(self) -> bool:
-        return self._averager.step < self._strategy.warmup_steps
+        return self._averager.step < self._strategy.warmup_steps or searches_lr(self._strategy.module.trainer)
 
     @property
     def _in_turn(self) -> bool:
         """Windows have a size; else each lasts until the one before is reduced."""
         return self._warming_up or self._strategy.accumulate != "until_reduced"
 
-    def _next_size(self) -> int:
-        return 1 if self._strategy.accumulate == "until_reduced" else int(self._strategy.accumulate)
-
     @property
     def _scale(self) -> float:
-        scaler = getattr(self._strategy.precision_plugin, "scaler", None)
-        return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
+        return loss_scale(self._strategy)
 
     # ---- windows ----
 
     def _close(self) -> None:
-        """The window is full: step with the one before, send this one, and wait for it where steps have no delay."""
+        """The window is full: step with the one before, then this one leaves."""
+        self._gradients.wait()
+        self._take()
+        if not self._hold():
+            self._go()
+
+    def _hold(self) -> bool:
+        """Whether a checkpoint of the model as it is comes first, at the end of this batch, with nothing in flight."""
+        self._held = self.late and self._updates.left > 1 and self._averager.marks.due
+        return self._held
+
+    def _go(self) -> None:
+        """Send the window, and wait for it where steps have no delay."""
         self._send()
-        if self._strategy.delay == 0 or self._warming_up:
+        if not self.late:
             self._gradients.wait()
             self._take()
         self._end_if_last()
 
     def _send(self) -> None:
         """Send the window, as soon as the buckets are free."""
+        self._held = False
         while True:
             self._gradients.wait()
             self._take()
@@ -193,11 +218,11 @@ class Accumulating:
     def _take(self) -> None:
         """Step with the mean that has arrived, if one has."""
         gradients, averager, strategy = self._gradients, self._averager, self._strategy
-        if not gradients.arrived:
+        if (arrived := gradients.arrived) is None:
             return
         before, samples = self._seen, self._sent_samples
-        self._updates.take(lambda: gradients.take_(self._scale, self._correct_))
-        if gradients.arrived:
+        is_new = self._correcting.step(arrived)
+        if gradients.arrived is not None:
             raise RuntimeError(
                 f"Rank {strategy.global_rank}: `{type(strategy.module).__name__}.optimizer_step` did not call its "
                 "`optimizer_closure`, which puts the averaged gradients in place. Pass it on: "
@@ -206,24 +231,48 @@ class Accumulating:
         for p in gradients.replica.tensors.trained.values():
             p.grad = None
         self._sent_samples = 0.0
-        averager.tick(_GRADIENTS, samples, stepped=self._seen > before, lr=learning_rate(strategy.optimizers))
+        stepped, lr = self._seen > before, learning_rate(strategy.optimizers)
+        averager.tick(_GRADIENTS, samples, stepped=stepped, lr=lr, again=not is_new)
+        gradients.stepped()
 
-    def _correct_(self, mean: Tensor, since: int) -> None:
-        """Of a mean that is late by a step, make one for the parameters of now."""
-        correction, before = self._strategy.correction, self._before
-        if correction is None:
-            return
-        now = torch.empty_like(mean)
-        self._gradients.replica.pack_parameters_(now)
-        if before is not None and before.shape == now.shape and since < self._averager.step:
-            correction.correct_(mean, torch.sub(now, before, out=before))
-        self._before = now
+    # ---- see `corrections.Steps` ----
+
+    def take(self, change: Change) -> bool:
+        before = self._seen
+        self._updates.take(lambda: self._gradients.take_(self._scale, change))
+        return self._seen > before
+
+    def take_again(self, change: Change) -> None:
+        def closure() -> Any:
+            self._gradients.take_(self._scale, change)
+            return torch.zeros(())
+
+        self._strategy.optimizer_step(self.optimizer, closure)
+        self._updates.took_again()
+
+    @property
+    def late(self) -> bool:
+        return self._strategy.delay > 0 and not self._warming_up
+
+    @property
+    def number(self) -> int:
+        return self._averager.step
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self._strategy.optimizers[0]
 
     # ---- at gates, see `Visitor` ----
 
     def come(self) -> None:
         """Ahead of the gate, while nobody goes on without this replica: what it says there shall hold."""
-        if self._averager.gates.coming in _LAST and self._window.batches:
+        averager = self._averager
+        gate = averager.gates.coming
+        ends = gate in _LAST or (gate is Gate.DECIDE and not self._in_turn)  # those of no size end wherever that helps
+        if self._held or (ends and self._window.batches):
+            self._gradients.wait()
+            self._take()
+            averager.marks.settle()
             self._send()
 
     def stand(self) -> None:
@@ -232,6 +281,9 @@ class Accumulating:
 
     def go(self, waited_s: float) -> None: ...
 
-    def leave(self) -> None: ...
+    def leave(self) -> None:
+        if not self._restored:  # else training goes on as from within an epoch, behind no gate
+            self._correcting.forget()
+        self._restored = False
 
     def resume(self) -> None: ...

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_async.engine.world import World
+from lightning_async.strategies.roles import AllTrain, Roles
 from lightning_async.strategies.survivors import (
     Survivors,
     among,
@@ -27,8 +27,8 @@ from lightning_async.trainer.names import is_newcomer
 from lightning_async.trainer.namespace import fabric, pytorch
 from lightning_async.trainer.one_model import make_equal
 from lightning_async.trainer.patches import rank_zero_info, searches_lr
-from lightning_async.transports.choose import REGISTERED, TransportName, choose_transport
-from lightning_async.transports.transport import Connection, ElasticTransport, Transport
+from lightning_async.transports.choose import TransportName, choose_transport, register
+from lightning_async.transports.transport import Connection, Transport
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -57,6 +57,8 @@ class ReplicatedStrategy(ParallelStrategy):
 
     is_distributed = True
     strategy_name: str
+    roles: Roles = AllTrain()
+    """Which ranks are replicas."""
 
     def __init__(
         self,
@@ -78,7 +80,7 @@ class ReplicatedStrategy(ParallelStrategy):
         self.survivors: Survivors | None = left_here()
         """Who is left, where training goes on without those that are lost."""
         self.host: Any = None
-        """Takes newcomers in; None where nobody can come."""
+        """Takes newcomers in; None where nobody can come, as the transport is no `ElasticTransport`."""
 
     # ---- ranks and processes ----
 
@@ -91,7 +93,8 @@ class ReplicatedStrategy(ParallelStrategy):
     def cluster_environment(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, environment: Any
     ) -> None:
-        self._environment = numbered_last(self.transport.environment(environment))
+        self._environment = numbered_last(self.roles.environment(self.transport.environment(environment)))
+        self.roles.check_transport(self.transport)
 
     @property
     def root_device(self) -> torch.device:
@@ -122,17 +125,20 @@ class ReplicatedStrategy(ParallelStrategy):
         if environment is not None:
             environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             environment.set_world_size(self.num_nodes * self.num_processes)
+            self.roles.check_ranks(environment.world_size())
         number_rank(self.global_rank)
 
     @property
     def global_rank(self) -> int:
         """This rank's number, which changes where others are lost and training goes on without them."""
-        return super().global_rank if self.survivors is None else self.survivors.generation.rank
+        number = min(super().global_rank, self.world_size - 1) if is_newcomer(self) else super().global_rank
+        return number if self.survivors is None else self.survivors.generation.rank
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are, without those that are lost."""
-        return super().world_size if self.survivors is None else self.survivors.generation.world_size
+        """How many ranks there are, without those that are lost, and those that are no replicas."""
+        size = super().world_size - self.roles.num_serving
+        return size if self.survivors is None else self.survivors.generation.world_size
 
     def _configure_launcher(self) -> None:
         self._launcher = self.transport.launcher(self, self.num_processes, self.num_nodes, self._child_died)
@@ -148,19 +154,23 @@ class ReplicatedStrategy(ParallelStrategy):
         return None if survivors is not None and survivors.can_lose_one else self._dead_after
 
     def setup_environment(self) -> None:
+        self.set_world_ranks()  # a process that was forked learns its number here
+        self.roles.take_part(self)
         super().setup_environment()
-        self.set_world_ranks()
         self.connect_ranks()
 
     def connect_ranks(self) -> None:
         """Join the other ranks, if there are any; all call this together."""
-        if self.world_size > 1 and not is_newcomer(self):
-            place, run = among(self.survivors, self.cluster_environment), count_run()
-            transport, where = self.transport, (place, self.root_device, run_name(run), self._dead_after)
-            if self.host is not None and isinstance(transport, ElasticTransport):
-                self.use(transport.connect(*where, elastic=True), run)
-            else:
-                self.use(transport.connect(*where), run)
+        if not self.roles.is_alone(self.world_size) and not is_newcomer(self):
+            run, elastic = count_run(), {} if self.host is None else {"elastic": True}
+            self.use(
+                self.transport.connect(self.place, self.root_device, run_name(run), self._dead_after, **elastic), run
+            )
+
+    @property
+    def place(self) -> Any:
+        """The environment of the replicas that are there."""
+        return among(self.survivors, self.cluster_environment, self.roles.num_serving)
 
     def use(self, connection: Connection, run: int) -> None:
         """All ranks are connected for this run."""
@@ -182,14 +192,7 @@ class ReplicatedStrategy(ParallelStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """The strategy's name, and the same with the ways to start ranks from a notebook."""
-        for suffix, transport in REGISTERED.items():
-            strategy_registry.register(
-                cls.strategy_name + suffix,
-                cls,
-                description=f"{cls.__name__}(transport={transport!r})",
-                override=True,
-                transport=transport,
-            )
+        register(cls, strategy_registry)
 
     # ---- the model ----
 
@@ -248,8 +251,8 @@ class ReplicatedStrategy(ParallelStrategy):
 
     def tell_alone(self, why: str = "") -> None:
         """Say that there is one rank, which needs nobody; and ``why`` that matters."""
-        rest = f", {why}" if why else ""
-        rank_zero_info(f"{type(self).__name__}: there is one rank only, and it trains as with a single device{rest}.")
+        what = f"there is one rank only, and it trains as with a single device{why and ', '}{why}"
+        rank_zero_info(f"{type(self).__name__}: {what}.")
 
     def disconnect(self, in_order: bool) -> None:
         """Close the groups; with ``in_order``, when all ranks are here."""
@@ -264,18 +267,12 @@ class ReplicatedStrategy(ParallelStrategy):
         """Collectives over all ranks while the Trainer runs; None otherwise, and in a world of one."""
         return self._connection.world if self._connection is not None else None
 
-    @contextmanager
-    def _together(self) -> Iterator[World | None]:
+    def _together(self) -> AbstractContextManager[World | None]:
         """`world`; after a run, one for this operation (`trainer.save_checkpoint` after `fit`, say)."""
-        if self._connection is not None:
-            yield self._connection.world
-        elif self.world_size > 1 and self.num_runs > 0 and not self.failed:
-            self._operations += 1
-            name = f"{run_name(self.num_runs)}.{self._operations}"
-            with self.transport.short_world(among(self.survivors, self.cluster_environment), name) as world:
-                yield world
-        else:
-            yield None
+        if self._connection is not None or self.num_runs == 0 or self.failed or self.roles.is_alone(self.world_size):
+            return nullcontext(self.world)
+        self._operations += 1
+        return self.transport.short_world(self.place, f"{run_name(self.num_runs)}.{self._operations}")
 
     def barrier(self, name: str | None = None) -> None:
         with self._together() as world:

@@ -158,7 +158,7 @@ class Commits(Callback):
             return
         if self._beside() is None:
             self._resume.points.keeps = self.call_together is not None
-            self._undo.append(self._resume.points.whereabouts.follow())
+            self._undo.append(self._resume.points.follow())
         if self._committed.value.checkpoint is None:
             self._commit(AsItWas(None, None), "start")
 

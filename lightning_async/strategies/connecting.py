@@ -49,6 +49,7 @@ class Ready(NamedTuple):
         run: the number that their run will have.
         connection: of all, with all groups that training needs.
         pair: of rank 0 and the newcomer; None on the others.
+        place: where the newcomer is, see `Newcomers.place`.
     """
 
     guest: str
@@ -56,6 +57,7 @@ class Ready(NamedTuple):
     run: int
     connection: Connection
     pair: Collectives | None
+    place: list[Any]
 
     @property
     def rank(self) -> int:
@@ -70,7 +72,7 @@ class Ready(NamedTuple):
 
 def connect(
     strategy: Connected, rank: int, guest: str, place: dict[str, Any], check: Callable[[], None],
-    made: Callable[[Connection], None] = lambda connection: None,
+    made: Callable[[Connection], None] = lambda connection: None, own: list[Any] | None = None,
 ) -> Ready:  # fmt: skip
     """With all that an invitation names, the newcomer included.
 
@@ -81,6 +83,7 @@ def connect(
         place: the invitation.
         check: raises where somebody does not come.
         made: called with the connection before its groups are formed: closing it ends that.
+        own: of the newcomer: where it is.
 
     Raises:
         AsyncTrainingError: it came to nothing, and nothing is left open.
@@ -97,10 +100,11 @@ def connect(
         connection.forks = forks_of(connection.root, connection.payload, config.deadlines)
         pair = connection.root.split((0, len(names) - 1), "newcomer")
         connection.open()
+        told = connection.world.gather_objects(own or [])
     except BaseException as error:
         release(connection, in_words(error))
         raise
-    return Ready(guest, names, int(place["run"]), connection, pair)
+    return Ready(guest, names, int(place["run"]), connection, pair, told[-1])
 
 
 def release(connection: Connection, why: str) -> None:

@@ -9,6 +9,7 @@ from lightning_async.engine.averaging.report import RunSummary
 from lightning_async.engine.world import World
 from lightning_async.strategies.saved_state import SavedState
 from lightning_async.strategies.session import Averaged, Session
+from lightning_async.trainer.averaged_models import AveragedModels
 from lightning_async.trainer.dealing import Dealing
 from lightning_async.trainer.drift import DriftPatches
 from lightning_async.trainer.patches import Undo, searches_lr, take_back
@@ -62,8 +63,13 @@ class Course:
         if world is None:
             self.undo += Dealing(self._drifting, self._trainer).install()
             return
+        self.come()
+        AveragedModels(self._trainer, world).make_equal()
+
+    def come(self) -> None:
+        """The same, of one that comes while the others train, and is told what they have."""
         self.undo.append(self.patches.remove)
-        self.patches.install(world)
+        self.patches.install()
 
     def begin(self) -> None:
         """Let this replica drift, if the others are here to begin with it."""
@@ -91,11 +97,12 @@ class Course:
             self.begin()
 
     def widen(self, connection: Connection, run: int) -> None:
-        """Average over this connection, of more ranks, from where averaging stands."""
-        self.stop()
+        """Average over this connection, of more ranks, from where averaging stood as it was stopped."""
         before = self._strategy.connection
         self._strategy.use(connection, run)
-        if before is not None:  # nobody needs it any more, and nobody is to wait until all have heard that
+        if before is not None:
+            connection.world.follow(before.world)
+            # Nobody needs it any more, and nobody is to wait until all have heard that
             name = "lightning_async goodbye"
             self._goodbyes.append(threading.Thread(target=before.close, args=(True,), name=name, daemon=True))
             self._goodbyes[-1].start()

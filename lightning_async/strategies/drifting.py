@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -31,6 +31,7 @@ from lightning_async.strategies.stepping import Stepping
 from lightning_async.strategies.survivors import started
 from lightning_async.trainer import refusals
 from lightning_async.trainer.names import is_newcomer
+from lightning_async.trainer.pacing import Pacing
 from lightning_async.trainer.patches import in_words, shorten
 from lightning_async.trainer.settings import check_checkpoint, check_settings
 from lightning_async.transports.choose import TransportName
@@ -88,6 +89,8 @@ class DriftingStrategy(ReplicatedStrategy):
         self.summary = RunSummary()
         self._trainer: Any = None
         self.course: Course | None = None
+        self.pacing: Any = None
+        """Measures this replica's speed, in a fit."""
         self.saved = SavedState(self.checkpoint_key)
 
     def setup_environment(self) -> None:
@@ -115,6 +118,8 @@ class DriftingStrategy(ReplicatedStrategy):
             if not is_newcomer(self):
                 self.course.install(self.world)
             self.course.undo.append(monitor_for_now(trainer))
+            self.pacing = Pacing(self, trainer, lambda: self.summary.merge_s)
+            self.course.undo += self.pacing.install()
 
     def on_train_start(self) -> None:
         """All ranks hold the same model: replicas part from here."""
@@ -159,6 +164,7 @@ class DriftingStrategy(ReplicatedStrategy):
         self.begin_again()
         if self._session is not None and self.world is not None:
             self.world.drifting = True
+            self.pacing.start_batch(batch)
             self._session.stepping.start_batch(batch)
 
     def finish_batch(self) -> None:
@@ -171,6 +177,12 @@ class DriftingStrategy(ReplicatedStrategy):
         if self._session is None or not self.module.automatic_optimization:
             return run(closure)
         return self._session.stepping.step(closure, run)
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self._session is None:
+            return super().backward(closure_loss, *args, **kwargs)
+        with self._session.stepping.backward():
+            return super().backward(closure_loss, *args, **kwargs)
 
     def post_backward(self, closure_loss: Tensor) -> None:
         if self._session is not None:
@@ -210,6 +222,15 @@ class DriftingStrategy(ReplicatedStrategy):
         return None if self.averager is None else self.averager.gates
 
     between_windows = True
+    in_step = served = called = False
+
+    def call_with_step(self) -> bool:
+        return False
+
+    @property
+    def gathers(self) -> bool:
+        """See `Drifting`."""
+        return self._trainer.fit_loop.epoch_loop._should_accumulate()
 
     @property
     def shared_steps(self) -> tuple[int, int] | None:
@@ -244,6 +265,23 @@ class DriftingStrategy(ReplicatedStrategy):
     def usual_settings(self) -> dict[str, object]:
         """What need not be equal, but commonly is."""
         return {"deadlines": self.config.deadlines}
+
+    # ---- servers, where weights are theirs ----
+
+    def go_on_without(self, names: Sequence[str], rank: int) -> None:
+        """These ranks are lost, and this one has another number; on the engine's thread."""
+
+    def told_by_servers(self) -> dict[str, str]:
+        return {}
+
+    # ---- newcomers ----
+
+    def handed_over(self) -> dict[str, Any]:
+        """What newcomers need of this strategy besides."""
+        return {}
+
+    def take_handed_over(self, told: dict[str, Any]) -> None:
+        """What those who train have `handed_over`."""
 
     # ---- checkpoints ----
 

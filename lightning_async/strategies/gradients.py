@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, get_args
 
-from torch.optim import LBFGS
+from torch.optim import LBFGS, Optimizer, SparseAdam
 
-from lightning_async.arguments import check_choice, check_int, check_protocol
+from lightning_async.arguments import check_choice, check_int
 from lightning_async.engine.averaging.config import AveragerConfig
 from lightning_async.engine.deadlines import Deadlines
+from lightning_async.engine.gradients.feedback import GradientCompression
 from lightning_async.engine.replica import BufferPolicy
 from lightning_async.rules import DeltaMean, Synchronous
-from lightning_async.rules.delays import DelayCorrection
+from lightning_async.rules.balance import BalancedWindows
+from lightning_async.rules.compression import PowerSGD, TopK
+from lightning_async.rules.delays import DelayCorrection, Estimation
 from lightning_async.strategies.accumulating import Accumulating
 from lightning_async.strategies.drifting import DriftingStrategy
+from lightning_async.strategies.manual_windows import ManualWindows, check_apart
 from lightning_async.trainer import refusals
 from lightning_async.trainer.names import is_newcomer
 from lightning_async.trainer.namespace import name as namespace
@@ -25,7 +31,7 @@ from lightning_async.transports.transport import Transport
 
 __all__ = ["AsyncGradientStrategy"]
 
-_NOT_YET = ("FaultTolerantCheckpoint", "PeerMemory", "DivergenceMonitor", "LearningRateFinder")
+CompressionName = Literal["none", "bf16", "fp8", "int8", "topk", "powersgd"]
 
 
 class AsyncGradientStrategy(DriftingStrategy):
@@ -40,15 +46,23 @@ class AsyncGradientStrategy(DriftingStrategy):
     the same steps, and hold the same parameters after each. ``global_step``, ``max_steps`` and schedulers that step per
     batch count these steps; gradients are clipped after averaging. Where all ranks wait for one another (validation,
     the end of an epoch, checkpoints) what is in flight is stepped with first; the last batch of an epoch closes a
-    window.
+    window. In manual optimization ``optimizer.step()`` asks for a step, see `ManualWindows`.
 
     Args:
         accumulate: batches in a window (default 4), or ``"until_reduced"``: each window lasts until the one before is
-            reduced, at least one batch, so that no rank waits for another.
+            reduced, at least one batch, so that no rank waits for another; `BalancedWindows`: a slow rank has fewer
+            batches in each.
         delay: 1 (default): a window's step is taken when the next one is full; 0: training waits for it.
         warmup_steps: so many steps have no delay at first. Default 0.
-        correction: what is done about the delay: None (default), nothing; or `DelayCompensation`. It takes the room of
-            one fp32 copy of the parameters.
+        correction: what is done about the delay: None (default), nothing; `DelayCompensation` changes gradients that
+            are late; `WeightPrediction` computes them ahead of where the parameters are; `EstimateCommit`, as ACCO,
+            steps with one window, and again with two. Each takes the room of one copy of the parameters; the last one
+            of a gradient and of the optimizer's state, too.
+        compression: how gradients travel: "none" (default), as fp32; "bf16" (half the bytes), "int8" or "fp8" (a
+            quarter, with a scale per 256 elements); "topk" or `TopK(fraction)`, the largest elements; "powersgd" or
+            `PowerSGD(rank)`, matrices as products of thin ones. What a message lacks is kept, and goes with the next
+            one; checkpoints hold it. It takes the room of two fp32 copies of the parameters. "topk" and "powersgd" lack
+            much, so that the step is late for that, too: they want a smaller learning rate.
         buffers: floating-point buffers (BatchNorm statistics) at gates: ``"average"`` (default), ``"keep"``,
             ``"broadcast"`` or ``"recompute"``, see `AsyncAveragingStrategy`.
         min_replicas: ranks may be lost as long as so many are left, and these go on: they reduce the windows under way
@@ -62,60 +76,60 @@ class AsyncGradientStrategy(DriftingStrategy):
         ValueError: an argument is out of range; ``"until_reduced"`` together with ``delay=0``.
 
     Source: delayed gradient averaging (Zhu et al., NeurIPS 2021); windows that fill the time of communication as in
-    ACCO (Nabli et al., 2024, https://arxiv.org/abs/2406.02613), without its correction.
+    ACCO (Nabli et al., 2024, https://arxiv.org/abs/2406.02613).
 
     >>> AsyncGradientStrategy(accumulate=2, delay=0)
     <AsyncGradientStrategy for `lightning.pytorch`: accumulate=2, delay=0>
     """
 
     strategy_name = "async_gradients"
-    make_stepping = Accumulating
 
     def __init__(
         self,
-        accumulate: int | Literal["until_reduced"] = 4,
+        accumulate: int | BalancedWindows | Literal["until_reduced"] = 4,
         delay: int = 1,
         *,
         warmup_steps: int = 0,
         correction: DelayCorrection | None = None,
+        compression: GradientCompression | CompressionName = "none",
         buffers: BufferPolicy = "average",
         min_replicas: int | None = None,
         deadlines: Deadlines | None = None,
         part_mb: float = 16.0,
         transport: Transport | TransportName = "auto",
     ) -> None:
-        self.accumulate: int | Literal["until_reduced"] = accumulate
+        self.accumulate: int | BalancedWindows | Literal["until_reduced"] = accumulate
         self.delay, self.warmup_steps, self.correction = delay, warmup_steps, correction
         owner = type(self).__name__
         if isinstance(accumulate, str):
             check_choice(owner, "accumulate", accumulate, ("until_reduced", "a number of batches"))
-        else:
+        elif not isinstance(accumulate, BalancedWindows):
             check_int(self, "accumulate", at_least=1)
         check_choice(owner, "delay", delay, (0, 1))
         check_int(self, "warmup_steps", at_least=0)
         if correction is not None:
-            what = "a correction such as DelayCompensation()"
-            check_protocol(owner, "correction", correction, DelayCorrection, what)
+            if isinstance(correction, type) or not isinstance(correction, DelayCorrection):
+                what = "a correction such as DelayCompensation()"
+                raise TypeError(f"`{owner}(correction={correction!r})` must be {what}.")
             if delay == 0:
                 raise ValueError(
                     f"`{owner}(correction={correction!r}, delay=0)`: without a delay nothing is corrected."
                 )
+        if not isinstance(compression, TopK | PowerSGD):
+            check_choice(owner, "compression", compression, get_args(CompressionName))
+        self.compression: GradientCompression = (
+            TopK() if compression == "topk" else PowerSGD() if compression == "powersgd" else compression
+        )
         if accumulate == "until_reduced" and delay == 0:
             raise ValueError(
                 f"`{owner}(accumulate='until_reduced', delay=0)`: without a delay nothing is gathered while gradients "
                 "are reduced. Pass `delay=1`, or a number of batches."
             )
         refusals.check_policies(owner, buffers, "keep", "local", part_mb)
-        if deadlines is not None and deadlines.replicas:
-            raise ValueError(
-                f"`{owner}(deadlines=Deadlines(replicas={deadlines.replicas!r}))`: it does not take in ranks that come "
-                "back yet, so there is nobody to wait for. Leave it out."
-            )
         config = AveragerConfig(
             deadlines=deadlines or Deadlines(), part_bytes=max(4, int(part_mb * 2**20)), min_replicas=min_replicas
         )
         super().__init__(DeltaMean(), Synchronous(), config, buffers=buffers, transport=transport)
-        self.host = None
         self.updates: Updates | None = None
         self._undo: list[Undo] = []
 
@@ -141,26 +155,20 @@ class AsyncGradientStrategy(DriftingStrategy):
             raise ValueError(
                 f"`GradientAccumulationScheduler` has no effect on `{owner}`, which accumulates by itself."
             )
-        for name in _NOT_YET:
-            if any(kind.__name__ == name for callback in trainer.callbacks for kind in type(callback).__mro__):
-                raise ValueError(f"`{name}` does not know the gradients that `{owner}` accumulates yet: leave it out.")
-        if trainer.state.fn == "fit" and not self.module.automatic_optimization:
+        if isinstance(self.correction, Estimation) and not self.module.automatic_optimization:
             raise ValueError(
-                f"`{owner}` steps when gradients have arrived, so it needs automatic optimization; manual optimization "
-                "is not there yet. `AsyncAveragingStrategy` has it."
-            )
-        if is_newcomer(self):
-            raise ValueError(
-                f"`{owner}` does not take in ranks that come back yet: those that are left train on without them. "
-                "`AsyncAveragingStrategy` does."
+                f"`{owner}(correction={self.correction!r})` takes a step again, which manual optimization has no place "
+                "for: use `WeightPrediction` or `DelayCompensation`, or automatic optimization."
             )
 
     def setup(self, trainer: Any) -> None:
         if trainer.state.fn == "fit":
-            if isinstance(self.accumulate, int):  # so that Lightning's count of steps to come is right, too
-                self._undo.append(set_for_now(trainer, "accumulate_grad_batches", self.accumulate))
-            if self.world is not None:
-                self.updates = Updates(trainer, self._after_batch)
+            if self.accumulate != "until_reduced":  # so that Lightning's count of steps to come is right, too
+                batches = self.accumulate.batches if isinstance(self.accumulate, BalancedWindows) else self.accumulate
+                batches *= 2 if isinstance(self.correction, Estimation) else 1
+                self._undo.append(set_for_now(trainer, "accumulate_grad_batches", batches))
+            if self.world is not None or is_newcomer(self):
+                self.updates = Updates(trainer, self._after_batch, self._batch)
                 self._undo += self.updates.install()
         super().setup(trainer)
         for optimizer in self.optimizers if trainer.state.fn == "fit" else ():
@@ -169,15 +177,48 @@ class AsyncGradientStrategy(DriftingStrategy):
                     f"LBFGS evaluates the loss again within a step, and `{type(self).__name__}` steps with gradients "
                     "of earlier batches. Use an optimizer that takes gradients as they are."
                 )
+            if isinstance(optimizer, SparseAdam):
+                raise ValueError(
+                    f"SparseAdam takes sparse gradients, and what `{type(self).__name__}` has averaged is dense: use "
+                    "Adam, or SGD."
+                )
+
+        if trainer.state.fn == "fit" and not self.module.automatic_optimization:
+            check_apart(type(self).__name__, self.module, self.optimizers)
+
+    def _batch(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._session is None else self._session.stepping.batch()
 
     def _after_batch(self) -> None:
         if self._session is not None:
             self._session.stepping.after_batch()
 
+    def make_stepping(self, *args: Any) -> Accumulating:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """See `DriftingStrategy`."""
+        return Accumulating(*args) if self.module.automatic_optimization else ManualWindows(*args)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        stepping = None if self._session is None else self._session.stepping
+        if not isinstance(stepping, ManualWindows) or stepping.steps:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        output = closure()
+        stepping.gather(optimizer)
+        return output
+
     @property
     def between_windows(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """See `Drifting`."""
         return self._session is None or self._session.stepping.between_windows
+
+    @property
+    def in_step(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """See `Drifting`."""
+        return isinstance(self.accumulate, int)
+
+    @property
+    def gathers(self) -> bool:
+        """See `Drifting`."""
+        return self._session is not None and self._session.stepping.gathers
 
     @property
     def is_update_step(self) -> bool:
@@ -200,7 +241,7 @@ class AsyncGradientStrategy(DriftingStrategy):
         """What must be equal on all ranks in a fit."""
         return {
             **super().settings(), "accumulate": self.accumulate, "delay": self.delay, "warmup_steps": self.warmup_steps,
-            "correction": self.correction,
+            "correction": self.correction, "compression": self.compression,
         }  # fmt: skip
 
     def __repr__(self) -> str:

@@ -134,8 +134,11 @@ class Guest:
             if door.read_answer(guest):
                 raise CollectiveError("one of them could not.")
 
+        course, rank = self._strategy.course, int(place["rank"])
+        assert course is not None
+        own = course.patches.place(place["names"][rank], comes=True)
         try:
-            return connect(self._strategy, int(place["rank"]), guest, place, check)
+            return connect(self._strategy, rank, guest, place, check, own=own)
         except AsyncTrainingError as error:
             log.warning("Rank %d could not be taken in, and waits again: %s", self._number, error)
             return None
@@ -153,8 +156,10 @@ class Guest:
             connection.membership.check()
             self._end_if_told()
 
+        world = World(ready.pair, check, self.patience)
         try:
-            return World(ready.pair, check, self.patience).broadcast({})
+            own, of_all = world.broadcast({}), world.broadcast({})
+            return {**own, **of_all, "averaging": {**own["averaging"], **of_all["averaging"]}}
         except BaseException as error:
             release(connection, in_words(error))
             if not isinstance(error, AsyncTrainingError):
@@ -169,22 +174,22 @@ class Guest:
         strategy, trainer, course, connection = self._strategy, self._trainer, self._strategy.course, ready.connection
         assert course is not None
         try:
+            self._hear(connection, answer)
             take_over(trainer, state)
             if trainer.fit_loop.done:
                 raise ValueError(
                     f"Rank {self._number} comes to epoch {trainer.current_epoch}, step {trainer.global_step} of the "
                     "others, where its own limits end training. Give it the same `max_epochs` and `max_steps`."
                 )
-            places = connection.world.gather_objects(course.patches.place(ready.name, comes=True))
-            course.install(connection.world)
+            course.come()
             course.undo += reversed(begin_within_epoch(trainer, state, lambda: course.patches.has_part))
-            self._hear(connection, answer)
         except BaseException as error:
             release(connection, in_words(error))
             raise
+        strategy.take_handed_over(state["strategy"])
         strategy.saved.go_on(state["averaging"])
         course.widen(connection, ready.run)
-        course.patches.go_on(connection.world, ready.name, places, state)
+        course.patches.go_on(connection.world, ready.name, state["places"], state)
         connection.world.drifting = True  # until the end of the epoch, where all meet
 
     def _hear(self, connection: Connection, answer: Callable[[], dict[str, Any]]) -> None:

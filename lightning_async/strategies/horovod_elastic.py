@@ -13,8 +13,8 @@ from lightning_async.comm.horovod.collectives import HorovodCollectives
 from lightning_async.comm.horovod.elastic import Committed, run_elastic
 from lightning_async.comm.horovod.world import HorovodWorld
 from lightning_async.engine.world import World
-from lightning_async.strategies.averaging import AsyncAveragingStrategy
 from lightning_async.strategies.commits import Commit, Commits, agree
+from lightning_async.strategies.drifting import DriftingStrategy
 from lightning_async.strategies.horovod import HorovodStrategy
 from lightning_async.transports.horovod import HorovodTransport
 
@@ -43,8 +43,8 @@ def fit_elastic(
     the epoch is dealt out anew among those that are there, each sample once.
 
     Args:
-        make_trainer: makes a new Trainer with ``strategy=HorovodStrategy()``, or with ``AsyncAveragingStrategy()`` over
-            Horovod; called for every world.
+        make_trainer: makes a new Trainer with ``strategy=HorovodStrategy()``, or with ``AsyncAveragingStrategy()`` or
+            ``AsyncGradientStrategy()`` over Horovod; called for every world.
         module: what is trained.
         train_dataloaders, val_dataloaders, datamodule: as for `Trainer.fit`.
         commit_every: steps between two commits: so many are lost at most. A commit copies the model and the
@@ -92,19 +92,19 @@ def check_carried(strategy: Any) -> None:
     Raises:
         ValueError: they cannot; says why.
     """
-    if not isinstance(strategy, HorovodStrategy | AsyncAveragingStrategy) or not isinstance(
+    if not isinstance(strategy, HorovodStrategy | DriftingStrategy) or not isinstance(
         strategy.transport, HorovodTransport
     ):
         raise ValueError(
             "`fit_elastic` trains with `Trainer(strategy=HorovodStrategy())`, or with `AsyncAveragingStrategy("
-            f"transport='horovod')`; `make_trainer` chose {strategy!r}."
+            f"transport='horovod')` or `AsyncGradientStrategy(transport='horovod')`; `make_trainer` chose {strategy!r}."
         )
-    config = strategy.config if isinstance(strategy, AsyncAveragingStrategy) else None
+    config = strategy.config if isinstance(strategy, DriftingStrategy) else None
     for name in ("min_replicas", "max_replicas"):
-        if getattr(config, name, None) is not None:
+        if (number := getattr(config, name, None)) is not None:
             raise ValueError(
-                f"`AsyncAveragingStrategy({name}={getattr(config, name)})` under `fit_elastic`: how many ranks there "
-                "are is for horovodrun's `--min-np` and `--max-np`. Leave it out."
+                f"`{type(strategy).__name__}({name}={number})` under `fit_elastic`: how many ranks there are is "
+                "for horovodrun's `--min-np` and `--max-np`. Leave it out."
             )
 
 

@@ -5,11 +5,10 @@
                                              builds its model, compares, waits beside the run as a guest
     see the guest, and rank 0 invites it
     ------ all connect beside the connection that they have, and while they train, see `reception` ------
-    all go to a gate, where rank 0 hands its state over
-                                             takes it over
-    vote over the old connection
-        all could: it is closed, and averaging goes on over the new one
-                                             hears that, and is one of them
+    all go to a gate, where rank 0 copies its state, and tell over the old connection whether they can
+        all can: it is closed, and averaging goes on over the new one
+        rank 0 hands its state over
+                                             takes that over, and is one of them
         else: the new one is closed; nothing has happened
                                              hears that, and ends
 
@@ -20,30 +19,31 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import zlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import torch
-
 from lightning_async.comm.membership.door import Door
 from lightning_async.engine.averaging.report import RunSummary
 from lightning_async.engine.tensors import describe
-from lightning_async.engine.world import World
+from lightning_async.engine.world import Packed, World, packed
 from lightning_async.events import tell
-from lightning_async.strategies.connecting import Connected, Ready, release
+from lightning_async.strategies.connecting import PATIENCE, Connected, Ready, release
 from lightning_async.strategies.course import Course
 from lightning_async.strategies.reception import Reception, for_life, tell_failed
-from lightning_async.strategies.saved_state import SavedState, state_of
+from lightning_async.strategies.saved_state import SavedState, clocks_of
 from lightning_async.strategies.survivors import count_run
 from lightning_async.trainer.absent import without_own
-from lightning_async.trainer.averaged_models import AveragedModels
 from lightning_async.trainer.latecomer import state_for_newcomers
 from lightning_async.trainer.patches import in_words
 from lightning_async.trainer.settings import settings_of
 from lightning_async.transports.transport import ElasticTransport
 
 __all__ = ["Host", "Hosting", "digest"]
+
+log = logging.getLogger(__name__)
+_GONE = "rank 0 was lost."
 
 
 class Hosting(Connected, Protocol):
@@ -58,6 +58,10 @@ class Hosting(Connected, Protocol):
     def module(self) -> Any: ...
 
     def settings(self) -> dict[str, object]: ...
+
+    def handed_over(self) -> dict[str, Any]: ...
+
+    def take_handed_over(self, told: dict[str, Any]) -> None: ...
 
     def usual_settings(self) -> dict[str, object]: ...
 
@@ -74,6 +78,7 @@ class Host:
         self.call_together: Callable[[], None] | None = None
         self._door: Door | None = None
         self._reception: Reception | None = None
+        self._hands_over: threading.Thread | None = None
 
     def open(self, trainer: Any) -> None:
         """Training begins, or goes on as another run: let it be known."""
@@ -83,7 +88,7 @@ class Host:
             return
         self._door = transport.door(strategy.cluster_environment)
         most = strategy.config.max_replicas or survivors.started
-        self._reception = Reception(strategy, self._door, most, self._call)
+        self._reception = Reception(strategy, self._door, most, self._foresee, self._call)
         if self._speaks:
             self._pin(
                 {
@@ -101,7 +106,9 @@ class Host:
             self._pin({})
         if self._reception is not None:
             self._reception.close()
-        self._door = self._reception = None
+        if self._hands_over is not None:
+            self._hands_over.join(PATIENCE.total_seconds())
+        self._door = self._reception = self._hands_over = None
 
     @property
     def _speaks(self) -> bool:
@@ -119,53 +126,66 @@ class Host:
         if (reception := self._reception) is not None:
             reception.look()
 
-    def _call(self) -> None:
-        if (call := self.call_together) is not None:
-            call()
+    def _foresee(self) -> None:
         if (course := self._strategy.course) is not None:
             course.patches.foresee()
 
+    def _call(self) -> None:
+        if (call := self.call_together) is not None:
+            call()
+
     def decide(self, world: World) -> bool:
-        """All are here and hold one model: take in who is ready. Nobody gets another model by it."""
+        """All ranks stand, and hold one model: if each of them can take the same newcomer, they go on with it.
+
+        One exchange says that, and where each is; nobody takes back what it has said in it. Returns False: the model
+        stays as it is.
+        """
         strategy, course, reception = self._strategy, self._strategy.course, self._reception
         if reception is None or course is None or course.session is None:
             return False
-        told = world.gather_objects((reception.offer, bool(strategy.module.trainer.fit_loop.done)))
-        guest, ends = told[0]  # for rank 0, and so for whoever is as it is, it may be too late
-        if not guest or ends or any(offer != guest for offer, _ in told):
+        averager, place = course.session.averager, course.patches.place
+        # For rank 0, and so for whoever is as it is, it may be too late.
+        ready = None if world.rank == 0 and strategy.module.trainer.fit_loop.done else reception.hold()
+        mine, own = ["", None, {}, []], None
+        if ready is not None:
+            own, why = self._pack(ready, course)  # what each has gathered stays with it
+            mine = [ready.guest, why, {**clocks_of(averager, world.rank), "gathered": None}, place(self._name)]
+        told: list[Any] = world.gather_objects(mine)
+        if ready is None or any(offer != ready.guest for offer, *_ in told):
+            reception.let_go()
             return False
-        averaging = state_of(course.session.averager, world)
-        steps = [each["step"] for each in averaging["replicas"]]
-        averaging["mean_steps"] = sum(steps) / len(steps)  # the clock of all does not jump as one more comes
-        averaging["replicas"].append({**without_own(averaging["replicas"][0]), "summary": RunSummary().state_dict()})
-        ready = reception.take()
+        reception.take()
         try:
-            self._take_in(guest, ready, course, averaging, world)
+            why = next((why for _, why, *_ in told if why is not None), _GONE)
+            reception.answer(ready.guest, admitted=not why, again=why is _GONE)
+            if why:
+                reception.drop(ready, why)
+                tell_failed(world.rank, ready.guest, why)
+            else:
+                self._take_in(ready, own, [clocks for *_, clocks, _ in told], [place for *_, place in told], world)
         except BaseException as error:
-            if ready is not None and strategy.connection is not ready.connection:
+            if strategy.connection is not ready.connection:
                 release(ready.connection, in_words(error))
             raise
         return False
 
-    def _take_in(
-        self, guest: str, ready: Ready | None, course: Course, averaging: dict[str, Any], world: World
-    ) -> None:
-        """All stand and wait: go on with the newcomer, if all can, and else without."""
-        strategy, reception = self._strategy, self._reception
-        assert reception is not None
-        places, why = ([], "it is gone.") if ready is None else self._hand_over(ready, course, averaging)
-        all_could = bool(world.reduce(torch.tensor(float(not why)), "min") > 0.0)
-        reception.answer(guest, admitted=all_could)
-        if ready is None or not all_could:
-            why = why or "another rank could not."
-            if ready is not None:
-                reception.drop(ready, why)
-            tell_failed(world.rank, guest, why)
-            return
+    def _take_in(self, ready: Ready, own: Packed | None, clocks: list[Any], places: list[Any], world: World) -> None:
+        """All can, and go on with the newcomer."""
+        strategy, course = self._strategy, self._strategy.course
+        assert course is not None
+        assert course.session is not None
+        averager, places = course.session.averager, [*places, ready.place]
+        steps = [each["step"] for each in clocks]
+        clocks.append({**without_own(clocks[0]), "alike": None, "summary": RunSummary().state_dict()})
+        # The clock of all does not jump as one more comes.
+        gathered = {"replicas": clocks, "mean_steps": sum(steps) / len(steps)}
+        handed = {"averaging": gathered, "places": places, "strategy": strategy.handed_over()}
+        rest = packed(handed) if own is not None else None
         rank, run = world.rank, count_run(ready.run)
-        words = f"Rank {rank}: rank {for_life(guest)} has joined, and {len(ready.names)} replicas train from here."
-        tell("joined", logging.WARNING, words, rank=rank, run=run, world_size=len(ready.names))
-        strategy.saved.go_on(averaging)
+        guest, size = for_life(ready.guest), len(ready.names)
+        words = f"Rank {rank}: rank {guest} has joined, and {size} replicas train from here."
+        tell("joined", logging.WARNING, words, rank=rank, run=run, world_size=size)
+        strategy.saved.go_on({**averager.state_dict(), **gathered}, averager.gathered())
         course.stop()  # from here on nobody is lost by its count
         survivors = strategy.survivors
         assert survivors is not None
@@ -173,20 +193,42 @@ class Host:
         strategy.survivors = survivors.with_newcomers(ready.rank, ready.names, run)
         course.widen(ready.connection, run)
         course.patches.go_on(ready.connection.world, ready.name, places)
+        if own is not None and rest is not None:
+            self._hands_over = threading.Thread(
+                target=_hand_over, args=(ready, own, rest), name="lightning_async hand-over", daemon=True
+            )
+            self._hands_over.start()
 
-    def _hand_over(self, ready: Ready, course: Course, averaging: dict[str, Any]) -> tuple[list[list[Any]], str]:
-        """Give the newcomer what it needs; where all are once it has that, or why that could not be."""
-        trainer, world = self._strategy.module.trainer, ready.connection.world
+    def _pack(self, ready: Ready, course: Course) -> tuple[Packed | None, str | None]:
+        """On rank 0 what the newcomer needs of it, as it is now, and why that could not be; "" where it could."""
+        if ready.pair is None:
+            return None, None
+        assert course.session is not None
         try:
-            if ready.pair is not None:
-                state = {**state_for_newcomers(trainer), **course.patches.for_newcomers(), "averaging": averaging}
-                World(ready.pair, ready.connection.membership.check).broadcast(state)
-            places = world.gather_objects(course.patches.place(ready.name))
-            AveragedModels(trainer, world).make_equal()
+            own = state_for_newcomers(self._strategy.module.trainer)
+            averaging = course.session.averager.state_dict()
+            return packed({**own, **course.patches.for_newcomers(), "averaging": averaging}), ""
         except Exception as error:  # of hooks of the user's, too: who trains goes on
             ready.connection.membership.fail(in_words(error))  # nobody waits for it
-            return [], f"{type(error).__name__}: {error}"
-        return places, ""
+            return None, f"{type(error).__name__}: {error}"
+
+    @property
+    def _name(self) -> str:
+        """This rank's, for life."""
+        survivors = self._strategy.survivors
+        assert survivors is not None
+        return survivors.names[survivors.generation.rank]
+
+
+def _hand_over(ready: Ready, *states: Packed) -> None:
+    """The newcomer is one of them, and waits for this; nobody else does."""
+    assert ready.pair is not None
+    try:
+        world = World(ready.pair, ready.connection.membership.check)
+        for state in states:
+            world.broadcast(state)
+    except Exception as error:  # it is lost, as any rank may be, or training has ended
+        log.warning("Rank %s did not get what it needs to take part: %s", for_life(ready.guest), error)
 
 
 def digest(module: Any) -> int:

@@ -48,18 +48,24 @@ class Reception:
         strategy: of a rank that trains.
         door: where newcomers ask.
         most: so many replicas there may be.
+        on_coming: called when one is about to come, before all connect, on that thread.
         on_ready: called when a newcomer can be taken, on a thread of its own.
     """
 
-    def __init__(self, strategy: Connected, door: Door, most: int, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self, strategy: Connected, door: Door, most: int, on_coming: Callable[[], None], on_ready: Callable[[], None]
+    ) -> None:
         assert strategy.connection is not None
-        self._strategy, self._door, self._most, self._on_ready = strategy, door, most, on_ready
+        self._strategy, self._door, self._most = strategy, door, most
+        self._on_coming, self._on_ready = on_coming, on_ready
         self._connection = strategy.connection
         self._lock, self._ends = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
         self._seen: set[str] = set()
         """Those that have been prepared, whatever became of them."""
         self._ready: Ready | None = None
+        self._held = False
+        """All are about to agree on who is ready."""
         self._making: Connection | None = None
 
     def look(self) -> None:
@@ -69,17 +75,23 @@ class Reception:
                 self._thread = threading.Thread(target=self._run, name="lightning_async reception", daemon=True)
                 self._thread.start()
 
-    @property
-    def offer(self) -> str:
-        """Who can be taken by this rank, if all others can, too; "" for nobody yet."""
+    def hold(self) -> Ready | None:
+        """Who can be taken by this rank, if all others can, too: that stays so until `take` or `let_go`, whoever is
+        lost meanwhile. None for nobody yet."""
         with self._lock:
-            return "" if self._ready is None or self._broken() else self._ready.guest
+            self._held = self._ready is not None and not self._broken()
+            return self._ready if self._held else None
 
-    def take(self) -> Ready | None:
-        """Who was offered; None where that has come to nothing since. It is the caller's now."""
+    def let_go(self) -> None:
+        """Others cannot take it, or cannot yet."""
         with self._lock:
-            ready, self._ready = self._ready, None
-            return ready
+            self._held = False
+        self.look()
+
+    def take(self) -> None:
+        """Who was held is the caller's now."""
+        with self._lock:
+            self._ready, self._held = None, False
 
     def answer(self, guest: str, admitted: bool, again: bool = False) -> None:
         """Without a word a newcomer ends: it is not to train alone what the others train without it."""
@@ -118,7 +130,7 @@ class Reception:
     def _broken(self) -> bool:
         """Whether who is ready cannot be taken, as somebody is lost."""
         try:
-            if self._ready is not None:
+            if self._ready is not None and not self._held:
                 self._ready.connection.membership.check()
                 self._check_names(self._ready.names)
         except AsyncTrainingError:
@@ -194,6 +206,7 @@ class Reception:
 
         try:
             check()
+            self._on_coming()
             ready = connect(self._strategy, survivors.generation.rank, guest, place, check, made)
         except Exception as error:
             self._refuse(guest, f"{type(error).__name__}: {error}")

@@ -32,12 +32,13 @@ class SavedState:
         self._last: dict[str, Any] | None = None
         self._replica: dict[str, Any] | None = None
         self._gathered: Any = None
+        self._alike: Any = None
         self._owner: Any = None
 
     def begin_run(self) -> None:
         """A run begins: what an earlier one has loaded is not its own."""
         self.origin, self._has_loaded, self._loaded, self._replica = "none", False, None, None
-        self._gathered = None
+        self._gathered = self._alike = None
 
     def begin_stage(self, module: Any, fitting: bool) -> None:
         """The run has loaded its checkpoint, if any: a fit goes on from it, evaluation leaves it with the weights."""
@@ -54,24 +55,34 @@ class SavedState:
         self._has_loaded, self._loaded, self._last = True, checkpoint.get(self._key), None
         self.origin = (self._loaded or {}).get("origin") or _describe(checkpoint, self._loaded)
 
+    def leave_rule(self, rule: str) -> None:
+        """Go on as with this rule, which has no state, whatever wrote the checkpoint: replicas are one model."""
+        if self._loaded is not None:
+            begins = {"alike": None, "synchronous": True, "fresh": True}
+            alone = [
+                {**without_own(each), **begins, "gathered": each.get("gathered")} for each in self._loaded["replicas"]
+            ]
+            self._loaded = {**self._loaded, "rule": rule, "rule_state": {}, "replicas": alone, "replica": None}
+
     def take_replica(self) -> dict[str, Any] | None:
         """What this replica was, where it drifted from what all had agreed on; once."""
         replica, self._replica = self._replica, None
         return replica
 
-    def take_gathered(self) -> Any:
-        """What this rank had gathered towards a step to come; once."""
-        gathered, self._gathered = self._gathered, None
-        return gathered
+    def take_gathered(self) -> tuple[Any, Any]:
+        """What this rank had gathered towards a step to come, and what all have alike beside the rule's state; once."""
+        taken = self._gathered, self._alike
+        self._gathered = self._alike = None
+        return taken
 
     def take(self) -> dict[str, Any] | None:
         """What the fit goes on from, once."""
         loaded, self._loaded = self._loaded, None
         return loaded
 
-    def go_on(self, state: dict[str, Any]) -> None:
-        """What averaging is to go on from, as if it had been loaded."""
-        self._loaded = state
+    def go_on(self, state: dict[str, Any], gathered: Any = None) -> None:
+        """What averaging is to go on from, as if it had been loaded; with what this rank has ``gathered``."""
+        self._loaded, self._gathered = state, gathered
 
     def keep(self, state: dict[str, Any]) -> None:
         """The state at the end of a fit, for checkpoints that are saved after it."""
@@ -98,14 +109,22 @@ class SavedState:
             if "mean_steps" in saved:
                 own = {**own, "mean_steps": saved["mean_steps"]}
             averager.load_state_dict(saved, own)
-            self._replica, self._gathered = saved.get("replica"), own.get("gathered")
+            self._replica, self._alike = saved.get("replica"), replicas[0].get("alike")
+            self._gathered = own.get("gathered") or self._gathered
 
 
 def state_of(averager: BackgroundAverager, world: World | None) -> dict[str, Any]:
     """The engine's state; at a gate with every replica's clocks, between gates with this one's for all."""
-    own = averager.clocks()
-    replicas = [own] if world is None or world.drifting else world.gather_objects(own)
+    if world is None or world.drifting:
+        replicas = [averager.clocks()]
+    else:
+        replicas = world.gather_objects(clocks_of(averager, world.rank))
     return {**averager.state_dict(), "replicas": replicas}
+
+
+def clocks_of(averager: BackgroundAverager, rank: int) -> dict[str, Any]:
+    """What a rank tells of itself; what all have alike, the first one tells for all."""
+    return averager.clocks() if rank == 0 else {**averager.clocks(), "alike": None}
 
 
 def _describe(checkpoint: dict[str, Any], state: dict[str, Any] | None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -22,10 +22,12 @@ from lightning_async.engine.gradients.synchronous import SynchronousGradients
 from lightning_async.engine.header import Arrival, Gate
 from lightning_async.engine.replica import Replica
 from lightning_async.rules.averaging.protocol import AveragingRule
+from lightning_async.rules.pace import Pace
 from lightning_async.strategies.saved_state import SavedState, state_of
 from lightning_async.strategies.standing import standing_of
 from lightning_async.strategies.stepping import Steps
 from lightning_async.strategies.survivors import Survivors, started
+from lightning_async.trainer.pacing import Pacing
 from lightning_async.trainer.patches import rank_zero_info
 from lightning_async.transports.transport import Connection, Transport
 
@@ -45,6 +47,11 @@ class Averaged(Steps, Protocol):
     transport: Transport
     failed: bool
     make_stepping: Callable[..., Any]
+    pacing: Pacing
+
+    def go_on_without(self, names: Sequence[str], rank: int) -> None: ...
+
+    def told_by_servers(self) -> dict[str, str]: ...
 
     @property
     def bucket_device(self) -> torch.device: ...
@@ -129,8 +136,11 @@ class Session:
 
     def _go_on(self, generation: Generation, why: str) -> None:
         """Ranks are lost: whoever had no room beside them has."""
-        assert self._strategy.survivors is not None
-        self._strategy.survivors.go_on(generation, why)
+        survivors = self._strategy.survivors
+        assert survivors is not None
+        lost = [name for name in survivors.generation.members if name not in generation.members]
+        survivors.go_on(generation, why)
+        self._strategy.go_on_without(lost, generation.rank)
         self._look()
 
     def _look(self) -> None:
@@ -161,12 +171,17 @@ class Session:
         summary = self.averager.summary
         summary.elapsed_s = time.monotonic() - self.averager.started_at
         summary.samples_by_rank = self._world.gather_objects(summary.samples)
+        names = self._world.gather_objects(self.averager.gates.name)
+        paces = self._world.gather_objects(list(self._strategy.pacing.mean))
+        summary.served = self._strategy.told_by_servers()
+        summary.paces = {name: Pace(*pace) for name, pace in zip(names, paces, strict=True)}
         if (survivors := self._strategy.survivors) is not None:
             summary.rank, summary.lost = survivors.generation.rank, survivors.lost
 
     def tell(self) -> None:
         """One summary of the run, on rank 0."""
         summary = self.averager.summary
-        rank_zero_info(f"Asynchronous averaging, as rank 0 saw it:\n{summary}")
+        what = "Parameter servers" if summary.served else "Asynchronous averaging"
+        rank_zero_info(f"{what}, as rank 0 saw it:\n{summary}")
         if summary.rank == 0 and (advice := summary.advice(self._strategy.schedule)):
             log.warning(advice)

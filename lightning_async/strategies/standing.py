@@ -8,6 +8,7 @@ import time
 from lightning_async.comm.membership.standing import Standing
 from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.header import Gate
+from lightning_async.rules.pace import Pace, straggler
 from lightning_async.strategies.survivors import Survivors
 
 __all__ = ["standing_of"]
@@ -34,6 +35,8 @@ def standing_of(averager: BackgroundAverager, survivors: Survivors | None, run: 
         state = "trains"
     exchanges = summary.rounds + summary.consensuses + summary.synchronous_steps
     names = generation.members if survivors is None else survivors.names
+    mine, paces = averager.gates.name, averager.gates.paces
+    found = straggler({name: Pace(*pace) for name, pace in paces.items()})
     return Standing(
         name=names[generation.rank] if generation.rank < len(names) else generation.name,
         rank=generation.rank,
@@ -50,6 +53,7 @@ def standing_of(averager: BackgroundAverager, survivors: Survivors | None, run: 
         failed_rounds=control.mailbox.failed,
         hidden_share=summary.hidden_share,
         idle_s=summary.idle_s,
+        slow=f"{found.slower:.1f} times slower: {found.reason}" if found is not None and found.name == mine else "",
         sent_bytes=summary.payload_bytes,
         restarts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
     )

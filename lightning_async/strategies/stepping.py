@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from lightning_async.engine.averaging.averager import BackgroundAverager
@@ -14,8 +15,9 @@ from lightning_async.engine.header import Arrival, Gate
 from lightning_async.engine.replica import BufferPolicy, OptimizerPolicy
 from lightning_async.rules.schedules.protocol import Action, Schedule, Step
 from lightning_async.trainer.batch import batch_size
+from lightning_async.trainer.own_gradients import changes_gradients
 
-__all__ = ["Stepping", "Steps", "learning_rate"]
+__all__ = ["Stepping", "Steps", "learning_rate", "loss_scale"]
 
 
 def learning_rate(optimizers: Iterable[Any]) -> float:
@@ -45,6 +47,12 @@ class Steps(Protocol):
     def precision_plugin(self) -> Any: ...
 
 
+def loss_scale(strategy: Steps) -> float:
+    """What mixed precision multiplies losses by."""
+    scaler = getattr(strategy.precision_plugin, "scaler", None)
+    return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
+
+
 class Stepping:
     """Tells the averager of every step; closed by `close`.
 
@@ -69,6 +77,9 @@ class Stepping:
         self._seen = self._counted = 0
         self._reduced = False
         """Manual optimization: gradients were averaged since the last batch with a step."""
+        self._overlaps = not changes_gradients(strategy.module)
+        self._in_step = False
+        """Automatic optimization: the closure of a synchronous step runs."""
         self.recent: deque[Any] = deque(maxlen=RECENT_BATCHES)
         """Batches for recomputing BatchNorm's statistics, where that is asked for."""
         self._hooks = [optimizer.register_step_post_hook(self._count) for optimizer in strategy.optimizers]
@@ -78,6 +89,7 @@ class Stepping:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._gradients.close()
 
     def start_batch(self, batch: Any) -> None:
         """The training thread has a batch."""
@@ -109,6 +121,17 @@ class Stepping:
         self._tick(planned, stepped=self._seen > before)
         return output
 
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """A backward pass: where its gradients are to be averaged, they leave as it makes them."""
+        if self._overlaps and (self._in_step or self._is_synchronous()):
+            self._gradients.begin_backward(self._samples, loss_scale(self._strategy))
+        try:
+            yield
+        except BaseException:
+            self._gradients.withdraw()
+            raise
+
     def after_backward(self) -> None:
         """Manual optimization: gradients are there."""
         if self._is_synchronous():
@@ -123,16 +146,21 @@ class Stepping:
         """``closure``, then the mean of all replicas' gradients: before they are unscaled and clipped."""
 
         def wrapped() -> Any:
-            result = closure()
+            self._in_step = True
+            try:
+                result = closure()
+            except BaseException:
+                self._gradients.withdraw()
+                raise
+            finally:
+                self._in_step = False
             self._reduce_gradients()
             return result
 
         return wrapped
 
     def _reduce_gradients(self) -> None:
-        scaler = getattr(self._strategy.precision_plugin, "scaler", None)
-        scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
-        self._gradients.reduce_(self._samples, scale)
+        self._gradients.reduce_(self._samples, loss_scale(self._strategy))
 
     def _tick(self, planned: Step, stepped: bool) -> None:
         strategy, samples = self._strategy, self._samples

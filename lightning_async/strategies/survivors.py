@@ -26,6 +26,7 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
+_ROOM = "lightning_async"  # of ranks whose numbers are those that they were started with
 _runs = [0]
 _here: list[Survivors] = []  # of this process, once ranks are lost: they are to every strategy that follows
 
@@ -64,6 +65,12 @@ class Survivors:
         made._names = tuple(names)
         made.ever = self.ever.union(ever, map(int, names))
         made._number(run)
+        return made
+
+    def begun_by(self, rank: int, names: Sequence[str], run: int) -> Survivors:
+        """These begin, and others may come: what this rank's number is among them."""
+        made = self.with_newcomers(rank, names, run)
+        made.ever = frozenset(map(int, names))
         return made
 
     @property
@@ -158,10 +165,11 @@ def left_here() -> Survivors | None:
     return _here[0] if _here else None
 
 
-def among(survivors: Survivors | None, environment: Any) -> Any:
-    """The environment of those that are there."""
+def among(survivors: Survivors | None, environment: Any, num_serving: int = 0) -> Any:
+    """The environment of the replicas that are there; so many of the last ranks that were started are none."""
     if survivors is None or not survivors.room:
-        return environment
+        size = environment.world_size() - num_serving
+        return Survivor(environment, environment.global_rank(), size, _ROOM) if num_serving else environment
     return Survivor(environment, survivors.generation.rank, survivors.generation.world_size, survivors.room)
 
 

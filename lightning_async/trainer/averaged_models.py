@@ -15,9 +15,14 @@ import torch
 from torch import Tensor
 
 from lightning_async.engine.world import World
-from lightning_async.trainer.namespace import pytorch
+from lightning_async.trainer.patches import callbacks_of
 
-__all__ = ["AveragedModels"]
+__all__ = ["AveragedModels", "averages_of"]
+
+
+def averages_of(trainer: Any) -> list[Any]:
+    """The averages that `WeightAveraging` keeps (EMA and others), there since Lightning 2.6."""
+    return [callback._average_model for callback in callbacks_of(trainer, "WeightAveraging")]
 
 
 class AveragedModels:
@@ -30,10 +35,8 @@ class AveragedModels:
 
     def __init__(self, trainer: Any, world: World) -> None:
         self._trainer, self._world = trainer, world
-        callbacks = pytorch("callbacks")
-        kind = getattr(callbacks, "WeightAveraging", ())  # since Lightning 2.6
-        self._averages = [c._average_model for c in trainer.callbacks if kind and isinstance(c, kind)]
-        self._swa = [c for c in trainer.callbacks if isinstance(c, callbacks.StochasticWeightAveraging)]
+        self._averages = averages_of(trainer)
+        self._swa = callbacks_of(trainer, "StochasticWeightAveraging")
         self._agreed = [int(average.n_averaged) for average in self._averages]
 
     def make_equal(self) -> None:

@@ -25,6 +25,7 @@ from lightning_async.trainer.recovery import Recovery, gather
 from lightning_async.trainer.resume import Resume
 from lightning_async.trainer.saves import FAILED_S, Together
 from lightning_async.trainer.saves_apart import Apart
+from lightning_async.trainer.saves_called import Called
 from lightning_async.trainer.whole_state import ALIKE, collect, left_out, put_back, whole
 
 __all__ = ["Checkpointing"]
@@ -39,15 +40,16 @@ class Checkpointing:
     Args:
         trainer: in `setup`, when its ranks have met.
         settings: what the user has asked for.
+        call: has all ranks come together, for `save_together`.
     """
 
-    def __init__(self, trainer: Any, settings: Settings) -> None:
-        self._trainer, self._settings = trainer, settings
+    def __init__(self, trainer: Any, settings: Settings, call: Callable[[], None] = lambda: None) -> None:
+        self._trainer, self._settings, self._call = trainer, settings, call
         self.store = CheckpointStore(settings.dirpath)
         self.resume = Resume(trainer)
         self._recovery = Recovery(trainer, settings, self.store, self.resume)
         self.saver: Saver | None = None
-        self._pace: Together | Apart | None = None
+        self._pace: Together | Apart | Called | None = None
         self._preempted = Preemption(trainer)
         self._undo: list[Undo] = []
         self._number = 0
@@ -119,7 +121,7 @@ class Checkpointing:
 
     def for_newcomers(self) -> dict[str, Any]:
         """What a rank must know that comes to this training, which is at a gate."""
-        known = self._pace.known if isinstance(self._pace, Apart) else self._number
+        known = self._pace.known if isinstance(self._pace, Apart | Called) else self._number
         return {**self._directory.for_newcomers(), "number": known}
 
     def come(self, told: dict[str, Any]) -> None:
@@ -143,8 +145,11 @@ class Checkpointing:
                 self.saver.reserve(trainer.global_step, self._directory.group, shared, own)
                 self._first_step = trainer.global_step
                 common = trainer, self.saver, self._settings, self._number, self._directory.group
-                self._pace = Apart(*common, self.resume) if apart else Together(*common)
-                self._undo.append(self.resume.points.whereabouts.follow())
+                if apart and trainer.strategy.served:
+                    self._pace = Called(*common, self.resume, self._call)
+                else:
+                    self._pace = Apart(*common, self.resume) if apart else Together(*common)
+                self._undo.append(self.resume.points.follow())
                 self.resume.points.keeps = apart or self._settings.on_exception
 
         return on_train_start
@@ -164,6 +169,11 @@ class Checkpointing:
         self.saver.poll()
         self._directory.follow()
         self._pace.boundary(self.resume, self._preempted)
+
+    def save_together(self) -> None:
+        """All ranks are at a gate, and hold one model, which stays as it is."""
+        if isinstance(self._pace, Called) and self.saver is not None:
+            self._pace.save()
 
     def roll_back(self) -> int | None:
         """Put the newest good checkpoint's model, optimizers and schedulers in place, on all ranks, which call this
@@ -219,7 +229,7 @@ class Checkpointing:
         preempted = isinstance(exception, pytorch("utilities.exceptions").SIGTERMException)
         self._patience_s = PATIENCE_S if preempted else FAILED_S
         self._recovery.explain(exception)
-        if preempted and isinstance(self._pace, Apart):
+        if preempted and isinstance(self._pace, Apart | Called):
             try:
                 self._pace.end("preemption")
             except AsyncTrainingError as error:  # the signal's own exception goes on

@@ -12,7 +12,7 @@ from lightning_async.trainer.meeting import Meeting
 from lightning_async.trainer.patches import Undo, replace, set_for_now
 from lightning_async.trainer.protocols import Drifting
 
-__all__ = ["Convened", "Convening"]
+__all__ = ["Convened", "Convening", "Saves"]
 
 
 @runtime_checkable
@@ -24,6 +24,18 @@ class Convened(Protocol):
 
     def decide(self, world: World) -> bool:
         """All ranks are here and hold one model; whether this has put another one in its place, on all of them."""
+        ...
+
+
+@runtime_checkable
+class Saves(Protocol):
+    """A callback that saves where all ranks hold one model."""
+
+    call_together: Callable[[], None] | None
+    """See `Convened`."""
+
+    def save_together(self, world: World) -> None:
+        """All ranks are here and hold one model, which stays as it is."""
         ...
 
 
@@ -49,7 +61,7 @@ class Convening:
     def install(self) -> list[Undo]:
         """Patch; returns what takes it back."""
         return [
-            *(set_for_now(each, "call_together", self._call) for each in (*self._convened(), self._host) if each),
+            *(set_for_now(each, "call_together", self._call) for each in self._callers()),
             set_for_now(self._meeting, "on_called", self.hold),
             replace(self._trainer.fit_loop.epoch_loop, "on_advance_end", self._after_batch),
         ]
@@ -57,21 +69,28 @@ class Convening:
     def _convened(self) -> list[Convened]:
         return [self._saving, *(each for each in self._trainer.callbacks if isinstance(each, Convened))]
 
+    def _saves(self) -> list[Saves]:
+        return [each for each in self._trainer.callbacks if isinstance(each, Saves)]
+
+    def _callers(self) -> list[Any]:
+        return [*self._convened(), *self._saves(), *([self._host] if self._host else [])]
+
     def _call(self) -> None:
-        self._called = True
+        if not self._strategy.call_with_step():
+            self._called = True
 
     def _after_batch(self, original: Any) -> Any:
         def on_advance_end(data_fetcher: Any) -> None:
             original(data_fetcher)
             gates = self._strategy.gates
-            if gates is not None and self.is_called(gates):
+            if gates is not None and self.is_called(gates) and self._strategy.between_windows:
                 self.hold()
 
         return on_advance_end
 
     def is_called(self, gates: Gates) -> bool:
         """Whether somebody has called all ranks together."""
-        return self._called or Vote.DECIDE in gates.agreed
+        return self._called or self._strategy.called or Vote.DECIDE in gates.agreed
 
     def hold(self) -> None:
         """Meet, and decide; what is done to the model outside of averaging begins another training."""
@@ -85,5 +104,8 @@ class Convening:
             module = self._trainer.lightning_module
             world.make_equal_([*module.parameters(), *module.buffers()])  # each may have gone back to its own
             self._strategy.start_over()
-        elif self._host is not None and not any(replaced):
-            self._host.decide(world)
+        elif not any(replaced):
+            for callback in self._saves():
+                callback.save_together(world)
+            if self._host is not None:
+                self._host.decide(world)

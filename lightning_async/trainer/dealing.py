@@ -147,10 +147,13 @@ def _distributed_samplers(loop: Any) -> list[DistributedSampler[Any]]:
 
 
 def _partitions(loop: Any) -> list[tuple[Any, PartitionedSampler | PartitionedStream]]:
-    """Of the loaders that a loop has, each with its loader."""
+    """Of the loaders that a loop has, each with its loader; one within a sampler of batches, or a dataset, too."""
     loaders = () if loop._combined_loader is None else loop._combined_loader.flattened
-    of_loaders = [(loader, getattr(loader, name, None)) for loader in loaders for name in ("sampler", "dataset")]
-    return [(loader, each) for loader, each in of_loaders if isinstance(each, PartitionedSampler | PartitionedStream)]
+    names = ("sampler", "batch_sampler", "dataset")
+    of_loaders = [(loader, getattr(loader, name, None)) for loader in loaders for name in names]
+    inner = [(loader, each) for loader, owner in of_loaders for each in getattr(owner, "__dict__", {}).values()]
+    found = {id(each): (loader, each) for loader, each in (*of_loaders, *inner)}.values()
+    return [(loader, each) for loader, each in found if isinstance(each, PartitionedSampler | PartitionedStream)]
 
 
 def _number(sampler: DistributedSampler[Any], num_replicas: int, rank: int) -> None:

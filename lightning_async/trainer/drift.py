@@ -10,7 +10,6 @@ from typing import Any
 from lightning_async.engine.header import Arrival, Gate
 from lightning_async.engine.world import World
 from lightning_async.trainer import refusals
-from lightning_async.trainer.averaged_models import AveragedModels
 from lightning_async.trainer.convening import Convening
 from lightning_async.trainer.dealing import Dealing
 from lightning_async.trainer.empty_shards import EmptyShards
@@ -61,14 +60,13 @@ class DriftPatches:
         )  # fmt: skip
         self._undo: list[Undo] = []
 
-    def install(self, world: World) -> None:
-        """Patch, and begin all ranks' averages over time alike."""
+    def install(self) -> None:
+        """Patch."""
         for part in self._parts:
             for undo in part.install():
                 self._undo.append(undo)
         self._undo.append(replace(self._trainer.fit_loop, "on_run_end", self._end_training))
         self._undo += sync_metrics_through(lambda: self._strategy.world, self._trainer.lightning_module)
-        AveragedModels(self._trainer, world).make_equal()
 
     def remove(self) -> None:
         """Take every patch back."""
@@ -109,7 +107,7 @@ class DriftPatches:
 
     def tell_place(self) -> None:
         """What is sent next holds all that this rank has done, the batch under way included."""
-        if self._strategy.gates is not None:
+        if self._strategy.shrinks and self._strategy.gates is not None:
             self._inheritance.tell_place(self._strategy.gates)
 
     def start_over(self) -> None:

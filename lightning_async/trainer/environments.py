@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
 from lightning_async.comm.horovod.world import HorovodWorld
 from lightning_async.trainer.namespace import fabric
 
-__all__ = ["HorovodEnvironment", "MPIRunEnvironment", "Newcomer", "Survivor", "ranks_here"]
+__all__ = ["HorovodEnvironment", "MPIRunEnvironment", "Newcomer", "Survivor"]
 
 ClusterEnvironment: Any = fabric("plugins.environments").ClusterEnvironment
 
 _VARIABLES = (
+    ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_CROSS_RANK"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_NODE_RANK"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "PMI_NODE_RANK"),
 )
+_LOCAL_SIZES = ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _LAUNCHERS = ("mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy")
 
 
 class MPIRunEnvironment(ClusterEnvironment):
-    """Ranks started by ``mpirun`` (Open MPI, MPICH, Intel MPI), read from its variables; needs no mpi4py.
+    """Ranks started by ``mpirun`` (Open MPI, MPICH, Intel MPI), read from its variables; needs no mpi4py. Also by
+    ``horovodrun``, where torch moves their bytes.
 
     The address of rank 0 is ``MASTER_ADDR``, or this host where all ranks run on one. The port is
     ``MASTER_PORT``, or derived from the job's id, so that jobs on one host do not meet. Where mpirun gives none, as
@@ -37,13 +41,13 @@ class MPIRunEnvironment(ClusterEnvironment):
         names = next((names for names in _VARIABLES if names[0] in os.environ), None)
         if names is None:
             raise RuntimeError(
-                "`MPIRunEnvironment()` found none of mpirun's variables (OMPI_COMM_WORLD_RANK, PMI_RANK)."
+                "`MPIRunEnvironment()` found none of the variables of mpirun and horovodrun (OMPI_COMM_WORLD_RANK, "
+                "PMI_RANK, HOROVOD_RANK)."
             )
         self._rank, self._size = int(os.environ[names[0]]), int(os.environ[names[1]])
         self._local_rank = int(os.environ.get(names[2], self._rank))
-        self._local_size = int(
-            os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", os.environ.get("MPI_LOCALNRANKS", self._size))
-        )
+        sizes = (os.environ.get(name) for name in _LOCAL_SIZES)
+        self._local_size = int(next(filter(None, sizes), self._size))
 
     @staticmethod
     def detect() -> bool:
@@ -83,6 +87,8 @@ class MPIRunEnvironment(ClusterEnvironment):
     @property
     def job(self) -> str:
         """What tells this job apart from others; "" where nothing does."""
+        if "HOROVOD_GLOO_RENDEZVOUS_PORT" in os.environ:
+            return "horovodrun {HOROVOD_GLOO_RENDEZVOUS_ADDR} {HOROVOD_GLOO_RENDEZVOUS_PORT}".format_map(os.environ)
         found = (os.environ.get(name) for name in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID"))
         return next(filter(None, found), "") or (_launcher_above() if self._local_size == self._size else "")
 
@@ -158,6 +164,11 @@ class HorovodEnvironment(ClusterEnvironment):
         return True
 
     @property
+    def own_address(self) -> str:
+        """This host, as the launcher calls it."""
+        return os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
+
+    @property
     def main_address(self) -> str:
         raise RuntimeError("Under Horovod there is no torch.distributed: use the strategy's own collectives.")
 
@@ -205,6 +216,11 @@ class _Renumbered:
     def __init__(self, environment: Any) -> None:
         self._environment = environment
 
+    @property
+    def launchers(self) -> Any:
+        """The one that the ranks were started in."""
+        return getattr(self._environment, "launchers", self._environment)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._environment, name)
 
@@ -242,9 +258,3 @@ class Newcomer(_Renumbered):
 
     def world_size(self) -> int:
         return self._environment.world_size()
-
-
-def ranks_here() -> range:
-    """The numbers that the ranks of this node were started with, by a launcher that sets torchrun's variables."""
-    first = int(os.environ["RANK"]) - int(os.environ["LOCAL_RANK"])
-    return range(first, first + int(os.environ["LOCAL_WORLD_SIZE"]))

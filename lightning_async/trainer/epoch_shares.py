@@ -14,8 +14,8 @@ from lightning_async.trainer.redealt import follower
 
 __all__ = ["EpochShares"]
 
-_PHASES, _BATCHES = 2**5, 2**32
-"""Of a place: how often an epoch was dealt out anew, at most, and how many batches it has."""
+_PHASES, _BATCHES = 2**9, 2**28
+"""Of a place: how often an epoch was dealt out anew, at most, and how many batches it has; with the epoch, 53 bits."""
 
 
 class EpochShares:
@@ -29,7 +29,7 @@ class EpochShares:
         self._trainer = trainer
         self.known = False
         """This rank was there when the epoch began, or was told since; else the rest says nothing."""
-        self.shares: dict[str, Share] = {}
+        self.shares: Mapping[str, Share] = {}
         """What each has of the epoch since it began, or was last dealt out."""
         self.phase = 0
         """How often the epoch was dealt out anew."""
@@ -57,9 +57,15 @@ class EpochShares:
         self.known, self.shares, self.places, self._gates, self._gone = False, {}, {}, None, set()
         self.dealt, self.came, self.has_none = [], False, False
 
-    def deal(self, shares: dict[str, Share]) -> None:
+    def deal(self, shares: Mapping[str, Share]) -> None:
         """From here on this is what each has."""
         self.shares, self.phase, self._gone = shares, self.phase + 1, set()
+
+    def take_part(self, name: str) -> None:
+        """This rank, by its name, has its part of what was dealt, as checkpoints say; or none, where that was short."""
+        names = list(self.shares)
+        self.has_none = not self.known or name not in names
+        self.dealt = [] if self.has_none else [names.index(name), len(names)]
 
     def plain(self) -> dict[str, list[Any]]:
         """The shares, to be told."""
@@ -100,6 +106,10 @@ class EpochShares:
         """Whether this rank's loaders have streams, of which nobody can tell what is left."""
         loaders = self._trainer.fit_loop._combined_loader.flattened
         return all(isinstance(getattr(each, "dataset", None), IterableDataset) for each in loaders)
+
+    def whole(self) -> Share:
+        """What this rank's loaders have of any epoch that begins."""
+        return Share(0, 0, 0, False, [told_of(loader) for loader in self._trainer.fit_loop._combined_loader.flattened])
 
     def mine(self) -> Share:
         """What this rank's loaders have of the epoch that begins."""

@@ -96,6 +96,7 @@ class Inheritance:
         self.epoch.deal(inherited(left, takers) if takers else {})
         if not self.epoch.shares:
             return False
+        self.epoch.take_part(name)
         log.info(
             "Epoch %d goes on with what %s had not shared of it: %s batches.",
             self._trainer.current_epoch, ", ".join(f"rank {each}" for each in lost),

@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from lightning_async.trainer.averaged_models import averages_of
 from lightning_async.trainer.logged import put_blank, take_logged
 from lightning_async.trainer.patches import Undo, replace
 
@@ -37,7 +38,8 @@ def state_for_newcomers(trainer: Any) -> dict[str, Any]:
     checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     return {
         "checkpoint": {key: value for key, value in checkpoint.items() if key not in _NOT_SENT},
-        "tensors": {name: t.detach() for name, t in _tensors(module).items() if name not in checkpoint["state_dict"]},
+        "tensors": {name: t for name, t in _tensors(module).items() if name not in checkpoint["state_dict"]},
+        "averages": [_tensors(average) for average in averages_of(trainer)],
         "trained": {name: parameter.requires_grad for name, parameter in module.named_parameters()},
         "directories": [str(getattr(callback, "dirpath", None) or "") for callback in trainer.callbacks],
         "should_stop": bool(trainer.should_stop),
@@ -59,6 +61,8 @@ def take_over(trainer: Any, state: dict[str, Any]) -> None:
     connector.restore_training_state()
     connector._loaded_checkpoint = {}
     _copy(_tensors(module), state["tensors"])
+    for average, theirs in zip(averages_of(trainer), state["averages"], strict=True):
+        _copy(_tensors(average), theirs)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(state["trained"][name])
     trainer.should_stop = state["should_stop"]
@@ -156,7 +160,7 @@ def _plain(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tensors(module: Any) -> dict[str, Tensor]:
-    return dict([*module.named_parameters(), *module.named_buffers()])
+    return {name: t.detach() for name, t in [*module.named_parameters(), *module.named_buffers()]}
 
 
 @torch.no_grad()

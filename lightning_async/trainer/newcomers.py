@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any, NamedTuple
 
-from lightning_async.data.shares import Share, distributed, inherited
+from lightning_async.data.shares import Joined, Share, inherited, joined
 from lightning_async.engine.header import Vote
 from lightning_async.trainer.epoch_shares import EpochShares
 from lightning_async.trainer.learning_rates import LearningRates
@@ -58,6 +58,8 @@ class Newcomers:
         self._strategy, self._trainer, self._epoch, self._rates = strategy, trainer, epoch, rates
         self._until_end: list[Undo] = []
         """What holds for the rest of the epoch."""
+        self._joined: Joined = {}
+        """What was foreseen."""
         self._follows = False
         """This rank has come within an epoch of streams, and ends it with the others."""
 
@@ -74,10 +76,7 @@ class Newcomers:
 
     def foresee(self) -> None:
         """One is about to come, and will be waited for: have at hand what takes time; from any thread."""
-        for share in list(self._epoch.shares.values()):
-            for told, _ in share.loaders:
-                if told is not None and told["kind"] == "distributed":
-                    distributed(told)
+        self._joined = joined(list(self._epoch.shares.values()))
 
     def told(self) -> list[Any]:
         """What the newcomer must know of the epoch under way."""
@@ -88,7 +87,7 @@ class Newcomers:
 
         Args:
             name: for life.
-            comes: it is the newcomer, about to begin the epoch.
+            comes: it is the newcomer, and does not know yet which epoch that will be.
         """
         if (gates := self._strategy.gates) is not None:
             self._epoch.hear(gates)
@@ -111,13 +110,13 @@ class Newcomers:
         epoch.hear(gates)
         epoch.has_none |= told is not None
         all_ = [_Place(*each) for each in places]
-        mine = next(each for each in all_ if each.name == name)
         there, lengths = [each for each in all_ if not each.comes], [each.lengths for each in all_ if each.comes]
         if there and told is not None and all(each.streams for each in all_):
             epoch.phase, epoch.shares, epoch.known = told[0], _shares(told[1]), True
             epoch.begins, epoch.came, epoch.has_none = True, True, False
             self._rates.stepped.update(there[0].stepped)
-        if not there or not lengths or not all(each.is_within and each.epoch == mine.epoch for each in all_):
+        epochs = {each.epoch for each in there}
+        if len(epochs) != 1 or not lengths or not all(each.is_within for each in all_):
             return
         phase, shares = (epoch.phase, epoch.shares) if told is None else (told[0], _shares(told[1]))
         if not all(share.is_known and share.lengths == lengths[0] for share in shares.values()):
@@ -126,29 +125,29 @@ class Newcomers:
         for each in all_:
             epoch.learn(each.places)
         at = {each.name: each.ready for each in there}
-        left = [(share, at.get(name, epoch.number(name))) for name, share in shares.items()]
-        dealt = inherited(left, {each.name: each.ready for each in all_})
+        left = [(share, at.get(of, epoch.number(of))) for of, share in shares.items()]
+        dealt, self._joined = inherited(left, {each.name: each.ready for each in all_}, self._joined), {}
         if len(dealt) < len(all_):  # there is not one batch for each
             return
         epoch.deal(dealt)
-        epoch.known, epoch.has_none, epoch.dealt = True, False, [list(epoch.shares).index(mine.name), len(all_)]
-        log.info("The rest of epoch %d is dealt out among %d ranks.", mine.epoch, len(all_))
+        epoch.known = True
+        epoch.take_part(name)
+        log.info("The rest of epoch %d is dealt out among %d ranks.", *epochs, len(all_))
         if told is not None:
-            epoch.first, epoch.came = epoch.shares[mine.name], True
+            epoch.first, epoch.came = epoch.shares[name], True
             self._rates.stepped.update(there[0].stepped)
         else:
-            self._until_end += go_on_with(self._trainer, epoch.shares[mine.name])
+            self._until_end += go_on_with(self._trainer, epoch.shares[name])
 
     def _place(self, name: str, comes: bool) -> _Place:
         number, epoch = self._trainer.current_epoch, self._epoch
         if comes:
-            own = epoch.mine()
+            own = epoch.whole()
             return _Place(name, True, own.is_known, number, 0, own.lengths, epoch.streams, {}, {})
         fit = self._trainer.fit_loop
         count, ends = fit.epoch_loop.batch_progress.current, epoch.at_end or fit.epoch_loop.done
         by_batch = type(fit._data_fetcher).__name__ != "_DataLoaderIterDataFetcher"
-        # Gradients that are yet to be stepped with would be in nobody's share, were this rank lost now.
-        in_step = count.ready != count.completed or (count.ready > 0 and fit.epoch_loop._should_accumulate())
+        in_step = count.ready != count.completed or (count.ready > 0 and self._strategy.gathers)
         is_within = epoch.known and by_batch and not in_step and not ends
         lengths: list[int] = []
         return _Place(
@@ -170,7 +169,7 @@ class Newcomers:
             original(data_fetcher)
             gates, loop = self._strategy.gates, self._trainer.fit_loop.epoch_loop
             ended = self._follows and gates is not None and Vote.EPOCH in gates.agreed
-            if ended and not loop._should_accumulate():  # its stream goes on, and the others' have come to an end
+            if ended and not self._strategy.gathers:  # its stream goes on, and the others' have come to an end
                 loop.batch_progress.is_last_batch = True
 
         return on_advance_end

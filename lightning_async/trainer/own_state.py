@@ -7,6 +7,8 @@
 | the scale of gradients in fp16 | replicas drift |
 | floating-point buffers | replicas drift, and the policy is ``buffers="keep"`` |
 
+Of workers of servers it is, too, where optimizers are not the servers'.
+
 The run's are weights, rule, options of optimizers (learning rates among them), schedulers, callbacks and loops.
 """
 
@@ -28,7 +30,9 @@ def take(trainer: Any) -> dict[str, Any]:
     """Behind a step: plain values, and tensors by reference."""
     strategy = trainer.strategy
     own: dict[str, Any] = {"random": _generators(trainer).take()}
-    if strategy.averager.ledger.synchronous:
+    if strategy.served and strategy.update_on_server:
+        return own
+    if strategy.averager.ledger.synchronous and not strategy.served:
         return own
     module = trainer.lightning_module
     if strategy.optimizer_state_policy == "keep":

@@ -60,6 +60,27 @@ class Drifting(Protocol):
         """Whether this rank may join a validation of others: it has no batches of a step that others have whole."""
         ...
 
+    in_step: bool
+    """Replicas take every step together, each after the same number of its own batches, as long as it has some."""
+
+    @property
+    def gathers(self) -> bool:
+        """Whether it has gradients in accumulation: batches that would be in nobody's share, were it lost now."""
+        ...
+
+    served: bool
+    """Weights are on servers: replicas are copies of them, and there is one model."""
+
+    def call_with_step(self) -> bool:
+        """Have what this replica sends next call all others, so that all come behind the same step; False: each comes
+        when it hears of it."""
+        ...
+
+    @property
+    def called(self) -> bool:
+        """Whether somebody has, with the step that this replica has just taken."""
+        ...
+
     def start_over(self) -> None:
         """All ranks are here, with one model: the training that begins with the next batch is another one."""
         ...

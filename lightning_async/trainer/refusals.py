@@ -7,6 +7,7 @@ import math
 from typing import Any, Literal, get_args
 
 from torch import nn
+from torch.optim.lr_scheduler import OneCycleLR
 
 from lightning_async.arguments import check_choice, check_protocol
 from lightning_async.engine.replica import BufferPolicy, OptimizerPolicy
@@ -14,6 +15,8 @@ from lightning_async.engine.world import World
 from lightning_async.rules.averaging.protocol import AveragingRule
 from lightning_async.rules.schedules.protocol import Schedule
 from lightning_async.trainer.namespace import pytorch
+from lightning_async.trainer.patches import searches_lr
+from lightning_async.trainer.updates import updates_of
 
 __all__ = [
     "LrClock",
@@ -107,8 +110,10 @@ def check_fit(trainer: Any, world: World) -> bool:
     """Before the first batch; whether all ranks are to meet at the end of each epoch.
 
     Raises:
-        ValueError: the ranks have unequal numbers of epochs, and something happens at their ends on all ranks.
+        ValueError: the ranks have unequal numbers of epochs, and something happens at their ends on all ranks; or a
+            scheduler ends before training does, where all ranks take the steps of the one that has the most.
     """
+    _check_length(trainer, world)
     epochs = world.gather_objects(_epochs(trainer))
     if len(set(epochs)) == 1:
         return True
@@ -126,6 +131,45 @@ def check_fit(trainer: Any, world: World) -> bool:
         )
     log.warning("%s; they meet at validations and at the end of training only.", numbers)
     return False
+
+
+def check_momentum_stays(trainer: Any, owner: str) -> None:
+    """Of schedulers: servers hear of the rate only.
+
+    Args:
+        trainer: with its schedulers.
+        owner: for messages.
+
+    Raises:
+        ValueError: one changes the momentum.
+    """
+    for each in trainer.lr_scheduler_configs:
+        if getattr(each.scheduler, "cycle_momentum", False):
+            raise ValueError(
+                f"`{type(each.scheduler).__name__}` changes the momentum, too, and servers hear of new learning rates "
+                f"only. Pass `cycle_momentum=False` to it, or `{owner}(update_on_server=False)`: the optimizer is the "
+                "worker's then."
+            )
+
+
+def _check_length(trainer: Any, world: World) -> None:
+    """Of schedulers that fail behind their last step; there may be more data on another rank than on this one."""
+    if updates_of(trainer) is None or not trainer.strategy.in_step or searches_lr(trainer):
+        return
+    batches, every, limit = trainer.num_training_batches, trainer.accumulate_grad_batches, trainer.max_steps
+    mine = math.inf if math.isinf(batches) else math.ceil(batches / every) * _epochs(trainer)
+    by_step = [each for each in trainer.lr_scheduler_configs if each.interval == "step"]
+    lengths = [
+        each.scheduler.total_steps * each.frequency for each in by_step if isinstance(each.scheduler, OneCycleLR)
+    ]
+    told = world.gather_objects([mine if limit in (None, -1) else min(mine, limit), min(lengths, default=math.inf)])
+    steps, shortest = max(steps for steps, _ in told), min(length for _, length in told)
+    if shortest < steps < math.inf:
+        raise ValueError(
+            f"`OneCycleLR` ends after {shortest:g} steps, and this training has {steps:g}: all ranks take each step of "
+            f"the one that has the most data; these have data for {[steps for steps, _ in told]} steps. Pass "
+            f"`total_steps={steps:g}` on all ranks: `trainer.estimated_stepping_batches` knows a rank's own data only."
+        )
 
 
 def _epochs(trainer: Any) -> float:
@@ -158,4 +202,6 @@ def _epoch_end_users(trainer: Any) -> list[str]:
     users += [f"the metric `{n}`" for n, m in trainer.lightning_module.named_modules() if isinstance(m, Metric)]
     if trainer.reload_dataloaders_every_n_epochs:
         users.append("`reload_dataloaders_every_n_epochs`")
+    if updates_of(trainer) is not None and any(each.interval == "epoch" for each in trainer.lr_scheduler_configs):
+        users.append("a scheduler of learning rates, of which all replicas have the same")
     return users

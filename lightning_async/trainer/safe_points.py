@@ -5,6 +5,7 @@ The state that a fit can go on from, by where it is (`whereabouts`):
 | within | the state |
 | --- | --- |
 | fetching a batch, its hooks, forward, backward, clipping | that of the safe point before: the batch comes again |
+| behind the backward pass, where gradients are gathered apart (`updates`) | after the batch; see `Accumulating` |
 | the optimizer's step, a scheduler's | none: a part is written, and nobody knows which |
 | averaging, behind the optimizer's step | after the batch; its schedulers step now |
 | hooks and loggers at the end of the batch | after the batch; a validation that is due then is still to come |
@@ -29,7 +30,9 @@ from lightning_async.trainer.inheritance import inheritance_of
 from lightning_async.trainer.kept_buffers import KeptBuffers
 from lightning_async.trainer.logged import Known, take_logged
 from lightning_async.trainer.namespace import pytorch
+from lightning_async.trainer.patches import Undo
 from lightning_async.trainer.unsaved import take_plain, take_unsaved
+from lightning_async.trainer.updates import updates_of
 from lightning_async.trainer.whereabouts import Whereabouts, Within
 
 __all__ = ["AsItWas", "SafePoints"]
@@ -86,6 +89,8 @@ class SafePoints:
         self._known: Known | None = None
         self._before: dict[str, Any] | None = None
         """States of callbacks before the validation that is under way."""
+        self._reached = -1
+        """Batches behind the last one."""
 
     # ------------------------------------------------------------------ taken now
 
@@ -93,6 +98,12 @@ class SafePoints:
         """Of this process and of the loaders."""
         self._generators = generators_of(self.sources)
         return self._generators
+
+    def follow(self) -> Undo:
+        """Training begins, and optimizers are there: hear of their steps; returns what ends that."""
+        if (updates := updates_of(self._trainer)) is not None:
+            updates.on_gathered, updates.on_step_between = self.whereabouts.gathered, self.stepped_between
+        return self.whereabouts.follow()
 
     def begin_validation(self) -> None:
         """A batch is done with, and its validation begins."""
@@ -160,8 +171,16 @@ class SafePoints:
             self.modes.take() if ended else None,
             [dict(vars(each)) for each in self._counters()],
         )  # fmt: skip
-        self.began = None
+        self.began, self._reached = None, trainer.fit_loop.epoch_loop.batch_progress.total.completed
         self.whereabouts.begin_batch()
+
+    def stepped_between(self) -> None:
+        """The optimizer has stepped outside of a batch, at a gate: what was kept of the safe point is no more so."""
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        if progress.total.ready != progress.total.completed or not progress.current.ready:
+            self.whereabouts.within = Within.STEP
+        elif progress.total.completed == self._reached:  # else the batch has yet to come to its safe point
+            self.reach("batch")
 
     @contextlib.contextmanager
     def as_it_was(self, ending: bool = False) -> Iterator[AsItWas | None]:
@@ -173,7 +192,7 @@ class SafePoints:
             ending: training does not go on: what is left to do of a step can be done. Default: False.
         """
         within = self.whereabouts.within
-        if within is Within.STEPPED and ending:
+        if within in (Within.STEPPED, Within.GATHERED) and ending:
             self._complete_step()
             within = self.whereabouts.within
         if within is Within.BATCH and self._kept is not None:
@@ -192,12 +211,14 @@ class SafePoints:
     @contextlib.contextmanager
     def _rewound(self, kept: _Kept) -> Iterator[dict[str, Any]]:
         assert self._buffers is not None
+        # At a gate nothing has changed buffers since but what all have agreed on there, and the engine reads them.
+        at_rest = self._trainer.fit_loop.epoch_loop.batch_progress.total.ready == self._reached
         counters = self._counters()
         now = [dict(vars(each)) for each in counters]
         for each, before in zip(counters, kept.counters, strict=True):
             vars(each).update(before)
         try:
-            with self._buffers.put_back():
+            with contextlib.nullcontext() if at_rest else self._buffers.put_back():
                 yield {
                     "where": kept.where,
                     "random": kept.random(),
@@ -215,9 +236,10 @@ class SafePoints:
     def _complete_step(self) -> None:
         """What Lightning does when the optimizer has stepped."""
         epoch = self._trainer.fit_loop.epoch_loop
-        step = epoch.automatic_optimization.optim_progress.optimizer.step
-        for each in (step.total, step.current):
-            each.completed = each.ready
+        automatic, manual = epoch.automatic_optimization.optim_progress.optimizer.step, epoch.manual_optimization
+        for step in (automatic, manual.optim_step_progress):
+            for each in (step.total, step.current):
+                each.completed = each.ready
         epoch.batch_progress.increment_processed()
         epoch.update_lr_schedulers("step", update_plateau_schedulers=False)
         if epoch._num_ready_batches_reached():

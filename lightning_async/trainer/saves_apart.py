@@ -20,7 +20,8 @@ from lightning_async.trainer.due import Clock, Settings, manifest_of
 from lightning_async.trainer.names import names_of
 from lightning_async.trainer.preemption import Preemption
 from lightning_async.trainer.resume import Resume
-from lightning_async.trainer.saves import FAILED_S, batches, finish, refuse
+from lightning_async.trainer.saves import FAILED_S, batches, refuse
+from lightning_async.trainer.saves_met import Met, end
 from lightning_async.trainer.whole_state import REPLICAS, collect
 
 __all__ = ["Apart"]
@@ -77,6 +78,7 @@ class Apart:
             self._known = max(self._known, before.marks.saved)
             self._clock.saved(self._averager.global_step())
         self._averager.marks.begin(self._known)
+        self._averager.marks.settle = self._take
         self._averager.gates.add(self)
         self._survivors = self._trainer.strategy.survivors
         if set(self._left) <= set(self._group):  # then whoever comes has found the directory, too
@@ -186,27 +188,8 @@ class Apart:
             return self._saver.save_alone(number, step, shared, own, manifest, FAILED_S)
 
     def end(self, reason: str = "the end") -> None:
-        """All ranks are here, with one model. A save whose ranks are not left is repeated by those that are."""
-        while not self._save_the_last(reason):
-            log.warning("Rank %d: the last save was one with ranks that are lost: those that are left save once more.",
-                        names_of(self._trainer).mine)  # fmt: skip
-
-    def _save_the_last(self, reason: str) -> bool:
-        """Whether nobody was lost on the way, or what was saved is whole all the same; the answer is that of all."""
-        trainer, world, names = self._trainer, self._trainer.strategy.world, names_of(self._trainer)
-        told = world.gather_objects([self._averager.marks.saved, int(self._averager.global_step()), names.mine])
-        known, steps, ranks = zip(*told, strict=True)
-        number, step = max(known) + 1, max(steps)
-        self._averager.marks.begin(number)
-        ranks = [rank for rank in sorted(ranks) if rank in self._group]
-        with self._resume.as_it_was() as state:
-            shared, checkpoint = collect(trainer, REPLICAS, state.callbacks)
-            shared["averaging"] = self._averager.state_dict()
-            own = {"checkpoint": checkpoint, "resume": state.resume, "clocks": self._averager.clocks()}
-            self._saver.save(number, step, ranks, shared, own, manifest_of(trainer, reason))
-        finish(trainer, self._saver)
-        whole = self._saver.is_committed(number) or not names_of(trainer).lost.intersection(ranks)
-        return all(world.gather_objects(whole))
+        """All ranks are here, with one model."""
+        end(Met(self._trainer, self._saver, self._resume, self._group), reason)
 
     def close(self) -> None:
         """Nothing to let go of."""

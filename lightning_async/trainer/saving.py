@@ -71,7 +71,7 @@ class Saving:
 
     def _turns(self, checkpoint: Any, before: int = 0) -> int:
         n = checkpoint._every_n_train_steps
-        return (self._trainer.global_step - before) // n if n > 0 else 0
+        return max(0, self._trainer.global_step - before) // n if n > 0 else 0
 
     def _is_due(self, checkpoint: Any) -> bool:
         interval, before = checkpoint._train_time_interval, checkpoint._last_time_checked
@@ -80,9 +80,11 @@ class Saving:
 
     def decide(self, world: World) -> bool:
         """All ranks are here and hold one model: save what is due on any of them."""
-        mine = [[self._is_due(checkpoint), self._turns(checkpoint)] for checkpoint in self._checkpoints()]
-        told = world.gather_objects(mine)
-        for checkpoint, said in zip(self._checkpoints(), zip(*told, strict=True), strict=True):
+        timed = [each for each in self._checkpoints() if each._every_n_train_steps or each._train_time_interval]
+        if not timed:
+            return False
+        told = world.gather_objects([[self._is_due(checkpoint), self._turns(checkpoint)] for checkpoint in timed])
+        for checkpoint, said in zip(timed, zip(*told, strict=True), strict=True):
             self._saves[id(checkpoint)] = max(turns for _, turns in said)
             if any(due for due, _ in said):
                 self._save(checkpoint, max(world.gather_objects(self._trainer.global_step)))

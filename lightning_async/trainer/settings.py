@@ -20,7 +20,10 @@ from lightning_async.trainer.namespace import name as namespace
 from lightning_async.trainer.namespace import pl, pytorch
 from lightning_async.trainer.patches import callbacks_of
 
-__all__ = ["Compared", "Settings", "check_checkpoint", "check_newcomer", "check_settings", "settings_of", "version"]
+__all__ = [
+    "Compared", "Settings", "check_checkpoint", "check_equal", "check_newcomer", "check_settings", "settings_of",
+    "version",
+]  # fmt: skip
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +105,16 @@ def check_checkpoint(world: World, checkpoint: str) -> None:
     Raises:
         SettingsMismatch: on every rank; says what each rank has read.
     """
-    _refuse(world, world.gather_objects({"ckpt_path": checkpoint}))
+    check_equal(world, {"ckpt_path": checkpoint})
+
+
+def check_equal(world: World, settings: Settings) -> None:
+    """Compare what is known only once the model is there.
+
+    Raises:
+        SettingsMismatch: on every rank; names each setting that differs, and its values.
+    """
+    _refuse(world, world.gather_objects(settings))
 
 
 def _refuse(world: World, told: list[Settings]) -> None:

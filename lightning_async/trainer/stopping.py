@@ -12,7 +12,6 @@ from typing import Any
 
 from lightning_async.engine.gates import Gates
 from lightning_async.engine.header import Gate, Vote
-from lightning_async.trainer.environments import ranks_here
 from lightning_async.trainer.namespace import pytorch
 from lightning_async.trainer.patches import Undo, callbacks_of, replace
 from lightning_async.trainer.protocols import Drifting
@@ -85,11 +84,11 @@ class Stopping:
         return notify
 
     def _is_spared(self) -> bool:
-        """The launcher has told the ranks of this node alone to go, and the others are enough to train on."""
+        """The launcher has told this rank to go, and those that stay are enough to train on."""
         connection, survivors = self._strategy.connection, self._strategy.survivors
         if connection is None or survivors is None or not self._strategy.shrinks:
             return False
-        return connection.dismissed and survivors.spares(ranks_here())
+        return bool(connection.dismissed) and survivors.spares(connection.dismissed)
 
     def _after_batch(self, original: Any) -> Any:
         def on_advance_end(data_fetcher: Any) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_async.trainer.inheritance import inheritance_of
+from lightning_async.trainer.updates import updates_of
 
 __all__ = ["put_unsaved", "take_plain", "take_unsaved"]
 
@@ -69,7 +70,8 @@ def _put_buffer(module: nn.Module, name: str, value: torch.Tensor, device: torch
 def _gradients(trainer: Any) -> dict[str, torch.Tensor]:
     """Those that the next backward pass adds to. In automatic optimization the others are zeroed before it."""
     module = trainer.lightning_module
-    if module.automatic_optimization and not trainer.fit_loop._should_accumulate():
+    accumulates = updates_of(trainer) is None and trainer.fit_loop._should_accumulate()
+    if module.automatic_optimization and not accumulates:
         return {}
     return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 

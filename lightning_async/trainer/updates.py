@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_async.trainer.common_rates import CommonRates
 from lightning_async.trainer.patches import Undo, replace
 
-__all__ = ["Updates"]
+__all__ = ["Updates", "updates_of"]
+
+
+def updates_of(trainer: Any) -> Updates | None:
+    """Those of the fit under way; None where a step belongs to the batch that Lightning has at hand."""
+    return getattr(trainer.strategy, "updates", None)
 
 
 class Updates:
@@ -18,30 +26,49 @@ class Updates:
     clipping, mixed precision and schedulers. ``global_step`` counts these steps.
 
     Args:
-        trainer: whose loop it is, in automatic optimization.
+        trainer: whose loop it is.
         after_backward: called once a batch's gradients are there; it may take steps.
+        batch: entered for a batch's forward and backward pass.
     """
 
-    def __init__(self, trainer: Any, after_backward: Callable[[], None]) -> None:
-        self._trainer, self._after_backward = trainer, after_backward
+    def __init__(
+        self,
+        trainer: Any,
+        after_backward: Callable[[], None],
+        batch: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._trainer, self._after_backward, self._batch = trainer, after_backward, batch
         self._loop = trainer.fit_loop.epoch_loop
+        manual = self._loop.manual_optimization
+        self._begin_step, self._end_step = manual._on_before_step, manual._on_after_step
         self._within_batch = False
+        self.rates = CommonRates(trainer)
+        self.each = 1
+        """Steps that are taken at once, as each of several optimizers does."""
         self.taken = False
         """A step was taken in the batch under way, or in the last one, until its end."""
+        self.on_gathered: Callable[[], None] = lambda: None
+        """Called when the gradients of a batch are where they accumulate."""
+        self.on_step_between: Callable[[], None] = lambda: None
+        """Called when a step was taken outside of a batch."""
 
     def install(self) -> list[Undo]:
         """Patch; returns what takes it back."""
         return [
             replace(self._loop, "_should_accumulate", lambda original: lambda: not self.taken),
             replace(self._loop.automatic_optimization, "run", self._run),
+            replace(self._loop.manual_optimization, "run", self._run),
+            replace(self._loop.manual_optimization, "_on_before_step", lambda original: lambda: None),
+            replace(self._loop.manual_optimization, "_on_after_step", lambda original: lambda: None),
             replace(self._loop, "_save_loggers_on_train_batch_end", self._end_batch),
+            *self.rates.install(),
         ]
 
     @property
     def left(self) -> float:
-        """Steps that there are to take before ``max_steps``."""
+        """Times that there are to step before ``max_steps``."""
         limit = self._loop.max_steps
-        return float("inf") if limit == -1 else limit - self._loop.global_step
+        return float("inf") if limit == -1 else math.ceil((limit - self._loop.global_step) / self.each)
 
     @property
     def ends_epoch(self) -> bool:
@@ -51,7 +78,8 @@ class Updates:
     def _run(self, original: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
             self.taken = False
-            output = original(*args, **kwargs)
+            with self._batch():
+                output = original(*args, **kwargs)
             self._within_batch = True
             try:
                 self._after_backward()
@@ -71,20 +99,52 @@ class Updates:
     def take(self, put: Callable[[], None]) -> None:
         """Step with the gradients that ``put`` gives the parameters.
 
-        Schedulers follow: within a batch the loop steps them, but for a second step of the same batch, and at gates.
+        Schedulers and the step that loggers show follow: within a batch the loop sees to it, but for a second step of
+        the same batch, and at gates.
         """
-        if self._within_batch and self.taken:
-            self._step_schedulers()
 
         def closure() -> Tensor:
             put()
+            _begin_scaling(self._trainer)
             return torch.zeros(())
 
-        before, self.taken = self.taken, True
-        self._loop.automatic_optimization._optimizer_step(max(self._loop.batch_idx, 0), closure)
-        if not self._within_batch:
-            self._step_schedulers()
-            self.taken = before
+        self._take(lambda: self._loop.automatic_optimization._optimizer_step(max(self._loop.batch_idx, 0), closure))
 
-    def _step_schedulers(self) -> None:
+    def take_each(self, steps: Iterable[Callable[[], object]]) -> None:
+        """In manual optimization: step, with each of several optimizers that has gradients."""
+
+        def run() -> None:
+            _begin_scaling(self._trainer)
+            for step in steps:
+                self._begin_step()
+                step()
+                self._end_step()
+
+        self._take(run)
+
+    def _take(self, step: Callable[[], object]) -> None:
+        if self._within_batch and self.taken:
+            self._follow()
+        before, self.taken = self.taken, True
+        step()
+        if not self._within_batch:
+            self._follow()
+            self.taken = before
+            self.on_step_between()
+
+    def took_again(self) -> None:
+        """The last step was taken once more, which counts as no other."""
+        if not self._within_batch:
+            self.on_step_between()
+
+    def _follow(self) -> None:
+        """What the loop does with a step at the end of its batch."""
         self._loop.update_lr_schedulers("step", update_plateau_schedulers=False)
+        self._loop._batches_that_stepped += 1
+
+
+def _begin_scaling(trainer: Any) -> None:
+    """A gradient scaler makes its scale with the first loss: on a rank without data there is none."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is not None and scaler.is_enabled():
+        scaler.scale(torch.zeros((), device=trainer.strategy.root_device))

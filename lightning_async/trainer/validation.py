@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from lightning_async.trainer.inheritance import Inheritance
 from lightning_async.trainer.meeting import Meeting, join_validation
 from lightning_async.trainer.patches import Undo, replace
 from lightning_async.trainer.protocols import Drifting
+from lightning_async.trainer.updates import updates_of
 
 __all__ = ["Validation"]
 
@@ -38,6 +40,8 @@ class Validation:
     def install(self) -> list[Undo]:
         """Patch; returns what takes it back."""
         fit = self._trainer.fit_loop
+        if (updates := updates_of(self._trainer)) is not None:
+            updates.rates.epochs_meet = lambda: self.gates_epochs and self._strategy.gates is not None
         return [
             replace(fit.epoch_loop, "_should_check_val_fx", self._should_validate),
             replace(fit.epoch_loop.val_loop, "run", self._validate),
@@ -73,10 +77,20 @@ class Validation:
             if due and self._trainer._val_check_time_interval is None:
                 self._due += 1
                 due = self._due > self._held
-            asked = Vote.VALIDATE in gates.agreed and self._strategy.between_windows
+            asked = Vote.VALIDATE in gates.agreed and self._strategy.between_windows and not self._comes()
             return due or (asked and self._trainer.enable_validation)
 
         return should_check_val_fx
+
+    def _comes(self) -> bool:
+        """Where ranks step together: this one's clock comes to that validation, too, after as many batches."""
+        trainer, fit = self._trainer, self._trainer.fit_loop
+        every, count = trainer.val_check_batch, fit.epoch_loop.batch_progress
+        by_number = trainer._val_check_time_interval is None and not math.isinf(every)
+        if not self._strategy.in_step or not by_number or self._due != self._held:
+            return False
+        clock = count.total if trainer.check_val_every_n_epoch is None else count.current
+        return count.current.ready + every - clock.ready % every <= fit.max_batches
 
     def _validate(self, original: Any) -> Any:
         def run() -> Any:
@@ -94,11 +108,14 @@ class Validation:
         def on_advance_end() -> None:
             self._strategy.begin_again()
             gates, world = self._strategy.gates, self._strategy.world
+            updates, watch = updates_of(self._trainer), lambda: None
             if self.gates_epochs and gates is not None and world is not None:
                 self._meeting.rendezvous(Gate.EPOCH_END, self._trainer.current_epoch)
-                while self._inheritance.rest():
+                while self._inheritance.rest():  # first: who comes within the rest finds all others here
                     self._meeting.rendezvous(Gate.EPOCH_END, self._trainer.current_epoch)
                 world = self._strategy.world or world  # another one, where averaging has begun anew meanwhile
+                if updates is not None:
+                    watch = updates.rates.end_epoch(world)
                 mine = [float(self._due_at_end), float(self._is_last())]
                 due, last = world.reduce(torch.tensor(mine), "max").tolist()
                 if due > 0.0 and not self._validated:
@@ -108,6 +125,7 @@ class Validation:
                 self._due_at_end = False
                 self._due = self._held = 0
             original()
+            watch()
             self._strategy.end_epoch()
 
         return on_advance_end

@@ -6,6 +6,7 @@ import enum
 from typing import Any
 
 from lightning_async.trainer.patches import Undo, replace
+from lightning_async.trainer.updates import updates_of
 
 __all__ = ["Whereabouts", "Within"]
 
@@ -16,6 +17,7 @@ class Within(enum.Enum):
     NOTHING = "nothing was trained yet"
     BATCH = "a batch"
     ACCUMULATED = "gradients in accumulation have changed"
+    GATHERED = "gradients have joined those that leave together"
     MANUAL = "the training step was within manual optimization, which may have stepped"
     STEP = "the optimizer or a scheduler had begun a step"
     STEPPED = "the optimizer has stepped, schedulers have not"
@@ -66,8 +68,13 @@ class Whereabouts:
 
     def begin_batch(self) -> None:
         """A safe point, behind which the next batch begins."""
-        self.within, self._accumulates = Within.BATCH, self._trainer.fit_loop._should_accumulate()
+        self.within = Within.BATCH
+        self._accumulates = updates_of(self._trainer) is None and self._trainer.fit_loop._should_accumulate()
         self._steps = 0
+
+    def gathered(self) -> None:
+        """The gradients of the batch under way are gathered apart from the parameters: it need not come again."""
+        self.within = Within.GATHERED
 
     def _backward(self, original: Any) -> Any:
         def backward(*args: Any, **kwargs: Any) -> Any:

@@ -58,7 +58,7 @@ class Windows:
         mean: Callable[[float], float],
         count: Callable[[Any], float],
     ) -> None:
-        self._trainer, self._plan, self._mean, self._count = trainer, plan, mean, count
+        self._trainer, self._plan, self._mean, self._given = trainer, plan, mean, count
         self.pieces: Pieces | None = None
         """What trains on batches in pieces where there is not enough memory; None: they are whole."""
         self.whole = True
@@ -92,12 +92,27 @@ class Windows:
     @property
     def away(self) -> bool:
         """What runs is no training of the user's: a search, or an epoch without steps for BatchNorm's statistics."""
-        return self._trainer.fit_loop._skip_backward or searches_lr(self._trainer)
+        trainer = self._trainer
+        sizes = not trainer.callbacks  # as a search for a batch size leaves it
+        return trainer.fit_loop._skip_backward or sizes or searches_lr(trainer)
 
     @property
     def ends(self) -> bool:
         """The batch under way, or just done with, is the last one of a window."""
         return not self._trainer.fit_loop._should_accumulate()
+
+    def _count(self, batch: Any) -> float:
+        """What a batch counts.
+
+        Raises:
+            ValueError: it is no number that samples could have.
+        """
+        counted = float(self._given(batch))
+        if not 0.0 <= counted < math.inf:
+            raise ValueError(
+                f"Rank {self._trainer.global_rank}: `count` said {counted!r} of a batch: it must be finite, and >= 0."
+            )
+        return counted
 
     def show(self) -> None:
         """Lightning divides losses by it, and others multiply them again."""
@@ -107,7 +122,7 @@ class Windows:
         """It is about to be trained on."""
         if self.away:
             return
-        samples = float(self._count(batch))
+        samples = self._count(batch)
         # Gradients may be lost on the way: to a checkpoint that does not hold them, or to a remedy that drops them.
         if not self.is_open or next(gradients_of(self._trainer.optimizers), None) is None:
             self.planned = self._plan(samples)
@@ -198,7 +213,7 @@ class Windows:
             batch, samples, earlier, self._spoilt = kwargs["batch"], self._now, self._before, False
 
             def train(piece: Any) -> Any:
-                self._now = samples if piece is batch else float(self._count(piece))
+                self._now = samples if piece is batch else self._count(piece)
                 self.whole &= piece is batch
                 kwargs["batch"] = piece
                 result = inner(*args, **options)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from lightning_async.trainer.environments import HorovodEnvironment
 from lightning_async.transports.horovod import HorovodTransport
 from lightning_async.transports.torch import TorchTransport
 from lightning_async.transports.transport import Transport
 
-__all__ = ["REGISTERED", "TransportName", "choose_transport"]
+__all__ = ["REGISTERED", "TransportName", "choose_transport", "register"]
 
 TransportName = Literal["auto", "torch", "horovod"]
 
@@ -22,6 +22,14 @@ REGISTERED: dict[str, Transport | TransportName] = {
     "_notebook": TorchTransport(start="fork"),
 }
 """What Lightning's registry holds, by the ending of the strategy's name there."""
+
+
+def register(strategy: Any, registry: Any) -> None:
+    """A class of strategies by its name in Lightning's registry, and with the ways to start ranks from a notebook."""
+    for suffix, transport in REGISTERED.items():
+        description = f"{strategy.__name__}(transport={transport!r})"
+        name = strategy.strategy_name + suffix
+        registry.register(name, strategy, description=description, override=True, transport=transport)
 
 
 def choose_transport(owner: str, transport: Transport | TransportName, gloo_timeout: timedelta) -> Transport:

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from lightning_async.arguments import check_choice
-from lightning_async.comm.launched import attempt, came_back
+from lightning_async.comm.launched import came_back
 from lightning_async.comm.membership.door import Door
 from lightning_async.comm.membership.membership import Membership
 from lightning_async.comm.membership.presence import Presence, naming_the_stores_host
-from lightning_async.comm.membership.signing import SECRET, Seal
-from lightning_async.comm.membership.start import Patience, greet, is_loopback, open_store
+from lightning_async.comm.membership.signing import Seal
+from lightning_async.comm.membership.start import Patience, greet
 from lightning_async.comm.torch import nccl
 from lightning_async.comm.torch.collectives import TorchCollectives
 from lightning_async.comm.torch.forming import Terms
@@ -30,18 +30,17 @@ from lightning_async.comm.torch.staged import StagedCollectives
 from lightning_async.engine.world import World
 from lightning_async.trainer.environments import MPIRunEnvironment
 from lightning_async.trainer.namespace import fabric
-from lightning_async.trainer.patches import rank_zero_info
-from lightning_async.trainer.popen import ProcessLauncher, ScriptLauncher, check_launcher
+from lightning_async.trainer.popen import ProcessLauncher, ScriptLauncher
+from lightning_async.transports.job_store import START_TIMEOUT, host_of, open_early, renew, store_of, store_process
 from lightning_async.transports.transport import Connection, Transport, short_world
 
 __all__ = ["StartMethod", "TorchTransport"]
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
-_FORM_TIMEOUT, _START_TIMEOUT = timedelta(minutes=5), timedelta(minutes=30)
+_FORM_TIMEOUT = timedelta(minutes=5)
 _DEAD_AFTER = timedelta(minutes=1)  # between the runs of strategies that have no heartbeats
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _FIRST_BEAT = timedelta(seconds=30)  # of a rank that has just been met
-_stores: list[Any] = []  # of this process: one, from its first run on
 _presences: list[Presence] = []  # of this process: one, from its first run on
 
 
@@ -105,9 +104,9 @@ class TorchTransport(Transport):
         elastic: bool = False,
     ) -> Connection:
         with naming_the_stores_host(environment.global_rank()):
-            _join_default_group(environment, self.backend_on(root_device))
+            _join_default_group(environment, self.backend_on(root_device), elastic)
             presence = _meet(environment, name, dead_after)
-            return self._connect(environment, root_device, name, dead_after, _START_TIMEOUT, elastic, presence.check)
+            return self._connect(environment, root_device, name, dead_after, START_TIMEOUT, elastic, presence.check)
 
     def widen(
         self,
@@ -119,15 +118,19 @@ class TorchTransport(Transport):
         check: Callable[[], None],
     ) -> Connection:
         rank, seal, job = environment.global_rank(), Seal.of_job().within(name), getattr(environment, "job", "")
-        room = distributed_c10d.PrefixStore(name, _store(environment, rank))
+        room = distributed_c10d.PrefixStore(name, store_of(environment, rank))
         greet(room, rank, environment.world_size(), job, seal, Patience(rank, timeout, check))
         return self._connect(environment, root_device, name, dead_after, timeout, True, check)
 
+    def early_door(self, environment: Any) -> Door:
+        """See `ElasticTransport`."""
+        return Door(open_early(environment), Seal.of_job())
+
     def door(self, environment: Any) -> Door:
-        return Door(_store(environment, environment.global_rank()), Seal.of_job())
+        return Door(store_of(environment, environment.global_rank()), Seal.of_job())
 
     def visit(self, environment: Any, name: str, guest: str, dead_after: timedelta) -> Membership:
-        store = distributed_c10d.PrefixStore(name, _store(environment, environment.global_rank()))
+        store = distributed_c10d.PrefixStore(name, store_of(environment, environment.global_rank()))
         seal = Seal.of_job().within(name)
         return Membership(store, 0, 1, member=guest, visits=True, dead_after=dead_after, fresh=True, seal=seal)
 
@@ -146,8 +149,8 @@ class TorchTransport(Transport):
         if backend == "nccl":
             nccl.set_variables()
         rank, world_size, seal = environment.global_rank(), environment.world_size(), Seal.of_job().within(name)
-        store = distributed_c10d.PrefixStore(name, _store(environment, rank))
-        terms, form_timeout = Terms(seal, check, _host(environment)), min(_FORM_TIMEOUT, timeout)
+        store = distributed_c10d.PrefixStore(name, store_of(environment, rank))
+        terms, form_timeout = Terms(seal, check, host_of(environment)), min(_FORM_TIMEOUT, timeout)
         small = "mpi" if backend == "mpi" else "gloo"
         root = TorchCollectives(
             store, rank, world_size, backend=small, timeout=timedelta(days=7), form_timeout=form_timeout, terms=terms
@@ -168,17 +171,21 @@ class TorchTransport(Transport):
             )  # fmt: skip
             membership.start()
             terms.check = membership.check
-        return Connection(root, payload, membership, store, name)
+        connection = Connection(root, payload, membership, store, name)
+        if elastic and (process := store_process()) is not None:  # all have met: who is lost is known without it
+            process.outlive()
+            connection.on_end = process.follow
+        return connection
 
     def short_world(self, environment: Any, name: str) -> AbstractContextManager[World]:
         rank, presence = environment.global_rank(), _meet(environment, name, None)
         root = TorchCollectives(
-            distributed_c10d.PrefixStore(name, _store(environment, rank)),
+            distributed_c10d.PrefixStore(name, store_of(environment, rank)),
             rank,
             environment.world_size(),
-            timeout=_START_TIMEOUT,
-            form_timeout=_START_TIMEOUT,
-            terms=Terms(Seal.of_job().within(name), presence.check, _host(environment)),
+            timeout=START_TIMEOUT,
+            form_timeout=START_TIMEOUT,
+            terms=Terms(Seal.of_job().within(name), presence.check, host_of(environment)),
         )
         return short_world(root, presence.check)
 
@@ -190,26 +197,29 @@ def _meet(environment: Any, name: str, dead_after: timedelta | None) -> Presence
     if _presences and not _presences[0].inherited and _presences[0].room != room:  # ranks were lost, or have joined
         _presences.pop().close()
     if not _presences or _presences[0].inherited:
-        store, patience = _store(environment, rank), dead_after or _DEAD_AFTER
-        _presences[:] = [Presence(store, rank, world_size, patience, _START_TIMEOUT, seal, room)]
-    _presences[0].meet(name, getattr(environment, "job", ""), seal, _START_TIMEOUT)
+        store, patience = store_of(environment, rank), dead_after or _DEAD_AFTER
+        _presences[:] = [Presence(store, rank, world_size, patience, START_TIMEOUT, seal, room)]
+    _presences[0].meet(name, getattr(environment, "job", ""), seal, START_TIMEOUT)
     return _presences[0]
 
 
-def _join_default_group(environment: Any, backend: str) -> None:
+def _join_default_group(environment: Any, backend: str, elastic: bool) -> None:
     """Torch's default group, for code of the user's that expects one; this package forms its own beside it.
 
     Who comes back is in none: the group of those that began cannot grow.
+
+    Args:
+        elastic: the others may go on without rank 0, and so the store does.
     """
     if dist.is_initialized() or came_back() is not None:
         return
     if backend == "nccl":
         nccl.set_variables()
-    _stores.clear()
-    store = None if backend == "mpi" else _store(environment, environment.global_rank())
-    with _gloo_at(_host(environment)):
+    renew()
+    store = None if backend == "mpi" else store_of(environment, environment.global_rank(), elastic)
+    with _gloo_at(host_of(environment)):
         connect = fabric("utilities.distributed")._init_dist_connection
-        connect(environment, backend, timeout=_START_TIMEOUT, store=store)
+        connect(environment, backend, timeout=START_TIMEOUT, store=store)
     if backend != "nccl":  # for NCCL Lightning does the same; without it some exits abort
         atexit.register(_leave_default_group, os.getpid())
 
@@ -221,50 +231,7 @@ def _leave_default_group(pid: int) -> None:
         dist.destroy_process_group()
     else:  # a fork, in which the threads of its parent's group and store are not
         keep_for_good(dist.group.WORLD)
-        keep_for_good(_store(None, 0))
-
-
-def _store(environment: Any, rank: int) -> Any:
-    """The store of all ranks, for all runs of the process: the one below the default group, which MPI's has not.
-
-    A rank that comes back is in no default group, and finds the store that the others have met in.
-    """
-    if not _stores and dist.is_initialized() and dist.get_backend() != "mpi":  # somebody else has made the group
-        return distributed_c10d._get_default_store()
-    if not _stores:
-        _stores.append(_open_store(environment, rank, greets=came_back() is None))
-    return _stores[0]
-
-
-def _open_store(environment: Any, rank: int, greets: bool = True) -> Any:
-    """The store of all ranks, in which all have met if it ``greets`` them."""
-    patience = Patience(rank, _START_TIMEOUT, check_launcher)
-    address, seal = _address(environment), Seal.of_job()
-    launcher_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent
-    store = open_store(address, environment.main_port, rank == 0 and greets and not launcher_serves, patience)
-    if launcher_serves:  # it may outlive the ranks, and start them again
-        store = distributed_c10d.PrefixStore(f"lightning_async/attempt{attempt()}", store)
-    if greets:
-        greet(store, rank, environment.world_size(), getattr(environment, "job", ""), seal, patience)
-    if not is_loopback(address) and not seal.signs:
-        rank_zero_info(
-            f"The ranks' records in the store at {address} are not signed: whoever reaches it can speak for a rank. "
-            f"Export the same {SECRET} on all hosts, see docs/security.md."
-        )
-    return store
-
-
-def _address(environment: Any) -> str:
-    """Where rank 0 is: on loopback where the launcher says that there is one host."""
-    slurm = fabric("plugins.environments").SLURMEnvironment
-    one_host = isinstance(environment, slurm) and os.environ.get("SLURM_NNODES") == "1"
-    return "127.0.0.1" if one_host else environment.main_address
-
-
-def _host(environment: Any) -> str | None:
-    """Where Gloo is to listen: on loopback where all ranks find rank 0 there; else as Gloo does."""
-    address = _address(environment)
-    return {"localhost": "127.0.0.1"}.get(address, address) if is_loopback(address) else None
+        keep_for_good(store_of(None, 0))
 
 
 @contextmanager

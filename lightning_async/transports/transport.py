@@ -53,8 +53,11 @@ class Connection:
         self.outlives = True
         """Where the others fail, too, this rank's store waits for them to hear why."""
         self._roots = [root] if payload is root else [root, payload]
-        self.dismissed = False
-        """The launcher has told this rank to go, and would have the others train on."""
+        self.dismissed: tuple[int, ...] = ()
+        """The launcher has told this rank to go, and would have the others train on, but for these, by the numbers that
+        they were started with: this one, and whoever goes with it, or goes, too."""
+        self.on_end: Callable[[], None] = lambda: None
+        """Called when all have ended this run in order."""
         self._listener: Listener | None = None
         self._name_of: Callable[[int], str] = str
         lightning = root.fork("lightning")
@@ -81,16 +84,16 @@ class Connection:
 
         def hear(death: Death) -> None:
             if death.process == os.getpid():  # it is yet to come
-                self.dismiss()
+                self.dismiss(death.going)
                 return
             with suppress(ValueError):
                 membership.hear_death(self._name_of(death.rank), death.process, death.text)
 
         self._listener = listen(hear)
 
-    def dismiss(self) -> None:
-        """This rank is to go with its node. What that means says the handler of the signal, on the main thread."""
-        self.dismissed = True
+    def dismiss(self, going: tuple[int, ...]) -> None:
+        """This rank is to go, see `dismissed`. What that means says the handler of the signal, on the main thread."""
+        self.dismissed = going
         os.kill(os.getpid(), signal.SIGTERM)
 
     def report_death(self, rank: int, text: str) -> None:
@@ -126,6 +129,8 @@ class Connection:
             self._membership.close()
         for root in self._roots:
             root.close()
+        if in_order:
+            self.on_end()
 
     def _outlive_the_others(self, membership: Membership) -> None:
         """The store goes with rank 0: let the others hear first what has happened, or they know no more than that."""
@@ -221,6 +226,10 @@ class ElasticTransport(Transport, Protocol):
 
     def door(self, environment: Any) -> Door:
         """Where newcomers ask to be taken in."""
+        ...
+
+    def early_door(self, environment: Any) -> Door:
+        """The same, before all ranks have met, where it is not decided yet who begins."""
         ...
 
     def visit(self, environment: Any, name: str, guest: str, dead_after: timedelta) -> Membership:

@@ -30,17 +30,21 @@ class Run:
         folder: of its traces and logs.
         ranks: how many there are at first.
         max_restarts: of the launcher.
+        program: what ranks run, a module and its arguments. Default: `elastic_rank`, with the job.
         job: of the ranks, beside the folder; see `elastic_rank.Job`.
     """
 
-    def __init__(self, folder: Path, ranks: int, max_restarts: int = 0, **job: object) -> None:
+    def __init__(
+        self, folder: Path, ranks: int, max_restarts: int = 0, program: Sequence[str] | None = None, **job: object
+    ) -> None:
         self.folder, self.ranks, self.traces = folder, ranks, Traces(folder)
         self._out = (folder / "launcher.out").open("wb")
         options = ["-n", str(ranks), "--log-dir", str(folder / "logs"), "--max-restarts", str(max_restarts)]
-        program = ["-m", "tests.benchmarks.elastic_rank", json.dumps({"folder": str(folder), **job})]
+        if program is None:
+            program = ["tests.benchmarks.elastic_rank", json.dumps({"folder": str(folder), **job})]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         self.process = subprocess.Popen(
-            [sys.executable, CONSOLE, "launch", *options, *program], cwd=ROOT, env=environment,
+            [sys.executable, CONSOLE, "launch", *options, "-m", *program], cwd=ROOT, env=environment,
             stdin=subprocess.DEVNULL, stdout=self._out, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
 

@@ -1,7 +1,11 @@
 """Measure gradients in the background against DDP: ``python -m tests.benchmarks.gradients --out DIR``.
 
-What counts is the time to a training loss on one link, at one rule for the learning rate (`peers.rate_for`): DDP with
-1 to 16 batches accumulated, and windows of gradients. Peers run one after the other within each repeat.
+What counts is the time to a loss on text that is held out (that which plain DDP has at its end, unless it is given) on
+one link, at one rule for the learning rate (`language.rate_for`): DDP with 1 to 16 batches accumulated, and windows of
+gradients. Peers run one after the other within each repeat.
+
+With ``--slowest 3`` the last rank's batches take three times as long, and what counts is samples per second: peers of
+servers end by time then, and those that are asynchronous are compared with what is possible.
 """
 
 from __future__ import annotations
@@ -11,86 +15,142 @@ import json
 import shlex
 import statistics
 import sys
+import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tests.benchmarks.averaging import RATE_MBIT, make_link, termination_as_exception
+from tests.benchmarks.gradient_peers import PEERS as GRADIENT_PEERS
+from tests.benchmarks.language import BEGIN, RATES, rule
 from tests.benchmarks.link import Link
 from tests.benchmarks.measured import RankResult
 from tests.benchmarks.peers import PEERS
-from tests.benchmarks.ranks import run_ranks
+from tests.benchmarks.ranks import forking, run_ranks
 from tests.benchmarks.report import load_average, machine
 from tests.benchmarks.scenarios import START_S, choose_slot, interleave, job_on, round_time, samples_per_s, say
 
 MODULE = "tests.benchmarks.gradients"
-TARGETS = [peer for peer in PEERS if peer.startswith(("ddp accumulate", "windows"))]
-QUICK_PEERS = ["ddp accumulate=4", "windows of 8", "windows until reduced, compensated"]
-SMOOTH = 200
-"""Losses of all ranks, in the order of time, that a mean is taken over."""
+TARGETS = list(GRADIENT_PEERS)
+QUICK_PEERS = ["ddp accumulate=4", "windows until reduced, predicted"]
+PLAIN = "ddp accumulate=1"
+OTHERS = 0.45
+"""Of the time that plain DDP trains: who has its loss by then is fast enough."""
+LOOKS = 50
+"""At the held-out loss, by all ranks together in the time that a peer trains."""
 
 
-def curve(ranks: Sequence[RankResult], smooth: int = SMOOTH) -> list[tuple[float, float]]:
-    """Seconds since the first step of the last rank, and the mean of the losses until then."""
+def curve(ranks: Sequence[RankResult]) -> list[tuple[float, float]]:
+    """Seconds since the first step of the last rank, and the held-out loss then."""
     start = max(rank.ends[0] for rank in ranks)
-    seen = sorted((end, loss) for rank in ranks for end, loss in zip(rank.ends, rank.losses, strict=False))
-    losses = [loss for _, loss in seen]
-    return [(seen[i][0] - start, statistics.mean(losses[i + 1 - smooth : i + 1])) for i in range(smooth - 1, len(seen))]
+    return sorted((moment - start, loss) for rank in ranks for moment, loss in rank.held_out)
 
 
-def time_to(target: float, ranks: Sequence[RankResult], smooth: int = SMOOTH) -> float | None:
-    """Seconds until the smoothed loss is at the target; None where it never is."""
-    return next((seconds for seconds, loss in curve(ranks, smooth) if loss <= target), None)
+def time_to(target: float, ranks: Sequence[RankResult]) -> float | None:
+    """Seconds until the held-out loss is at the target, in a line between two looks; None where it never is."""
+    points = curve(ranks)
+    for (before, higher), (after, lower) in zip(points[:1] + points, points, strict=False):
+        if lower <= target:
+            return after if higher <= target else before + (higher - target) / (higher - lower) * (after - before)
+    return None
 
 
-def measure(link: Link, options: argparse.Namespace) -> dict[str, object]:
+def measure(link: Link, options: argparse.Namespace) -> dict[str, Any]:
     """All peers on one link; what is told of each: seconds to the target, the last loss, samples per second."""
-    slot_s, tail_s = choose_slot(link, options.replicas, options.slot_ms / 1e3)
+    with tempfile.TemporaryDirectory(prefix="labench-") as folder:
+        begin = str(Path(folder, "begin.pt"))
+        job = job_on(link, "beginning of gradients", options.replicas, warmup=0, steps=options.begin_steps)
+        run_ranks(
+            link,
+            replace(job, seed=options.seed, begin=begin, rates=options.rates),
+            timeout_s=START_S + options.begin_steps,
+        )
+        return _measure(link, options, begin)
+
+
+def _measure(link: Link, options: argparse.Namespace, begin: str) -> dict[str, Any]:
+    slot_s = None if options.slot_ms is None else options.slot_ms / 1e3
+    slot_s, tail_s = choose_slot(link, options.replicas, slot_s, "probe language", options.probes)
     round_s = round_time(link, options.replicas, num_rounds=3)
+    slots = [slot_s] * (options.replicas - 1) + [slot_s * options.slowest]
+    say(f"  a batch {slot_s * 1e3:.0f} ms, {tail_s * 1e3:.0f} ms of it at its end; an exchange {round_s * 1e3:.0f} ms")
     jobs = []
     for peer in options.peers:
-        batches = PEERS[peer].accumulates  # of DDP, whose ranks cannot end by a clock
-        steps = max(2, round(options.seconds / (batches * slot_s + round_s)))
+        seconds = options.seconds * (1.0 if peer == PLAIN else OTHERS)
+        update_s = PEERS[peer].update_s
+        assert update_s is not None
+        steps = max(2, round(seconds / update_s(slots[-1], round_s)))
         job = job_on(link, peer, options.replicas, warmup=2, steps=steps)
-        jobs.append(replace(job, step_s=slot_s, tail_s=tail_s, seconds=None if batches else options.seconds))
-    smooth = 20 if options.quick else SMOOTH
+        ends = seconds if options.slowest > 1.0 and PEERS[peer].timed else None
+        job = replace(job, step_s=slot_s, tail_s=tail_s, seed=options.seed, begin=begin, seconds=ends)
+        jobs.append(replace(job, look_s=seconds / options.looks, rates=options.rates))
     outcomes, load = interleave(
         jobs,
         options.repeats,
-        lambda job: run_ranks(link, job, timeout_s=START_S + 3 * options.seconds),
-        lambda job, ranks: f"{time_to(options.target, ranks, smooth)} s to {options.target}",
+        lambda job: run_ranks(link, job, timeout_s=START_S + 3 * options.seconds, step_s=slots),
+        lambda job, ranks: f"held-out loss {curve(ranks)[-1][1]:.3f}, {samples_per_s(job, ranks):.1f} samples/s",
     )
+    target = options.target
+    if target is None and PLAIN in outcomes:
+        ends = [curve(ranks)[-1][1] for ranks in outcomes[PLAIN].repeats]
+        target = statistics.median(ends) if ends else None
     told = {}
     for peer, done in outcomes.items():
         told[peer] = {
             "about": PEERS[peer].about,
             "error": done.error,
-            "seconds": [time_to(options.target, ranks, smooth) for ranks in done.repeats],
-            "last_loss": [curve(ranks, smooth)[-1][1] for ranks in done.repeats],
+            "seconds": [None if target is None else time_to(target, ranks) for ranks in done.repeats],
+            "last_loss": [curve(ranks)[-1][1] for ranks in done.repeats],
             "samples_per_s": [samples_per_s(done.job, ranks) for ranks in done.repeats],
             "steps": done.claims().get("steps"),
+            "curves": [curve(ranks) for ranks in done.repeats],
         }
     return {
         "link": link.kind,
-        "slot_ms": slot_s * 1e3,
+        "slot_ms": [each * 1e3 for each in slots],
         "round_ms": round_s * 1e3,
-        "target": options.target,
+        "rule": rule(options.rates),
+        "target": target,
         "load": load,
         "peers": told,
     }
 
 
-def markdown(told: dict[str, object]) -> str:
+def markdown(told: dict[str, Any]) -> str:
     """A table of it."""
-    lines = ["| peer | seconds to the target | last loss | samples/s |", "| --- | ---: | ---: | ---: |"]
-    peers = told["peers"]
-    assert isinstance(peers, dict)
+    target, peers = told.get("target"), told["peers"]
+    what = "no target" if target is None else f"seconds to {target:.3f}"
+    lines = [f"| peer | {what} | of plain DDP's | last loss | samples/s |", "| --- | ---: | ---: | ---: | ---: |"]
+    plain = _seconds(peers[PLAIN]) if PLAIN in peers else None
     for peer, row in peers.items():
-        reached = [seconds for seconds in row["seconds"] if seconds is not None]
-        seconds = f"{statistics.median(reached):.1f}" if len(reached) == len(row["seconds"]) > 0 else "never"
+        seconds = _seconds(row)
+        took = "never" if seconds is None else f"{seconds:.1f}"
+        share = "" if seconds is None or plain is None else f"{seconds / plain:.2f}"
         rest = [statistics.median(row[name]) if row[name] else float("nan") for name in ("last_loss", "samples_per_s")]
-        lines.append(f"| {peer} | {row['error'] or seconds} | {rest[0]:.3f} | {rest[1]:.1f} |")
-    return "\n".join(lines)
+        lines.append(f"| {peer} | {row['error'] or took} | {share} | {rest[0]:.3f} | {rest[1]:.1f} |")
+    slots = ", ".join(f"{each:.0f}" for each in told["slot_ms"])
+    if (share := of_the_ideal(told)) is not None:
+        lines += ["", f"Asynchronous over synchronous servers: {share:.2f} of what is possible."]
+    return "\n".join([*lines, "", f"Batches of {slots} ms, {told['round_ms']:.0f} ms an exchange; {told['rule']}."])
+
+
+def of_the_ideal(told: dict[str, Any]) -> float | None:
+    """By how much asynchronous servers are faster than synchronous ones, over the sum of all ranks' rates times the
+    slowest one's time over their number; None where not both were measured."""
+    slots, peers = told["slot_ms"], told["peers"]
+    rates = [peers[peer]["samples_per_s"] for peer in ("servers, async", "servers, sync") if peer in peers]
+    if len(rates) < 2 or not all(rates):
+        return None
+    ideal = sum(1.0 / slot for slot in slots) * max(slots) / len(slots)
+    return statistics.median(rates[0]) / statistics.median(rates[1]) / ideal
+
+
+def _seconds(row: dict[str, Any]) -> float | None:
+    """The median over the repeats, where all have got there."""
+    reached = [seconds for seconds in row["seconds"] if seconds is not None]
+    return statistics.median(reached) if len(reached) == len(row["seconds"]) > 0 else None
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -99,15 +159,28 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder for the table and the numbers")
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3, help="how often each peer runs")
-    parser.add_argument("--seconds", type=float, default=180.0, help="how long each peer trains")
-    parser.add_argument("--target", type=float, default=2.6, help="the training loss that counts")
-    parser.add_argument("--slot-ms", type=float, default=50.0, help="padded compute of a batch")
+    parser.add_argument(
+        "--seconds", type=float, default=180.0, help=f"how long plain DDP trains, and others {OTHERS:g} of it"
+    )
+    parser.add_argument("--target", type=float, help="the held-out loss that counts (default: plain DDP's last one)")
+    parser.add_argument("--slot-ms", type=float, help="padded compute of a batch (default: what it needs)")
+    parser.add_argument(
+        "--begin-steps", type=int, default=BEGIN, help="of one batch, of the model that all peers go on from"
+    )
+    parser.add_argument(
+        "--rates", type=float, nargs=3, default=RATES, metavar=("RATE", "POWER", "LATE"),
+        help="of learning, of a step of a batch; x batches^POWER; x LATE where gradients are late",
+    )  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, help="of the model, and of the batches")
+    parser.add_argument("--slowest", type=float, default=1.0, help="how much longer the last rank's batches take")
     parser.add_argument("--rate-mbit", type=float, default=RATE_MBIT)
     parser.add_argument("--peers", nargs="+", choices=TARGETS, default=TARGETS)
     parser.add_argument("--quick", action="store_true", help="a functional check: few peers, unshaped, seconds")
     options = parser.parse_args(arguments)
+    options.looks, options.probes = LOOKS, 40
     if options.quick:
-        options.repeats, options.seconds, options.peers, options.target = 1, 4.0, QUICK_PEERS, 4.2
+        options.looks, options.probes, options.begin_steps = 4, 4, 2
+        options.repeats, options.seconds, options.peers, options.target = 1, 6.0, QUICK_PEERS, 4.2
     return options
 
 
@@ -115,17 +188,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     command = shlex.join(["python", "-m", MODULE, *(sys.argv[1:] if arguments is None else arguments)])
     print(f"{machine()}\nload average {load_average()}\nrepeat with `{command}`\n", flush=True)
-    scenario = "loopback" if options.quick else "speed"
-    with termination_as_exception(), make_link(scenario, options.replicas, options.rate_mbit) as link:
+    scenario = "loopback" if options.quick or options.slowest > 1.0 else "speed"
+    with (
+        termination_as_exception(),
+        make_link(scenario, options.replicas, options.rate_mbit) as link,
+        forking(link) if options.quick else nullcontext(link) as link,
+    ):
         told = measure(link, options)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "gradients.json").write_text(json.dumps({"command": command, **told}, indent=1))
     (options.out / "gradients.md").write_text(markdown(told) + "\n")
     say(f"  wrote {options.out}")
     print(markdown(told), flush=True)
-    peers = told["peers"]
-    assert isinstance(peers, dict)
-    return int(any(row["error"] for row in peers.values()))
+    return int(any(row["error"] for row in told["peers"].values()))
 
 
 if __name__ == "__main__":

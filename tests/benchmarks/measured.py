@@ -32,6 +32,10 @@ class Job:
         round_s: period of time-triggered rounds.
         sync_every: replaces the peer's own number of steps per round.
         pace_mbit: where given, the rank holds its connections to this rate.
+        seed: of the model, and of the batches.
+        begin: file of a model, and of an optimizer's state, that training begins with.
+        rates: learning rate of steps of a batch, power of the batches that it goes with, and factor where it is late.
+        look_s: seconds from one look at the held-out loss to the next; 0 for none.
     """
 
     peer: str
@@ -46,6 +50,10 @@ class Job:
     round_s: float = 2.0
     sync_every: int | None = None
     pace_mbit: float | None = None
+    seed: int = 0
+    begin: str | None = None
+    rates: tuple[float, float, float] = (2e-3, 1 / 3, 0.5)
+    look_s: float = 0.0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -59,6 +67,7 @@ class RankResult:
         ends: the moment at which each training step ended (a clock that all processes of a machine share).
         sent: pairs of a number of steps done and the bytes that this rank's interface had sent by then.
         losses: training loss of each step.
+        held_out: moments, and the loss of the parameters of then on text that is not trained on.
         compute_s: seconds of forward, and of backward and optimizer, of each step (probe ``compute`` only).
         round_s: seconds of each blocking all-reduce of the model (probe ``round`` only).
         claims: what the strategy says of itself.
@@ -67,6 +76,7 @@ class RankResult:
     ends: list[float] = field(default_factory=list)
     sent: list[tuple[int, int]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    held_out: list[tuple[float, float]] = field(default_factory=list)
     compute_s: list[tuple[float, float]] = field(default_factory=list)
     round_s: list[float] = field(default_factory=list)
     claims: dict[str, float] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
-from examples.char_lm import CharLM, read_text
+from examples.char_lm import CharLM, Windows, read_text
 
 __all__ = ["BATCH", "CONTEXT", "CharModule", "CharStream", "Slot", "loader"]
 
@@ -33,20 +33,19 @@ class CharStream(IterableDataset[tuple[Tensor, Tensor]]):
     Args:
         seed: another seed is another stream; give each replica its own.
         seconds: when the stream ends, counted from its first window; None for never.
+        windows: those that there are; by default all of the text's.
     """
 
-    def __init__(self, seed: int, seconds: float | None = None) -> None:
+    def __init__(self, seed: int, seconds: float | None = None, windows: Windows | None = None) -> None:
         self.seed = seed
         self.seconds = seconds
+        self.windows = Windows(text()[0], CONTEXT, stride=1) if windows is None else windows
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        chars, _ = text()
         generator = torch.Generator().manual_seed(self.seed)
         end = None if self.seconds is None else time.monotonic() + self.seconds
         while end is None or time.monotonic() < end:
-            start = int(torch.randint(len(chars) - CONTEXT - 1, (1,), generator=generator))
-            window = chars[start : start + CONTEXT + 1]
-            yield window[:-1], window[1:]
+            yield self.windows[int(torch.randint(len(self.windows) - 1, (1,), generator=generator))]
 
 
 def loader(seed: int, seconds: float | None = None) -> DataLoader[tuple[Tensor, Tensor]]:
@@ -94,9 +93,8 @@ class Slot:
 class CharModule(CharLM):
     """The example's model with 1.65 million parameters (6.6 MB in fp32), trained with AdamW in padded steps."""
 
-    def __init__(self, slot: Slot, lr: float = 1e-3) -> None:
-        super().__init__(vocab_size=text()[1], context=CONTEXT, width=184, depth=4, heads=4)
-        self.rate = lr
+    def __init__(self, slot: Slot, context: int = CONTEXT) -> None:
+        super().__init__(vocab_size=text()[1], context=context, width=184, depth=4, heads=4)
         self.slot = slot
         self.losses: list[float] = []
 
@@ -108,7 +106,7 @@ class CharModule(CharLM):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.rate, fused=True)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
         # Inside the optimizer's `step`: before the strategy goes on.
         optimizer.register_step_post_hook(lambda *_: self.slot.finish())
         return optimizer

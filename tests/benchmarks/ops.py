@@ -70,7 +70,7 @@ class Measured:
 def cases(n: int) -> list[Measured]:
     """All ops over shared buffers of ``n`` elements; values do not matter, and stay finite."""
     x, y, s, a, m, tmp = (torch.randn(n) * 1e-3 for _ in range(6))
-    second = torch.rand(n)
+    second, other = torch.rand(n), torch.rand(n)
     codes, scales = torch.zeros(n, dtype=torch.int8), torch.zeros(-(-n // 256))
     padded = n // 256 * 256
     quantized = (codes[:padded].view(-1, 256), scales[: padded // 256].view(-1, 1))
@@ -142,7 +142,7 @@ def cases(n: int) -> list[Measured]:
         ),
         Measured(
             name="server Adam", streams=7,
-            fused=lambda: ops.server_adam_(a, m, second, x, None, 3, 1e-3),
+            fused=lambda: ops.server_adam_(a, m, second, None, y, s, other, x, 3, 1e-3),
             chains={"_fused_adam_": adam(a, m, second, x)},
         ),
     ]  # fmt: skip

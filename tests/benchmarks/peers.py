@@ -8,50 +8,25 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager  # noqa: TID251 (a peer)
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.benchmarks import horovod_peers
+from tests.benchmarks import gradient_peers, horovod_peers
+from tests.benchmarks.fitting import Peer, Work, claims_of, fit, small
+from tests.benchmarks.language import language
 from tests.benchmarks.link import pace_sockets
-from tests.benchmarks.measured import Job, Meter, RankResult, note_step
-from tests.benchmarks.model import BATCH, CharModule, Slot, loader
+from tests.benchmarks.measured import Job, RankResult, note_step
+from tests.benchmarks.model import CharModule, Slot, loader
 
 __all__ = ["PEERS", "Job", "Peer", "RankResult", "run", "samples_in"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Peer:
-    """One way of training.
-
-    Args:
-        about: a few words for the report.
-        run: does a `Job`.
-        sync_every: steps from one communication to the next; 0 for none.
-        alone: whether it is a single process, whatever the number of replicas.
-        ours: whether it is the package under test.
-        horovod: whether Horovod's launcher starts it, rather than torchrun.
-        compressed: whether its messages take fewer bytes than the model.
-        accumulates: batches between two communications of a peer whose ranks must take equally many steps; 0 for none.
-    """
-
-    about: str
-    run: Callable[[Job], RankResult]
-    sync_every: int = 0
-    alone: bool = False
-    ours: bool = False
-    horovod: bool = False
-    compressed: bool = False
-    accumulates: int = 0
 
 
 class PeriodicAveraging(pl.Callback):
@@ -66,44 +41,16 @@ class PeriodicAveraging(pl.Callback):
         self.averager.average_parameters(pl_module.parameters())
 
 
-def _fit(
-    job: Job, strategy: Strategy, *callbacks: pl.Callback, num_nodes: int = 1, accumulate: int = 1, lr: float = 1e-3
-) -> RankResult:
-    """Train with Lightning's Trainer."""
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    torch.manual_seed(0)
-    meter = Meter(job)
-    module = CharModule(Slot(job.step_s, job.tail_s), lr)
-    trainer = pl.Trainer(
-        accumulate_grad_batches=accumulate,
-        accelerator="cpu",
-        devices=1,
-        num_nodes=num_nodes,
-        strategy=strategy,
-        # The meter comes last, so that what the other callbacks do is in the step.
-        callbacks=[*callbacks, meter],
-        max_steps=-1 if job.seconds is not None else job.warmup + job.steps,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, loader(job.rank, job.seconds))
-    meter.result.losses = module.losses
-    return meter.result
-
-
 def single(job: Job) -> RankResult:
     """No process group at all."""
     for name in ("TORCHELASTIC_RUN_ID", "WORLD_SIZE", "RANK", "GROUP_RANK"):
         os.environ.pop(name, None)
-    return _fit(job, SingleDeviceStrategy(torch.device("cpu")))
+    return fit(job, SingleDeviceStrategy(torch.device("cpu")))
 
 
 def ddp(job: Job) -> RankResult:
     """Lightning's DDPStrategy over Gloo."""
-    return _fit(job, DDPStrategy(process_group_backend="gloo"), num_nodes=job.num_replicas)
+    return fit(job, DDPStrategy(process_group_backend="gloo"), num_nodes=job.num_replicas)
 
 
 def ddp_raw(job: Job) -> RankResult:
@@ -133,7 +80,7 @@ def periodic(job: Job) -> RankResult:
     """`PeriodicModelAverager`, from a callback (Lightning's own use of it needs a GPU)."""
     dist.init_process_group("gloo")
     averaging = PeriodicAveraging(job.sync_every or 32)
-    result = _fit(job, SingleDeviceStrategy(torch.device("cpu")), averaging)
+    result = fit(job, SingleDeviceStrategy(torch.device("cpu")), averaging)
     _leave()
     return result
 
@@ -144,19 +91,9 @@ def ours(job: Job, rule: str, schedule: Any, **options: Any) -> RankResult:
 
     made = {"DeltaMean": lightning_async.DeltaMean, "DiLoCo": lightning_async.DiLoCo}[rule]()
     strategy = lightning_async.AsyncAveragingStrategy(rule=made, schedule=schedule, **options)
-    result = _fit(job, strategy, num_nodes=job.num_replicas)
-    result.claims = _claims(strategy)
+    result = fit(job, strategy, num_nodes=job.num_replicas)
+    result.claims = claims_of(strategy)
     return result
-
-
-def _claims(strategy: Any) -> dict[str, float]:
-    """The numbers of the strategy's own summary, and the share it says it hid."""
-    summary = strategy.summary
-    if summary is None:
-        return {}
-    numbers = summary.state_dict() if hasattr(summary, "state_dict") else vars(summary)
-    claims = {name: float(value) for name, value in numbers.items() if isinstance(value, (int, float))}
-    return {**claims, "hidden_share": float(summary.hidden_share)}
 
 
 def _every(rule: str, num_steps: int, **options: Any) -> Callable[[Job], RankResult]:
@@ -180,52 +117,26 @@ def _synchronous(job: Job) -> RankResult:
     return ours(job, "DeltaMean", Synchronous())
 
 
-def rate_for(batches: float) -> float:
-    """The learning rate of steps of so many batches on each replica: Adam's goes with the square root."""
-    return 1e-3 * batches**0.5
-
-
-def _accumulated(batches: int) -> Callable[[Job], RankResult]:
-    def run_ddp(job: Job) -> RankResult:
-        strategy = DDPStrategy(process_group_backend="gloo")
-        return _fit(job, strategy, num_nodes=job.num_replicas, accumulate=batches, lr=rate_for(batches))
-
-    return run_ddp
-
-
-def _windows(accumulate: Any, batches: int, compensated: bool = False, **options: Any) -> Callable[[Job], RankResult]:
-    """``batches``: what a window is likely to hold, for the learning rate."""
-
-    def run_windows(job: Job) -> RankResult:
-        import lightning_async
-
-        correction = lightning_async.DelayCompensation() if compensated else None
-        strategy = lightning_async.AsyncGradientStrategy(accumulate, correction=correction, **options)
-        result = _fit(job, strategy, num_nodes=job.num_replicas, lr=rate_for(batches))
-        result.claims = _claims(strategy)
+def _probe_compute(work: Work) -> Callable[[Job], RankResult]:
+    def probe_compute(job: Job) -> RankResult:
+        module, batches = work(job, Slot())
+        optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+        result = RankResult()
+        for inputs, targets in batches:
+            start = time.monotonic()
+            loss = cross_entropy(module(inputs).flatten(0, 1), targets.flatten())
+            middle = time.monotonic()
+            loss.backward()
+            optimizer.step()
+            end = time.monotonic()
+            optimizer.zero_grad()
+            result.compute_s.append((middle - start, end - middle))
+            result.ends.append(end)
+            if len(result.ends) == job.warmup + job.steps:
+                break
         return result
 
-    return run_windows
-
-
-def probe_compute(job: Job) -> RankResult:
-    """Unpadded compute with all replicas on the machine at once: what the slot must hold."""
-    module = CharModule(Slot())
-    optimizer = module.configure_optimizers()
-    batches = iter(loader(job.rank))
-    result = RankResult()
-    while len(result.ends) < job.warmup + job.steps:
-        inputs, targets = next(batches)
-        start = time.monotonic()
-        loss = cross_entropy(module(inputs).flatten(0, 1), targets.flatten())
-        middle = time.monotonic()
-        loss.backward()
-        optimizer.step()
-        end = time.monotonic()
-        optimizer.zero_grad()
-        result.compute_s.append((middle - start, end - middle))
-        result.ends.append(end)
-    return result
+    return probe_compute
 
 
 def probe_round(job: Job) -> RankResult:
@@ -281,21 +192,8 @@ PEERS: dict[str, Peer] = {
         ours=True,
         horovod=True,
     ),
-    **{
-        f"ddp accumulate={n}": Peer(
-            about=f"DDPStrategy, accumulate_grad_batches={n}", run=_accumulated(n), accumulates=n
-        )
-        for n in (1, 2, 4, 8, 16)
-    },
-    "windows of 8": Peer(about="ours, gradients, accumulate=8, delay=1", run=_windows(8, 8), ours=True),
-    "windows of 8, no delay": Peer(about="the same, delay=0", run=_windows(8, 8, delay=0), ours=True),
-    "windows until reduced": Peer(about="accumulate='until_reduced'", run=_windows("until_reduced", 12), ours=True),
-    "windows of 8, compensated": Peer(
-        about="accumulate=8, delay=1, DelayCompensation()", run=_windows(8, 8, compensated=True), ours=True
-    ),
-    "windows until reduced, compensated": Peer(
-        about="until_reduced, DelayCompensation()", run=_windows("until_reduced", 12, compensated=True), ours=True
-    ),
+    **gradient_peers.PEERS,
+    "beginning of gradients": gradient_peers.BEGINNING,
     "wide ddp": Peer(about="Lightning's DDPStrategy, Gloo", run=horovod_peers.ddp, sync_every=1),
     "wide hvd": Peer(
         about="hvd.DistributedOptimizer in Lightning",
@@ -310,7 +208,8 @@ PEERS: dict[str, Peer] = {
         horovod=True,
     ),
     "wide ours": Peer(about="ours, HorovodStrategy", run=horovod_peers.strategy, sync_every=1, ours=True, horovod=True),
-    "probe compute": Peer(about="unpadded compute, all replicas at once", run=probe_compute),
+    "probe compute": Peer(about="unpadded compute, all replicas at once", run=_probe_compute(small)),
+    "probe language": Peer(about="the same of the batches that gradients are of", run=_probe_compute(language())),
     "probe round": Peer(about="blocking all-reduce of the model", run=probe_round),
 }
 
@@ -323,6 +222,6 @@ def run(job: Job) -> RankResult:
     return PEERS[job.peer].run(job)
 
 
-def samples_in(ends: list[float], start: float, stop: float) -> int:
-    """Samples of the steps that ended in the window."""
-    return BATCH * sum(start < end <= stop for end in ends)
+def samples_in(peer: str, ends: list[float], start: float, stop: float) -> int:
+    """Samples of a peer's steps that ended in the window."""
+    return PEERS[peer].batch * sum(start < end <= stop for end in ends)

@@ -129,9 +129,11 @@ def _percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, math.ceil(share * len(values)) - 1)]
 
 
-def choose_slot(link: Link, num_replicas: int, slot_s: float | None) -> tuple[float, float]:
+def choose_slot(
+    link: Link, num_replicas: int, slot_s: float | None, probe: str = "probe compute", steps: int = 40
+) -> tuple[float, float]:
     """Padded step time and its part for backward and optimizer, such that the real compute of all replicas fits."""
-    job = job_on(link, "probe compute", num_replicas, warmup=10, steps=40)
+    job = job_on(link, probe, num_replicas, warmup=steps // 4, steps=steps)
     compute = [times for rank in run_ranks(link, job, timeout_s=START_S) for times in rank.compute_s[job.warmup :]]
     if slot_s is None:
         needed_s = 1.1 * _percentile([sum(times) for times in compute], 0.9)
@@ -244,10 +246,10 @@ def _speed_targets(rows: Sequence[Row], slot_s: float, round_s: float, link: Lin
     return targets
 
 
-def samples_per_s(_: Job, ranks: Sequence[RankResult]) -> float:
+def samples_per_s(job: Job, ranks: Sequence[RankResult]) -> float:
     """Samples of all ranks per second, from when the last rank is warm until the first one ends."""
     start, stop = max(rank.ends[2] for rank in ranks), min(rank.ends[-1] for rank in ranks)
-    return sum(samples_in(rank.ends, start, stop) for rank in ranks) / (stop - start)
+    return sum(samples_in(job.peer, rank.ends, start, stop) for rank in ranks) / (stop - start)
 
 
 def measure_stragglers(link: Link, peers: Sequence[str], plan: Plan) -> Section:

@@ -95,19 +95,21 @@ class Dies(pl.Callback):
 
 
 class Stops(pl.Callback):
-    """Fails with a step of an epoch, when a save of that epoch is on the disk."""
+    """Fails with a step of an epoch, when so many saves are on the disk since this batch."""
 
-    def __init__(self, epoch: int) -> None:
-        self.epoch, self.saved = epoch, 0
+    def __init__(self, epoch: int, batch: int, saves: int) -> None:
+        self.epoch, self.batch, self.saves, self.saved = epoch, batch, saves, 0
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         saver = trainer.callbacks[-1]._now.saver
-        if trainer.current_epoch != self.epoch or batch_idx < 8:
+        if trainer.current_epoch != self.epoch or batch_idx < self.batch:
             return
-        if batch_idx == 8:
+        if batch_idx == self.batch:
             until(lambda: trainer.world_size == 2, "the third one is lost")
+            saver.wait(30.0)
             self.saved = saver.costs.saves
-        if saver.costs.saves >= self.saved + 2:
+        time.sleep(0.02)
+        if saver.costs.saves >= self.saved + self.saves:
             saver.wait(30.0)
             raise Interrupted
 
@@ -118,6 +120,7 @@ def train(
     place: str = "step",
     schedule: str = "drifting",
     stops_in: int = -1,
+    stops_at: tuple[int, int] = (8, 2),
     min_replicas: int = 1,
     epochs: int = 3,
 ) -> None:
@@ -128,11 +131,11 @@ def train(
     saves = FaultTolerantCheckpoint(
         folder, every_n_train_steps=3, keep=Latest(99), save_on_exception=False, max_failures=9, busy="wait"
     )
-    callbacks = [saves, *([Dies(place)] if victim == NUMBER else []), *([Stops(stops_in)] if stops_in >= 0 else [])]
+    dies, stops = [Dies(place)] * (victim == NUMBER), [Stops(stops_in, *stops_at)] * (stops_in >= 0)
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), max_epochs=epochs, logger=False,
-        callbacks=callbacks, default_root_dir=folder, enable_progress_bar=False, enable_model_summary=False,
-        num_sanity_val_steps=0,
+        callbacks=[saves, *dies, *stops], default_root_dir=folder, enable_progress_bar=False,
+        enable_model_summary=False, num_sanity_val_steps=0,
     )  # fmt: skip
     module, told = Counted(), dict[str, Any]()
     data: Any = torch.arange(SAMPLES).float().unsqueeze(1)

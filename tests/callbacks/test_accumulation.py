@@ -115,6 +115,22 @@ def test_what_a_batch_counts_may_be_the_users():
     assert values(module) == pytest.approx([x for p in expected for x in p.flatten().tolist()], rel=1e-5)
 
 
+@pytest.mark.parametrize("weights", [[0.0, 3.0, 1.0, 0.0], [3.0, 0.0, 0.0, 0.0]])
+def test_a_batch_may_count_nothing(weights: list[float]):
+    """Nor may a window: the optimizer then steps with zeros."""
+    module, left = line(), iter(weights)
+    trainer(AdaptiveGradientAccumulation(2, count=lambda batch: next(left))).fit(module, loader(ROWS[:16]))
+    counted = [batch for batch, weight in zip(ROWS.split(4), weights, strict=False) if weight]
+    assert values(module) == pytest.approx(by_hand(counted, [1] * len(counted)), rel=1e-5)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -1])
+def test_a_count_that_cannot_be_is_an_error(wrong: float):
+    accumulation = AdaptiveGradientAccumulation(2, count=lambda batch: wrong)
+    with pytest.raises(ValueError, match=rf"Rank 0: `count` said {float(wrong)} of a batch"):
+        trainer(accumulation).fit(line(), loader(ROWS[:16]))
+
+
 class Scheduled(Line):
     """Its learning rate falls with every step."""
 
@@ -390,6 +406,29 @@ def test_a_search_for_a_learning_rate_runs_before(tmp_path: Path, monkeypatch: p
     assert steps.at == [3, 7, 10]
 
 
+def test_a_search_for_a_batch_size_takes_as_many_steps_as_it_says(tmp_path: Path):
+    class Sized(Line):
+        batch_size, tried = 2, 0
+
+        def train_dataloader(self) -> Any:
+            return loader(ROWS[:40], self.batch_size)
+
+        def val_dataloader(self) -> Any:
+            return loader(ROWS[:2], 1)
+
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None: ...
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.tried += 1
+            return super().training_step(batch, batch_idx)
+
+    finder = pl.callbacks.BatchSizeFinder(max_trials=2, steps_per_trial=2)
+    module, steps = line(kind=Sized), Steps()
+    trainer(finder, AdaptiveGradientAccumulation(3), steps, default_root_dir=tmp_path).fit(module)
+    assert (module.batch_size, steps.at) == (4, [2, 5, 8, 9])
+    assert module.tried == 2 * 2 * 3 + 10
+
+
 def test_it_ends_with_the_fit_and_tells_the_progress_bar():
     class Shown(pl.Callback):
         def __init__(self) -> None:
@@ -446,6 +485,14 @@ def test_what_cannot_be_is_refused_by_name():
     manual.automatic_optimization = False
     with pytest.raises(ValueError, match="with manual optimization the module decides"):
         trainer(two).fit(manual, loader())
+
+    class Pulls(Line):
+        def training_step(self, dataloader_iter: Any) -> Any: ...  # pyright: ignore[reportIncompatibleMethodOverride]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's, of an experiment
+        with pytest.raises(ValueError, match="must know a batch before it is trained on"):
+            trainer(two).fit(line(kind=Pulls), loader())
     odd = AdaptiveGradientAccumulation(base_batch_size=4, target_batch_size=10)
     with pytest.raises(ValueError, match=r"multiples of 4 samples, 4 on each of 1 ranks .* Take 8 or 12, or another"):
         trainer(odd).fit(line(), loader())

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
+from lightning_async.data.samplers import rest
 from lightning_async.engine.checkpoint.manifest import Manifest
 from lightning_async.engine.checkpoint.shards import load_own
 from lightning_async.engine.checkpoint.store import CheckpointStore
@@ -82,9 +83,9 @@ def test_those_that_are_left_save_on(place: str, schedule: str, dead: int, tmp_p
 SEEN = set(range(SAMPLES))
 
 
-def stopped(folder: Path, dead: int, epoch: int) -> tuple[list[dict[str, Any]], Manifest]:
+def stopped(folder: Path, dead: int, epoch: int, **kwargs: Any) -> tuple[list[dict[str, Any]], Manifest]:
     """What those say that are left, when one of them fails in an epoch and ends the other; and the newest save."""
-    results = ran(folder, victim=dead, stops_in=epoch, min_replicas=2)
+    results = ran(folder, victim=dead, stops_in=epoch, min_replicas=2, **kwargs)
     told = [ended(result) for result in results if result.rank != dead]
     assert all("error" in each for each in told), "\n".join(map(str, results))
     return told, whole(folder)[-1]
@@ -122,3 +123,31 @@ def test_started_again_in_the_epoch_of_the_loss_the_lost_one_begins_at_anothers_
     assert not set(seen[0]) & set(seen[2])
     assert (lost, len(SEEN - {*seen[0], *seen[1], *seen[2]})) == ("1", BATCH * committed), "what it had shared"
     assert "Rank 1 has no state of its own in" in results[1].stderr
+
+
+def test_started_again_amid_what_a_lost_one_had_left_each_sample_is_seen_once(tmp_path: Path) -> None:
+    """The others train on it at the end of the epoch, of which the lost one has nothing any more; what is left then is
+    divided evenly, so that up to two samples come once more."""
+    own = SAMPLES // BATCH // 3
+    _, save = stopped(tmp_path, dead=1, epoch=0, stops_at=(own + 2, 1))  # all that was asked for before is saved then
+    assert (save.ranks, save.world_size, save.epoch) == ((0, 2), 3, 0)
+    store = CheckpointStore(tmp_path)
+    entry = store.entries()[0]
+    resumes: list[Any] = [load_own(store, entry, rank, "resume") for rank in (0, 2)]
+    ((first,), (second,)) = (each["loaders"] for each in resumes)
+    assert (first["share"]["kind"], second["share"]["kind"]) == ("given", "given")
+    shared = own * BATCH - len(first["share"]["indices"]) - len(second["share"]["indices"])
+    left = rest([first, second])
+    once_more = left[: -len(left) % 3]
+    states: list[Any] = [load_own(store, entry, rank, "checkpoint", "seen") for rank in (0, 0, 2)]
+    before = [state[0] for state in states]
+    results = ran(tmp_path, 3)
+    told = without(-1, results)
+    seen = [each["seen"]["0"] for each in told]
+    assert [now[: len(then)] for now, then in zip(seen, before, strict=True)] == before, "the lost one has rank 0's"
+    new = [sample for now, then in zip(seen, before, strict=True) for sample in now[len(then) :]]
+    assert sorted(new) == sorted(left + once_more)
+    counted = [*before[0], *before[2], *left]
+    assert len(set(counted)) == len(counted) == SAMPLES - shared
+    for epoch in ("1", "2"):
+        assert sorted(sample for each in told for sample in each["seen"][epoch]) == sorted(SEEN)

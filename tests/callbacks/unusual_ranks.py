@@ -235,7 +235,7 @@ class Ends(pl.Callback):
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         left = self.steps - trainer.global_step
-        if left > 5:
+        if left > 8:
             return
         late = time.monotonic() + (30.0 if left == 1 else 3.0)
         while not self.saved() and time.monotonic() < late:

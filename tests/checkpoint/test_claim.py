@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from lightning_async import bare
 from lightning_async.commands.main import main
 from lightning_async.engine.checkpoint import claim
-from lightning_async.engine.checkpoint.channel import _BOOT
 from lightning_async.engine.checkpoint.claim import Claim
 from lightning_async.engine.checkpoint.process import Writer
 from lightning_async.engine.checkpoint.store import CheckpointStore
@@ -268,21 +268,22 @@ def test_who_trains_again_in_one_process_does_not_wait_for_a_part_that_can_come_
     assert not store.entries()
 
 
-PATIENT = _BOOT.replace(
-    "main(fd, trainer)",
+PATIENT = bare._BOOT.replace(
+    "importlib.import_module(module)",
     """
 from lightning_async.engine.checkpoint import writer
 wait_for = writer.wait_for
 writer.wait_for = lambda channel, seconds, others=(): wait_for(channel, 3600.0, others)
-main(fd, trainer)""",
+importlib.import_module(module)""",
 )
+assert PATIENT != bare._BOOT
 """It does not look once a second whether its trainer lives."""
 
 
 def test_a_writer_that_has_nothing_hears_at_once_that_its_trainer_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("lightning_async.engine.checkpoint.channel._BOOT", PATIENT)
+    monkeypatch.setattr(bare, "_BOOT", PATIENT)
     store, writer = CheckpointStore(tmp_path / "run"), dying(tmp_path / "run", 0)
     os.kill(writer, signal.SIGCONT)
     mine, began = taken(store, "second"), time.monotonic()

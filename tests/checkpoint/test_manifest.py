@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_async.engine.checkpoint import manifest as module
-from lightning_async.engine.checkpoint.manifest import Manifest, RankManifest, seal, unseal
+from lightning_async.engine.checkpoint.manifest import Manifest, RankManifest
 from lightning_async.engine.files import FileRecord
+from lightning_async.engine.files.sealed import seal, unseal
 from lightning_async.errors import CheckpointError, DamagedCheckpoint
 
 WHOLE = Manifest(

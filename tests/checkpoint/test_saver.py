@@ -61,7 +61,7 @@ def test_what_the_first_rank_gives_up_is_deleted(tmp_path: Path) -> None:
 
 def test_nobody_waits_for_a_rank_whose_writers_have_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = saver_of(tmp_path, 0)
-    monkeypatch.setattr("lightning_async.engine.checkpoint.channel._BOOT", POISONED)
+    monkeypatch.setattr("lightning_async.bare._BOOT", POISONED)
     second = saver_of(tmp_path, 1)
     try:
         for number in (1, 2):

@@ -20,7 +20,7 @@ import fsspec.asyn
 import pytest
 import torch
 
-from lightning_async.engine.checkpoint.channel import _BOOT
+from lightning_async.bare import _BOOT
 from lightning_async.engine.checkpoint.process import Job, Result, SaveBusy, Writer
 from lightning_async.engine.checkpoint.shards import load
 from lightning_async.engine.checkpoint.store import CheckpointStore
@@ -205,21 +205,22 @@ def test_a_writer_that_dies_idle_is_replaced_by_the_next_save(tmp_path: Path, ma
 
 
 POISONED = _BOOT.replace(
-    "main(fd, trainer)",
+    "importlib.import_module(module)",
     """
 import os
 from lightning_async.engine.checkpoint import writer
 perform = writer.perform
 writer.perform = lambda job, *rest: os.kill(os.getpid(), 9) if job["number"] == 1 else perform(job, *rest)
-main(fd, trainer)""",
+importlib.import_module(module)""",
 )
+assert POISONED != _BOOT
 """Save 1 kills any process that begins with it."""
 
 
 def test_a_save_that_kills_its_writer_is_given_up_and_no_other(
     tmp_path: Path, make: MakeWriter, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("lightning_async.engine.checkpoint.channel._BOOT", POISONED)
+    monkeypatch.setattr("lightning_async.bare._BOOT", POISONED)
     writer = make()
     os.kill(pid_of(writer), signal.SIGSTOP)
     writer.save(job_of(1))
@@ -252,7 +253,7 @@ def test_a_writer_that_cannot_start_says_why(make: MakeWriter, monkeypatch: pyte
     with pytest.raises(CheckpointError, match="no process that writes checkpoints can be started"):
         Writer(tmp_path, rank=3).start()
     monkeypatch.undo()
-    monkeypatch.setattr("lightning_async.engine.checkpoint.channel._BOOT", "raise SystemExit('no room at the inn')")
+    monkeypatch.setattr("lightning_async.bare._BOOT", "raise SystemExit('no room at the inn')")
     writer = make()
     writer.save(job_of(1))
     (result,) = writer.wait(20.0)

@@ -152,7 +152,7 @@ def writers_of(trainer: int) -> list[int]:
         if folder.name.isdigit():
             with contextlib.suppress(OSError):
                 command = (folder / "cmdline").read_bytes()
-                if b"writes the checkpoints" in command and b", %d, " % trainer in command:
+                if b"writes the checkpoints" in command and b", %d]" % trainer in command:
                     found.append(int(folder.name))
     return found
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +21,7 @@ from lightning_async.comm.membership.board import Board
 from lightning_async.comm.membership.membership import Membership
 from lightning_async.comm.membership.roster import PREFIX, Record, dump, key, load
 from lightning_async.comm.membership.signing import SECRET, Seal
-from lightning_async.comm.membership.stores import HashStore
+from lightning_async.comm.membership.stores import HashStore, TCPStore, connect
 from lightning_async.errors import AsyncTrainingError, PeerLost
 from tests.comm.proxy import Proxy
 from tests.comm.test_membership import Hand, running, until
@@ -264,6 +266,25 @@ def test_stalls_shorter_than_dead_after_are_survived() -> None:
                 check_all(all_ranks)
             proxy.flow()
         until_all_beat(all_ranks, beaten)
+
+
+def test_a_store_that_is_gone_is_not_called_for_as_long_as_its_requests_may_take() -> None:
+    """It may go in the moment after it was seen to be there."""
+    usual = timedelta(seconds=600)
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    code = (
+        f"from torch.distributed import TCPStore; s = TCPStore('127.0.0.1', {port}, None, True, wait_for_workers=False)"
+    )
+    command = [sys.executable, "-c", f"{code}; print(1, flush=True); input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as host:
+        assert host.stdout is not None and host.stdin is not None
+        assert host.stdout.readline()
+        store: Any = TCPStore("127.0.0.1", port, None, False, usual, wait_for_workers=False)
+        host.kill()
+    with pytest.raises(RuntimeError, match="timed out"):
+        connect(store, timedelta(seconds=0.5))
+    assert store.timeout == usual
 
 
 def test_a_process_that_ends_within_a_request_ends_in_order() -> None:

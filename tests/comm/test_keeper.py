@@ -64,7 +64,7 @@ def half(address: Address, seal: Seal, then: Callable[[], None]) -> None:
     line.hear_greeting()
     line.say({"token": address.token, "errand": "deposit", "owner": "1", "label": {}, "size": 2 * LARGE})
     line.hear()
-    line._socket.sendall(b"n" * LARGE)
+    line.socket.sendall(b"n" * LARGE)
     then()
     line.close()
 
@@ -110,7 +110,7 @@ def test_bytes_that_have_changed_on_the_way_are_not_kept(keeper: Keeper, seal: S
     line.hear_greeting()
     line.say({"token": keeper.address.token, "errand": "deposit", "owner": "1", "label": {}, "size": 5})
     line.hear()
-    line._socket.sendall(b"wrong")
+    line.socket.sendall(b"wrong")
     line.say({"crc32": 1})
     with pytest.raises(ConnectionError):
         line.hear()

@@ -165,7 +165,11 @@ def in_a_rank(what: Callable[[], None]) -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
-DEATHS = [Death(2, 4712, "died: its process was killed by SIGKILL"), Death(0, 4710, "died"), Death(1, 4711, "é" * 99)]
+DEATHS = [
+    Death(2, 4712, "died: its process was killed by SIGKILL"),
+    Death(0, 4710, "died"),
+    Death(1, 4711, "é" * 99, (1, 3)),
+]
 
 
 def test_a_rank_hears_of_deaths_until_it_closes_and_the_next_listener_of_those_since(

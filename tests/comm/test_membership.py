@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from lightning_async.comm.membership import roster
 from lightning_async.comm.membership.generation import Generation
 from lightning_async.comm.membership.membership import Membership
 from lightning_async.comm.membership.stores import HashStore, PrefixStore
@@ -626,3 +627,9 @@ def test_a_newcomers_name_is_a_name() -> None:
             Membership(HashStore(), 0, 1, member=name)
     with pytest.raises(ValueError, match="a newcomer is alone"):
         Membership(HashStore(), 0, 2, member="late")
+
+
+def test_who_was_given_up_by_another_rank_is_described_by_when_it_was_seen_here() -> None:
+    """This rank would have waited for longer, and has no limit of its own to tell of."""
+    peer = roster.Peer(confirmed=True, silent_s=0.94, limit_s=10.0)
+    assert peer.describe("1") == "rank 1 was last seen 0.9 s ago, and another rank has given it up"

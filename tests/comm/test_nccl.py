@@ -6,8 +6,6 @@ gone.
 
 from __future__ import annotations
 
-import signal
-import time
 from functools import partial
 from typing import Any
 
@@ -18,9 +16,9 @@ from torch.cuda import nccl
 from tests.comm.contract import ALL_CHECKS
 from tests.strategies.numerics import momentum
 from tests.strategies.problem import batches, distance, flat, joined, train_alone
-from tests.strategies.test_failures import ENDLESS, LIMIT_S, SOON_S, TRAIN, ended, wait_for_step
+from tests.strategies.test_failures import ENDLESS, LIMIT_S, survivor_of_two
 from tests.strategies.workers import Outcomes
-from tests.support import RankResult, run_ranks, start_ranks
+from tests.support import RankResult, run_ranks
 
 NEEDS_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))
 GPU = pytest.param("cuda", marks=NEEDS_GPU)
@@ -95,16 +93,8 @@ def test_synchronous_steps_are_those_of_one_process(ranks: Outcomes) -> None:
 def test_a_killed_rank_ends_the_other_with_its_name(accelerator: str) -> None:
     kwargs = {"batches": [ENDLESS] * 2, "deadlines": {"dead_after": 3.0}}
     kwargs |= {"accelerator": accelerator, "devices": 1, "num_nodes": 2}
-    with start_ranks(TRAIN, 2, kwargs=kwargs, timeout=LIMIT_S, env=environment(accelerator)) as group:
-        wait_for_step(group, 30, 2)
-        killed_at = time.time()
-        group.signal(1, signal.SIGKILL)
-        survivor, _ = group.join()
-    assert not survivor.timed_out and survivor.returncode == 1, survivor
-    told = ended(survivor)
+    told = survivor_of_two(kwargs, environment(accelerator))
     assert told["error"].startswith("PeerLost") and "rank 1" in told["error"]
-    assert told["at"] - killed_at < SOON_S
-    assert told["finite"]
 
 
 # ---- the contract ----

@@ -129,14 +129,18 @@ def faulty_rank(
     deadlines: Deadlines = DEADLINES,
     dead_after: timedelta = timedelta(seconds=20),
     numel: int = 8,
+    rows: int = 1,
     weighting: Any = "samples",
     part_bytes: int = 16 << 20,
     compression: Any = "none",
+    gradients: Any = "none",
     min_replicas: int | None = None,
+    module: Callable[[], nn.Module] | None = None,
 ) -> Iterator[FaultyRank]:
-    module = nn.Linear(numel, 1, bias=False)
-    with torch.no_grad():
-        module.weight.fill_(1.0)
+    replica = nn.Linear(numel, rows, bias=False) if module is None else module()
+    if module is None:
+        with torch.no_grad():
+            replica.weight.fill_(1.0)  # pyright: ignore
     membership = Membership(
         store, collectives.rank, collectives.world_size, interval=timedelta(seconds=0.02), dead_after=dead_after,
         fresh=True, readmit=False,
@@ -150,22 +154,23 @@ def faulty_rank(
     def die() -> None:
         membership._board.exchange = nobody  # its heartbeats end without a word; `Kill` breaks its connections off too
 
-    averager, gradients = assemble(
+    averager, wing = assemble(
         FaultyCollectives(Recording(collectives, ledger), script, kill=die),  # pyright: ignore[reportArgumentType]
         membership,
-        Replica(module),
+        Replica(replica),
         rule or DeltaMean(),
         schedule or EveryNSteps(4),
         AveragerConfig(
             overlap=overlap, deadlines=deadlines, weighting=weighting, part_bytes=part_bytes, compression=compression
         ),
+        compression=gradients,
         min_replicas=min_replicas,
     )
     ledger.wings = averager.control.wings
     try:
         averager.start()
         try:
-            yield FaultyRank(averager, gradients, module, goal, 0.1, membership, ledger)
+            yield FaultyRank(averager, wing, replica, goal, 0.1, membership, ledger)
         except BaseException as error:
             membership.fail(f"{type(error).__name__}: {error}")  # as the strategy does in `on_exception`
             raise

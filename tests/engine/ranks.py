@@ -17,6 +17,7 @@ from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.config import AveragerConfig
 from lightning_async.engine.control import ControlPlane
 from lightning_async.engine.deadlines import Deadlines
+from lightning_async.engine.gradients.feedback import GradientCompression
 from lightning_async.engine.gradients.synchronous import SynchronousGradients
 from lightning_async.engine.header import Arrival, Gate
 from lightning_async.engine.replica import Replica
@@ -71,13 +72,16 @@ def assemble(
     rule: AveragingRule,
     schedule: Schedule,
     config: AveragerConfig,
+    compression: GradientCompression = "none",
     **kwargs: Any,
 ) -> tuple[BackgroundAverager, SynchronousGradients]:
-    """An averager that takes synchronous steps too, as the strategy has it."""
+    """An averager that takes synchronous steps too, as the strategy has it; ``compression`` is of these."""
     control = ControlPlane(collectives, membership, replica, config.deadlines, part_bytes=config.part_bytes, **kwargs)
     membership.on_change = control.wake
     averager = BackgroundAverager(control, rule, schedule, config)
-    return averager, SynchronousGradients(control, averager.gates, averager.synchronous_step, averager.wing.weigh_step)
+    gradients = SynchronousGradients(control, averager.gates, averager.synchronous_step, averager.wing.weigh_step)
+    gradients.compress(compression)
+    return averager, gradients
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from lightning_async.comm.simulated.inprocess import InProcessWorld
 from lightning_async.engine.averaging.config import AveragerConfig
 from lightning_async.engine.averaging.records import NOT_COMPARED, ROUND, UNLIKE, Part
 from lightning_async.engine.ballot import Verdict, decide, from_rows, to_row
-from lightning_async.engine.gradients import synchronous
+from lightning_async.engine.gradients import records
 from lightning_async.engine.header import Gate, Header, Vote
 from lightning_async.engine.replica import Replica
 from lightning_async.errors import CollectiveError, GateMismatch, LayoutMismatch
@@ -24,7 +24,7 @@ class Row(NamedTuple):
 
     common: Header = Header()
     averaging: Part = Part()
-    gradients: synchronous.Part = synchronous.Part()
+    gradients: records.Part = records.Part()
 
     def but(self, **fields: Any) -> Row:
         parts: Any = [part._replace(**{k: v for k, v in fields.items() if k in part._fields}) for part in self]
@@ -57,7 +57,7 @@ def verdict(rows: list[Row], wings: list[Any]) -> Verdict:
 TRAINS = Row(Header(exchange=3))
 READY = TRAINS.but(ready=ROUND, due=True, work=4.0, steps=4.0)
 LEFT_OVER = READY.but(due=False, excused=True)
-STEPS = TRAINS.but(ready=synchronous.GRADIENTS, weight=2.0, mask=5)
+STEPS = TRAINS.but(ready=records.GRADIENTS, weight=2.0, mask=5)
 START_OF_RUN = {"last_exchange": 3, "clock": 5.0}
 
 
@@ -246,7 +246,7 @@ def test_a_header_survives_its_row() -> None:
             7, ROUND, Vote.END | Vote.STOP, True, Gate.EPOCH_END, 4, 2**52 - 1, 1, 1e9, 0.7, 3, Gate.STOP, True, 5.0, 6
         ),
         Part(True, 0.1, 2.0, 0.3, 1e-3, False, True, True, 2**52 - 1, NOT_COMPARED, 2, (0.5, -1.0)),
-        synchronous.Part(3.0, 2**48 - 1),
+        records.Part(3.0, 2**48 - 1, 3),
     )  # fmt: skip
-    blanks = [Header(), Part(scalars=(0.0, 0.0)), synchronous.Part()]
+    blanks = [Header(), Part(scalars=(0.0, 0.0)), records.Part()]
     assert [part for (part,) in from_rows(blanks, [to_row(row)])] == list(row)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import yaml
 from lightning_async.comm.launched import REJOIN, came_back
 from lightning_async.comm.membership.signing import SECRET
 from lightning_async.trainer.namespace import fabric
+from tests.benchmarks.elastic_run import alive
 from tests.support import ROOT
 
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
@@ -60,27 +62,30 @@ while [ "${1#--}" != "$1" ]; do shift; done
 SLURM_NTASKS=1 exec "$@"
 """
 PYTHON = """
+[ "$1" = -c ] && echo $$ > store && exec sleep 600
 echo "$NODE_RANK $LIGHTNING_ASYNC_REJOIN $MASTER_ADDR $MASTER_PORT $LOCAL_RANK ${SLURM_NTASKS-none} \
-$LIGHTNING_ASYNC_SECRET $*" >> started
-while [ $NODE_RANK = 0 ] && ! [ -e over ]; do sleep 0.05; done
-[ $NODE_RANK = 0 ] && exit $(cat over)
-[ $NODE_RANK = 2 ] && exit 0
+$TORCHELASTIC_USE_AGENT_STORE $LIGHTNING_ASYNC_SECRET $*" >> started
+[ $NODE_RANK = 0 ] && [ $LIGHTNING_ASYNC_REJOIN = 0 ] && exit 9
+while [ $NODE_RANK != 1 ] && ! [ -e over ]; do sleep 0.05; done
+[ $NODE_RANK != 1 ] && exit STATUS
 [ $LIGHTNING_ASYNC_REJOIN = 2 ] || exit 9
-echo "$1" > over.new
+touch over
 exec sleep 600
 """
 
 
-@pytest.mark.parametrize("status", [0, 1])
+@pytest.mark.parametrize("status", [0, 75])
 def test_the_steps_of_slurm_know_who_they_are_and_one_that_dies_is_started_again(
     status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """With commands in the place of Slurm's; the one that waits to be taken in ends after the first one."""
+    """With commands in the place of Slurm's; the one that waits to be taken in ends after the others, and so does the
+    store. See `test_slurm`."""
     commands = tmp_path / "bin"
     commands.mkdir()
-    python = PYTHON.replace('echo "$1" > over.new', f"echo {status} > over.new; mv over.new over")
+    python = PYTHON.replace("STATUS", str(status))
     script = (ROOT / "examples/slurm.sh").read_text()
     assert script.count("seconds < 30") == 1
+    assert "<(" not in script.replace("<(...)", ""), "bash may miss its end, and `wait` for the store"
     (tmp_path / "slurm.sh").write_text(script.replace("seconds < 30", "seconds < 1"))
     for name, text in (("scontrol", SCONTROL), ("srun", SRUN), ("python", python)):
         (commands / name).write_text(f"#!/bin/bash\n{text}")
@@ -91,8 +96,12 @@ def test_the_steps_of_slurm_know_who_they_are_and_one_that_dies_is_started_again
     )
     assert run.returncode == status, run.stderr
     started = sorted((tmp_path / "started").read_text().splitlines())
-    lives = [(0, 0), (1, 0), (1, 1), (1, 2), (2, 0)]
-    assert started == [f"{rank} {again} host0 29500 0 none known -u train.py" for rank, again in lives]
+    lives = [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (2, 0)]
+    assert started == [f"{rank} {again} host0 29500 0 none True known -u train.py" for rank, again in lives]
+    deadline, store = time.monotonic() + 30.0, int((tmp_path / "store").read_text())
+    while alive(store):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     assert sum("--nodelist=host1 " in line for line in (tmp_path / "calls").read_text().splitlines()) == 3
     for line in started:
         rank, again, host, port, local, *_ = line.split()

@@ -173,12 +173,20 @@ def test_all_start_again_when_the_others_die_as_long_as_restarts_are_left():
 
 
 LEAVES = Leaves(frozenset({1, 2}), 1.0, "node 1")
+ONE, TWO = (Leaves(frozenset({rank}), 1.0, f"node {rank}") for rank in (1, 2))
+NONE_LEFT = Leaves(frozenset({0}), 1.1, "node 0")
 
 
 @pytest.mark.parametrize(
     ("steps", "actions"),
     [
-        pytest.param([[LEAVES]], [Dismiss(frozenset({1, 2}))], id="they go"),
+        pytest.param([[LEAVES]], [Dismiss(frozenset({1, 2}), frozenset({1, 2}))], id="they go"),
+        pytest.param([[ONE, TWO]], [Dismiss(frozenset({2}), frozenset({1, 2}))], id="another one is about to"),
+        pytest.param(
+            [[ONE, Ended(1, LEFT)], tell(1, 0, 2), [TWO]], [Dismiss(frozenset({2}), frozenset({2}))],
+            id="another one has",
+        ),
+        pytest.param([[ONE, TWO, NONE_LEFT]], [Send(TERM, ALL), Wait(30.0)], id="nobody would be left of those"),
         pytest.param([[LEAVES, replace(LEAVES, at=1.1)]], [], id="to its process group, too"),
         pytest.param([[LEAVES, replace(LEAVES, at=2.0)]], [Send(signal.SIGKILL, frozenset({1, 2}))], id="again"),
         pytest.param([[LEAVES, Ended(1, LEFT)], tell(1, 0)], [], id="not started while nobody is there"),
@@ -188,7 +196,7 @@ LEAVES = Leaves(frozenset({1, 2}), 1.0, "node 1")
         ),
         pytest.param(
             [dies(2), tell(1, 0, 1), pause_is_over(2), [LEAVES]],
-            [Dismiss(frozenset({1, 2})), Send(TERM, frozenset({2}))], id="one has yet to join",
+            [Dismiss(frozenset({1, 2}), frozenset({1, 2})), Send(TERM, frozenset({2}))], id="one has yet to join",
         ),
         pytest.param([dies(0), [LEAVES]], [Send(TERM, frozenset({1, 2})), Wait(30.0)], id="amid a loss, all end"),
         pytest.param([[replace(LEAVES, ranks=ALL)]], [Send(TERM, ALL), Wait(30.0)], id="nobody would be left"),

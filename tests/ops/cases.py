@@ -72,12 +72,14 @@ def blocks(n: int) -> int:
 CODES = (torch.int8, torch.float8_e4m3fn, torch.bfloat16)
 
 
-def server_case(name: str, state: int, delay: bool, *scalars: Any) -> Case:
+def server_case(name: str, writes: int, reads: int, reply: bool, *scalars: Any) -> Case:
+    """What it writes, a reply or none, what it reads, a gradient, and scalars."""
+
     def make(v: Values, n: int, dtype: torch.dtype) -> list[Any]:
-        tensors = [v(n) for _ in range(state)]
+        written, read = [v(n) for _ in range(writes)], [v(n) for _ in range(reads)]
         if name == "server_adam_":
-            tensors[2].abs_()
-        return [*tensors, v(n, dtype=dtype), v(n) if delay else None, *scalars]
+            read[2].abs_()
+        return [*written, v(n) if reply else None, *read, v(n, dtype=dtype), *scalars]
 
     return Case(getattr(ops, name), getattr(server, name), HALVES, make)
 
@@ -90,12 +92,14 @@ CASES = [
     of(averaging, "accumulate_", HALVES, lambda v, n, d: [v(n), v(n, dtype=d), 0.7]),
     of(outer, "outer_merge_", FP32, lambda v, n, d: [v(n), v(n), v(n), v(n), 0.7, 0.9, True]),
     of(outer, "outer_merge_", FP32, lambda v, n, d: [v(n), v(n), v(n), None, 0.7, 0.9, False]),
-    server_case("server_sgd_", 2, False, 0.1, 0.9, True, 0.5, 0.0),
-    server_case("server_sgd_", 2, True, 0.1, 0.9, False, 0.25, 0.04),
-    server_case("server_dana_", 4, False, 0.1, 0.9, 0.5, 0.0),
-    server_case("server_dana_", 4, True, 0.1, 0.9, 0.5, 2.0),
-    server_case("server_adam_", 3, False, 3, 0.1, 0.9, 0.99, 1e-6, 0.5, 0.0),
-    server_case("server_adam_", 3, True, 1, 0.1, 0.9, 0.999, 1e-8, 1.0, 0.1),
+    server_case("server_add_", 1, 1, False, 0.7),
+    server_case("server_add_", 1, 1, True, -0.1),
+    server_case("server_sgd_", 2, 2, False, 0.1, 0.9, True, 0.5),
+    server_case("server_sgd_", 2, 2, True, 0.1, 0.9, False, 0.25),
+    server_case("server_dana_", 4, 3, False, 0.1, 0.9, 0.5),
+    server_case("server_dana_", 4, 3, True, 0.1, 0.9, 1.0),
+    server_case("server_adam_", 3, 3, False, 3, 0.1, 0.9, 0.99, 1e-6, 0.5),
+    server_case("server_adam_", 3, 3, True, 1, 0.1, 0.9, 0.999, 1e-8, 1.0),
     of(
         compression, "quantize_", CODES,
         lambda v, n, d: [torch.zeros(n, dtype=d), scales(v, d, blocks(n)), v(n), v(n)],

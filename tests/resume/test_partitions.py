@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_async import FaultTolerantCheckpoint
 from lightning_async.data.partitioned import PartitionedSampler, PartitionedStream
@@ -23,6 +26,7 @@ from lightning_async.data.partitions import (
     rendezvous,
 )
 from lightning_async.data.samplers import deal, describe, share
+from lightning_async.trainer.dealing import Dealing
 from lightning_async.trainer.namespace import pl
 from lightning_async.trainer.resized import resized
 from tests.callbacks.problem import Line, trainer
@@ -87,6 +91,47 @@ def test_workers_of_all_replicas_have_each_sample_of_a_stream_once(partition: Pa
         assert sorted(part) == list(PartitionedStream(range(50), partition, num_replicas=3, rank=rank))
         found += part
     assert sorted(found) == list(range(50))
+
+
+def test_a_stream_that_ends_with_its_first_epoch_is_refused():
+    with pytest.raises(TypeError, match="of a generator the second epoch would be empty"):
+        PartitionedStream(each for each in range(5))
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_what_goes_to_a_worker_that_is_started_anew_knows_its_part(wrapped: bool, monkeypatch: pytest.MonkeyPatch):
+    """It is not told what the launcher has told the rank."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    stream = PartitionedStream(range(7))
+    sent = pickle.dumps([stream] if wrapped else stream)
+    monkeypatch.delenv("RANK")
+    there = pickle.loads(sent)
+    assert list(there[0] if wrapped else there) == [1, 3, 5]
+
+
+class Wrapped(IterableDataset[Any]):
+    def __init__(self, inner: PartitionedStream) -> None:
+        self.inner = inner
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.inner)
+
+
+def test_parts_within_a_sampler_of_batches_and_within_a_dataset_are_numbered_anew():
+    """As all are, where ranks are lost; and nothing else is."""
+    sampler, stream = PartitionedSampler(range(6)), PartitionedStream(range(6))
+    data: Any = range(6)
+    loaders = [
+        DataLoader(data, batch_sampler=BatchSampler(sampler, 2, False)),
+        DataLoader(Wrapped(stream)), DataLoader(data),
+    ]  # fmt: skip
+    loop = SimpleNamespace(_combined_loader=SimpleNamespace(flattened=loaders), setup_data=lambda: None)
+    strategy = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": 2, "rank": 1}, survivors=None, shrinks=False)
+    fit = SimpleNamespace(epoch_loop=SimpleNamespace(val_loop=SimpleNamespace(setup_data=lambda: None)), **vars(loop))
+    Dealing(cast(Any, strategy), SimpleNamespace(fit_loop=fit, strategy=strategy)).install()
+    fit.setup_data()
+    assert (sampler.num_replicas, sampler.rank, stream.num_replicas) == (2, 1, 2)
 
 
 class Noting(Line):

@@ -34,7 +34,7 @@ def test_each_sample_once(before: int, after: int, shuffle: bool) -> None:
     assert {len(part) for part in parts} == {-(-len(left) // after)}
     assert {index for part in parts for index in part} == set(left)
 
-    told = [describe(loaders[0], part) for part in parts]
+    told = [describe(loaders[0], torch.tensor(part)) for part in parts]
     again = rest([{"taken": 1, "drawn": {}, "share": share} for share in told])
     assert set(again) == set(left) - {index for part in parts for index in part[:3]}
 

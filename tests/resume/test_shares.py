@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_async.data.samplers import describe, share
-from lightning_async.data.shares import Batches, Share, before, distributed, inherited, unheard
+from lightning_async.data.shares import Batches, Share, before, distributed, inherited, joined, unheard
 from lightning_async.trainer.resized import resized
 
 Shares = dict[str, Share]
@@ -71,6 +71,21 @@ def test_whoever_is_lost_each_sample_is_taken_once(length: int, shuffle: bool, d
         assert not held or max(sizes) - min(sizes) <= 1
         ready |= {name: each.end for name, each in held.items()}
     assert sorted(counted) == everything
+
+
+@pytest.mark.parametrize("length", [60, 62])
+@pytest.mark.parametrize("places", [(2, 3, 1), (0, 0, 0), (2, 99, 1)], ids=["amid", "at the start", "one is done"])
+def test_what_was_joined_beforehand_changes_nothing(length: int, places: tuple[int, ...]) -> None:
+    """Of what ranks have, and of what was dealt out of it; where one has nothing left it is joined anew."""
+    held: Any = shares(length, 3, shuffle=True)
+    for _ in range(2):
+        already, left = joined(held.values()), list(zip(held.values(), places, strict=True))
+        ready = {"0": 2, "1": 3, "3": 0}
+        found, expected = inherited(left, ready, already), inherited(left, ready)
+        assert len(already) == 1
+        assert [samples(each) for each in found.values()] == [samples(each) for each in expected.values()]
+        assert [each.end for each in found.values()] == [each.end for each in expected.values()]
+        held = found
 
 
 def test_a_loader_of_full_batches_only_gets_these() -> None:

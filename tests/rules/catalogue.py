@@ -9,15 +9,29 @@ import torch
 from torch import Tensor
 
 from lightning_async.rules import (
+    AdaptiveDelayCompensation,
+    AdaptiveLr,
     AveragingRule,
+    Bounded,
+    Buffered,
+    Clipping,
+    Dana,
+    DelayCompensation,
+    DelayCorrection,
     DeltaMean,
     DiLoCo,
+    DyLU,
+    EstimateCommit,
     EveryNSteps,
     EverySeconds,
+    GapAware,
     Mean,
     Schedule,
+    StalenessPolicy,
     Synchronous,
+    Uncorrected,
     Warmup,
+    WeightPrediction,
 )
 from tests.rules.coming import Compressed, Eager, Elastic, PushSum, SlowMo
 
@@ -41,6 +55,20 @@ class ScheduleRow(NamedTuple):
 
     name: str
     make: Callable[[], Schedule]
+
+
+class CorrectionRow(NamedTuple):
+    """A correction for the delay of gradients; ``name`` is unique, for test ids."""
+
+    name: str
+    make: Callable[[], DelayCorrection]
+
+
+class StalenessRow(NamedTuple):
+    """A policy of staleness; ``name`` is unique, for test ids."""
+
+    name: str
+    make: Callable[[], StalenessPolicy]
 
 
 def momentum_sgd(tensors: list[Tensor]) -> torch.optim.Optimizer:
@@ -73,8 +101,35 @@ COMING = (
 
 SCHEDULES = (
     ScheduleRow("EveryNSteps", lambda: EveryNSteps(4)),
+    ScheduleRow("DyLU", lambda: DyLU(8, minimum=2)),
     ScheduleRow("EverySeconds", lambda: EverySeconds(0.5)),
     ScheduleRow("Synchronous", Synchronous),
     ScheduleRow("Warmup-steps", lambda: Warmup(EveryNSteps(4), steps=10)),
     ScheduleRow("Warmup-epochs", lambda: Warmup(EverySeconds(1), epochs=2, warmup_sync_every=2)),
+)
+
+CORRECTIONS = (
+    CorrectionRow("DelayCompensation", DelayCompensation),
+    CorrectionRow("WeightPrediction", lambda: WeightPrediction(1.5)),
+    CorrectionRow("EstimateCommit", EstimateCommit),
+)
+
+STALENESS = (
+    StalenessRow("Uncorrected", Uncorrected),
+    StalenessRow("AdaptiveLr", AdaptiveLr),
+    StalenessRow("AdaptiveLr-inverse", lambda: AdaptiveLr(form="inverse")),
+    StalenessRow("AdaptiveLr-sqrt", lambda: AdaptiveLr(form="sqrt")),
+    StalenessRow("AdaptiveLr-linear", lambda: AdaptiveLr(0.5, form="linear")),
+    StalenessRow("Bounded", lambda: Bounded(3)),
+    StalenessRow("GapAware", GapAware),
+    StalenessRow("GapAware-gradient", lambda: GapAware("gradient", decay=0.5)),
+    StalenessRow("Dana", Dana),
+    StalenessRow("Dana-gap-aware", lambda: Dana(GapAware("gradient"))),
+    StalenessRow("Buffered", lambda: Buffered(1)),
+    StalenessRow("FedBuff", lambda: Buffered(1, AdaptiveLr(form="sqrt"))),
+    StalenessRow("Clipping", lambda: Clipping(1e6)),
+    StalenessRow("Clipping-Dana", lambda: Clipping(1e6, Dana(GapAware("gradient")))),
+    StalenessRow("AdaptiveDelayCompensation", lambda: AdaptiveDelayCompensation(0.5)),
+    StalenessRow("DelayCompensation-server", lambda: DelayCompensation(0.5)),
+    StalenessRow("WeightPrediction-server", lambda: WeightPrediction(0.5)),
 )

@@ -13,25 +13,32 @@ import pytest
 import torch
 
 from lightning_async import rules
-from lightning_async.rules import AveragingRule, Schedule
-from tests.rules.catalogue import RULES, SCHEDULES
+from lightning_async.rules import AveragingRule, DelayCorrection, Schedule, StalenessPolicy
+from tests.rules.catalogue import CORRECTIONS, RULES, SCHEDULES, STALENESS
 
+EQUATIONS = ("merge_", "next", "correct_", "predict_", "combine_", "weigh")
 PUBLIC = [
     cls
     for cls in (getattr(rules, name) for name in rules.__all__)
-    if inspect.isclass(cls) and dataclasses.is_dataclass(cls) and (hasattr(cls, "merge_") or hasattr(cls, "next"))
+    if inspect.isclass(cls) and dataclasses.is_dataclass(cls) and any(hasattr(cls, name) for name in EQUATIONS)
 ]
-ROWS = [*RULES, *SCHEDULES]
+ROWS = [*RULES, *SCHEDULES, *CORRECTIONS, *STALENESS]
+INTERFACES: dict[int, Any] = {
+    **{id(row): AveragingRule for row in RULES},
+    **{id(row): Schedule for row in SCHEDULES},
+    **{id(row): DelayCorrection for row in CORRECTIONS},
+    **{id(row): StalenessPolicy for row in STALENESS},
+}
 
 
-def test_every_public_rule_and_schedule_has_a_row() -> None:
+def test_every_public_rule_schedule_correction_and_policy_has_a_row() -> None:
     assert set(PUBLIC) == {type(row.make()) for row in ROWS}
     assert len({row.name for row in ROWS}) == len(ROWS)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_row_is_an_immutable_value_of_its_interface(row) -> None:
-    assert isinstance(row.make(), AveragingRule if row in RULES else Schedule)
+    assert isinstance(row.make(), INTERFACES[id(row)])
     value: Any = row.make()
     assert value == row.make()
     assert hash(value) == hash(row.make())
@@ -108,6 +115,11 @@ def test_docstring_has_equation_arguments_source_and_a_passing_doctest(cls) -> N
         (AveragingRule, {"class_path": "lightning_async.rules.Mean"}),
         (AveragingRule, {"class_path": "lightning_async.rules.DeltaMean"}),
         (AveragingRule, {"class_path": "lightning_async.rules.DiLoCo", "init_args": {"outer_lr": 0.5}}),
+        (DelayCorrection, {"class_path": "lightning_async.rules.DelayCompensation"}),
+        (DelayCorrection, {"class_path": "lightning_async.rules.WeightPrediction", "init_args": {"steps": 2.0}}),
+        (DelayCorrection, {"class_path": "lightning_async.rules.EstimateCommit"}),
+        (StalenessPolicy, {"class_path": "lightning_async.rules.Bounded", "init_args": {"max_staleness": 4}}),
+        (StalenessPolicy, {"class_path": "lightning_async.rules.Dana"}),
         (Schedule, {"class_path": "lightning_async.rules.EverySeconds", "init_args": {"seconds": 2}}),
         (
             Schedule,

@@ -19,6 +19,7 @@ CLOCKS = st.builds(
     seconds_since_round=st.floats(0, 1000),
     step_s=st.floats(0, 10),
     round_s=st.floats(0, 10),
+    speed=st.floats(0, 1),
 )
 
 

@@ -1,8 +1,8 @@
 """A user's script under Horovod Elastic: says which samples each rank took, what was committed, and what came out.
 
-``elastic_script.py horovod|averaging``: a rank that is alone waits in the first epoch for a host to come; beside
-another one it hears of hosts once more, without there being others; in the second epoch rank 1 holds, until it is
-killed.
+``elastic_script.py horovod|averaging|gradients``: a rank that is alone waits in the first epoch for a host to come;
+beside another one it hears of hosts once more, without there being others; in the second epoch rank 1 holds, until it
+is killed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_async import (
     AsyncAveragingStrategy,
+    AsyncGradientStrategy,
     DiLoCo,
     EveryNSteps,
     FaultTolerantCheckpoint,
@@ -29,7 +30,7 @@ from lightning_async.comm.horovod.elastic import Committed
 from lightning_async.trainer.namespace import pl
 
 SAMPLES, VALIDATED, BATCH = 117, 20, 2
-WAITS_AT, HEARS_AT, HOLDS_AT, LIMIT_S = 7, 17, 7, 60.0
+WAITS_AT, HEARS_AT, HOLDS_AT, LIMIT_S = 7, 15, 7, 60.0
 PATIENCE = timedelta(seconds=150)  # with one that starts on a busy machine
 ADDED = 2  # of Horovod's `HostUpdateResult`
 
@@ -59,7 +60,7 @@ class Module(pl.LightningModule):
     def __init__(self, plays: bool = True) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layer, self.plays = torch.nn.Linear(1, 1), plays
+        self.layer, self.plays, self.heard = torch.nn.Linear(1, 1), plays, False
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         trainer = self.trainer
@@ -74,7 +75,9 @@ class Module(pl.LightningModule):
         self.began = True
         if self.plays and trainer.world_size == 1 and trainer.global_step == WAITS_AT:
             wait_for_hosts()
-        if self.plays and self.global_rank == 0 and trainer.world_size == 2 and trainer.global_step == HEARS_AT:
+        hears = trainer.global_step >= HEARS_AT and not self.heard  # a gate may bring two steps at once
+        if self.plays and self.global_rank == 0 and trainer.world_size == 2 and hears:
+            self.heard = True
             for listener in listeners():
                 listener.on_hosts_updated(int(time.time()) + 1, ADDED)
         if self.plays and self.global_rank == 1 and self.current_epoch == 1 and batch_idx == HOLDS_AT:
@@ -105,12 +108,15 @@ class Stream(IterableDataset[Any]):
 
 
 def make_trainer() -> Any:
-    averaging, saves = "averaging" in sys.argv, "horovod" in sys.argv and not os.path.exists("done")
+    saves = "horovod" in sys.argv and not os.path.exists("done")
+    drifting = {
+        "averaging": AsyncAveragingStrategy(DiLoCo(), EveryNSteps(5)), "gradients": AsyncGradientStrategy(2),
+    }  # fmt: skip
     tell("WORLD")
     return pl.Trainer(
         accelerator="cpu",
         callbacks=[FaultTolerantCheckpoint("checkpoints", every_n_train_steps=7)] if saves else [],
-        strategy=AsyncAveragingStrategy(DiLoCo(), EveryNSteps(5)) if averaging else HorovodStrategy(),
+        strategy=drifting.get(sys.argv[1], HorovodStrategy()),
         max_epochs=2,
         logger=False,
         enable_checkpointing=saves,
@@ -131,7 +137,7 @@ def main() -> None:
         commit(self, value)
 
     Committed.commit = told  # type: ignore[method-assign]
-    module, workers = Module(), 0 if "averaging" in sys.argv else 2
+    module, workers = Module(), 2 if "horovod" in sys.argv else 0
     train = DataLoader(numbers(SAMPLES), BATCH, shuffle=True, num_workers=workers)
     val = DataLoader(numbers(VALIDATED), BATCH)
     trainer = fit_elastic(make_trainer, module, train, val, commit_every=5, gloo_timeout=PATIENCE)

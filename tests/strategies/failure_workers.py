@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_async import AsyncAveragingStrategy, Deadlines, EveryNSteps
+from lightning_async import AsyncAveragingStrategy, AsyncGradientStrategy, Deadlines, EveryNSteps
 from lightning_async.trainer.namespace import pl
 from lightning_async.transports import torch as torch_transport
 
@@ -104,17 +104,17 @@ def train(
     pause_s: float = 0.005,
     at: tuple[int, int, str] | None = None,
     gate: str = "",
+    windows: int | None = None,
     **options: Any,
 ) -> None:
-    """Train; ``batches`` by rank."""
+    """Train; ``batches`` by rank. ``windows`` of gradients of so many batches, in place of averaging."""
     own = int(os.environ["RANK"])
     times = {name: timedelta(seconds=s) for name, s in (deadlines or {}).items()}
-    strategy = AsyncAveragingStrategy(
-        schedule=EveryNSteps(period),
-        overlap=overlap,
-        min_replicas=len(batches),
-        deadlines=Deadlines(**times),  # pyright: ignore
-    )
+    limits: Any = {"min_replicas": len(batches), "deadlines": Deadlines(**times)}  # pyright: ignore
+    if windows is None:
+        strategy = AsyncAveragingStrategy(schedule=EveryNSteps(period), overlap=overlap, **limits)
+    else:
+        strategy = AsyncGradientStrategy(windows, **limits)
     module = Tiny(pause_s, at, gate)
     trainer = make_trainer(strategy, len(batches), **options)
     told: dict[str, Any] = {"rank": own}

@@ -20,6 +20,7 @@ from lightning_async import (
     Mean,
     Synchronous,
 )
+from lightning_async.engine.gradients.overlap import Overlap
 from lightning_async.trainer.namespace import pl, pytorch
 from tests.strategies import problem
 from tests.strategies.test_optimizer_state import OPTIMIZERS
@@ -139,6 +140,65 @@ def plain_backward_synchronous() -> Any:
 @scenario
 def accumulated_synchronous() -> Any:
     return fit(together(schedule=Synchronous()), loader(shard((4, 4))), Plain(accumulated=True))
+
+
+class Caught(Net):
+    """Manual optimization; rank 1's second backward pass fails half-way, and the batch is passed over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.failed = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer, loss = self.optimizers(), problem.loss_of(self, batch)
+        optimizer.zero_grad()
+        first = next(self.parameters())
+
+        def fail(_: Tensor) -> None:
+            raise ArithmeticError("this batch is odd")
+
+        hook = first.register_hook(fail) if rank() == 1 and batch_idx == 1 else None
+        try:
+            self.manual_backward(loss)
+        except ArithmeticError:
+            self.failed += 1
+            return
+        finally:
+            if hook is not None:
+                hook.remove()
+        optimizer.step()
+
+
+class Halved(Net):
+    """Halves each rank's own gradients, in a way that leaves no trace."""
+
+    def on_after_backward(self) -> None:
+        for p in self.parameters():
+            if p.grad is not None:
+                p.grad.data.mul_(0.5)
+
+
+@scenario
+def within_the_backward_pass() -> Any:
+    """How often gradients left within it; and what becomes of those that a hook changes, or that fail."""
+    begun: list[str] = []
+    begin = Overlap.begin
+
+    def counted(self: Overlap, *args: Any) -> None:
+        begun.append(kind)
+        begin(self, *args)
+
+    told = {}
+    Overlap.begin = counted  # type: ignore[method-assign]
+    try:
+        for kind, module in (("plain", Net()), ("halved", Halved()), ("caught", Caught())):
+            numbers = (8, 9) if kind == "caught" else (8, 8)
+            told[kind] = fit(together(schedule=Synchronous()), loader(shard(numbers)), module)
+            told[kind] |= {"begun": begun.count(kind), "failed": getattr(module, "failed", 0)}
+    finally:
+        Overlap.begin = begin  # type: ignore[method-assign]
+    return told
 
 
 @scenario

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lightning_async import AsyncGradientStrategy, DelayCompensation
+from lightning_async import AsyncGradientStrategy, DelayCompensation, EstimateCommit, PowerSGD, TopK, WeightPrediction
 from lightning_async.trainer.namespace import pl, pytorch
 from tests.strategies import problem
-from tests.strategies.workers import Net, Recorder, fit, loader, make_trainer, rank, report, scenario, shard
+from tests.strategies.workers import PATIENT, Net, Recorder, fit, loader, make_trainer, rank, report, scenario, shard
 
 
 def momentum(params: Any) -> torch.optim.Optimizer:
@@ -22,7 +24,7 @@ def adam(params: Any) -> torch.optim.Optimizer:
 
 
 def strategy(*args: Any, **options: Any) -> AsyncGradientStrategy:
-    return AsyncGradientStrategy(*args, min_replicas=2, **options)
+    return AsyncGradientStrategy(*args, min_replicas=2, deadlines=PATIENT, **options)
 
 
 @scenario
@@ -56,6 +58,28 @@ def compensated() -> Any:
     return fit(
         strategy(2, warmup_steps=1, correction=correction), loader(shard((12, 12))), Net(optimizer=momentum),
         max_epochs=2, val=loader(shard((2, 2))), val_check_interval=6,
+    )  # fmt: skip
+
+
+@scenario
+def slow_steps_at_gates() -> Any:
+    """Steps take their time, also while all stand at a gate that makes one model of buffers: it opens behind them."""
+
+    class Slow(Net):
+        def __init__(self) -> None:
+            super().__init__(optimizer=momentum)
+            self.register_buffer("seen", torch.zeros(1))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.seen += 1.0 + rank()
+            return super().training_step(batch, batch_idx)
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            time.sleep(0.1 * (1 + rank()))
+
+    return fit(
+        strategy(4), loader(shard((14, 14))), Slow(), val=loader(shard((2, 2))), val_check_interval=6,
+        max_epochs=2,
     )  # fmt: skip
 
 
@@ -113,6 +137,94 @@ def limited() -> Any:
 def uneven() -> Any:
     """Rank 0 has no data for long, and takes every step that rank 1 takes."""
     return watch(strategy(3), loader(shard((4, 13))), val=loader(shard((2, 2))), max_epochs=2, gradient_clip_val=0.2)
+
+
+class Pulls(Net):
+    """Takes its batches by itself."""
+
+    def training_step(self, dataloader_iter: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        batch, _, _ = next(dataloader_iter)
+        return problem.loss_of(self, batch)
+
+
+@scenario
+def pulled() -> Any:
+    """The same windows of batches of unequal size."""
+    data = loader([problem.batches(rank(), 1, 1 + i % 5, offset=i)[0] for i in range(12)])
+    return [fit(strategy(3), data, kind(optimizer=momentum), max_epochs=2) for kind in (Net, Pulls)]
+
+
+class Scheduled(Net):
+    """Notes the learning rate of each step.
+
+    Args:
+        make: a scheduler.
+        how: it steps.
+    """
+
+    def __init__(self, make: Any, **how: Any) -> None:
+        super().__init__(optimizer=momentum)
+        self.make, self.how = make, how
+        self.rates: list[float] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = momentum(self.parameters())
+        return [optimizer], [{"scheduler": self.make(optimizer), **self.how}]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+
+def halves(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+def never_enough(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=1e9)
+
+
+@scenario
+def scheduled(folder: Path) -> Any:
+    """By epoch, by a metric and by every second step; rank 0 has less data than rank 1, or none, and scaled losses."""
+    told = []
+    for i, (make, how, numbers) in enumerate(
+        [
+            (halves, {"interval": "epoch"}, (4, 12)),
+            (halves, {"interval": "epoch"}, (0, 12)),
+            (never_enough, {"interval": "epoch", "monitor": "val_loss"}, (0, 12)),
+            (halves, {"interval": "step", "frequency": 2}, (5, 12)),
+        ]
+    ):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)  # pyright: ignore
+        module, path = Scheduled(make, **how), folder / str(i)
+        saves = pl.callbacks.ModelCheckpoint(path, every_n_train_steps=4, save_top_k=-1, filename="{step}")
+        done = fit(
+            strategy(2), loader(shard(numbers)), module, val=loader(shard((2, 2))), max_epochs=2, callbacks=[saves],
+            enable_checkpointing=True, plugins=[pytorch("plugins").MixedPrecision("16-mixed", "cpu", scaler)],
+        )  # fmt: skip
+        loop = module.trainer.fit_loop.epoch_loop
+        told.append(
+            {"rates": module.rates, "digest": done["digest"], "shown": loop._batches_that_stepped}
+            | {"saved": sorted(int(each.stem[5:]) for each in path.iterdir()), "steps": done["global_step"]}
+        )
+    return told
+
+
+def one_cycle(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=6)
+
+
+@scenario
+def ends_too_soon() -> Any:
+    """Rank 0's own data is enough for six steps."""
+    return fit(strategy(2), loader(shard((5, 13))), Scheduled(one_cycle, interval="step"), max_epochs=2)
+
+
+@scenario
+def epochs_apart() -> Any:
+    """To a number of steps, with unequal data: ranks do not meet at the ends of epochs."""
+    module = Scheduled(halves, interval="epoch")
+    return fit(strategy(2), loader(shard((4, 12))), module, max_epochs=-1, max_steps=14)
 
 
 @scenario
@@ -211,6 +323,26 @@ def validated_twice() -> Any:
     }  # fmt: skip
 
 
+class Tuned(Net):
+    """Its learning rate is an attribute."""
+
+    def __init__(self, lr: float = 0.05) -> None:
+        super().__init__(optimizer=lambda params: torch.optim.SGD(params, lr=self.lr))
+        self.lr = lr
+
+
+@scenario
+def searched(folder: Path) -> Any:
+    """The same training, with the rate that was found, once without looking for it; and how DDP looks for it."""
+    finder, alike = (pl.callbacks.LearningRateFinder(num_training_steps=20) for _ in range(2))
+    module, options = Tuned(), {"max_epochs": 4, "default_root_dir": folder}
+    found = fit(strategy(2), loader(shard((12, 12))), module, callbacks=[finder], **options)
+    plain = fit(strategy(2), loader(shard((12, 12))), Tuned(module.lr), **options)
+    make_trainer("ddp", callbacks=[alike], accumulate_grad_batches=2, **options).fit(Tuned(), loader(shard((12, 12))))
+    looked, like_ddp = finder.optimal_lr.results, alike.optimal_lr.results
+    return {"found": found, "plain": plain, "lr": module.lr, "looked": looked, "like_ddp": like_ddp}
+
+
 class Saves(pl.Callback):
     """A checkpoint within a window, at a validation."""
 
@@ -222,20 +354,72 @@ class Saves(pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
-@scenario
-def resumed(folder: Path) -> Any:
+def resumed_with(path: Path, **options: Any) -> Any:
     """Of Lightning's checkpoints: at the end of an epoch, and within a window of which each rank has two batches."""
-    data, val, path = loader(shard((10, 10))), loader(shard((2, 2))), folder / "saved.ckpt"
-    straight = fit(strategy(4), data, Net(optimizer=momentum), max_epochs=2, val=val)
-    first = make_trainer(strategy(4))
+    data, val = loader(shard((10, 10))), loader(shard((2, 2)))
+    straight = fit(strategy(4, **options), data, Net(optimizer=momentum), max_epochs=2, val=val)
+    first = make_trainer(strategy(4, **options))
     first.fit(Net(optimizer=momentum), data, val)
     first.save_checkpoint(path)
-    module, second = Net(optimizer=momentum), make_trainer(strategy(4), max_epochs=2)
+    module, second = Net(optimizer=momentum), make_trainer(strategy(4, **options), max_epochs=2)
     second.fit(module, data, val, ckpt_path=path)
-    make_trainer(strategy(4), callbacks=[Saves(path)], val_check_interval=6).fit(Net(), data, val)
+    make_trainer(strategy(4, **options), callbacks=[Saves(path)], val_check_interval=6).fit(Net(), data, val)
     saved = torch.load(path, weights_only=True)["lightning_async"]["replicas"]
     return {
         "straight": [straight["digest"], straight["global_step"]],
         "resumed": [problem.digest(module), second.global_step],
         "window": [[each["gathered"]["window"][what] for what in ("batches", "samples")] for each in saved],
-    }
+        "residual": [any(map(torch.any, each["gathered"].get("compression", {}).get("residual", {}).values()))
+                     for each in saved],
+    }  # fmt: skip
+
+
+@scenario
+def resumed(folder: Path) -> Any:
+    return resumed_with(folder / "saved.ckpt")
+
+
+COMPRESSIONS: list[Any] = ["bf16", "fp8", "int8", TopK(0.2), PowerSGD(2)]
+
+
+@scenario
+def compressed() -> Any:
+    """As ``delayed``; each compression in its turn."""
+    data = loader(shard((12, 12), (3, 9)))
+    return [
+        fit(strategy(2, compression=each), data, Net(optimizer=momentum), max_epochs=2) for each in COMPRESSIONS
+    ]  # fmt: skip
+
+
+@scenario
+def compressed_without_data() -> Any:
+    """Rank 0 has no data for long: it takes the steps of the others, and what its own messages lacked waits."""
+    data = loader(shard((3, 13)))
+    return [fit(strategy(2, compression=each), data, max_epochs=2)["digest"] for each in ("int8", "powersgd")]
+
+
+@scenario
+def compressed_and_scaled() -> Any:
+    """A window that is not finite."""
+    told = []
+    for each in ("int8", "topk", "powersgd"):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)  # pyright: ignore
+        plugin = pytorch("plugins").MixedPrecision("16-mixed", "cpu", scaler)
+        found = fit(strategy(2, compression=each), loader(shard((12, 12))), Overflows(), plugins=[plugin])
+        told.append([found["digest"], found["steps"], all(map(math.isfinite, found["flat"]))])
+    return told
+
+
+@scenario
+def compressed_and_corrected() -> Any:
+    """Late windows are predicted, or estimated, with and without compression."""
+    data = loader(shard((12, 12)))
+    return [
+        [fit(strategy(2, correction=correction, compression=each), data, max_epochs=2) for each in ("none", "int8")]
+        for correction in (WeightPrediction(), EstimateCommit())
+    ]
+
+
+@scenario
+def compressed_and_resumed(folder: Path) -> Any:
+    return resumed_with(folder / "saved.ckpt", compression="powersgd")

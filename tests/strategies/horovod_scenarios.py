@@ -11,7 +11,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
-from lightning_async import AdaptiveGradientAccumulation, AsyncAveragingStrategy, HorovodStrategy
+from lightning_async import (
+    AdaptiveGradientAccumulation,
+    AsyncAveragingStrategy,
+    AsyncGradientStrategy,
+    HorovodStrategy,
+)
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
 from tests.strategies.numerics import adam, momentum
@@ -194,6 +199,11 @@ def other_shapes() -> Any:
 @scenario
 def survivors_over_horovod() -> Any:
     return fit(strategy=AsyncAveragingStrategy(transport="horovod", min_replicas=1))
+
+
+@scenario
+def survivors_of_windows_over_horovod() -> Any:
+    return fit(strategy=AsyncGradientStrategy(transport="horovod", min_replicas=1))
 
 
 @scenario

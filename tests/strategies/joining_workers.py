@@ -6,7 +6,7 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,10 +15,12 @@ from torch.utils.data import DataLoader
 from lightning_async import (
     AdaptiveGradientAccumulation,
     AsyncAveragingStrategy,
+    AsyncGradientStrategy,
     DeltaMean,
     DiLoCo,
     EveryNSteps,
     FaultTolerantCheckpoint,
+    ParameterServerStrategy,
     PartitionedSampler,
     PeerMemory,
     Synchronous,
@@ -88,14 +90,20 @@ def train(
     validates: float = 1.0,
     fewest: int = 1,
     parts: bool = False,
+    windows: int | Literal["until_reduced"] | None = None,
+    served: Literal["async", "sync", "ssp"] | None = None,
 ) -> None:
     deaths = {number: (place, epoch, taken) for number, (place, epoch, taken) in deaths.items()}
     mode = (modes or {}).get(os.environ.get("LIGHTNING_ASYNC_REJOIN", ""), "")
     period = 5 if mode == "other settings" else 3
-    strategy = AsyncAveragingStrategy(
+    strategy: Any = AsyncAveragingStrategy(
         RULES[rule], Synchronous() if synchronous else EveryNSteps(period), deadlines=DEADLINES, min_replicas=fewest,
         max_replicas=most,
     )  # fmt: skip
+    if windows is not None:
+        strategy = AsyncGradientStrategy(windows, deadlines=DEADLINES, min_replicas=fewest)
+    if served is not None:
+        strategy = ParameterServerStrategy(served, deadlines=DEADLINES, min_replicas=fewest)
     module = UntilBack(deaths, mode, most or RANKS)
     logger = pytorch("loggers").CSVLogger(folder, name="log", version=0)
     stopping = pytorch("callbacks").EarlyStopping("val_loss", patience=1000)
@@ -126,6 +134,7 @@ def train(
         (group,), saved = trainer.optimizers[0].param_groups, strategy.saved._last or {}
         told |= {
             "momentum": bool(trainer.optimizers[0].state), "lr": group["lr"], "epochs": trainer.current_epoch,
+            "global_step": trainer.global_step,
             "best": sorted(Path(path).name for path in best.best_k_models), "wait": stopping.wait_count,
             "rule_state": {k: float(v.double().sum()) for k, v in saved["rule_state"].items() if hasattr(v, "sum")},
         }  # fmt: skip

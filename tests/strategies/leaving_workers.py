@@ -17,20 +17,21 @@ from tests.strategies.survivor_workers import DEADLINES, NUMBER, RANKS, Seen, lo
 
 
 class Leaves(Seen):
-    """Rank 2 is told to go in its fourth batch; rank 1 where it waits for rank 0 at the end of the epoch."""
+    """Rank 2 is told to go in its fourth batch; rank 1 where it waits for rank 0 at the end of the epoch, or where two
+    must be left, in its fourth batch, too: then each is told of both."""
 
     def __init__(self, folder: Path, fewest: int) -> None:
         super().__init__({})
         self._folder, self._goes = folder, (1, 2) if fewest == 1 else (2,)
+        self._both = fewest == 2
         self.pause_s = 0.01 if fewest == 1 else 0.5  # all hear of it before the end
-
-    def on_train_start(self) -> None:
-        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # from here on each is on a node of its own
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         strategy: Any = self.trainer.strategy
         if (NUMBER, self.current_epoch, batch_idx) == (2, 0, 3):
-            strategy.connection.dismiss()  # as the launcher's word would, on a thread of its own
+            strategy.connection.dismiss((2,))  # as the launcher's word would, on a thread of its own
+        if (NUMBER, self.current_epoch, batch_idx) == (1, 0, 3) and self._both:
+            strategy.connection.dismiss((1, 2))
         if (NUMBER, self.current_epoch, batch_idx) == (1, 0, 6) and 1 in self._goes:
             threading.Thread(target=self._told_at_the_gate).start()
         if (NUMBER, self.current_epoch, batch_idx) == (0, 0, 6) and 1 in self._goes:
@@ -40,7 +41,7 @@ class Leaves(Seen):
         strategy: Any = self.trainer.strategy
         while not strategy.gates.standing:
             time.sleep(0.01)
-        strategy.connection.dismiss()
+        strategy.connection.dismiss((1, 2))
 
 
 def train(folder: str, fewest: int) -> None:

@@ -18,7 +18,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_async import AsyncAveragingStrategy, EveryNSteps, FaultTolerantCheckpoint, HangWatchdog
+from lightning_async import (
+    AsyncAveragingStrategy,
+    AsyncGradientStrategy,
+    EveryNSteps,
+    FaultTolerantCheckpoint,
+    HangWatchdog,
+)
 from lightning_async.rules.saving import Latest
 from lightning_async.strategies import connecting, reception
 from lightning_async.trainer.namespace import pl
@@ -119,7 +125,7 @@ class Odd(Seen):
     def _see_it_come(self, number: int = 1) -> None:
         (self._folder / f"start {number}").touch()
         host: Any = self.trainer.strategy.host
-        wait_until(lambda: host._reception.offer != "")
+        wait_until(lambda: host._reception._ready is not None)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Nobody saves here: it is for a newcomer."""
@@ -153,14 +159,17 @@ def wait_until(condition: Callable[[], bool]) -> None:
     assert condition()
 
 
-def train(folder: str, moment: str) -> None:
+def train(folder: str, moment: str, windows: int = 0) -> None:
     connecting.PATIENCE = timedelta(seconds=8)  # for a newcomer that waits for one who has died
     if moment == "trouble" and NUMBER == 2:
         first = [reception.connect]
         reception.connect = lambda *args: first.pop()(*args) if first else die()  # at the second newcomer
     short = moment.startswith("short")
     deadlines = replace(DEADLINES, replicas=timedelta(seconds={"short": 90, "short for good": 6}.get(moment, 0)))
-    strategy = AsyncAveragingStrategy(schedule=EveryNSteps(3), deadlines=deadlines, min_replicas=2 if short else 1)
+    limits: Any = {"deadlines": deadlines, "min_replicas": 2 if short else 1}
+    strategy: Any = AsyncAveragingStrategy(schedule=EveryNSteps(3), **limits)
+    if windows:
+        strategy = AsyncGradientStrategy(windows, compression="int8", **limits)
     module = Odd(Path(folder), moment)
     saved, callbacks = Path(folder) / "saved", []
     if moment in ("mid epoch", "accumulates"):

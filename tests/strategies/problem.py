@@ -64,8 +64,9 @@ def train_alone(
 
 
 def flat(module: nn.Module) -> list[float]:
-    """All parameters, one after the other."""
-    return torch.cat([p.detach().double().reshape(-1) for p in module.parameters()]).tolist()
+    """All parameters, one after the other; of complex ones, both parts."""
+    found = [torch.view_as_real(p.detach()) if p.is_complex() else p.detach() for p in module.parameters()]
+    return torch.cat([each.double().reshape(-1) for each in found]).tolist()
 
 
 def digest(module: nn.Module, buffers: bool = True) -> str:

@@ -14,7 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_async import AsyncAveragingStrategy, AsyncGradientStrategy, Deadlines, EveryNSteps
+import lightning_async
+from lightning_async import (
+    AsyncAveragingStrategy,
+    AsyncGradientStrategy,
+    Deadlines,
+    EveryNSteps,
+    ParameterServerStrategy,
+    Synchronous,
+)
 from lightning_async.trainer.namespace import pl, pytorch
 from tests.strategies.failure_workers import digest
 
@@ -59,6 +67,8 @@ class Seen(pl.LightningModule):
         self.steps.append(time.monotonic())
         loss = self.layer(batch / SAMPLES).pow(2).mean()
         self.log("train_loss", loss, on_epoch=True, sync_dist=True)
+        if self._dies == ("backward", self.current_epoch, batch_idx):
+            self.layer.weight.register_hook(lambda gradient: die())
         return loss
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
@@ -100,14 +110,21 @@ def survive(
     then_test: bool = False,
     pause_s: float = 0.01,
     deadlines: Deadlines = DEADLINES,
+    synchronous: bool = False,
     windows: int | Literal["until_reduced"] | None = None,
+    correction: Literal["EstimateCommit", "WeightPrediction"] | None = None,
+    served: Literal["async", "sync", "ssp"] | None = None,
 ) -> None:
     deaths = {number: (place, epoch, taken) for number, (place, epoch, taken) in deaths.items()}
+    schedule = Synchronous() if synchronous else EveryNSteps(period)
     strategy: Any = AsyncAveragingStrategy(
-        schedule=EveryNSteps(period), overlap=overlap, deadlines=deadlines, min_replicas=min_replicas
+        schedule=schedule, overlap=overlap, deadlines=deadlines, min_replicas=min_replicas
     )
     if windows is not None:
-        strategy = AsyncGradientStrategy(windows, deadlines=deadlines, min_replicas=min_replicas)
+        corrects = None if correction is None else getattr(lightning_async, correction)()
+        strategy = AsyncGradientStrategy(windows, correction=corrects, deadlines=deadlines, min_replicas=min_replicas)
+    if served is not None:
+        strategy = ParameterServerStrategy(served, deadlines=deadlines, min_replicas=min_replicas)
     module = Seen(deaths)
     module.pause_s = pause_s
     logger = pytorch("loggers").CSVLogger(folder, name="log", version=0)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_async import AsyncAveragingStrategy, HorovodStrategy, TorchTransport
+from lightning_async import AsyncAveragingStrategy, AsyncGradientStrategy, HorovodStrategy, TorchTransport
 from lightning_async.comm.simulated.inprocess import InProcessWorld
 from lightning_async.engine.world import World
 from lightning_async.errors import SettingsMismatch
@@ -72,6 +72,7 @@ def test_commits_are_some_steps_apart() -> None:
 def test_what_horovod_cannot_carry_is_refused_by_name() -> None:
     check_carried(HorovodStrategy())
     check_carried(AsyncAveragingStrategy(transport="horovod"))
+    check_carried(AsyncGradientStrategy(transport="horovod"))
     for other in (AsyncAveragingStrategy(transport=TorchTransport()), object()):
         with pytest.raises(ValueError, match="`make_trainer` chose <"):
             check_carried(other)

@@ -25,7 +25,7 @@ def strategy(min_replicas: int, world_size: int) -> tuple[Any, list[str]]:
     """Rank 0 of so many, in a run, and whose deaths it has reported."""
     own: Any = AsyncAveragingStrategy(min_replicas=min_replicas, transport="torch")
     own.parallel_devices, reported = [None] * world_size, []
-    own._environment = SimpleNamespace(node_rank=lambda: 0)
+    own._environment = SimpleNamespace(node_rank=lambda: 0, world_size=lambda: world_size)
     membership: Any = SimpleNamespace(
         report_death=lambda name, text: reported.append(name), check=lambda: None, dead_after=timedelta(seconds=1)
     )
@@ -58,7 +58,7 @@ def test_in_a_later_run_it_is_reported_by_the_name_that_it_has_there(monkeypatch
     hear_deaths = connection.hear_deaths
     connection.hear_deaths = lambda name_of: names.append(name_of) or hear_deaths(name_of)
     monkeypatch.setattr(type(own), "root_device", None)
-    object.__setattr__(own, "transport", SimpleNamespace(connect=lambda *_: connection))
+    object.__setattr__(own, "transport", SimpleNamespace(connect=lambda *_, **__: connection))
     own.connect_ranks()
     assert own._child_died(2, -9) is None
     assert reported == ["1"]  # "2" would be the name of the rank that was started as 3, and lives

@@ -38,6 +38,37 @@ def test_gradients_may_be_averaged_in_an_earlier_batch_than_the_step(ranks: Outc
     assert first["steps"] == second["steps"] == 2
 
 
+def test_gradients_leave_within_the_backward_pass(ranks: Outcomes) -> None:
+    told = [rank["plain"] for rank in ranks("within_the_backward_pass")]
+    assert_equal_models(told)
+    assert [rank["begun"] for rank in told] == [8, 8]
+    assert distance(told[0]["flat"], flat(train_alone(EIGHT))) < 1e-6
+
+
+def test_gradients_that_a_hook_may_change_without_a_trace_leave_behind_it(ranks: Outcomes) -> None:
+    told = [rank["halved"] for rank in ranks("within_the_backward_pass")]
+    assert_equal_models(told)
+    assert [rank["begun"] for rank in told] == [0, 0]
+    expected = train_alone(EIGHT, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.025))
+    assert distance(told[0]["flat"], flat(expected)) < 1e-6
+
+
+def test_a_backward_pass_that_fails_and_is_caught_is_no_part_of_a_step(ranks: Outcomes) -> None:
+    """Rank 1 passes over its second batch; the step is taken with its third, whose weight is of both."""
+    told = [rank["caught"] for rank in ranks("within_the_backward_pass")]
+    assert_equal_models(told)
+    assert [(rank["failed"], rank["steps"], rank["begun"]) for rank in told] == [(0, 8, 8), (1, 8, 9)]
+    module, mine = problem.network(), [batch for i, batch in enumerate(batches(1, 9)) if i != 1]
+    for i, (a, b) in enumerate(zip(batches(0, 8), mine, strict=True)):
+        share = 2 / 3 if i == 1 else 0.5
+        module.zero_grad()
+        ((1 - share) * problem.loss_of(module, a) + share * problem.loss_of(module, b)).backward()
+        with torch.no_grad():
+            for p in module.parameters():
+                p.sub_(p.grad, alpha=0.05)  # pyright: ignore
+    assert distance(told[0]["flat"], flat(module)) < 1e-6
+
+
 @pytest.mark.parametrize("name", ["gan", "gan_with_raw_optimizers", "gan_synchronous", "gan_synchronous_raw"])
 def test_two_optimizers_equal_one_process_on_the_joined_batch(ranks: Outcomes, name: str) -> None:
     module = Gan()

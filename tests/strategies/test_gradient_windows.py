@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_async import (
-    AsyncGradientStrategy,
-    Deadlines,
-    DelayCompensation,
-    DivergenceMonitor,
-    FaultTolerantCheckpoint,
-)
+from lightning_async import AsyncGradientStrategy, DelayCompensation, TopK
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
 from tests.strategies.gradient_windows import adam, momentum
@@ -97,6 +90,7 @@ def reference(
         ("no_delay_adam_clipped", lambda: reference(SHORT, 3, 0, epochs=2, clip=0.2, optimizer=adam)),
         ("no_delay_unequal_batches", lambda: reference(UNEQUAL, 2, 0)),
         ("delayed", lambda: reference(UNEQUAL, 2, 1, epochs=2)),
+        ("slow_steps_at_gates", lambda: reference((batches(0, 14), batches(1, 14)), 4, 1, epochs=2, gates=(6, 12))),
         ("compensated", lambda: reference(EQUAL, 2, 1, epochs=2, gates=(6,), strength=0.5, warm=1)),
     ],
 )
@@ -160,6 +154,42 @@ def test_a_rank_without_data_takes_the_steps_of_the_others(ranks: Outcomes) -> N
     assert a["global_step"] == b["global_step"] == 10
 
 
+def test_batches_that_a_module_takes_by_itself_count_their_samples(ranks: Outcomes) -> None:
+    for given, taken in ranks("pulled"):
+        assert taken["digest"] == given["digest"] and taken["samples"] == given["samples"] == 2 * 33.0
+
+
+def test_schedulers_are_those_of_all_steps_and_epochs_on_ranks_of_unequal_data(ranks: Outcomes) -> None:
+    """The step that is taken at the end of an epoch has the epoch's rate, and others' steps have it, too."""
+    a, b = ranks("scheduled")
+    assert a == b
+    by_epoch = [0.05] * 6 + [0.025] * 6
+    for told, rates in zip(a, (by_epoch, by_epoch, by_epoch, [0.05 / 2 ** (i // 2) for i in range(12)]), strict=True):
+        assert told["rates"] == rates
+        assert told["shown"] == told["steps"] == 12
+    assert a[1]["digest"] == a[2]["digest"] != a[0]["digest"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "ends_too_soon",
+            "`OneCycleLR` ends after 6 steps, and this training has 14: all ranks take each step of the one",
+        ),
+        ("epochs_apart", "at the end of an epoch: a scheduler of learning rates, of which all replicas have the same."),
+    ],
+)
+def test_schedulers_that_cannot_be_alike_are_refused_on_every_rank(ranks: Outcomes, name: str, words: str) -> None:
+    assert all(error.startswith("ValueError") and words in error for error in ranks.errors(name))
+
+
+def test_saves_by_steps_are_due_with_steps(ranks: Outcomes) -> None:
+    """None before the first one; the gate that one is made at takes a step."""
+    for told in ranks("scheduled")[0]:
+        assert told["saved"][0] in (4, 5) and len(told["saved"]) <= 3, told["saved"]
+
+
 @pytest.mark.parametrize("name", ["until_reduced", "until_reduced_uneven"])
 def test_windows_as_long_as_a_reduction(ranks: Outcomes, name: str) -> None:
     a, b = ranks(name)
@@ -214,9 +244,59 @@ def test_what_is_left_behind_by_a_fit(ranks: Outcomes) -> None:
         assert told["accumulates"] == 1
 
 
+def test_a_search_for_a_learning_rate_steps_without_delay_and_leaves_nothing(ranks: Outcomes) -> None:
+    a, b = ranks("searched")
+    assert a["lr"] == b["lr"] != 0.05
+    for told in (a, b):
+        found, plain = told["found"], told["plain"]
+        assert [found[key] for key in ("digest", "steps", "global_step")] == [
+            plain[key] for key in ("digest", "steps", "global_step")
+        ]
+        assert plain["global_step"] == 24
+        assert told["looked"]["lr"] == told["like_ddp"]["lr"] and len(told["looked"]["lr"]) == 20
+        assert distance(told["looked"]["loss"], told["like_ddp"]["loss"]) < 1e-5
+
+
 def test_lightnings_checkpoints_hold_the_open_window(ranks: Outcomes) -> None:
     for told in ranks("resumed"):
         assert told["resumed"] == told["straight"]
+        assert told["window"] == [[2, 8.0]] * 2
+
+
+def test_compressed_windows_stay_near_those_that_are_not(ranks: Outcomes) -> None:
+    """By how much depends on what a message lacks, and is far less than what training moves."""
+    where, steps = reference(UNEQUAL, 2, 1, epochs=2)
+    moved = distance(flat(problem.network()), where)
+    a, b = ranks("compressed")
+    for mine, theirs, near in zip(a, b, (0.01, 0.05, 0.02, 0.5, 0.5), strict=True):
+        assert mine["digest"] == theirs["digest"] and mine["global_step"] == steps
+        assert 0.0 < distance(mine["flat"], where) < near * moved
+
+
+def test_corrections_of_the_delay_take_compressed_means(ranks: Outcomes) -> None:
+    a, b = ranks("compressed_and_corrected")
+    for (plain, coded), (_, theirs) in zip(a, b, strict=True):
+        assert coded["digest"] == theirs["digest"] and coded["global_step"] == plain["global_step"]
+        moved = distance(flat(problem.network()), plain["flat"])
+        assert 0.0 < distance(coded["flat"], plain["flat"]) < 0.05 * moved
+
+
+def test_a_rank_without_data_takes_compressed_steps_of_the_others(ranks: Outcomes) -> None:
+    a, b = ranks("compressed_without_data")
+    assert a == b and len(set(a)) == len(a) == 2
+
+
+def test_a_compressed_window_that_is_not_finite_is_dropped_on_all_ranks(ranks: Outcomes) -> None:
+    a, b = ranks("compressed_and_scaled")
+    assert a == b
+    for _, steps, finite in a:
+        assert steps == 5 and finite
+
+
+def test_checkpoints_hold_what_compressed_messages_lacked(ranks: Outcomes) -> None:
+    for told in ranks("compressed_and_resumed"):
+        assert told["resumed"] == told["straight"]
+        assert told["residual"] == [True, True]
         assert told["window"] == [[2, 8.0]] * 2
 
 
@@ -231,7 +311,8 @@ def test_lightnings_checkpoints_hold_the_open_window(ranks: Outcomes) -> None:
         ({"correction": "none"}, TypeError, "correction='none'"),
         ({"correction": DelayCompensation(), "delay": 0}, ValueError, "without a delay nothing is corrected"),
         ({"warmup_steps": -1}, ValueError, "warmup_steps=-1"),
-        ({"deadlines": Deadlines(replicas=timedelta(seconds=9))}, ValueError, "there is nobody to wait for"),
+        ({"compression": "int4"}, ValueError, "compression='int4'"),
+        ({"compression": TopK}, ValueError, "AsyncGradientStrategy(compression=<class"),
         ({"buffers": "drop"}, ValueError, "AsyncGradientStrategy(buffers='drop')"),
         ({"part_mb": 0.0}, ValueError, "AsyncGradientStrategy(part_mb=0.0)"),
     ],
@@ -242,25 +323,13 @@ def test_arguments_that_cannot_be(options: dict[str, Any], error: type[Exception
     assert words in str(caught.value)
 
 
-class Manual(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
 @pytest.mark.parametrize(
     ("module", "options", "words"),
     [
-        (Manual, {}, "manual optimization is not there yet"),
         (Net, {"accumulate_grad_batches": 2}, "AsyncGradientStrategy(accumulate=2)"),
         (Net, {"callbacks": [pl.callbacks.GradientAccumulationScheduler({1: 2})]}, "GradientAccumulationScheduler"),
         (lambda: Net(optimizer=torch.optim.LBFGS), {}, "LBFGS evaluates the loss again"),
-        (
-            Net,
-            {"callbacks": [FaultTolerantCheckpoint("runs")], "enable_checkpointing": True},
-            "`FaultTolerantCheckpoint` does not know",
-        ),
-        (Net, {"callbacks": [DivergenceMonitor()]}, "`DivergenceMonitor` does not know"),
+        (lambda: Net(optimizer=torch.optim.SparseAdam), {}, "SparseAdam takes sparse gradients"),
     ],
 )
 def test_what_is_not_there_is_refused_by_name(

@@ -73,8 +73,9 @@ def test_models_of_other_shapes_are_refused(ranks: Outcomes) -> None:
         assert error.startswith("LayoutMismatch") and "net.0.weight" in error
 
 
-def test_survivors_over_horovod_are_refused(ranks: Outcomes) -> None:
-    for error in ranks.errors("survivors_over_horovod"):
+@pytest.mark.parametrize("name", ["survivors_over_horovod", "survivors_of_windows_over_horovod"])
+def test_survivors_over_horovod_are_refused(ranks: Outcomes, name: str) -> None:
+    for error in ranks.errors(name):
         assert error.startswith("ValueError: `min_replicas=1`: HorovodTransport")
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.horovod import horovod_environment, needs_horovod
-from tests.strategies.test_failures import LIMIT_S, SOON_S, TRAIN, ended, wait_for_step
+from tests.horovod import KINDS, horovod_environment, needs_horovod
+from tests.strategies.test_failures import LIMIT_S, TRAIN, ended, survivor_of_two
 from tests.strategies.test_launch import SCRIPT, assert_one_test_result, assert_two_ranks_fitted, launch
 from tests.strategies.test_numerics import (  # noqa: F401
     test_compressed_messages_stay_near_one_process,
@@ -22,7 +20,6 @@ from tests.strategies.workers import Outcomes
 from tests.support import start_ranks
 
 pytestmark = needs_horovod
-KINDS = "PeerLost", "HorovodFailed", "HorovodPeerLost", "HorovodTimeout"
 
 
 @pytest.fixture(scope="module")
@@ -40,16 +37,9 @@ def test_lightnings_collectives_at_a_gate(ranks: Outcomes) -> None:
 
 def test_a_killed_rank_ends_the_other_with_an_error_of_horovods_kind() -> None:
     kwargs = {"batches": [100_000] * 2, "deadlines": {"dead_after": 3.0}}
-    with horovod_environment(2) as env, start_ranks(TRAIN, 2, kwargs=kwargs, timeout=LIMIT_S, env=env) as group:
-        wait_for_step(group, 30, 2)
-        killed_at = time.time()
-        group.signal(1, signal.SIGKILL)
-        survivor, _ = group.join()
-    assert not survivor.timed_out and survivor.returncode == 1, survivor
-    told = ended(survivor)
+    with horovod_environment(2) as env:
+        told = survivor_of_two(kwargs, env)
     assert told["error"].startswith(KINDS), told
-    assert told["at"] - killed_at < SOON_S
-    assert told["finite"]
 
 
 @pytest.mark.parametrize("at", [[1, 0, "raise in validation"], [0, 30, "raise"]], ids=["in validation", "in a step"])

@@ -5,13 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch.distributed import TCPStore
 
+from lightning_async.comm.protocols import Collectives
+from lightning_async.comm.simulated.inprocess import InProcessWorld
 from lightning_async.engine.checkpoint.store import CheckpointStore
+from lightning_async.engine.world import World
+from lightning_async.trainer.common_rates import CommonRates
+from lightning_async.trainer.validation import Validation
 from tests.strategies.survivor_workers import SAMPLES
 from tests.strategies.test_failures import ended
 from tests.support import RankGroup, RankResult, start_ranks
@@ -91,6 +98,63 @@ def test_ranks_that_step_together_take_it_in_too(tmp_path: Path) -> None:
     assert all(each["synchronous"] > 0 for each in said)
 
 
+@pytest.mark.parametrize("windows", [2, "until_reduced"])
+def test_windows_of_gradients_are_gathered_with_it(windows: Any, tmp_path: Path) -> None:
+    """All have the same optimizer state, its own included, and each sample of an epoch is in one window."""
+    with ranks(tmp_path, 1, windows=windows, saves=True) as group:
+        results = group.join()
+    said = told(results, [0, 2, 3])
+    assert all(each["momentum"] for each in said)
+    for same in ("lr", "epochs", "best", "global_step"):
+        assert len({str(each[same]) for each in said}) == 1, (same, said)
+    newcomer = said[-1]
+    for epoch in map(str, range(newcomer["came_at"] + 1, newcomer["epochs"])):
+        assert sorted(sample for each in said for sample in each["trained"][epoch]) == list(range(SAMPLES))
+        assert newcomer["trained"][epoch]
+    assert_saved_by_all(CheckpointStore(tmp_path / "saved"), 1)
+
+
+def test_one_that_comes_within_the_rest_of_an_epoch_ends_it_as_the_others_do() -> None:
+    """What a lost rank had left is dealt out at the end of the epoch, and who comes meanwhile has not met before."""
+
+    def on_rank(collectives: Collectives) -> list[str]:
+        there, world = collectives.rank == 0, World(collectives, deadline=timedelta(seconds=20))
+        stepped: list[str] = []
+        epoch = SimpleNamespace(
+            _update_learning_rates=lambda interval, watches: stepped.append(f"{interval}{', watching' * watches}"),
+            _should_check_val_fx=None, val_loop=SimpleNamespace(run=None), global_step=1, max_steps=-1,
+        )  # fmt: skip
+        progress = SimpleNamespace(current=SimpleNamespace(processed=0))
+        fit = SimpleNamespace(epoch_loop=epoch, epoch_progress=progress, max_epochs=9, restarting=False)
+        fit.on_advance_end = lambda: stepped.append("ended")
+        strategy: Any = SimpleNamespace(begin_again=lambda: None, end_epoch=lambda: None, gates=True, shrinks=True)
+        trainer = SimpleNamespace(fit_loop=fit, strategy=strategy, current_epoch=0, should_stop=False)
+        rates = CommonRates(trainer)
+        strategy.updates, strategy.world = SimpleNamespace(rates=rates), World(InProcessWorld(1).collectives(0))
+        rates.ends_epoch, left = there, [True, False] if there else [False]
+
+        def rest() -> bool:
+            """On the one that is there, alone at first, and with the newcomer behind what it trains on."""
+            strategy.world.gather_objects([])
+            found = left.pop(0)
+            stepped.append("rest" if found else "none")
+            return found
+
+        def rendezvous(*_: Any) -> None:
+            strategy.world = world if len(left) == 1 else strategy.world
+
+        parts: Any = SimpleNamespace(rendezvous=rendezvous, rest=rest)
+        Validation(strategy, trainer, parts, parts).install()
+        fit.on_advance_end()
+        return stepped
+
+    told = InProcessWorld(2).run(on_rank, timedelta(seconds=40))
+    assert told == [
+        ["rest", "none", "epoch", "ended", "epoch, watching"],
+        ["none", "epoch", "ended", "epoch, watching"],
+    ]
+
+
 def test_whatever_becomes_of_newcomers_the_others_go_on(tmp_path: Path) -> None:
     modes = {"1": "other settings", "2": "another model", "3": "fails", "4": "dies"}
     with ranks(tmp_path, 1, newcomers=5, modes=modes) as group:
@@ -101,7 +165,8 @@ def test_whatever_becomes_of_newcomers_the_others_go_on(tmp_path: Path) -> None:
     assert "with another model than those who train have" in errors[1]
     assert "no room for it" in errors[2]
     assert results[6].returncode == -9
-    assert results[0].stderr.count("could not be taken in, and training goes on without") == 2
+    assert results[0].stderr.count("has joined, and 3 replicas train from here") == 3
+    assert results[0].stderr.count("2 of 3 replicas are left") == 3  # the one that was killed at first, and these two
 
 
 def test_new_ranks_are_taken_in_until_there_are_so_many(tmp_path: Path) -> None:

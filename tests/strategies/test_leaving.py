@@ -46,9 +46,11 @@ def test_who_is_told_to_go_leaves_between_two_batches_or_at_a_gate_and_the_other
     assert {entry.manifest.reason for entry in entries if entry.manifest} <= {"due", "the end"}  # none of an exception
 
 
-def test_where_too_few_would_be_left_all_save_and_end(tmp_path: Path) -> None:
-    ranks = results(tmp_path, fewest=3)
-    assert [each.returncode for each in ranks] == [75] * 3, "\n".join(map(str, ranks))
+@pytest.mark.parametrize(("fewest", "last"), [(3, 75), (2, 72)], ids=["one goes", "two go at one moment"])
+def test_where_too_few_would_be_left_all_save_and_end(fewest: int, last: int, tmp_path: Path) -> None:
+    """Of two that go at one moment the second one to be told counts both."""
+    ranks = results(tmp_path, fewest)
+    assert [each.returncode for each in ranks] == [75, 75, last], "\n".join(map(str, ranks))
 
 
 @pytest.mark.parametrize(("ranks", "spared"), [([2, 3], True), ([0], True), ([1, 2, 3], False), ([9], True)])

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from torch.distributed import TCPStore
 
 from lightning_async.engine.checkpoint.shards import load_own
@@ -21,7 +22,9 @@ TRAIN = "tests.strategies.odd_joining_workers:train"
 
 
 @contextmanager
-def ranks(folder: Path, moment: str, newcomers: int = 1, dies: str = "1", size: int = 3) -> Iterator[RankGroup]:
+def ranks(
+    folder: Path, moment: str, newcomers: int = 1, dies: str = "1", size: int = 3, windows: int = 0
+) -> Iterator[RankGroup]:
     """Some, of which one dies, and newcomers in its place, which wait for a file each."""
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
 
@@ -31,7 +34,7 @@ def ranks(folder: Path, moment: str, newcomers: int = 1, dies: str = "1", size: 
         alone = {"RANK": dies, "LOCAL_RANK": dies, "LIGHTNING_ASYNC_REJOIN": str(number - size + 1)}
         return shared | (alone if number >= size else {})
 
-    arguments = {"folder": str(folder), "moment": moment}
+    arguments = {"folder": str(folder), "moment": moment, "windows": windows}
     with start_ranks(TRAIN, size + newcomers, kwargs=arguments, env=env, timeout=150) as group:
         yield group
 
@@ -146,9 +149,10 @@ def test_who_waits_is_taken_in_as_soon_as_one_is_lost(tmp_path: Path) -> None:
     assert [(each["rank"], each["world_size"]) for each in said] == [(0, 2), (1, 2)]
 
 
-def test_too_few_stand_until_one_has_come(tmp_path: Path) -> None:
-    """Of three, of which two are wanted, two die."""
-    with ranks(tmp_path, "short") as group:
+@pytest.mark.parametrize("windows", [0, 4])
+def test_too_few_stand_until_one_has_come(windows: int, tmp_path: Path) -> None:
+    """Of three, of which two are wanted, two die; within a window of gradients, too, which goes on."""
+    with ranks(tmp_path, "short", windows=windows) as group:
         for number in (1, 2):
             group.processes[number].wait(150.0)
         (tmp_path / "start 1").touch()

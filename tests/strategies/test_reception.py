@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from lightning_async.errors import PeerLost
-from lightning_async.strategies import host as host_module
+from lightning_async.strategies.connecting import Ready
 from lightning_async.strategies.host import Host
 from lightning_async.strategies.reception import Reception
 
@@ -34,7 +34,7 @@ def test_what_it_raises_is_logged_and_the_next_change_has_it_look_again(caplog: 
     survivors = SimpleNamespace(names=("0", "1"), generation=SimpleNamespace(rank=1, world_size=2))
     strategy: Any = SimpleNamespace(connection=SimpleNamespace(membership=membership), survivors=survivors)
     door: Any = Door()
-    reception = Reception(strategy, door, 3, lambda: None)
+    reception = Reception(strategy, door, 3, lambda: None, lambda: None)
     reception.look()
     assert door.looked.wait(30.0)
     while (thread := reception._thread) is not None:
@@ -47,26 +47,145 @@ def test_what_it_raises_is_logged_and_the_next_change_has_it_look_again(caplog: 
     assert reception._thread is None
 
 
-def test_where_the_vote_fails_what_was_made_for_a_newcomer_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else its heart beats on, and the newcomer waits for as long as this process lives."""
-    released: list[tuple[Any, str]] = []
-    monkeypatch.setattr(host_module, "release", lambda *args: released.append(args))
-    monkeypatch.setattr(host_module, "state_of", lambda averager, world: {"replicas": [{"step": 1}]})
-    wide: Any = SimpleNamespace(world=SimpleNamespace(gather_objects=list))
-    ready = SimpleNamespace(connection=wide, pair=None, name="0")
+class Members:
+    """Who lives, of those who train and of the new connection alike."""
 
-    def reduce(*args: Any) -> Any:
-        raise PeerLost("rank 1 is gone", (1,))
+    on_change = None
 
-    patches = SimpleNamespace(place=lambda name: [])
-    trainer = SimpleNamespace(fit_loop=SimpleNamespace(done=False), callbacks=[])
+    def __init__(self) -> None:
+        self.lost: tuple[str, ...] = ()
+        self.failed = ""
+
+    def guests(self) -> tuple[str, ...]:
+        return ()
+
+    def check(self) -> None:
+        if self.lost:
+            raise PeerLost(f"rank {self.lost[0]} is gone", tuple(map(int, self.lost)))
+
+    def fail(self, why: str) -> None:
+        self.failed = why
+
+
+class Answers:
+    """A door that keeps what is answered."""
+
+    def __init__(self) -> None:
+        self.told: list[dict[str, Any]] = []
+
+    def answer(self, guest: str, admitted: bool, again: bool = False) -> None:
+        self.told.append({"guest": guest, "admitted": admitted, "again": again})
+
+
+def received(names: tuple[str, ...] = ("0", "1")) -> tuple[Reception, Any, Answers]:
+    """A reception with one who is ready, its connection's membership, and what is answered."""
+    membership, door = Members(), Answers()
+    connection: Any = SimpleNamespace(membership=membership, outlives=True, close=lambda in_order: None)
+    survivors = SimpleNamespace(names=names, generation=SimpleNamespace(rank=0, world_size=len(names)))
+    strategy: Any = SimpleNamespace(connection=SimpleNamespace(membership=Members()), survivors=survivors)
+    reception = Reception(strategy, cast(Any, door), 3, lambda: None, lambda: None)
+    reception._ready = Ready("2.1.1", (*names, "2"), 5, connection, None, [])
+    return reception, membership, door
+
+
+def ended(reception: Reception) -> None:
+    while (thread := reception._thread) is not None:
+        thread.join(0.01)
+
+
+def test_who_is_held_stays_whoever_is_lost_meanwhile() -> None:
+    """Else this rank answers that it may come again, and the others that it is one of them."""
+    reception, membership, door = received()
+    held = reception.hold()
+    assert held is not None and held.guest == "2.1.1"
+    membership.lost = ("1",)
+    reception.look()
+    ended(reception)
+    assert door.told == [] and membership.failed == ""
+    reception.take()
+    assert reception.hold() is None
+    reception.look()
+    ended(reception)
+    assert door.told == []  # it is the taker's
+    reception.close()
+
+
+def test_who_is_let_go_comes_again_where_a_rank_was_lost_meanwhile() -> None:
+    reception, membership, door = received()
+    assert reception.hold() is not None
+    membership.lost = ("1",)
+    reception.let_go()
+    ended(reception)
+    assert door.told == [{"guest": "2.1.1", "admitted": False, "again": True}]
+    assert membership.failed == "a rank was lost"
+    assert reception.hold() is None
+    reception.close()
+
+
+def hosted(monkeypatch: pytest.MonkeyPatch, told: Any, rank: int = 1, done: bool = False) -> tuple[Host, Any, Answers]:
+    """A host with one who is ready, at a gate where all ranks tell this."""
+    reception, membership, door = received()
+    averager = SimpleNamespace(clocks=lambda: {"step": 1}, state_dict=dict)
+    survivors = SimpleNamespace(names=("0", "1"), generation=SimpleNamespace(rank=rank))
+    trainer = SimpleNamespace(fit_loop=SimpleNamespace(done=done), callbacks=[])
     strategy: Any = SimpleNamespace(
-        course=SimpleNamespace(session=SimpleNamespace(averager=None), patches=patches),
-        module=SimpleNamespace(trainer=trainer), connection=object(),
+        course=SimpleNamespace(
+            session=SimpleNamespace(averager=averager), patches=SimpleNamespace(place=lambda name: [name])
+        ),
+        module=SimpleNamespace(trainer=trainer), connection=object(), survivors=survivors,
     )  # fmt: skip
     host = Host(strategy)
-    host._reception = SimpleNamespace(offer="2.1.1", take=lambda: ready)  # pyright: ignore[reportAttributeAccessIssue]
-    world: Any = SimpleNamespace(rank=0, gather_objects=lambda mine: [mine], reduce=reduce)
+    host._reception = reception
+    world: Any = SimpleNamespace(rank=rank, gather_objects=told)
+    assert host.decide(world) is False
+    reception._ends.set()
+    return host, membership, door
+
+
+READY, NOBODY = "2.1.1", ["", None, {}, []]
+
+
+@pytest.mark.parametrize("others", [NOBODY, ["3.1.1", "", {}, []]], ids=["nobody", "another one"])
+def test_it_is_taken_only_where_all_can_take_the_same(others: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    host, membership, door = hosted(monkeypatch, lambda mine: [others, mine])
+    assert door.told == [] and membership.failed == ""
+    assert host._reception is not None and host._reception._ready is not None
+
+
+def test_rank_0_offers_nobody_where_it_has_come_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = []
+    hosted(monkeypatch, lambda mine: said.append(mine) or [mine, mine], rank=0, done=True)
+    hosted(monkeypatch, lambda mine: said.append(mine) or [NOBODY, mine], rank=1, done=True)
+    assert said == [NOBODY, [READY, None, {"step": 1, "alike": None, "gathered": None}, ["1"]]]
+
+
+def test_who_all_stood_for_ends_where_rank_0_could_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank_0 = [READY, "MemoryError: no room", {}, []]
+    host, membership, door = hosted(monkeypatch, lambda mine: [rank_0, mine])
+    assert door.told == [{"guest": READY, "admitted": False, "again": False}]
+    assert host._reception is not None and host._reception._ready is None
+    for thread in threading.enumerate():
+        if thread.name == "lightning_async goodbye":
+            thread.join(30.0)
+    assert membership.failed == "MemoryError: no room"
+
+
+def test_it_comes_again_where_rank_0_is_lost_before_it_has_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else has what it needs."""
+    _, _, door = hosted(monkeypatch, lambda mine: [mine, mine])
+    assert door.told == [{"guest": READY, "admitted": False, "again": True}]
+
+
+def test_where_all_fail_to_tell_what_was_made_for_a_newcomer_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its heart beats on, and the newcomer waits for as long as this process lives."""
+    kept: list[Any] = []
+
+    def gather_objects(mine: Any) -> Any:
+        raise PeerLost("rank 1 is gone", (1,))
+
+    monkeypatch.setattr(Reception, "hold", lambda self, hold=Reception.hold: kept.append(self) or hold(self))
     with pytest.raises(PeerLost):
-        host.decide(world)
-    assert released == [(wide, "PeerLost: rank 1 is gone")]
+        hosted(monkeypatch, gather_objects)
+    (reception,) = kept
+    reception.close()  # as the end of training does
+    assert reception._door.told == [{"guest": READY, "admitted": False, "again": True}]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import signal
+import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch.utils.data import DistributedSampler
 from lightning_async.trainer.dealing import Dealing
 from tests.strategies.survivor_workers import SAMPLES
 from tests.strategies.test_failures import ended
-from tests.support import RankGroup, RankResult, run_ranks, start_ranks
+from tests.support import RankGroup, RankResult, start_ranks
 
 SCRIPT = Path(__file__).with_name("survivor_workers.py")
 SURVIVE = "tests.strategies.survivor_workers:survive"
@@ -93,10 +94,24 @@ def test_the_others_go_on_with_all_samples_from_the_next_epoch_on(victim: int, p
     assert "2" in epochs
 
 
-@pytest.mark.parametrize("windows", [2, "until_reduced"])
-def test_windows_of_gradients_are_reduced_again_by_those_that_are_left(windows: Any, tmp_path: Path) -> None:
+def test_a_synchronous_step_in_whose_backward_pass_a_rank_dies_is_taken_by_the_others(tmp_path: Path) -> None:
+    with three_ranks(tmp_path, {"1": ("backward", 0, 4)}, synchronous=True, epochs=2) as group:
+        told = survivors(group.join(), [1])
+    assert [(each["rank"], each["world_size"], each["lost"]) for each in told] == [(0, 2, 1), (1, 2, 1)]
+    trained = [sample for each in told for sample in each["trained"]["0"]]
+    assert len(trained) == len(set(trained))
+    mine = list(DistributedSampler(range(SAMPLES), 3, 1))  # pyright: ignore[reportArgumentType]
+    assert set(range(SAMPLES)) - set(trained) == set(mine[:8]), "of its five batches four are in a step"
+    for what in ("trained", "validated"):
+        assert sorted(sample for each in told for sample in each[what]["1"]) == list(range(SAMPLES)), what
+
+
+@pytest.mark.parametrize(("windows", "correction"), [(2, "EstimateCommit"), ("until_reduced", "WeightPrediction")])
+def test_windows_of_gradients_are_reduced_again_by_those_that_are_left(
+    windows: Any, correction: str, tmp_path: Path
+) -> None:
     """Rank 1 is lost in its third window of two batches of two samples: the others train on what it had not shared."""
-    with three_ranks(tmp_path, {"1": ("step", 0, 5)}, windows=windows, epochs=2) as group:
+    with three_ranks(tmp_path, {"1": ("step", 0, 5)}, windows=windows, correction=correction, epochs=2) as group:
         told = survivors(group.join(), [1])
     assert [(each["rank"], each["world_size"], each["lost"]) for each in told] == [(0, 2, 1), (1, 2, 1)]
     trained = [sample for each in told for sample in each["trained"]["0"]]
@@ -138,11 +153,17 @@ def test_half_of_the_ranks_go_on_by_default(tmp_path: Path) -> None:
     assert "2 of 3 replicas are left, and fewer than 2 do not go on" in results[0].stderr
 
 
-def test_under_plain_python_the_others_end_in_order(tmp_path: Path) -> None:
-    arguments = [str(tmp_path), '{"1": ["step", 0, 2]}', "3"]
-    (run,) = run_ranks(SCRIPT, 1, args=arguments, launched=False, forks=True, timeout=200)
-    told = [json.loads(line.partition("ENDED ")[2]) for line in run.stdout.splitlines() if "ENDED " in line]
-    assert sorted(each["name"] for each in told) == ["0", "2"]
+@pytest.mark.parametrize("dies", [0, 1])
+def test_under_plain_python_the_others_end_in_order(tmp_path: Path, dies: int) -> None:
+    """Rank 0's death, too: the store outlives it. The command is rank 0, so it says that this one died."""
+    arguments = [str(tmp_path), f'{{"{dies}": ["step", 0, 2]}}', "3"]
+    with start_ranks(SCRIPT, 1, args=arguments, launched=False, forks=True, timeout=200) as group:
+        assert group.processes[0].wait(150.0) == (0 if dies else -9)
+        until = time.monotonic() + 100.0
+        while (said := group.output(0)).count("ENDED ") < 2 and time.monotonic() < until:
+            time.sleep(0.1)  # the others are no children of this process
+    told = [json.loads(line.partition("ENDED ")[2]) for line in said.splitlines() if "ENDED " in line]
+    assert sorted(each["name"] for each in told) == sorted({"0", "1", "2"} - {str(dies)})
     assert sorted(sample for each in told for sample in each["trained"]["0"]) == list(range(SAMPLES))
     assert {each["test_mean"] for each in told} == {(SAMPLES - 1) / 2}
     assert len({each["digest"] for each in told}) == 1

@@ -159,3 +159,24 @@ def test_a_slow_replica_does_not_slow_the_other(ranks: Outcomes) -> None:
     for rank in told:
         assert rank["samples_by_rank"] == [30 * 4, 30 * 4]
         assert rank["failed_rounds"] == 0
+
+
+def test_a_replica_that_computes_slowly_is_named_and_has_smaller_windows(ranks: Outcomes) -> None:
+    fast, slow = ranks("slow_compute")
+    assert fast["digest"] == slow["digest"]
+    assert fast["samples_by_rank"] == slow["samples_by_rank"] == [480.0, 144.0]
+    for told in (fast, slow):
+        name, slower, reason, share = told["straggler"]
+        assert (name, reason) == ("1", "compute") and slower > 1.5 and share > 0.5
+        assert "straggler" in told["said"] and "Rank 1 takes" in told["said"]
+    assert fast["sizes"][0] == slow["sizes"][0] == 4  # while nothing is known
+    assert max(fast["sizes"]) >= 5 and min(slow["sizes"]) <= 3
+
+
+def test_a_replica_that_waits_for_its_data_is_named_and_takes_fewer_steps_per_round(ranks: Outcomes) -> None:
+    slow, fast = ranks("slow_data")
+    assert slow["digest"] == fast["digest"]
+    for told in (fast, slow):
+        name, slower, reason, share = told["straggler"]
+        assert (name, reason) == ("0", "data") and slower > 1.5 and share > 0.5
+    assert fast["rounds"] == slow["rounds"] > 36 // 12 + 2  # with 12 steps on both there would be about so many

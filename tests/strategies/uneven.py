@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -10,7 +11,16 @@ from typing import Any
 import torch
 from torchmetrics import MeanMetric, SumMetric
 
-from lightning_async import AsyncAveragingStrategy, EveryNSteps, EverySeconds, Mean
+from lightning_async import (
+    AsyncAveragingStrategy,
+    AsyncGradientStrategy,
+    BalancedWindows,
+    DyLU,
+    EveryNSteps,
+    EverySeconds,
+    Mean,
+)
+from lightning_async.rules.pace import straggler
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
 from tests.strategies.workers import PATIENT, Net, fit, loader, logged, rank, scenario, shard
@@ -284,3 +294,49 @@ def drift_canary(folder: Path) -> Any:
 
     strategy = AsyncAveragingStrategy(schedule=EveryNSteps(5), deadlines=PATIENT)
     return fit(strategy, loader(shard((30, 30))), Stuck())
+
+
+class Sizes(Net):
+    """Notes how many batches each of its windows has."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.sizes: list[int] = []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.sizes.append(batch_idx + 1 if self.trainer.strategy.is_update_step else 0)
+
+
+def told_of_pace(told: Any, summary: Any) -> Any:
+    return told | {"paces": summary.paces, "said": str(summary), "straggler": straggler(summary.paces)}
+
+
+@scenario
+def slow_compute() -> Any:
+    """Rank 1 takes much longer for a batch."""
+    module = Sizes(pause_s=(0.002, 0.05))
+    strategy = AsyncGradientStrategy(BalancedWindows(4), min_replicas=2)
+    told = fit(strategy, loader(shard((120, 36))), module)
+    steps = [size for size in module.sizes if size]
+    return told_of_pace(told, strategy.summary) | {"sizes": [b - a for a, b in itertools.pairwise(steps)]}
+
+
+class Disk(torch.utils.data.Dataset[Any]):
+    def __init__(self, batches: Any, read_s: float) -> None:
+        self.batches, self.read_s = batches, read_s
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, i: int) -> Any:
+        time.sleep(self.read_s)
+        return self.batches[i]
+
+
+@scenario
+def slow_data() -> Any:
+    """Rank 0 waits for its data."""
+    data = Disk(shard((36, 120)), 0.05 if rank() == 0 else 0.0)
+    strategy = AsyncAveragingStrategy(schedule=DyLU(12), min_replicas=2)
+    told = fit(strategy, torch.utils.data.DataLoader(data, batch_size=None), Net(pause_s=(0.002, 0.002)))
+    return told_of_pace(told, strategy.summary)

@@ -44,13 +44,23 @@ def scenario(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Outcomes:
-    """What the ranks said about each scenario of a module."""
+    """What the ranks said about each scenario of a module, or about ``only`` some."""
 
     def __init__(
-        self, module: str, folder: Path, nprocs: int = 2, timeout: float = 210.0, env: Environment | None = None
+        self,
+        module: str,
+        folder: Path,
+        nprocs: int = 2,
+        timeout: float = 210.0,
+        env: Environment | None = None,
+        only: Sequence[str] = (),
     ) -> None:
         self._folder, self._nprocs = folder, nprocs
-        kwargs = {"module": module, "folder": str(folder), "only": os.environ.get("ONLY_SCENARIO")}
+        kwargs = {
+            "module": module,
+            "folder": str(folder),
+            "only": os.environ.get("ONLY_SCENARIO", ",".join(only)) or None,
+        }
         results = run_ranks(
             "tests.strategies.workers:run_scenarios", nprocs, kwargs=kwargs, timeout=timeout, check=False, env=env
         )

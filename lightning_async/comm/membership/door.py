@@ -38,32 +38,32 @@ class Door:
 
     def pin(self, notice: Mapping[str, Any]) -> None:
         """Say which run goes on, and what a newcomer must have in common with it. Empty: none that takes anybody in."""
-        self._write(_NOTICE, notice)
+        self.write(_NOTICE, notice)
 
     def read_notice(self) -> dict[str, Any]:
         """What was pinned last; empty where nothing is."""
-        return self._read(_NOTICE)
+        return self.read(_NOTICE)
 
     def invite(self, guest: str, invitation: Mapping[str, Any]) -> None:
         """Say to which run a guest is invited, and as which rank."""
-        self._write(f"invitation/{guest}", invitation)
+        self.write(f"invitation/{guest}", invitation)
 
     def read_invitation(self, guest: str) -> dict[str, Any]:
         """The invitation of this guest; empty where there is none yet."""
-        return self._read(f"invitation/{guest}")
+        return self.read(f"invitation/{guest}")
 
     def answer(self, guest: str, admitted: bool, again: bool = False) -> None:
         """Say whether a guest is one of those who train from now on, or else, whether it may come ``again``: where
         nobody has stood still for it. All of them do."""
-        self._write(f"answer/{guest}", {"admitted": admitted, "again": again})
+        self.write(f"answer/{guest}", {"admitted": admitted, "again": again})
 
     def read_answer(self, guest: str) -> dict[str, Any]:
         """The answer to this guest; empty where there is none yet."""
-        return self._read(f"answer/{guest}")
+        return self.read(f"answer/{guest}")
 
     def keep_at(self, name: str, note: Mapping[str, Any]) -> None:
         """Say where a rank keeps what others leave with it, see `Keeper`; by its name for life."""
-        self._write(f"keeper/{name}", note)
+        self.write(f"keeper/{name}", note)
         self._store.append(_KEEPERS, "\n" + self._seal.sign(_KEEPERS, name.encode()).decode() + "\n")
 
     def keepers(self) -> list[str]:
@@ -74,7 +74,7 @@ class Door:
 
     def read_keeper(self, name: str) -> dict[str, Any]:
         """Where a rank has said that it keeps things; empty where it has not."""
-        return self._read(f"keeper/{name}")
+        return self.read(f"keeper/{name}")
 
     @property
     def host(self) -> tuple[str, int]:
@@ -82,10 +82,12 @@ class Door:
         base = base_of(self._store)
         return (base.host, base.port) if isinstance(base, TCPStore) else ("127.0.0.1", 1)
 
-    def _write(self, key: str, note: Mapping[str, Any]) -> None:
+    def write(self, key: str, note: Mapping[str, Any]) -> None:
+        """Any other note."""
         self._store.set(key, self._seal.sign(key, json.dumps(dict(note)).encode()))
 
-    def _read(self, key: str) -> dict[str, Any]:
+    def read(self, key: str) -> dict[str, Any]:
+        """The note that is there; empty where there is none."""
         if not self._store.check([key]):
             return {}
         value = self._seal.open(key, self._store.get(key))

@@ -98,7 +98,8 @@ class Peer:
         if self.restarted and not self.lost:
             return f"rank {rank} was restarted"
         if not self.lost:
-            return f"rank {rank} has left" if self.has_left else f"rank {rank} was missed, and is back"
+            given_up = f"rank {rank} was last seen {self.silent_s:.1f} s ago, and another rank has given it up"
+            return f"rank {rank} has left" if self.has_left else given_up
         if not self.confirmed:
             return f"rank {rank} has not come within {self.limit_s:g} s"
         return f"rank {rank} was last seen {self.silent_s:.1f} s ago"

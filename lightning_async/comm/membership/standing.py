@@ -62,6 +62,7 @@ class Standing:
         failed_rounds: that were repeated.
         hidden_share: of communication.
         idle_s: at gates.
+        slow: where it takes much longer for a sample than the others do: how much, and what for.
         sent_bytes: in all.
         restarts: of all ranks together.
         process, host: where it is.
@@ -84,6 +85,7 @@ class Standing:
     failed_rounds: int = 0
     hidden_share: float = 1.0
     idle_s: float = 0.0
+    slow: str = ""
     sent_bytes: int = 0
     restarts: int = 0
     process: int = 0

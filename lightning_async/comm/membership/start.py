@@ -5,9 +5,11 @@ Nobody waits in silence: what is waited for, and until when, is said at once, an
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import json
 import logging
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -20,13 +22,14 @@ from lightning_async.comm.membership.roster import new_life
 from lightning_async.comm.membership.signing import Seal
 from lightning_async.errors import AsyncTrainingError, CollectiveTimeout
 
-__all__ = ["Patience", "greet", "is_loopback", "open_store"]
+__all__ = ["Patience", "greet", "is_loopback", "listen", "open_store"]
 
 _log = logging.getLogger(__name__)
 _FIRST_WARNING_S, _LONGEST_SILENCE_S = 10.0, 300.0
 _PROBE_S = 2.0
 _LINGER_S = 1.0
 _BACKLOG = 2048
+_GOES_S = 3.0
 
 
 class Patience:
@@ -102,19 +105,37 @@ def open_store(
     if not serve:
         _wait_for_server(address, port, patience)
         return TCPStore(address, port, None, False, timeout, wait_for_workers=False)
-    try:
-        listener: Any = {}
-        if is_loopback(address):
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            with socket.create_server((address, port), family=family, backlog=_BACKLOG) as server:
-                port = server.getsockname()[1]
-                listener = {"master_listen_fd": server.detach()}
-        return TCPStore(address, port, None, True, timeout, wait_for_workers=False, **listener)
-    except (OSError, RuntimeError) as error:
-        raise AsyncTrainingError(
-            f"rank 0: the store cannot listen on {address}, port {port}: {str(error).splitlines()[0]}. Does another "
-            "job use the port? Export another MASTER_PORT, the same on all ranks."
-        ) from error
+    with listen(address, port) as server:
+        listening: Any = {"master_listen_fd": os.dup(server.fileno())}
+        return TCPStore(address, server.getsockname()[1], None, True, timeout, wait_for_workers=False, **listening)
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """What a store answers on: on loopback there only, else wherever this host is reached.
+
+    Raises:
+        AsyncTrainingError: the port is taken, for longer than the store of ranks that have ended needs to go.
+    """
+    until = time.monotonic() + _GOES_S
+    while True:
+        try:
+            return _listen(address, port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > until:
+                raise AsyncTrainingError(
+                    f"rank 0: the store cannot listen on {address}, port {port}: {str(error).splitlines()[0]}. Does "
+                    "another job use the port? Export another MASTER_PORT, the same on all ranks."
+                ) from error
+        time.sleep(0.05)
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    if is_loopback(address):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, port), family=family, backlog=_BACKLOG)
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
 
 
 def _wait_for_server(address: str, port: int, patience: Patience) -> None:

@@ -89,7 +89,15 @@ def connect(store: Store, timeout: timedelta) -> tuple[Store, dict[int, int]]:
     client: Any = store
     with _connecting:  # or another thread's client would be taken for ours
         before = snapshot()
-        client = client.clone()
+        known: Any = base_of(client)
+        usual = None if isinstance(known, HashStore) else known.timeout
+        if usual is not None:
+            known.set_timeout(timeout)  # or torch would try for as long as that, should its host go at this moment
+        try:
+            client = client.clone()
+        finally:
+            if usual is not None:
+                known.set_timeout(usual)
         base = base_of(client)
         ports = {base.port} if isinstance(base, TCPStore) else set()
         opened = {fd: inode for fd, inode in opened_since(before) if connects(fd, set(), ports)}

@@ -61,6 +61,11 @@ class Group:
         """Whether this is a fork of the process that made the group: its connections are the parent's."""
         return os.getpid() != self._pid
 
+    @property
+    def connected(self) -> bool:
+        """Whether its connections are open on this side, as they are while the peers live."""
+        return all(is_open(fd, inode) for fd, inode in self._sockets.items())
+
     def watch(
         self, operation: Operation[Any], works: Any, ended: Callable[[Exception | None], None], backstop: timedelta
     ) -> None:
@@ -104,7 +109,7 @@ class Group:
 
     def _look(self, operation: Operation[Any], ended: Callable[[Exception | None], None]) -> None:
         """Fail an operation that goes on waiting although a connection is gone."""
-        if all(is_open(fd, inode) for fd, inode in self._sockets.items()):
+        if self.connected:
             return
         # It may just be completing: the last bytes and the end of the connection come together.
         now = time.monotonic()
@@ -112,6 +117,11 @@ class Group:
             self._lost_at = now
         elif now - max(self._lost_at, operation.started) > 2 * _LOOK_S:
             ended(RuntimeError("the connection to a peer was lost"))
+
+    def helped_by(self, helper: threading.Thread, backstop_s: float) -> None:
+        """A thread waits in torch, for so long at most, and discards itself from `helpers` then."""
+        self.helpers.add(helper)
+        self._lets_go_at = max(self._lets_go_at, time.monotonic() + backstop_s)
 
     def break_off(self) -> None:
         """Make everything pending fail soon, here and at the peers; any thread may call it.
@@ -125,6 +135,12 @@ class Group:
             shut_down(fd, inode)
         if self.aborts:
             self.pg.abort()
+
+    def let_go(self) -> None:
+        """In a fork: close its copies of the connections. Whoever waits for their end would wait for the fork's."""
+        for fd, inode in self._sockets.items() if self.inherited else ():
+            if is_open(fd, inode):
+                os.close(fd)
 
     def dispose(self) -> None:
         """Destroy the group, soon: what torch still waits in is kept until it lets go. Idempotent."""

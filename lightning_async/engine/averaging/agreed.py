@@ -209,11 +209,13 @@ class Agreed:
             ValueError: the state is another rule's.
         """
         mine = type(self.rule).__qualname__
+        self._mailbox.next_exchange = int(saved["round"])
+        if saved["rule"] != mine and not (saved["rule_state"] or own):
+            return  # that one has no state: this one's begins here
         if saved["rule"] != mine:
             raise ValueError(
                 f"`rule={self.rule!r}` cannot go on from a checkpoint that `{saved['rule']}` wrote: pass that rule."
             )
-        self._mailbox.next_exchange = int(saved["round"])
         state = self._fitted(saved["rule_state"], saved.get("parameters"))
         whole = {**self.rule_state_dict(own=True), **state, **own}
         self._states[0] = self.rule.load_state_dict(self._states[0], whole)

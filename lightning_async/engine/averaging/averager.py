@@ -67,6 +67,7 @@ class BackgroundAverager:
         self.on_healed: Callable[[], None] = lambda: None
         """Called when this replica was not finite and has taken over the others' model."""
         self.gathered: Callable[[], Any] = lambda: None  # towards a step to come, for checkpoints
+        self.alike: Callable[[], Any] = lambda: None  # on all replicas at the same step, for checkpoints too
         self.step = self.first_step = self.epoch = 0
         self._resumed = self._in_flight = False
         self._step_s = self.started_at = self._last_tick = self._stood_at = 0.0
@@ -106,6 +107,7 @@ class BackgroundAverager:
                 seconds_since_round=self._now() - committed,
                 step_s=self._step_s,
                 round_s=self._reports.round_s,
+                speed=box.speed,
             )
         )
         apart = not ledger.synchronous or Vote.SYNCHRONISE in box.agreed
@@ -136,30 +138,30 @@ class BackgroundAverager:
         if isinstance(message, LocalMessage) and message.announced:
             self.wing.average.abandon()  # made with a rule state that begins anew; its work stays for another one
 
-    def tick(self, step: Step, samples: float, *, stepped: bool = True, lr: float = 0.0) -> RoundReport | None:
-        """Count a step, take what arrived, and start a round if that was planned.
+    def tick(
+        self, step: Step, samples: float, *, stepped: bool = True, lr: float = 0.0, again: bool = False
+    ) -> RoundReport | None:
+        """Count a step, take what arrived, and start a round if that was planned; returns the round that was merged.
 
         Args:
             step: what `plan` said.
             samples: samples behind the step.
             stepped: False if no parameter moved (a step skipped because of infinite gradients).
             lr: the inner learning rate, for rules that need it.
-
-        Returns:
-            The round that was merged, if one was.
+            again: it is the last one, taken again with more samples.
         """
         box, now = self._box, self._now()
         self._step_s = 0.9 * self._step_s + 0.1 * (now - self._last_tick) if self._step_s else now - self._last_tick
         self._last_tick = now
-        self.summary.synchronous_steps += step.action is Action.GRADIENTS
+        self.summary.synchronous_steps += step.action is Action.GRADIENTS and not again
         with box.changed:
             self.control.see()
             if stepped:
-                self.step += 1
+                self.step += not again
                 self._buckets.at_target = False
                 box.samples, box.steps = box.samples + samples, float(self.step)
                 self.summary.samples += samples
-                self.summary.steps += 1
+                self.summary.steps += not again
                 if step.action is not Action.GRADIENTS:
                     self.ledger.step(samples)
         report = self._take()
@@ -279,7 +281,7 @@ class BackgroundAverager:
         """What is this replica's own."""
         return {
             "step": self.step, "epoch": self.epoch, "summary": self.summary.state_dict(), **self.ledger.state_dict(),
-            "rule_state": self.agreed.rule_state_dict(own=True), "gathered": self.gathered(),
+            "rule_state": self.agreed.rule_state_dict(own=True), "gathered": self.gathered(), "alike": self.alike(),
         }  # fmt: skip
 
     def load_state_dict(self, saved: dict[str, Any], clocks: dict[str, Any]) -> None:

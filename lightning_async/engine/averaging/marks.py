@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +41,8 @@ class Marks:
     def __init__(self, control: ControlPlane, agreed: Agreed, ledger: Ledger) -> None:
         self._box, self._control, self._agreed, self._ledger = control.mailbox, control, agreed, ledger
         self._name = control.membership.generation.name
+        self.settle: Callable[[], None] = lambda: None
+        """Called where a gate comes: what is due is taken now, as this replica is."""
         control.on_mark(self._copy)
 
     # ---- the training thread ----
@@ -92,6 +94,13 @@ class Marks:
     def saved(self) -> int:
         """The last save, by number."""
         return self._box.saved
+
+    @property
+    def due(self) -> bool:
+        """A round was marked that this rank takes part in, and is not taken yet."""
+        with self._box.changed:
+            marked = self._box.marked
+        return marked is not None and self._name in marked.mark.members
 
     def take(self) -> Marked | None:
         """The round that was marked, once this replica has merged it and before another one is handed over.

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from lightning_async.engine.averaging.records import Merge
+from lightning_async.rules.pace import Pace, straggler
 
 __all__ = ["Reports", "RoundReport", "RunSummary"]
 
@@ -72,6 +73,9 @@ class RunSummary:
     spread: float = 0.0
     elapsed_s: float = 0.0
     samples_by_rank: list[float] = field(default_factory=list)
+    paces: dict[str, Pace] = field(default_factory=dict)
+    served: dict[str, str] = field(default_factory=dict)
+    """In words, what servers have to tell, where weights are theirs: in place of what is of rounds."""
 
     def add(self, report: RoundReport) -> None:
         """Count one round."""
@@ -144,22 +148,30 @@ class RunSummary:
                 setattr(self, name, value)
 
     def __str__(self) -> str:
+        replicas = f"{self.world_size}" + (f", {self.lost} lost" if self.lost else "")
+        others = {
+            "waiting at rendezvous": f"{self.idle_s:.2f} s of {self.elapsed_s:.1f} s",
+            **({"straggler": str(straggler(self.paces) or "none")} if self.paces else {}),
+        }
+        samples = f"{self.samples:.0f}"
+        samples += f" of {sum(self.samples_by_rank):.0f}" if self.samples_by_rank else ""
+        if self.served:
+            return _table({"workers": replicas, "samples": samples, **self.served, **others})
         return _table(
             {
-                "replicas": f"{self.world_size}" + (f", {self.lost} lost" if self.lost else ""),
+                "replicas": replicas,
                 "averaging rounds": f"{self.rounds}"
                 + (f", absent in {self.absent_rounds}" if self.absent_rounds else "")
                 + (f", healed {self.healed} times" if self.healed else "")
                 + (f", {self.failed_rounds} failed and repeated" if self.failed_rounds else ""),
                 "consensuses": f"{self.consensuses}",
                 "synchronous steps": f"{self.synchronous_steps}",
-                "samples": f"{self.samples:.0f}"
-                + (f" of {sum(self.samples_by_rank):.0f}" if self.samples_by_rank else ""),
+                "samples": samples,
                 "sent": f"{self.payload_bytes / 2**20:.1f} MiB",
                 "communication": f"{self._hidden()}; at gates {self.gate_exchange_s:.2f} s",
                 "staleness": f"{self.mean_staleness_steps:.1f} steps" if self.rounds else "no round",
                 "packing and merging": f"{self.merge_s:.2f} s",
-                "waiting at rendezvous": f"{self.idle_s:.2f} s of {self.elapsed_s:.1f} s",
+                **others,
             }
         )
 

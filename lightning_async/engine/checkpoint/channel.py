@@ -7,10 +7,9 @@ import json
 import os
 import socket
 import subprocess
-import sys
-from pathlib import Path
 from typing import Any, ClassVar
 
+from lightning_async.bare import bare_command
 from lightning_async.engine.checkpoint.buffers import anonymous_file
 from lightning_async.engine.checkpoint.writer import MESSAGE, wait_for
 from lightning_async.engine.files import Lock
@@ -18,16 +17,6 @@ from lightning_async.errors import CheckpointError
 
 __all__ = ["Channel"]
 
-_BOOT = """
-import json, sys, types
-fd, trainer, folder, path = json.loads(sys.argv[1])
-sys.path += path
-package = sys.modules["lightning_async"] = types.ModuleType("lightning_async")
-package.__path__ = [folder]
-from lightning_async.engine.checkpoint.writer import main
-main(fd, trainer)
-"""
-"""The package is a bare name there: what its ``__init__`` imports takes seconds, and hundreds of megabytes."""
 _EXIT_S = 1.0  # a writer that has nothing to do ends at once; one that is stopped is not waited for
 
 
@@ -63,10 +52,10 @@ class Channel:
         self._errors = anonymous_file("checkpoint-errors")
         opened.callback(os.close, self._errors)
         self._channel, theirs = map(opened.enter_context, socket.socketpair())
-        package = Path(__file__).resolve().parents[2]
-        told = json.dumps([theirs.fileno(), os.getpid(), str(package), [path for path in sys.path if path]])
-        # Isolated (-I): a module beside the user's script cannot take the place of one that it imports.
-        command = [sys.executable, "-I", "-S", "-c", _BOOT, told, f"writes the checkpoints of rank {rank}"]
+        told = [theirs.fileno(), os.getpid()]
+        command = bare_command(
+            "lightning_async.engine.checkpoint.writer", told, f"writes the checkpoints of rank {rank}"
+        )
         with theirs:
             self._popen = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._errors,

@@ -1,8 +1,4 @@
-"""Large copies within the host's memory, by several threads: one alone does not use what the memory could move.
-
-The pieces are in one queue, and whoever is free takes the next: a helper that the system does not let run is not
-waited for, but for the piece that it has.
-"""
+"""Large copies within the host's memory, by several threads, see `engine.pieces`."""
 
 from __future__ import annotations
 
@@ -10,12 +6,12 @@ import contextlib
 import ctypes
 import gc
 import os
-import threading
-from collections import deque
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+
+from lightning_async.engine.parallel import share_out
 
 __all__ = ["LARGE", "copy_", "uncollected"]
 
@@ -34,7 +30,8 @@ def copy_(views: Sequence[Tensor], tensors: Sequence[Tensor], non_blocking: bool
         tensors: of any device, contiguous or not.
         non_blocking: copies from devices may arrive later. Default: False.
     """
-    by_torch, pieces = [], deque[tuple[int, int, int]]()
+    by_torch: list[int] = []
+    pieces: list[tuple[int, int, int]] = []
     for i, (view, tensor) in enumerate(zip(views, tensors, strict=True)):
         if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             by_torch.append(i)
@@ -47,21 +44,7 @@ def copy_(views: Sequence[Tensor], tensors: Sequence[Tensor], non_blocking: bool
     threads = min(_MOST, max(2, torch.get_num_threads()), os.cpu_count() or 1)
     if sum(size for _, _, size in pieces) < LARGE:
         threads = 1
-    helpers = [threading.Thread(target=_work, args=(pieces,), daemon=True) for _ in range(threads - 1)]
-    for helper in helpers:
-        helper.start()
-    _work(pieces)
-    for helper in helpers:
-        helper.join()
-
-
-def _work(pieces: deque[tuple[int, int, int]]) -> None:
-    while pieces:
-        try:
-            to, source, size = pieces.popleft()
-        except IndexError:  # another one was quicker
-            return
-        ctypes.memmove(to, source, size)  # without the interpreter's lock
+    share_out(lambda piece: ctypes.memmove(*piece), pieces, threads)  # without the interpreter's lock
 
 
 @contextlib.contextmanager

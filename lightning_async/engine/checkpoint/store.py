@@ -18,8 +18,9 @@ import zlib
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from lightning_async.engine.checkpoint.manifest import Manifest, RankManifest, seal, unseal
+from lightning_async.engine.checkpoint.manifest import Manifest, RankManifest
 from lightning_async.engine.files import FileRecord, Files, files_at
+from lightning_async.engine.files.sealed import seal, unseal
 from lightning_async.errors import CheckpointError, DamagedCheckpoint
 
 __all__ = ["MANIFEST", "CheckpointStore", "Entry", "failure_of"]

@@ -4,80 +4,23 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_async import ops
-from lightning_async.engine.buckets import Exchange, Kind, Message
+from lightning_async.engine.buckets import Message
 from lightning_async.engine.control import ControlPlane
-from lightning_async.engine.digest import real
 from lightning_async.engine.gates import Gates
+from lightning_async.engine.gradients.feedback import Feedback, GradientCompression
+from lightning_async.engine.gradients.overlap import Overlap
+from lightning_async.engine.gradients.packing import divide_, pack_, unpack_, used_by
+from lightning_async.engine.gradients.parts import Outgoing, sum_in_parts_
+from lightning_async.engine.gradients.records import GRADIENTS, GradientMessage, GradientPlan, Part, Reduction
 from lightning_async.engine.header import Header
 from lightning_async.engine.replica import Replica
 
 __all__ = ["SynchronousGradients"]
-
-GRADIENTS = 2
-"""The priority of synchronous steps: others have messages too while one rank is at such a step, and go with it."""
-
-
-class Part(NamedTuple):
-    """What one rank says of its gradients in a header.
-
-    Args:
-        weight: what they count in the mean.
-        mask: a hash of which parameters have one.
-        since: steps that had been taken when the first of them was computed.
-    """
-
-    weight: float = 0.0
-    mask: int = 0
-    since: int = 0
-
-
-@dataclass
-class GradientMessage(Message):
-    """Gradients in the `sent` bucket.
-
-    Args:
-        samples: behind them.
-        used: 1.0 for every parameter that has one.
-        since: steps that had been taken when the first of them was computed.
-    """
-
-    samples: float
-    used: Tensor
-    since: int
-
-
-class GradientPlan(NamedTuple):
-    """Args:
-    kind: of the round; None where no replica has a weight.
-    weights: every rank's share in the mean.
-    """
-
-    kind: Kind | None
-    weights: tuple[float, ...] = ()
-
-
-@dataclass(kw_only=True)
-class Reduction(Exchange):
-    """Gradients on their way.
-
-    Args:
-        share: this rank's share in the mean.
-        used: which parameters any replica used.
-        since: the smallest of all replicas', see `Part`.
-        masks_differ: replicas used different ones, or one that follows has none to know them by.
-    """
-
-    share: float
-    used: Tensor
-    since: int
-    masks_differ: bool
 
 
 class SynchronousGradients:
@@ -104,11 +47,56 @@ class SynchronousGradients:
         self._buckets, self._transfer, self._box = control.buckets, control.transfer, control.mailbox
         self.replica: Replica = control.buckets.replica
         self._control, self._gates, self._on_step, self._weigh = control, gates, on_step, weigh
+        self.apart = False
+        """Parameters' gradients are means over different samples, on any rank: of optimizers that step apart."""
         self.follows = False
         """A replica takes the steps that it has no gradients in, too: it stands at a gate meanwhile."""
+        self.feedback: Feedback | None = None
+        """Of compressed gradients; None: they travel as they are."""
+        self._overlap = Overlap(self.replica)
+        self._taken = False  # what has arrived is with the optimizer: nobody looks at the parameters meanwhile
         control.register(self)
 
+    def close(self) -> None:
+        """Leave the parameters alone from now on."""
+        self._overlap.close()
+
+    def compress(self, compression: GradientCompression) -> None:
+        """Let gradients travel like this, on all ranks; before the engine starts."""
+        if compression != "none":
+            self.feedback = Feedback(compression, self.replica, self._transfer)
+
+    def owed(self) -> dict[str, Any] | None:
+        """For a checkpoint: what compressed messages have lacked so far, copied; None where they are not compressed."""
+        with self._box.committing:
+            return None if self.feedback is None else self.feedback.state_dict()
+
     # ---- the training thread ----
+
+    def begin_backward(self, samples: float, scale: float = 1.0) -> None:
+        """A backward pass begins: let its gradients leave as it makes them, where that can be; `reduce_` follows.
+
+        Args:
+            samples, scale: as for `reduce_`.
+        """
+        if self._overlap.under_way or self.feedback is not None or not self._overlap.possible:
+            return
+        out = Outgoing(self._box.changed, self._control.deadlines.payload.total_seconds() / 2)
+        used = torch.zeros(len(self.replica.layout))
+        self._buckets.take_when(self._buckets.can_pack, self._control.see)
+        with self._buckets.used(GradientMessage(GRADIENTS, self._step, samples, used, self._step, out=out)):
+            self._overlap.begin(out, self.replica.of_rule(self._buckets.sent), 1.0 / scale)
+
+    def withdraw(self) -> None:
+        """The backward pass has failed: nobody waits for its gradients."""
+        self._overlap.give_up()
+        with self._box.changed:
+            message = self._buckets.message
+            if isinstance(message, GradientMessage) and message.out is not None:
+                if self._buckets.announced:
+                    message.out.withdraw()  # all hear of it
+                else:
+                    self._buckets.message = None
 
     def reduce_(self, samples: float, scale: float = 1.0) -> None:
         r"""Replace the gradients by their weighted mean over all replicas; stands still until it is there.
@@ -121,36 +109,48 @@ class SynchronousGradients:
             samples: samples behind the gradients of this replica.
             scale: this replica's loss scale (mixed precision); replicas may have different ones.
         """
-        replica = self.replica
-        self._buckets.take_when(self._buckets.can_pack, self._control.see)
-        self._post(lambda bucket: _pack_(replica, bucket, 1.0 / scale), samples, _used(replica), int(self._box.steps))
+        if self._overlap.under_way:
+            self._overlap.finish()
+        else:
+            self._buckets.take_when(self._buckets.can_pack, self._control.see)
+            trained = list(self.replica.tensors.trained.values())
+
+            def pack(bucket: Tensor) -> None:
+                pack_(trained, self.replica.of_rule(bucket), 1.0 / scale)
+
+            self._post(pack, GradientMessage(GRADIENTS, self._step, samples, used_by(trained), self._step))
         self.wait()
         self.take_(scale)
+        self.stepped()
 
-    def post(self, pack: Callable[[Tensor], None], samples: float, used: Tensor, since: int) -> bool:
+    def post(
+        self, pack: Callable[[Tensor], None], samples: float, used: Tensor, since: int, behind: Tensor | None = None
+    ) -> bool:
         """Have gradients averaged with all replicas', if the buckets are free; whether they are on their way.
 
         Args:
             pack: puts them into a bucket.
-            samples: behind them.
-            used: 1.0 for every parameter that has one.
-            since: steps that had been taken when the first of them was computed.
+            samples, used, since, behind: see `GradientMessage`.
         """
         with self._box.changed:
             self._control.see()
             if not self._buckets.can_pack():
                 return False
             self._buckets.take()
-        self._post(pack, samples, used, since)
+        self._post(pack, GradientMessage(GRADIENTS, self._step, samples, used, since, behind))
         return True
 
-    def _post(self, pack: Callable[[Tensor], None], samples: float, used: Tensor, since: int) -> None:
-        with self._buckets.used(GradientMessage(GRADIENTS, int(self._box.steps), samples, used, since)):
+    def _post(self, pack: Callable[[Tensor], None], message: GradientMessage) -> None:
+        with self._buckets.used(message):
             pack(self._buckets.sent)
+
+    @property
+    def _step(self) -> int:
+        return int(self._box.steps)
 
     def wait_until_free(self) -> None:
         """Stand still until gradients can be posted, or a mean has arrived that must be taken first."""
-        self._gates.wait(lambda: self._buckets.can_pack() or self.arrived)
+        self._gates.wait(lambda: self._buckets.can_pack() or self.arrived is not None)
 
     @property
     def free(self) -> bool:
@@ -164,29 +164,39 @@ class SynchronousGradients:
         return isinstance(self._buckets.message, GradientMessage)
 
     @property
-    def arrived(self) -> bool:
-        """`take_` finds a mean."""
-        return isinstance(self._buckets.arrived, Reduction)
+    def arrived(self) -> Reduction | None:
+        """What `take_` finds: a mean, if one has arrived."""
+        return arrived if isinstance(arrived := self._buckets.arrived, Reduction) and not self._taken else None
+
+    def unstepped(self) -> tuple[GradientMessage, Tensor] | None:
+        """Gradients of this replica that have left, with no step taken with them, and what they are."""
+        with self._box.changed:
+            message = self._buckets.arrived.message if self.arrived else self._buckets.message
+        return (message, self.replica.of_rule(self._buckets.sent)) if isinstance(message, GradientMessage) else None
 
     def wait(self) -> None:
         """Stand still until nothing is in flight."""
         self._gates.wait(lambda: self._buckets.message is None)
 
-    def take_(self, scale: float = 1.0, change: Callable[[Tensor, int], None] | None = None) -> None:
-        """The mean that has arrived, if one has, becomes the gradients.
+    def take_(self, scale: float = 1.0, change: Callable[[Tensor, Reduction], None] | None = None) -> None:
+        """The mean that has arrived, if one has, becomes the gradients; `stepped` follows.
 
         Args:
             scale: they are multiplied by it.
-            change: called with the flat mean first, and with the steps that had been taken when it was begun.
+            change: called with the flat mean first, and with how it came about.
         """
         buckets = self._buckets
         if isinstance(arrived := buckets.arrived, Reduction):  # else no replica had a weight
             buckets.to_training.take()
             if change is not None:
-                change(self.replica.of_rule(arrived.target), arrived.since)
-            _unpack_(self.replica, arrived.target, arrived.used, scale)
+                change(self.replica.of_rule(arrived.target), arrived)
+            unpack_(self.replica, arrived.target, arrived.used, scale)
+        self._taken = True
+
+    def stepped(self) -> None:
+        """What was taken is in the parameters: where this replica stands at a gate, that may open from now on."""
         with self._box.changed:
-            buckets.arrived = None
+            self._buckets.arrived, self._taken = None, False
             self._box.changed.notify_all()
 
     # ---- headers ----
@@ -200,7 +210,8 @@ class SynchronousGradients:
     def complete(self, part: Part, message: Message | None, compare: bool) -> Part:
         if not isinstance(message, GradientMessage):
             return part
-        return Part(self._weigh(message.samples), _mask(message.used), message.since)
+        mask = 0 if message.out is not None else _mask(message.used)
+        return Part(self._weigh(message.samples), mask, message.since, int(message.out is not None))
 
     def is_due(self, parts: Sequence[Part]) -> bool:
         return any(p.weight > 0.0 for p in parts)
@@ -225,7 +236,7 @@ class SynchronousGradients:
     # ---- the round ----
 
     def begin(self, plan: GradientPlan, id: int, parts: Sequence[Part]) -> Reduction:
-        buckets, message = self._buckets, self._buckets.message
+        buckets, message = self._buckets, self._buckets.offered
         mine = message if isinstance(message, GradientMessage) else None
         return Reduction(
             id=id,
@@ -236,17 +247,46 @@ class SynchronousGradients:
             used=torch.zeros(len(self.replica.layout)) if mine is None else mine.used.clone(),
             since=min((p.since for p in parts if p.weight > 0.0), default=0),
             masks_differ=len({p.mask for p in parts if p.mask or self.follows}) > 1,
+            weight=sum(p.weight for p in parts),
+            gates=self._box.num_opened,
+            in_parts=any(p.in_parts for p in parts),
         )
 
     def move(self, exchange: Reduction) -> None:
+        if exchange.in_parts:
+            self._move_in_parts(exchange)
+            return
         if exchange.masks_differ:
             self._transfer.largest_(exchange.used)
         target = self.replica.of_rule(exchange.target)
         self.replica.scaled_(target, self.replica.of_rule(self._buckets.sent), exchange.share)
-        self._transfer.sum_(target)
+        if self.feedback is None:
+            self._transfer.sum_(target)
+        else:
+            exchange.residual = self.feedback.move_(target, exchange.share > 0.0, exchange.used)
+        if self.apart:
+            behind = getattr(exchange.message, "behind", None)
+            divide_(self.replica.layout, target, behind, exchange.share, self._transfer)
+
+    def _move_in_parts(self, exchange: Reduction) -> None:
+        replica, message = self.replica, exchange.message
+        out = None
+        if isinstance(message, GradientMessage):
+            out = message.out or Outgoing.whole(self._box.changed, message.used)
+        target, sent = replica.of_rule(exchange.target), replica.of_rule(self._buckets.sent)
+        used = sum_in_parts_(self._transfer, replica.layout, target, sent, exchange.share, out)
+        if used is not None:
+            exchange.used = used
+            return
+        exchange.void = True
+        with self._box.changed:
+            if out is not None and out.withdrawn and self._buckets.message is message:
+                self._buckets.message = None
 
     def commit(self, exchange: Reduction) -> None:
-        """Nothing is kept of a step."""
+        """Of a step nothing is kept, but what its messages lacked."""
+        if self.feedback is not None and exchange.residual is not None:
+            self.feedback.commit(exchange.residual)
 
     def hand_over(self, exchange: Reduction) -> None:
         message = exchange.message
@@ -258,29 +298,3 @@ class SynchronousGradients:
 def _mask(used: Tensor) -> int:
     """A hash of which parameters have a gradient that a float64 holds exactly."""
     return int.from_bytes(hashlib.sha256(bytes(used.to(torch.uint8).tolist())).digest()[:6], "big")
-
-
-def _used(replica: Replica) -> Tensor:
-    """1.0 for every parameter that has a gradient."""
-    return torch.tensor([float(p.grad is not None) for p in replica.tensors.trained.values()])
-
-
-@torch.no_grad()
-def _pack_(replica: Replica, bucket: Tensor, scale: float) -> None:
-    """Gradients times ``scale`` into ``bucket``; a parameter without one counts as zero."""
-    trained = replica.tensors.trained.values()
-    gradients = [real(torch.zeros_like(p) if p.grad is None else p.grad) for p in trained]
-    ops.Plan(replica.layout, gradients).pack_(replica.of_rule(bucket), weight=scale)
-
-
-@torch.no_grad()
-def _unpack_(replica: Replica, bucket: Tensor, used: Tensor, scale: float) -> None:
-    """Gradients from ``bucket`` times ``scale``; those that no replica used stay None."""
-    part, trained = replica.of_rule(bucket), replica.tensors.trained.values()
-    if scale != 1.0:
-        part.mul_(scale)
-    gradients: list[Any] = [torch.empty_like(p) if p.grad is None else p.grad for p in trained]
-    ops.Plan(replica.layout, [real(g) for g in gradients]).apply_(part)
-    for p, gradient, any_used in zip(trained, gradients, used.tolist(), strict=True):
-        if p.grad is None and any_used:
-            p.grad = gradient

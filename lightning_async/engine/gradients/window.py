@@ -9,6 +9,7 @@ A window leaves whole: no gradient is in two of them, and none is lost when a re
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ class Window:
     .. math:: g_i = \frac{1}{n_i} \sum_b n_{i,b}\, g_{i,b}, \qquad n_i = \sum_b n_{i,b}
 
     Over :math:`b` batches of :math:`n_{i,b}` samples; the replicas' means are weighted by :math:`n_i`, so that each
-    sample counts the same, however many batches the window of each replica holds.
+    sample counts the same, however many batches the window of each replica holds. Where optimizers step `apart`, each
+    with gradients of other batches, :math:`n_{i,b}` and :math:`n_i` are those of the parameters of each.
 
     Args:
         gradients: the wing by which it leaves.
@@ -38,32 +40,44 @@ class Window:
         self._layout = self._replica.layout
         self.samples, self.batches, self.since = 0.0, 0, 0
         self._used = torch.zeros(len(self._layout))
+        self._behind = torch.zeros(len(self._layout), dtype=torch.float64)
+        """Samples behind each parameter's gradient, be that none."""
         self._sum = self._layout.empty(self._replica.device)
 
     @torch.no_grad()
-    def add_(self, samples: float, scale: float = 1.0, step: int = 0) -> None:
-        """Move the parameters' gradients, which are a mean over so many samples, into the window.
+    def add_(self, samples: float, scale: float = 1.0, step: int = 0, params: Collection[Tensor] | None = None) -> None:
+        """Move parameters' gradients, which are a mean over so many samples, into the window.
 
         Args:
             samples: behind them; where there are none they are dropped.
             scale: what they are multiplied by (mixed precision, a loss that is divided), and are without in the window.
             step: steps that were taken before.
+            params: of an optimizer that steps apart; the batch is counted by `count`. Default: all.
         """
         self._follow_layout()
         if not self.batches:
             self.since = step
+        chosen = None if params is None else set(params)
         views: list[Tensor] = []
         moved: list[Tensor] = []
         trained = self._replica.tensors.trained.values()
+        if chosen is None:
+            self._behind += samples
+            self.samples, self.batches = self.samples + samples, self.batches + 1
+        else:
+            self._behind[torch.tensor([p in chosen for p in trained], dtype=torch.bool)] += samples
         for i, (p, view) in enumerate(zip(trained, self._layout.views(self._sum), strict=True)):
-            if p.grad is not None:
+            if p.grad is not None and (chosen is None or p in chosen):
                 views.append(view)
                 moved.append(self._dense(p.grad))
                 self._used[i] = 1.0
         if views and samples > 0.0:
             torch._foreach_add_(views, moved, alpha=samples / scale)
-        for p in trained:
+        for p in trained if chosen is None else chosen:
             p.grad = None
+
+    def count(self, samples: float) -> None:
+        """A batch of so many samples is done with, whose gradients were added apart."""
         self.samples, self.batches = self.samples + samples, self.batches + 1
 
     def _dense(self, gradient: Tensor) -> Tensor:
@@ -79,6 +93,7 @@ class Window:
             self.samples,
             self._used.clone(),
             self.since,
+            self._behind * weight,
         ):
             return False
         self.clear()
@@ -88,6 +103,7 @@ class Window:
         """What it holds is dropped."""
         self._sum.zero_()
         self._used.zero_()
+        self._behind.zero_()
         self.samples, self.batches = 0.0, 0
 
     def _follow_layout(self) -> None:
@@ -95,24 +111,29 @@ class Window:
         before, now = self._layout, self._replica.layout
         if before is now:
             return
-        was = dict(zip(before.names, zip(before.views(self._sum), self._used.tolist(), strict=True), strict=True))
-        self._layout, self._used = now, torch.zeros(len(now))
-        self._sum = now.empty(self._replica.device)
-        for i, (name, view) in enumerate(zip(now.names, now.views(self._sum), strict=True)):
-            if name in was and was[name][0].shape == view.shape:
-                view.copy_(was[name][0])
-                self._used[i] = was[name][1]
+        used, behind = (dict(zip(before.names, told.tolist(), strict=True)) for told in (self._used, self._behind))
+        self._layout, self._sum = now, before.moved(self._sum, now)
+        self._used = torch.tensor([used.get(name, 0.0) for name in now.names])
+        self._behind = self._behind.new_tensor([behind.get(name, 0.0) for name in now.names])
 
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
-        """What it holds, copied."""
+        """What it holds, copied; with what has left it and is in no step yet, should training end now."""
+        sum, samples, since, used = self._sum.clone(), self.samples, self.since, self._used.clone()
+        behind = self._behind.clone()
+        if (left := self._gradients.unstepped()) is not None:
+            message, mean = left
+            sum.add_(mean, alpha=message.samples)
+            behind += message.samples * (1.0 if message.behind is None else message.behind)
+            samples, since, used = samples + message.samples, message.since, torch.maximum(used, message.used)
         return {
-            "samples": self.samples,
+            "samples": samples,
+            "behind": behind,
             "batches": self.batches,
-            "since": self.since,
-            "used": self._used.clone(),
-            "sum": self._sum.cpu().clone(),
+            "since": since,
+            "used": used,
+            "sum": sum.cpu(),
             "names": list(self._layout.names),
             "sizes": list(self._layout.sizes),
         }
@@ -120,10 +141,10 @@ class Window:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Go on from there: with what there is of parameters that are trained now, in their size."""
         self._follow_layout()
-        held = zip(saved["sum"].split(saved["sizes"]), saved["used"].tolist(), strict=True)
+        held = zip(saved["sum"].split(saved["sizes"]), saved["used"].tolist(), saved["behind"].tolist(), strict=True)
         parts = dict(zip(saved["names"], held, strict=True))
         for i, (name, view) in enumerate(zip(self._layout.names, self._layout.views(self._sum), strict=True)):
             if name in parts and parts[name][0].numel() == view.numel():
                 view.copy_(parts[name][0].view(view.shape))
-                self._used[i] = parts[name][1]
+                self._used[i], self._behind[i] = parts[name][1:]
         self.samples, self.batches, self.since = float(saved["samples"]), int(saved["batches"]), int(saved["since"])

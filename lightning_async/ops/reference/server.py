@@ -1,4 +1,9 @@
-"""A parameter server's optimizer steps, in plain torch. Gradients may be fp32, bf16 or fp16; all else is fp32."""
+"""A parameter server's optimizer steps, in plain torch: from one bank of memory, which stays as it is, to another one.
+
+Gradients may be fp32, bf16 or fp16; all else is fp32. What is written has its own memory: the new weights and state,
+and the reply, for the worker that has pushed. All of them may be pieces of larger arrays: `whole` tells how many
+elements these have, as what is larger than the caches is better written around them. It changes no number.
+"""
 
 from __future__ import annotations
 
@@ -9,59 +14,82 @@ from torch import Tensor
 
 from lightning_async.ops.reference.outer import momentum_step_
 
-__all__ = ["server_adam_", "server_dana_", "server_sgd_"]
+__all__ = ["server_adam_", "server_add_", "server_dana_", "server_sgd_"]
 
 
-def corrected(gradient: Tensor, params: Tensor, backup: Tensor | None, scale: float, delay: float) -> Tensor:
-    r"""What a stale gradient becomes: :math:`\sigma (g + \lambda\, g \odot g \odot (x - b))`."""
-    wide = gradient.float()
-    if backup is not None:
-        wide = wide + (wide * wide) * (params - backup) * delay
-    return wide * scale
+@torch.no_grad()
+def server_add_(
+    params: Tensor, reply: Tensor | None, old_params: Tensor, gradient: Tensor, weight: float, whole: int = 0
+) -> None:
+    r"""A weighted tensor more, :math:`x' = x + w\,\mathrm{fp32}(g)`: SGD without momentum, for :math:`w = -\eta`.
+
+    Args:
+        params: :math:`x'`, fp32; overwritten.
+        reply: overwritten with :math:`x'`, too. None: nobody pulls.
+        old_params: :math:`x`, fp32.
+        gradient: :math:`g`, fp32, bf16 or fp16.
+        weight: :math:`w`.
+        whole: elements of the arrays that these are pieces of. Default: they are no pieces.
+
+    Raises:
+        TypeError: a tensor has another dtype.
+        ValueError: as of `accumulate_`.
+
+    >>> new, reply = torch.empty(1), torch.empty(1)
+    >>> server_add_(new, reply, torch.tensor([1.0]), torch.tensor([2.0]), -0.25)
+    >>> new, reply
+    (tensor([0.5000]), tensor([0.5000]))
+    """
+    torch.add(old_params, gradient.float() * weight, out=params)
+    _answer(reply, params)
 
 
 @torch.no_grad()
 def server_sgd_(
     params: Tensor,
     momentum: Tensor,
+    reply: Tensor | None,
+    old_params: Tensor,
+    old_momentum: Tensor,
     gradient: Tensor,
-    backup: Tensor | None,
     lr: float,
     mu: float,
     nesterov: bool,
     scale: float = 1.0,
-    delay: float = 0.0,
+    whole: int = 0,
 ) -> None:
     r"""SGD with momentum on a server, with a gradient that may be stale.
 
     .. math::
-        g' &= \sigma\, (g + \lambda\, g \odot g \odot (x - b)), \qquad m \leftarrow \mu m + g' \\
-        x &\leftarrow x - \eta\, (g' + \mu m) \text{ with nesterov, else } x - \eta\, m
+        g' &= \sigma\, g, \qquad m' = \mu m + g' \\
+        x' &= x - \eta\, (g' + \mu m') \text{ with nesterov, else } x - \eta\, m'
 
     Args:
-        params: :math:`x`, fp32; updated in place.
-        momentum: :math:`m`, fp32; updated in place.
-        gradient: :math:`g`, fp32, bf16 or fp16, computed at :math:`b`.
-        backup: :math:`b`, fp32, the parameters that the worker had pulled. None: no delay compensation.
+        params: :math:`x'`, fp32; overwritten.
+        momentum: :math:`m'`, fp32; overwritten.
+        reply: overwritten with :math:`x'`, too. None: nobody pulls.
+        old_params: :math:`x`, fp32.
+        old_momentum: :math:`m`, fp32.
+        gradient: :math:`g`, fp32, bf16 or fp16.
         lr: :math:`\eta`.
         mu: :math:`\mu`.
         nesterov: look ahead along the new momentum.
         scale: :math:`\sigma`, what the gradient's staleness leaves of it. Default: 1.
-        delay: :math:`\lambda` of the delay compensation. Default: 0.
+        whole: see `server_add_`.
 
     Raises:
         TypeError: a tensor has another dtype.
         ValueError: as of `accumulate_`.
 
-    Source: Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", 2017,
-    https://arxiv.org/abs/1609.08326
-
-    >>> x, m, g, b = (torch.tensor([v]) for v in (1.0, 0.0, 2.0, 0.5))
-    >>> server_sgd_(x, m, g, b, lr=0.25, mu=0.5, nesterov=False, scale=0.5, delay=1.0)
-    >>> x, m
-    (tensor([0.5000]), tensor([2.]))
+    >>> x, m, reply, old, zero, g = (torch.tensor([v]) for v in (0.0, 0.0, 0.0, 1.0, 0.0, 4.0))
+    >>> server_sgd_(x, m, reply, old, zero, g, lr=0.25, mu=0.5, nesterov=False, scale=0.5)
+    >>> x, m, reply
+    (tensor([0.5000]), tensor([2.]), tensor([0.5000]))
     """
-    momentum_step_(params, momentum, corrected(gradient, params, backup, scale, delay), lr, mu, nesterov)
+    params.copy_(old_params)
+    momentum.copy_(old_momentum)
+    momentum_step_(params, momentum, gradient.float() * scale, lr, mu, nesterov)
+    _answer(reply, params)
 
 
 @torch.no_grad()
@@ -70,30 +98,34 @@ def server_dana_(
     momentum: Tensor,
     total: Tensor,
     ahead: Tensor,
+    reply: Tensor | None,
+    old_params: Tensor,
+    old_momentum: Tensor,
+    old_total: Tensor,
     gradient: Tensor,
-    backup: Tensor | None,
     lr: float,
     mu: float,
     scale: float = 1.0,
-    delay: float = 0.0,
+    whole: int = 0,
 ) -> None:
     r"""DANA: momentum per worker, and a reply that looks ahead along all workers' momenta.
 
     .. math::
-        m_i' &= \mu m_i + g', \qquad v \leftarrow v + (m_i' - m_i), \qquad x \leftarrow x - \eta\, m_i' \\
-        o &= x - (\eta\mu)\, v
+        m_i' &= \mu m_i + \sigma g, \qquad v' = v + (m_i' - m_i), \qquad x' = x - \eta\, m_i' \\
+        o &= x' - (\eta\mu)\, v'
 
     Args:
-        params: :math:`x`, fp32; updated in place.
-        momentum: :math:`m_i`, fp32, of the worker that pushes; updated in place.
-        total: :math:`v`, fp32, the sum of all workers' momenta; updated in place.
-        ahead: :math:`o`, fp32, what the worker pulls; overwritten.
-        gradient: fp32, bf16 or fp16; :math:`g'` is as of `server_sgd_`.
-        backup: as of `server_sgd_`.
+        params: :math:`x'`, fp32; overwritten.
+        momentum: :math:`m_i'`, fp32, of the worker that pushes; overwritten.
+        total: :math:`v'`, fp32, the sum of all workers' momenta; overwritten.
+        ahead: :math:`o`, fp32, what workers pull; overwritten.
+        reply: overwritten with :math:`o`, too. None: nobody pulls.
+        old_params, old_momentum, old_total: :math:`x`, :math:`m_i` and :math:`v`, fp32.
+        gradient: :math:`g`, fp32, bf16 or fp16.
         lr: :math:`\eta`.
         mu: :math:`\mu`.
-        scale: as of `server_sgd_`. Default: 1.
-        delay: as of `server_sgd_`. Default: 0.
+        scale: :math:`\sigma`, as of `server_sgd_`. Default: 1.
+        whole: see `server_add_`.
 
     Raises:
         TypeError: a tensor has another dtype.
@@ -102,16 +134,16 @@ def server_dana_(
     Source: Hakimi et al., "Taming Momentum in a Distributed Asynchronous Environment", 2019,
     https://arxiv.org/abs/1907.11612
 
-    >>> x, m, v, o, g = (torch.tensor([t]) for t in (1.0, 0.0, 0.0, 0.0, 1.0))
-    >>> server_dana_(x, m, v, o, g, None, lr=0.5, mu=0.5)
+    >>> x, m, v, o, old, zero, g = (torch.tensor([t]) for t in (0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0))
+    >>> server_dana_(x, m, v, o, None, old, zero, zero.clone(), g, lr=0.5, mu=0.5)
     >>> x, o
     (tensor([0.5000]), tensor([0.2500]))
     """
-    new = momentum * mu + corrected(gradient, params, backup, scale, delay)
-    total.add_(new - momentum)
-    momentum.copy_(new)
-    params.sub_(new * lr)
+    torch.add(old_momentum * mu, gradient.float() * scale, out=momentum)
+    torch.add(old_total, momentum - old_momentum, out=total)
+    torch.sub(old_params, momentum * lr, out=params)
     torch.sub(params, total * (lr * mu), out=ahead)
+    _answer(reply, ahead)
 
 
 @torch.no_grad()
@@ -119,57 +151,67 @@ def server_adam_(
     params: Tensor,
     first: Tensor,
     second: Tensor,
+    reply: Tensor | None,
+    old_params: Tensor,
+    old_first: Tensor,
+    old_second: Tensor,
     gradient: Tensor,
-    backup: Tensor | None,
     step: int,
     lr: float,
     beta1: float = 0.9,
     beta2: float = 0.999,
     eps: float = 1e-8,
     scale: float = 1.0,
-    delay: float = 0.0,
+    whole: int = 0,
 ) -> None:
     r"""Adam on a server, with a gradient that may be stale.
 
     .. math::
-        m &\leftarrow \beta_1 m + (1 - \beta_1) g', \qquad v \leftarrow \beta_2 v + (1 - \beta_2) g'^2 \\
-        x &\leftarrow x - \frac{\eta}{1 - \beta_1^t} \cdot \frac{m}{\sqrt{v} / \sqrt{1 - \beta_2^t} + \epsilon}
+        g' &= \sigma\, g, \qquad m' = \beta_1 m + (1 - \beta_1) g', \qquad v' = \beta_2 v + (1 - \beta_2) g'^2 \\
+        x' &= x - \frac{\eta}{1 - \beta_1^t} \cdot \frac{m'}{\sqrt{v'} / \sqrt{1 - \beta_2^t} + \epsilon}
 
     Args:
-        params: :math:`x`, fp32; updated in place.
-        first: :math:`m`, fp32; updated in place.
-        second: :math:`v`, fp32; updated in place.
-        gradient: fp32, bf16 or fp16; :math:`g'` is as of `server_sgd_`.
-        backup: as of `server_sgd_`.
+        params: :math:`x'`, fp32; overwritten.
+        first: :math:`m'`, fp32; overwritten.
+        second: :math:`v'`, fp32; overwritten.
+        reply: overwritten with :math:`x'`, too. None: nobody pulls.
+        old_params, old_first, old_second: :math:`x`, :math:`m` and :math:`v`, fp32.
+        gradient: :math:`g`, fp32, bf16 or fp16.
         step: :math:`t`, 1 at the first update.
         lr: :math:`\eta`.
         beta1: :math:`\beta_1`. Default: 0.9.
         beta2: :math:`\beta_2`. Default: 0.999.
         eps: :math:`\epsilon`. Default: 1e-8.
-        scale: as of `server_sgd_`. Default: 1.
-        delay: as of `server_sgd_`. Default: 0.
+        scale: :math:`\sigma`, as of `server_sgd_`. Default: 1.
+        whole: see `server_add_`.
 
     Raises:
         TypeError: a tensor has another dtype.
         ValueError: as of `accumulate_`, or ``step`` is below 1.
 
-    Source: Kingma and Ba, "Adam", 2015, https://arxiv.org/abs/1412.6980; for :math:`g'` see `server_sgd_`.
+    Source: Kingma and Ba, "Adam", 2015, https://arxiv.org/abs/1412.6980.
 
-    >>> x, m, v, g = (torch.tensor([t]) for t in (1.0, 0.0, 0.0, 4.0))
-    >>> server_adam_(x, m, v, g, None, step=1, lr=0.5)
+    >>> x, m, v, old, zero, g = (torch.tensor([t]) for t in (0.0, 0.0, 0.0, 1.0, 0.0, 4.0))
+    >>> server_adam_(x, m, v, None, old, zero, zero.clone(), g, step=1, lr=0.5)
     >>> x
     tensor([0.5000])
     """
     size, _, _, root = adam_scalars(step, lr, beta1, beta2)
-    stale = corrected(gradient, params, backup, scale, delay)
-    first.mul_(beta1).add_(stale * (1 - beta1))
-    second.mul_(beta2).add_((stale * stale) * (1 - beta2))
+    stale = gradient.float() * scale
+    torch.add(old_first * beta1, stale * (1 - beta1), out=first)
+    torch.add(old_second * beta2, (stale * stale) * (1 - beta2), out=second)
     # In float64, since torch's fp32 root on CPUs is not the nearest number. A tensor as divisor: with a number, some
     # devices multiply by its rounded inverse.
     root_mean = second.double().sqrt().float() / second.new_full((), root).expand_as(second) + eps
-    params.sub_((first / root_mean) * size)
+    torch.sub(old_params, (first / root_mean) * size, out=params)
+    _answer(reply, params)
 
 
 def adam_scalars(step: int, lr: float, beta1: float, beta2: float) -> tuple[float, float, float, float]:
     """Step size, ``1 - beta1``, ``1 - beta2``, and the root of the second bias correction."""
     return lr / (1 - beta1**step), 1 - beta1, 1 - beta2, math.sqrt(1 - beta2**step)
+
+
+def _answer(reply: Tensor | None, weights: Tensor) -> None:
+    if reply is not None:
+        reply.copy_(weights)

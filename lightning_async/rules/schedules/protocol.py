@@ -60,6 +60,7 @@ class Clock(NamedTuple):
         seconds_since_round: seconds since the last round was committed (or since training began).
         step_s: measured seconds per local step, 0.0 while unknown.
         round_s: measured seconds of one round's exchange, 0.0 while unknown.
+        speed: this replica's steps per second, over those of the fastest; 1.0 while unknown.
     """
 
     step: int
@@ -68,6 +69,7 @@ class Clock(NamedTuple):
     seconds_since_round: float
     step_s: float = 0.0
     round_s: float = 0.0
+    speed: float = 1.0
 
 
 @runtime_checkable

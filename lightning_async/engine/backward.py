@@ -1,0 +1,125 @@
+"""A backward pass, as it makes gradients: parts of them are told of as soon as they are whole, from the tail on.
+
+A part is whole as soon as those of its parameters have a gradient that had one in any pass before; in the first pass,
+all. What comes otherwise (of a parameter that was never used, by a second backward pass, by whoever changes gradients
+behind it) is seen at the end, by the gradients' identity and version.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from lightning_async.flat import FlatLayout
+
+__all__ = ["Backward", "Span", "spans"]
+
+_FIRST_BYTES, _PART_BYTES = 1 << 20, 8 << 20
+
+
+class Span(NamedTuple):
+    """Neighbours in a layout that leave together: parameters ``first`` to ``last``, elements ``start`` to ``end``."""
+
+    first: int
+    last: int
+    start: int
+    end: int
+
+
+@functools.lru_cache(maxsize=4)
+def spans(layout: FlatLayout) -> list[Span]:
+    """A layout from its tail, by whole parameters, of some MB each: the first one is small, so that it leaves early.
+
+    >>> import torch
+    >>> [span[:2] for span in spans(FlatLayout([torch.empty(1 << 20), torch.empty(1 << 21), torch.empty(8)]))]
+    [(2, 3), (1, 2), (0, 1)]
+    """
+    found: list[Span] = []
+    last, end, numel, limit = len(layout), layout.numel, 0, _FIRST_BYTES
+    for i in reversed(range(len(layout))):
+        if numel and 4 * (numel + layout.sizes[i]) > limit:
+            found.append(Span(i + 1, last, end - numel, end))
+            last, end, numel, limit = i + 1, end - numel, 0, _PART_BYTES
+        numel += layout.sizes[i]
+    return [*found, Span(0, last, 0, end)]
+
+
+class Backward:
+    """One model's backward passes; on the training thread.
+
+    Args:
+        params: in the layout's order.
+        layout: of their gradients.
+        take: called with parts that have become whole, each part once in a pass, in their order.
+    """
+
+    def __init__(self, params: Sequence[Any], layout: FlatLayout, take: Callable[[Sequence[Span]], None]) -> None:
+        self._params, self._take, self._spans = list(params), take, spans(layout)
+        self._span_of = [n for n, span in reversed(list(enumerate(self._spans))) for _ in range(span.first, span.last)]
+        self._expected: set[int] = set()
+        self._first = True
+        self.under_way = False
+        """`begin` was called, and not `finish`."""
+        self.filled = 0
+        """Parts that were taken in this pass."""
+        self._missing: list[set[int]] = []
+        self._taken: list[tuple[Any, int]] = []
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(partial(self._made, i))
+            for i, p in enumerate(self._params)
+            if p.requires_grad
+        ]
+
+    def close(self) -> None:
+        """Leave the parameters alone from now on."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self.under_way = False
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self.under_way, self.filled, self._taken = True, 0, []
+        wanted = range(len(self._params)) if self._first else self._expected
+        self._missing = [{i for i in wanted if span.first <= i < span.last} for span in self._spans]
+
+    def _made(self, i: int, _: Any) -> None:
+        """A parameter's gradient is there."""
+        if not self.under_way or (number := self._span_of[i]) < self.filled:
+            return
+        self._missing[number].discard(i)
+        self._tell()
+
+    def _tell(self) -> None:
+        before = self.filled
+        while self.filled < len(self._spans) and not self._missing[self.filled]:
+            self.filled += 1
+        if self.filled > before:
+            new = self._spans[before : self.filled]
+            self._take(new)
+            for span in new:
+                self._taken = [*(_mark(p) for p in self._params[span.first : span.last]), *self._taken]
+
+    def finish(self) -> list[int]:
+        """The pass is over: have the rest taken; which parameters' gradients have changed since they were."""
+        for missing in self._missing:
+            missing.clear()
+        self._tell()
+        self.under_way, self._first = False, False
+        taken, self._taken = self._taken, []
+        self._expected |= {i for i, p in enumerate(self._params) if p.grad is not None}
+        return [i for i, (p, mark) in enumerate(zip(self._params, taken, strict=True)) if _changed(p, *mark)]
+
+    def give_up(self) -> None:
+        """The pass has failed."""
+        self.under_way, self._taken = False, []
+
+
+def _mark(p: Any) -> tuple[Any, int]:
+    return p.grad, 0 if p.grad is None else p.grad._version
+
+
+def _changed(p: Any, gradient: Any, version: int) -> bool:
+    return p.grad is not gradient or (gradient is not None and gradient._version != version)

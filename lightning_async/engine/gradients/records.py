@@ -1,0 +1,90 @@
+"""What is said of gradients in headers, and what is known of them on their way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from lightning_async.engine.buckets import Exchange, Kind, Message
+from lightning_async.engine.gradients.parts import Outgoing
+
+__all__ = ["GRADIENTS", "GradientMessage", "GradientPlan", "Part", "Reduction"]
+
+GRADIENTS = 2
+"""The priority of synchronous steps: others have messages too while one rank is at such a step, and go with it."""
+
+
+class Part(NamedTuple):
+    """What one rank says of its gradients in a header.
+
+    Args:
+        weight: what they count in the mean.
+        mask: a hash of which parameters have one.
+        since: steps that had been taken when the first of them was computed.
+        in_parts: 1 where they leave while they are computed, so that there is no mask yet.
+    """
+
+    weight: float = 0.0
+    mask: int = 0
+    since: int = 0
+    in_parts: int = 0
+
+
+@dataclass
+class GradientMessage(Message):
+    """Gradients in the `sent` bucket.
+
+    Args:
+        samples: behind them.
+        used: 1.0 for every parameter that has one.
+        since: steps that had been taken when the first of them was computed.
+        behind: of these samples, the part that each parameter's gradient is of; None: all. See `Window`.
+        out: how far they are there, where they leave while they are computed.
+    """
+
+    samples: float
+    used: Tensor
+    since: int
+    behind: Tensor | None = None
+    out: Outgoing | None = None
+
+    @property
+    def ready(self) -> bool:
+        return self.out is None or self.out.ready
+
+
+class GradientPlan(NamedTuple):
+    """Args:
+    kind: of the round; None where no replica has a weight.
+    weights: every rank's share in the mean.
+    """
+
+    kind: Kind | None
+    weights: tuple[float, ...] = ()
+
+
+@dataclass(kw_only=True)
+class Reduction(Exchange):
+    """Gradients on their way.
+
+    Args:
+        share: this rank's share in the mean.
+        used: which parameters any replica used.
+        since: the smallest of all replicas', see `Part`.
+        masks_differ: replicas used different ones, or one that follows has none to know them by.
+        weight: of all replicas' gradients.
+        gates: that had opened before.
+        residual: what compression has yet to deliver once this is committed; None for what it had before.
+        in_parts: some replica's leave while they are computed.
+    """
+
+    share: float
+    used: Tensor
+    since: int
+    masks_differ: bool
+    weight: float
+    gates: int
+    residual: Tensor | None = None
+    in_parts: bool = False

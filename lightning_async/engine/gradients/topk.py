@@ -1,0 +1,46 @@
+"""Sums of which only the elements of largest magnitude travel."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lightning_async import ops
+from lightning_async.engine.transfer import Transfer
+from lightning_async.flat import FlatLayout
+
+__all__ = ["TopKSum"]
+
+_LARGEST_PART = 1 << 30
+"""Bytes: places in a part are numbers of 32 bits."""
+
+
+class TopKSum:
+    """See `CompressedSum`: every rank gathers all ranks' largest elements, and adds them up in the order of ranks.
+
+    Args:
+        fraction: of the elements of each part.
+        transfer: moves them.
+    """
+
+    def __init__(self, fraction: float, transfer: Transfer) -> None:
+        self._fraction, self._transfer = fraction, transfer
+
+    def move_(self, out: Tensor, present: bool, residual: Tensor) -> None:
+        part_bytes = min(self._transfer.part_bytes, _LARGEST_PART)
+        for part, rest in zip(FlatLayout.parts(out, part_bytes), FlatLayout.parts(residual, part_bytes), strict=True):
+            count = math.ceil(self._fraction * len(part))
+            values, places = out.new_zeros(count), torch.arange(count, device=out.device)
+            if present:
+                ops.topk_(values, places, part, rest)
+            large = self._transfer.large
+            pending = large.all_gather(values), large.all_gather(places.int())
+            everyones, where = (self._transfer.result(each) for each in pending)
+            part.zero_()
+            for row, row_places in zip(everyones, where.long(), strict=True):
+                ops.topk_accumulate_(part, row, row_places, 1.0)
+
+    def commit(self) -> None:
+        """Nothing but the residual is kept."""

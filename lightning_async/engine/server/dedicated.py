@@ -1,0 +1,138 @@
+"""A rank that serves: a server for each training of the workers, from start to end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import time
+from collections.abc import Callable
+from typing import Any
+
+from lightning_async.comm.reach import answers
+from lightning_async.engine.server.process import ServerProcess
+from lightning_async.engine.server.quorum import Terms
+from lightning_async.engine.server.rendezvous import Board
+from lightning_async.errors import AsyncTrainingError
+
+__all__ = ["DedicatedServer"]
+
+_LOOK_S = 0.1
+_DRAIN_S, _ENDS_S = 30.0, 20.0
+
+
+class DedicatedServer:
+    """Its servers are processes beside it, which outlive it: where it is started again, workers go on with them.
+
+    Args:
+        board: of the job.
+        number: of this server.
+        host, port: at which workers on other hosts reach it, see `ServerProcess`. Default: on this host only.
+    """
+
+    def __init__(self, board: Board, number: int, host: str | None = None, port: int = 0) -> None:
+        self._board, self.number, self._host, self._port = board, number, host, port
+        self._own: dict[int, ServerProcess] = {}
+        """By the descriptor of the supervisor's process, readable at its end."""
+        self._run: int | None = None
+        self._terms = Terms()
+
+    @property
+    def serves(self) -> bool:
+        """Whether a training is under way."""
+        return self._run is not None
+
+    def follow(self) -> None:
+        """Do what was called for last.
+
+        Raises:
+            AsyncTrainingError: the system does not let a server start.
+        """
+        call = self._board.called()
+        if not call or (call["over"] and call["run"] != self._run) or (not call["over"] and call["run"] == self._run):
+            return
+        self.end()
+        if not call["over"] and self.number < call["servers"]:
+            self._begin(call)
+
+    def wait(self, woken: int) -> None:
+        """Until there may be something to do: `follow` looks.
+
+        Args:
+            woken: a descriptor that is readable when there is.
+        """
+        poll = select.poll()
+        for descriptor in (woken, *self._own):
+            poll.register(descriptor, select.POLLIN)
+        for descriptor, _ in poll.poll(1000 * _LOOK_S):
+            if descriptor in self._own:
+                self._restart(descriptor)
+
+    def drain(self, is_enough: Callable[[], bool], woken: int) -> None:
+        """Serve until nobody is connected any more, or it ``is_enough``; begin nothing new."""
+        waited = {os.dup(descriptor) for descriptor in self._own}
+        try:
+            self._let_go(lambda server: server.leave(0.0))
+            while waited and not is_enough():
+                poll = select.poll()
+                for descriptor in (woken, *waited):
+                    poll.register(descriptor, select.POLLIN)
+                for descriptor in {found for found, _ in poll.poll(1000 * _LOOK_S)} & waited:
+                    waited.remove(descriptor)
+                    os.close(descriptor)
+        finally:
+            for descriptor in waited:
+                os.close(descriptor)
+
+    def end(self) -> None:
+        """The training is over: end its servers, once nobody is connected any more."""
+        self._let_go(lambda server: server.close(_DRAIN_S))
+
+    def fail(self, why: str) -> None:
+        """This cannot go on. Workers go on with its servers, as long as they last, and then hear why none follows."""
+        if self._run is not None:
+            self._board.answer(self._run, self.number, {"error": why})
+        self._let_go(lambda server: server.leave())
+
+    def _let_go(self, how: Callable[[ServerProcess], Any]) -> None:
+        self._run = None
+        while self._own:
+            descriptor, server = self._own.popitem()
+            os.close(descriptor)
+            how(server)
+
+    def _begin(self, call: dict[str, Any]) -> None:
+        self._run, self._terms = int(call["run"]), Terms(**call["terms"])
+        before = self._board.answered(self._run, self.number).get("addresses", [None])
+        try:
+            # Of one that was here before this process: its supervisor sees to it.
+            told = [
+                at if at and answers(at) else self._start(at, self._port if n == 0 else 0)
+                for n, at in enumerate(before)
+            ]
+        except (AsyncTrainingError, OSError) as error:
+            self.fail(str(error))
+            raise
+        self._board.answer(self._run, self.number, {"addresses": told})
+
+    def _start(self, before: dict[str, Any] | None, port: int) -> dict[str, Any]:
+        """The address; in the place of one that has lost its weights, so that it says so to those who look for it."""
+        name, port = (None, port) if before is None else (before["name"], before["port"] or 0)
+        until = time.monotonic() + _ENDS_S
+        while True:
+            try:
+                server = ServerProcess(self._terms, host=self._host, port=port, server=self.number, name=name)
+            except AsyncTrainingError as error:
+                taken = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
+                if before is None or not taken or time.monotonic() > until:
+                    raise
+                time.sleep(_LOOK_S)  # what was there before has not quite ended
+            else:
+                self._own[os.pidfd_open(server.supervisor)] = server
+                return server.address
+
+    def _restart(self, descriptor: int) -> None:
+        server = self._own.pop(descriptor)
+        os.close(descriptor)
+        server.close()
+        self._start(server.address, 0)

@@ -1,0 +1,172 @@
+"""The optimizer of a training and that of its servers: how the one is described to the others, and its state moved."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_async.engine.server.optimizers import make_optimizer
+from lightning_async.engine.server.plan import TABLES
+from lightning_async.engine.server.worker import Worker
+
+__all__ = ["Group", "described", "described_again", "fill_state", "keys_of", "rates_of", "refuse_groups", "state_of"]
+
+_HOW = {"foreach", "fused", "capturable", "differentiable"}  # how it is computed, not what
+_OF_SERVERS = {"begun", "reach"}  # scalars that torch does not know
+
+
+class Group(NamedTuple):
+    """Parameters that have settings of their own, and with them a table on servers.
+
+    Args:
+        optimizer: its number in the training.
+        group: its number there.
+        name, arguments: see `make_optimizer`.
+    """
+
+    optimizer: int
+    group: int
+    name: str
+    arguments: dict[str, Any]
+
+
+def described(owner: str, optimizers: Sequence[Optimizer]) -> list[Group]:
+    """The names and arguments by which servers make the same optimizers; the rate comes with every push.
+
+    Args:
+        owner: for messages.
+        optimizers: of the training.
+
+    Raises:
+        ValueError: servers cannot have it.
+
+    >>> described("Strategy", [torch.optim.Adagrad([torch.zeros(1)], lr=0.1)])[0].arguments
+    {'eps': 1e-10, 'initial_accumulator_value': 0, 'lr': 0.1, 'lr_decay': 0, 'maximize': False, 'weight_decay': 0}
+    """
+    rest = f"Pass `{owner}(update_on_server=False)`: the optimizer is the worker's then."
+    found = [group for number, optimizer in enumerate(optimizers) for group in _groups(number, optimizer, rest)]
+    if len(found) > TABLES:
+        raise ValueError(f"{len(found)} groups of parameters: servers have {TABLES} at most, each with its own. {rest}")
+    params = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    if twice := len(params) - len({id(p) for p in params}):
+        raise ValueError(
+            f"{twice} parameters are in two optimizers, and servers of one do not hear of the other's steps. {rest}"
+        )
+    return found
+
+
+def described_again(owner: str, optimizers: Sequence[Optimizer], before: Sequence[Group]) -> list[Group]:
+    """The same, of optimizers that have taken up a checkpoint's settings since; the first rates stay."""
+    found = described(owner, optimizers)
+    rates = [{key: was.arguments[key] for key in ("lr",) if key in was.arguments} for was in before]
+    return [now._replace(arguments={**now.arguments, **rate}) for now, rate in zip(found, rates, strict=True)]
+
+
+def rates_of(optimizer: Optimizer, groups: Sequence[Group], tables: Sequence[int]) -> dict[int, float | None]:
+    """The learning rates of these tables, which go with a push.
+
+    Raises:
+        ValueError: another setting is not what servers were told; names it.
+    """
+    rates: dict[int, float | None] = {}
+    for table in tables:
+        now, told = optimizer.param_groups[groups[table].group], groups[table].arguments
+        for name in told.keys() - {"lr"}:
+            if (value := _plain(now[name])) != told[name]:
+                raise ValueError(
+                    f"{groups[table].name}'s `{name}` was {told[name]!r} as training began, and is {value!r} now: of "
+                    "all settings servers hear of new learning rates only. Leave it as it is (of a `OneCycleLR` or "
+                    "`CyclicLR`, `cycle_momentum=False`), or pass `update_on_server=False`."
+                )
+        rates[table] = float(now["lr"])
+    return rates
+
+
+def refuse_groups(original: Any) -> Any:
+    """In place of an optimizer's ``add_param_group``, while servers have its parameters."""
+
+    def add_param_group(param_group: Mapping[str, Any]) -> None:
+        raise ValueError(
+            "`add_param_group` in training: parameter servers have those parameters that optimizers have as training "
+            "begins. Give the optimizer all of them then, frozen ones, too (`requires_grad_(False)`)."
+        )
+
+    return add_param_group
+
+
+def _groups(number: int, optimizer: Optimizer, rest: str) -> list[Group]:
+    kind, name = type(optimizer), type(optimizer).__name__
+    if getattr(torch.optim, name, None) is not kind:
+        raise ValueError(
+            f"{kind.__module__}.{kind.__qualname__} is no class of torch.optim, and servers run no code of others. "
+            f"{rest}"
+        )
+    known = set(inspect.signature(kind).parameters) - _HOW - {"params"}
+    found = []
+    for i, group in enumerate(optimizer.param_groups):
+        arguments = {key: _plain(group[key]) for key in sorted(known & group.keys())}
+        try:
+            json.dumps(arguments)
+        except TypeError as error:
+            raise ValueError(f"{name}'s arguments cannot be sent to servers ({error}). {rest}") from error
+        try:
+            make_optimizer(name, arguments, known=True)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{error} {rest}") from error
+        found.append(Group(number, i, name, arguments))
+    return found
+
+
+def keys_of(module: nn.Module, groups: Sequence[Mapping[str, Any]]) -> dict[str, nn.Parameter]:
+    """The parameters of these groups of optimizers, by name, in the module's order.
+
+    Raises:
+        ValueError: some are not the module's.
+    """
+    theirs = {id(p) for group in groups for p in group["params"]}
+    found = {name: p for name, p in module.named_parameters() if id(p) in theirs}
+    if len(found) < len(theirs):
+        raise ValueError(
+            f"An optimizer has {len(theirs) - len(found)} parameters that are not the module's, and servers have no "
+            "others. Make what they belong to an attribute of the module."
+        )
+    return found
+
+
+def state_of(optimizer: Optimizer, params: Sequence[Tensor]) -> tuple[dict[str, list[Tensor | None]], dict[str, float]]:
+    """What servers are to begin with, from a checkpoint's state: tensors for each parameter by field, and scalars."""
+    states = [optimizer.state.get(p, {}) for p in params]
+    fields: dict[str, list[Tensor | None]] = {}
+    scalars: dict[str, float] = {}
+    for name in {key for state in states for key in state}:
+        values = [state.get(name) for state in states]
+        first = next(value for value in values if value is not None)
+        if isinstance(first, Tensor) and (first.dim() or first.numel() != 1):
+            fields[name] = values
+        else:
+            scalars[name] = max(float(value) for value in values if value is not None)
+    return dict(sorted(fields.items())), dict(sorted(scalars.items()))
+
+
+def fill_state(optimizer: Optimizer, worker: Worker) -> None:
+    """Put what the servers' optimizer holds of a worker's parameters where torch has its own."""
+    told, _ = worker.read("params")
+    begun = told["version"] or told["scalars"]
+    scalars = {key: torch.tensor(value) for key, value in told["scalars"].items() if key not in _OF_SERVERS}
+    fields = {name: worker.read(name)[1] for name in told["fields"] if name != "params"} if begun else {}
+    for number, p in enumerate(worker.params):
+        found = {name: tensors[number].to(p.device) for name, tensors in fields.items()}
+        if found or scalars:
+            optimizer.state[p] = {**{key: value.clone() for key, value in scalars.items()}, **found}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

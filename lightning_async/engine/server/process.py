@@ -1,0 +1,161 @@
+"""A server in a process of its own, as its starter sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+from typing import Any
+
+from lightning_async.bare import bare_command
+from lightning_async.comm.parcels import unshared
+from lightning_async.comm.reach import address_of
+from lightning_async.comm.shm import listen
+from lightning_async.engine.server.orders import DRAIN, END, STOP
+from lightning_async.engine.server.plan import TABLES
+from lightning_async.engine.server.quorum import Terms
+from lightning_async.errors import AsyncTrainingError
+
+__all__ = ["ServerProcess"]
+
+_ENDS_S = 10.0
+_BACKLOG = 128
+_left: list[subprocess.Popen[bytes]] = []
+
+
+class ServerProcess:
+    """A server on this host, under a supervisor that starts it again when it is killed, with all that it had.
+
+    It outlives who has started it: the other workers still need it. It ends when it is told to, or once its starter is
+    gone and nobody has been connected for a while.
+
+    Args:
+        terms: how it treats workers. Default: asynchronous.
+        linger_s: how long it waits for workers, once its starter is gone. Default: 30.
+        host: an address of this host's, at which workers on others reach it. Default: nothing listens there.
+        port: there. Default: a free one.
+        server: its number among the servers, for its snapshots. Default: 0.
+        name: by which this host's workers find it. Default: one that nobody can know.
+        snapshots: folder of all servers' snapshots, a path or what fsspec knows; it begins with its newest one, and
+            ends with a last one. Default: none are taken.
+        snapshot_every: seconds between two. Default: 60.
+
+    Raises:
+        ValueError: ``snapshot_every`` is not above 0.
+        AsyncTrainingError: the system does not let it start.
+    """
+
+    def __init__(
+        self, terms: Terms | None = None, linger_s: float = 30.0, host: str | None = None, port: int = 0,
+        *, server: int = 0, name: str | None = None, snapshots: str | None = None, snapshot_every: float = 60.0,
+    ) -> None:  # fmt: skip
+        if not snapshot_every > 0:
+            raise ValueError(f"`ServerProcess(snapshot_every={snapshot_every!r})` must be > 0 seconds.")
+        self._settings = {
+            "terms": (terms or Terms()).plain(), "linger_s": linger_s, "server": server, "snapshots": snapshots,
+            "snapshot_every": snapshot_every,
+        }  # fmt: skip
+        self._popen: subprocess.Popen[bytes] | None = None
+        self.name = ""
+        """What `ShmDial` takes."""
+        self.address: dict[str, Any] = {}
+        """What `reach.dial` takes, on any host; in JSON's terms."""
+        try:
+            with contextlib.ExitStack() as opened:
+                self._start(opened, name, host, port)
+        except OSError as error:
+            raise AsyncTrainingError(f"no parameter server can be started: {error}") from error
+
+    def _start(self, opened: contextlib.ExitStack, name: str | None, host: str | None, port: int) -> None:
+        memories = [os.memfd_create("lightning_async-server") for _ in range(TABLES)]
+        for memory in memories:
+            opened.callback(os.close, memory)
+        listener, self.name = listen(name)
+        listeners = [opened.enter_context(listener)]
+        self.address = address_of(self.name)
+        if host is not None:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+            listeners.append(opened.enter_context(listener))
+            self.address = address_of(self.name, host, listener.getsockname()[1])
+        ours, theirs = socket.socketpair()
+        opened.callback(theirs.close)
+        self._control = unshared(ours)
+        control, handed = theirs.fileno(), [*memories, *(each.fileno() for each in listeners)]
+        arguments = [control, handed, {**self._settings, "address": self.address}]
+        self._popen = subprocess.Popen(
+            bare_command("lightning_async.engine.server.supervisor", arguments, "supervises a server"),
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[control, *handed], start_new_session=True,
+        )  # fmt: skip
+
+    @property
+    def supervisor(self) -> int:
+        """The supervisor's process number."""
+        assert self._popen is not None
+        return self._popen.pid
+
+    @property
+    def pid(self) -> int | None:
+        """The server's process number; None while there is none."""
+        with contextlib.suppress(OSError):
+            with open(f"/proc/{self.supervisor}/task/{self.supervisor}/children") as file:
+                children = file.read().split()
+            return int(children[0]) if children else None
+        return None
+
+    def tell_to_end(self) -> None:
+        """With a last snapshot, where any are taken; `close` waits for it."""
+        self._order(END if self._settings["snapshots"] else STOP)
+
+    def close(self, drain_s: float = 0.0, snapshot_s: float = _ENDS_S) -> int:
+        """End it, and give its memory back; idempotent.
+
+        Args:
+            drain_s: how long others may still be connected with it. Default: it ends now.
+            snapshot_s: seconds that it has for a last snapshot, where any are taken. Default: ten.
+
+        Returns:
+            0; 1 where it could not take its last snapshot, or has ended before, as it could not serve.
+        """
+        if self._popen is None:
+            return 0
+        if drain_s > 0.0:
+            self._order(DRAIN)
+        status = self._ended(drain_s)
+        if status is None:
+            self.tell_to_end()
+            status = self._ended(snapshot_s)
+        if status is None:
+            status = 1
+            self._order(STOP)
+            if self._ended(_ENDS_S) is None:
+                self._popen.kill()  # the server hears of it, and ends
+                self._popen.wait()
+        self._control.close()
+        self._popen = None
+        return int(status != 0)
+
+    def leave(self, within_s: float = 1.0) -> None:
+        """Others may go on with it: it ends when nobody is connected with it any more.
+
+        Args:
+            within_s: seconds that it is waited for. Default: one.
+        """
+        if self._popen is None:
+            return
+        self._order(DRAIN)
+        if self._ended(within_s) is None:
+            _left.append(self._popen)  # a process that is not waited for has no end of its own here
+        self._control.close()
+        self._popen = None
+
+    def _order(self, word: bytes) -> None:
+        with contextlib.suppress(OSError):
+            self._control.send(word)
+
+    def _ended(self, within_s: float) -> int | None:
+        assert self._popen is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._popen.wait(within_s)
+        return None

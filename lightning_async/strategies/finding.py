@@ -1,0 +1,159 @@
+"""A worker finds its servers, or starts them, and joins them with the model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from lightning_async.comm.keeper import facing
+from lightning_async.comm.reach import machine_name
+from lightning_async.engine.averaging.averager import BackgroundAverager
+from lightning_async.engine.server.optimizer_state import Group, described_again, keys_of, state_of
+from lightning_async.engine.server.quorum import Terms
+from lightning_async.engine.server.tables import Tables
+from lightning_async.engine.server.worker import Worker, plan_of
+from lightning_async.engine.world import World
+from lightning_async.rules.compression import PushCompression
+from lightning_async.rules.staleness.choose import make_policy, momentum_warning
+from lightning_async.rules.staleness.protocol import StalenessPolicy
+from lightning_async.strategies import dedicated
+from lightning_async.strategies.placement import ServerRoles
+from lightning_async.strategies.saved_state import SavedState
+from lightning_async.strategies.servers import Servers
+from lightning_async.strategies.service import Mode
+from lightning_async.trainer.patches import rank_zero_info
+from lightning_async.trainer.refusals import check_momentum_stays
+
+__all__ = ["Finding", "check_momentum", "join"]
+
+log = logging.getLogger(__name__)
+_REQUEST_S = 1800.0  # as long as torch's process groups wait: whoever is lost is told of by the ranks themselves
+
+
+class Finding(dedicated.Served, Protocol):
+    """What a strategy has whose servers these are."""
+
+    mode: Mode
+    bigarray_bound: int
+    compression: PushCompression | None
+    consistent_pull: bool
+    warmup_steps: int
+    max_staleness: int
+    num_servers: int | None
+    server_address: str | None
+    staleness: str | StalenessPolicy
+    update_on_server: bool
+    groups: list[Group]
+    num_runs: int
+    servers: Servers | None
+    served_run: int | None
+    """For which servers that are ranks were called."""
+    brings: bool
+    """What this training has is to be on the servers, whatever they have."""
+    saved: SavedState
+
+    @property
+    def module(self) -> Any: ...
+
+    @property
+    def optimizers(self) -> Sequence[Any]: ...
+
+    @property
+    def roles(self) -> ServerRoles: ...
+
+    @property
+    def world(self) -> World | None: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+
+def join(strategy: Finding, averager: BackgroundAverager) -> Tables:
+    """All workers call this together; who comes to a training of others finds their servers in ``servers``.
+
+    Raises:
+        ValueError: there are more servers than ranks, or those of an address do not suit.
+        AsyncTrainingError: no server can be started, or one has other settings or another model.
+    """
+    owner, world = type(strategy).__name__, strategy.world
+    if strategy.update_on_server:
+        strategy.groups = described_again(owner, strategy.optimizers, strategy.groups)
+    if begins := strategy.servers is None:
+        assert world is not None
+        strategy.servers = _find(strategy, world, averager.step)
+        strategy.brings |= strategy.saved.origin != "none"
+    servers, workers = strategy.servers, []
+    assert servers is not None
+    for number, group in enumerate(strategy.groups):
+        named = keys_of(strategy.module, _groups_of(strategy, group))
+        plan = plan_of(named, len(servers.addresses), strategy.bigarray_bound)
+        if begins:
+            rank_zero_info(f"{owner}, {group.name}: {plan}")
+        dials = servers.dials(plan)
+        how = strategy.compression, strategy.consistent_pull and strategy.mode != "sync"
+        workers.append(Worker(averager.gates.name, named, plan, dials, 2 * _REQUEST_S, *how, table=number))
+    if begins and strategy.global_rank == 0:  # the weights and the optimizers' state of a checkpoint are rank 0's
+        for group, worker in zip(strategy.groups, workers, strict=True):
+            state: Any = ({}, {})
+            if strategy.update_on_server:
+                state = state_of(strategy.optimizers[group.optimizer], worker.params)
+            worker.start(group.name, group.arguments, state, strategy.staleness, anew=strategy.brings)
+    strategy.brings = False
+    if begins and world is not None:
+        world.barrier("lightning_async servers have weights")
+    if not begins or strategy.global_rank != 0:
+        for group, worker in zip(strategy.groups, workers, strict=True):
+            worker.start(group.name, group.arguments, staleness=strategy.staleness)
+    return Tables(workers)
+
+
+def _find(strategy: Finding, world: World, steps: int) -> Servers:
+    terms = Terms(
+        mode=strategy.mode, num_workers=strategy.world_size, max_staleness=strategy.max_staleness,
+        dead_after_s=_REQUEST_S, staleness=strategy.staleness, warmup_steps=strategy.warmup_steps,
+    )  # fmt: skip
+    if strategy.server_address is not None:
+        return Servers.at(strategy.server_address, terms)
+    taken = max(world.gather_objects(steps))  # before the checkpoint that training goes on from
+    terms = replace(terms, warmup_steps=max(0, strategy.warmup_steps - taken))
+    if strategy.roles.dedicated:
+        strategy.served_run = strategy.num_runs
+        return dedicated.call(strategy, strategy.served_run, terms)
+    host = None if len({*world.gather_objects(machine_name())}) == 1 else _own_address(strategy.cluster_environment)
+    return Servers.start(world, _count(strategy), terms, host)
+
+
+def _own_address(environment: Any) -> str:
+    """Of this host, as others reach it."""
+    told = getattr(environment, "own_address", None)  # Horovod's ranks know no address of the first one
+    return told or facing(environment.main_address, environment.main_port)
+
+
+def _count(strategy: Finding) -> int:
+    if strategy.num_servers is None:
+        return strategy.num_nodes
+    if strategy.num_servers > strategy.world_size:
+        raise ValueError(
+            f"`{type(strategy).__name__}(num_servers={strategy.num_servers})`: there are {strategy.world_size} ranks, "
+            "and each has one server beside it at most."
+        )
+    return strategy.num_servers
+
+
+def _groups_of(strategy: Finding, group: Group) -> list[Any]:
+    """The groups of optimizers whose parameters are in its table: all, where they are the worker's."""
+    if strategy.update_on_server:
+        return [strategy.optimizers[group.optimizer].param_groups[group.group]]
+    return [each for optimizer in strategy.optimizers for each in optimizer.param_groups]
+
+
+def check_momentum(strategy: Finding, trainer: Any) -> None:
+    """Refuse schedulers that change it, and warn where late gradients go on in it."""
+    if strategy.world_size > 1:
+        check_momentum_stays(trainer, type(strategy).__name__)
+    for group in strategy.groups if strategy.mode != "sync" and strategy.global_rank == 0 else ():
+        policy = make_policy(strategy.staleness, group.name, group.arguments)
+        if (warning := momentum_warning(policy, group.name, group.arguments)) is not None:
+            log.warning(warning)

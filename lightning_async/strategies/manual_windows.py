@@ -1,0 +1,178 @@
+"""Windows of gradients in manual optimization, where each of several optimizers asks for steps of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_async.engine.averaging.averager import BackgroundAverager
+from lightning_async.engine.gradients.synchronous import SynchronousGradients
+from lightning_async.engine.header import Arrival, Gate
+from lightning_async.strategies.accumulating import Accumulating
+from lightning_async.strategies.corrections import Change
+from lightning_async.strategies.gathered import Windows
+from lightning_async.trainer.batch import batch_size, pulled
+
+__all__ = ["ManualWindows", "check_apart"]
+
+
+def check_apart(owner: str, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Whether each parameter is of one optimizer at most.
+
+    Raises:
+        ValueError: one is of two; names it.
+    """
+    names = {p: name for name, p in module.named_parameters()}
+    seen: dict[Any, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            if seen.setdefault(p, number) != number:
+                raise ValueError(
+                    f"Optimizers {seen[p]} and {number} both have {names.get(p, 'a parameter')!r}: `{owner}` gathers "
+                    "gradients by optimizer. Give each parameter to one of them."
+                )
+
+
+class ManualWindows(Accumulating):
+    """``optimizer.step()`` in `training_step` moves the gradients of that optimizer's parameters into the window.
+
+    A batch in which an optimizer has asked for a step counts for the window's size. What an optimizer steps with, when
+    the window has arrived, is the mean over the samples whose gradients were there when it asked: those of the batch,
+    and of batches since `zero_grad` has set them to None. Where no replica has asked for a step of an optimizer, it
+    takes none.
+
+    Args:
+        strategy, averager, gradients, meet: see `Accumulating`.
+    """
+
+    def __init__(
+        self,
+        strategy: Windows,
+        averager: BackgroundAverager,
+        gradients: SynchronousGradients,
+        meet: Callable[[Gate], Arrival],
+    ) -> None:
+        gradients.apart = True
+        self.steps = False
+        """An optimizer takes a step, in place of asking for one."""
+        self._params = [{p for group in each.param_groups for p in group["params"]} for each in strategy.optimizers]
+        self._behind = [0.0] * len(self._params)
+        """Samples behind the gradients of each optimizer's parameters."""
+        self._counted: set[int] = set()
+        """Optimizers for which the batch under way is counted."""
+        self._uncounted = 0.0
+        """Samples since any optimizer has asked for a step."""
+        self._asked = False
+        super().__init__(strategy, averager, gradients, meet)
+        self._updates.each = len(self._params)
+        window = averager.gathered
+        averager.gathered = lambda: self._pending() | (window() or {}) or None
+
+    def _pending(self) -> dict[str, Any]:
+        return {"behind": list(self._behind), "uncounted": self._uncounted} if any(self._behind) else {}
+
+    def _load(self, saved: dict[str, Any], alike: Any) -> None:
+        super()._load(saved, alike)
+        if len(saved.get("behind", ())) == len(self._behind):
+            self._behind, self._uncounted = list(saved["behind"]), float(saved["uncounted"])
+
+    # ---- batches ----
+
+    def start_batch(self, batch: Any) -> None:
+        super().start_batch(batch)
+        self._counted.clear()
+        self._asked = False
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """A backward pass: its samples are behind all gradients that are there after it."""
+        for number in range(len(self._params)):
+            if not self._has_gradients(number):
+                self._behind[number] = 0.0
+                self._counted.discard(number)
+        yield
+        self._see_batch()
+        for number in range(len(self._params)):
+            if number not in self._counted and self._has_gradients(number):
+                self._behind[number] += self._batch_samples
+                self._counted.add(number)
+
+    def _has_gradients(self, number: int) -> bool:
+        return any(p.grad is not None for p in self._params[number])
+
+    def after_backward(self) -> None:
+        """Gradients stay where they are, until their optimizer asks for a step."""
+
+    def gather(self, optimizer: Optimizer) -> None:
+        """This optimizer asks for a step."""
+        self._see_batch()
+        number = self._strategy.optimizers.index(optimizer)
+        if not self._window.batches:
+            self._open()
+        samples, self._behind[number] = self._behind[number] or self._batch_samples, 0.0
+        self._counted.discard(number)
+        self._window.add_(samples, self._scale, self._averager.step, self._params[number])
+        self._asked = True
+
+    def after_batch(self) -> None:
+        self._see_batch()
+        if self._asked:
+            self._window.count(self._uncounted + self._batch_samples)
+            self._uncounted = 0.0
+            self._updates.on_gathered()
+        else:
+            self._uncounted += self._batch_samples
+        if self._asked or self._updates.ends_epoch:
+            super().after_batch()
+
+    def _see_batch(self) -> None:
+        if self._pulls:
+            self._batch_samples = batch_size(pulled(self._strategy.module.trainer))
+
+    # ---- steps ----
+
+    def _take(self) -> None:
+        """As always, beside gradients that wait for their optimizer to ask."""
+        if self._gradients.arrived is None:
+            return
+        kept = [(p, p.grad) for p in self._gradients.replica.tensors.trained.values()]
+        for p, _ in kept:
+            p.grad = None
+        try:
+            super()._take()
+        finally:
+            for p, gradient in kept:
+                p.grad = gradient
+
+    def take(self, change: Change) -> bool:
+        before = self._seen
+        self._updates.take_each(self._each(change))
+        return self._seen > before
+
+    def _each(self, change: Change) -> Iterator[Callable[[], None]]:
+        arrived, scale, replica = self._gradients.arrived, self._scale, self._gradients.replica
+        assert arrived is not None
+        self._gradients.take_(scale, change)
+        used = {
+            p for p, any_used in zip(replica.tensors.trained.values(), arrived.used.tolist(), strict=True) if any_used
+        }
+        for optimizer, params in zip(self._strategy.optimizers, self._params, strict=True):
+            if mine := used & params:
+                yield partial(self._step, optimizer, mine, scale)
+
+    def _step(self, optimizer: Optimizer, params: set[Any], scale: float) -> None:
+        def closure() -> None:
+            if (now := self._scale) != scale:  # the scaler has changed it with another optimizer's step
+                for p in params:
+                    p.grad.mul_(now / scale)
+
+        self.steps = True
+        try:
+            self._strategy.optimizer_step(optimizer, closure)
+        finally:
+            self.steps = False

@@ -1,0 +1,300 @@
+"""The strategy: `Trainer(strategy=ParameterServerStrategy(...))`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch.optim import Optimizer
+
+from lightning_async.engine.averaging.averager import BackgroundAverager
+from lightning_async.engine.averaging.config import AveragerConfig
+from lightning_async.engine.deadlines import Deadlines
+from lightning_async.engine.replica import BufferPolicy
+from lightning_async.engine.server.optimizer_state import Group, described
+from lightning_async.engine.server.tables import Tables
+from lightning_async.rules import DeltaMean, Synchronous
+from lightning_async.rules.compression import (
+    Bf16,
+    Fp8,
+    Int8,
+    PushCompressionName,
+    TopK,
+    TwoBit,
+    make_compression,
+)
+from lightning_async.rules.staleness.choose import make_policy
+from lightning_async.rules.staleness.protocol import StalenessPolicy
+from lightning_async.strategies.dedicated import attend, dismiss, found
+from lightning_async.strategies.drifting import DriftingStrategy
+from lightning_async.strategies.finding import check_momentum, join
+from lightning_async.strategies.muster import Quorum, WaitForWorkers, muster
+from lightning_async.strategies.placement import Placement, ServerRoles
+from lightning_async.strategies.pushing import Pushing
+from lightning_async.strategies.servers import Servers
+from lightning_async.strategies.service import Mode, check_service, mode_of, one_of
+from lightning_async.strategies.states import States
+from lightning_async.strategies.survivors import numbered_last
+from lightning_async.trainer import refusals
+from lightning_async.trainer.names import is_newcomer
+from lightning_async.trainer.namespace import name as namespace
+from lightning_async.trainer.namespace import pytorch
+from lightning_async.trainer.settings import check_equal
+from lightning_async.trainer.whole_state import ALIKE, REPLICAS
+from lightning_async.transports.choose import TransportName
+from lightning_async.transports.transport import Transport
+
+__all__ = ["ParameterServerStrategy"]
+
+
+class ParameterServerStrategy(DriftingStrategy):
+    r"""Workers push gradients to servers that hold the weights and the optimizer, and pull weights.
+
+    Each rank is a worker; servers are processes beside them, or the last ranks, which share out the elements of all
+    parameters. With a push of worker :math:`i` that was computed at version :math:`b`, in asynchronous mode
+
+    .. math:: x_{v+1} = x_v - \eta\, u(g_i(x_b)), \qquad \text{lag } \tau = v - b
+
+    with the optimizer's :math:`u`, and what ``staleness`` does about the lag. In synchronous mode a version is made of
+    one push of each worker, of :math:`n_i` samples:
+
+    .. math:: x_{v+1} = x_v - \eta\, u\Big(\frac{\sum_i n_i\, g_i(x_v)}{\sum_i n_i}\Big)
+
+    which is training in one process on the joined batch. Wherever all ranks wait for one another (validation, the end
+    of an epoch, checkpoints) all have the same version. Optimizers are those of ``configure_optimizers``: servers make
+    the same by name, learning rates go with every push, and checkpoints hold their state as torch has it. Gradients are
+    clipped before they leave. A parameter without a gradient counts as one whose gradient is zero.
+
+    A worker that dies is not waited for; a server that dies is started again with all that it had, and every push that
+    was acknowledged is in the weights once.
+
+    Args:
+        mode: ``"async"`` (default): each push is applied as it comes. ``"sync"``: see above. ``"ssp"``: as they come,
+            and no worker is more than ``max_staleness`` pushes ahead of the slowest. MXNet's names ("dist_async",
+            "dist_sync", "dist_sync_device" and others) are taken, too.
+        num_servers: that share out each group of parameters. None (default): one on each host; of those that are ranks,
+            one, or as many as the environment says.
+        placement: ``"colocated"``: servers are processes beside the workers. ``"dedicated"``: the last ``num_servers``
+            ranks serve: they build no data, never train, and end with 0 in their first run, once all workers have
+            ended. None (default): as the environment says (DMLC_ROLE, TF_CONFIG with a "ps"), else ``"colocated"``.
+        wait_for_workers: training begins with ``"all"`` (default); with a number, as soon as so many have come, the
+            first rank among them; with (a number, a timedelta), once others have had so long to come. Who comes later
+            joins, as who comes back does.
+        server_address: ``"HOST:PORT,HOST:PORT"`` of servers that ``lightning-async serve`` has started. They keep
+            their weights from training to training: who comes first brings them. Default: servers are started here.
+        update_on_server: True (default): see above. False: the optimizer, of whatever class, is the worker's, and
+            changes of the weights are pushed, which servers add; in sync mode their mean, weighted equally.
+        update_on_kvstore: MXNet's name of it.
+        staleness: what is done about lag: ``"auto"`` (default): `Dana` with `GapAware` for SGD with momentum,
+            `GapAware` rates for others; ``"none"``, another short name, or a policy of `rules.staleness`.
+        max_staleness: pushes, for ``mode="ssp"``. Default 3.
+        warmup_steps: so many steps at first are as in ``"sync"``, in the other modes. Momentum that each worker has of
+            its own (`Dana`) begins after them. Default 0.
+        update_frequency: local steps of the worker's own optimizer between pushes. Default 1.
+        pull_every: pushes between pulls. Default 1.
+        compression: of pushes: ``"bf16"``, ``"fp8"``, ``"int8"``, ``"2bit"``, ``"topk"``, or one of `rules.compression`
+            with arguments of its own. What a push lacks is in the next one. Default ``"none"``.
+        consistent_pull: what is pulled is of one version of all servers of a group of parameters: no push is in the
+            weights of one server and absent from another's. Pushes of all workers wait during such a pull. In
+            synchronous mode it always is. Default False.
+        overlap: the next batch is computed while a push is under way, at weights without it. Default False.
+        bigarray_bound: elements from which on a parameter is split evenly over servers. Default 1,000,000.
+        buffers: floating-point buffers (BatchNorm statistics) at gates, see `AsyncAveragingStrategy`.
+        min_replicas, max_replicas: see `AsyncAveragingStrategy`.
+        deadlines: how long to wait for what.
+        transport: see `AsyncAveragingStrategy`.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: an argument is out of range, or two of them contradict each other; at the start of training more
+            servers than ranks, an optimizer that servers cannot have, or an environment that cannot be.
+
+    Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014; the key-value store
+    of MXNet; Ho et al. for ``"ssp"``, 2013.
+
+    >>> ParameterServerStrategy("dist_sync")
+    <ParameterServerStrategy for `lightning.pytorch`: mode='sync'>
+    """
+
+    def __init__(
+        self,
+        mode: str = "async",
+        *,
+        num_servers: int | None = None,
+        placement: Placement | None = None,
+        wait_for_workers: WaitForWorkers = "all",
+        server_address: str | None = None,
+        update_on_server: bool | None = None,
+        update_on_kvstore: bool | None = None,
+        staleness: str | StalenessPolicy = "auto",
+        max_staleness: int = 3,
+        warmup_steps: int = 0,
+        update_frequency: int = 1,
+        pull_every: int = 1,
+        compression: PushCompressionName | Bf16 | Fp8 | Int8 | TwoBit | TopK = "none",
+        consistent_pull: bool = False,
+        overlap: bool = False,
+        bigarray_bound: int = 1_000_000,
+        buffers: BufferPolicy = "average",
+        min_replicas: int | None = None,
+        max_replicas: int | None = None,
+        deadlines: Deadlines | None = None,
+        transport: Transport | TransportName = "auto",
+    ) -> None:
+        owner = type(self).__name__
+        self.mode: Mode = mode_of(owner, mode)
+        self.num_servers, self.server_address = num_servers, server_address
+        self.bigarray_bound, self.quorum = bigarray_bound, Quorum.of(owner, wait_for_workers)
+        self.update_on_server = update_on_server = one_of(owner, update_on_server, update_on_kvstore)
+        self.max_staleness, self.update_frequency, self.pull_every = max_staleness, update_frequency, pull_every
+        self.consistent_pull, self.warmup_steps = consistent_pull, warmup_steps
+        self.compression, self.overlap = make_compression(owner, compression), overlap
+        self.staleness = "none" if staleness == "auto" and not update_on_server else staleness
+        if self.staleness != "auto":
+            self.staleness = make_policy(self.staleness)
+        check_service(self)
+        refusals.check_policies(owner, buffers, "keep", "local", 1.0)
+        config = AveragerConfig(
+            deadlines=deadlines or Deadlines(), min_replicas=min_replicas, max_replicas=max_replicas
+        )
+        roles = ServerRoles(owner, placement, num_servers, server_address)
+        self.roles: ServerRoles = roles  # pyright: ignore[reportIncompatibleVariableOverride]
+        super().__init__(DeltaMean(), Synchronous(), config, buffers=buffers, transport=roles.transport(transport))
+        self.roles.check_transport(self.transport)
+        self.quorum.check_transport(owner, self.transport)
+        self.servers: Servers | None = None
+        self.served_run: int | None = None
+        """The run for which servers that are ranks were called."""
+        self.states = States(self)
+        self.brings = False
+        """What this training has is to be on the servers, whatever they have: it goes on from a checkpoint."""
+        self.groups = [Group(0, 0, "delta", {})]
+        """Of parameters, each with a table on servers."""
+
+    strategy_name = "parameter_server"
+    make_stepping = Pushing
+    served = True
+
+    # ---- the servers ----
+
+    def connect_ranks(self) -> None:
+        if not self.quorum.is_all and self.survivors is None and not is_newcomer(self):
+            muster(self, type(self).__name__)
+        try:
+            super().connect_ranks()
+        finally:  # who serves is to hear that this one was there, and has ended
+            if self.roles.dedicated:
+                attend(self, *self.roles.of(self.cluster_environment))
+        if self.roles.dedicated and self.connection is not None:
+            self.connection.on_end = lambda: None  # the store lasts until they have heard
+
+    def come_late(self) -> None:
+        """Others have begun: this worker joins them."""
+        self._environment = numbered_last(self._environment)
+
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
+        if trainer.state.fn == "fit" and self.update_on_server:
+            self.groups = described(type(self).__name__, self.optimizers)
+            if self.world is not None:
+                check_equal(self.world, {"optimizers": repr([tuple(group) for group in self.groups])})
+            check_momentum(self, trainer)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        stepping = self._session and self._session.stepping
+        before = stepping and stepping.pushes
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if stepping and stepping.pushes == before:
+            stepping.skip(optimizer)
+        return output
+
+    def join_servers(self, averager: BackgroundAverager) -> Tables:
+        """This rank's side of them; they are started where there are none."""
+        return join(self, averager)
+
+    def go_on_without(self, names: Sequence[str], rank: int) -> None:
+        if rank == 0 and self.servers is not None:  # nobody is to wait for their pushes
+            self.servers.forget(names)
+
+    def told_by_servers(self) -> dict[str, str]:
+        return {} if self._session is None else self._session.stepping.told_by_servers()
+
+    def handed_over(self) -> dict[str, Any]:
+        return {"servers": [] if self.servers is None else self.servers.addresses, "run": self.served_run}
+
+    def take_handed_over(self, told: dict[str, Any]) -> None:
+        self.served_run = told["run"]
+        self.servers = found(self, self.served_run, told["servers"])
+
+    def call_with_step(self) -> bool:
+        together = self._session is not None and self._session.stepping.tables.in_step
+        if together and self._session is not None:  # else some would push once more, without those that wait
+            self._session.stepping.calls = True
+        return together
+
+    @property
+    def called(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._session is not None and self._session.stepping.called
+
+    def start_over(self) -> None:
+        super().start_over()
+        self._end_servers(in_order=True)
+        self.brings = True
+
+    def teardown(self) -> None:
+        failed = self.failed
+        super().teardown()
+        self._end_servers(in_order=not failed)
+
+    def _end_servers(self, in_order: bool) -> None:
+        servers, self.servers = self.servers, None
+        if servers is not None:
+            servers.close(in_order)
+        run, self.served_run = self.served_run, None
+        if run is not None and in_order and self.global_rank == 0:
+            dismiss(self, run)
+
+    # ---- checkpoints ----
+
+    @property
+    def alike(self) -> frozenset[str]:
+        """What of a checkpoint is equal on all ranks where they have met."""
+        return ALIKE if self.update_on_server else REPLICAS
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The servers' state of it, as torch would have it."""
+        self.states.fetch([optimizer])
+        return super().optimizer_state(optimizer)
+
+    def states_here(self, alone_s: float | None = None) -> AbstractContextManager[None]:
+        """See `States.here`."""
+        return self.states.here(alone_s)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self.saved.leave_rule(type(self.rule).__qualname__)
+        return checkpoint
+
+    def summarise(self) -> None:
+        super().summarise()
+        self.states.fetch(self.optimizers)  # for a checkpoint that is saved when the servers are gone
+
+    # ---- settings ----
+
+    def settings(self) -> dict[str, object]:
+        """What must be equal on all ranks in a fit."""
+        return {
+            **super().settings(), "mode": self.mode, "num_servers": self.num_servers,
+            "placement": "dedicated" if self.roles.dedicated else "colocated", "wait_for_workers": self.quorum,
+            "server_address": self.server_address, "update_on_server": self.update_on_server, "overlap": self.overlap,
+            "max_staleness": self.max_staleness, "staleness": self.staleness, "warmup_steps": self.warmup_steps,
+            "update_frequency": self.update_frequency, "pull_every": self.pull_every, "compression": self.compression,
+            "consistent_pull": self.consistent_pull, "bigarray_bound": self.bigarray_bound,
+        }  # fmt: skip
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} for `{namespace}`: mode={self.mode!r}>"
+
+
+ParameterServerStrategy.register_strategies(pytorch("strategies").StrategyRegistry)

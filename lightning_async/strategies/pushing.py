@@ -1,0 +1,300 @@
+"""One worker's steps: gradients, or changes, go to servers, and weights come back; failures end what is waited for."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from functools import partial
+from types import MethodType
+from typing import Any, Protocol
+
+from torch.optim import Optimizer
+
+from lightning_async.engine.averaging.averager import BackgroundAverager
+from lightning_async.engine.averaging.batch_norm import RECENT_BATCHES
+from lightning_async.engine.gradients.synchronous import SynchronousGradients
+from lightning_async.engine.header import Arrival, Gate
+from lightning_async.engine.server.agreement import Agreement
+from lightning_async.engine.server.lags import in_words
+from lightning_async.engine.server.optimizer_state import Group, rates_of, refuse_groups
+from lightning_async.engine.server.tables import Tables
+from lightning_async.rules.schedules.protocol import Action, Step
+from lightning_async.strategies.saved_state import SavedState
+from lightning_async.strategies.stepping import Steps, learning_rate
+from lightning_async.trainer.batch import batch_size
+from lightning_async.trainer.own_gradients import changes_gradients
+from lightning_async.trainer.patches import Undo, replace, take_back
+
+__all__ = ["Pushing", "Served"]
+
+_STEP = Step(Action.GRADIENTS)
+
+
+class Served(Steps, Protocol):
+    """What a strategy has whose worker this is."""
+
+    update_on_server: bool
+    update_frequency: int
+    pull_every: int
+    overlap: bool
+    num_runs: int
+    saved: SavedState
+
+    @property
+    def gathers(self) -> bool: ...
+
+    groups: list[Group]
+
+    def join_servers(self, averager: BackgroundAverager) -> Tables: ...
+
+
+class Pushing:
+    """In place of `Stepping`, which it is like to whoever calls it; at gates, see `Visitor`.
+
+    With the optimizer on the servers its ``step`` is a push of the gradients and a pull of the weights; whoever calls
+    it, with whatever is done before and after. Else the optimizer is the worker's, and changes of the weights are
+    pushed. A gate finds nothing under way.
+
+    Args:
+        strategy: its module and optimizers, and how it pushes.
+        averager: has the gates, and counts the steps.
+        gradients: not needed here.
+        meet: how a gate that a step needs is opened; no step needs one here.
+    """
+
+    def __init__(
+        self,
+        strategy: Served,
+        averager: BackgroundAverager,
+        gradients: SynchronousGradients,
+        meet: Callable[[Gate], Arrival],
+    ) -> None:
+        self._strategy, self._averager = strategy, averager
+        self._agreement = Agreement(averager.control)
+        self._waited_s = 0.0
+        self._samples = self._told = 0.0
+        own = not strategy.update_on_server or not strategy.module.automatic_optimization
+        self._overlaps = not own and not changes_gradients(strategy.module, until_step=True)
+        self._spent = False
+        """There was a step since these samples began to be counted: the next batch begins anew."""
+        self._stepped = self.pushes = self._steps = 0
+        self._under_way: Future[Any] | None = None
+        self.calls = self.called = False
+        """The next push is to call all; somebody has, with the last one."""
+        self.recent: deque[Any] = deque(maxlen=RECENT_BATCHES)
+        self._thread = ThreadPoolExecutor(1, "lightning_async pushes")
+        self.tables = strategy.join_servers(averager)
+        self._agreement.pulled(self.tables.versions)
+        saved, _ = strategy.saved.take_gathered()
+        self.tables.owe(saved or {})
+        averager.gathered = self._owed
+        averager.gates.add(self)
+        self._undo: list[Undo] = []
+        for optimizer in strategy.optimizers:
+            self._undo.append(replace(optimizer, "add_param_group", refuse_groups))
+            if strategy.update_on_server:
+                self._undo.append(replace(optimizer, "step", lambda original, o=optimizer: self._step_of(o)))
+            else:
+                self._undo.append(optimizer.register_step_post_hook(self._count).remove)
+
+    def close(self) -> None:
+        """Let go of the optimizers and the servers."""
+        take_back(self._undo)
+        if self._under_way is not None:
+            self.tables.give_up()
+        self._thread.shutdown()
+        self.tables.close()
+
+    def _owed(self) -> dict[str, Any] | None:
+        if self._under_way is not None:
+            self._averager.gates.wait(self._under_way.done)
+        return self.tables.owed()
+
+    # ---- batches ----
+
+    def start_batch(self, batch: Any) -> None:
+        """The training thread has a batch."""
+        self.finish_batch()
+        self._averager.gates.resume()
+        if self._spent:
+            if self._under_way is not None and self._under_way.done():
+                self._finish()  # newer weights have come by now
+            self._samples, self._told, self._spent = 0.0, 0.0, False
+        self._samples += batch_size(batch)
+        if self._strategy.buffers == "recompute":
+            self.recent.append(batch)
+
+    def fetch_state(self, optimizer: Optimizer) -> None:
+        """Have the servers' state where torch keeps its own."""
+        self._finish()
+        self._begin(partial(self.tables.fill_state, optimizer, self._tables_of(optimizer)))
+        self._finish()
+
+    def rescue(self, optimizers: Sequence[Optimizer], timeout_s: float) -> None:
+        """The same, and the newest weights, where training has failed; TimeoutError where a server takes longer."""
+        if self._under_way is not None:
+            self._under_way.result(timeout_s)
+        self._within(timeout_s, self.tables.meet)
+        self.tables.take_()
+        for optimizer in optimizers:
+            self._within(timeout_s, partial(self.tables.fill_state, optimizer, self._tables_of(optimizer)))
+
+    def _within(self, timeout_s: float, ask: Callable[[], Any]) -> None:
+        """What takes longer is under way still: `close` breaks it off."""
+        under_way = self._under_way = self._thread.submit(ask)
+        under_way.result(timeout_s)
+        self._under_way = None
+
+    def told_by_servers(self) -> dict[str, str]:
+        """For the summary: what was pushed, how late, and how long this worker has waited for it."""
+        self._begin(self.tables.lags)
+        return {
+            "versions": f"{self.tables.updates(self._strategy.groups)}, of {self.pushes} pushes of rank 0's",
+            **in_words(self._finish()),
+            "waiting for servers": f"{self._waited_s:.2f} s",
+        }
+
+    def finish_batch(self) -> None:
+        """Manual optimization: what a batch has changed goes at its end."""
+        if not self._strategy.module.automatic_optimization:
+            self._push_change()
+
+    def step(self, closure: Callable[[], Any], run: Callable[[Callable[[], Any]], Any]) -> Any:
+        """Automatic optimization: ``run`` the optimizer's step, in which gradients leave, or after which changes do."""
+        output = run(closure)
+        self._spent = True
+        if not self._strategy.update_on_server:
+            self._push_change()
+        return output
+
+    def skip(self, optimizer: Optimizer) -> None:
+        """Mixed precision has skipped its step: the others do not wait for it."""
+        if self._strategy.update_on_server and self.tables.in_step:
+            self._push(dict.fromkeys(self._tables_of(optimizer)), 0.0)
+
+    def backward(self) -> AbstractContextManager[None]:
+        """A backward pass: gradients leave as it makes them, where they are the step's."""
+        leaves = self._overlaps and self._under_way is None and not self._strategy.gathers
+        return self.tables.backward(self._thread.submit if leaves else None)
+
+    def after_backward(self) -> None:
+        """Nothing is done then."""
+
+    def _count(self, *_: Any) -> None:
+        """After every step of the worker's own optimizers."""
+        self._stepped += 1
+
+    # ---- pushes ----
+
+    def _tables_of(self, optimizer: Optimizer) -> list[int]:
+        """Those of its groups."""
+        number = self._strategy.optimizers.index(optimizer)
+        return [table for table, group in enumerate(self._strategy.groups) if group.optimizer == number]
+
+    def _step_of(self, optimizer: Optimizer) -> Callable[..., Any]:
+        """In place of ``optimizer.step``."""
+        groups, tables = self._strategy.groups, self._tables_of(optimizer)
+
+        def step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
+            loss = None if closure is None else closure()
+            self._finish()
+            self.tables.fill_gradients(tables)
+            rates = rates_of(optimizer, groups, tables)
+            empty = not self.tables.has_gradients(tables)  # somebody has dropped them all: as torch, no step
+            together = self.tables.in_step
+            self._push(rates, 0.0 if empty else self._samples)
+            optimizer._opt_called = True
+            self._tick(stepped=not empty or together)
+            return loss
+
+        heard: Any = Optimizer.profile_hook_step(step)  # whoever has a hook on steps is called
+        heard._wrapped_by_lr_sched = True  # schedulers ask whether they are heard of steps
+        return MethodType(heard, optimizer)
+
+    def _push_change(self) -> None:
+        """Push what local steps have changed, if there were enough."""
+        if not self._stepped:
+            return
+        self._steps += self._stepped
+        self._stepped = 0
+        self._tick()
+        if self._steps >= self._strategy.update_frequency:
+            self._send_change()
+
+    def _send_change(self) -> None:
+        self._finish()
+        self._steps = self._stepped = 0
+        self.tables.fill_change()
+        self._begin(partial(self.tables.push_change, weight=1.0, **self._how()))
+        self._finish()
+
+    def _push(self, rates: Mapping[int, float | None], weight: float) -> None:
+        """Push what these tables have been filled with."""
+        self._begin(partial(self.tables.push, rates, weight=weight, **self._how()))
+        if not self._strategy.overlap or self.tables.in_step:
+            self._finish()
+
+    def _how(self) -> dict[str, Any]:
+        self.pushes += 1
+        pull = self.pushes % self._strategy.pull_every == 0 or self.tables.in_step
+        return {"pull": pull, "gate": self._gate, "call": self.calls}
+
+    @property
+    def _gate(self) -> int:
+        """Gates that are behind this worker, by a number that grows from run to run, too."""
+        return (self._strategy.num_runs << 32) + self._averager.gates.opened
+
+    def _tick(self, stepped: bool = True) -> None:
+        samples, self._told, self._spent = self._samples - self._told, self._samples, True
+        self._averager.tick(_STEP, samples, stepped=stepped, lr=learning_rate(self._strategy.optimizers))
+
+    def _begin(self, ask: Callable[[], Any]) -> None:
+        self._under_way = self._thread.submit(ask)
+        self._under_way.add_done_callback(lambda _: self._averager.control.wake())
+
+    def _finish(self) -> Any:
+        """Until nothing is under way, and what was pulled is in the parameters; what was answered."""
+        if (asked := self._under_way) is None:
+            return None
+        if not asked.done():
+            began = time.monotonic()
+            self._averager.gates.wait(asked.done)
+            self._waited_s += time.monotonic() - began
+        self._under_way = None
+        answer = asked.result()
+        self.called |= self.tables.called or (self.calls and not self.tables.in_step)  # a warm-up may have ended
+        if self.tables.pulled:
+            self.tables.take_()
+            self._agreement.pulled(self.tables.versions)
+        return answer
+
+    # ---- at gates, see `Visitor` ----
+
+    def come(self) -> None:
+        """Nothing is under way from here on, and nobody waits for this worker."""
+        if self._steps or self._stepped:
+            self._send_change()
+        self._finish()
+        self._begin(partial(self._rest, self._gate))
+        self._finish()
+        if self._averager.gates.coming is Gate.DECIDE:
+            self.calls = self.called = self.tables.called = False
+
+    def _rest(self, gate: int) -> None:
+        self.tables.rest(gate)
+        self.tables.meet()
+
+    def stand(self) -> None:
+        """Pull what others have pushed since."""
+        while self._agreement.behind:
+            self._begin(self.tables.meet)
+            self._finish()
+
+    def go(self, waited_s: float) -> None: ...
+
+    def leave(self) -> None: ...
+
+    def resume(self) -> None: ...

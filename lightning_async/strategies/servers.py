@@ -1,0 +1,134 @@
+"""The servers of one training: who starts which, how workers reach them, and how they end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from lightning_async.comm.channel import CheckedDial, Dial
+from lightning_async.comm.reach import dial, look_up_all
+from lightning_async.engine.server.line import forget
+from lightning_async.engine.server.plan import Plan
+from lightning_async.engine.server.process import ServerProcess
+from lightning_async.engine.server.quorum import Terms
+from lightning_async.engine.world import World
+from lightning_async.errors import PeerLost
+
+__all__ = ["Servers", "hosts"]
+
+log = logging.getLogger(__name__)
+_DRAIN_S, _TELL_S, _PAUSE_S = 30.0, 180.0, 0.2
+
+
+def hosts(num_servers: int, world_size: int) -> list[int]:
+    """The rank that starts each server: they are spread evenly.
+
+    >>> hosts(2, 4), hosts(3, 3)
+    ([0, 2], [0, 1, 2])
+    """
+    return [server * world_size // num_servers for server in range(num_servers)]
+
+
+class Servers:
+    """Where they are, and those that this rank has started.
+
+    Args:
+        addresses: of all servers, see `reach.dial`; each has all tables.
+        own: of this rank. Default: none.
+        check: raises where a server, by its number, that cannot be reached will not come back. Default: it may.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[Mapping[str, Any]],
+        own: Sequence[ServerProcess] = (),
+        check: Callable[[int], None] | None = None,
+    ) -> None:
+        self.addresses, self.own, self._check = [dict(address) for address in addresses], list(own), check
+        self._closed = False
+
+    @classmethod
+    def start(cls, world: World, num_servers: int, terms: Terms, host: str | None) -> Servers:
+        """All ranks call this together.
+
+        Args:
+            world: of all ranks.
+            num_servers: at least 1.
+            terms: how they treat workers.
+            host: this one's address, by which others reach it; None where all ranks are on one.
+
+        Raises:
+            AsyncTrainingError: the system does not let one start.
+        """
+        mine = [server for server, rank in enumerate(hosts(num_servers, world.world_size)) if rank == world.rank]
+        own: list[ServerProcess] = []
+        try:
+            own += (ServerProcess(terms, host=host) for _ in mine)
+            told = world.gather_objects([process.address for process in own])
+        except BaseException:
+            for process in own:
+                process.close()
+            raise
+        return cls([address for addresses in told for address in addresses], own)
+
+    @classmethod
+    def at(cls, places: str, terms: Terms) -> Servers:
+        """Those that were started on their own.
+
+        Raises:
+            ValueError: they treat workers in another way.
+            PeerLost: one does not answer.
+        """
+        addresses, wanted = look_up_all(places), terms.plain()
+        for name in ("mode", "staleness", "warmup_steps", *(["max_staleness"] if terms.mode == "ssp" else [])):
+            if (theirs := addresses[0]["terms"][name]) != wanted[name]:
+                raise ValueError(
+                    f"`server_address={places!r}`: the servers there have {name}={theirs!r}, and this strategy has "
+                    f"{wanted[name]!r}. Start them with `--{name.replace('_', '-')}`, or change the strategy's."
+                )
+        return cls(addresses)
+
+    def dials(self, plan: Plan) -> list[Dial]:
+        """Memory for talking to them of one table, for the shards of its plan."""
+        sizes = zip(self.addresses, plan.sizes, strict=True)
+        dials = [dial(address, 4 * size, 4 * size) for address, size in sizes]
+        if self._check is None:
+            return dials
+        return [CheckedDial(each, partial(self._check, server)) for server, each in enumerate(dials)]
+
+    def forget(self, names: Sequence[str]) -> None:
+        """These workers are lost: tell the servers, beside whatever this thread does, and those that are started again
+        meanwhile, too: what one has kept says that it is to wait for them."""
+        for address in self.addresses:
+            told = address, list(names)
+            threading.Thread(target=self._forget, args=told, name="lightning_async forgets", daemon=True).start()
+
+    def _forget(self, address: Mapping[str, Any], names: list[str]) -> None:
+        until = time.monotonic() + _TELL_S
+        while True:
+            called: Any = None
+            try:
+                called = dial(address, 0, 0)
+                forget(called, names)
+                return
+            except (PeerLost, OSError) as error:
+                if self._closed or time.monotonic() > until:
+                    log.warning("A server was not told that workers %s are lost: %s", names, error)
+                    return
+            finally:
+                if called is not None:
+                    called.close()
+            time.sleep(_PAUSE_S)
+
+    def close(self, in_order: bool) -> None:
+        """End this rank's, once nobody needs them any more; where this rank has failed, others go on with them."""
+        self._closed = True
+        while self.own:
+            if in_order:
+                self.own.pop().close(_DRAIN_S)
+            else:
+                self.own.pop().leave()

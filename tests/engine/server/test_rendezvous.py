@@ -1,0 +1,154 @@
+"""Workers and dedicated servers find each other, and a server knows when nobody is left to serve."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from lightning_async.comm.membership.door import Door
+from lightning_async.comm.membership.signing import Seal
+from lightning_async.comm.membership.start import Patience
+from lightning_async.comm.membership.stores import HashStore
+from lightning_async.engine.server.quorum import Terms
+from lightning_async.engine.server.rendezvous import Attendance, Board
+from lightning_async.errors import AsyncTrainingError, CollectiveTimeout
+
+
+class Heard:
+    """What a membership hears."""
+
+    def __init__(self) -> None:
+        self.there: set[str] = set()
+        self.ended: set[str] = set()
+
+    def guests(self) -> set[str]:
+        return self.there
+
+    def left(self) -> set[str]:
+        return self.ended
+
+    def leave(self, *names: str) -> None:
+        self.there -= {*names}
+        self.ended |= {*names}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.at = 0.0
+
+    def __call__(self) -> float:
+        return self.at
+
+
+def attendance(heard: Heard, clock: Clock, workers: int = 2, also: tuple[str, ...] = ()) -> Attendance:
+    return Attendance(heard, workers, 30.0, also, now=clock)
+
+
+def test_all_have_come_and_ended() -> None:
+    heard, clock = Heard(), Clock()
+    tested = attendance(heard, clock)
+    assert not tested.over(), "nobody has come yet"
+    heard.there = {"worker-0.0", "server-1.0"}
+    assert not tested.over()
+    heard.leave("worker-0.0")
+    assert not tested.over(), "one is yet to come"
+    heard.there |= {"worker-1.0"}
+    assert not tested.over()
+    heard.leave("worker-1.0")
+    assert tested.over(), "other servers may still be there"
+
+
+def test_who_was_seen_only_after_its_end_counts() -> None:
+    heard, clock = Heard(), Clock()
+    tested = attendance(heard, clock)
+    heard.ended = {"worker-0.0", "worker-1.0"}
+    assert tested.over()
+
+
+def test_one_that_dies_is_waited_for_as_long_as_it_may_live() -> None:
+    heard, clock = Heard(), Clock()
+    tested = attendance(heard, clock)
+    heard.there = {"worker-0.0", "worker-1.0"}
+    assert not tested.over()
+    heard.leave("worker-0.0")
+    heard.there = set()
+    clock.at = 29.0
+    assert not tested.over()
+    clock.at = 31.0
+    assert tested.over()
+
+
+def test_where_some_have_come_and_nobody_is_heard_any_more() -> None:
+    heard, clock = Heard(), Clock()
+    tested = attendance(heard, clock, workers=3)
+    heard.there = {"worker-0.0"}
+    assert not tested.over()
+    heard.leave("worker-0.0")
+    clock.at = 29.0
+    assert not tested.over()
+    clock.at = 31.0
+    assert tested.over()
+
+
+def test_who_comes_back_is_served() -> None:
+    heard, clock = Heard(), Clock()
+    tested = attendance(heard, clock)
+    heard.there = {"worker-0.0", "worker-1.0"}
+    assert not tested.over()
+    heard.leave("worker-1.0")
+    heard.there |= {"worker-1.1"}
+    assert not tested.over()
+    heard.leave("worker-0.0", "worker-1.1")
+    assert tested.over()
+
+
+def test_the_store_is_kept_until_servers_have_ended_too() -> None:
+    heard, clock = Heard(), Clock()
+    tested = attendance(heard, clock, workers=1, also=("server",))
+    heard.there = {"worker-0.0", "server-0.0"}
+    assert not tested.over()
+    heard.leave("worker-0.0")
+    assert not tested.over()
+    heard.leave("server-0.0")
+    assert tested.over()
+
+
+def test_a_store_without_any_worker_has_nothing_to_end_for() -> None:
+    heard, clock = Heard(), Clock()
+    tested = attendance(heard, clock, also=("server",))
+    heard.there = {"server-0.0"}
+    assert not tested.over() and tested.came == 0
+    clock.at = 50.0
+    assert tested.silent_s == 50.0
+
+
+def board() -> Board:
+    return Board(Door(HashStore(), Seal("a secret")))
+
+
+def patience(seconds: float = 0.05) -> Patience:
+    return Patience(0, timedelta(seconds=seconds), check=lambda: None)
+
+
+def test_a_call_and_its_answers() -> None:
+    notes, terms = board(), Terms(mode="ssp", staleness="auto")
+    assert notes.called() == {}
+    notes.call(3, 2, terms)
+    called = notes.called()
+    assert (called["run"], called["servers"], called["over"]) == (3, 2, False)
+    assert Terms(**called["terms"]).plain() == terms.plain()
+    notes.answer(3, 1, {"addresses": [{"name": "b"}]})
+    with pytest.raises(CollectiveTimeout, match=r"waiting for server\(s\) \[0\] of 2"):
+        notes.answers(3, 2, patience())
+    notes.answer(3, 0, {"addresses": [{"name": "a"}]})
+    assert notes.answers(3, 2, patience()) == [{"name": "a"}, {"name": "b"}]
+    notes.dismiss(3)
+    assert notes.called() == {"run": 3, "over": True}
+
+
+def test_a_server_that_cannot_serve_says_why() -> None:
+    notes = board()
+    notes.answer(1, 0, {"error": "there is no memory"})
+    with pytest.raises(AsyncTrainingError, match="server 0 cannot go on: there is no memory"):
+        notes.answers(1, 1, patience())

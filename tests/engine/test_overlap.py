@@ -1,0 +1,254 @@
+"""Gradients that leave during the backward pass, on in-process ranks, against plain means in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lightning_async.comm.simulated.faulty import Fail, Fault
+from lightning_async.engine import backward
+from lightning_async.engine.backward import spans
+from lightning_async.engine.deadlines import Deadlines
+from lightning_async.engine.header import Arrival
+from lightning_async.flat import FlatLayout
+from lightning_async.rules import Synchronous
+from tests.engine.fault_ranks import HEADER, LIMIT_S, PAYLOAD, FaultyRank, Turnstile, outcomes, values
+
+SHAPES = ((3, 2), (5,), (2, 2), (7,), ())
+
+
+class Net(nn.Module):
+    """Its loss uses the parameters that it is told to, with a gradient that is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.ParameterList([nn.Parameter(torch.full(shape, 1.0 + i)) for i, shape in enumerate(SHAPES)])
+
+    def loss(self, factors: dict[int, float]) -> Tensor:
+        """Each parameter in ``factors`` gets that as its gradient, everywhere."""
+        return torch.stack([factor * self.p[i].sum() for i, factor in factors.items()]).sum()
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that five small parameters leave in three parts."""
+    monkeypatch.setattr(backward, "_FIRST_BYTES", 8)
+    monkeypatch.setattr(backward, "_PART_BYTES", 48)
+
+
+def grads(net: Any) -> list[float | None]:
+    return [None if p.grad is None else p.grad.flatten()[0].item() for p in net.p]
+
+
+def on_ranks(world_size: int, body: Callable[[FaultyRank, Any], Any], **options: Any) -> list[Any]:
+    return values(world_size, lambda rank: body(rank, rank.module), module=Net, schedule=Synchronous(), **options)
+
+
+def step(rank: FaultyRank, net: Any, *losses: dict[int, float], samples: float = 1.0, scale: float = 1.0) -> None:
+    """One synchronous step, whose backward passes are of these losses."""
+    planned = rank.averager.plan()
+    net.zero_grad(set_to_none=True)
+    rank.gradients.begin_backward(samples, scale)
+    for factors in losses:
+        net.loss(factors).mul(scale).backward()
+    rank.gradients.reduce_(samples, scale)
+    rank.averager.tick(planned, samples)
+
+
+def every(factor: float) -> dict[int, float]:
+    return dict.fromkeys(range(len(SHAPES)), factor)
+
+
+@given(sizes=st.lists(st.integers(0, 40), max_size=12))
+def test_parts_cover_a_layout_from_its_tail_by_whole_tensors(sizes: list[int]) -> None:
+    layout = FlatLayout([torch.empty(size) for size in sizes])
+    found = spans(layout)
+    assert [i for span in found[::-1] for i in range(span.first, span.last)] == list(range(len(sizes)))
+    assert [x for span in found[::-1] for x in range(span.start, span.end)] == list(range(layout.numel))
+    for span in found:
+        assert sum(layout.sizes[span.first : span.last]) == span.end - span.start
+        assert 4 * (span.end - span.start) <= 48 or sum(1 for n in layout.sizes[span.first : span.last] if n) == 1
+
+
+def test_the_first_parts_sum_is_there_before_the_backward_pass_is_over() -> None:
+    """A hook of the first parameter waits for it: with a sum after the pass it would wait for ever."""
+    turn = Turnstile()
+
+    def body(rank: FaultyRank, net: Any) -> Any:
+        large, seen = rank.averager.control.transfer.large, []
+
+        def told(buffer: Tensor, *args: Any) -> Any:
+            pending = all_reduce(buffer, *args)
+            turn.set(f"{rank.number} has begun a sum")
+            return pending
+
+        all_reduce = large.all_reduce
+        large.all_reduce = told  # pyright: ignore[reportAttributeAccessIssue]
+        net.p[0].register_hook(lambda grad: seen.append(turn.wait(f"{rank.number} has begun a sum")))
+        step(rank, net, every(1.0 + rank.number))
+        return grads(net), len(seen)
+
+    for found, seen in on_ranks(2, body):
+        assert (found, seen) == ([1.5] * len(SHAPES), 1)
+
+
+few = settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+losses = st.lists(st.dictionaries(st.integers(0, 4), st.integers(-3, 3).map(float), max_size=5), max_size=3)
+
+
+@few
+@given(
+    steps=st.lists(st.tuples(losses, losses), min_size=1, max_size=4),
+    samples=st.tuples(st.sampled_from([1.0, 2.0, 6.0]), st.sampled_from([1.0, 3.0])),
+)
+def test_whatever_backward_passes_a_step_has_its_gradients_are_the_weighted_mean(steps: Any, samples: Any) -> None:
+    """Passes that use other parameters than those before, none at all, or the same ones again, unlike on each rank."""
+
+    def body(rank: FaultyRank, net: Any) -> Any:
+        told = []
+        for both in steps:
+            step(rank, net, *filter(None, both[rank.number]), samples=samples[rank.number], scale=2.0**rank.number)
+            told.append([None if g is None else g / 2.0**rank.number for g in grads(net)])
+        return told
+
+    for found in on_ranks(2, body):
+        for both, mine in zip(steps, found, strict=True):
+            for i, gradient in enumerate(mine):
+                own = [[f[i] for f in passes if i in f] for passes in both]
+                if not any(own):
+                    assert gradient is None
+                    continue
+                mean = sum(n * sum(each) for n, each in zip(samples, own, strict=True)) / sum(samples)
+                assert gradient == pytest.approx(mean, abs=1e-6)
+
+
+def test_gradients_that_are_changed_behind_the_backward_pass_are_seen() -> None:
+    def body(rank: FaultyRank, net: Any) -> Any:
+        told = []
+        for way in ("in place", "another", "none", "sparse"):
+            planned = rank.averager.plan()
+            net.zero_grad(set_to_none=True)
+            rank.gradients.begin_backward(1.0)
+            net.loss(every(1.0)).backward()
+            if rank.number == 1:
+                p = net.p[4 if way != "sparse" else 3]
+                if way == "in place":
+                    p.grad.mul_(5.0)
+                else:
+                    p.grad = {"another": p.grad * 3.0, "none": None, "sparse": (p.grad * 7.0).to_sparse()}[way]
+            rank.gradients.reduce_(1.0)
+            rank.averager.tick(planned, 1.0)
+            told.append(grads(net))
+        return told
+
+    for found in on_ranks(2, body):
+        assert found == [[1, 1, 1, 1, 3], [1, 1, 1, 1, 2], [1, 1, 1, 1, 0.5], [1, 1, 1, 4, 1]]
+
+
+@pytest.mark.parametrize(("op", "name"), [("all_reduce", PAYLOAD), ("all_reduce", HEADER), ("all_gather", HEADER)])
+def test_a_reduction_that_fails_within_the_backward_pass_is_repeated(op: str, name: str) -> None:
+    """After each of its operations: parts, what all say of them, the header, the commit."""
+
+    def body(rank: FaultyRank, net: Any) -> Any:
+        told = []
+        for i in range(4):
+            step(rank, net, every(1.0 + rank.number + i))
+            told.append(grads(net))
+        assert rank.meet() is Arrival.OPEN
+        return told, rank.averager.summary.synchronous_steps
+
+    for nth in range(2, 6):
+        script = [Fault(op=op, nth=nth, action=Fail(after=True), name=name)]
+        for found, steps in on_ranks(2, body, scripts={0: script}):
+            assert found == [[1.5 + i] * len(SHAPES) for i in range(4)]
+            assert steps == 4
+
+
+class Crash(RuntimeError):
+    pass
+
+
+def test_one_that_dies_within_the_backward_pass_is_done_without() -> None:
+    def body(rank: FaultyRank) -> Any:
+        net: Any = rank.module
+        step(rank, net, every(float(rank.number)))
+        before = grads(net)
+        if rank.number == 1:
+            planned = rank.averager.plan()
+
+            def crash(_: Tensor) -> None:
+                raise Crash
+
+            net.p[1].register_hook(crash)
+            net.zero_grad(set_to_none=True)
+            rank.gradients.begin_backward(1.0)
+            net.loss(every(1.0)).backward()
+            rank.averager.tick(planned, 1.0)
+        step(rank, net, every(float(rank.number)))
+        assert rank.meet() is Arrival.OPEN
+        return before, grads(net)
+
+    ended = outcomes(3, body, module=Net, min_replicas=1, schedule=Synchronous())
+    assert isinstance(ended[1].error, Crash), ended[1].error
+    for number in (0, 2):
+        assert ended[number].error is None, ended[number].error
+        assert ended[number].value == ([1.0] * len(SHAPES), [1.0] * len(SHAPES))
+
+
+def test_a_backward_pass_that_fails_and_is_caught_is_taken_back() -> None:
+    """The step is taken with the next one's gradients, and with nothing of those that were half on their way."""
+
+    def body(rank: FaultyRank, net: Any) -> Any:
+        planned = rank.averager.plan()
+        if rank.number == 1:
+
+            def crash(_: Tensor) -> None:
+                raise Crash
+
+            hook = net.p[1].register_hook(crash)
+            rank.gradients.begin_backward(1.0)
+            with pytest.raises(Crash):
+                net.loss(every(100.0)).backward()
+            rank.gradients.withdraw()
+            hook.remove()
+            net.zero_grad(set_to_none=True)
+        rank.gradients.begin_backward(1.0)
+        net.loss(every(1.0 + rank.number)).backward()
+        rank.gradients.reduce_(1.0)
+        rank.averager.tick(planned, 1.0)
+        return grads(net), rank.averager.summary.synchronous_steps
+
+    for found in on_ranks(2, body):
+        assert found == ([1.5] * len(SHAPES), 1)
+
+
+def test_a_backward_pass_that_takes_long_is_waited_for_without_a_payload_under_way() -> None:
+    """A late rank is no failure, and payloads have a deadline."""
+    deadlines = Deadlines(payload=timedelta(seconds=2), grace=timedelta(seconds=90), reform=timedelta(seconds=60))
+
+    def body(rank: FaultyRank, net: Any) -> Any:
+        control, planned = rank.averager.control, rank.averager.plan()
+        offered = []
+
+        def wait(_: Tensor) -> None:
+            with control.mailbox.changed:
+                assert control.mailbox.changed.wait_for(lambda: not control.buckets.has_message, LIMIT_S)
+                offered.append(control.buckets.announced)
+
+        if rank.number == 1:
+            net.p[1].register_hook(wait)
+        rank.gradients.begin_backward(1.0)
+        net.loss(every(1.0 + rank.number)).backward()
+        rank.gradients.reduce_(1.0)
+        rank.averager.tick(planned, 1.0)
+        assert rank.meet() is Arrival.OPEN
+        return grads(net), control.mailbox.failed, len(offered)
+
+    assert on_ranks(2, body, deadlines=deadlines) == [([1.5] * len(SHAPES), 0, 0), ([1.5] * len(SHAPES), 0, 1)]

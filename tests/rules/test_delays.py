@@ -1,0 +1,91 @@
+"""Corrections for the delay of gradients, each against its equation in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_async.rules import DelayCompensation, EstimateCommit, WeightPrediction
+from tests.rules.replicas import fill
+
+SEEDS = st.integers(0, 2**31)
+WEIGHTS = st.floats(0.125, 4096)
+LAW = settings(max_examples=30, deadline=None)
+N = 33
+
+
+def bits(x: torch.Tensor) -> list[int]:
+    return x.view(torch.int32).tolist()
+
+
+@LAW
+@given(seed=SEEDS, strength=st.floats(0, 2))
+def test_a_gradient_that_is_not_late_is_not_corrected(seed, strength) -> None:
+    gradient = fill(N, seed)
+    before = gradient.clone()
+    DelayCompensation(strength).correct_(gradient, torch.zeros(N))
+    assert torch.equal(gradient, before)
+
+
+@LAW
+@given(seed=SEEDS, strength=st.floats(0, 2))
+def test_compensation_is_exact_where_the_hessian_is_the_square(seed, strength) -> None:
+    gradient, moved = fill(N, seed), fill(N, seed + 1)
+    expected = gradient.double() * (1 + strength * gradient.double() * moved.double())
+    DelayCompensation(strength).correct_(gradient, moved)
+    torch.testing.assert_close(gradient.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@LAW
+@given(seed=SEEDS, steps=st.floats(0, 4))
+def test_where_nothing_moved_the_prediction_is_here(seed, steps) -> None:
+    now = fill(N, seed)
+    there = now.clone()
+    WeightPrediction(steps).predict_(there, now)
+    assert bits(there) == bits(now)
+
+
+@LAW
+@given(seed=SEEDS, steps=st.floats(0, 4))
+def test_predictions_go_on_as_the_last_step_went(seed, steps) -> None:
+    before, now = fill(N, seed), fill(N, seed + 1)
+    expected, here = now.double() + steps * (now.double() - before.double()), now.clone()
+    WeightPrediction(steps).predict_(before, now)
+    torch.testing.assert_close(before.double(), expected, rtol=1e-5, atol=1e-4)
+    assert torch.equal(now, here)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64])
+def test_predictions_have_the_precision_of_parameters(dtype) -> None:
+    there = torch.tensor([1.0, 2.0], dtype=dtype)
+    WeightPrediction().predict_(there, torch.tensor([2.0, 1.0], dtype=dtype))
+    assert there.dtype == dtype and there.real.tolist() == [3.0, 0.0]
+
+
+@LAW
+@given(seed=SEEDS, weight=WEIGHTS, first_weight=WEIGHTS)
+def test_a_step_taken_again_has_the_mean_of_both_windows(seed, weight, first_weight) -> None:
+    second, first = fill(N, seed), fill(N, seed + 1)
+    expected = (weight * second.double() + first_weight * first.double()) / (weight + first_weight)
+    kept = first.clone()
+    EstimateCommit().combine_(second, weight, first, first_weight)
+    torch.testing.assert_close(second.double(), expected, rtol=1e-5, atol=1e-4)
+    assert torch.equal(first, kept)
+
+
+@LAW
+@given(seed=SEEDS, weight=WEIGHTS)
+def test_a_step_taken_again_with_the_same_is_the_same(seed, weight) -> None:
+    first = fill(N, seed)
+    again = first.clone()
+    EstimateCommit().combine_(again, weight, first, weight)
+    assert bits(again) == bits(first)
+
+
+@pytest.mark.parametrize("make", [DelayCompensation, WeightPrediction])
+@pytest.mark.parametrize(("value", "error"), [("1", TypeError), (True, TypeError), (-0.5, ValueError)])
+def test_arguments_that_cannot_be(make, value, error) -> None:
+    with pytest.raises(error, match=f"{make.__name__}\\(st"):
+        make(value)

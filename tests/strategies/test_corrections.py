@@ -1,0 +1,194 @@
+"""Corrections for the delay on two ranks are their equations in float64; nothing speculative is left anywhere."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.strategies import problem
+from tests.strategies.gradient_windows import adam, momentum
+from tests.strategies.problem import Batch, batches, distance, flat
+from tests.strategies.workers import Outcomes
+
+SCENARIOS = "tests.strategies.corrections"
+SHARDS = (batches(0, 13, 3), batches(1, 13, 9))
+
+
+class Reference:
+    """One process in float64 that does what all ranks do together.
+
+    Args:
+        ahead: the strength of a prediction; 0 for none.
+        twice: steps are estimated, and taken again.
+        warm: steps without a delay.
+    """
+
+    def __init__(
+        self, optimizer: Callable[[Any], torch.optim.Optimizer], *, ahead: float, twice: bool, warm: int, clip: float
+    ) -> None:
+        self.module = problem.network().double()
+        self.params = list(self.module.parameters())
+        self.optimizer = optimizer(self.params)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
+        self.ahead, self.twice, self.warm, self.clip = ahead, twice, warm, clip
+        self.steps = 0
+        self.computed: list[float] = []
+        self.flying: tuple[list[Tensor], int] | None = None
+        self.before: list[Tensor] | None = None
+        self.estimate: Any = None
+
+    def now(self) -> list[Tensor]:
+        return [p.detach().clone() for p in self.params]
+
+    @torch.no_grad()
+    def go(self, there: Sequence[Tensor]) -> None:
+        for p, value in zip(self.params, there, strict=True):
+            p.copy_(value)
+
+    def step(self, gradients: Sequence[Tensor]) -> None:
+        for p, g in zip(self.params, gradients, strict=True):
+            p.grad = g.clone()
+        if self.clip:
+            nn.utils.clip_grad_norm_(self.params, self.clip)
+        self.optimizer.step()
+
+    def arrive(self) -> None:
+        if self.flying is None:
+            return
+        (gradients, samples), self.flying = self.flying, None
+        if self.estimate is not None:
+            (there, state, first, size), self.estimate = self.estimate, None
+            lr = self.schedule.get_last_lr()[0]
+            self.go(there)
+            self.optimizer.load_state_dict(state)
+            self.step([(size * f + samples * g) / (size + samples) for f, g in zip(first, gradients, strict=True)])
+            self.optimizer.param_groups[0]["lr"] = lr
+            return
+        if self.twice and self.steps >= self.warm:
+            self.estimate = (self.now(), copy.deepcopy(self.optimizer.state_dict()), gradients, samples)
+        self.before = self.now()
+        self.step(gradients)
+        self.schedule.step()
+        self.steps += 1
+
+    def gate(self) -> None:
+        self.arrive()
+        self.before = self.estimate = None
+
+    def train(self, shards: Sequence[Sequence[Batch]], size: int, gates: Sequence[int], epochs: int) -> None:
+        for _ in range(epochs):
+            held, there = 0, None
+            total, samples = [torch.zeros_like(p) for p in self.params], 0
+            for i, every in enumerate(zip(*shards, strict=True), start=1):
+                here = self.now()
+                if not held:
+                    there = None
+                    if self.ahead and self.flying is not None and self.before is not None:
+                        there = [x + self.ahead * (x - b) for x, b in zip(here, self.before, strict=True)]
+                self.go(here if there is None else there)
+                self.computed.append(flat(self.module)[0])
+                for x, y in every:
+                    loss = problem.loss_of(self.module, (x.double(), y.double()))
+                    for t, g in zip(total, torch.autograd.grad(loss, self.params), strict=True):
+                        t.add_(g, alpha=len(x))
+                    samples += len(x)
+                self.go(here)
+                held += 1
+                if held == size or i == len(shards[0]):
+                    self.arrive()
+                    self.flying = ([t / samples for t in total], samples)
+                    if self.steps < self.warm:
+                        self.arrive()
+                    total, samples, held = [torch.zeros_like(t) for t in total], 0, 0
+                if i in gates:
+                    self.gate()
+                    there = None
+            self.gate()
+
+
+def reference(name: str, **options: Any) -> Reference:
+    made = {
+        "predicted": lambda: Reference(momentum, ahead=1.5, twice=False, warm=1, clip=0.0),
+        "estimated": lambda: Reference(adam, ahead=0.0, twice=True, warm=1, clip=0.2),
+    }[name]()
+    for key, value in options.items():
+        setattr(made, key, value)
+    made.train(SHARDS, 2, gates=(8,), epochs=2)
+    return made
+
+
+@pytest.mark.parametrize("name", ["predicted", "estimated"])
+def test_steps_are_those_of_one_process_in_float64(ranks: Outcomes, name: str) -> None:
+    expected, (a, b) = reference(name), ranks(name)
+    assert a["digest"] == b["digest"] and a["validations"] == b["validations"]
+    for told in (a, b):
+        assert distance(told["flat"], flat(expected.module)) < 2e-5
+        assert distance(told["computed"], expected.computed) < 2e-5
+        assert told["global_step"] == told["steps"] == expected.steps
+        assert told["lr"] == pytest.approx(expected.schedule.get_last_lr()[0])
+        assert told["samples_by_rank"] == [78.0, 234.0]
+
+
+@pytest.mark.parametrize(("name", "options"), [("predicted", {"ahead": 0.0}), ("estimated", {"twice": False})])
+def test_the_correction_shows(name: str, options: Any) -> None:
+    assert distance(flat(reference(name).module), flat(reference(name, **options).module)) > 1e-3
+
+
+def test_predicted_parameters_are_there_for_the_passes_only(ranks: Outcomes) -> None:
+    """Hooks around a batch, and validations, see parameters that were stepped with."""
+    gates = {8, 13, 21}  # where what is in flight is stepped with
+    for told in ranks("predicted"):
+        seen, after = told["seen"], [each[0] for each in told["history"]]
+        assert all(seen[i] == after[i - 1] for i in range(1, 26) if i not in gates)
+        assert sum(here != there for here, there in zip(seen, told["computed"], strict=True)) == 10
+
+
+def test_an_exception_finds_parameters_that_were_stepped_with(ranks: Outcomes) -> None:
+    assert any("computed True seen True" in error for error in ranks.errors("failed"))
+
+
+@pytest.mark.parametrize("name", ["predicted_uneven", "estimated_uneven"])
+def test_a_rank_without_data_takes_the_steps_of_the_others(ranks: Outcomes, name: str) -> None:
+    for a, b in zip(*ranks(name), strict=True):
+        assert a["digest"] == b["digest"]
+        assert a["epochs"] == b["epochs"] == a["validations"] == b["validations"]
+        assert a["global_step"] == b["global_step"] == a["steps"]
+        assert a["samples_by_rank"] == [32.0, 136.0]  # each sample once an epoch
+
+
+def test_a_half_that_is_not_finite_is_dropped_on_all_ranks(ranks: Outcomes) -> None:
+    """The first half of a step: the next one is estimated in its place. The second: the estimate stays."""
+    a, b = ranks("scaled")
+    for mine, other in zip(a, b, strict=True):
+        assert mine["digest"] == other["digest"]
+        assert mine["scale"] == 512.0
+        assert all(torch.tensor(mine["flat"]).isfinite())
+    assert [told["samples"] for told in a] == [24.0, 24.0, 24.0]
+    assert [told["steps"] for told in a] == [2, 2, 2]
+    assert len({told["digest"] for told in a}) == 3
+
+
+def test_steps_of_two_windows_are_counted_once(ranks: Outcomes) -> None:
+    for told in ranks("limited"):
+        assert told["global_step"] == told["steps"] == 4
+        assert told["samples"] == 4 * 7.0
+
+
+def test_training_goes_on_from_a_gate_to_the_bit(ranks: Outcomes) -> None:
+    for told in ranks("resumed"):
+        for straight, again, steps, steps_again in told.values():
+            assert straight == again and steps == steps_again
+
+
+def test_training_goes_on_with_another_correction(ranks: Outcomes) -> None:
+    a, b = ranks("resumed_with_another")
+    assert a == b and len(a) == 9 and {steps for _, steps in a.values()} == {2, 3}
+
+
+def test_parameters_that_training_step_changes_are_named(ranks: Outcomes) -> None:
+    assert any("`training_step` has changed ['net.0.weight'" in error for error in ranks.errors("clamped"))

@@ -1,0 +1,239 @@
+"""Training with parameter servers: real processes, on two ranks."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_async import ParameterServerStrategy
+from lightning_async.engine.checkpoint.store import CheckpointStore
+from tests.strategies import problem
+from tests.strategies.problem import batches, distance, flat, joined, train_alone
+from tests.strategies.served import BATCHES, adam, momentum, two_optimizers
+from tests.strategies.survivor_workers import SAMPLES
+from tests.strategies.test_failures import ended
+from tests.strategies.test_joining import assert_saved_by_all, ranks
+from tests.strategies.test_joining import told as told_by
+from tests.strategies.test_survivors import survivors, three_ranks
+from tests.strategies.workers import SCENARIOS, Outcomes
+
+FEATURES = (
+    "sync", "sync_adam_two_servers", "sync_uneven", "asynchronous", "overlapped", "bounded", "changes", "two_by_hand",
+    "server_killed", "server_stopped",
+)  # fmt: skip
+USERS = (
+    "resumed", "as_users_do", "finds_a_rate", "other_settings", "fails", "several_fits",
+    "on_their_own",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return Outcomes("tests.strategies.served", tmp_path_factory.mktemp("served"), only=FEATURES)
+
+
+@pytest.fixture(scope="module")
+def users(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return Outcomes("tests.strategies.served", tmp_path_factory.mktemp("users"), only=USERS)
+
+
+def test_all_scenarios_are_run() -> None:
+    assert sorted(SCENARIOS["tests.strategies.served"]) == sorted((*FEATURES, *USERS))
+
+
+@pytest.mark.parametrize(("name", "optimizer"), [("sync", momentum), ("sync_adam_two_servers", adam)])
+def test_synchronous_training_is_that_of_one_process(outcomes: Outcomes, name: str, optimizer: object) -> None:
+    told = outcomes(name)
+    alone = flat(train_alone(joined(batches(0, BATCHES), batches(1, BATCHES)), epochs=2, optimizer=optimizer))  # pyright: ignore
+    for rank in told:
+        assert distance(rank["values"], alone) < 1e-6
+        assert rank["step"] == 2 * BATCHES
+    assert told[0]["digest"] == told[1]["digest"]
+
+
+@pytest.mark.parametrize("name", ["sync_uneven", "asynchronous", "overlapped", "bounded", "changes"])
+def test_all_hold_one_model_at_gates(outcomes: Outcomes, name: str) -> None:
+    told = outcomes(name)
+    assert told[0]["digest"] == told[1]["digest"]
+    assert told[0]["epochs"] == told[1]["epochs"]
+    assert all(torch.tensor(rank["values"]).isfinite().all() for rank in told)
+
+
+def loss(values: list[float]) -> float:
+    module = problem.network()
+    torch.nn.utils.vector_to_parameters(torch.tensor(values, dtype=torch.float32), module.parameters())
+    data = [*batches(0, BATCHES), *batches(1, BATCHES)]
+    with torch.no_grad():
+        return sum(float(problem.loss_of(module, batch)) for batch in data) / len(data)
+
+
+@pytest.mark.parametrize("name", ["asynchronous", "overlapped", "changes"])
+def test_it_learns(outcomes: Outcomes, name: str) -> None:
+    told, start = outcomes(name), loss(flat(problem.network()))
+    assert loss(told[0]["values"]) < 0.6 * start
+
+
+@pytest.mark.parametrize(("mode", "victim"), [("sync", 1), ("async", 0), ("ssp", 2)])
+def test_workers_are_killed_and_the_others_go_on(mode: str, victim: int, tmp_path: Path) -> None:
+    """Rank 0 has started the server, which goes on without it."""
+    with three_ranks(tmp_path, {str(victim): ("step", 0, 4)}, served=mode) as group:
+        told = survivors(group.join(), [victim])
+    assert {each["world_size"] for each in told} == {2}
+    for what in ("trained", "validated"):
+        seen = sorted(sample for each in told for sample in each[what]["2"])
+        assert seen == list(range(SAMPLES)), what
+
+
+@pytest.mark.parametrize(("mode", "dies"), [("async", 0), ("sync", 2)])
+def test_a_worker_comes_back(mode: str, dies: int, tmp_path: Path) -> None:
+    with ranks(tmp_path, dies, served=mode, saves=True) as group:
+        results = group.join()
+    said = told_by(results, [*({0, 1, 2} - {dies}), 3])
+    later = range(said[-1]["came_at"] + 1, said[-1]["epochs"])
+    assert len(later) == 2
+    for epoch in map(str, later):
+        assert sorted(sample for each in said for sample in each["trained"][epoch]) == list(range(SAMPLES))
+    assert "event=own_state" in results[3].stderr  # of its own, or rank 0's where its copy had not arrived
+    assert_saved_by_all(CheckpointStore(tmp_path / "saved"), dies)
+
+
+def test_each_optimizer_and_each_group_has_its_own_settings(outcomes: Outcomes) -> None:
+    told = outcomes("two_by_hand")
+    net = problem.network()
+    optimizers = two_optimizers(net)
+    for _ in range(2):
+        for batch in joined(batches(0, BATCHES), batches(1, BATCHES)):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+                problem.loss_of(net, batch).backward()
+                optimizer.step()
+    for rank in told:
+        assert distance(rank["values"], flat(net)) < 1e-6
+
+
+def test_an_ordinary_checkpoint_holds_what_servers_have(users: Outcomes) -> None:
+    """It goes on with another number of servers, and in one process without any."""
+    told = users("resumed")
+    data = joined(batches(0, BATCHES), batches(1, BATCHES))
+    alone = flat(train_alone(data, epochs=4, optimizer=adam))
+    for rank in told:
+        assert distance(rank["values"], alone) < 1e-6
+        assert rank["step"] == 4 * BATCHES
+        assert rank["steps"] == [2.0 * BATCHES] * 4
+    after = torch.load(Path(told[0]["saved"]).with_name("after.ckpt"), weights_only=True)
+    saved = torch.load(told[0]["saved"], weights_only=True)
+    for one, other in zip(*(each["optimizer_states"][0]["state"].values() for each in (saved, after)), strict=True):
+        assert all(torch.equal(one[key], other[key]) for key in one)
+    net = problem.network()
+    net.load_state_dict({name.removeprefix("net."): value for name, value in saved["state_dict"].items()})
+    optimizer = adam(net.parameters())
+    optimizer.load_state_dict(saved["optimizer_states"][0])
+    assert distance(flat(train_alone(data, epochs=2, module=net, optimizer=lambda _: optimizer)), alone) < 1e-6
+
+
+def test_servers_are_killed_and_each_push_is_applied_once(outcomes: Outcomes) -> None:
+    told = outcomes("server_killed")
+    alone = flat(train_alone(joined(batches(0, BATCHES), batches(1, BATCHES)), epochs=2, optimizer=adam))
+    assert told[0]["killed"] == 2
+    for rank in told:
+        assert distance(rank["values"], alone) < 1e-6
+
+
+def test_a_server_that_stands_still_is_waited_for(outcomes: Outcomes) -> None:
+    told = outcomes("server_stopped")
+    alone = flat(train_alone(joined(batches(0, BATCHES), batches(1, BATCHES)), epochs=2, optimizer=adam))
+    assert told[0]["killed"] == 2
+    for rank in told:
+        assert distance(rank["values"], alone) < 1e-6
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_worker_that_stands_still_is_done_without(mode: str, tmp_path: Path) -> None:
+    """And is fenced when it wakes: what it says then counts no more."""
+    with three_ranks(tmp_path, {}, pause_s=0.1, epochs=4, served=mode) as group:
+        group.wait_for(1, "step 2\n")
+        group.signal(1, signal.SIGSTOP)
+        group.wait_for(0, "ENDED")
+        group.signal(1, signal.SIGCONT)
+        results = group.join()
+    survivors(results, [1])
+    assert "Evicted" in ended(results[1])["error"]
+
+
+def test_lightnings_own_callbacks_and_options(users: Outcomes) -> None:
+    told = users("as_users_do")
+    assert told[0]["digest"] == told[1]["digest"]
+    assert told[0]["validations"] == told[1]["validations"]
+    assert len(told[0]["validations"]) == 2 * 5, "averages of weights take an epoch more"
+    best, often = told[0]["saved"]
+    assert len(best) == len(often) == 6
+    assert min(best) >= 6 and min(often) >= 5, "steps of all workers"
+
+
+def test_what_cannot_be_is_refused_on_all_ranks(users: Outcomes) -> None:
+    for error in users.errors("other_settings"):
+        assert "mode" in error and "sync" in error and "async" in error, error
+
+
+def test_a_worker_that_fails_ends_the_one_that_waits_for_its_push(users: Outcomes) -> None:
+    first, second = users.errors("fails")
+    assert second.startswith("ZeroDivisionError")
+    assert "ZeroDivisionError" in first and first.startswith("PeerLost")
+
+
+def test_the_trainer_may_fit_again(users: Outcomes) -> None:
+    """As Lightning does: with another optimizer, which begins anew."""
+    told = users("several_fits")
+    data = joined(batches(0, BATCHES), batches(1, BATCHES))
+    once = train_alone(data, optimizer=adam)
+    alone = flat(train_alone(data, module=once, optimizer=adam))
+    for rank in told:
+        assert distance(rank["values"], alone) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"mode": "dist"}, ValueError, "mode='dist'"),
+        ({"num_servers": 0}, ValueError, "num_servers=0"),
+        ({"num_servers": 1, "server_address": "a:1"}, ValueError, "server_address='a:1'"),
+        ({"max_staleness": -1}, ValueError, "max_staleness=-1"),
+        ({"pull_every": 1.5}, TypeError, "pull_every=1.5"),
+        ({"update_frequency": 2}, ValueError, "accumulate_grad_batches=2"),
+        ({"overlap": True, "update_on_server": False}, ValueError, "overlap=True"),
+        ({"mode": "sync", "overlap": True}, ValueError, "mode='sync'"),
+        ({"mode": "sync", "staleness": "dana"}, ValueError, "staleness=Dana"),
+        ({"staleness": "late"}, ValueError, "staleness='late'"),
+        ({"staleness": 3}, TypeError, "staleness=3"),
+    ],
+)
+def test_wrong_arguments_are_named_at_once(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=re.escape(words)):
+        ParameterServerStrategy(**arguments)
+
+
+def test_servers_may_be_started_on_their_own(users: Outcomes) -> None:
+    """They keep their weights, unless a training goes on from a checkpoint: then these count."""
+    told = users("on_their_own")
+    alone = flat(train_alone(joined(batches(0, BATCHES), batches(1, BATCHES)), epochs=2, optimizer=adam))
+    for rank in told:
+        assert distance(rank["values"], alone) < 1e-6
+        assert distance(rank["again"], alone) < 1e-6
+
+
+def test_where_the_rank_fails_that_has_started_a_server_the_others_go_on_with_it(tmp_path: Path) -> None:
+    answers = Outcomes("tests.strategies.served_alone", tmp_path)._answers("host_fails")
+    assert answers[0]["error"].startswith("ZeroDivisionError")
+    assert answers[1]["value"]["step"] >= 2 * BATCHES
+
+
+def test_lightnings_search_for_a_rate(users: Outcomes) -> None:
+    """It trains on servers of its own, and all go on from where they were."""
+    told = users("finds_a_rate")
+    assert told[0]["digest"] == told[1]["digest"]
+    assert told[0]["step"] == 2 * BATCHES

@@ -1,0 +1,42 @@
+"""A worker's end, where its servers do not answer."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from lightning_async.strategies.pushing import Pushing
+
+
+class Silent:
+    """Tables whose servers answer nothing, until they are given up."""
+
+    def __init__(self) -> None:
+        self.given_up = threading.Event()
+
+    def meet(self) -> None:
+        self.given_up.wait()
+
+    def give_up(self) -> None:
+        self.given_up.set()
+
+    def close(self) -> None: ...
+
+
+def test_a_worker_that_has_failed_ends_though_its_servers_hang() -> None:
+    """What it asks them for its last save is broken off."""
+    pushing: Any = object.__new__(Pushing)
+    pushing.tables = tables = Silent()
+    pushing._under_way, pushing._undo = None, []
+    pushing._thread = ThreadPoolExecutor(1)
+    with pytest.raises(TimeoutError):
+        pushing.rescue([], 0.01)
+    closing = threading.Thread(target=pushing.close, daemon=True)
+    closing.start()
+    closing.join(20)
+    ended = not closing.is_alive()
+    tables.given_up.set()
+    assert ended

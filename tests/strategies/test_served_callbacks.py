@@ -1,0 +1,57 @@
+"""Lightning's own callbacks beside servers do what they do elsewhere, or are refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.strategies import problem
+from tests.strategies.problem import batches, distance, flat, joined
+from tests.strategies.served import BATCHES, momentum
+from tests.strategies.served_callbacks import DECAY, WINDOWS
+from tests.strategies.workers import Outcomes
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return Outcomes("tests.strategies.served_callbacks", tmp_path_factory.mktemp("callbacks"))
+
+
+def test_an_average_over_time_is_that_of_one_process(outcomes: Outcomes) -> None:
+    net, average = problem.network(), torch.empty(0)
+    optimizer = momentum(net.parameters())
+    for batch in joined(batches(0, BATCHES), batches(1, BATCHES)) * 2:
+        optimizer.zero_grad()
+        problem.loss_of(net, batch).backward()
+        optimizer.step()
+        now = torch.tensor(flat(net))
+        average = DECAY * average + (1 - DECAY) * now if average.numel() else now
+    for told in outcomes("averaged"):
+        assert told["step"] == 2 * BATCHES
+        assert distance(told["values"], average.tolist()) < 1e-6
+
+
+def test_windows_by_epoch_are_pushed_as_one(outcomes: Outcomes) -> None:
+    net = problem.network()
+    optimizer = momentum(net.parameters())
+    for size in WINDOWS.values():
+        data = joined(batches(0, BATCHES), batches(1, BATCHES))
+        for start in range(0, BATCHES, size):
+            optimizer.zero_grad()
+            for batch in data[start : start + size]:
+                (problem.loss_of(net, batch) / size).backward()
+            optimizer.step()
+    for told in outcomes("accumulated"):
+        assert told["step"] == BATCHES + BATCHES // 2
+        assert distance(told["values"], flat(net)) < 1e-6
+
+
+def test_all_stop_at_one_epoch(outcomes: Outcomes) -> None:
+    first, second = outcomes("stopped_early")
+    assert first["digest"] == second["digest"]
+    assert len(first["validations"]) == len(second["validations"]) == 2
+
+
+def test_what_looks_for_a_batch_size_is_refused(outcomes: Outcomes) -> None:
+    for error in outcomes.errors("sizes"):
+        assert "`BatchSizeFinder` looks on one device only" in error

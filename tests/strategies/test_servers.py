@@ -1,0 +1,35 @@
+"""What workers tell their servers besides."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from lightning_async.comm.reach import address_of
+from lightning_async.engine.server.line import forget
+from lightning_async.errors import ChannelTimeout
+from lightning_async.strategies import servers
+from lightning_async.strategies.servers import Servers
+from tests.engine.server.running import push, running
+
+
+def test_a_server_that_is_started_again_is_told_who_was_lost_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else all would wait for a worker of whom it has kept that it lives."""
+    failures = [ChannelTimeout("it is being started."), ChannelTimeout("still.")]
+
+    def failing(*told: Any) -> None:
+        if failures:
+            raise failures.pop()
+        forget(*told)
+
+    monkeypatch.setattr(servers, "forget", failing)
+    with running(mode="sync", num_workers=2) as server, ThreadPoolExecutor(2) as pool:
+        a, b = server.started("a"), server.started("b")
+        both = [pool.submit(push, a, 1.0), pool.submit(push, b, 3.0)]
+        assert all(each.result(20).tolist() == [2.0] * 8 for each in both)
+        waits = pool.submit(push, a, 1.0)
+        Servers([address_of(server.name)]).forget(["b"])
+        assert waits.result(20).tolist() == [3.0] * 8
+    assert not failures
