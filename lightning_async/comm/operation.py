@@ -79,6 +79,8 @@ class Operation(Generic[T]):
         self.started = time.monotonic()
         self.poll = poll
         self.poll_s = _POLL_S
+        self.told = False
+        """The transport completes it by itself, and `poll` is for what goes wrong: no hurry."""
         self._on_expire = on_expire
         self._ended = threading.Event()
         self._lock = threading.Lock()
@@ -156,10 +158,12 @@ class Operation(Generic[T]):
         if self.poll is None:
             self._ended.wait(max(until - time.monotonic(), 0.0))
             return
+        if self.told:
+            self._ended.wait(min(self.poll_s, max(until - time.monotonic(), 0.0)))
         while not self._ended.is_set():
             self.poll()
             left = until - time.monotonic()
             if self._ended.is_set() or left <= 0:
                 return
-            pause = min(max(0.1 * self.elapsed_s(), self.poll_s / 25), self.poll_s)  # a tenth late, at most
-            self._ended.wait(min(pause, left))
+            soon = self.poll_s if self.told else max(0.1 * self.elapsed_s(), self.poll_s / 25)  # a tenth late, at most
+            self._ended.wait(min(soon, self.poll_s, left))

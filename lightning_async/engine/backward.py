@@ -89,8 +89,10 @@ class Backward:
         """A parameter's gradient is there."""
         if not self.under_way or (number := self._span_of[i]) < self.filled:
             return
-        self._missing[number].discard(i)
-        self._tell()
+        missing = self._missing[number]
+        missing.discard(i)
+        if not missing:
+            self._tell()
 
     def _tell(self) -> None:
         before = self.filled

@@ -91,11 +91,13 @@ class Exchange:
         message: this rank's; None if it is absent.
         target: the bucket that the payload lands in.
         tally: a number of this rank's; the commit makes it the sum over all ranks, but for one that lost its answer.
+        doubt: this rank is not done; where any is not, all `settle` it in place of the commit, and then say this again.
+        settle: changes what has moved until all are done.
         header_s: waiting for the slowest rank's header.
         exchange_s: moving and committing the payload.
         mark: the checkpoint that belongs to it, if one does.
         places: by name, how far the data of each rank that takes part has gone into it.
-        void: nobody commits it, as all have heard while it moved.
+        void: nobody commits it, as all have heard.
     """
 
     id: int
@@ -103,6 +105,8 @@ class Exchange:
     message: Message | None
     target: Tensor
     tally: float = 0.0
+    doubt: bool = False
+    settle: Callable[[], None] = lambda: None
     header_s: float = 0.0
     exchange_s: float = 0.0
     mark: Mark | None = None

@@ -232,13 +232,16 @@ class Loop:
             members = self._membership.generation.members
             exchange.mark, exchange.places = mark_of(headers, members), places_of(headers, members)
         kind.move(exchange)
-        if exchange.void:
-            return
         exchange.exchange_s = self._now() - started  # what is known, should the answer to the commit be lost
         self._to(Stage.COMMIT)
         self.prepared = exchange
-        exchange.tally = float(self._transfer.meet(torch.tensor([exchange.tally], dtype=torch.float64)).sum())
-        exchange.exchange_s = self._now() - started
+        while (tally := self._transfer.all_have(exchange.tally, exchange.doubt)) is None:
+            self.prepared = None
+            exchange.settle()
+            if exchange.void:
+                return
+            self.prepared = exchange
+        exchange.tally, exchange.exchange_s = tally, self._now() - started
         self._apply(exchange)
 
     def _catch_up(self, id: int) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from lightning_async.comm.membership.membership import Membership
@@ -99,14 +100,24 @@ class Transfer:
         """
         return self._wait(self.small.all_gather(row), None, every)
 
+    def all_have(self, tally: float, doubt: bool) -> float | None:
+        """Waits until all ranks have a payload. The sum of their tallies; None where any has doubts.
+
+        Args:
+            tally, doubt: this rank's.
+        """
+        told = self.meet(torch.tensor([tally, doubt], dtype=torch.float64))
+        total, doubts = told.sum(dim=0).tolist()
+        return None if doubts else total
+
     def gather(self, row: Tensor) -> Tensor:
         """All ranks' rows, with the deadline of a payload."""
         return self.result(self.small.all_gather(row))
 
-    def largest_(self, flat: Tensor, late: bool = False) -> None:
-        """The largest of all ranks' numbers on the CPU, element by element; ``late``: with no deadline, as `meet`."""
+    def largest_(self, flat: Tensor) -> None:
+        """The largest of all ranks' numbers on the CPU, element by element."""
         for part in FlatLayout.parts(flat, self.part_bytes):
-            self._wait(self.small.all_reduce(part, ReduceOp.MAX), None if late else self._deadline, None)
+            self.result(self.small.all_reduce(part, ReduceOp.MAX))
 
     # ---- payloads ----
 

@@ -119,6 +119,14 @@ class SegmentTable:
                 chunks = [(i, c) for i, segment in enumerate(mine) for c in range(_chunks(segment.numel))]
                 self._groups.append((*key, raw.to(device), torch.tensor(chunks, dtype=torch.int64, device=device)))
 
+    def follow(self, pointers: Sequence[int]) -> bool:
+        """The tensors are elsewhere from now on; whether the table could be changed."""
+        if self.device.type != "cpu":
+            return False
+        for segment, pointer in zip(self._segments, pointers, strict=True):
+            segment.x = pointer
+        return True
+
     def run(self, buckets: Sequence[Tensor], scalars: Sequence[float], norms: bool) -> Tensor | None:
         """Run each segment's op on it and its places in the buckets; with ``norms``, return the sums of squares."""
         pointers, values = _pointers(buckets), _scalars(scalars)

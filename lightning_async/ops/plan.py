@@ -9,6 +9,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,7 +56,30 @@ class Plan:
         self.layout, self.tensors = layout, list(tensors)
         self.remainders = list(reference.check_lists("Plan", layout, self.tensors, remainders))
         self._tables: dict[tuple[str, torch.device], _Table] = {}
+        self._memory, self._kinds = self._pointers(), _kinds(self.tensors)
+
+    def follow(self, tensors: Sequence[Tensor]) -> bool:
+        """Go on with other tensors of the same kinds, which costs a tenth of another plan; whether they are.
+
+        A plan with remainders follows none.
+
+        Raises:
+            ValueError: see `apply_`.
+        """
+        if _kinds(tensors) != self._kinds or any(rest is not None for rest in self.remainders):
+            return False
+        self.tensors, before = list(tensors), self._memory
         self._memory = self._pointers()
+        if self._memory != before:
+            tables, self._tables = self._tables, {}
+            if any(op in _WRITES_TENSORS for op, _ in tables):
+                self._check_distinct()
+            self._tables = {key: table for key, table in tables.items() if table.follow(self._memory)}
+        return True
+
+    def release(self) -> None:
+        """Hold no tensors, until it is to `follow` others."""
+        self.tensors = []
 
     def _check_distinct(self) -> None:
         """What is written in parallel must not overlap."""
@@ -135,8 +159,8 @@ class Plan:
             if not table.whole:
                 parts = [torch.cat([bucket[start:end] for start, end in places]) for bucket in sources]
             reference.apply_(tensors, layout, parts[0], parts[1] if base is not None else None, remainders)
-        if table.written:
-            increment_version(table.written)
+        if written := [*(self.tensors[k] for k in table.written), *table.rests]:
+            increment_version(written)
 
     def _buckets(self, op: str, **given: Tensor | None) -> list[Tensor]:
         present = {name: bucket for name, bucket in given.items() if bucket is not None}
@@ -162,6 +186,10 @@ class Plan:
         return layout, tensors, [self.remainders[k] for k in indices], places
 
 
+def _kinds(tensors: Sequence[Tensor]) -> list[tuple[Any, ...]]:
+    return [(t.dtype, t.shape, t.device, t.is_contiguous()) for t in tensors]
+
+
 def _dense(t: Tensor) -> bool:
     return t.numel() > 0 and t.is_contiguous()
 
@@ -181,7 +209,9 @@ class _Table:
         fast = native.available(device)
         segments: list[calls.Segment] = []
         self.others: list[int] = []
-        self.written: list[Tensor] = []
+        self.written: list[int] = []
+        self.rests: list[Tensor] = []
+        self._places: list[int] = []
         for k, (x, rest, offset) in enumerate(zip(plan.tensors, plan.remainders, _offsets(plan.layout), strict=True)):
             if not x.numel():
                 continue
@@ -192,10 +222,16 @@ class _Table:
             number = calls.find(device.type, op if rest is None else f"{op}_rest")
             pointer = None if rest is None else rest.data_ptr()
             segments.append(calls.Segment(x.data_ptr(), pointer, offset, x.numel(), number, calls.FORMATS[x.dtype]))
+            self._places.append(k)
             if op in _WRITES_TENSORS:
-                self.written += present
+                self.written.append(k)
+                self.rests += present[1:]
         self.whole = not segments and len(self.others) == len(plan.tensors)
         self._table = calls.SegmentTable(device, segments) if segments else None
+
+    def follow(self, pointers: Sequence[int]) -> bool:
+        """The tensors, none of which has a remainder, are there from now on; whether that can be."""
+        return self._table is None or self._table.follow([pointers[k] for k in self._places])
 
     def run(self, buckets: Sequence[Tensor], scalars: Sequence[float], norm: bool) -> float:
         """Run the op; the first of its norms, where it is wanted."""

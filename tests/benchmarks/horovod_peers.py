@@ -1,4 +1,4 @@
-"""Ways of synchronous training that are bound by their gradients: Horovod's own, ours over Horovod, and DDP."""
+"""Ways of synchronous training that are bound by their gradients: Horovod's own, ours, and DDP."""
 
 from __future__ import annotations
 
@@ -14,35 +14,39 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from tests.benchmarks.measured import Job, Meter, RankResult, note_step
 
-__all__ = ["ddp", "optimizer_in_lightning", "optimizer_raw", "strategy"]
+__all__ = ["DEPTH", "ddp", "optimizer_in_lightning", "optimizer_raw", "strategy", "synchronous"]
 
-WIDTH, DEPTH = 1024, 24
+DEPTH = 24
 SAMPLES = 2
 
 
 class Noise(IterableDataset[Tensor]):
     """Random inputs, without end."""
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
+    def __init__(self, seed: int, width: int) -> None:
+        self.seed, self.width = seed, width
 
     def __iter__(self) -> Iterator[Tensor]:
         generator = torch.Generator().manual_seed(self.seed)
         while True:
-            yield torch.randn(WIDTH, generator=generator)
+            yield torch.randn(self.width, generator=generator)
 
 
 def batches(job: Job) -> DataLoader[Tensor]:
-    return DataLoader(Noise(job.rank), batch_size=SAMPLES)
+    return DataLoader(Noise(job.rank, job.width), batch_size=SAMPLES)
 
 
 class Wide(pl.LightningModule):
-    """25 million parameters (100 MB of gradients) and next to no compute: what is measured is the gradients' way."""
+    """Next to no compute: what is measured is the gradients' way.
 
-    def __init__(self) -> None:
+    Args:
+        width: of its layers; 1024 makes 25 million parameters, 100 MB of gradients.
+    """
+
+    def __init__(self, width: int) -> None:
         super().__init__()
         torch.manual_seed(0)
-        layers = [layer for _ in range(DEPTH) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+        layers = [layer for _ in range(DEPTH) for layer in (nn.Linear(width, width), nn.Tanh())]
         self.net = nn.Sequential(*layers)
 
     def loss(self, batch: Tensor) -> Tensor:
@@ -58,8 +62,8 @@ class Wide(pl.LightningModule):
 class WideByHorovod(Wide):
     """The same, its optimizer wrapped by Horovod's: that waits before the step, so the step needs the gradients."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
         self.automatic_optimization = False
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -101,28 +105,35 @@ def _fit(job: Job, module: Wide, strategy: Strategy, num_nodes: int = 1) -> Rank
 
 def ddp(job: Job) -> RankResult:
     """Lightning's DDPStrategy over Gloo."""
-    return _fit(job, Wide(), DDPStrategy(process_group_backend="gloo"), num_nodes=job.num_replicas)
+    return _fit(job, Wide(job.width), DDPStrategy(process_group_backend="gloo"), num_nodes=job.num_replicas)
 
 
 def strategy(job: Job) -> RankResult:
     """The strategy under test."""
     from lightning_async import HorovodStrategy
 
-    return _fit(job, Wide(), HorovodStrategy())
+    return _fit(job, Wide(job.width), HorovodStrategy())
+
+
+def synchronous(job: Job) -> RankResult:
+    """The same over torch."""
+    from lightning_async import AsyncAveragingStrategy, Synchronous
+
+    return _fit(job, Wide(job.width), AsyncAveragingStrategy(schedule=Synchronous()), num_nodes=job.num_replicas)
 
 
 def optimizer_in_lightning(job: Job) -> RankResult:
     """`hvd.DistributedOptimizer` within Lightning, by manual optimization."""
     hvd: Any = importlib.import_module("horovod.torch")
     hvd.init()
-    return _fit(job, WideByHorovod(), SingleDeviceStrategy(torch.device("cpu")))
+    return _fit(job, WideByHorovod(job.width), SingleDeviceStrategy(torch.device("cpu")))
 
 
 def optimizer_raw(job: Job) -> RankResult:
     """`hvd.DistributedOptimizer` in a loop of its own."""
     hvd: Any = importlib.import_module("horovod.torch")
     hvd.init()
-    module = Wide()
+    module = Wide(job.width)
     optimizer = _wrapped(module)
     result = RankResult()
     stream = iter(batches(job))

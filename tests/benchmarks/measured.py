@@ -36,6 +36,7 @@ class Job:
         begin: file of a model, and of an optimizer's state, that training begins with.
         rates: learning rate of steps of a batch, power of the batches that it goes with, and factor where it is late.
         look_s: seconds from one look at the held-out loss to the next; 0 for none.
+        width: of the layers of the wide model, which has 24 of them.
     """
 
     peer: str
@@ -54,6 +55,7 @@ class Job:
     begin: str | None = None
     rates: tuple[float, float, float] = (2e-3, 1 / 3, 0.5)
     look_s: float = 0.0
+    width: int = 1024
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -66,6 +68,7 @@ class RankResult:
     Args:
         ends: the moment at which each training step ended (a clock that all processes of a machine share).
         sent: pairs of a number of steps done and the bytes that this rank's interface had sent by then.
+        cpu_s: this process's time on processors, of all its threads, at the ends of the measured part.
         losses: training loss of each step.
         held_out: moments, and the loss of the parameters of then on text that is not trained on.
         compute_s: seconds of forward, and of backward and optimizer, of each step (probe ``compute`` only).
@@ -75,6 +78,7 @@ class RankResult:
 
     ends: list[float] = field(default_factory=list)
     sent: list[tuple[int, int]] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     held_out: list[tuple[float, float]] = field(default_factory=list)
     compute_s: list[tuple[float, float]] = field(default_factory=list)
@@ -105,3 +109,4 @@ def note_step(job: Job, result: RankResult) -> None:
     num_steps = len(result.ends)
     if num_steps in (job.warmup, job.warmup + job.steps):
         result.sent.append((num_steps, sent_bytes(job.interface)))
+        result.cpu_s.append(time.process_time())

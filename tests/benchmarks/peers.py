@@ -208,6 +208,7 @@ PEERS: dict[str, Peer] = {
         horovod=True,
     ),
     "wide ours": Peer(about="ours, HorovodStrategy", run=horovod_peers.strategy, sync_every=1, ours=True, horovod=True),
+    "wide synchronous": Peer(about="ours, Synchronous", run=horovod_peers.synchronous, sync_every=1, ours=True),
     "probe compute": Peer(about="unpadded compute, all replicas at once", run=_probe_compute(small)),
     "probe language": Peer(about="the same of the batches that gradients are of", run=_probe_compute(language())),
     "probe round": Peer(about="blocking all-reduce of the model", run=probe_round),

@@ -93,7 +93,7 @@ class Recording:
         return Recording(self._inner.fork(name, timeout), self._ledger)
 
     def all_gather(self, buffer: Tensor, out: Tensor | None = None) -> Any:
-        is_header = self._inner.name == HEADER and buffer.numel() > 1
+        is_header = self._inner.name == HEADER and buffer.numel() >= len(Header._fields)
         if is_header and buffer[Header._fields.index("ready")] == ROUND:
             self._ledger.message_sent.set()
         pending = self._inner.all_gather(buffer, out)

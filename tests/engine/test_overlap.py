@@ -152,23 +152,52 @@ def test_gradients_that_are_changed_behind_the_backward_pass_are_seen() -> None:
         assert found == [[1, 1, 1, 1, 3], [1, 1, 1, 1, 2], [1, 1, 1, 1, 0.5], [1, 1, 1, 4, 1]]
 
 
-@pytest.mark.parametrize(("op", "name"), [("all_reduce", PAYLOAD), ("all_reduce", HEADER), ("all_gather", HEADER)])
-def test_a_reduction_that_fails_within_the_backward_pass_is_repeated(op: str, name: str) -> None:
-    """After each of its operations: parts, what all say of them, the header, the commit."""
+@pytest.mark.parametrize(
+    ("op", "name", "most"), [("all_reduce", PAYLOAD, 6), ("all_reduce", HEADER, 4), ("all_gather", HEADER, 12)]
+)
+def test_a_reduction_that_fails_within_the_backward_pass_is_repeated(op: str, name: str, most: int) -> None:
+    """After each of its operations: parts, the header, the commit, and what is settled before it where there are
+    doubts: in the first step, where nobody knows what is used, and where that is not as in the step before."""
+    uses = [every(1.0), {0: 1.0, 3: 1.0}, every(1.0), every(1.0)]
 
     def body(rank: FaultyRank, net: Any) -> Any:
         told = []
-        for i in range(4):
-            step(rank, net, every(1.0 + rank.number + i))
+        for i, used in enumerate(uses):
+            step(rank, net, {k: factor + rank.number + i for k, factor in used.items()})
             told.append(grads(net))
         assert rank.meet() is Arrival.OPEN
         return told, rank.averager.summary.synchronous_steps
 
-    for nth in range(2, 6):
+    for nth in range(2, most + 1):
         script = [Fault(op=op, nth=nth, action=Fail(after=True), name=name)]
         for found, steps in on_ranks(2, body, scripts={0: script}):
-            assert found == [[1.5 + i] * len(SHAPES) for i in range(4)]
+            assert found == [[1.5 + i if k in used else None for k in range(5)] for i, used in enumerate(uses)], nth
             assert steps == 4
+
+
+def test_ranks_meet_twice_in_a_step_that_is_like_the_one_before() -> None:
+    """For the header, and for the commit; a third and a fourth time where what they use is another."""
+
+    def body(rank: FaultyRank, net: Any) -> Any:
+        small, counts = rank.averager.control.transfer.small, []
+
+        def counted(operation: Any, kind: str) -> Any:
+            def count(*args: Any) -> Any:
+                counts[-1][kind] += 1
+                return operation(*args)
+
+            return count
+
+        for kind in ("all_gather", "all_reduce"):
+            setattr(small, kind, counted(getattr(small, kind), kind))
+        for used in (every(1.0), every(2.0), {1: 1.0} if rank.number else every(1.0), {1: 1.0}, {1: 3.0}):
+            counts.append({"all_gather": 0, "all_reduce": 0})
+            step(rank, net, used)
+        return [tuple(each.values()) for each in counts], grads(net)
+
+    for counts, last in on_ranks(2, body):
+        assert counts == [(3, 1), (2, 0), (3, 1), (3, 1), (2, 0)]
+        assert last == [None, 3.0, None, None, None]
 
 
 class Crash(RuntimeError):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_async.comm.simulated.inprocess import InProcessWorld
 from lightning_async.engine.digest import digest
-from lightning_async.engine.gradients.packing import pack_, unpack_
+from lightning_async.engine.gradients.packing import Plans, gradients_of, pack_, unpack_
 from lightning_async.engine.header import Arrival, Gate
 from lightning_async.engine.replica import Replica
 from lightning_async.errors import AsyncTrainingError
@@ -99,9 +99,9 @@ def test_complex_parameters_are_pairs_of_real_ones() -> None:
     module = Complex()
     module.weight.grad = torch.full((3,), 2 - 1j)
     replica, bucket = Replica(module), torch.zeros(6)
-    pack_([module.weight], bucket, 1.0)
+    pack_(gradients_of([module.weight]), bucket, 1.0)
     assert bucket.tolist() == [2.0, -1.0] * 3
-    unpack_(replica, torch.arange(6.0), torch.ones(1), 1.0)
+    unpack_(replica, torch.arange(6.0), torch.ones(1), 1.0, Plans())
     assert module.weight.grad.tolist() == [1j, 2 + 3j, 4 + 5j]
 
 

@@ -130,3 +130,14 @@ def test_payloads_move_in_parts_and_end_alike_everywhere() -> None:
 
     for found in world.run(body, timedelta(seconds=20)):
         assert found == ([6.0] * 5, [2.0, 0.0], [2.0] * 5, [0.0, 1.0, 2.0])
+
+
+def test_all_have_a_payload_where_none_has_doubts() -> None:
+    """With the sum of what they say; else all hear that somebody has."""
+
+    def body(comm: Any) -> Any:
+        box, unused = Mailbox(), Members()
+        made: Any = Transfer(comm, comm, box, unused, timedelta(seconds=60), 16)  # pyright: ignore[reportArgumentType]
+        return made.all_have(1.5 + comm.rank, False), made.all_have(1.0, comm.rank == 1), made.all_have(0.0, False)
+
+    assert InProcessWorld(3).run(body, timedelta(seconds=60)) == [(7.5, None, 0.0)] * 3

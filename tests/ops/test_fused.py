@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+import weakref
 from typing import Any
 
 import pytest
@@ -303,6 +304,49 @@ def test_a_plan_notices_that_a_tensor_moved():
         parameters[0].set_(torch.full((2, 3), 7.0))  # pyright: ignore[reportArgumentType]
     plan.pack_(bucket)
     assert bucket[:6].tolist() == [7.0] * 6
+
+
+def test_a_plan_follows_tensors_of_the_same_kinds():
+    first = [torch.full((2, 3), 1.0), torch.full((4,), 2.0, dtype=torch.bfloat16), torch.full((), 3.0)]
+    second = [x + 10 for x in first]
+    plan, bucket = ops.Plan(FlatLayout(first), first), torch.zeros(11)
+    plan.pack_(bucket)
+    plan.apply_(bucket)
+    for tensors in (second, first, [x.clone() for x in second]):
+        assert plan.follow(tensors)
+        versions = [x._version for x in tensors]
+        plan.pack_(bucket)
+        assert bucket.tolist() == [x for t in tensors for x in t.flatten().tolist()]
+        plan.apply_(bucket + 1)
+        assert [x.flatten()[0].item() for x in tensors] == [bucket[0] + 1, bucket[6] + 1, bucket[10] + 1]
+        assert [x._version for x in tensors] == [v + 1 for v in versions]
+    assert [x.flatten()[0].item() for x in (*first, *second)] == [2, 3, 4, 12, 13, 14]
+
+
+@pytest.mark.parametrize("other", [torch.zeros(3, 2), torch.zeros(2, 3).double(), torch.zeros(3, 2).t()])
+def test_a_plan_follows_no_others(other: Tensor):
+    x = torch.ones(2, 3)
+    plan, bucket = ops.Plan(FlatLayout([x]), [x]), torch.zeros(6)
+    assert not plan.follow([other])
+    plan.pack_(bucket)
+    assert bucket.tolist() == [1.0] * 6
+
+
+def test_a_plan_follows_no_tensors_that_overlap_and_has_none_after_its_release():
+    x, y, memory = torch.ones(4), torch.ones(4), torch.zeros(6)
+    plan, bucket = ops.Plan(FlatLayout([x, y]), [x, y]), torch.zeros(8)
+    plan.apply_(bucket)
+    gone = weakref.ref(x)
+    plan.release()
+    del x
+    assert gone() is None
+    with pytest.raises(ValueError, match="name the same memory twice"):
+        plan.follow([memory[:4], memory[2:]])
+
+
+def test_a_plan_with_remainders_follows_none():
+    x, rest = torch.ones(4, dtype=torch.bfloat16), torch.zeros(4)
+    assert not ops.Plan(FlatLayout([x]), [x], [rest]).follow([x.clone()])
 
 
 def test_more_than_two_to_the_31_elements():

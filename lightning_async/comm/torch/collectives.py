@@ -83,6 +83,7 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         self._form_timeout, self._terms = form_timeout, Terms() if terms is None else terms
         self._flights = Flights(self._fail)
         self._memory = RegisteredMemory()
+        self._made: dict[Any, Any] = {}
 
     def all_reduce(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Operation[Tensor]:
         """See `Collectives`. Types that Gloo cannot reduce are widened for the way."""
@@ -262,10 +263,12 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         self._where = where
 
     def _options(self, kind: Callable[[], Any], **fields: Any) -> Any:
-        options = kind()
-        for name, value in {"timeout": self._backstop(), **fields}.items():
-            setattr(options, name, value)
-        return options
+        key = kind, *fields.items()
+        if key not in self._made:
+            options = self._made[key] = kind()
+            for name, value in {"timeout": self._backstop(), **fields}.items():
+                setattr(options, name, value)
+        return self._made[key]
 
     def _backstop(self) -> timedelta:
         # Ours comes first, with the better message; this one only ends what could not be broken off.

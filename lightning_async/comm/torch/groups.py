@@ -85,7 +85,7 @@ class Group:
             operation.poll = lambda: _poll(all_, let_go)
             return
         self._lets_go_at = max(self._lets_go_at, time.monotonic() + backstop.total_seconds())
-        operation.poll, operation.poll_s = lambda: self._look(operation, ended), _LOOK_S
+        operation.poll, operation.poll_s, operation.told = lambda: self._look(operation, ended), _LOOK_S, True
         if isinstance(works, tuple):
             # Gloo's send and recv have no future, and are not complete before somebody waits.
             helper = threading.Thread(target=self._wait, args=(works, let_go, backstop), daemon=True)

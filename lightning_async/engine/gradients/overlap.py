@@ -2,7 +2,7 @@
 
 the training thread                               the engine's thread, see `parts`
 begin: a message that is empty  --------------->  headers meet, and decide
-a hook: part 0 of `sent` is whole  ------------>  its share goes into `received`, and its sum begins
+a hook: part 0's gradients are there  --------->  its share goes into `received`, and its sum begins
 a hook: part 1  ------------------------------->  ...
 finish: the rest; which parameters were used,
 and which changed after they had left  -------->  what all say of that; what changed is summed once more
@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lightning_async.engine.backward import Backward, Span
-from lightning_async.engine.gradients.packing import pack_, used_by
+from lightning_async.engine.gradients.packing import gradients_of, used_by
 from lightning_async.engine.gradients.parts import Outgoing
 from lightning_async.engine.replica import Replica
 from lightning_async.flat import FlatLayout
@@ -26,9 +25,10 @@ __all__ = ["Overlap"]
 
 
 class Overlap:
-    """Fills the `sent` bucket while the backward pass runs, see `Backward`; on the training thread.
+    """Tells the engine's thread of gradients while the backward pass makes them, see `Backward`.
 
-    What has changed after it had left is summed once more.
+    They stay where they are, and whole, until their mean replaces them. What has changed after it had left is summed
+    once more.
 
     Args:
         replica: whose gradients.
@@ -40,7 +40,6 @@ class Overlap:
         self._params: list[Any] = []
         self._backward: Backward | None = None
         self._out: Outgoing | None = None
-        self._sent, self._scale = torch.empty(0), 1.0
 
     @property
     def possible(self) -> bool:
@@ -59,37 +58,30 @@ class Overlap:
             self._backward.close()
         self._backward = self._out = self._layout = None
 
-    def begin(self, out: Outgoing, sent: Tensor, scale: float) -> None:
-        """A backward pass begins.
-
-        Args:
-            out: tells the engine's thread.
-            sent: the parameters' part of the bucket.
-            scale: gradients are multiplied by it on their way there.
-        """
+    def begin(self, out: Outgoing) -> None:
+        """A backward pass begins: ``out`` is to tell the engine's thread of it."""
         backward = self._follow()
-        self._out, self._sent, self._scale = out, sent, scale
+        self._out = out
         backward.begin()
 
-    def _pack(self, whole: Sequence[Span]) -> None:
+    def _tell(self, whole: Sequence[Span]) -> None:
         assert self._out is not None and self._backward is not None
         for span in whole:
-            pack_(self._params[span.first : span.last], self._sent[span.start : span.end], self._scale)
+            self._out.gradients[span.first : span.last] = gradients_of(self._params[span.first : span.last])
         self._out.tell(self._backward.filled)
 
-    def finish(self) -> Tensor:
-        """The backward pass is over. Returns 1.0 for every parameter that has a gradient."""
-        out, params, backward, layout = self._out, self._params, self._backward, self._layout
-        assert out is not None and backward is not None and layout is not None
+    def finish(self) -> Outgoing:
+        """The backward pass is over. Returns what `begin` was given."""
+        out, params, backward = self._out, self._params, self._backward
+        assert out is not None and backward is not None
         changed = backward.finish()
         self._out = None
-        used, late, views = used_by(params), torch.zeros(len(params)), self._sent.split(layout.sizes)
+        late = torch.zeros(len(params))
         for i in changed:
             late[i] = 1.0
-            with out.lock:
-                pack_([params[i]], views[i], self._scale)
-        out.tell(backward.filled, torch.cat([used, late]))
-        return used
+            (out.gradients[i],) = gradients_of([params[i]])
+        out.tell(backward.filled, torch.cat([used_by(params), late]))
+        return out
 
     def give_up(self) -> None:
         """The backward pass has failed."""
@@ -103,5 +95,5 @@ class Overlap:
         if self._backward is None or self._layout is not layout:
             self.close()
             self._layout, self._params = layout, list(self._replica.tensors.trained.values())
-            self._backward = Backward(self._params, layout, self._pack)
+            self._backward = Backward(self._params, layout, self._tell)
         return self._backward

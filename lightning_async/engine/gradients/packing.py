@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from lightning_async.engine.replica import Replica
 from lightning_async.engine.transfer import Transfer
 from lightning_async.flat import FlatLayout
 
-__all__ = ["divide_", "pack_", "unpack_", "used_by"]
+__all__ = ["Plans", "divide_", "gradients_of", "mask_of", "pack_", "unpack_", "used_by"]
 
 
 def used_by(params: Sequence[Any]) -> Tensor:
@@ -22,15 +24,42 @@ def used_by(params: Sequence[Any]) -> Tensor:
     return torch.tensor([float(p.grad is not None) for p in params])
 
 
+def mask_of(used: Tensor) -> int:
+    """A hash of which parameters are used, that a float64 holds exactly."""
+    return int.from_bytes(hashlib.sha256(bytes(used.to(torch.uint8).tolist())).digest()[:6], "big")
+
+
 @torch.no_grad()
-def pack_(params: Sequence[Any], part: Tensor, scale: float) -> None:
-    """Gradients times ``scale``, one behind the other; a parameter without one counts as zero."""
-    gradients = [real(torch.zeros_like(p) if p.grad is None else _strided(p.grad)) for p in params]
+def gradients_of(params: Sequence[Any]) -> list[Tensor]:
+    """Their gradients as real numbers; zeros where there is none."""
+    return [real(torch.zeros_like(p) if p.grad is None else _strided(p.grad)) for p in params]
+
+
+class Plans:
+    """Ways between gradients, which are other tensors at each step, mostly of the same kinds, and a bucket."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, ops.Plan] = {}
+
+    @contextmanager
+    def of(self, gradients: Sequence[Tensor], key: object = None) -> Iterator[ops.Plan]:
+        """That of these; a ``key`` for each list of which there are others again."""
+        plan = self._known.get(key)
+        if plan is None or not plan.follow(gradients):
+            plan = self._known[key] = ops.Plan(FlatLayout(gradients), gradients)
+        try:
+            yield plan
+        finally:
+            plan.release()
+
+
+def pack_(gradients: Sequence[Tensor], part: Tensor, scale: float) -> None:
+    """Gradients times ``scale``, one behind the other."""
     ops.Plan(FlatLayout(gradients), gradients).pack_(part, weight=scale)
 
 
 @torch.no_grad()
-def unpack_(replica: Replica, bucket: Tensor, used: Tensor, scale: float) -> None:
+def unpack_(replica: Replica, bucket: Tensor, used: Tensor, scale: float, plans: Plans) -> None:
     """Gradients from ``bucket`` times ``scale``; those that no replica used stay None, sparse ones become dense."""
     part, trained = replica.of_rule(bucket), replica.tensors.trained.values()
     if scale != 1.0:
@@ -38,7 +67,8 @@ def unpack_(replica: Replica, bucket: Tensor, used: Tensor, scale: float) -> Non
     gradients: list[Any] = [
         torch.empty_like(p) if p.grad is None or _strided(p.grad) is not p.grad else p.grad for p in trained
     ]
-    ops.Plan(replica.layout, [real(g) for g in gradients]).apply_(part)
+    with plans.of([real(g) for g in gradients]) as plan:
+        plan.apply_(part)
     for p, gradient, any_used in zip(trained, gradients, used.tolist(), strict=True):
         if p.grad is not gradient and any_used:
             p.grad = gradient

@@ -1,40 +1,46 @@
 """Gradients on their way in parts, from the last parameter to the first, while others are still made.
 
-`sent` stays whole until all have committed, so that a reduction that fails is repeated, by whoever is left.
+They are read where the backward pass has put them, and stay there until all have committed: a reduction that fails is
+repeated, by whoever is left.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from lightning_async import ops
 from lightning_async.comm.protocols import Pending
 from lightning_async.engine.backward import spans
+from lightning_async.engine.gradients.packing import Plans
 from lightning_async.engine.transfer import Transfer
 from lightning_async.flat import FlatLayout
 
-__all__ = ["Outgoing", "sum_in_parts_"]
+__all__ = ["InParts", "Outgoing"]
 
 _BEAT_S = 0.1
 
 
 class Outgoing:
-    """How far this replica's gradients are in the `sent` bucket; shared by both threads.
+    """How far this replica's gradients are there; shared by both threads.
 
     Args:
         changed: the mailbox's condition.
         patience_s: one part is waited for so long; then none is under way until all are there, as sums have deadlines.
+        count: of the parameters.
+        plans: by which gradients go into a bucket; the engine's thread has them.
+        scale: gradients are multiplied by it on their way.
     """
 
-    def __init__(self, changed: threading.Condition, patience_s: float) -> None:
-        self._changed, self._patience_s = changed, patience_s
-        self.lock = threading.Lock()
-        """Held where what is filled is read, or changed."""
+    def __init__(
+        self, changed: threading.Condition, patience_s: float, count: int, plans: Plans, scale: float = 1.0
+    ) -> None:
+        self._changed, self._patience_s, self._plans, self._scale = changed, patience_s, plans, scale
+        self.gradients = [torch.empty(0)] * count
+        """By parameter; of those parts that are filled."""
         self.filled = 0
         """Parts, from the tail."""
         self.flags: Tensor | None = None
@@ -42,11 +48,17 @@ class Outgoing:
         self.withdrawn = self.late = False
 
     @classmethod
-    def whole(cls, changed: threading.Condition, used: Tensor) -> Outgoing:
+    def whole(cls, changed: threading.Condition, gradients: Sequence[Tensor], used: Tensor) -> Outgoing:
         """Of gradients that are all there."""
-        out = cls(changed, 0.0)
+        out = cls(changed, 0.0, 0, Plans())
+        out.gradients = list(gradients)
         out.filled, out.flags = sys.maxsize, torch.cat([used, torch.zeros_like(used)])
         return out
+
+    def put_(self, part: Tensor, first: int, last: int, share: float) -> None:
+        """A share of the gradients of parameters ``first`` to ``last``, into a part of a bucket."""
+        with self._plans.of(self.gradients[first:last], (first, last)) as plan:
+            plan.pack_(part, weight=self._scale * share)
 
     @property
     def ready(self) -> bool:
@@ -78,59 +90,74 @@ class Outgoing:
             return not self.withdrawn
 
 
-def sum_in_parts_(
-    transfer: Transfer, layout: FlatLayout, target: Tensor, sent: Tensor, share: float, out: Outgoing | None
-) -> Tensor | None:
-    """The sum of all replicas' shares into ``target``, each part as soon as it is filled; on the engine's thread.
+class InParts:
+    """One sum of all replicas' shares; on the engine's thread.
 
     Args:
         transfer: moves them.
-        layout: of both buckets.
+        layout: of the bucket.
         target: overwritten.
-        sent: this replica's gradients.
-        share: what they are multiplied by.
+        share: what this replica's gradients are multiplied by.
         out: how far they are there; None where this replica has none.
-
-    Returns:
-        1.0 for every parameter that any replica used; None, and nothing of use in ``target``, where a replica's are
-        withdrawn or late.
     """
-    count, there = len(layout), out is not None
-    pending: list[Pending[Tensor]] = []
 
-    def check() -> None:
-        transfer.check()
+    def __init__(
+        self, transfer: Transfer, layout: FlatLayout, target: Tensor, share: float, out: Outgoing | None
+    ) -> None:
+        self._transfer, self._layout, self._target, self._share, self._out = transfer, layout, target, share, out
+        self._flags = torch.zeros(2 * len(layout) + 1)
+        """Of `Outgoing`; then 1.0 where the gradients are withdrawn or late."""
+
+    def sum_(self, expected: Tensor) -> bool:
+        """Each part leaves as soon as it is filled; whether this replica has more to say, for `settle_`.
+
+        Args:
+            expected: 1.0 for every parameter that is used, as all replicas take it.
+        """
+        transfer, out = self._transfer, self._out
+        there, pending = out is not None, list[Pending[Tensor]]()
+
+        def check() -> None:
+            transfer.check()
+            for each in pending:
+                each.done()  # what goes in pieces goes on
+
+        for number, span in enumerate(spans(self._layout)):
+            there = there and out is not None and out.wait(lambda n=number: out.filled > n, check)
+            part = self._target[span.start : span.end]
+            self._put_(part, span.first, span.last, there)
+            pending += [transfer.large.all_reduce(each) for each in FlatLayout.parts(part, transfer.part_bytes)]
+        if there and out is not None and out.wait(lambda: out.flags is not None, check):
+            assert out.flags is not None
+            self._flags[:-1] = out.flags
+        else:
+            self._flags[-1] = float(out is not None)
         for each in pending:
-            each.done()  # what goes in pieces goes on
+            transfer.result(each)
+        count = len(expected)
+        return bool(self._flags[count:].any()) or not torch.equal(self._flags[:count], expected)
 
-    for number, span in enumerate(spans(layout)):
-        there = there and out is not None and out.wait(lambda n=number: out.filled > n, check)
-        part = target[span.start : span.end]
-        _scaled_(part, sent[span.start : span.end], share, out if there else None)
-        pending += [transfer.large.all_reduce(each) for each in FlatLayout.parts(part, transfer.part_bytes)]
-    flags = torch.zeros(2 * count + 1)
-    if there and out is not None and out.wait(lambda: out.flags is not None, check):
-        assert out.flags is not None
-        flags[:-1] = out.flags
-    else:
-        flags[-1] = float(out is not None)
-    transfer.largest_(flags, late=True)
-    for each in pending:
-        transfer.result(each)
-    if flags[-1]:
-        return None
-    if flags[count:].any():
-        places = zip(target.split(layout.sizes), sent.split(layout.sizes), flags[count:-1].tolist(), strict=True)
-        for view, mine, changed in places:
-            if changed:
-                _scaled_(view, mine, share, out)
-                transfer.sum_(view)
-    return flags[:count]
+    def settle_(self) -> Tensor | None:
+        """What has changed after it had left is summed once more; on all ranks, where any has more to say.
 
+        Returns:
+            1.0 for every parameter that any replica used; None, and there is nothing of use in the bucket, where a
+            replica's gradients are withdrawn or late.
+        """
+        flags, count = self._flags, len(self._layout)
+        self._transfer.largest_(flags)
+        if flags[-1]:
+            return None
+        if flags[count:].any():
+            views = self._target.split(self._layout.sizes)
+            for i, (view, changed) in enumerate(zip(views, flags[count:-1].tolist(), strict=True)):
+                if changed:
+                    self._put_(view, i, i + 1, self._out is not None)
+                    self._transfer.sum_(view)
+        return flags[:count]
 
-def _scaled_(part: Tensor, source: Tensor, share: float, out: Outgoing | None) -> None:
-    if out is None or share == 0.0:
-        part.zero_()
-    else:
-        with out.lock:
-            ops.scale_(part, source, share)
+    def _put_(self, part: Tensor, first: int, last: int, there: bool) -> None:
+        if self._out is None or not there or self._share == 0.0:
+            part.zero_()
+        else:
+            self._out.put_(part, first, last, self._share)

@@ -23,7 +23,7 @@ class Part(NamedTuple):
         weight: what they count in the mean.
         mask: a hash of which parameters have one.
         since: steps that had been taken when the first of them was computed.
-        in_parts: 1 where they leave while they are computed, so that there is no mask yet.
+        in_parts: 1 where they leave while they are computed, so that the mask is what is expected.
     """
 
     weight: float = 0.0
@@ -38,7 +38,7 @@ class GradientMessage(Message):
 
     Args:
         samples: behind them.
-        used: 1.0 for every parameter that has one.
+        used: 1.0 for every parameter that has one, or is expected to have one.
         since: steps that had been taken when the first of them was computed.
         behind: of these samples, the part that each parameter's gradient is of; None: all. See `Window`.
         out: how far they are there, where they leave while they are computed.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,8 +13,8 @@ from lightning_async.engine.control import ControlPlane
 from lightning_async.engine.gates import Gates
 from lightning_async.engine.gradients.feedback import Feedback, GradientCompression
 from lightning_async.engine.gradients.overlap import Overlap
-from lightning_async.engine.gradients.packing import divide_, pack_, unpack_, used_by
-from lightning_async.engine.gradients.parts import Outgoing, sum_in_parts_
+from lightning_async.engine.gradients.packing import Plans, divide_, gradients_of, mask_of, pack_, unpack_, used_by
+from lightning_async.engine.gradients.parts import InParts, Outgoing
 from lightning_async.engine.gradients.records import GRADIENTS, GradientMessage, GradientPlan, Part, Reduction
 from lightning_async.engine.header import Header
 from lightning_async.engine.replica import Replica
@@ -53,7 +52,8 @@ class SynchronousGradients:
         """A replica takes the steps that it has no gradients in, too: it stands at a gate meanwhile."""
         self.feedback: Feedback | None = None
         """Of compressed gradients; None: they travel as they are."""
-        self._overlap = Overlap(self.replica)
+        self._overlap, self._used = Overlap(self.replica), torch.empty(0)  # parameters, in the step before
+        self._there, self._back = Plans(), Plans()  # the engine's thread's; the training thread's
         self._taken = False  # what has arrived is with the optimizer: nobody looks at the parameters meanwhile
         control.register(self)
 
@@ -81,11 +81,13 @@ class SynchronousGradients:
         """
         if self._overlap.under_way or self.feedback is not None or not self._overlap.possible:
             return
-        out = Outgoing(self._box.changed, self._control.deadlines.payload.total_seconds() / 2)
-        used = torch.zeros(len(self.replica.layout))
+        count, patience_s = len(self.replica.layout), self._control.deadlines.payload.total_seconds() / 2
+        out = Outgoing(self._box.changed, patience_s, count, self._there, 1.0 / scale)
+        expected = self._used if len(self._used) == count else torch.zeros(count)
+        message = GradientMessage(GRADIENTS, self._step, samples, expected, self._step, out=out)
         self._buckets.take_when(self._buckets.can_pack, self._control.see)
-        with self._buckets.used(GradientMessage(GRADIENTS, self._step, samples, used, self._step, out=out)):
-            self._overlap.begin(out, self.replica.of_rule(self._buckets.sent), 1.0 / scale)
+        with self._buckets.used(message):
+            self._overlap.begin(out)
 
     def withdraw(self) -> None:
         """The backward pass has failed: nobody waits for its gradients."""
@@ -109,18 +111,16 @@ class SynchronousGradients:
             samples: samples behind the gradients of this replica.
             scale: this replica's loss scale (mixed precision); replicas may have different ones.
         """
-        if self._overlap.under_way:
-            self._overlap.finish()
-        else:
+        out = self._overlap.finish() if self._overlap.under_way else None
+        if out is None:
             self._buckets.take_when(self._buckets.can_pack, self._control.see)
             trained = list(self.replica.tensors.trained.values())
-
-            def pack(bucket: Tensor) -> None:
-                pack_(trained, self.replica.of_rule(bucket), 1.0 / scale)
-
-            self._post(pack, GradientMessage(GRADIENTS, self._step, samples, used_by(trained), self._step))
+            message = GradientMessage(GRADIENTS, self._step, samples, used_by(trained), self._step)
+            self._post(lambda part: pack_(gradients_of(trained), part, 1.0 / scale), message)
         self.wait()
         self.take_(scale)
+        if out is not None:
+            out.gradients.clear()  # the next message lets go of this one, and forward passes need the memory
         self.stepped()
 
     def post(
@@ -129,7 +129,7 @@ class SynchronousGradients:
         """Have gradients averaged with all replicas', if the buckets are free; whether they are on their way.
 
         Args:
-            pack: puts them into a bucket.
+            pack: puts them into the parameters' part of a bucket.
             samples, used, since, behind: see `GradientMessage`.
         """
         with self._box.changed:
@@ -142,7 +142,7 @@ class SynchronousGradients:
 
     def _post(self, pack: Callable[[Tensor], None], message: GradientMessage) -> None:
         with self._buckets.used(message):
-            pack(self._buckets.sent)
+            pack(self.replica.of_rule(self._buckets.sent))
 
     @property
     def _step(self) -> int:
@@ -190,7 +190,7 @@ class SynchronousGradients:
             buckets.to_training.take()
             if change is not None:
                 change(self.replica.of_rule(arrived.target), arrived)
-            unpack_(self.replica, arrived.target, arrived.used, scale)
+            unpack_(self.replica, arrived.target, arrived.used, scale, self._back)
         self._taken = True
 
     def stepped(self) -> None:
@@ -210,8 +210,7 @@ class SynchronousGradients:
     def complete(self, part: Part, message: Message | None, compare: bool) -> Part:
         if not isinstance(message, GradientMessage):
             return part
-        mask = 0 if message.out is not None else _mask(message.used)
-        return Part(self._weigh(message.samples), mask, message.since, int(message.out is not None))
+        return Part(self._weigh(message.samples), mask_of(message.used), message.since, int(message.out is not None))
 
     def is_due(self, parts: Sequence[Part]) -> bool:
         return any(p.weight > 0.0 for p in parts)
@@ -272,13 +271,19 @@ class SynchronousGradients:
         replica, message = self.replica, exchange.message
         out = None
         if isinstance(message, GradientMessage):
-            out = message.out or Outgoing.whole(self._box.changed, message.used)
-        target, sent = replica.of_rule(exchange.target), replica.of_rule(self._buckets.sent)
-        used = sum_in_parts_(self._transfer, replica.layout, target, sent, exchange.share, out)
+            views = replica.of_rule(self._buckets.sent).split(replica.layout.sizes)
+            out = message.out or Outgoing.whole(self._box.changed, views, message.used)
+        sums = InParts(self._transfer, replica.layout, replica.of_rule(exchange.target), exchange.share, out)
+        exchange.doubt = sums.sum_(exchange.used) or exchange.masks_differ
+        exchange.settle = lambda: self._settle(exchange, sums)
+
+    def _settle(self, exchange: Reduction, sums: InParts) -> None:
+        exchange.doubt, used = False, sums.settle_()
         if used is not None:
             exchange.used = used
             return
-        exchange.void = True
+        exchange.void, message = True, exchange.message
+        out = message.out if isinstance(message, GradientMessage) else None
         with self._box.changed:
             if out is not None and out.withdrawn and self._buckets.message is message:
                 self._buckets.message = None
@@ -289,12 +294,7 @@ class SynchronousGradients:
             self.feedback.commit(exchange.residual)
 
     def hand_over(self, exchange: Reduction) -> None:
-        message = exchange.message
+        message, self._used = exchange.message, exchange.used
         self._on_step(message.samples if isinstance(message, GradientMessage) else None)
         if message is not None or self.follows:
             self._buckets.hand_over(exchange)
-
-
-def _mask(used: Tensor) -> int:
-    """A hash of which parameters have a gradient that a float64 holds exactly."""
-    return int.from_bytes(hashlib.sha256(bytes(used.to(torch.uint8).tolist())).digest()[:6], "big")

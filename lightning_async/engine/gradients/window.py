@@ -87,9 +87,9 @@ class Window:
     def leave(self) -> bool:
         """Be on its way, and empty again, if the one before has arrived and was taken; whether that was done."""
         self._follow_layout()
-        replica, weight = self._replica, 1.0 / self.samples
+        weight = 1.0 / self.samples
         if not self._gradients.post(
-            lambda sent: ops.scale_(replica.of_rule(sent), self._sum, weight),
+            lambda part: ops.scale_(part, self._sum, weight),
             self.samples,
             self._used.clone(),
             self.since,
