@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_async.arguments import check_int
-from lightning_async.callbacks.balance_checks import check_bounds, check_loaders, check_trainer, steps_together
+from lightning_async.callbacks.balance_checks import check_bounds, check_trainer, steps_together
 from lightning_async.callbacks.steps import show
 from lightning_async.engine.world import World
 from lightning_async.trainer.balancing import Balancing, Bounds
@@ -16,6 +16,7 @@ from lightning_async.trainer.batch import batch_size
 from lightning_async.trainer.namespace import pytorch
 from lightning_async.trainer.patches import replace, take_back
 from lightning_async.trainer.pieces import Pieces
+from lightning_async.trainer.refusals import check_loaders
 from lightning_async.trainer.windows import Plan, Windows
 
 if TYPE_CHECKING:

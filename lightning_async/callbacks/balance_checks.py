@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
-
-from lightning_async.data.partitioned import PartitionedSampler
 from lightning_async.rules import Synchronous
-from lightning_async.trainer.epoch_shares import EpochShares
 
-__all__ = ["check_bounds", "check_loaders", "check_trainer", "steps_together"]
+__all__ = ["check_bounds", "check_trainer", "steps_together"]
 
 
 def steps_together(strategy: Any) -> bool:
@@ -40,36 +36,6 @@ def check_trainer(callback: Any, trainer: Any) -> None:
         )
     if trainer.overfit_batches:
         raise ValueError(f"`Trainer(overfit_batches={trainer.overfit_batches})` beside `{owner}`: leave one out.")
-
-
-def check_loaders(owner: str, trainer: Any) -> None:
-    """Whether the samples of this rank's loaders can be dealt out anew, before the first batch.
-
-    Raises:
-        ValueError: they cannot; says why.
-    """
-    loaders = trainer.fit_loop._combined_loader.flattened
-    loader, why = loaders[0], ""
-    if len(loaders) != 1:
-        why = f"there are {len(loaders)} train dataloaders"
-    elif type(trainer.fit_loop._data_fetcher).__name__ == "_DataLoaderIterDataFetcher":
-        why = "`training_step(dataloader_iter)` fetches batches itself"
-    elif not isinstance(loader, DataLoader):
-        why = f"the train dataloader is a {type(loader).__name__}, and no DataLoader"
-    elif loader.batch_sampler is None:
-        why = "the train dataloader makes no batches (`batch_size=None`)"
-    elif type(loader.batch_sampler) is not BatchSampler:
-        why = f"its batches are made by a {type(loader.batch_sampler).__name__}"
-    elif isinstance(loader.sampler, PartitionedSampler):
-        why = "a PartitionedSampler says which samples are whose"
-    elif not EpochShares(trainer).mine().is_known:
-        source = loader.dataset if isinstance(loader.dataset, IterableDataset) else loader.sampler
-        why = f"which samples a {type(source).__name__} gives to which rank is not known"
-    if why:
-        raise ValueError(
-            f"`{owner}`: {why}. It deals out the samples of one torch DataLoader of a map-style dataset, with the "
-            "DistributedSampler that Lightning gives it. `BalancedWindows` and `DyLU` balance by batches instead."
-        )
 
 
 def check_bounds(callback: Any, ranks: int, total: int) -> None:
