@@ -1,6 +1,7 @@
 """Asynchronous, fault-tolerant distributed training for PyTorch Lightning."""
 
 from lightning_async.callbacks.accumulation import AdaptiveGradientAccumulation
+from lightning_async.callbacks.balance import BalancedBatchSizes
 from lightning_async.callbacks.checkpoint import FaultTolerantCheckpoint
 from lightning_async.callbacks.divergence import DivergenceMonitor
 from lightning_async.callbacks.monitor import AveragingMonitor
@@ -53,6 +54,7 @@ __all__ = [
     "AsyncGradientStrategy",
     "AsyncTrainingError",
     "AveragingMonitor",
+    "BalancedBatchSizes",
     "BalancedWindows",
     "Bounded",
     "Buffered",

@@ -33,15 +33,21 @@ class AveragingMonitor(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         summary = getattr(trainer.strategy, "summary", None)
-        if summary is None or summary.rounds + summary.consensuses == self._logged:
+        if summary is None or not self._is_due(summary, trainer.log_every_n_steps):
             return
-        self._logged = summary.rounds + summary.consensuses
         metrics = summary.metrics()
         step = trainer.fit_loop.epoch_loop._batches_that_stepped  # as Lightning's own metrics
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
-        shown = {name: metrics[name] for name in ("averaging/rounds", "averaging/hidden_share") if name in metrics}
-        pl_module.log_dict(shown, on_step=True, on_epoch=False, prog_bar=True, logger=False, batch_size=1)
+        pl_module.log_dict(summary.shown(), on_step=True, on_epoch=False, prog_bar=True, logger=False, batch_size=1)
+
+    def _is_due(self, summary: Any, every: int) -> bool:
+        """Steps that take a window of gradients, or a push, each are many: as often as Lightning logs, then."""
+        number = summary.exchanges + summary.consensuses
+        if number == self._logged or (summary.totals is not None and 0 < number - max(0, self._logged) < every):
+            return False
+        self._logged = number
+        return True
 
 
 def monitor_for_now(trainer: Any) -> Callable[[], None]:

@@ -67,7 +67,9 @@ class Here:
         self.tape = Tape(self._drawing)
         self._loader = loader
         told = self.start.get("share") or {}
-        self.given: Tensor | None = told["indices"] if told.get("kind") == "given" else None
+        is_given = told.get("kind") == "given"
+        self.given: Tensor | None = told["indices"] if is_given else None
+        self._size: int = told["batch_size"] if is_given else 0
         self._before: Position | None = None
         local = not getattr(loader, "num_workers", 0)
         self._dataset = loader.dataset if local and stateful(loader.dataset) else None
@@ -82,7 +84,7 @@ class Here:
     def start_over(self) -> None:
         """The same workers begin another iteration."""
         self.start, self.taken, self.turn, self.exhausted, self._before = {}, 0, 0, False, None
-        self.given = None
+        self.given, self._size = None, 0
 
     def fetching(self) -> None:
         """The next batch is asked for."""
@@ -99,14 +101,14 @@ class Here:
     def keep(self, before: bool) -> Callable[[], Position]:
         """The same, put together when it is asked for; what happens until then does not change it."""
         now = (self._before if before else None) or self._now(random=before)
-        tape, given = self.tape, self.given
-        return lambda: {**now, "drawn": tape.drawn(now["made"]), "share": describe(self._loader, given)}
+        tape, given, size = self.tape, self.given, self._size
+        return lambda: {**now, "drawn": tape.drawn(now["made"]), "share": describe(self._loader, given, size)}
 
     def sampler(self) -> Any:
         """What the loader takes its indices from."""
         if self.given is None:
             return self._loader._index_sampler
-        return BatchSampler(Given(self.given), self._loader.batch_size, self._loader.drop_last)
+        return BatchSampler(Given(self.given), self._size, self._loader.drop_last)
 
     def _now(self, random: bool) -> Position:
         return {

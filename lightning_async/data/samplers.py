@@ -35,12 +35,13 @@ class Given:
         return len(self._indices)
 
 
-def describe(loader: Any, given: Tensor | None) -> dict[str, Any] | None:
+def describe(loader: Any, given: Tensor | None, size: int | None = None) -> dict[str, Any] | None:
     """Which indices a loader takes in this epoch, in plain values; None where that cannot be told without it.
 
     Args:
         loader: a DataLoader.
         given: its indices, where they are what was left of an epoch.
+        size: of its batches, where it is another one in this epoch.
     """
     sampler = loader.sampler
     if loader._dataset_kind == _DatasetKind.Iterable or type(loader.batch_sampler) is not BatchSampler:
@@ -50,7 +51,8 @@ def describe(loader: Any, given: Tensor | None) -> dict[str, Any] | None:
     if given is None and type(sampler) not in (DistributedSampler, RandomSampler, SequentialSampler):
         return None
     batches = loader.batch_sampler
-    common = {"length": len(loader.dataset), "batch_size": batches.batch_size, "full_batches": batches.drop_last}
+    size = size or batches.batch_size
+    common = {"length": len(loader.dataset), "batch_size": size, "full_batches": batches.drop_last}
     if given is not None:
         return {**common, "kind": "given", "indices": given}
     if type(sampler) is DistributedSampler:

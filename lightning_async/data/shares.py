@@ -156,6 +156,8 @@ def joined(shares: Iterable[Share]) -> Joined:
 def inherited(shares: Iterable[tuple[Share, int]], takers: Mapping[str, int], already: Joined | None = None) -> Dealt:
     """What is left of lost ranks' shares, dealt out by whole batches: each once, a taker has one more than another.
 
+    Where ranks have batches of unequal sizes, those of the smallest, for which all takers have room.
+
     >>> told = {"kind": "given", "length": 9, "batch_size": 2, "indices": torch.arange(9)}
     >>> dealt = inherited([(Share(0, 5, 0, False, [(told, 5)]), 2)], {"0": 5, "2": 7})
     >>> [(each.first, each.end, each.loaders[0][0]["indices"].tolist()) for each in dealt.values()]
@@ -167,7 +169,8 @@ def inherited(shares: Iterable[tuple[Share, int]], takers: Mapping[str, int], al
         already: what was `joined` beforehand.
     """
     known = [(each, begin) for each, begin in shares if each.is_known]
-    return Dealt(Batches.of(known, already), takers, known[0][0].loaders if known else [])
+    like = min((each.loaders for each, _ in known), key=_sizes, default=[])
+    return Dealt(Batches.of(known, already), takers, like)
 
 
 def before(one: Share, others: Iterable[Share]) -> Share:
@@ -195,6 +198,10 @@ def unheard(shares: Iterable[Share]) -> list[Share]:
         like._replace(loaders=[({**each, "rank": rank}, count) for each, count in like.loaders if each is not None])
         for rank in sorted(missing)
     ]
+
+
+def _sizes(loaders: list[tuple[dict[str, Any] | None, int]]) -> list[int]:
+    return [told["batch_size"] for told, _ in loaders if told is not None]
 
 
 def _columns(of: Share, begin: int) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -228,7 +235,7 @@ def _join(columns: Sequence[tuple[Tensor, Tensor, Tensor]], already: Joined) -> 
 
 def _given(left: Batches, mine: Tensor, first: int, like: list[tuple[dict[str, Any] | None, int]]) -> Share:
     """These batches as one rank's; those that are not full come last, or loaders would move the others' borders."""
-    sizes = [told["batch_size"] for told, _ in like if told is not None]
+    sizes = _sizes(like)
     columns = [lengths[mine] == size for lengths, size in zip(left.lengths, sizes, strict=True)]
     full = torch.stack(columns).all(0)
     parts = mine[full], mine[~full]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from lightning_async.arguments import check_int
 
-__all__ = ["BalancedWindows"]
+__all__ = ["BalancedWindows", "batch_sizes"]
 
 
 @dataclass(frozen=True)
@@ -50,3 +51,43 @@ class BalancedWindows:
             return self.batches
         wanted = round(len(speeds) * self.batches * speeds[me] / sum(speeds))
         return min(max(wanted, self.minimum), self.maximum)
+
+
+def batch_sizes(total: int, speeds: Sequence[float], minimum: int, most: Sequence[int]) -> list[int]:
+    r"""How many samples each replica takes of a step, so that all take equally long.
+
+    .. math:: n_i = \operatorname{clip}(\lambda v_i,\; n_{\min},\; m_i), \qquad \sum_i n_i = n
+
+    Rounded to whole samples, of which the sum is exact. Where the bounds leave no room for it, the sum is as near to
+    ``total`` as they allow.
+
+    Args:
+        total: :math:`n`, samples of a step.
+        speeds: :math:`v_i`, samples per second; 0.0 where one is not known: as fast as the others are on average.
+        minimum: :math:`n_{\min}`.
+        most: :math:`m_i`, at least ``minimum``.
+
+    >>> batch_sizes(128, [3.0, 3.0, 3.0, 1.0], 1, [128] * 4), batch_sizes(128, [3.0, 3.0, 3.0, 1.0], 1, [36] * 4)
+    ([39, 38, 38, 13], [36, 36, 36, 20])
+    """
+    known = [speed for speed in speeds if speed > 0.0]
+    usual = sum(known) / len(known) if known else 1.0
+    weights = [Fraction(speed if speed > 0.0 else usual) for speed in speeds]
+    total = min(max(total, minimum * len(most)), sum(most))
+    fixed: dict[int, int] = {}
+    while len(fixed) < len(most):
+        free = [i for i in range(len(most)) if i not in fixed]
+        share = (total - sum(fixed.values())) / sum(weights[i] for i in free)
+        over = {i: most[i] for i in free if share * weights[i] > most[i]}
+        under = {i: minimum for i in free if share * weights[i] < minimum}
+        if not over and not under:
+            break
+        too_much = sum(share * weights[i] - bound for i, bound in over.items())
+        too_little = sum(bound - share * weights[i] for i, bound in under.items())
+        fixed |= over if too_much >= too_little else under
+    free = [i for i in range(len(most)) if i not in fixed]
+    rest = total - sum(fixed.values())
+    quotas = {i: rest * weights[i] / sum(weights[j] for j in free) for i in free}
+    whole = {i: int(quota) for i, quota in quotas.items()}
+    first = sorted(free, key=lambda i: (whole[i] - quotas[i], i))[: rest - sum(whole.values())]
+    return [fixed[i] if i in fixed else whole[i] + (i in first) for i in range(len(most))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.batch_norm import RECENT_BATCHES
 from lightning_async.engine.gradients.synchronous import SynchronousGradients
+from lightning_async.engine.gradients.totals import WindowTotals
 from lightning_async.engine.gradients.window import Window
 from lightning_async.engine.header import Arrival, Gate
 from lightning_async.rules.schedules.protocol import Action, Step
@@ -55,8 +56,9 @@ class Accumulating:
         gradients.compress(strategy.compression)
         self._window = Window(gradients)
         self._size = self._batch_samples = self._sent_samples = 0.0
+        self._totals = cast(WindowTotals, averager.summary.totals)
         self._seen, self._pulls = 0, pulls(strategy.module)
-        self._held = self._restored = False
+        self._made = self._held = self._restored = False
         """Held: the window is full, and leaves with the next batch: first a checkpoint is made that has it."""
         self._correcting = correcting(strategy.correction, gradients, self)
         self.recent: deque[Any] = deque(maxlen=RECENT_BATCHES)
@@ -93,12 +95,14 @@ class Accumulating:
         self._averager.gates.resume()
         if self._held:
             self._go()
-        self._batch_samples = batch_size(batch)
+        self._batch_samples, self._made = batch_size(batch), False
         if self._strategy.buffers == "recompute":
             self.recent.append(batch)
 
     def finish_batch(self) -> None:
         """Nothing is put off to the end of a batch."""
+
+    def sum_up(self) -> None: ...
 
     def step(self, closure: Callable[[], Any], run: Callable[[Callable[[], Any]], Any]) -> Any:
         """``run`` the optimizer's step."""
@@ -111,20 +115,23 @@ class Accumulating:
     backward = nullcontext  # around a backward pass
 
     def after_backward(self) -> None:
-        """A batch's gradients are there, and go into the window."""
-        if not self._window.batches:
-            self._open()
-        if self._pulls:
-            self._batch_samples = batch_size(pulled(self._strategy.module.trainer))
-        parts = self._strategy.module.trainer.accumulate_grad_batches  # by which Lightning has divided the loss
-        self._window.add_(self._batch_samples, self._scale / parts, self._averager.step)
-        self._updates.on_gathered()
+        """A batch's gradients are there; or those of a piece of it, where there is no memory for more at once."""
+        self._made = True
 
     def _open(self) -> None:
         self._size = size_of(self._strategy.accumulate, self._averager.gates)
 
     def after_batch(self) -> None:
-        """Its gradients are in the window: close that, if it is time."""
+        """Its gradients go into the window: close that, if it is time."""
+        if self._made:
+            self._made, trainer = False, self._strategy.module.trainer
+            if not self._window.batches:
+                self._open()
+            if self._pulls:
+                self._batch_samples = batch_size(pulled(trainer))
+            parts = trainer.accumulate_grad_batches  # by which Lightning has divided the loss
+            self._window.add_(self._batch_samples, self._scale / parts, self._averager.step)
+            self._updates.on_gathered()
         if self._in_turn:
             if self._window.batches >= self._size or self._updates.ends_epoch:
                 self._close()
@@ -210,6 +217,7 @@ class Accumulating:
             return False
         samples = window.samples
         self._strategy.tell_place()
+        self._totals.leave(window.batches, self._averager.gates)
         if not window.leave():
             return False
         self._sent_samples = samples
@@ -230,6 +238,7 @@ class Accumulating:
             )
         for p in gradients.replica.tensors.trained.values():
             p.grad = None
+        self._totals.arrive(arrived, averager.gates, gradients.feedback)
         self._sent_samples = 0.0
         stepped, lr = self._seen > before, learning_rate(strategy.optimizers)
         averager.tick(_GRADIENTS, samples, stepped=stepped, lr=lr, again=not is_new)

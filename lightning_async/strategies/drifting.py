@@ -61,6 +61,8 @@ class DriftingStrategy(ReplicatedStrategy):
     checkpoint_key = "lightning_async"  # under which a checkpoint holds the rule's state and the clocks
     make_stepping: Callable[..., Any] = Stepping
     """Makes what takes the steps of a session."""
+    make_totals: Callable[[], Any] | None = None
+    """Makes `Totals` of what replicas exchange; None: averaging rounds."""
 
     def __init__(
         self,
@@ -270,9 +272,6 @@ class DriftingStrategy(ReplicatedStrategy):
 
     def go_on_without(self, names: Sequence[str], rank: int) -> None:
         """These ranks are lost, and this one has another number; on the engine's thread."""
-
-    def told_by_servers(self) -> dict[str, str]:
-        return {}
 
     # ---- newcomers ----
 

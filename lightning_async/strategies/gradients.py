@@ -12,6 +12,7 @@ from lightning_async.arguments import check_choice, check_int
 from lightning_async.engine.averaging.config import AveragerConfig
 from lightning_async.engine.deadlines import Deadlines
 from lightning_async.engine.gradients.feedback import GradientCompression
+from lightning_async.engine.gradients.totals import WindowTotals
 from lightning_async.engine.replica import BufferPolicy
 from lightning_async.rules import DeltaMean, Synchronous
 from lightning_async.rules.balance import BalancedWindows
@@ -83,6 +84,7 @@ class AsyncGradientStrategy(DriftingStrategy):
     """
 
     strategy_name = "async_gradients"
+    make_totals = WindowTotals
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ from lightning_async.engine.deadlines import Deadlines
 from lightning_async.engine.replica import BufferPolicy
 from lightning_async.engine.server.optimizer_state import Group, described
 from lightning_async.engine.server.tables import Tables
+from lightning_async.engine.server.totals import PushTotals
 from lightning_async.rules import DeltaMean, Synchronous
 from lightning_async.rules.compression import (
     Bf16,
@@ -174,6 +175,7 @@ class ParameterServerStrategy(DriftingStrategy):
 
     strategy_name = "parameter_server"
     make_stepping = Pushing
+    make_totals = PushTotals
     served = True
 
     # ---- the servers ----
@@ -216,9 +218,6 @@ class ParameterServerStrategy(DriftingStrategy):
     def go_on_without(self, names: Sequence[str], rank: int) -> None:
         if rank == 0 and self.servers is not None:  # nobody is to wait for their pushes
             self.servers.forget(names)
-
-    def told_by_servers(self) -> dict[str, str]:
-        return {} if self._session is None else self._session.stepping.told_by_servers()
 
     def handed_over(self) -> dict[str, Any]:
         return {"servers": [] if self.servers is None else self.servers.addresses, "run": self.served_run}

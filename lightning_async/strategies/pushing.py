@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from torch.optim import Optimizer
 
@@ -21,6 +21,7 @@ from lightning_async.engine.server.agreement import Agreement
 from lightning_async.engine.server.lags import in_words
 from lightning_async.engine.server.optimizer_state import Group, rates_of, refuse_groups
 from lightning_async.engine.server.tables import Tables
+from lightning_async.engine.server.totals import PushTotals
 from lightning_async.rules.schedules.protocol import Action, Step
 from lightning_async.strategies.saved_state import SavedState
 from lightning_async.strategies.stepping import Steps, learning_rate
@@ -75,12 +76,13 @@ class Pushing:
         meet: Callable[[Gate], Arrival],
     ) -> None:
         self._strategy, self._averager, self._agreement = strategy, averager, Agreement(averager.control)
-        self._waited_s = self._samples = self._told = 0.0
+        self._totals = cast(PushTotals, averager.summary.totals)
+        self._samples = self._told = 0.0
         own = not strategy.update_on_server or not strategy.module.automatic_optimization
         self._overlaps = not own and not changes_gradients(strategy.module, until_step=True)
         self._spent = False
         """There was a step since these samples began to be counted: the next batch begins anew."""
-        self._stepped = self.pushes = self._steps = 0
+        self._stepped = self._steps = self.pushes = 0
         self._under_way: Future[Any] | None = None
         self.calls = self.called = False
         """The next push is to call all; somebody has, with the last one."""
@@ -148,14 +150,10 @@ class Pushing:
         under_way.result(timeout_s)
         self._under_way = None
 
-    def told_by_servers(self) -> dict[str, str]:
-        """For the summary: what was pushed, how late, and how long this worker has waited for it."""
+    def sum_up(self) -> None:
+        """How late pushes were."""
         self._begin(self.tables.lags)
-        return {
-            "versions": f"{self.tables.updates(self._strategy.groups)}, of {self.pushes} pushes of rank 0's",
-            **in_words(self._finish()),
-            "waiting for servers": f"{self._waited_s:.2f} s",
-        }
+        self._totals.lags = in_words(self._finish())
 
     def finish_batch(self) -> None:
         """Manual optimization: what a batch has changed goes at its end."""
@@ -240,6 +238,7 @@ class Pushing:
 
     def _how(self) -> dict[str, Any]:
         self.pushes += 1
+        self._totals.pushes += 1
         pull = self.pushes % self._strategy.pull_every == 0 or self.tables.in_step
         return {"pull": pull, "gate": self._gate, "call": self.calls}
 
@@ -253,21 +252,24 @@ class Pushing:
         self._averager.tick(_STEP, samples, stepped=stepped, lr=learning_rate(self._strategy.optimizers))
 
     def _begin(self, ask: Callable[[], Any]) -> None:
-        self._under_way = self._thread.submit(ask)
+        self._under_way = self._thread.submit(self._totals.timed, ask)
         self._under_way.add_done_callback(lambda _: self._averager.control.wake())
 
     def _finish(self) -> Any:
         """Until nothing is under way, and what was pulled is in the parameters; what was answered."""
         if (asked := self._under_way) is None:
             return None
-        began = time.monotonic()
-        self._averager.gates.wait(asked.done)
-        self._waited_s += time.monotonic() - began
+        if not asked.done():
+            began = time.monotonic()
+            self._averager.gates.wait(asked.done)
+            self._totals.waited_s += time.monotonic() - began
         self._under_way = None
         answer = asked.result()
         self.called |= self.tables.called or (self.calls and not self.tables.in_step)  # a warm-up may have ended
         if self.tables.pulled:
             self.tables.take_()
+            self._totals.pulls += 1
+            self._totals.version = self.tables.updates(self._strategy.groups)
             self._agreement.pulled(self.tables.versions)
         return answer
 

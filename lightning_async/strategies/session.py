@@ -21,6 +21,7 @@ from lightning_async.engine.control import ControlPlane
 from lightning_async.engine.gradients.synchronous import SynchronousGradients
 from lightning_async.engine.header import Arrival, Gate
 from lightning_async.engine.replica import Replica
+from lightning_async.engine.totals import Totals
 from lightning_async.rules.averaging.protocol import AveragingRule
 from lightning_async.rules.pace import Pace
 from lightning_async.strategies.saved_state import SavedState, state_of
@@ -47,11 +48,10 @@ class Averaged(Steps, Protocol):
     transport: Transport
     failed: bool
     make_stepping: Callable[..., Any]
+    make_totals: Callable[[], Totals] | None
     pacing: Pacing
 
     def go_on_without(self, names: Sequence[str], rank: int) -> None: ...
-
-    def told_by_servers(self) -> dict[str, str]: ...
 
     @property
     def bucket_device(self) -> torch.device: ...
@@ -118,6 +118,7 @@ class Session:
         self.averager = BackgroundAverager(control, strategy.rule, strategy.schedule, config)
         averager = self.averager
         gradients = SynchronousGradients(control, averager.gates, averager.synchronous_step, averager.wing.weigh_step)
+        self.averager.summary.totals = None if strategy.make_totals is None else strategy.make_totals()
         self._saved = saved
         saved.resume(self.averager, strategy.global_rank, strategy.world_size)
         self.stepping = strategy.make_stepping(strategy, self.averager, gradients, meet)
@@ -173,7 +174,7 @@ class Session:
         summary.samples_by_rank = self._world.gather_objects(summary.samples)
         names = self._world.gather_objects(self.averager.gates.name)
         paces = self._world.gather_objects(list(self._strategy.pacing.mean))
-        summary.served = self._strategy.told_by_servers()
+        self.stepping.sum_up()
         summary.paces = {name: Pace(*pace) for name, pace in zip(names, paces, strict=True)}
         if (survivors := self._strategy.survivors) is not None:
             summary.rank, summary.lost = survivors.generation.rank, survivors.lost
@@ -181,7 +182,6 @@ class Session:
     def tell(self) -> None:
         """One summary of the run, on rank 0."""
         summary = self.averager.summary
-        what = "Parameter servers" if summary.served else "Asynchronous averaging"
-        rank_zero_info(f"{what}, as rank 0 saw it:\n{summary}")
+        rank_zero_info(f"{summary.title}, as rank 0 saw it:\n{summary}")
         if summary.rank == 0 and (advice := summary.advice(self._strategy.schedule)):
             log.warning(advice)

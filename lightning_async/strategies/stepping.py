@@ -102,6 +102,9 @@ class Stepping:
             self._batch_step = self._averager.plan(self._meet)
             self._counted = self._seen
 
+    def sum_up(self) -> None:
+        """All replicas are at the last gate: hear of the run what others count."""
+
     def finish_batch(self) -> None:
         """Manual optimization: a batch is one step, and merges happen between batches.
 

@@ -53,7 +53,7 @@ class Pacing:
         communicated_s: Callable[[], float],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._strategy, self._trainer, self._communicated_s, self._now = strategy, trainer, communicated_s, now
+        self._strategy, self._trainer, self._communicated_s, self.now = strategy, trainer, communicated_s, now
         self._fetching = self._data_s = 0.0
         self._batches, self._looked = 0, now()
         self._warned = False
@@ -75,26 +75,26 @@ class Pacing:
     def _before_fetch(self, original: Any) -> Any:
         def before_fetch() -> None:
             original()
-            self._fetching = self._now()
+            self._fetching = self.now()
 
         return before_fetch
 
     def _after_fetch(self, original: Any) -> Any:
         def after_fetch() -> None:
-            self._data_s += self._now() - self._fetching
+            self._data_s += self.now() - self._fetching
             original()
 
         return after_fetch
 
     def _advance(self, original: Any) -> Any:
         def advance(data_fetcher: Any) -> None:
-            started, self._data_s = self._now(), 0.0
+            started, self._data_s = self.now(), 0.0
             waited_s, communicated_s = self._waited_s, self._communicated_s()
             original(data_fetcher)
             if searches_lr(self._trainer):
                 return
             data_s, communicated_s = self._data_s, max(0.0, self._communicated_s() - communicated_s)
-            rest_s = self._now() - started - data_s - communicated_s - max(0.0, self._waited_s - waited_s)
+            rest_s = self.now() - started - data_s - communicated_s - max(0.0, self._waited_s - waited_s)
             self._add(Pace(data_s, max(0.0, rest_s), communicated_s, self._samples))
 
         return advance
@@ -118,8 +118,8 @@ class Pacing:
         self.pace = _towards(self.pace, batch, max(1.0 - _DECAY, 1.0 / self.batches))
         if self.batches >= _FIRST and (gates := self._strategy.gates) is not None:
             gates.tell_pace(self.pace)
-            if not self._warned and self._now() - self._looked >= _EVERY_S:
-                self._looked = self._now()
+            if not self._warned and self.now() - self._looked >= _EVERY_S:
+                self._looked = self.now()
                 self._look({name: Pace(*pace) for name, pace in gates.paces.items()})
 
     def _look(self, paces: dict[str, Pace]) -> None:

@@ -8,7 +8,7 @@ from lightning_async.data.shares import Share
 from lightning_async.data.source import Source, sources_of
 from lightning_async.trainer.patches import Undo, callbacks_of, replace, set_for_now, take_back
 
-__all__ = ["follower", "go_on_with", "train_on"]
+__all__ = ["end_at", "follower", "go_on_with", "train_on"]
 
 
 def follower(loader: Any) -> Source | None:
@@ -17,21 +17,23 @@ def follower(loader: Any) -> Source | None:
     return owner if isinstance(owner, Source) else None
 
 
-def go_on_with(trainer: Any, share: Share) -> list[Undo]:
+def go_on_with(trainer: Any, share: Share, steps: int | None = None) -> list[Undo]:
     """Lightning's loop has these batches from here on; returns what undoes it, last first, at the epoch's end.
 
     Args:
         trainer: between two batches.
         share: begins with the number of this rank's next one.
+        steps: the number behind the last batch of all ranks, which have begun the epoch together. Default: this one has
+            come within it.
     """
     fit = trainer.fit_loop
     epoch, fetcher, combined = fit.epoch_loop, fit._data_fetcher, fit._combined_loader
-    undo = [set_for_now(fit, "max_batches", share.end)]
+    undo = end_at(trainer, share.end)
     interval = trainer.val_check_interval
     if isinstance(interval, float):  # of an epoch; one that comes within it leaves those on the way to the others
-        every = share.end if share.first == 0 else max(1, int(share.end * interval))
+        at_end = interval == 1.0 if steps is not None else share.first == 0
+        every = share.end if at_end else max(1, int((steps or share.end) * interval))
         undo.append(set_for_now(trainer, "val_check_batch", every))
-    _show(trainer, share.end)
     for loader, (told, _) in zip(combined.flattened, share.loaders, strict=True):
         if (source := follower(loader)) is None:
             source = sources_of([loader])[0]
@@ -42,6 +44,16 @@ def go_on_with(trainer: Any, share: Share) -> list[Undo]:
     fetcher.length, fetcher.done = share.end - share.first, False
     epoch.batch_progress.is_last_batch = False
     return undo
+
+
+def end_at(trainer: Any, end: int) -> list[Undo]:
+    """The epoch has so many batches on this rank; returns what undoes it."""
+    for bar in callbacks_of(trainer, "TQDMProgressBar"):
+        bar.train_progress_bar.total = end
+    for bar in callbacks_of(trainer, "RichProgressBar"):
+        if bar.progress is not None and bar.train_progress_bar_id is not None:
+            bar.progress.update(bar.train_progress_bar_id, total=end)
+    return [set_for_now(trainer.fit_loop, "max_batches", end)]
 
 
 def train_on(trainer: Any, share: Share) -> None:
@@ -60,15 +72,6 @@ def train_on(trainer: Any, share: Share) -> None:
     finally:
         take_back(undo)
     epoch.batch_progress.is_last_batch = True
-
-
-def _show(trainer: Any, batches: int) -> None:
-    """The epoch has so many batches now."""
-    for bar in callbacks_of(trainer, "TQDMProgressBar"):
-        bar.train_progress_bar.total = batches
-    for bar in callbacks_of(trainer, "RichProgressBar"):
-        if bar.progress is not None and bar.train_progress_bar_id is not None:
-            bar.progress.update(bar.train_progress_bar_id, total=batches)
 
 
 def _within_epoch(original: Any) -> Any:

@@ -8,12 +8,15 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_async.arguments import check_choice, check_protocol
+from lightning_async.data.partitioned import PartitionedSampler
 from lightning_async.engine.replica import BufferPolicy, OptimizerPolicy
 from lightning_async.engine.world import World
 from lightning_async.rules.averaging.protocol import AveragingRule
 from lightning_async.rules.schedules.protocol import Schedule
+from lightning_async.trainer.epoch_shares import EpochShares
 from lightning_async.trainer.namespace import pytorch
 from lightning_async.trainer.patches import searches_lr
 from lightning_async.trainer.updates import updates_of
@@ -23,6 +26,7 @@ __all__ = [
     "check_arguments",
     "check_callbacks",
     "check_fit",
+    "check_loaders",
     "check_policies",
     "check_setup",
     "check_survival",
@@ -205,3 +209,33 @@ def _epoch_end_users(trainer: Any) -> list[str]:
     if updates_of(trainer) is not None and any(each.interval == "epoch" for each in trainer.lr_scheduler_configs):
         users.append("a scheduler of learning rates, of which all replicas have the same")
     return users
+
+
+def check_loaders(owner: str, trainer: Any) -> None:
+    """Whether the samples of this rank's loaders can be dealt out anew, before the first batch.
+
+    Raises:
+        ValueError: they cannot; says why.
+    """
+    loaders = trainer.fit_loop._combined_loader.flattened
+    loader, why = loaders[0], ""
+    if len(loaders) != 1:
+        why = f"there are {len(loaders)} train dataloaders"
+    elif type(trainer.fit_loop._data_fetcher).__name__ == "_DataLoaderIterDataFetcher":
+        why = "`training_step(dataloader_iter)` fetches batches itself"
+    elif not isinstance(loader, DataLoader):
+        why = f"the train dataloader is a {type(loader).__name__}, and no DataLoader"
+    elif loader.batch_sampler is None:
+        why = "the train dataloader makes no batches (`batch_size=None`)"
+    elif type(loader.batch_sampler) is not BatchSampler:
+        why = f"its batches are made by a {type(loader.batch_sampler).__name__}"
+    elif isinstance(loader.sampler, PartitionedSampler):
+        why = "a PartitionedSampler says which samples are whose"
+    elif not EpochShares(trainer).mine().is_known:
+        source = loader.dataset if isinstance(loader.dataset, IterableDataset) else loader.sampler
+        why = f"which samples a {type(source).__name__} gives to which rank is not known"
+    if why:
+        raise ValueError(
+            f"`{owner}`: {why}. It deals out the samples of one torch DataLoader of a map-style dataset, with the "
+            "DistributedSampler that Lightning gives it. `BalancedWindows` and `DyLU` balance by batches instead."
+        )

@@ -81,7 +81,9 @@ def check_settings(strategy: Compared, trainer: Any, world: World) -> None:
 def settings_of(strategy: Compared, trainer: Any) -> Settings:
     """What must be equal on all ranks in a fit, as texts."""
     same = _everywhere(trainer) | _texts(strategy.settings(), trainer, _PRECISION)
-    if callbacks_of(trainer, "GradientAccumulationScheduler") or any(hasattr(c, "compared") for c in trainer.callbacks):
+    if callbacks_of(trainer, "GradientAccumulationScheduler") or any(
+        hasattr(each, "accumulation_steps") for each in trainer.callbacks
+    ):
         same.pop("accumulate_grad_batches")  # which such callbacks change while others train
     return same
 

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from lightning_async import AdaptiveGradientAccumulation, AsyncAveragingStrategy, DeltaMean, EveryNSteps, Synchronous
+from lightning_async import (
+    AdaptiveGradientAccumulation,
+    AsyncAveragingStrategy,
+    BalancedBatchSizes,
+    DeltaMean,
+    EveryNSteps,
+    Synchronous,
+)
 from lightning_async.data.partitioned import PartitionedSampler
 from lightning_async.data.partitions import ByKey, Partition, Random, Weighted
 from lightning_async.trainer.namespace import pl, pytorch
@@ -149,7 +156,10 @@ def inherit(folder: str, deaths: dict[str, Any], epochs: int = 2, trainer: Any =
     fit = pl.Trainer(
         strategy=strategy, accelerator="cpu", devices=RANKS, max_epochs=epochs, default_root_dir=folder, logger=False,
         enable_model_summary=False, enable_checkpointing=False, num_sanity_val_steps=0,
-        callbacks=[AdaptiveGradientAccumulation(settings["windows"])] if "windows" in settings else [],
+        callbacks=[
+            *([AdaptiveGradientAccumulation(settings["windows"])] if "windows" in settings else []),
+            *([BalancedBatchSizes(every=settings["balanced"])] if "balanced" in settings else []),
+        ],
         **({"enable_progress_bar": False} | (trainer or {})),
     )  # fmt: skip
     validation: Any = DataLoader(torch.arange(24).float().unsqueeze(1), 2)  # pyright: ignore[reportArgumentType]

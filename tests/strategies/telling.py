@@ -8,7 +8,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from lightning_async import AveragingMonitor, EveryNSteps, Synchronous
+from lightning_async import (
+    AsyncGradientStrategy,
+    AveragingMonitor,
+    EveryNSteps,
+    ParameterServerStrategy,
+    Synchronous,
+)
 from lightning_async.trainer.namespace import pl, pytorch
 from tests.strategies.callbacks import Tuned
 from tests.strategies.workers import Net, loader, logged, make_trainer, rank, scenario, shard, together
@@ -73,6 +79,31 @@ def summaries() -> Any:
         "rounds": _summary(EveryNSteps(2)),
         "no round": _summary(EveryNSteps(32), max_epochs=2),
         "synchronous": _summary(Synchronous()),
+    }
+
+
+def _words(strategy: Any) -> Any:
+    trainer = make_trainer(strategy, log_every_n_steps=1)
+    with logged() as messages:
+        trainer.fit(Net(), loader(shard((6, 6))))
+    summary = trainer.strategy.summary
+    return {
+        "rows": dict(line.strip().split("  ", 1) for line in str(summary).splitlines()),
+        "metrics": summary.metrics(),
+        "shown": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "titles": [m.splitlines()[0] for m in messages if "as rank 0 saw it" in m],
+        "saved": {name: value for name, value in summary.state_dict().items() if name.startswith("totals.")},
+    }
+
+
+@scenario
+def other_words() -> Any:
+    """What is no averaging is not told as averaging."""
+    return {
+        "windows": _words(AsyncGradientStrategy(2, delay=0, min_replicas=2)),
+        "until reduced": _words(AsyncGradientStrategy("until_reduced", min_replicas=2)),
+        "compressed": _words(AsyncGradientStrategy(2, compression="int8", min_replicas=2)),
+        "servers": _words(ParameterServerStrategy("sync", min_replicas=2)),
     }
 
 

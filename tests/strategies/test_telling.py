@@ -40,6 +40,41 @@ def test_a_summary_says_what_happened(ranks: Outcomes) -> None:
             assert "in 12 steps" in none["hints"][0] and "EveryNSteps(n=32)" in none["hints"][0]
 
 
+def test_windows_of_gradients_are_told_as_such(ranks: Outcomes) -> None:
+    """Three windows of two batches, of 65 parameters: nothing is hidden without a delay."""
+    for rank, of_all in enumerate(ranks("other_words")):
+        told = of_all["windows"]
+        rows, metrics = told["rows"], told["metrics"]
+        assert rows["windows reduced"].strip() == "3" and rows["batches in a window"].strip() == "2.0"
+        assert rows["a window travels"].strip().endswith(f"{100 * metrics['gradients/hidden_share']:.1f}% hidden")
+        assert metrics["gradients/windows"] == 3.0 and metrics["gradients/batches_in_window"] == 2.0
+        assert metrics["gradients/bytes"] == 3 * 4 * 65
+        assert metrics["gradients/window_s"] > 0.0 and 0.0 <= metrics["gradients/hidden_share"] < 0.5
+        assert told["shown"]["gradients/windows"] == 3.0
+        assert told["titles"] == ["Windows of gradients, as rank 0 saw it:"][rank:]
+        assert told["saved"]["totals.number"] == 3 and told["saved"]["totals.batches"] == 6
+        assert of_all["compressed"]["metrics"]["gradients/bytes"] < metrics["gradients/bytes"] / 2
+        until = of_all["until reduced"]["metrics"]
+        assert until["gradients/windows"] >= 1.0 and until["gradients/batches_in_window"] >= 1.0
+
+
+def test_servers_are_told_as_such(ranks: Outcomes) -> None:
+    for rank, of_all in enumerate(ranks("other_words")):
+        told = of_all["servers"]
+        rows, metrics = told["rows"], told["metrics"]
+        assert rows["versions"].strip() == "6, of 6 pushes of rank 0's" and "lag, in pushes of others" in rows
+        assert metrics["servers/version"] == metrics["servers/pushes"] == 6.0 and metrics["servers/pulls"] >= 6.0
+        assert told["shown"]["servers/version"] >= 1.0
+        assert told["titles"] == ["Parameter servers, as rank 0 saw it:"][rank:]
+
+
+def test_nothing_that_is_no_averaging_is_called_so(ranks: Outcomes) -> None:
+    for of_all in ranks("other_words"):
+        for told in of_all.values():
+            names = [*told["rows"], *told["metrics"], *told["shown"]]
+            assert not [name for name in names if "averaging" in name]
+
+
 def test_a_search_for_a_learning_rate_warns_of_nothing(ranks: Outcomes) -> None:
     for rank, told in enumerate(ranks("search_for_a_learning_rate")):
         assert told == {"warnings": [], "summaries": int(rank == 0), "caught": []}

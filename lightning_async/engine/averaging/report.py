@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from lightning_async.engine.averaging.records import Merge
+from lightning_async.engine.totals import Totals
 from lightning_async.rules.pace import Pace, straggler
 
 __all__ = ["Reports", "RoundReport", "RunSummary"]
@@ -74,8 +75,8 @@ class RunSummary:
     elapsed_s: float = 0.0
     samples_by_rank: list[float] = field(default_factory=list)
     paces: dict[str, Pace] = field(default_factory=dict)
-    served: dict[str, str] = field(default_factory=dict)
-    """In words, what servers have to tell, where weights are theirs: in place of what is of rounds."""
+    totals: Totals | None = None
+    """What is exchanged in place of averaging rounds, counted."""
 
     def add(self, report: RoundReport) -> None:
         """Count one round."""
@@ -96,6 +97,8 @@ class RunSummary:
     @property
     def hidden_share(self) -> float:
         """Share of the rounds' communication that ran while the replica trained; 1.0 when there was none."""
+        if self.totals is not None:
+            return self.totals.hidden_share
         if self.exchange_s <= 0.0:
             return 1.0
         return max(0.0, 1.0 - self.blocked_s / self.exchange_s)
@@ -105,23 +108,54 @@ class RunSummary:
         """Local steps between snapshot and merge, on average over rounds."""
         return self.staleness_steps / self.rounds if self.rounds else 0.0
 
+    @property
+    def title(self) -> str:
+        """What was done."""
+        return "Asynchronous averaging" if self.totals is None else self.totals.title
+
+    @property
+    def exchanges(self) -> int:
+        """Averaging rounds, or what there is in their place."""
+        return self.rounds if self.totals is None else self.totals.number
+
+    @property
+    def each_s(self) -> float:
+        """What one of these took, on average."""
+        return self.exchange_s / max(1, self.rounds) if self.totals is None else self.totals.each_s
+
+    @property
+    def sent_bytes(self) -> int:
+        """By this replica, at gates included."""
+        return self.payload_bytes + (0 if self.totals is None else self.totals.sent_bytes)
+
+    def shown(self) -> dict[str, float]:
+        """The metrics that are in the progress bar, too."""
+        prefix, names = "averaging", ("rounds", "hidden_share")
+        if self.totals is not None:
+            prefix, names = self.totals.prefix, self.totals.shown
+        wanted = {f"{prefix}/{name}" for name in names}
+        return {name: value for name, value in self.metrics().items() if name in wanted}
+
     def metrics(self) -> dict[str, float]:
         """The run so far under the names that are logged; what is of rounds, from the first one on."""
+        prefix = "averaging" if self.totals is None else self.totals.prefix
+        own = self._of_rounds() if self.totals is None else self.totals.metrics()
+        told = {
+            **own,
+            "bytes": float(self.sent_bytes),
+            "samples": self.samples,
+            **{f"samples/rank_{rank}": samples for rank, samples in enumerate(self.samples_by_rank)},
+            "idle_s": self.idle_s,
+            "failed_rounds": float(self.failed_rounds),
+        }
+        return {f"{prefix}/{name}": value for name, value in told.items()}
+
+    def _of_rounds(self) -> dict[str, float]:
         of_rounds = {
-            "averaging/staleness_steps": self.mean_staleness_steps,
-            "averaging/hidden_share": self.hidden_share,
-            "averaging/spread": self.spread,
-            "averaging/round_s": self.exchange_s / max(1, self.rounds),
-        }
-        return {
-            "averaging/rounds": float(self.rounds),
-            "averaging/bytes": float(self.payload_bytes),
-            **(of_rounds if self.rounds else {}),
-            "averaging/samples": self.samples,
-            **{f"averaging/samples/rank_{rank}": samples for rank, samples in enumerate(self.samples_by_rank)},
-            "averaging/idle_s": self.idle_s,
-            "averaging/failed_rounds": float(self.failed_rounds),
-        }
+            "staleness_steps": self.mean_staleness_steps, "hidden_share": self.hidden_share, "spread": self.spread,
+            "round_s": self.each_s,
+        }  # fmt: skip
+        return {"rounds": float(self.rounds), **(of_rounds if self.rounds else {})}
 
     def _hidden(self) -> str:
         if not self.rounds:
@@ -139,12 +173,17 @@ class RunSummary:
 
     def state_dict(self) -> dict[str, float]:
         """The counters as plain numbers."""
-        return {k: v for k, v in asdict(self).items() if isinstance(v, (int, float))}
+        totals = {} if self.totals is None else vars(self.totals)
+        counted = {**vars(self), **{f"totals.{name}": value for name, value in totals.items()}}
+        return {name: value for name, value in counted.items() if isinstance(value, (int, float))}
 
     def load_state_dict(self, saved: Mapping[str, float]) -> None:
         """Go on counting from there."""
         for name, value in saved.items():
-            if name not in ("rank", "world_size", "lost"):
+            if name.startswith("totals."):
+                if self.totals is not None:
+                    setattr(self.totals, name.removeprefix("totals."), value)
+            elif name not in ("rank", "world_size", "lost"):
                 setattr(self, name, value)
 
     def __str__(self) -> str:
@@ -155,8 +194,9 @@ class RunSummary:
         }
         samples = f"{self.samples:.0f}"
         samples += f" of {sum(self.samples_by_rank):.0f}" if self.samples_by_rank else ""
-        if self.served:
-            return _table({"workers": replicas, "samples": samples, **self.served, **others})
+        if self.totals is not None:
+            sent = {"sent": f"{self.sent_bytes / 2**20:.1f} MiB"} if self.totals.sent_bytes else {}
+            return _table({"replicas": replicas, "samples": samples, **self.totals.rows(), **sent, **others})
         return _table(
             {
                 "replicas": replicas,

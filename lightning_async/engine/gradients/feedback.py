@@ -40,6 +40,11 @@ class CompressedSum(Protocol):
         """All ranks have the sum: keep what it has changed."""
         ...
 
+    @property
+    def message_bytes(self) -> int:
+        """What this rank sends."""
+        ...
+
 
 class _CodedSum:
     """See `CompressedSum`: as codes of 8 or 16 bits."""
@@ -53,6 +58,10 @@ class _CodedSum:
         self._mean.move_(out, out if present else None, self._weights, residual)
 
     def commit(self) -> None: ...
+
+    @property
+    def message_bytes(self) -> int:
+        return self._mean.message_bytes
 
 
 class Feedback:
@@ -85,7 +94,7 @@ class Feedback:
     def _make(self) -> CompressedSum:
         compression, layout = self._compression, self._layout
         if isinstance(compression, TopK):
-            return TopKSum(compression.fraction, self._transfer)
+            return TopKSum(compression.fraction, layout.numel, self._transfer)
         if isinstance(compression, PowerSGD):
             return PowerSum(compression.rank, layout, self._transfer, self._replica.device)
         return _CodedSum(compression, layout.numel, self._transfer, self._replica.device)
@@ -110,6 +119,11 @@ class Feedback:
         for view, before in unused:
             view.copy_(before)
         return residual if ops.all_finite(out) else None
+
+    @property
+    def message_bytes(self) -> int:
+        """What this replica's gradients are on the wire."""
+        return self._sum.message_bytes
 
     def commit(self, residual: Tensor) -> None:
         """All ranks have the sum."""

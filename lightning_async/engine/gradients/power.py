@@ -99,6 +99,11 @@ class PowerSum:
             found = right.norm(dim=0) > 0.0  # nobody has used it else: its columns stay
             right.copy_(torch.where(found, normalize(right, dim=0), each.right_of(self.basis)))
 
+    @property
+    def message_bytes(self) -> int:
+        """The thin matrices, and what is not worth any."""
+        return 4 * (self._first.numel() + self.basis.numel())
+
     def commit(self) -> None:
         """The columns that were found are where the next search begins."""
         self.basis, self._next = self._next, self.basis

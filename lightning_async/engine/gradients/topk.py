@@ -22,14 +22,15 @@ class TopKSum:
 
     Args:
         fraction: of the elements of each part.
+        numel: of what is added up.
         transfer: moves them.
     """
 
-    def __init__(self, fraction: float, transfer: Transfer) -> None:
-        self._fraction, self._transfer = fraction, transfer
+    def __init__(self, fraction: float, numel: int, transfer: Transfer) -> None:
+        self._fraction, self._numel, self._transfer = fraction, numel, transfer
 
     def move_(self, out: Tensor, present: bool, residual: Tensor) -> None:
-        part_bytes = min(self._transfer.part_bytes, _LARGEST_PART)
+        part_bytes = self._part_bytes
         for part, rest in zip(FlatLayout.parts(out, part_bytes), FlatLayout.parts(residual, part_bytes), strict=True):
             count = math.ceil(self._fraction * len(part))
             values, places = out.new_zeros(count), torch.arange(count, device=out.device)
@@ -41,6 +42,16 @@ class TopKSum:
             part.zero_()
             for row, row_places in zip(everyones, where.long(), strict=True):
                 ops.topk_accumulate_(part, row, row_places, 1.0)
+
+    @property
+    def _part_bytes(self) -> int:
+        return min(self._transfer.part_bytes, _LARGEST_PART)
+
+    @property
+    def message_bytes(self) -> int:
+        """A value and a place for each element that travels."""
+        whole, rest = divmod(self._numel, self._part_bytes // 4)
+        return 8 * (whole * math.ceil(self._fraction * (self._part_bytes // 4)) + math.ceil(self._fraction * rest))
 
     def commit(self) -> None:
         """Nothing but the residual is kept."""

@@ -1,0 +1,216 @@
+"""Batches of unequal size for ranks of unequal speed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_async.arguments import check_int
+from lightning_async.callbacks.balance_checks import check_bounds, check_trainer, steps_together
+from lightning_async.callbacks.steps import show
+from lightning_async.engine.world import World
+from lightning_async.trainer.balancing import Balancing, Bounds
+from lightning_async.trainer.batch import batch_size
+from lightning_async.trainer.namespace import pytorch
+from lightning_async.trainer.patches import replace, take_back
+from lightning_async.trainer.pieces import Pieces
+from lightning_async.trainer.refusals import check_loaders
+from lightning_async.trainer.windows import Plan, Windows
+
+if TYPE_CHECKING:
+    from lightning.pytorch.callbacks import Callback
+else:
+    Callback = pytorch("callbacks").Callback
+
+__all__ = ["BalancedBatchSizes"]
+
+_PATIENCE = 16
+
+
+class BalancedBatchSizes(Callback):
+    r"""Gives each rank batches of a size by its speed, so that all take equally long for one.
+
+    .. math:: n_i = \operatorname{clip}\Big(\lambda v_i,\; n_{\min},\; n_{\max}\Big), \qquad \sum_i n_i = n
+
+    :math:`v_i` are samples per second, as measured of late; :math:`n` is what a step has over all ranks, and stays,
+    whoever is slow. So a rank that is 3 times slower than three others no longer holds them up: 10 samples a step in
+    the time of 4. Each sample is trained on once an epoch, without a sampler's padding, and counts the same: where
+    ranks take their steps together, each step has the samples that it has without this callback.
+
+    The first epoch begins with equal batches. Sizes change where all ranks are together: as an epoch begins, and within
+    it at a gate, when a step would become at least 5% shorter; what is left of the epoch is then dealt out anew. It is
+    for `AsyncGradientStrategy` and `AsyncAveragingStrategy`, `Synchronous()` included, with one DataLoader of a
+    map-style dataset, whose sampler Lightning makes; the loader's ``batch_size`` is what the first epoch begins with.
+
+    A rank that runs out of memory trains on the batch in pieces, and has smaller ones from then on (not with manual
+    optimization). On GPUs the host waits for each backward pass, or it would measure nobody's speed.
+
+    Args:
+        minimum: :math:`n_{\min}`. Default 1.
+        maximum: :math:`n_{\max}`. Default: none but memory.
+        every: batches of a rank between two looks at whether other sizes would pay; None: only as an epoch begins.
+            Ranks that take their steps together meet for it, up to 16 times less often while sizes are right. Default
+            50.
+        global_batch_size: :math:`n`. Default: the sum of all ranks' loaders' batch sizes as training begins; it stays
+            the same where ranks are lost or come.
+
+    Raises:
+        TypeError: an argument is not an int.
+        ValueError: a number is less than 1, or ``maximum`` less than ``minimum``. When training begins: bounds that
+            leave no room for the samples of a step, a strategy, loader or other callback with which it cannot work.
+
+    Source: dynamic local updates of Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024,
+    https://arxiv.org/abs/2401.09135, for the size of batches
+    """
+
+    of_all_ranks = True
+    call_together: Callable[[], None] | None = None
+    """See `Convened`."""
+
+    def __init__(
+        self,
+        minimum: int = 1,
+        maximum: int | None = None,
+        *,
+        every: int | None = 50,
+        global_batch_size: int | None = None,
+    ) -> None:
+        self.minimum, self.maximum, self.every, self.global_batch_size = minimum, maximum, every, global_batch_size
+        check_int(self, "minimum", at_least=1)
+        for name, least in (("maximum", minimum), ("every", 1), ("global_batch_size", 1)):
+            if getattr(self, name) is not None:
+                check_int(self, name, at_least=least)
+        self._balancing: Balancing | None = None
+        self._windows: Windows | None = None
+        self._undo: list[Callable[[], None]] = []
+        self._since, self._shown, self._total, self._base = 0, dict[str, int](), 0, 0
+        self._told_room = False
+        """The others are called together because of memory; once, where they cannot take more either."""
+        self._sizes: dict[str, int] = {}
+        """Of a checkpoint."""
+        self._patience = 1
+        """Looks of ranks that step together come the less often the longer sizes are right."""
+
+    @property
+    def compared(self) -> str:
+        """What ranks compare before they train together."""
+        return repr(self)
+
+    @property
+    def batch_sizes(self) -> dict[str, int]:
+        """Samples in a batch of each rank, by its name; empty where there is one rank."""
+        return {} if self._balancing is None else dict(self._balancing.sizes)
+
+    # ---- life ----
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        take_back(self._undo)
+        self._balancing = self._windows = None
+        if stage != "fit":
+            return
+        check_trainer(self, trainer)
+        self._since, self._shown, self._total, self._base = 0, {}, self.global_batch_size or 0, 0
+        self._told_room, self._patience, self._sizes = False, 1, {}
+        self._undo.append(replace(trainer, "_teardown", self._tear_down))
+        if pl_module.automatic_optimization:
+            parts = trainer.accumulate_grad_batches if not hasattr(trainer.strategy, "accumulate") else 1
+            self._windows = Windows(trainer, lambda n: Plan(parts, parts * (n or 1.0)), lambda mean: mean, batch_size)
+            self._windows.pieces = Pieces(trainer.global_rank)
+            self._windows.after_backward = lambda ends: _wait_for(pl_module.device)
+            self._undo += self._windows.install()
+
+    def _tear_down(self, original: Any) -> Any:
+        def teardown() -> None:
+            """Of the Trainer, however training has ended."""
+            take_back(self._undo)
+            original()
+
+        return teardown
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._balancing is None:
+            return {}
+        windows = None if self._windows is None else self._windows.state_dict()
+        return {
+            "total": self._balancing.total, "base": self._balancing.base, "sizes": dict(self._balancing.sizes),
+            "windows": windows, "since": self._since, "patience": self._patience,
+        }  # fmt: skip
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict:
+            self._total, self._base = self.global_batch_size or state_dict["total"], state_dict["base"]
+            self._since, self._patience = state_dict["since"], state_dict["patience"]
+            self._sizes = dict(state_dict["sizes"])
+            if self._windows is not None and state_dict["windows"] is not None:
+                self._windows.load_state_dict(state_dict["windows"])
+
+    # ---- training ----
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._balancing is not None:
+            return  # training begins anew within this fit
+        ranks, base = trainer.world_size, getattr(trainer.fit_loop._combined_loader.flattened[0], "batch_size", None)
+        if trainer.strategy.world is None and not trainer.strategy.shrinks:
+            if self.global_batch_size not in (None, base):
+                raise ValueError(
+                    f"`{type(self).__name__}(global_batch_size={self.global_batch_size})` with one rank: that is the "
+                    f"`batch_size` of its loader, which is {base}."
+                )
+            return
+        check_loaders(type(self).__name__, trainer)
+        check_bounds(self, ranks, self._total or base * ranks)
+        self._balancing = Balancing(trainer, Bounds(self.minimum, self.maximum), self._total, lambda: self._room)
+        self._balancing.base, self._balancing.sizes = self._base, self._sizes
+        self._undo += self._balancing.install()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self._windows is not None:
+            self._windows.begin_batch(batch)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._windows is not None:
+            self._windows.end_batch()
+        balancing = self._balancing
+        if balancing is None or self.call_together is None or not balancing.sizes:
+            return
+        if balancing.sizes != self._shown:
+            self._shown = dict(balancing.sizes)
+            show(trainer, pl_module, {f"batch_size/rank_{name}": float(size) for name, size in self._shown.items()})
+        self._since += 1
+        if self.every is not None and self._looks(self.every, trainer, balancing):
+            balancing.wants = True
+            self.call_together()
+
+    def _looks(self, every: int, trainer: Any, balancing: Balancing) -> bool:
+        """Whether this rank comes to a gate. Ranks that step together all do, after as many batches: so no step is
+        without one of them. Of those that drift one calls the others, where that pays."""
+        if steps_together(trainer.strategy):
+            return self._since >= every * self._patience
+        if 0 < (self._room or 0) < balancing.sizes.get(balancing.name, 0) and not self._told_room:
+            self._told_room = True
+            return True
+        return not trainer.global_rank and self._since % every == 0 and balancing.would_gain()
+
+    @property
+    def _room(self) -> int | None:
+        """Samples for which there was memory at once, where there was not for more."""
+        return None if self._windows is None or self._windows.pieces is None else self._windows.pieces.most
+
+    def decide(self, world: World) -> bool:
+        """See `Convened`; the model stays as it is."""
+        if self._balancing is not None and (has_changed := self._balancing.decide(world)) is not None:
+            self._since, self._told_room = 0, self._told_room and not has_changed
+            self._patience = 1 if has_changed else min(2 * self._patience, _PATIENCE)
+        return False
+
+    def __repr__(self) -> str:
+        names = ("minimum", "maximum", "every", "global_batch_size")
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+
+
+def _wait_for(device: torch.device) -> None:
+    """The host has the time that the GPU takes: what it waits for afterwards, it waits for others."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

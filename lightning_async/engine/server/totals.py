@@ -1,0 +1,76 @@
+"""What one worker's requests to servers add up to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, TypeVar
+
+__all__ = ["PushTotals"]
+
+T = TypeVar("T")
+
+
+@dataclass
+class PushTotals:
+    """Of one worker.
+
+    Args:
+        pushes, pulls: how many there were.
+        version: steps of the optimizers in the weights that were pulled last.
+        asked_s: how long requests took.
+        waited_s: how long the training thread has stood still for them.
+        lags: how late pushes were, in words, as servers tell when training ends.
+    """
+
+    pushes: int = 0
+    pulls: int = 0
+    version: int = 0
+    asked_s: float = 0.0
+    waited_s: float = 0.0
+    lags: Mapping[str, str] = field(default_factory=dict)
+
+    title: ClassVar[str] = "Parameter servers"
+    prefix: ClassVar[str] = "servers"
+    shown: ClassVar[tuple[str, ...]] = ("version",)
+    sent_bytes: ClassVar[int] = 0
+
+    def timed(self, ask: Callable[[], T]) -> T:
+        """What a request brings."""
+        began = time.monotonic()
+        try:
+            return ask()
+        finally:
+            self.asked_s += time.monotonic() - began
+
+    @property
+    def number(self) -> int:
+        """See `Totals`."""
+        return self.pushes
+
+    @property
+    def each_s(self) -> float:
+        """See `Totals`."""
+        return self.asked_s / self.pushes if self.pushes else 0.0
+
+    @property
+    def hidden_share(self) -> float:
+        """See `Totals`."""
+        return max(0.0, 1.0 - self.waited_s / self.asked_s) if self.asked_s > 0.0 else 1.0
+
+    def rows(self) -> dict[str, str]:
+        """See `Totals`."""
+        return {
+            "versions": f"{self.version}, of {self.pushes} pushes of rank 0's",
+            "pulls": f"{self.pulls}",
+            **self.lags,
+            "waiting for servers": f"{self.waited_s:.2f} s",
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """See `Totals`."""
+        return {
+            "version": float(self.version), "pushes": float(self.pushes), "pulls": float(self.pulls),
+            "hidden_share": self.hidden_share, "waited_s": self.waited_s,
+        }  # fmt: skip
