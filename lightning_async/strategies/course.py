@@ -26,6 +26,7 @@ class Fitted(Averaged, Protocol):
 
     saved: SavedState
     summary: RunSummary
+    alone: str
 
     @property
     def connection(self) -> Connection | None: ...
@@ -78,7 +79,7 @@ class Course:
         if connection is None:
             strategy.summary = RunSummary(rank=strategy.global_rank, world_size=strategy.world_size)
             strategy.saved.take()  # it goes with weights that this training leaves behind
-            strategy.tell_alone("so there is nothing to average. Pass `Trainer(devices=2)` or more")
+            strategy.tell_alone(f"{strategy.alone}. Pass `Trainer(devices=2)` or more")
             return
         self.patches.begin(connection.world)
         self._go_on(connection)

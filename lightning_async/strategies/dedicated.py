@@ -51,6 +51,7 @@ class Served(Protocol):
     config: AveragerConfig
     transport: Any
     quorum: Quorum
+    server_address: str | None
 
     @property
     def roles(self) -> _Placed: ...
@@ -93,7 +94,7 @@ def call(strategy: Served, run: int, terms: Terms) -> Servers:
 def found(strategy: Served, run: int | None, addresses: Sequence[Mapping[str, Any]]) -> Servers:
     """The servers at these addresses; where they are ranks, called for a run, one that cannot go on says why."""
     if run is None:
-        return Servers(addresses)
+        return Servers(addresses, of_this_run=strategy.server_address is None)
     board = Board(strategy.transport.door(strategy.place))
 
     def check(server: int) -> None:

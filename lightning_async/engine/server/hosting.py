@@ -47,6 +47,8 @@ class Hosting:
         self._keeping = keeping or Keeping()
         self._making = threading.Lock()
         self._tables: dict[int, Server] = {}
+        self.over = False
+        """A worker has said that the training is."""
         for table, memory in enumerate(self._memories):
             if table == 0 or os.fstat(memory).st_size:
                 self._table(table)
@@ -65,6 +67,10 @@ class Hosting:
                 why = f"there is no table {table!r}: the server has {len(self._memories)}."
                 channel.send({"refused": "settings", "why": why})
                 raise PeerLost(why)
+            if header.get("do") == "over":
+                self.over = True
+                channel.send({})
+                raise PeerLost("nothing more is said.")
         except PeerLost:
             channel.close()
             return

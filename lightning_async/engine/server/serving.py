@@ -65,6 +65,8 @@ def main(life: int, handed: list[int], settings: dict[str, Any]) -> None:
             orphaned, linger_s = True, 0.0 if word == DRAIN else linger_s
         for each, of_listener in calls.items():
             of_listener.see_to(each in ready)
+        if server.over:
+            orphaned, linger_s = True, 0.0
         if server.connected:
             alone_since = time.monotonic()
         if orphaned and not server.connected and time.monotonic() - alone_since >= linger_s:

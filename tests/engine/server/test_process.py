@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import pytest
 from lightning_async.comm.reach import look_up
 from lightning_async.comm.shm import ShmDial, listen
 from lightning_async.engine.server.client import Client
+from lightning_async.engine.server.line import tell_over
 from lightning_async.engine.server.process import ServerProcess
 from lightning_async.engine.server.quorum import Terms
 from lightning_async.errors import PeerLost
@@ -141,6 +142,28 @@ def test_it_outlives_its_starter_as_long_as_it_has_workers():
         assert not gone(int(supervisor))
         client.close()
         until(lambda: gone(int(supervisor)))
+
+
+def test_told_that_the_training_is_over_it_ends_when_its_workers_have_gone():
+    """Its starter has died; it would wait for others for longer than this test."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, "-c", STARTER, "1000"], env=environment, stdout=subprocess.PIPE, text=True
+    ) as starter:
+        assert starter.stdout is not None
+        name, supervisor = starter.stdout.readline().split()
+        try:
+            client = Client("a", [ShmDial(name, 32, 32)], timeout_s=60)
+            client.gradients[0].fill_(1.0)
+            client.start()
+        finally:
+            starter.kill()
+            starter.wait()
+    with closing(ShmDial(name, 0, 0)) as dial:
+        tell_over(dial, 60.0)
+    assert client.push().versions == (1,)
+    client.close()
+    until(lambda: gone(int(supervisor)))
 
 
 def test_with_its_supervisor_gone_another_one_begins_with_what_was_on_disk(tmp_path: Path):
