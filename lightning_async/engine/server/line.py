@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -189,13 +190,11 @@ def forget(dial: Dial, workers: Sequence[str], timeout_s: float = 10.0) -> None:
     _tell(dial, {"do": "forget", "workers": list(workers)}, timeout_s)
 
 
-def tell_over(dial: Dial, timeout_s: float = 10.0) -> None:
-    """Tell a server that the training is over: it ends when nobody is connected any more.
-
-    Raises:
-        PeerLost: it does not answer in time.
-    """
-    _tell(dial, {"do": "over"}, timeout_s)
+def tell_over(dial: Dial, timeout_s: float = 5.0) -> None:
+    """Tell a server that the training is over: it ends when nobody is connected any more. Whoever does not answer has
+    ended already, or will, a while after."""
+    with contextlib.suppress(PeerLost), contextlib.closing(dial):
+        _tell(dial, {"do": "over"}, timeout_s)
 
 
 def _tell(dial: Dial, header: Mapping[str, Any], timeout_s: float) -> None:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -159,8 +159,7 @@ def test_told_that_the_training_is_over_it_ends_when_its_workers_have_gone():
         finally:
             starter.kill()
             starter.wait()
-    with closing(ShmDial(name, 0, 0)) as dial:
-        tell_over(dial, 60.0)
+    tell_over(ShmDial(name, 0, 0), 60.0)
     assert client.push().versions == (1,)
     client.close()
     until(lambda: gone(int(supervisor)))
