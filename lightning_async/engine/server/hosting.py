@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from lightning_async.comm.channel import Channel
 from lightning_async.engine.server.loop import HELLO_S, Server
@@ -67,6 +67,9 @@ class Hosting:
                 why = f"there is no table {table!r}: the server has {len(self._memories)}."
                 channel.send({"refused": "settings", "why": why})
                 raise PeerLost(why)
+            if not _says_who(header):
+                channel.send({"refused": "request", "why": f"{header} is nothing that a server is told first."[:300]})
+                raise PeerLost("nothing more is said.")
             if header.get("do") == "over":
                 self.over = True
                 channel.send({})
@@ -95,3 +98,19 @@ class Hosting:
                 if found.snapshots is not None:
                     found.snapshots.begin()
             return found
+
+
+def _says_who(header: Mapping[str, Any]) -> bool:
+    """Whether a first message is whole, so that whoever says something else harms no server.
+
+    >>> _says_who({"do": "forget", "workers": ["a"]}), _says_who({"do": "hello"})
+    (True, False)
+    """
+    if header.get("do") == "forget":
+        names = header.get("workers")
+        return isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if header.get("do") == "hello":
+        texts = [header.get(name) for name in ("worker", "client", "fingerprint")]
+        numbers = [header.get(name, "") for name in ("life", "said")]
+        return all(isinstance(text, str) for text in texts) and all(isinstance(n, int | None) for n in numbers)
+    return True
