@@ -7,6 +7,7 @@ names the rank, the round, the peer, the time that passed, and what to do next.
 from __future__ import annotations
 
 __all__ = [
+    "START_AGAIN",
     "AsyncTrainingError",
     "ChannelTimeout",
     "CheckpointError",
@@ -23,6 +24,9 @@ __all__ = [
     "StoreLost",
     "TrainingDiverged",
 ]
+
+START_AGAIN = ", and start again from the last checkpoint"
+"""What is to be done where training ends; nothing of it where it goes on."""
 
 
 class AsyncTrainingError(RuntimeError):

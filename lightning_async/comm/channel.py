@@ -116,10 +116,10 @@ class CheckedDial:
 
     Args:
         dial: this one's from now on.
-        check: called where nobody is there; raises where nobody will be.
+        check: called with the error where nobody is there; raises where nobody will be.
     """
 
-    def __init__(self, dial: Dial, check: Callable[[], None]) -> None:
+    def __init__(self, dial: Dial, check: Callable[[PeerLost], None]) -> None:
         self._dial, self._check = dial, check
 
     @property
@@ -134,8 +134,8 @@ class CheckedDial:
         """See `Dial`; and what ``check`` raises."""
         try:
             return self._dial.connect(timeout_s)
-        except PeerLost:
-            self._check()
+        except PeerLost as error:
+            self._check(error)
             raise
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Generic, TypeVar
 
 from lightning_async.comm.membership.generation import Generation
-from lightning_async.errors import CollectiveError, CollectiveTimeout
+from lightning_async.errors import START_AGAIN, CollectiveError, CollectiveTimeout
 
 __all__ = ["Operation", "Where"]
 
@@ -63,7 +63,7 @@ class Operation(Generic[T]):
     """
 
     late: type[CollectiveTimeout] = CollectiveTimeout
-    remedy = "See the logs of the other ranks, and start again from the last checkpoint."
+    remedy = f"See the logs of the other ranks{START_AGAIN}."
 
     def __init__(
         self,

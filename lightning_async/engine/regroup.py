@@ -18,7 +18,15 @@ from lightning_async.engine.deadlines import Deadlines
 from lightning_async.engine.header import Gate
 from lightning_async.engine.mailbox import Mailbox
 from lightning_async.engine.transfer import Closed, Transfer
-from lightning_async.errors import CollectiveError, CollectiveTimeout, Evicted, GenerationChanged, PeerLost, StoreLost
+from lightning_async.errors import (
+    START_AGAIN,
+    CollectiveError,
+    CollectiveTimeout,
+    Evicted,
+    GenerationChanged,
+    PeerLost,
+    StoreLost,
+)
 from lightning_async.events import tell
 
 __all__ = ["Regroup"]
@@ -109,7 +117,7 @@ class Regroup:
             tell(
                 "regrouped", logging.WARNING,
                 f"Rank {rank}: round {round_id} failed and is repeated by re-formed groups (number {generation}); no "
-                f"weight has changed. {error}",
+                f"weight has changed. {str(error).replace(START_AGAIN, '')}",
                 rank=self._transfer.rank, round=round_id, generation=generation,
                 world_size=self._transfer.small.world_size,
             )  # fmt: skip

@@ -102,6 +102,9 @@ def _kill(state: State) -> Decision:
 
 
 def _told(policy: Policy, state: State, event: Told) -> Decision:
+    if event.rank in state.living & state.lost and not event.generation.members:  # it serves those who train, again
+        in_vain = {rank: times for rank, times in state.in_vain.items() if rank != event.rank}
+        return replace(state, lost=state.lost - {event.rank}, in_vain=in_vain), []
     if event.rank not in state.living or event.rank not in event.generation.members:
         return state, []
     state = _without_the_lost(replace(state, told={**state.told, event.rank: event.generation}))

@@ -9,6 +9,7 @@ from lightning_async.engine.averaging.report import RunSummary
 from lightning_async.engine.world import World
 from lightning_async.strategies.saved_state import SavedState
 from lightning_async.strategies.session import Averaged, Session
+from lightning_async.strategies.survivors import started
 from lightning_async.trainer.averaged_models import AveragedModels
 from lightning_async.trainer.dealing import Dealing
 from lightning_async.trainer.drift import DriftPatches
@@ -26,6 +27,7 @@ class Fitted(Averaged, Protocol):
 
     saved: SavedState
     summary: RunSummary
+    alone: str
 
     @property
     def connection(self) -> Connection | None: ...
@@ -78,7 +80,9 @@ class Course:
         if connection is None:
             strategy.summary = RunSummary(rank=strategy.global_rank, world_size=strategy.world_size)
             strategy.saved.take()  # it goes with weights that this training leaves behind
-            strategy.tell_alone("so there is nothing to average. Pass `Trainer(devices=2)` or more")
+            began = started(strategy)
+            hint = ". Pass `Trainer(devices=2)` or more" if began == 1 else f": {began - 1} of {began} were lost before"
+            strategy.tell_alone(strategy.alone + hint)
             return
         self.patches.begin(connection.world)
         self._go_on(connection)

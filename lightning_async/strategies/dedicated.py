@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from torch.distributed import DistNetworkError, DistStoreError
 
-from lightning_async.comm.launched import came_back
+from lightning_async.comm.launched import came_back, tell_generation
 from lightning_async.comm.membership.door import Door
 from lightning_async.comm.membership.presence import naming_the_stores_host
 from lightning_async.comm.membership.start import Patience, open_store
@@ -51,6 +51,7 @@ class Served(Protocol):
     config: AveragerConfig
     transport: Any
     quorum: Quorum
+    server_address: str | None
 
     @property
     def roles(self) -> _Placed: ...
@@ -93,7 +94,7 @@ def call(strategy: Served, run: int, terms: Terms) -> Servers:
 def found(strategy: Served, run: int | None, addresses: Sequence[Mapping[str, Any]]) -> Servers:
     """The servers at these addresses; where they are ranks, called for a run, one that cannot go on says why."""
     if run is None:
-        return Servers(addresses)
+        return Servers(addresses, of_this_run=strategy.server_address is None)
     board = Board(strategy.transport.door(strategy.place))
 
     def check(server: int) -> None:
@@ -146,6 +147,7 @@ def _serve(strategy: Served, rank: int, number: int, told: _Told) -> None:
     host, port = strategy.roles.reached_at(strategy.cluster_environment, strategy.num_nodes)
     server = DedicatedServer(Board(_door(strategy)), number, host, port)
     attendance = _attendance(strategy, "server", number)
+    tell_generation(0, ())  # it is in none, and is there
     log.info("Rank %d is server %d, and serves until the workers have ended.", rank, number)
     try:
         while not told.times and not attendance.over():

@@ -223,7 +223,7 @@ class DriftingStrategy(ReplicatedStrategy):
         """See `Drifting`."""
         return None if self.averager is None else self.averager.gates
 
-    between_windows = True
+    alone, between_windows = "so there is nothing to average", True
     in_step = served = called = False
 
     def call_with_step(self) -> bool:

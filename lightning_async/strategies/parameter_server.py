@@ -173,10 +173,8 @@ class ParameterServerStrategy(DriftingStrategy):
         self.groups = [Group(0, 0, "delta", {})]
         """Of parameters, each with a table on servers."""
 
-    strategy_name = "parameter_server"
-    make_stepping = Pushing
-    make_totals = PushTotals
-    served = True
+    strategy_name, alone = "parameter_server", "without servers: nothing is pushed, and the optimizer is its own"
+    make_stepping, make_totals, served = Pushing, PushTotals, True
 
     # ---- the servers ----
 
@@ -249,7 +247,7 @@ class ParameterServerStrategy(DriftingStrategy):
     def _end_servers(self, in_order: bool) -> None:
         servers, self.servers = self.servers, None
         if servers is not None:
-            servers.close(in_order)
+            servers.close(in_order, tells=self.global_rank == 0)
         run, self.served_run = self.served_run, None
         if run is not None and in_order and self.global_rank == 0:
             dismiss(self, run)

@@ -11,12 +11,12 @@ from typing import Any
 
 from lightning_async.comm.channel import CheckedDial, Dial
 from lightning_async.comm.reach import dial, look_up_all
-from lightning_async.engine.server.line import forget
+from lightning_async.engine.server.line import forget, tell_over
 from lightning_async.engine.server.plan import Plan
 from lightning_async.engine.server.process import ServerProcess
 from lightning_async.engine.server.quorum import Terms
 from lightning_async.engine.world import World
-from lightning_async.errors import PeerLost
+from lightning_async.errors import AsyncTrainingError, PeerLost
 
 __all__ = ["Servers", "hosts"]
 
@@ -40,6 +40,7 @@ class Servers:
         addresses: of all servers, see `reach.dial`; each has all tables.
         own: of this rank. Default: none.
         check: raises where a server, by its number, that cannot be reached will not come back. Default: it may.
+        of_this_run: ranks have started them beside themselves, for this training alone. Default: they are others'.
     """
 
     def __init__(
@@ -47,8 +48,10 @@ class Servers:
         addresses: Sequence[Mapping[str, Any]],
         own: Sequence[ServerProcess] = (),
         check: Callable[[int], None] | None = None,
+        of_this_run: bool = False,
     ) -> None:
         self.addresses, self.own, self._check = [dict(address) for address in addresses], list(own), check
+        self._of_this_run = of_this_run
         self._closed = False
 
     @classmethod
@@ -73,7 +76,7 @@ class Servers:
             for process in own:
                 process.close()
             raise
-        return cls([address for addresses in told for address in addresses], own)
+        return cls([address for addresses in told for address in addresses], own, of_this_run=True)
 
     @classmethod
     def at(cls, places: str, terms: Terms) -> Servers:
@@ -84,21 +87,39 @@ class Servers:
             PeerLost: one does not answer.
         """
         addresses, wanted = look_up_all(places), terms.plain()
-        for name in ("mode", "staleness", "warmup_steps", *(["max_staleness"] if terms.mode == "ssp" else [])):
-            if (theirs := addresses[0]["terms"][name]) != wanted[name]:
+        names = ["mode", "staleness", "warmup_steps", *(["max_staleness"] if terms.mode == "ssp" else [])]
+        for number, address in enumerate(addresses):
+            waits_for = address["terms"]["num_workers"]
+            if terms.in_step(0) and waits_for > terms.num_workers:
                 raise ValueError(
-                    f"`server_address={places!r}`: the servers there have {name}={theirs!r}, and this strategy has "
-                    f"{wanted[name]!r}. Start them with `--{name.replace('_', '-')}`, or change the strategy's."
+                    f"`server_address={places!r}`: server {number} there waits for {waits_for} workers before its "
+                    f"first version, and {terms.num_workers} begin. Start it with `--num-workers "
+                    f"{terms.num_workers}`, or start more workers."
                 )
+            for name in names:
+                if (theirs := address["terms"][name]) != wanted[name]:
+                    raise ValueError(
+                        f"`server_address={places!r}`: server {number} there has {name}={theirs!r}, and this training "
+                        f"has {wanted[name]!r}. Start it with `--{name.replace('_', '-')}`, or change the training's."
+                    )
         return cls(addresses)
 
     def dials(self, plan: Plan) -> list[Dial]:
         """Memory for talking to them of one table, for the shards of its plan."""
         sizes = zip(self.addresses, plan.sizes, strict=True)
         dials = [dial(address, 4 * size, 4 * size) for address, size in sizes]
-        if self._check is None:
-            return dials
-        return [CheckedDial(each, partial(self._check, server)) for server, each in enumerate(dials)]
+        return [CheckedDial(each, partial(self._check_there, server)) for server, each in enumerate(dials)]
+
+    def _check_there(self, server: int, error: PeerLost) -> None:
+        if self._check is not None:
+            self._check(server)
+        # Else somebody has started it elsewhere, and may again. These are listened for as long as they have weights.
+        if self._of_this_run and isinstance(error.__cause__, ConnectionRefusedError):
+            raise AsyncTrainingError(
+                f"server {server} is gone for good, with its weights: {error} The process that supervised it was "
+                "killed (by hand, or by the system for want of memory), or its host was. Start again from the last "
+                "checkpoint."
+            ) from error
 
     def forget(self, names: Sequence[str]) -> None:
         """These workers are lost: tell the servers, beside whatever this thread does, and those that are started again
@@ -124,9 +145,18 @@ class Servers:
                     called.close()
             time.sleep(_PAUSE_S)
 
-    def close(self, in_order: bool) -> None:
-        """End this rank's, once nobody needs them any more; where this rank has failed, others go on with them."""
+    def close(self, in_order: bool, tells: bool = False) -> None:
+        """End this rank's, once nobody needs them any more; where this rank has failed, others go on with them.
+
+        Args:
+            in_order: all have come to the end.
+            tells: this rank tells all servers so, of which those need to hear it whose starter has died.
+        """
         self._closed = True
+        own = [process.address for process in self.own]
+        others = [address for address in self.addresses if address not in own]
+        for address in others if in_order and tells and self._of_this_run else ():
+            tell_over(dial(address, 0, 0))
         while self.own:
             if in_order:
                 self.own.pop().close(_DRAIN_S)

@@ -172,3 +172,8 @@ def test_an_address_where_nobody_answers_is_named() -> None:
 def test_a_name_that_leads_nowhere_is_named() -> None:
     with pytest.raises(CollectiveTimeout, match=r"no-such-host.invalid, port 1 \(.*known|no-such-host.invalid"):
         open_store("no-such-host.invalid", 1, False, patience(0.2))
+
+
+def test_a_store_at_no_port_is_not_waited_for() -> None:
+    with pytest.raises(AsyncTrainingError, match="MASTER_PORT is 0"):
+        open_store("127.0.0.1", 0, False, patience())

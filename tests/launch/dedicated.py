@@ -40,6 +40,7 @@ class Kills(pl.Callback):
             (beats,) = dedicated._beats.values()
             while "server-0.1" not in beats.guests():
                 time.sleep(0.01)
+            os.write(1, f"\nSERVER {trainer.strategy.servers.addresses[0]['name']}\n".encode())
 
 
 def main(folder: Path, endless: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +24,12 @@ def test_workers_train_on_with_its_server_and_the_launcher_starts_the_rank_again
     fits = sorted(re.findall(r"FIT (\d) (\d) (\S+)", run.out))
     assert [fit[:2] for fit in fits] == [("0", "2"), ("1", "2")]
     assert fits[0][2] == fits[1][2]
+    assert "3 of 3 ranks have ended in order" in run.err and "All others are done" not in run.err
+    names, until = set(re.findall(r"SERVER (\S+)", run.out)), time.monotonic() + 10.0
+    while any(name in Path("/proc/net/unix").read_text() for name in names):
+        assert time.monotonic() < until, "the server waits for workers, though the training is over"
+        time.sleep(0.05)
+    assert len(names) == 1
 
 
 def test_told_to_end_it_serves_until_the_workers_have_ended(launch: Callable[..., Launched], tmp_path: Path) -> None:

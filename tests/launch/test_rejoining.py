@@ -65,6 +65,7 @@ def here(*ranks: int) -> list[Event]:
 LOST = [FIRST, dies(2), tell(1, 0, 1)]
 BACK = [*LOST, pause_is_over(2)]
 JOINED = [*BACK, tell(2, 0, 1, 2)]
+SERVES = [*BACK, tell(0, by=(2,))]
 
 
 @pytest.mark.parametrize(
@@ -100,6 +101,8 @@ JOINED = [*BACK, tell(2, 0, 1, 2)]
         pytest.param([*BACK, gone(2), here(2)], [Wait(1.0, 2)], id="the node is lost before the rank has joined"),
         pytest.param([FIRST, gone(2), tell(1, 0, 1), [StoreLost()], here(2)], [], id="it comes back when all end"),
         pytest.param([*LOST, done(0, 1)], [Finish(0)], id="the others are done before its pause is over"),
+        pytest.param([*SERVES, done(0, 1)], [], id="one that serves the others hears by itself that they are done"),
+        pytest.param([*SERVES, dies(2)], [Announce(2, frozenset({0, 1})), Wait(0.1, 2)], id="it dies once more"),
     ],
 )
 def test_what_follows(steps: list[list[Event]], actions: list[Action]):
@@ -123,6 +126,7 @@ def test_without_restarts_it_stays_lost():
         pytest.param([*BACK, tell(9, 2)], {2}, id="it trains alone, whatever it says"),
         pytest.param([*BACK, tell(9, 2), tell(2, 0, 1), dies(1), tell(3, 0)], {1, 2}, id="which changes nothing else"),
         pytest.param(JOINED, set(), id="all say so"),
+        pytest.param(SERVES, set(), id="it is in no generation, and serves"),
         pytest.param([*BACK, tell(2, 0, 1, 2, by=(2, 1, 0))], set(), id="in another order"),
         pytest.param([*JOINED, dies(2), tell(3, 0, 1)], {2}, id="it dies again"),
         pytest.param([*BACK, tell(2, 0, 1, 2, by=(0, 1)), dies(2)], {2}, id="it dies when the others have taken it in"),
@@ -153,6 +157,7 @@ def test_who_is_lost(steps: list[list[Event]], lost: set[int]):
         pytest.param([*BACK, [StoreLost()], done(0, 1, status=75), done(2, status=1)], STORE_LOST, id="no store"),
         pytest.param([*BACK, dies(0, 3), dies(1, 4), done(2, status=-TERM)], 3, id="the others die"),
         pytest.param([*JOINED, done(2), done(0), done(1)], 0, id="it has joined, and is done"),
+        pytest.param([*SERVES, done(0, 1), done(2)], 0, id="it has served, and is done"),
         pytest.param([*JOINED, dies(2, 7), done(0, 1)], 7, id="it has joined and dies, and the others do not go on"),
     ],
 )

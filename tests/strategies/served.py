@@ -263,8 +263,10 @@ def on_their_own(folder: Path) -> Any:
         told = goes_on(folder / "first", ParameterServerStrategy("sync", server_address=address), 2)
         first = folder / "first" / "epoch=0.ckpt"
         again = goes_on(folder / "again", ParameterServerStrategy("sync", server_address=address), 2, first)
-        with pytest.raises(ValueError, match="have mode='sync', and this strategy has 'async'"):
+        with pytest.raises(ValueError, match="server 0 there has mode='sync', and this training has 'async'"):
             Servers.at(address, Terms(staleness="auto"))
+        with pytest.raises(ValueError, match=r"server 0 there waits for 2 workers before .* and 1 begin"):
+            Servers.at(address, Terms(mode="sync"))
         (folder / f"done {rank()}").touch()
         while rank() == 0 and not (folder / "done 1").exists():
             time.sleep(0.05)

@@ -82,7 +82,10 @@ def test_it_learns(outcomes: Outcomes, name: str) -> None:
 def test_workers_are_killed_and_the_others_go_on(mode: str, victim: int, tmp_path: Path) -> None:
     """Rank 0 has started the server, which goes on without it."""
     with three_ranks(tmp_path, {str(victim): ("step", 0, 4)}, served=mode) as group:
-        told = survivors(group.join(), [victim])
+        results = group.join()
+    told = survivors(results, [victim])
+    said = "".join(result.stderr for result in results)
+    assert "event=regrouped" in said and "start again" not in said
     assert {each["world_size"] for each in told} == {2}
     for what in ("trained", "validated"):
         seen = sorted(sample for each in told for sample in each[what]["2"])

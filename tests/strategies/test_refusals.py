@@ -202,6 +202,15 @@ def test_a_world_of_one_says_so_and_trains_as_a_single_device() -> None:
     assert len(told["validations"]) == 1
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("alone")
+def test_a_world_of_one_says_that_it_has_no_servers() -> None:
+    with logged() as messages:
+        told = fit("parameter_server", loader(problem.batches(0, 6)), devices=1)
+    assert sum("without servers: nothing is pushed" in message for message in messages) == 1
+    assert problem.distance(told["flat"], problem.flat(problem.train_alone(problem.batches(0, 6)))) < 1e-7
+
+
 def test_the_older_namespace() -> None:
     told = [result.value for result in run_ranks("tests.strategies.classic:train", timeout=150, fresh=True)]
     for rank in told:

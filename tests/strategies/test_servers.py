@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_async.comm.reach import address_of
 from lightning_async.engine.server.line import forget
-from lightning_async.errors import ChannelTimeout
+from lightning_async.engine.server.plan import Plan
+from lightning_async.errors import AsyncTrainingError, ChannelTimeout, PeerLost
 from lightning_async.strategies import servers
 from lightning_async.strategies.servers import Servers
 from tests.engine.server.running import push, running
@@ -33,3 +36,16 @@ def test_a_server_that_is_started_again_is_told_who_was_lost_meanwhile(monkeypat
         Servers([address_of(server.name)]).forget(["b"])
         assert waits.result(20).tolist() == [3.0] * 8
     assert not failures
+
+
+def test_a_server_of_this_training_that_nobody_supervises_is_not_waited_for():
+    """One that was started elsewhere may come back."""
+    plan = Plan.of({"weight": torch.zeros(8)}, 1, 10)
+    for of_this_run, error, words in (
+        (True, AsyncTrainingError, "server 0 is gone for good"),
+        (False, PeerLost, "nobody answers"),
+    ):
+        (dial,) = Servers([address_of("lightning_async-nobody")], of_this_run=of_this_run).dials(plan)
+        with closing(dial), pytest.raises(error, match=words) as raised:
+            dial.connect(1.0)
+        assert type(raised.value) is error

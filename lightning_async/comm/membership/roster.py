@@ -8,6 +8,7 @@ import socket
 from dataclasses import dataclass
 
 from lightning_async.comm.membership.generation import in_order, listed
+from lightning_async.errors import START_AGAIN
 
 __all__ = [
     "ABSENT", "FAILED", "LEFT", "OUTSIDE", "PREFIX", "UP", "VISITING", "Peer", "Record", "describe", "dump",
@@ -108,7 +109,7 @@ class Peer:
 def describe(lost: dict[str, Peer]) -> str:
     """Why the peers are lost, and what to do about it."""
     reasons = "; ".join(peer.describe(rank) for rank, peer in lost.items()).rstrip(".")
-    return f"{reasons}. See the log of rank(s) {listed(in_order(lost))}, and start again from the last checkpoint."
+    return f"{reasons}. See the log of rank(s) {listed(in_order(lost))}{START_AGAIN}."
 
 
 def new_life() -> str:

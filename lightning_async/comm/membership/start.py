@@ -99,10 +99,15 @@ def open_store(
         timeout: of requests that block.
 
     Raises:
-        AsyncTrainingError: the server cannot listen.
+        AsyncTrainingError: the server cannot listen, or it is not known where it does.
         CollectiveTimeout: nobody answers.
     """
     if not serve:
+        if port == 0:
+            raise AsyncTrainingError(
+                f"the store at {address} is to be found by its port, and MASTER_PORT is 0. Export one that is free, "
+                "the same on all ranks (`torchrun --standalone` finds one)."
+            )
         _wait_for_server(address, port, patience)
         return TCPStore(address, port, None, False, timeout, wait_for_workers=False)
     with listen(address, port) as server:

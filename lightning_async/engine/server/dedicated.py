@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from lightning_async.comm.reach import answers
+from lightning_async.comm.reach import answers, dial
+from lightning_async.engine.server.line import tell_over
 from lightning_async.engine.server.process import ServerProcess
 from lightning_async.engine.server.quorum import Terms
 from lightning_async.engine.server.rendezvous import Board
@@ -34,6 +35,8 @@ class DedicatedServer:
         self._board, self.number, self._host, self._port = board, number, host, port
         self._own: dict[int, ServerProcess] = {}
         """By the descriptor of the supervisor's process, readable at its end."""
+        self._adopted: list[dict[str, Any]] = []
+        """The addresses of those that one before this process has started."""
         self._run: int | None = None
         self._terms = Terms()
 
@@ -86,6 +89,8 @@ class DedicatedServer:
 
     def end(self) -> None:
         """The training is over: end its servers, once nobody is connected any more."""
+        while self._adopted:
+            tell_over(dial(self._adopted.pop(), 0, 0))
         self._let_go(lambda server: server.close(_DRAIN_S))
 
     def fail(self, why: str) -> None:
@@ -106,8 +111,9 @@ class DedicatedServer:
         before = self._board.answered(self._run, self.number).get("addresses", [None])
         try:
             # Of one that was here before this process: its supervisor sees to it.
+            self._adopted = [at for at in before if at and answers(at)]
             told = [
-                at if at and answers(at) else self._start(at, self._port if n == 0 else 0)
+                at if at in self._adopted else self._start(at, self._port if n == 0 else 0)
                 for n, at in enumerate(before)
             ]
         except (AsyncTrainingError, OSError) as error:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from lightning_async.comm.channel import Channel
 from lightning_async.engine.server.loop import HELLO_S, Server
@@ -47,6 +47,8 @@ class Hosting:
         self._keeping = keeping or Keeping()
         self._making = threading.Lock()
         self._tables: dict[int, Server] = {}
+        self.over = False
+        """A worker has said that the training is."""
         for table, memory in enumerate(self._memories):
             if table == 0 or os.fstat(memory).st_size:
                 self._table(table)
@@ -65,6 +67,13 @@ class Hosting:
                 why = f"there is no table {table!r}: the server has {len(self._memories)}."
                 channel.send({"refused": "settings", "why": why})
                 raise PeerLost(why)
+            if not _says_who(header):
+                channel.send({"refused": "request", "why": f"{header} is nothing that a server is told first."[:300]})
+                raise PeerLost("nothing more is said.")
+            if header.get("do") == "over":
+                self.over = True
+                channel.send({})
+                raise PeerLost("nothing more is said.")
         except PeerLost:
             channel.close()
             return
@@ -89,3 +98,19 @@ class Hosting:
                 if found.snapshots is not None:
                     found.snapshots.begin()
             return found
+
+
+def _says_who(header: Mapping[str, Any]) -> bool:
+    """Whether a first message is whole, so that whoever says something else harms no server.
+
+    >>> _says_who({"do": "forget", "workers": ["a"]}), _says_who({"do": "hello"})
+    (True, False)
+    """
+    if header.get("do") == "forget":
+        names = header.get("workers")
+        return isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if header.get("do") == "hello":
+        texts = [header.get(name) for name in ("worker", "client", "fingerprint")]
+        numbers = [header.get(name, "") for name in ("life", "said")]
+        return all(isinstance(text, str) for text in texts) and all(isinstance(n, int | None) for n in numbers)
+    return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 from lightning_async.comm.channel import Channel, Dial
 from lightning_async.errors import AsyncTrainingError, ChannelTimeout, Evicted, PeerLost, SettingsMismatch
 
-__all__ = ["Line", "forget"]
+__all__ = ["Line", "forget", "tell_over"]
 
 _log = logging.getLogger(__name__)
 _PAUSE_S = 0.02
@@ -186,9 +187,20 @@ def forget(dial: Dial, workers: Sequence[str], timeout_s: float = 10.0) -> None:
     Raises:
         PeerLost: it does not answer in time.
     """
+    _tell(dial, {"do": "forget", "workers": list(workers)}, timeout_s)
+
+
+def tell_over(dial: Dial, timeout_s: float = 5.0) -> None:
+    """Tell a server that the training is over: it ends when nobody is connected any more. Whoever does not answer has
+    ended already, or will, a while after."""
+    with contextlib.suppress(PeerLost), contextlib.closing(dial):
+        _tell(dial, {"do": "over"}, timeout_s)
+
+
+def _tell(dial: Dial, header: Mapping[str, Any], timeout_s: float) -> None:
     channel = dial.connect(timeout_s)
     try:
-        channel.send({"do": "forget", "workers": list(workers)}, 0, timeout_s)
+        channel.send(header, 0, timeout_s)
         channel.receive(timeout_s)
     finally:
         channel.close()

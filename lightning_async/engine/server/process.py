@@ -15,6 +15,7 @@ from lightning_async.comm.shm import listen
 from lightning_async.engine.server.orders import DRAIN, END, STOP
 from lightning_async.engine.server.plan import TABLES
 from lightning_async.engine.server.quorum import Terms
+from lightning_async.engine.server.snapshots import Shelf
 from lightning_async.errors import AsyncTrainingError
 
 __all__ = ["ServerProcess"]
@@ -43,7 +44,7 @@ class ServerProcess:
 
     Raises:
         ValueError: ``snapshot_every`` is not above 0.
-        AsyncTrainingError: the system does not let it start.
+        AsyncTrainingError: the system does not let it start, or the folder cannot be written to.
     """
 
     def __init__(
@@ -68,6 +69,8 @@ class ServerProcess:
             raise AsyncTrainingError(f"no parameter server can be started: {error}") from error
 
     def _start(self, opened: contextlib.ExitStack, name: str | None, host: str | None, port: int) -> None:
+        if (folder := self._settings["snapshots"]) is not None:
+            Shelf(folder, self._settings["server"]).close()  # where it cannot be written to, that is said here
         memories = [os.memfd_create("lightning_async-server") for _ in range(TABLES)]
         for memory in memories:
             opened.callback(os.close, memory)

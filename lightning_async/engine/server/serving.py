@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import select
 import socket
 import sys
@@ -22,7 +23,7 @@ from lightning_async.engine.server.hosting import Hosting, Keeping
 from lightning_async.engine.server.orders import DRAIN, END
 from lightning_async.engine.server.plan import TABLES
 from lightning_async.engine.server.quorum import Terms
-from lightning_async.errors import PeerLost
+from lightning_async.errors import AsyncTrainingError, PeerLost
 
 __all__ = ["main"]
 
@@ -45,6 +46,8 @@ def main(life: int, handed: list[int], settings: dict[str, Any]) -> None:
     # Threads of torch's own would wait for each other at every operation, beside workers that take the cores.
     threads = min(_MOST, torch.get_num_threads())
     torch.set_num_threads(1)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # where there are none left, Gloo ends the process
     memories, listeners = handed[:TABLES], handed[TABLES:]
     keeping = Keeping(settings["snapshots"], settings["server"], settings["snapshot_every"])
     server = Hosting(memories, Terms(**settings["terms"]), threads, keeping)
@@ -65,6 +68,8 @@ def main(life: int, handed: list[int], settings: dict[str, Any]) -> None:
             orphaned, linger_s = True, 0.0 if word == DRAIN else linger_s
         for each, of_listener in calls.items():
             of_listener.see_to(each in ready)
+        if server.over:
+            orphaned, linger_s = True, 0.0
         if server.connected:
             alone_since = time.monotonic()
         if orphaned and not server.connected and time.monotonic() - alone_since >= linger_s:
@@ -72,7 +77,11 @@ def main(life: int, handed: list[int], settings: dict[str, Any]) -> None:
 
 
 def _end(server: Hosting) -> None:
-    server.take_last()
+    try:
+        server.take_last()
+    except (OSError, AsyncTrainingError) as error:
+        print(f"A parameter server ends without a last snapshot: {error}", file=sys.stderr, flush=True)
+        os._exit(_CRASHED)
     os._exit(0)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,10 @@ import pytest
 from lightning_async.comm.reach import look_up
 from lightning_async.comm.shm import ShmDial, listen
 from lightning_async.engine.server.client import Client
+from lightning_async.engine.server.line import tell_over
 from lightning_async.engine.server.process import ServerProcess
 from lightning_async.engine.server.quorum import Terms
-from lightning_async.errors import PeerLost
+from lightning_async.errors import AsyncTrainingError, PeerLost
 from lightning_async.rules import TwoBit
 from tests.engine.server.kills import MOMENTA, Found, final_weights, kill_servers, work
 from tests.support import ROOT
@@ -141,6 +144,74 @@ def test_it_outlives_its_starter_as_long_as_it_has_workers():
         assert not gone(int(supervisor))
         client.close()
         until(lambda: gone(int(supervisor)))
+
+
+def test_told_that_the_training_is_over_it_ends_when_its_workers_have_gone():
+    """Its starter has died; it would wait for others for longer than this test."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, "-c", STARTER, "1000"], env=environment, stdout=subprocess.PIPE, text=True
+    ) as starter:
+        assert starter.stdout is not None
+        name, supervisor = starter.stdout.readline().split()
+        try:
+            client = Client("a", [ShmDial(name, 32, 32)], timeout_s=60)
+            client.gradients[0].fill_(1.0)
+            client.start()
+        finally:
+            starter.kill()
+            starter.wait()
+    tell_over(ShmDial(name, 0, 0), 60.0)
+    assert client.push().versions == (1,)
+    client.close()
+    until(lambda: gone(int(supervisor)))
+
+
+def test_who_says_what_is_no_first_message_harms_no_server(server: ServerProcess):
+    client = Client("a", [ShmDial(server.name, 32, 32)], timeout_s=60)
+    client.gradients[0].fill_(1.0)
+    client.start()
+    pid = server.pid
+    for header in ({"do": "hello"}, {"do": "hello", "worker": "b", "life": "x"}, {"do": "forget", "workers": 3}, {}):
+        with closing(ShmDial(server.name, 8, 8)) as dial, closing(dial.connect(20)) as channel:
+            channel.send(header)
+            assert "refused" in channel.receive(20)[0], header
+    assert client.push().versions == (1,) and server.pid == pid
+    client.close()
+
+
+def test_it_may_open_as_many_files_as_the_system_allows():
+    few, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(few, 512), most))
+    try:
+        server = ServerProcess()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, most))
+    try:
+        until(lambda: (pid := server.pid) and resource.prlimit(pid, resource.RLIMIT_NOFILE) == (most, most), 60.0)
+    finally:
+        server.close()
+
+
+def test_where_snapshots_cannot_be_written_that_is_said_at_the_start_or_at_the_end(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    (tmp_path / "file").touch()
+    with pytest.raises(AsyncTrainingError, match=r"no parameter server can be started: .*Not a directory"):
+        ServerProcess(snapshots=str(tmp_path / "file" / "folder"))
+    server = ServerProcess(snapshots=str(tmp_path / "folder"), snapshot_every=3600.0)
+    try:
+        client = Client("a", [ShmDial(server.name, 32, 32)], timeout_s=60)
+        client.gradients[0].fill_(1.0)
+        client.start()
+        client.close()
+        shutil.rmtree(tmp_path / "folder")
+        (tmp_path / "folder").touch()
+    finally:
+        assert server.close() == 1
+    said = capfd.readouterr().err
+    assert "A parameter server ends without a last snapshot: [Errno 20] Not a directory" in said
+    assert "Traceback" not in said
 
 
 def test_with_its_supervisor_gone_another_one_begins_with_what_was_on_disk(tmp_path: Path):
