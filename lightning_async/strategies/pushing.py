@@ -76,8 +76,7 @@ class Pushing:
         meet: Callable[[Gate], Arrival],
     ) -> None:
         self._strategy, self._averager, self._agreement = strategy, averager, Agreement(averager.control)
-        self._totals = cast(PushTotals, averager.summary.totals)
-        self._samples = self._told = 0.0
+        self._totals, self._samples, self._told = cast(PushTotals, averager.summary.totals), 0.0, 0.0
         own = not strategy.update_on_server or not strategy.module.automatic_optimization
         self._overlaps = not own and not changes_gradients(strategy.module, until_step=True)
         self._spent = False
@@ -268,8 +267,7 @@ class Pushing:
         self.called |= self.tables.called or (self.calls and not self.tables.in_step)  # a warm-up may have ended
         if self.tables.pulled:
             self.tables.take_()
-            self._totals.pulls += 1
-            self._totals.version = self.tables.updates(self._strategy.groups)
+            self._totals.pulled(self.tables.updates(self._strategy.groups))
             self._agreement.pulled(self.tables.versions)
         return answer
 

@@ -44,6 +44,11 @@ class PushTotals:
         finally:
             self.asked_s += time.monotonic() - began
 
+    def pulled(self, version: int) -> None:
+        """Weights have come, with so many steps in them."""
+        self.pulls += 1
+        self.version = version
+
     @property
     def number(self) -> int:
         """See `Totals`."""
