@@ -223,8 +223,10 @@ class Balancing:
         sizes = self._bounds.sizes(self.total, [each.speed for each in said], [each.room for each in said])
         found = {each.name: size for each, size in zip(said, sizes, strict=True)}
         speeds = {each.name: each.speed for each in said}
+        bounds = self._bounds
+        within = all(bounds.minimum <= size <= (bounds.maximum or size) for size in self.sizes.values())
         lacks_room = any(0 < each.room < self.sizes.get(each.name, 0) for each in said)
-        changes = lacks_room or sum(sizes) != sum(self.sizes.values()) or self._gains(found, speeds)
+        changes = lacks_room or not within or sum(sizes) != sum(self.sizes.values()) or self._gains(found, speeds)
         return found if changes else self.sizes
 
     def _gains(self, sizes: Mapping[str, int], speeds: Mapping[str, float]) -> bool:
