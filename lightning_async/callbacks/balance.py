@@ -13,6 +13,7 @@ from lightning_async.callbacks.steps import show
 from lightning_async.engine.world import World
 from lightning_async.trainer.balancing import Balancing, Bounds
 from lightning_async.trainer.batch import batch_size
+from lightning_async.trainer.names import is_newcomer
 from lightning_async.trainer.namespace import pytorch
 from lightning_async.trainer.patches import replace, take_back
 from lightning_async.trainer.pieces import Pieces
@@ -152,7 +153,7 @@ class BalancedBatchSizes(Callback):
         if self._balancing is not None:
             return  # training begins anew within this fit
         ranks, base = trainer.world_size, getattr(trainer.fit_loop._combined_loader.flattened[0], "batch_size", None)
-        if trainer.strategy.world is None and not trainer.strategy.shrinks:
+        if trainer.strategy.world is None and not is_newcomer(trainer.strategy):
             if self.global_batch_size not in (None, base):
                 raise ValueError(
                     f"`{type(self).__name__}(global_batch_size={self.global_batch_size})` with one rank: that is the "
@@ -162,7 +163,7 @@ class BalancedBatchSizes(Callback):
         check_loaders(type(self).__name__, trainer)
         check_bounds(self, ranks, self._total or base * ranks)
         self._balancing = Balancing(trainer, Bounds(self.minimum, self.maximum), self._total, lambda: self._room)
-        self._balancing.base, self._balancing.sizes = self._base, self._sizes
+        self._balancing.base, self._balancing.sizes = 0 if self.global_batch_size else self._base, self._sizes
         self._undo += self._balancing.install()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:

@@ -37,9 +37,7 @@ def by_steps(
     known = [(each, begin) for each, begin in left if each.is_known]
     if not known:
         return {}
-    samples, all_ = _in_order(known), [sizes[name] for name in takers]
-    if whole:
-        samples = _once(samples)
+    samples, all_ = _once(_in_order(known)), [sizes[name] for name in takers]
     total = sum(all_)
     steps, rest = divmod(len(samples), total)
     last = [0] * len(all_) if whole else _of_the_last(rest, all_)
@@ -79,7 +77,7 @@ def _in_order(left: list[tuple[Share, int]]) -> Tensor:
 
 
 def _once(samples: Tensor) -> Tensor:
-    """Without those that come again: what a sampler repeats to even ranks out."""
+    """Without those that come again: what a sampler, or a checkpoint of other ranks, repeats to even ranks out."""
     _, places = samples.unique(return_inverse=True)
     first = torch.full((len(samples),), len(samples)).scatter_reduce(0, places, torch.arange(len(samples)), "amin")
     return samples[first[first < len(samples)].sort().values]

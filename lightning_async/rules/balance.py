@@ -58,8 +58,8 @@ def batch_sizes(total: int, speeds: Sequence[float], minimum: int, most: Sequenc
 
     .. math:: n_i = \operatorname{clip}(\lambda v_i,\; n_{\min},\; m_i), \qquad \sum_i n_i = n
 
-    Rounded to whole samples, of which the sum is exact. Where the bounds leave no room for it, the sum is as near to
-    ``total`` as they allow.
+    Rounded to whole samples, of which the sum is exact, so that the last replica is done as soon as can be. Where the
+    bounds leave no room for it, the sum is as near to ``total`` as they allow.
 
     Args:
         total: :math:`n`, samples of a step.
@@ -68,7 +68,7 @@ def batch_sizes(total: int, speeds: Sequence[float], minimum: int, most: Sequenc
         most: :math:`m_i`, at least ``minimum``.
 
     >>> batch_sizes(128, [3.0, 3.0, 3.0, 1.0], 1, [128] * 4), batch_sizes(128, [3.0, 3.0, 3.0, 1.0], 1, [36] * 4)
-    ([39, 38, 38, 13], [36, 36, 36, 20])
+    ([39, 39, 38, 12], [36, 36, 36, 20])
     """
     known = [speed for speed in speeds if speed > 0.0]
     usual = sum(known) / len(known) if known else 1.0
@@ -89,5 +89,7 @@ def batch_sizes(total: int, speeds: Sequence[float], minimum: int, most: Sequenc
     rest = total - sum(fixed.values())
     quotas = {i: rest * weights[i] / sum(weights[j] for j in free) for i in free}
     whole = {i: int(quota) for i, quota in quotas.items()}
-    first = sorted(free, key=lambda i: (whole[i] - quotas[i], i))[: rest - sum(whole.values())]
-    return [fixed[i] if i in fixed else whole[i] + (i in first) for i in range(len(most))]
+    for _ in range(rest - sum(whole.values())):
+        soonest = min((i for i in free if whole[i] < most[i]), key=lambda i: ((whole[i] + 1) / weights[i], i))
+        whole[soonest] += 1
+    return [fixed[i] if i in fixed else whole[i] for i in range(len(most))]

@@ -62,6 +62,7 @@ class _Said(NamedTuple):
         wants: it has called the others together.
         ready: the number of its next batch; -1: it is not between two batches of an epoch that can be dealt out.
         base: samples in a batch of its loader.
+        total: samples of a step, as it knows; 0: one that has come does not.
         places: see `EpochShares`.
     """
 
@@ -71,6 +72,7 @@ class _Said(NamedTuple):
     wants: bool
     ready: int
     base: int
+    total: int
     places: dict[str, float]
 
 
@@ -131,7 +133,7 @@ class Balancing:
         told = world.gather_objects(mine)
         said = [_Said(*each[:-1]) for each in told]
         shares = {one.name: Share(*each[-1]) for one, each in zip(said, told, strict=True)}
-        self._begin_total(said)
+        self._agree(said)
         given = {name: each.loaders[0][0] for name, each in shares.items()}
         sizes = {name: one["batch_size"] for name, one in given.items() if one is not None and one["kind"] == "given"}
         if sizes.keys() == given.keys() and sum(sizes.values()) == self.total:  # it goes on from a checkpoint
@@ -148,11 +150,10 @@ class Balancing:
                 self._trainer.global_rank, self._trainer.current_epoch,
             )  # fmt: skip
 
-    def _begin_total(self, said: list[_Said]) -> None:
-        mine = next(each.base for each in said if each.name == self.name)
-        if not self.total or (self.base and self.base != mine):
-            self.total = sum(each.base for each in said)
-        self.base = mine
+    def _agree(self, said: list[_Said]) -> None:
+        """On the samples of a step: those that there were before one came, whoever is lost."""
+        self.total = next((each.total for each in said if each.total), 0) or sum(each.base for each in said)
+        self.base = next(each.base for each in said if each.name == self.name)
 
     def _end_at(self, share: Share) -> None:
         end = share.first + share.loaders[0][1] - share.skipped
@@ -184,6 +185,7 @@ class Balancing:
             epoch.hear(gates)
         mine: list[Any] = list(self._say(self._ready))
         said = [_Said(*each) for each in world.gather_objects(mine)]
+        self._agree(said)
         self.wants = False
         shares = epoch.shares if epoch is not self._alone else self._shares
         if not any(each.wants for each in said) or any(each.ready < 0 for each in said) or not shares:
@@ -216,15 +218,18 @@ class Balancing:
         speed = _speed(pacing.pace) if pacing.batches >= _MEASURED else 0.0
         base = self._trainer.fit_loop._combined_loader.flattened[0].batch_size
         places = {} if self._epoch is self._alone else self._epoch.places
-        return _Said(self.name, speed, self._room() or 0, self.wants, ready, base, places)
+        total = 0 if self.base and self.base != base else self.total  # of a loader that is another one since
+        return _Said(self.name, speed, self._room() or 0, self.wants, ready, base, total, places)
 
     def _sizes(self, said: list[_Said]) -> dict[str, int]:
         """As they are, where others would gain little."""
         sizes = self._bounds.sizes(self.total, [each.speed for each in said], [each.room for each in said])
         found = {each.name: size for each, size in zip(said, sizes, strict=True)}
         speeds = {each.name: each.speed for each in said}
+        bounds = self._bounds
+        within = all(bounds.minimum <= size <= (bounds.maximum or size) for size in self.sizes.values())
         lacks_room = any(0 < each.room < self.sizes.get(each.name, 0) for each in said)
-        changes = lacks_room or sum(sizes) != sum(self.sizes.values()) or self._gains(found, speeds)
+        changes = lacks_room or not within or sum(sizes) != sum(self.sizes.values()) or self._gains(found, speeds)
         return found if changes else self.sizes
 
     def _gains(self, sizes: Mapping[str, int], speeds: Mapping[str, float]) -> bool:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_async.data.by_steps import by_steps
-from lightning_async.data.shares import Share, distributed
+from lightning_async.data.samplers import divide
+from lightning_async.data.shares import Share, distributed, inherited
 from tests.resume.test_shares import samples, shares
 
 SIZE = 3
@@ -72,9 +73,17 @@ def test_whole_steps_only_and_no_sample_twice() -> None:
     assert {each.end for each in dealt.values()} == {5}
 
 
-def test_where_ranks_have_unequal_batches_the_lost_ones_are_taken_by_the_smallest_size() -> None:
-    from lightning_async.data.shares import inherited
+def test_what_a_checkpoint_of_more_ranks_repeats_is_taken_once() -> None:
+    rest = list(range(50))
+    parts = [torch.tensor(divide(rest, rank, 3, 4)) for rank in range(3)]
+    assert sum(map(len, parts)) == 51
+    told = [{"kind": "given", "length": 50, "batch_size": 4, "indices": part} for part in parts]
+    left = [(Share(2, 7, 0, False, [(each, 5)]), 2) for each in told]
+    dealt = by_steps(left, {"0": 2, "1": 2, "3": 2}, {"0": 6, "1": 6, "3": 4})
+    assert sorted(i for each in dealt.values() for i in samples(each)) == rest
 
+
+def test_where_ranks_have_unequal_batches_the_lost_ones_are_taken_by_the_smallest_size() -> None:
     held = by_steps(
         [(each, 0) for each in shares(60, 3, 4).values()], dict.fromkeys("012", 0), {"0": 7, "1": 4, "2": 1}
     )

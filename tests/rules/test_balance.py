@@ -94,6 +94,7 @@ def test_arguments_that_cannot_be(build, error, words) -> None:
     ("total", "speeds", "minimum", "most", "sizes"),
     [
         (32, [3.0, 3.0, 3.0, 1.0], 1, [32] * 4, [10, 10, 9, 3]),
+        (16, [3.0, 3.0, 3.0, 1.0], 1, [16] * 4, [5, 5, 5, 1]),  # not 5, 5, 4 and 2, which is 3 / 2.5 times slower
         (32, [0.0] * 4, 1, [32] * 4, [8] * 4),
         (32, [2.0, 0.0, 4.0, 0.0], 1, [32] * 4, [5, 8, 11, 8]),  # whoever is not known is as fast as usual
         (32, [100.0, 1.0], 3, [32] * 2, [29, 3]),
