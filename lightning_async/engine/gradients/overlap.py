@@ -5,7 +5,7 @@ begin: a message that is empty  --------------->  headers meet, and decide
 a hook: part 0's gradients are there  --------->  its share goes into `received`, and its sum begins
 a hook: part 1  ------------------------------->  ...
 finish: the rest; which parameters were used,
-and which changed after they had left  -------->  what all say of that; what changed is summed once more
+and which changed after they had left  -------->  where any has doubts all say that, and sum what changed once more
 """
 
 from __future__ import annotations
