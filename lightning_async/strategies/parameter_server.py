@@ -24,7 +24,6 @@ from lightning_async.rules.compression import (
     TwoBit,
     make_compression,
 )
-from lightning_async.rules.staleness.choose import make_policy
 from lightning_async.rules.staleness.protocol import StalenessPolicy
 from lightning_async.strategies.dedicated import attend, dismiss, found
 from lightning_async.strategies.drifting import DriftingStrategy
@@ -33,7 +32,7 @@ from lightning_async.strategies.muster import Quorum, WaitForWorkers, muster
 from lightning_async.strategies.placement import Placement, ServerRoles
 from lightning_async.strategies.pushing import Pushing
 from lightning_async.strategies.servers import Servers
-from lightning_async.strategies.service import Mode, check_service, mode_of, one_of
+from lightning_async.strategies.service import Mode, check_service, mode_of, one_of, staleness_of
 from lightning_async.strategies.states import States
 from lightning_async.strategies.survivors import numbered_last
 from lightning_async.trainer import refusals
@@ -75,6 +74,8 @@ class ParameterServerStrategy(DriftingStrategy):
             "dist_sync", "dist_sync_device" and others) are taken, too.
         num_servers: that share out each group of parameters. None (default): one on each host; of those that are ranks,
             one, or as many as the environment says.
+        shard_replicas: 1: each shard has a replica on the next server, which takes over when its server is lost (with
+            its host, or for ``deadlines.dead_after``), and has all that was acknowledged. Default 0.
         placement: ``"colocated"``: servers are processes beside the workers. ``"dedicated"``: the last ``num_servers``
             ranks serve: they build no data, never train, and end with 0 in their first run, once all workers have
             ended. None (default): as the environment says (DMLC_ROLE, TF_CONFIG with a "ps"), else ``"colocated"``.
@@ -122,6 +123,7 @@ class ParameterServerStrategy(DriftingStrategy):
         mode: str = "async",
         *,
         num_servers: int | None = None,
+        shard_replicas: int = 0,
         placement: Placement | None = None,
         wait_for_workers: WaitForWorkers = "all",
         server_address: str | None = None,
@@ -150,15 +152,13 @@ class ParameterServerStrategy(DriftingStrategy):
         self.max_staleness, self.update_frequency, self.pull_every = max_staleness, update_frequency, pull_every
         self.consistent_pull, self.warmup_steps = consistent_pull, warmup_steps
         self.compression, self.overlap = make_compression(owner, compression), overlap
-        self.staleness = "none" if staleness == "auto" and not update_on_server else staleness
-        if self.staleness != "auto":
-            self.staleness = make_policy(self.staleness)
+        self.staleness, self.shard_replicas = staleness_of(staleness, update_on_server), shard_replicas
         check_service(self)
         refusals.check_policies(owner, buffers, "keep", "local", 1.0)
         config = AveragerConfig(
             deadlines=deadlines or Deadlines(), min_replicas=min_replicas, max_replicas=max_replicas
         )
-        roles = ServerRoles(owner, placement, num_servers, server_address)
+        roles = ServerRoles(owner, placement, num_servers, server_address, shard_replicas)
         self.roles: ServerRoles = roles  # pyright: ignore[reportIncompatibleVariableOverride]
         super().__init__(DeltaMean(), Synchronous(), config, buffers=buffers, transport=roles.transport(transport))
         self.roles.check_transport(self.transport)
@@ -285,7 +285,7 @@ class ParameterServerStrategy(DriftingStrategy):
     def settings(self) -> dict[str, object]:
         """What must be equal on all ranks in a fit."""
         return {
-            **super().settings(), "mode": self.mode, "num_servers": self.num_servers,
+            **super().settings(), "mode": self.mode, "num_servers": self.num_servers, "replicas": self.shard_replicas,
             "placement": "dedicated" if self.roles.dedicated else "colocated", "wait_for_workers": self.quorum,
             "server_address": self.server_address, "update_on_server": self.update_on_server, "overlap": self.overlap,
             "max_staleness": self.max_staleness, "staleness": self.staleness, "warmup_steps": self.warmup_steps,

@@ -10,11 +10,14 @@ from functools import partial
 from typing import Any
 
 from lightning_async.comm.channel import CheckedDial, Dial
+from lightning_async.comm.membership.door import Door
 from lightning_async.comm.reach import dial, look_up_all
 from lightning_async.engine.server.line import forget
+from lightning_async.engine.server.places import Places
 from lightning_async.engine.server.plan import Plan
 from lightning_async.engine.server.process import ServerProcess
 from lightning_async.engine.server.quorum import Terms
+from lightning_async.engine.server.views import Views
 from lightning_async.engine.world import World
 from lightning_async.errors import PeerLost
 
@@ -50,6 +53,8 @@ class Servers:
     ) -> None:
         self.addresses, self.own, self._check = [dict(address) for address in addresses], list(own), check
         self._closed = False
+        self._door: Door | None = None
+        self._lost_after_s = 0.0
 
     @classmethod
     def start(cls, world: World, num_servers: int, terms: Terms, host: str | None) -> Servers:
@@ -67,7 +72,7 @@ class Servers:
         mine = [server for server, rank in enumerate(hosts(num_servers, world.world_size)) if rank == world.rank]
         own: list[ServerProcess] = []
         try:
-            own += (ServerProcess(terms, host=host) for _ in mine)
+            own += (ServerProcess(terms, host=host, server=server) for server in mine)
             told = world.gather_objects([process.address for process in own])
         except BaseException:
             for process in own:
@@ -92,13 +97,30 @@ class Servers:
                 )
         return cls(addresses)
 
-    def dials(self, plan: Plan) -> list[Dial]:
+    def have_replicas(self, door: Door, lost_after_s: float) -> None:
+        """Each shard has a replica, which takes its place when its server is lost for so long; the job's notes say
+        which one counts."""
+        self._door, self._lost_after_s = door, lost_after_s
+
+    def dials(self, plan: Plan, table: int = 0) -> list[Dial]:
         """Memory for talking to them of one table, for the shards of its plan."""
+        if self._door is not None:
+            return [self._places(plan, table, server, self._door) for server in range(plan.num_servers)]
         sizes = zip(self.addresses, plan.sizes, strict=True)
         dials = [dial(address, 4 * size, 4 * size) for address, size in sizes]
         if self._check is None:
             return dials
         return [CheckedDial(each, partial(self._check, server)) for server, each in enumerate(dials)]
+
+    def _places(self, plan: Plan, table: int, server: int, door: Door) -> Places:
+        size, servers = 4 * plan.sizes[server], (server, plan.neighbour(server))
+
+        def way(address: Mapping[str, Any], whole: bool) -> Dial:
+            return dial(address, size * whole, size * whole)
+
+        views = Views(door, f"{self.addresses[server]['name']}/{table}")
+        addresses = [self.addresses[each] for each in servers]
+        return Places(server, table, servers, addresses, way, views, self._lost_after_s)
 
     def forget(self, names: Sequence[str]) -> None:
         """These workers are lost: tell the servers, beside whatever this thread does, and those that are started again

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_async.comm.channel import Channel, Dial
+from lightning_async.engine.server.places import Places
 from lightning_async.errors import AsyncTrainingError, ChannelTimeout, Evicted, PeerLost, SettingsMismatch
 
 __all__ = ["Line", "forget"]
@@ -15,6 +16,8 @@ __all__ = ["Line", "forget"]
 _log = logging.getLogger(__name__)
 _PAUSE_S = 0.02
 _DIAL_S = 5.0
+_ELSEWHERE = ("alone", "copy", "fenced")
+"""Refusals that tell of another view, see `views`."""
 _REFUSALS: dict[str, type[AsyncTrainingError]] = {
     "evicted": Evicted, "settings": SettingsMismatch, "missing": PeerLost, "uninitialised": PeerLost,
 }  # fmt: skip
@@ -31,7 +34,8 @@ class Line:
     """
 
     def __init__(self, server: int, dial: Dial, hello: Mapping[str, Any], absent_s: float) -> None:
-        self.dial, self.base, self.began = dial, 0, False
+        self.dial, self.base, self._began = dial, 0, False
+        self._places = dial if isinstance(dial, Places) else None
         self.resent = self.pushed = self.lost = 0
         self._server, self._worker, self._hello = server, hello["worker"], hello
         self._channel: Channel | None = None
@@ -40,7 +44,7 @@ class Line:
         self._request: tuple[Mapping[str, Any], int] = {}, 0
         self._asked_at = 0.0
         self._why = "nothing was heard of it"
-        self._given_up, self._absent_s = False, absent_s
+        self._given_up, self._absent_s, self._emptied = False, absent_s, False
         self._left: int | None = None
         """From this byte on the next push is at the server already; None: nothing of it is."""
         self._away_since: float | None = None
@@ -51,6 +55,17 @@ class Line:
         self._request, self._asked_at, self.resent = (header, size), time.monotonic(), 0
         if self._channel is not None:
             self._try(self._channel)
+
+    @property
+    def began(self) -> bool:
+        """The server has weights: one without has lost them."""
+        return self._began or (self._places is not None and self._places.begun)
+
+    def begin(self) -> None:
+        """It has them from now on."""
+        self._began = True
+        if self._places is not None:
+            self._places.begin(self._worker)
 
     def begin_part(self) -> None:
         """The memory is filled anew."""
@@ -83,6 +98,7 @@ class Line:
                 self._away_since = self._away_since or now
                 left = min(left, self._away_since + self._absent_s - now)
                 if left > 0 and not self._dial(left):
+                    self._look_elsewhere()
                     time.sleep(min(_PAUSE_S, left))
                     continue
                 left = until - now
@@ -93,10 +109,12 @@ class Line:
                     "See its log; it may need more time than `timeout`."
                 )
             try:
-                reply, _ = self._channel.receive(max(left, 0.001))
+                reply, _ = self._channel.receive(max(self._patience(left), 0.001))
             except PeerLost as error:
                 self._drop(error)
             else:
+                if self._is_elsewhere(reply):
+                    continue
                 if self._request[0].get("do") == "push":
                     self._left = None  # nothing of the next one is there
                 return self._heard(reply)
@@ -123,12 +141,19 @@ class Line:
         try:
             channel = self._channel = self.dial.connect(min(timeout_s, _DIAL_S))
             now = {"life": self._life, "incarnation": self._incarnation, "said": self.pushed}
-            channel.send({"do": "hello", **self._hello, **now}, 0, timeout_s)
-            reply, _ = channel.receive(timeout_s)
+            view = {} if self._places is None else self._places.told()
+            channel.send({"do": "hello", **self._hello, **now, **view}, 0, timeout_s)
+            reply, _ = channel.receive(self._patience(timeout_s))
         except PeerLost as error:
             self._drop(error)
             return False
+        if self._is_elsewhere(reply):
+            return False
         known, told = self._incarnation, self._heard(reply)
+        if self.began and told["version"] is None and self._places is not None:
+            self._drop(PeerLost(f"server {self._server} has lost its weights"))
+            self._emptied = True
+            return False
         self._life = told["life"]
         if self.began and told["version"] is None:
             raise PeerLost(
@@ -141,6 +166,29 @@ class Line:
         self._away_since = None
         self._try(channel)
         return self._channel is not None
+
+    # ---- where the shard has a copy ----
+
+    def _patience(self, left: float) -> float:
+        """For an answer; whoever is not answered for so long asks once more, whether anybody is there."""
+        return left if self._places is None else min(left, self._places.lost_after_s)
+
+    def _look_elsewhere(self) -> None:
+        """The server is away: after some time it is lost, and the copy takes its place."""
+        if self._places is None or self._away_since is None:
+            return
+        lost = self._emptied or time.monotonic() - self._away_since >= self._places.lost_after_s
+        if self._places.look_elsewhere(self._worker, self._why, lost):
+            self._away_since, self._emptied = None, False
+
+    def _is_elsewhere(self, reply: Mapping[str, Any]) -> bool:
+        """Whether it says that another view holds, or is to: it is asked again, or the other one."""
+        if self._places is None or reply.get("refused") not in _ELSEWHERE:
+            return False
+        self._drop(PeerLost(reply["why"]))
+        if reply["refused"] == "alone":
+            self._places.go_on_alone(self._worker, reply["why"])
+        return True
 
     def _go_back(self, told: Mapping[str, Any]) -> None:
         """The server had lost its memory, and has a snapshot: of what was said to it, less counts than was answered."""
@@ -176,6 +224,8 @@ class Line:
             error = _REFUSALS.get(kind, AsyncTrainingError)
             raise error(f"worker {self._worker!r}: server {self._server} refuses: {reply['why']}")
         self._incarnation = reply.get("incarnation", self._incarnation)
+        if self._places is not None:
+            self._places.hear(reply.get("generation", 0))
         self.pushed = reply.get("number", self.pushed)
         return reply
 

@@ -22,10 +22,12 @@ from torch import Tensor
 
 from lightning_async.arguments import check_int
 
-__all__ = ["TABLES", "Piece", "Plan", "reshard"]
+__all__ = ["MEMORIES", "TABLES", "Piece", "Plan", "reshard"]
 
 TABLES = 8
 """That a server may have: groups of parameters with settings of their own, each with a plan."""
+MEMORIES = 4 * TABLES
+"""Of a server's process: two for each table of its own, and two for each of the copy that it has of another's."""
 _BYTES = 4  # of an element on a server: fp32
 
 
@@ -138,6 +140,10 @@ class Plan:
             (flat[piece.key][piece.start : piece.stop], shard[piece.offset : piece.offset + piece.stop - piece.start])
             for piece in self.pieces[server]
         ]
+
+    def neighbour(self, server: int) -> int:
+        """The server that has the replica of this one's shard, where shards have one."""
+        return (server + 1) % self.num_servers
 
     def fingerprint(self) -> str:
         """Equal on all who have the same plan."""
