@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_async.comm.channel import Channel, Dial
+from lightning_async.comm.channel import Channel, Dial, nobody_listens
 from lightning_async.comm.reach import dial
 from lightning_async.engine.server.journal import ROOM
 from lightning_async.engine.server.refused import Refused
@@ -150,8 +150,8 @@ class Copies:
                 self._fill(self._connect())
                 return
             except (PeerLost, OSError) as error:
-                why = str(error)
-            if time.monotonic() - began > within_s:
+                why, lost = str(error), nobody_listens(error)
+            if lost or time.monotonic() - began > within_s:
                 self._given_up = f"its copy was out of reach for {time.monotonic() - began:.1f} s: {why}"
                 raise Refused("alone", self._given_up)
             time.sleep(_PAUSE_S)

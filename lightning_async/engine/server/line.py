@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_async.comm.channel import Channel, Dial
+from lightning_async.comm.channel import Channel, Dial, nobody_listens
 from lightning_async.engine.server.places import Places
 from lightning_async.errors import AsyncTrainingError, ChannelTimeout, Evicted, PeerLost, SettingsMismatch
 
@@ -44,7 +44,9 @@ class Line:
         self._request: tuple[Mapping[str, Any], int] = {}, 0
         self._asked_at = 0.0
         self._why = "nothing was heard of it"
-        self._given_up, self._absent_s, self._emptied = False, absent_s, False
+        self._given_up, self._absent_s = False, absent_s
+        self._memory_gone = False
+        """The server's, with its supervisor: what holds it, listens, too."""
         self._left: int | None = None
         """From this byte on the next push is at the server already; None: nothing of it is."""
         self._away_since: float | None = None
@@ -152,7 +154,7 @@ class Line:
         known, told = self._incarnation, self._heard(reply)
         if self.began and told["version"] is None and self._places is not None:
             self._drop(PeerLost(f"server {self._server} has lost its weights"))
-            self._emptied = True
+            self._memory_gone = True
             return False
         self._life = told["life"]
         if self.began and told["version"] is None:
@@ -177,9 +179,9 @@ class Line:
         """The server is away: after some time it is lost, and the copy takes its place."""
         if self._places is None or self._away_since is None:
             return
-        lost = self._emptied or time.monotonic() - self._away_since >= self._places.lost_after_s
+        lost = self._memory_gone or time.monotonic() - self._away_since >= self._places.lost_after_s
         if self._places.look_elsewhere(self._worker, self._why, lost):
-            self._away_since, self._emptied = None, False
+            self._away_since, self._memory_gone = None, False
 
     def _is_elsewhere(self, reply: Mapping[str, Any]) -> bool:
         """Whether it says that another view holds, or is to: it is asked again, or the other one."""
@@ -214,7 +216,7 @@ class Line:
             self._drop(error)
 
     def _drop(self, error: PeerLost) -> None:
-        self._why, self._left = str(error), None
+        self._why, self._left, self._memory_gone = str(error), None, nobody_listens(error)
         if self._channel is not None:
             self._channel.close()
         self._channel = None

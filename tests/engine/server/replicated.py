@@ -145,7 +145,7 @@ class Two:
 
 
 @contextmanager
-def two(numel: int = 8, lost_after_s: float = 0.3, **terms: Any) -> Iterator[Two]:
+def two(numel: int = 8, lost_after_s: float = 10.0, **terms: Any) -> Iterator[Two]:
     found = Two(numel, lost_after_s, Terms(**terms))
     try:
         yield found

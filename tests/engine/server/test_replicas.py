@@ -154,7 +154,7 @@ def test_a_push_under_way_is_in_once_wherever_its_server_is_lost(
 
 def test_a_server_whose_process_is_killed_comes_back_and_fills_its_copy_anew():
     """Also where it was killed with an update that its copy had not: that was answered to nobody."""
-    with two(lost_after_s=5.0) as servers:
+    with two() as servers:
         a = servers.started("a")
         push(a, 1.0)
         store = servers.hosts[0].server()._store
@@ -170,7 +170,7 @@ def test_a_server_whose_process_is_killed_comes_back_and_fills_its_copy_anew():
 
 
 def test_a_copy_whose_process_is_killed_is_filled_anew():
-    with two(lost_after_s=5.0) as servers:
+    with two() as servers:
         a = servers.started("a", *SGD)
         for number in range(1, 6):
             if number == 3:
@@ -221,7 +221,7 @@ def test_places_change_as_often_as_servers_are_lost_and_come_back():
 
 
 def test_where_both_are_lost_workers_say_so():
-    with two(lost_after_s=0.2) as servers:
+    with two() as servers:
         a = servers.worker("a", timeout_s=2.0)
         a.start()
         for host in servers.hosts:
@@ -232,7 +232,7 @@ def test_where_both_are_lost_workers_say_so():
 
 def test_an_old_primary_that_wakes_is_refused_and_answers_nobody(capfd: pytest.CaptureFixture[str]):
     """It stood still with a push applied and not answered, and another worker still holds its connection."""
-    with two(lost_after_s=0.4) as servers:
+    with two(lost_after_s=1.0) as servers:
         a, b = servers.started("a"), servers.started("b")
         push(a, 1.0)
         push(b, 1.0)
@@ -262,7 +262,7 @@ def test_an_old_primary_that_wakes_is_refused_and_answers_nobody(capfd: pytest.C
 
 def test_two_that_are_cut_off_from_each_other_do_not_both_go_on(monkeypatch: pytest.MonkeyPatch):
     """The primary reaches no copy, and worker b no primary: one of both has its way, and the other one follows."""
-    with two(lost_after_s=0.4) as servers:
+    with two(lost_after_s=1.0) as servers:
         a, b = servers.started("a"), servers.started("b")
         push(a, 1.0)
         copies = servers.hosts[0].server()._copies
