@@ -35,7 +35,7 @@ from tests.callbacks.checkpoint_ranks import (
     until,
 )
 from tests.strategies import problem
-from tests.strategies.workers import make_trainer, rank, scenario, together
+from tests.strategies.workers import make_trainer, rank, scenario, together, until_it_has_arrived
 
 
 class Mixed(Noisy):
@@ -137,7 +137,7 @@ def saved_while_one_waits_for_a_validation(folder: Path) -> Any:
 def saves_go_on_after_a_rollback(folder: Path) -> Any:
     class Poisoned(Noisy):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            time.sleep(0.01)
+            until_it_has_arrived(self)  # what is to be saved is marked by rounds
             return super().training_step(batch, batch_idx)
 
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

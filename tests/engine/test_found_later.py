@@ -260,6 +260,18 @@ def test_the_clock_of_all_goes_on_where_another_rank_comes() -> None:
     assert on_ranks(Model, body, schedule=NEVER) == [29, 29]
 
 
+def test_the_clock_of_all_is_not_ahead_of_them_where_a_rank_has_begun_late() -> None:
+    """At its first header the others are far ahead; its pace until the next one is not that of its first step."""
+
+    def body(rank: Rank, module: Any, number: int) -> Any:
+        averager = rank.averager
+        averager.load_state_dict(averager.state_dict(), {**averager.clocks(), "step": 1, "mean_steps": 50.0})
+        rank.train(9)
+        return averager.global_step()
+
+    assert on_ranks(Model, body, schedule=NEVER) == [59, 59]
+
+
 class BackAt11:
     """Local steps with a round after every third, synchronous ones from the twelfth on."""
 

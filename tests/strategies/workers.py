@@ -136,7 +136,8 @@ def loader(data: Iterable[Any]) -> DataLoader:
 def until_it_has_arrived(module: Any) -> None:
     """Within a step: wait for the round that is under way, so that how many there are is not up to the machine."""
     averager = module.trainer.strategy.averager
-    averager.gates.wait(lambda: averager._buckets.message is None)
+    buckets = averager._buckets  # a round that is due does not begin while a header of others' is under way
+    averager.gates.wait(lambda: buckets.message is None and not buckets.announced)
 
 
 class Net(pl.LightningModule):

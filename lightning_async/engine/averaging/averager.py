@@ -224,9 +224,9 @@ class BackgroundAverager:
         return self._reports.add(arrived, self.step, self._box.failed, self._box.samples_by_rank)
 
     def global_step(self) -> int:
-        """Optimizer steps per replica: the mean over all at the last header, and since then at the same pace."""
+        """Optimizer steps per replica: the mean of all at the last header, then at that pace, or a late one's own."""
         box = self._box
-        pace = box.mean_steps / box.steps_then if box.steps_then else 1.0
+        pace = min(1.0, box.mean_steps / box.steps_then) if box.steps_then else 1.0
         return int(box.mean_steps + pace * (self.step - box.steps_then))
 
     # ---- at gates, see `Visitor` ----

@@ -55,10 +55,10 @@ class Worker:
         """Of the weights that were pulled last."""
         self._laid_out: dict[str, tuple[list[int], list[Parts]]] = {}
         self.pulled = False
-        self._taken: tuple[int, ...] | None = None
-        self._at: tuple[int, ...] | None = None
-        self._bases: tuple[int, ...] | None = None
         """The last request has brought weights."""
+        self._taken: tuple[int, ...] | None = None  # versions: in the parameters,
+        self._at: tuple[int, ...] | None = None  # that the backward pass is at,
+        self._bases: tuple[int, ...] | None = None  # and that the next push was computed at
         self.in_step = False
         """The next version is made of a push of each worker, as far as this one knows."""
 
