@@ -82,7 +82,7 @@ def test_all_that_was_acknowledged_is_there_once(mode: str, apart: bool, opened:
         opened.callback(client.close, leave=False)
         client.gradients[0].zero_()
         client.start()
-        survived = []
+        survived, lost = [], 0
         for number in range(1, PUSHES + 1):
             gradient = client.gradients[0].fill_(1.0)
             gradient[:2] = 0.0
@@ -94,7 +94,8 @@ def test_all_that_was_acknowledged_is_there_once(mode: str, apart: bool, opened:
             assert bulk.min() == bulk.max() == answer.versions[0]
             assert client.weights[0][place] == (number / 2 if mode == "sync" else number)
             survived.append(answer.survives)
-        return survived, answer.lost
+            lost += answer.lost
+        return survived, lost
 
     with ThreadPoolExecutor(2) as pool:
         workers = [pool.submit(work, place) for place in (0, 1)]

@@ -230,7 +230,9 @@ def test_where_both_are_lost_workers_say_so():
             push(a, 1.0)
 
 
-def test_an_old_primary_that_wakes_is_refused_and_answers_nobody(capfd: pytest.CaptureFixture[str]):
+def test_an_old_primary_that_wakes_is_refused_and_answers_nobody(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     """It stood still with a push applied and not answered, and another worker still holds its connection."""
     with two(lost_after_s=1.0) as servers:
         a, b = servers.started("a"), servers.started("b")
@@ -245,7 +247,7 @@ def test_an_old_primary_that_wakes_is_refused_and_answers_nobody(capfd: pytest.C
             assert wakes.wait(30)
             return settle(*told)
 
-        old._copies._tell = stands_still
+        monkeypatch.setattr(old._copies, "_tell", stands_still)
         with ThreadPoolExecutor(1) as pool:
             pushed = pool.submit(push, a, 1.0)
             assert stopped.wait(10)
