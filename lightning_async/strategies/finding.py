@@ -11,7 +11,7 @@ from lightning_async.comm.keeper import facing
 from lightning_async.comm.reach import machine_name
 from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.server.optimizer_state import Group, described_again, keys_of, state_of
-from lightning_async.engine.server.plan import Plan
+from lightning_async.engine.server.plan import Plan, neighbour
 from lightning_async.engine.server.quorum import Terms
 from lightning_async.engine.server.tables import Tables
 from lightning_async.engine.server.worker import Worker, plan_of
@@ -134,7 +134,8 @@ def _replicas(strategy: Finding, plan: Plan) -> str:
     """Where they are, in words."""
     if not strategy.shard_replicas:
         return ""
-    places = (f"that of server {each} on server {plan.neighbour(each)}" for each in range(plan.num_servers))
+    count = plan.num_servers
+    places = (f"that of server {each} on server {neighbour(each, count)}" for each in range(count))
     return f"\nreplicas of shards: {', '.join(places)}"
 
 

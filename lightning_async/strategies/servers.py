@@ -14,7 +14,7 @@ from lightning_async.comm.membership.door import Door
 from lightning_async.comm.reach import dial, look_up_all
 from lightning_async.engine.server.line import forget
 from lightning_async.engine.server.places import Places
-from lightning_async.engine.server.plan import Plan
+from lightning_async.engine.server.plan import Plan, neighbour
 from lightning_async.engine.server.process import ServerProcess
 from lightning_async.engine.server.quorum import Terms
 from lightning_async.engine.server.views import Views
@@ -54,7 +54,7 @@ class Servers:
         self.addresses, self.own, self._check = [dict(address) for address in addresses], list(own), check
         self._closed = False
         self._door: Door | None = None
-        self._lost_after_s = 0.0
+        self._lost_after_s, self._tables = 0.0, 1
 
     @classmethod
     def start(cls, world: World, num_servers: int, terms: Terms, host: str | None) -> Servers:
@@ -104,16 +104,17 @@ class Servers:
 
     def dials(self, plan: Plan, table: int = 0) -> list[Dial]:
         """Memory for talking to them of one table, for the shards of its plan."""
+        self._tables = max(self._tables, table + 1)
         if self._door is not None:
-            return [self._places(plan, table, server, self._door) for server in range(plan.num_servers)]
+            return [self._places(server, table, 4 * size, self._door) for server, size in enumerate(plan.sizes)]
         sizes = zip(self.addresses, plan.sizes, strict=True)
         dials = [dial(address, 4 * size, 4 * size) for address, size in sizes]
         if self._check is None:
             return dials
         return [CheckedDial(each, partial(self._check, server)) for server, each in enumerate(dials)]
 
-    def _places(self, plan: Plan, table: int, server: int, door: Door) -> Places:
-        size, servers = 4 * plan.sizes[server], (server, plan.neighbour(server))
+    def _places(self, server: int, table: int, size: int, door: Door) -> Places:
+        servers = server, neighbour(server, len(self.addresses))
 
         def way(address: Mapping[str, Any], whole: bool) -> Dial:
             return dial(address, size * whole, size * whole)
@@ -125,17 +126,20 @@ class Servers:
     def forget(self, names: Sequence[str]) -> None:
         """These workers are lost: tell the servers, beside whatever this thread does, and those that are started again
         meanwhile, too: what one has kept says that it is to wait for them."""
-        for address in self.addresses:
-            told = address, list(names)
+        for server in range(len(self.addresses)):
+            told = server, list(names)
             threading.Thread(target=self._forget, args=told, name="lightning_async forgets", daemon=True).start()
 
-    def _forget(self, address: Mapping[str, Any], names: list[str]) -> None:
+    def _forget(self, server: int, names: list[str]) -> None:
         until = time.monotonic() + _TELL_S
         while True:
             called: Any = None
             try:
-                called = dial(address, 0, 0)
-                forget(called, names)
+                # A server forgets them in all of its tables; of those that have a replica each may be elsewhere.
+                for table in range(1 if self._door is None else self._tables):
+                    called = self._way(server, table)
+                    forget(called, names)
+                    called.close()
                 return
             except (PeerLost, OSError) as error:
                 if self._closed or time.monotonic() > until:
@@ -145,6 +149,12 @@ class Servers:
                 if called is not None:
                     called.close()
             time.sleep(_PAUSE_S)
+
+    def _way(self, server: int, table: int) -> Dial:
+        """To talk to it, without a word of weights."""
+        if self._door is None:
+            return dial(self.addresses[server], 0, 0)
+        return self._places(server, table, 0, self._door)
 
     def close(self, in_order: bool) -> None:
         """End this rank's, once nobody needs them any more; where this rank has failed, others go on with them."""

@@ -15,6 +15,8 @@ from tests.strategies import problem
 from tests.strategies.problem import batches, distance, flat, joined, train_alone
 from tests.strategies.served import BATCHES, adam
 from tests.strategies.served_replicas import STEP
+from tests.strategies.survivor_workers import SAMPLES
+from tests.strategies.test_survivors import survivors, three_ranks
 from tests.strategies.workers import Outcomes, make_trainer
 
 
@@ -42,6 +44,17 @@ def test_a_server_that_is_lost_with_its_memory_has_each_push_in_once(outcomes: O
         weights = weights - STEP
     for rank in told:
         assert torch.equal(torch.tensor(rank["values"]), weights)
+
+
+@pytest.mark.parametrize(("mode", "victim"), [("sync", 1), ("async", 0)])
+def test_a_host_is_lost_with_its_worker_and_its_server(mode: str, victim: int, tmp_path: Path) -> None:
+    """The others hear of both, and wait for neither."""
+    with three_ranks(tmp_path, {str(victim): ("step", 0, 4)}, served=mode, replicas=True) as group:
+        told = survivors(group.join(), [victim])
+    assert {each["world_size"] for each in told} == {2}
+    for what in ("trained", "validated"):
+        seen = sorted(sample for each in told for sample in each[what]["2"])
+        assert seen == list(range(SAMPLES)), what
 
 
 def test_workers_end_in_order_where_nothing_is_lost(outcomes: Outcomes) -> None:

@@ -77,10 +77,10 @@ class Hosting:
                 if header.get("do") == "stands":
                     channel.send(seat.stands(header))
                     raise PeerLost("it has asked.")
+                server = seat.lead(header)
                 if header.get("do") == "forget":
                     for each in self._servers:
                         each.forget(header["workers"])
-                server = seat.lead(header)
             except Refused as refused:
                 channel.send({"refused": refused.kind, "why": str(refused)})
                 raise PeerLost(str(refused)) from refused

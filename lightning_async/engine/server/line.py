@@ -236,11 +236,14 @@ def forget(dial: Dial, workers: Sequence[str], timeout_s: float = 10.0) -> None:
     """Tell a server that these workers are lost: nobody waits for them, and what they still say does not count.
 
     Raises:
-        PeerLost: it does not answer in time.
+        PeerLost: it does not answer in time, or has not the shard.
     """
     channel = dial.connect(timeout_s)
     try:
-        channel.send({"do": "forget", "workers": list(workers)}, 0, timeout_s)
-        channel.receive(timeout_s)
+        view = dial.told() if isinstance(dial, Places) else {}
+        channel.send({"do": "forget", "workers": list(workers), **view}, 0, timeout_s)
+        reply, _ = channel.receive(timeout_s)
+        if reply.get("refused") in _ELSEWHERE:
+            raise PeerLost(reply["why"])
     finally:
         channel.close()

@@ -85,7 +85,7 @@ class Places:
         """What a server is to know of it."""
         other = self._addresses[1 - self.view.primary]
         place = {"address": other, "within_s": self.lost_after_s}
-        return {"shard": self.shard, "generation": self.view.generation, "copy": place}
+        return {"shard": self.shard, "table": self._table, "generation": self.view.generation, "copy": place}
 
     def begin(self, worker: str) -> None:
         """The shard has weights from now on."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_async.arguments import check_int
 
-__all__ = ["MEMORIES", "TABLES", "Piece", "Plan", "reshard"]
+__all__ = ["MEMORIES", "TABLES", "Piece", "Plan", "neighbour", "reshard"]
 
 TABLES = 8
 """That a server may have: groups of parameters with settings of their own, each with a plan."""
@@ -141,10 +141,6 @@ class Plan:
             for piece in self.pieces[server]
         ]
 
-    def neighbour(self, server: int) -> int:
-        """The server that has the replica of this one's shard, where shards have one."""
-        return (server + 1) % self.num_servers
-
     def fingerprint(self) -> str:
         """Equal on all who have the same plan."""
         return hashlib.sha256(json.dumps(self.plain()).encode()).hexdigest()[:16]
@@ -171,6 +167,15 @@ class Plan:
                 f"server {server}: {size * _BYTES / 2**20:.1f} MiB, {len(pieces)} keys, {split} of them in part"
             )
         return "\n".join(lines)
+
+
+def neighbour(server: int, num_servers: int) -> int:
+    """The server that has the replica of this one's shard, where shards have one.
+
+    >>> [neighbour(server, 3) for server in range(3)]
+    [1, 2, 0]
+    """
+    return (server + 1) % num_servers
 
 
 def reshard(old: Plan, shards: Sequence[Tensor], new: Plan) -> list[Tensor]:

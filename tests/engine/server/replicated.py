@@ -45,7 +45,8 @@ class Host:
         self._listener, name = listen(self.address.get("name"))
         self.address = address_of(name)
         self.hosting: Hosting | None = self._made()
-        threading.Thread(target=self._accept, args=(self._listener,), name="accepts", daemon=True).start()
+        self._accepts = threading.Thread(target=self._accept, args=(self._listener,), name="accepts", daemon=True)
+        self._accepts.start()
 
     def kill(self) -> None:
         """The process alone: the next one finds its memory."""
@@ -56,6 +57,7 @@ class Host:
         """With all that it had."""
         with suppress(OSError):
             self._listener.shutdown(2)
+        self._accepts.join(30)  # the name is free when nobody waits there
         self._listener.close()
         self._end()
         for memory in self.memories:

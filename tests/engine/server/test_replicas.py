@@ -13,9 +13,10 @@ import torch
 
 from lightning_async.comm.shm import ShmChannel
 from lightning_async.engine.server.client import Client
+from lightning_async.engine.server.line import forget
 from lightning_async.engine.server.store import Store
 from lightning_async.engine.server.views import View
-from lightning_async.errors import ChannelTimeout, PeerLost
+from lightning_async.errors import ChannelTimeout, Evicted, PeerLost
 from tests.engine.server.replicated import Two, two
 from tests.engine.server.running import push
 
@@ -218,6 +219,26 @@ def test_places_change_as_often_as_servers_are_lost_and_come_back():
                 until(lambda: a.pull().survives == "replica")
                 lost = 1 - lost
         assert servers.views().newest(None) == View(4, 0)
+
+
+def test_a_worker_that_is_lost_with_a_server_is_waited_for_until_the_replica_hears_of_it():
+    """It hears that also where it takes the server's place for that."""
+    with two(mode="sync", num_workers=2) as servers, ThreadPoolExecutor(2) as pool:
+        a, b = servers.started("a"), servers.started("b")
+        for each in [pool.submit(push, worker, 1.0) for worker in (a, b)]:
+            each.result(30)
+        servers.hosts[0].lose()
+        b._lines[0]._drop(PeerLost("it is lost, too"))
+        places = servers.places()
+        with pytest.raises(PeerLost, match="nobody answers"):
+            forget(places, ["b"])
+        assert servers.views().claim(View(1, 1), "a") == (View(1, 1), True)
+        places.close()
+        forget(places := servers.places(), ["b"])
+        places.close()
+        assert push(a, 1.0).tolist() == [2.0] * 8
+        with pytest.raises(Evicted):
+            push(b, 1.0)
 
 
 def test_where_both_are_lost_workers_say_so():
