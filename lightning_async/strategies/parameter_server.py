@@ -32,7 +32,7 @@ from lightning_async.strategies.muster import Quorum, WaitForWorkers, muster
 from lightning_async.strategies.placement import Placement, ServerRoles
 from lightning_async.strategies.pushing import Pushing
 from lightning_async.strategies.servers import Servers
-from lightning_async.strategies.service import Mode, check_service, mode_of, one_of, staleness_of
+from lightning_async.strategies.service import Mode, check_service, mode_of, one_of, policy_of
 from lightning_async.strategies.states import States
 from lightning_async.strategies.survivors import numbered_last
 from lightning_async.trainer import refusals
@@ -146,13 +146,12 @@ class ParameterServerStrategy(DriftingStrategy):
     ) -> None:
         owner = type(self).__name__
         self.mode: Mode = mode_of(owner, mode)
-        self.num_servers, self.server_address = num_servers, server_address
+        self.num_servers, self.shard_replicas, self.server_address = num_servers, shard_replicas, server_address
         self.bigarray_bound, self.quorum = bigarray_bound, Quorum.of(owner, wait_for_workers)
         self.update_on_server = update_on_server = one_of(owner, update_on_server, update_on_kvstore)
         self.max_staleness, self.update_frequency, self.pull_every = max_staleness, update_frequency, pull_every
-        self.consistent_pull, self.warmup_steps = consistent_pull, warmup_steps
-        self.compression, self.overlap = make_compression(owner, compression), overlap
-        self.staleness, self.shard_replicas = staleness_of(staleness, update_on_server), shard_replicas
+        self.consistent_pull, self.warmup_steps, self.overlap = consistent_pull, warmup_steps, overlap
+        self.compression, self.staleness = make_compression(owner, compression), policy_of(staleness, update_on_server)
         check_service(self)
         refusals.check_policies(owner, buffers, "keep", "local", 1.0)
         config = AveragerConfig(
@@ -285,12 +284,13 @@ class ParameterServerStrategy(DriftingStrategy):
     def settings(self) -> dict[str, object]:
         """What must be equal on all ranks in a fit."""
         return {
-            **super().settings(), "mode": self.mode, "num_servers": self.num_servers, "replicas": self.shard_replicas,
+            **super().settings(), "mode": self.mode, "num_servers": self.num_servers,
             "placement": "dedicated" if self.roles.dedicated else "colocated", "wait_for_workers": self.quorum,
             "server_address": self.server_address, "update_on_server": self.update_on_server, "overlap": self.overlap,
             "max_staleness": self.max_staleness, "staleness": self.staleness, "warmup_steps": self.warmup_steps,
             "update_frequency": self.update_frequency, "pull_every": self.pull_every, "compression": self.compression,
             "consistent_pull": self.consistent_pull, "bigarray_bound": self.bigarray_bound,
+            "shard_replicas": self.shard_replicas,
         }  # fmt: skip
 
     def __repr__(self) -> str:

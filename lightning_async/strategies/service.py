@@ -8,7 +8,7 @@ from lightning_async.arguments import check_choice, check_int
 from lightning_async.rules.staleness.choose import make_policy
 from lightning_async.rules.staleness.protocol import StalenessPolicy, Uncorrected
 
-__all__ = ["Mode", "check_service", "mode_of", "one_of", "staleness_of"]
+__all__ = ["Mode", "check_service", "mode_of", "one_of", "policy_of"]
 
 Mode = Literal["async", "sync", "ssp"]
 _ALIASES: dict[str, Mode] = {
@@ -67,7 +67,7 @@ def one_of(owner: str, update_on_server: bool | None, update_on_kvstore: bool | 
     return False not in told.values()
 
 
-def staleness_of(staleness: str | StalenessPolicy, update_on_server: bool) -> str | StalenessPolicy:
+def policy_of(staleness: str | StalenessPolicy, update_on_server: bool) -> str | StalenessPolicy:
     """The policy; ``"auto"`` stays so until the optimizer is known, where the server has one.
 
     Raises:

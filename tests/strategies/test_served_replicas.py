@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from lightning_async import HorovodTransport, ParameterServerStrategy
+from lightning_async.strategies.finding import _replicas
 from tests.horovod import needs_horovod
 from tests.strategies import problem
 from tests.strategies.problem import batches, distance, flat, joined, train_alone
@@ -73,6 +75,14 @@ def test_workers_end_in_order_where_nothing_is_lost(outcomes: Outcomes) -> None:
 def test_replicas_that_cannot_be_are_named_at_once(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         ParameterServerStrategy(**arguments)
+
+
+def test_it_is_said_where_replicas_are() -> None:
+    plan: Any = SimpleNamespace(num_servers=3)
+    told: Any = SimpleNamespace(shard_replicas=1)
+    words = "that of server 0 on server 1, that of server 1 on server 2, that of server 2 on server 0"
+    assert _replicas(told, plan) == f"\nreplicas of shards: {words}"
+    assert _replicas(ParameterServerStrategy(), plan) == ""
 
 
 @needs_horovod

@@ -17,6 +17,11 @@ R = TypeVar("R")
 class Copying(Protocol):
     """Who keeps a store's copy."""
 
+    @property
+    def wanted(self) -> bool:
+        """Whether there is one, or is to be."""
+        ...
+
     def doing(self, method: str, arguments: Mapping[str, Any]) -> AbstractContextManager[None]:
         """Around what is done to the store."""
         ...
@@ -39,7 +44,7 @@ def copied(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P]
 
     @wraps(method)
     def do(store: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        if store.copies is None:
+        if store.copies is None or not store.copies.wanted:
             return method(store, *args, **kwargs)
         given = takes.bind(store, *args, **kwargs).arguments
         given.pop("self")

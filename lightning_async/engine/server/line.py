@@ -99,8 +99,8 @@ class Line:
             if self._channel is None:
                 self._away_since = self._away_since or now
                 left = min(left, self._away_since + self._absent_s - now)
+                self._look_elsewhere()
                 if left > 0 and not self._dial(left):
-                    self._look_elsewhere()
                     time.sleep(min(_PAUSE_S, left))
                     continue
                 left = until - now
@@ -111,7 +111,7 @@ class Line:
                     "See its log; it may need more time than `timeout`."
                 )
             try:
-                reply, _ = self._channel.receive(max(self._patience(left), 0.001))
+                reply = self._receive(self._channel, max(left, 0.001))
             except PeerLost as error:
                 self._drop(error)
             else:
@@ -145,7 +145,7 @@ class Line:
             now = {"life": self._life, "incarnation": self._incarnation, "said": self.pushed}
             view = {} if self._places is None else self._places.told()
             channel.send({"do": "hello", **self._hello, **now, **view}, 0, timeout_s)
-            reply, _ = channel.receive(self._patience(timeout_s))
+            reply = self._receive(channel, timeout_s)
         except PeerLost as error:
             self._drop(error)
             return False
@@ -171,15 +171,18 @@ class Line:
 
     # ---- where the shard has a copy ----
 
-    def _patience(self, left: float) -> float:
-        """For an answer; whoever is not answered for so long asks once more, whether anybody is there."""
-        return left if self._places is None else min(left, self._places.lost_after_s)
+    def _receive(self, channel: Channel, timeout_s: float) -> dict[str, Any]:
+        if self._places is None:
+            return channel.receive(timeout_s)[0]
+        with self._places.watching(channel):
+            return channel.receive(timeout_s)[0]
 
     def _look_elsewhere(self) -> None:
         """The server is away: after some time it is lost, and the copy takes its place."""
         if self._places is None or self._away_since is None:
             return
-        lost = self._memory_gone or time.monotonic() - self._away_since >= self._places.lost_after_s
+        away_s = time.monotonic() - self._away_since
+        lost = self._memory_gone or self._places.lost or away_s >= self._places.lost_after_s
         if self._places.look_elsewhere(self._worker, self._why, lost):
             self._away_since, self._memory_gone = None, False
 

@@ -70,7 +70,7 @@ class Server:
 
     def serve(self, channel: Channel, said: tuple[dict[str, Any], int] | None = None) -> None:
         """Answer one worker until it is gone; on a thread of its own. What it has said already comes first."""
-        worker = None
+        worker, back = None, False
         try:
             while True:
                 header, size = said or channel.receive(HELLO_S if worker is None else None)
@@ -86,13 +86,15 @@ class Server:
                     if header.get("do") != "leave":
                         self._settle()
                 except Refused as refused:
+                    back = refused.kind == "alone"
                     reply, length = {"refused": refused.kind, "why": str(refused)}, 0
                 channel.send(reply, length)
         except PeerLost:
             pass  # its others go on; it comes back, or does not
         finally:
             channel.close()
-            self._gone(worker, channel)
+            if not back:  # else it is to bring word of the next generation, and others wait for it
+                self._gone(worker, channel)
 
     @property
     def generation(self) -> int | None:

@@ -1,11 +1,17 @@
-"""A worker's way to a shard that has a copy: to whichever of two servers has it, see `views`."""
+"""A worker's way to a shard that has a copy: to whichever of two servers has it, see `views`.
+
+A worker that waits for an answer keeps its connection: to servers one that ends is a worker that nobody waits for. A
+thread beside it asks whether the server still answers its callers; where it does not, and its copy does, the connection
+is broken off, and the copy takes its place.
+"""
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import Tensor
@@ -51,6 +57,12 @@ class Places:
         self._looked_at = 0.0
         self._current = dial(self._addresses[0], True)
         self._at = 0
+        self.lost = False
+        """The server answers nobody, and its copy does."""
+        self._waits: tuple[Channel, float] | None = None
+        """For an answer, and since when; the thread below looks at it."""
+        self._closed = threading.Event()
+        self._watches = False
 
     @property
     def outgoing(self) -> Tensor:
@@ -79,7 +91,20 @@ class Places:
 
     def close(self) -> None:
         """See `Dial`."""
+        self._closed.set()
         self._current.close()
+
+    @contextmanager
+    def watching(self, channel: Channel) -> Iterator[None]:
+        """While an answer is waited for: where none will come, and the copy can take the server's place, this ends."""
+        if not self._watches:
+            self._watches = True
+            threading.Thread(target=self._watch, name="lightning_async places", daemon=True).start()
+        self._waits = channel, time.monotonic()
+        try:
+            yield
+        finally:
+            self._waits = None
 
     def told(self) -> dict[str, Any]:
         """What a server is to know of it."""
@@ -93,7 +118,8 @@ class Places:
             self._known, _ = self._views.claim(View(), worker)
 
     def hear(self, generation: int) -> None:
-        """Of the server that is connected: another worker has brought it word."""
+        """Of the server that is connected, which has answered: another worker has brought it word."""
+        self.lost = False
         if self.begun and generation > self.view.generation:
             self._known = View(generation, self.view.primary)
 
@@ -108,13 +134,13 @@ class Places:
         """Whether another view holds from now on: one that others have claimed, or, where the server is ``lost``, this
         worker. Asked again and again, it looks now and then."""
         now = time.monotonic()
-        if not self.begun or now - self._looked_at < _PAUSE_S:
+        if not self.begun or (now - self._looked_at < _PAUSE_S and not self.lost):
             return False
-        self._looked_at = now
+        self._looked_at, self.lost = now, False
         with suppress(PeerLost):
             if self._look():
                 return True
-            if lost and self._stands():
+            if lost and self._asked(1 - self.view.primary).get("stands"):
                 said = f"it is lost, and {self._server(1 - self.view.primary)} goes on with its copy"
                 self._claim(View(self.view.generation + 1, 1 - self.view.primary), worker, said, why)
                 return True
@@ -137,17 +163,30 @@ class Places:
     def _server(self, place: int) -> str:
         return f"server {self._servers[place]}"
 
-    def _stands(self) -> bool:
-        """Whether the other place has a whole copy of this generation."""
+    def _watch(self) -> None:
+        heard = 0.0
+        while not self._closed.wait(self.lost_after_s / 4):
+            waits, now = self._waits, time.monotonic()
+            if waits is None or not self.begun or now - max(waits[1], heard) < self.lost_after_s:
+                continue
+            if self._asked(self.view.primary):
+                heard = now
+            elif self._asked(1 - self.view.primary).get("stands") and self._waits is waits:
+                self.lost = True
+                waits[0].break_off()
+
+    def _asked(self, place: int) -> dict[str, Any]:
+        """What the server in that place says to whether it ``stands`` by: has a whole copy of this generation; empty
+        where it says nothing in time."""
         called = channel = None
         try:
-            called = self._dial(self._addresses[1 - self.view.primary], False)
-            channel = called.connect(_ASKS_S)
+            called = self._dial(self._addresses[place], False)
+            channel = called.connect(min(_ASKS_S, self.lost_after_s))
             asked = {"do": "stands", "shard": self.shard, "table": self._table, "generation": self.view.generation}
-            channel.send(asked, 0, _ASKS_S)
-            return bool(channel.receive(_ASKS_S)[0].get("stands"))
+            channel.send(asked, 0, self.lost_after_s)
+            return channel.receive(self.lost_after_s)[0]
         except (PeerLost, OSError):
-            return False
+            return {}
         finally:
             for each in (channel, called):
                 if each is not None:

@@ -37,6 +37,8 @@ class Host:
         self.number, self._terms = number, terms
         self.crashes: list[BaseException] = []
         self.address: dict[str, Any] = {}
+        self.awake = threading.Event()
+        self.awake.set()
         self.begin()
 
     def begin(self) -> None:
@@ -90,6 +92,7 @@ class Host:
             threading.Thread(target=self._serve, args=(sock, self.hosting), name="serves", daemon=True).start()
 
     def _serve(self, sock: Any, hosting: Hosting | None) -> None:
+        assert self.awake.wait(60)
         try:
             if hosting is None:
                 sock.close()

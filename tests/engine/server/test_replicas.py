@@ -260,13 +260,13 @@ def test_an_old_primary_that_wakes_is_refused_and_answers_nobody(
         push(a, 1.0)
         push(b, 1.0)
         old = servers.hosts[0].server()
-        stopped, wakes = threading.Event(), threading.Event()
-        settle = old._copies._tell
+        stopped, wakes, tell = threading.Event(), servers.hosts[0].awake, old._copies._tell
 
         def stands_still(*told: Any) -> Any:
+            wakes.clear()
             stopped.set()
-            assert wakes.wait(30)
-            return settle(*told)
+            assert wakes.wait(60)
+            return tell(*told)
 
         monkeypatch.setattr(old._copies, "_tell", stands_still)
         with ThreadPoolExecutor(1) as pool:
@@ -274,6 +274,7 @@ def test_an_old_primary_that_wakes_is_refused_and_answers_nobody(
             assert stopped.wait(10)
             assert pushed.result(20).tolist() == [3.0] * 8  # its lock is held: nobody else hears of it, either
             assert servers.views().newest(None) == View(1, 1)
+            monkeypatch.undo()
             wakes.set()
             assert push(b, 1.0).tolist() == [4.0] * 8
         until(lambda: old._copies._fenced)
