@@ -75,7 +75,7 @@ class ParameterServerStrategy(DriftingStrategy):
         num_servers: that share out each group of parameters. None (default): one on each host; of those that are ranks,
             one, or as many as the environment says.
         shard_replicas: 1: each shard has a replica on the next server, which takes over when its server is lost (with
-            its host, or for ``deadlines.dead_after``), and has all that was acknowledged. Default 0.
+            its host, or silent for ``deadlines.dead_after``), and has all that was acknowledged. Default 0.
         placement: ``"colocated"``: servers are processes beside the workers. ``"dedicated"``: the last ``num_servers``
             ranks serve: they build no data, never train, and end with 0 in their first run, once all workers have
             ended. None (default): as the environment says (DMLC_ROLE, TF_CONFIG with a "ps"), else ``"colocated"``.

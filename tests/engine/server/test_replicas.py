@@ -203,6 +203,22 @@ def test_a_lost_copy_is_done_without_and_had_again(caplog: pytest.LogCaptureFixt
         assert servers.views().newest(None) == View(2, 1)
 
 
+@pytest.mark.parametrize("lost", [0, 1], ids=["primary", "copy"])
+def test_rounds_are_of_all_workers_whichever_server_is_lost(lost: int):
+    """Whoever is sent to look for the next generation is waited for."""
+    with two(mode="sync", num_workers=2) as servers, ThreadPoolExecutor(2) as pool:
+        workers = [servers.started(name) for name in "ab"]
+        for round_ in range(1, 16):
+            if round_ % 5 == 0:
+                servers.hosts[lost].lose()
+            pushed = [pool.submit(push, *each) for each in zip(workers, (1.0, 3.0), strict=True)]
+            assert [each.result(30)[0].item() for each in pushed] == [2.0 * round_] * 2
+            if round_ % 5 == 0:
+                servers.hosts[lost].begin()
+                until(lambda: workers[0].pull().survives == "replica")
+                lost = 1 - lost
+
+
 def test_places_change_as_often_as_servers_are_lost_and_come_back():
     with two() as servers:
         a = servers.started("a", *SGD)
