@@ -24,6 +24,7 @@ from lightning_async.engine.server.tables import Tables
 from lightning_async.rules.schedules.protocol import Action, Step
 from lightning_async.strategies.saved_state import SavedState
 from lightning_async.strategies.stepping import Steps, learning_rate
+from lightning_async.strategies.writes import Writes
 from lightning_async.trainer.batch import batch_size
 from lightning_async.trainer.own_gradients import changes_gradients
 from lightning_async.trainer.patches import Undo, replace, take_back
@@ -42,11 +43,12 @@ class Served(Steps, Protocol):
     overlap: bool
     num_runs: int
     saved: SavedState
+    groups: list[Group]
 
     @property
     def gathers(self) -> bool: ...
 
-    groups: list[Group]
+    def start_over(self) -> None: ...
 
     def join_servers(self, averager: BackgroundAverager) -> Tables: ...
 
@@ -72,10 +74,8 @@ class Pushing:
         gradients: SynchronousGradients,
         meet: Callable[[Gate], Arrival],
     ) -> None:
-        self._strategy, self._averager = strategy, averager
-        self._agreement = Agreement(averager.control)
-        self._waited_s = 0.0
-        self._samples = self._told = 0.0
+        self._strategy, self._averager, self._agreement = strategy, averager, Agreement(averager.control)
+        self._waited_s = self._samples = self._told = 0.0
         own = not strategy.update_on_server or not strategy.module.automatic_optimization
         self._overlaps = not own and not changes_gradients(strategy.module, until_step=True)
         self._spent = False
@@ -85,14 +85,14 @@ class Pushing:
         self.calls = self.called = False
         """The next push is to call all; somebody has, with the last one."""
         self.recent: deque[Any] = deque(maxlen=RECENT_BATCHES)
-        self._thread = ThreadPoolExecutor(1, "lightning_async pushes")
-        self.tables = strategy.join_servers(averager)
+        self._thread, self.tables = ThreadPoolExecutor(1, "lightning_async pushes"), strategy.join_servers(averager)
         self._agreement.pulled(self.tables.versions)
         saved, _ = strategy.saved.take_gathered()
         self.tables.owe(saved or {})
         averager.gathered = self._owed
         averager.gates.add(self)
-        self._undo: list[Undo] = []
+        self._writes = Writes(strategy, self.tables)
+        self._undo: list[Undo] = self._writes.install()
         for optimizer in strategy.optimizers:
             self._undo.append(replace(optimizer, "add_param_group", refuse_groups))
             if strategy.update_on_server:
@@ -200,6 +200,7 @@ class Pushing:
 
         def step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
             loss = None if closure is None else closure()
+            self._writes.refuse(coming=self._under_way is not None)
             self._finish()
             self.tables.fill_gradients(tables)
             rates = rates_of(optimizer, groups, tables)
@@ -259,10 +260,9 @@ class Pushing:
         """Until nothing is under way, and what was pulled is in the parameters; what was answered."""
         if (asked := self._under_way) is None:
             return None
-        if not asked.done():
-            began = time.monotonic()
-            self._averager.gates.wait(asked.done)
-            self._waited_s += time.monotonic() - began
+        began = time.monotonic()
+        self._averager.gates.wait(asked.done)
+        self._waited_s += time.monotonic() - began
         self._under_way = None
         answer = asked.result()
         self.called |= self.tables.called or (self.calls and not self.tables.in_step)  # a warm-up may have ended
@@ -275,9 +275,9 @@ class Pushing:
 
     def come(self) -> None:
         """Nothing is under way from here on, and nobody waits for this worker."""
-        if self._steps or self._stepped:
-            self._send_change()
         self._finish()
+        if self._writes.at_gate() or self._steps or self._stepped:
+            self._send_change()
         self._begin(partial(self._rest, self._gate))
         self._finish()
         if self._averager.gates.coming is Gate.DECIDE:

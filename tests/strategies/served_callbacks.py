@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_async import ParameterServerStrategy
+import torch
+
+from lightning_async import AsyncAveragingStrategy, ParameterServerStrategy, Synchronous
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
 from tests.strategies.served import BATCHES, fit, momentum
 from tests.strategies.workers import Net, loader, make_trainer, scenario, shard
 
 DECAY = 0.8
+BOUND = 0.05
+"""Of all parameters; most begin beyond it."""
 WINDOWS = {0: 1, 1: 2}
 """Batches in a step, by the first epoch that has so many."""
 
@@ -21,6 +25,61 @@ def averaged() -> Any:
     trainer = make_trainer(ParameterServerStrategy("sync"), callbacks=[average], max_epochs=2)
     trainer.fit(net, loader(shard([BATCHES] * 2)))
     return {"values": problem.flat(net), "step": trainer.global_step}
+
+
+@scenario
+def averaged_with_validations() -> Any:
+    """The average takes the model's place in a validation, and the weights are back afterwards."""
+    net, average = Net(optimizer=momentum), pl.callbacks.EMAWeightAveraging(decay=DECAY)
+    trainer = make_trainer(ParameterServerStrategy("async", overlap=True), callbacks=[average], val_check_interval=2)
+    trainer.fit(net, loader(shard([BATCHES] * 2)), loader(shard((1, 1))))
+    return {"step": trainer.global_step, "digest": problem.digest(net)}
+
+
+def _averaged_at_the_end(strategy: Any) -> list[float]:
+    net, average = Net(optimizer=momentum), pl.callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=1)
+    trainer = make_trainer(strategy, callbacks=[average], max_epochs=4)
+    trainer.fit(net, loader(shard([BATCHES] * 2)))
+    return problem.flat(net)
+
+
+@scenario
+def averaged_at_the_end() -> Any:
+    every_step = _averaged_at_the_end(AsyncAveragingStrategy(schedule=Synchronous()))
+    own = _averaged_at_the_end(ParameterServerStrategy("sync", update_on_server=False))
+    return {"served": _averaged_at_the_end(ParameterServerStrategy("sync")), "own": own, "every_step": every_step}
+
+
+class Clips(pl.Callback):
+    """Keeps all parameters small, as the critic of a Wasserstein GAN needs it."""
+
+    def __init__(self, hidden: bool = False) -> None:
+        self.hidden = hidden
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        for parameter in pl_module.parameters():
+            with torch.no_grad():
+                (parameter.data if self.hidden else parameter).clamp_(-BOUND, BOUND)
+
+
+@scenario
+def clipped() -> Any:
+    return fit(ParameterServerStrategy("async", min_replicas=2), callbacks=[Clips()])
+
+
+@scenario
+def clipped_while_a_push_is_under_way() -> Any:
+    return fit(ParameterServerStrategy("async", overlap=True, min_replicas=2), callbacks=[Clips()])
+
+
+@scenario
+def clipped_unseen() -> Any:
+    return fit(ParameterServerStrategy("async", min_replicas=2), callbacks=[Clips(hidden=True)])
+
+
+@scenario
+def clipped_and_pushed() -> Any:
+    return fit(ParameterServerStrategy("sync", update_on_server=False), callbacks=[Clips(hidden=True)])
 
 
 @scenario

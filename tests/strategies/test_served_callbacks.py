@@ -8,7 +8,7 @@ import torch
 from tests.strategies import problem
 from tests.strategies.problem import batches, distance, flat, joined
 from tests.strategies.served import BATCHES, momentum
-from tests.strategies.served_callbacks import DECAY, WINDOWS
+from tests.strategies.served_callbacks import BOUND, DECAY, WINDOWS
 from tests.strategies.workers import Outcomes
 
 
@@ -29,6 +29,30 @@ def test_an_average_over_time_is_that_of_one_process(outcomes: Outcomes) -> None
     for told in outcomes("averaged"):
         assert told["step"] == 2 * BATCHES
         assert distance(told["values"], average.tolist()) < 1e-6
+
+
+def test_an_average_takes_the_models_place_in_validations(outcomes: Outcomes) -> None:
+    first, second = outcomes("averaged_with_validations")
+    assert first["step"] == second["step"] == BATCHES
+    assert first["digest"] == second["digest"]
+
+
+def test_servers_hear_of_the_average_that_training_ends_with(outcomes: Outcomes) -> None:
+    for told in outcomes("averaged_at_the_end"):
+        assert distance(told["served"], told["every_step"]) < 1e-6
+        assert distance(told["own"], told["every_step"]) < 1e-2, "each worker has a momentum of its own"
+
+
+@pytest.mark.parametrize("name", ["clipped", "clipped_while_a_push_is_under_way", "clipped_unseen"])
+def test_who_writes_to_parameters_that_servers_hold_is_refused(outcomes: Outcomes, name: str) -> None:
+    for error in outcomes.errors(name):
+        assert "changed beside the optimizer's step" in error
+        assert "update_on_server=False" in error
+
+
+def test_what_is_written_beside_the_workers_own_optimizer_is_pushed(outcomes: Outcomes) -> None:
+    for told in outcomes("clipped_and_pushed"):
+        assert max(map(abs, told["values"])) <= BOUND * (1 + 1e-6)
 
 
 def test_windows_by_epoch_are_pushed_as_one(outcomes: Outcomes) -> None:

@@ -65,6 +65,10 @@ class Tables:
             if self.workers[table].pulled:
                 self.workers[table].take_()
 
+    def written(self, coming: bool, every: bool) -> list[str]:
+        """See `Worker`."""
+        return [name for worker in self.workers for name in worker.written(coming, every)]
+
     @contextmanager
     def backward(self, send: Send | None) -> Iterator[None]:
         """A backward pass, see `Ahead`; without ``send`` gradients leave after it."""

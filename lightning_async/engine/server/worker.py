@@ -13,6 +13,7 @@ from lightning_async.engine.digest import real
 from lightning_async.engine.server.ahead import Ahead
 from lightning_async.engine.server.client import Answer, Client
 from lightning_async.engine.server.plan import Plan
+from lightning_async.engine.server.written import Written
 from lightning_async.rules.compression import PushCompression
 from lightning_async.rules.staleness.protocol import StalenessPolicy
 
@@ -51,6 +52,7 @@ class Worker:
         )
         self.ahead = Ahead(self.params, plan, self._client, self._put_gradients)
         """Gradients that leave while the backward pass makes others."""
+        self._written = Written(list(named), self.params)
         self.versions: tuple[int, ...] = (0,) * plan.num_servers
         """Of the weights that were pulled last."""
         self._laid_out: dict[str, tuple[list[int], list[Parts]]] = {}
@@ -122,6 +124,11 @@ class Worker:
         self._fill([p.detach() for p in self.params])
         for outgoing, base in zip(self._client.gradients, self._client.weights, strict=True):
             outgoing.sub_(base)
+        self._written.end("pushed")
+
+    def written(self, coming: bool, every: bool) -> list[str]:
+        """Names of parameters that hold other values than were pulled, see `Written`; ``coming``: more is under way."""
+        return self._written.since(None if coming else self._incoming, every)
 
     def push(self, **how: Any) -> Answer:
         """See `Client.push`."""
@@ -160,6 +167,7 @@ class Worker:
         What `fill_change` compares with is what they hold then, and not what the servers hold: parameters of half
         precision hold less.
         """
+        self._written.begin()
         self._taken = self.versions
         params = [real(p.detach()) for p in self.params]
         flat = [p.reshape(-1) for p in params]  # the same memory, where they lie in order
@@ -170,9 +178,11 @@ class Worker:
                 param.copy_(its.view(param.shape))
         if half := [number for number, its in enumerate(into) if its.dtype is not torch.float32]:
             torch._foreach_copy_([pieces[number] for number in half], [into[number] for number in half])
+        self._written.end("pulled")
 
     def read(self, field: str) -> tuple[dict[str, Any], list[Tensor]]:
         """What the servers' optimizer holds: what they say of it, and a tensor for each parameter, fp32."""
+        self._written.base = "gone"  # it comes where weights do
         told, *_ = self._client.read(field)
         return told, self._whole(self._client.weights)
 
