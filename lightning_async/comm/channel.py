@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_async.errors import PeerLost
 
-__all__ = ["LONGEST", "Channel", "CheckedDial", "Dial", "packed", "unpacked"]
+__all__ = ["LONGEST", "Channel", "CheckedDial", "Dial", "nobody_listens", "packed", "unpacked"]
 
 LONGEST = 1 << 15
 """Bytes of a header."""
@@ -140,6 +140,11 @@ class CheckedDial:
 
     def close(self) -> None:
         self._dial.close()
+
+
+def nobody_listens(error: BaseException) -> bool:
+    """Whether a dial has failed because nothing listens there any more: it was not late, nor out of reach."""
+    return isinstance(error.__cause__, ConnectionRefusedError)
 
 
 def packed(header: Mapping[str, Any], size: int, room: int) -> bytes:

@@ -25,7 +25,6 @@ from lightning_async.rules.compression import (
     TwoBit,
     make_compression,
 )
-from lightning_async.rules.staleness.choose import make_policy
 from lightning_async.rules.staleness.protocol import StalenessPolicy
 from lightning_async.strategies.dedicated import attend, dismiss, found
 from lightning_async.strategies.drifting import DriftingStrategy
@@ -34,7 +33,7 @@ from lightning_async.strategies.muster import Quorum, WaitForWorkers, muster
 from lightning_async.strategies.placement import Placement, ServerRoles
 from lightning_async.strategies.pushing import Pushing
 from lightning_async.strategies.servers import Servers
-from lightning_async.strategies.service import Mode, check_service, mode_of, one_of
+from lightning_async.strategies.service import Mode, check_service, mode_of, one_of, policy_of
 from lightning_async.strategies.states import States
 from lightning_async.strategies.survivors import numbered_last
 from lightning_async.trainer import refusals
@@ -76,6 +75,8 @@ class ParameterServerStrategy(DriftingStrategy):
             "dist_sync", "dist_sync_device" and others) are taken, too.
         num_servers: that share out each group of parameters. None (default): one on each host; of those that are ranks,
             one, or as many as the environment says.
+        shard_replicas: 1: each shard has a replica on the next server, which takes over when its server is lost (with
+            its host, or silent for ``deadlines.dead_after``), and has all that was acknowledged. Default 0.
         placement: ``"colocated"``: servers are processes beside the workers. ``"dedicated"``: the last ``num_servers``
             ranks serve: they build no data, never train, and end with 0 in their first run, once all workers have
             ended. None (default): as the environment says (DMLC_ROLE, TF_CONFIG with a "ps"), else ``"colocated"``.
@@ -123,6 +124,7 @@ class ParameterServerStrategy(DriftingStrategy):
         mode: str = "async",
         *,
         num_servers: int | None = None,
+        shard_replicas: int = 0,
         placement: Placement | None = None,
         wait_for_workers: WaitForWorkers = "all",
         server_address: str | None = None,
@@ -145,21 +147,18 @@ class ParameterServerStrategy(DriftingStrategy):
     ) -> None:
         owner = type(self).__name__
         self.mode: Mode = mode_of(owner, mode)
-        self.num_servers, self.server_address = num_servers, server_address
+        self.num_servers, self.shard_replicas, self.server_address = num_servers, shard_replicas, server_address
         self.bigarray_bound, self.quorum = bigarray_bound, Quorum.of(owner, wait_for_workers)
         self.update_on_server = update_on_server = one_of(owner, update_on_server, update_on_kvstore)
         self.max_staleness, self.update_frequency, self.pull_every = max_staleness, update_frequency, pull_every
-        self.consistent_pull, self.warmup_steps = consistent_pull, warmup_steps
-        self.compression, self.overlap = make_compression(owner, compression), overlap
-        self.staleness = "none" if staleness == "auto" and not update_on_server else staleness
-        if self.staleness != "auto":
-            self.staleness = make_policy(self.staleness)
+        self.consistent_pull, self.warmup_steps, self.overlap = consistent_pull, warmup_steps, overlap
+        self.compression, self.staleness = make_compression(owner, compression), policy_of(staleness, update_on_server)
         check_service(self)
         refusals.check_policies(owner, buffers, "keep", "local", 1.0)
         config = AveragerConfig(
             deadlines=deadlines or Deadlines(), min_replicas=min_replicas, max_replicas=max_replicas
         )
-        roles = ServerRoles(owner, placement, num_servers, server_address)
+        roles = ServerRoles(owner, placement, num_servers, server_address, shard_replicas)
         self.roles: ServerRoles = roles  # pyright: ignore[reportIncompatibleVariableOverride]
         super().__init__(DeltaMean(), Synchronous(), config, buffers=buffers, transport=roles.transport(transport))
         self.roles.check_transport(self.transport)
@@ -288,6 +287,7 @@ class ParameterServerStrategy(DriftingStrategy):
             "max_staleness": self.max_staleness, "staleness": self.staleness, "warmup_steps": self.warmup_steps,
             "update_frequency": self.update_frequency, "pull_every": self.pull_every, "compression": self.compression,
             "consistent_pull": self.consistent_pull, "bigarray_bound": self.bigarray_bound,
+            "shard_replicas": self.shard_replicas,
         }  # fmt: skip
 
     def __repr__(self) -> str:

@@ -10,11 +10,14 @@ from functools import partial
 from typing import Any
 
 from lightning_async.comm.channel import CheckedDial, Dial
+from lightning_async.comm.membership.door import Door
 from lightning_async.comm.reach import dial, look_up_all
 from lightning_async.engine.server.line import forget, tell_over
-from lightning_async.engine.server.plan import Plan
+from lightning_async.engine.server.places import Places
+from lightning_async.engine.server.plan import Plan, neighbour
 from lightning_async.engine.server.process import ServerProcess
 from lightning_async.engine.server.quorum import Terms
+from lightning_async.engine.server.views import Views
 from lightning_async.engine.world import World
 from lightning_async.errors import AsyncTrainingError, PeerLost
 
@@ -53,6 +56,8 @@ class Servers:
         self.addresses, self.own, self._check = [dict(address) for address in addresses], list(own), check
         self._of_this_run = of_this_run
         self._closed = False
+        self._door: Door | None = None
+        self._lost_after_s, self._tables = 0.0, 1
 
     @classmethod
     def start(cls, world: World, num_servers: int, terms: Terms, host: str | None) -> Servers:
@@ -70,7 +75,7 @@ class Servers:
         mine = [server for server, rank in enumerate(hosts(num_servers, world.world_size)) if rank == world.rank]
         own: list[ServerProcess] = []
         try:
-            own += (ServerProcess(terms, host=host) for _ in mine)
+            own += (ServerProcess(terms, host=host, server=server) for server in mine)
             told = world.gather_objects([process.address for process in own])
         except BaseException:
             for process in own:
@@ -104,8 +109,16 @@ class Servers:
                     )
         return cls(addresses)
 
-    def dials(self, plan: Plan) -> list[Dial]:
+    def have_replicas(self, door: Door, lost_after_s: float) -> None:
+        """Each shard has a replica, which takes its place when its server is lost for so long; the job's notes say
+        which one counts."""
+        self._door, self._lost_after_s = door, lost_after_s
+
+    def dials(self, plan: Plan, table: int = 0) -> list[Dial]:
         """Memory for talking to them of one table, for the shards of its plan."""
+        self._tables = max(self._tables, table + 1)
+        if self._door is not None:
+            return [self._places(server, table, 4 * size, self._door) for server, size in enumerate(plan.sizes)]
         sizes = zip(self.addresses, plan.sizes, strict=True)
         dials = [dial(address, 4 * size, 4 * size) for address, size in sizes]
         return [CheckedDial(each, partial(self._check_there, server)) for server, each in enumerate(dials)]
@@ -121,20 +134,33 @@ class Servers:
                 "checkpoint."
             ) from error
 
+    def _places(self, server: int, table: int, size: int, door: Door) -> Places:
+        servers = server, neighbour(server, len(self.addresses))
+
+        def way(address: Mapping[str, Any], whole: bool) -> Dial:
+            return dial(address, size * whole, size * whole)
+
+        views = Views(door, f"{self.addresses[server]['name']}/{table}")
+        addresses = [self.addresses[each] for each in servers]
+        return Places(server, table, servers, addresses, way, views, self._lost_after_s)
+
     def forget(self, names: Sequence[str]) -> None:
         """These workers are lost: tell the servers, beside whatever this thread does, and those that are started again
         meanwhile, too: what one has kept says that it is to wait for them."""
-        for address in self.addresses:
-            told = address, list(names)
+        for server in range(len(self.addresses)):
+            told = server, list(names)
             threading.Thread(target=self._forget, args=told, name="lightning_async forgets", daemon=True).start()
 
-    def _forget(self, address: Mapping[str, Any], names: list[str]) -> None:
+    def _forget(self, server: int, names: list[str]) -> None:
         until = time.monotonic() + _TELL_S
         while True:
             called: Any = None
             try:
-                called = dial(address, 0, 0)
-                forget(called, names)
+                # A server forgets them in all of its tables; of those that have a replica each may be elsewhere.
+                for table in range(1 if self._door is None else self._tables):
+                    called = self._way(server, table)
+                    forget(called, names)
+                    called.close()
                 return
             except (PeerLost, OSError) as error:
                 if self._closed or time.monotonic() > until:
@@ -144,6 +170,12 @@ class Servers:
                 if called is not None:
                     called.close()
             time.sleep(_PAUSE_S)
+
+    def _way(self, server: int, table: int) -> Dial:
+        """To talk to it, without a word of weights."""
+        if self._door is None:
+            return dial(self.addresses[server], 0, 0)
+        return self._places(server, table, 0, self._door)
 
     def close(self, in_order: bool, tells: bool = False) -> None:
         """End this rank's, once nobody needs them any more; where this rank has failed, others go on with them.

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Literal, Protocol, get_args
 
 from lightning_async.arguments import check_choice, check_int
+from lightning_async.rules.staleness.choose import make_policy
 from lightning_async.rules.staleness.protocol import StalenessPolicy, Uncorrected
 
-__all__ = ["Mode", "check_service", "mode_of", "one_of"]
+__all__ = ["Mode", "check_service", "mode_of", "one_of", "policy_of"]
 
 Mode = Literal["async", "sync", "ssp"]
 _ALIASES: dict[str, Mode] = {
@@ -20,6 +21,7 @@ _ALIASES: dict[str, Mode] = {
 class _Service(Protocol):
     mode: Mode
     num_servers: int | None
+    shard_replicas: int
     server_address: str | None
     update_on_server: bool
     staleness: str | StalenessPolicy
@@ -65,6 +67,17 @@ def one_of(owner: str, update_on_server: bool | None, update_on_kvstore: bool | 
     return False not in told.values()
 
 
+def policy_of(staleness: str | StalenessPolicy, update_on_server: bool) -> str | StalenessPolicy:
+    """The policy; ``"auto"`` stays so until the optimizer is known, where the server has one.
+
+    Raises:
+        TypeError, ValueError: there is none of this name.
+    """
+    if staleness == "auto":
+        return staleness if update_on_server else make_policy("none")
+    return make_policy(staleness)
+
+
 def check_service(strategy: _Service) -> None:
     """Whether its settings are in their ranges, and fit together.
 
@@ -75,6 +88,8 @@ def check_service(strategy: _Service) -> None:
     least = {"bigarray_bound": 1, "max_staleness": 0, "warmup_steps": 0, "update_frequency": 1, "pull_every": 1}
     for name, minimum in least.items():
         check_int(strategy, name, at_least=minimum)
+    check_choice(owner, "shard_replicas", strategy.shard_replicas, (0, 1))
+    _check_replicas(owner, strategy)
     for name in ("consistent_pull", "overlap"):
         check_choice(owner, name, getattr(strategy, name), (True, False))
     if strategy.num_servers is not None:
@@ -109,4 +124,17 @@ def check_service(strategy: _Service) -> None:
         raise ValueError(
             f"`{owner}(mode='sync', staleness={strategy.staleness!r})`: pushes of one round are not late. Leave "
             '`staleness` out, or use `mode="async"`.'
+        )
+
+
+def _check_replicas(owner: str, strategy: _Service) -> None:
+    if strategy.shard_replicas and strategy.num_servers == 1:
+        raise ValueError(
+            f"`{owner}(shard_replicas=1, num_servers=1)`: the replica of a shard is on another server. Take two "
+            "servers or more, on as many hosts, or leave `shard_replicas` out."
+        )
+    if strategy.shard_replicas and strategy.server_address is not None:
+        raise ValueError(
+            f"`{owner}(shard_replicas=1, server_address={strategy.server_address!r})`: servers that were started on "
+            "their own have snapshots for the loss of a host (`lightning-async serve --snapshots`). Leave one out."
         )

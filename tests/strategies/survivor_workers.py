@@ -57,7 +57,16 @@ class Seen(pl.LightningModule):
 
     def _at(self, place: str, taken: int) -> None:
         if self._dies == (place, self.current_epoch, taken) and not CAME_BACK:
+            if getattr(self.trainer.strategy, "shard_replicas", 0):
+                self._lose_servers()
             die()
+
+    def _lose_servers(self) -> None:
+        """As with the host: those that this rank has started, and what holds their memory."""
+        for server in self.trainer.strategy.servers.own:
+            for pid in (server.supervisor, server.pid):
+                if pid is not None:
+                    os.kill(pid, signal.SIGKILL)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self._at("step", batch_idx)
@@ -114,6 +123,7 @@ def survive(
     windows: int | Literal["until_reduced"] | None = None,
     correction: Literal["EstimateCommit", "WeightPrediction"] | None = None,
     served: Literal["async", "sync", "ssp"] | None = None,
+    replicas: bool = False,
 ) -> None:
     deaths = {number: (place, epoch, taken) for number, (place, epoch, taken) in deaths.items()}
     schedule = Synchronous() if synchronous else EveryNSteps(period)
@@ -124,7 +134,8 @@ def survive(
         corrects = None if correction is None else getattr(lightning_async, correction)()
         strategy = AsyncGradientStrategy(windows, correction=corrects, deadlines=deadlines, min_replicas=min_replicas)
     if served is not None:
-        strategy = ParameterServerStrategy(served, deadlines=deadlines, min_replicas=min_replicas)
+        servers: Any = {"num_servers": 2, "shard_replicas": 1, "bigarray_bound": 1} if replicas else {}
+        strategy = ParameterServerStrategy(served, deadlines=deadlines, min_replicas=min_replicas, **servers)
     module = Seen(deaths)
     module.pause_s = pause_s
     logger = pytorch("loggers").CSVLogger(folder, name="log", version=0)

@@ -56,6 +56,8 @@ class Beginning:
             if self._store.ready:
                 self._store.clear()
             self._store.initialise(params, *terms, policy, state, header["scalars"])  # pyright: ignore
+            if self._store.copies is not None:
+                self._store.copies.begun()
         except (TypeError, ValueError) as error:
             raise Refused("settings", str(error)) from error
 

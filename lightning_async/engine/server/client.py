@@ -41,6 +41,7 @@ class Answer:
             -1 where there is none.
         lost: pushes of this worker's that were acknowledged, and were lost since with a server's host.
         in_step: the next version is made of a push of each worker.
+        copied: each server has a copy on another one, with all that this answer is to.
         called: in sync mode, whether a worker has called all with this round; all hear it of the same one.
     """
 
@@ -52,16 +53,20 @@ class Answer:
     lost: int = 0
     in_step: bool = False
     called: bool = False
+    copied: bool = False
 
     @property
     def survives(self) -> str:
-        """What was answered survives the servers' ``"process"``, or, as it is in a ``"snapshot"``, their hosts.
+        """What was answered survives the servers' ``"process"``; the loss of any one host, as there is a ``"replica"``;
+        or, as it is in a ``"snapshot"``, that of all.
 
         >>> Answer((3, 4), durable=(3, 3)).survives, Answer((3, 4), durable=(3, 4)).survives
         ('process', 'snapshot')
+        >>> Answer((3, 4), copied=True).survives
+        'replica'
         """
         held = len(self.durable) == len(self.versions) and all(map(int.__ge__, self.durable, self.versions))
-        return "snapshot" if held else "process"
+        return "snapshot" if held else "replica" if self.copied else "process"
 
 
 class Client:
@@ -141,7 +146,7 @@ class Client:
         told |= {"fields": list(fields), "scalars": dict(scalars or {}), "anew": anew}
         self._ask_with_all({"do": "initialise", **told})
         for line in self._lines:
-            line.began = True
+            line.begin()
         return self.pull()
 
     def pull(self) -> Answer:
@@ -244,8 +249,10 @@ class Client:
 
     def lags(self) -> tuple[dict[str, Any], ...]:
         """How late pushes were, of each server: ``counts`` of pushes by lag, from which on one key stands for the lags
-        up to the next one; the ``mean`` of recent ones; and how many were ``dropped``."""
-        told = [reply["lags"] for reply in self._ask_all({"do": "lags"})]
+        up to the next one; the ``mean`` of recent ones; how many were ``dropped``; and, where shards are to have a
+        copy, whether they are ``copied``."""
+        replies = self._ask_all({"do": "lags"})
+        told = [{**reply["lags"], **({"copied": reply["copied"]} if "copied" in reply else {})} for reply in replies]
         return tuple({**each, "counts": {int(key): count for key, count in each["counts"].items()}} for each in told)
 
     def close(self, leave: bool = True) -> None:
@@ -274,7 +281,8 @@ class Client:
         durable = tuple(reply.get("durable", -1) for reply in replies)
         lost, resent = (sum(getattr(line, name) for line in self._lines) for name in ("lost", "resent"))
         in_step, called = (any(reply.get(name, False) for reply in replies) for name in ("in_step", "called"))
-        return Answer(versions, lags, resent, dropped, durable, lost, in_step, called)
+        copied = all(reply.get("copied", False) for reply in replies)
+        return Answer(versions, lags, resent, dropped, durable, lost, in_step, called, copied)
 
     def _ask_all(self, header: Mapping[str, Any]) -> list[dict[str, Any]]:
         return self._ask([(header, 0)] * len(self._lines))

@@ -8,6 +8,7 @@ not answered asks again before it pushes: none is ever weighed by what is there 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -83,9 +84,24 @@ class Holding:
         shared = shared_arrays(policy, optimizer)
         self._shard = Shard(self._descriptor, numel, shared, self._own, self._kept, self._threads)
 
+    @property
+    def personal(self) -> bool:
+        """Whether anything is kept of each worker."""
+        return bool(self._own or self._kept)
+
+    def fill(self, params: Tensor, state: Mapping[str, Tensor]) -> None:
+        """The first of the shared ones: the weights, and fields of the optimizer's state; zeros for all others."""
+        for name, field in self.shard.banks[0].items():
+            if name in ("params", AHEAD):
+                field.copy_(params)
+            elif name in state:
+                field.copy_(state[name])
+            else:
+                field.zero_()
+
     def clear(self) -> None:
         """There are no weights from now on, and nothing that is a worker's own."""
-        kept = {"workers": self.record["workers"], "lives": self.record["lives"]}
+        kept = {name: self.record[name] for name in ("workers", "lives", "generation") if name in self.record}
         own = ("slot", "bank")
         kept["workers"] = {n: {k: v for k, v in told.items() if k not in own} for n, told in kept["workers"].items()}
         self.commit(kept)
@@ -118,7 +134,7 @@ class Holding:
         Raises:
             OSError: there is no memory.
         """
-        if not (self._own or self._kept):
+        if not self.personal:
             return {}, {}
         told = self.record["workers"][worker]
         if "slot" not in told:

@@ -31,10 +31,10 @@ def counted(lags: Mapping[str, Any], lag: int, dropped: bool = False) -> dict[st
 
 
 def in_words(lags: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """How late pushes were, over several servers, and how many were dropped.
+    """How late pushes were, over several servers, how many were dropped, and how many shards have a replica.
 
     Args:
-        lags: of each server: its ``counts``, by numbers, and ``dropped``.
+        lags: of each server: its ``counts``, by numbers, ``dropped``, and whether it is ``copied``, if at all.
 
     >>> in_words([{"counts": {0: 1, 1: 3}, "dropped": 1}, {"counts": {0: 2, 1: 2}, "dropped": 0}])
     {'lag, in pushes of others': '0: 38%, 1: 62%', 'dropped': '1'}
@@ -44,4 +44,9 @@ def in_words(lags: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         counts.update(each["counts"])
     pushes, dropped = sum(counts.values()) // len(lags), sum(each["dropped"] for each in lags)
     shares = ", ".join(f"{lag}: {100 * count / counts.total():.0f}%" for lag, count in sorted(counts.items()))
-    return {"lag, in pushes of others": (shares or "none") if pushes else "none, in step", "dropped": f"{dropped}"}
+    copied = [each["copied"] for each in lags if "copied" in each]
+    return {
+        "lag, in pushes of others": (shares or "none") if pushes else "none, in step",
+        "dropped": f"{dropped}",
+        **({"shards with a replica": f"{sum(copied)} of {len(copied)}"} if copied else {}),
+    }

@@ -21,15 +21,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from lightning_async.comm.channel import Channel
 from lightning_async.engine.server import cut
 from lightning_async.engine.server.beginning import Beginning
-from lightning_async.engine.server.feedback import Arrived
+from lightning_async.engine.server.copies import Copies
+from lightning_async.engine.server.exchange import Exchange
 from lightning_async.engine.server.presence import Presence
 from lightning_async.engine.server.quorum import NEWCOMERS, Terms, awaited
-from lightning_async.engine.server.refused import Refused, memory_for, take_asked
+from lightning_async.engine.server.refused import Refused, take_asked
 from lightning_async.engine.server.remembered import said
 from lightning_async.engine.server.rounds import Push, Rounds
 from lightning_async.engine.server.snapshots import Shelf, Snapshots
@@ -61,7 +60,8 @@ class Server:
         self._presence = Presence(store, terms)
         self._rounds, self._cuts = Rounds(store, terms), cut.Cuts()
         self._beginning = Beginning(store, terms)
-        self._decoded = torch.empty(0)
+        self._exchange = Exchange(store, terms)
+        self._copies = store.copies = Copies(store, self._changed)
 
     @property
     def connected(self) -> int:
@@ -70,7 +70,7 @@ class Server:
 
     def serve(self, channel: Channel, said: tuple[dict[str, Any], int] | None = None) -> None:
         """Answer one worker until it is gone; on a thread of its own. What it has said already comes first."""
-        worker = None
+        worker, back = None, False
         try:
             while True:
                 header, size = said or channel.receive(HELLO_S if worker is None else None)
@@ -83,24 +83,45 @@ class Server:
                         length = 0
                     else:
                         reply, length = self._answer(worker, channel, header, size)
+                    if header.get("do") != "leave":
+                        self._settle()
                 except Refused as refused:
+                    back = refused.kind == "alone"
                     reply, length = {"refused": refused.kind, "why": str(refused)}, 0
                 channel.send(reply, length)
         except PeerLost:
             pass  # its others go on; it comes back, or does not
         finally:
             channel.close()
-            self._gone(worker, channel)
+            if not back:  # else it is to bring word of the next generation, and others wait for it
+                self._gone(worker, channel)
+
+    @property
+    def generation(self) -> int | None:
+        """Of the view that it goes by, see `Copies`; None without weights."""
+        return self._copies.generation if self._store.ready else None
 
     def close(self) -> None:
         """End all connections."""
         with self._changed:
             for channel in self._presence.channels.values():
                 channel.break_off()
+            self._copies.close()
+
+    def retire(self, generation: int) -> None:
+        """Another one is the primary of its shard, since that generation: it does nothing more."""
+        with self._changed:
+            self._copies.fence(generation)
+            self._copies.close()
+            while self._presence.channels:
+                self._presence.channels.popitem()[1].break_off()
+            self._store.close()
+            self._changed.notify_all()
 
     def forget(self, names: Sequence[str]) -> dict[str, Any]:
         """Others know that these are lost."""
         with self._changed:
+            self._copies.check()
             self._evict(set(names) & self._store.known.keys())
         return {}
 
@@ -111,6 +132,7 @@ class Server:
             raise Refused("hello", f"{channel.peer} has not said who it is.")
         worker, life = str(header["worker"]), header["life"]
         with self._changed:
+            self._copies.hear(header)
             self._beginning.check_plan(worker, header["fingerprint"])
             try:
                 known = self._presence.hello(worker, channel, header)
@@ -162,7 +184,7 @@ class Server:
         if do == "pull" and "cut" in header:
             return self._pull_at(worker, channel, cut.from_plain(header["cut"]))
         if do in ("snapshot", "pull"):
-            return self._version(), self._give(worker, channel) if do == "pull" else 0
+            return self._version(), self._exchange.give(worker, channel) if do == "pull" else 0
         if do == "lags":
             return {**self._version(), "lags": dict(self._store.lags)}, 0
         if do == "read":
@@ -170,19 +192,19 @@ class Server:
             if header["field"] not in fields:
                 raise Refused("request", f"there is no {header['field']!r}; there are {sorted(fields)}.")
             told = {**self._version(), "fields": fields, "scalars": dict(self._store.scalars)}
-            return told, self._give(worker, channel, header["field"])
+            return told, self._exchange.give(worker, channel, header["field"])
         raise Refused("request", f"worker {worker!r} asks for {do!r}, which is nothing that a server does.")
 
     def _push(self, worker: str, channel: Channel, header: Mapping[str, Any], size: int) -> tuple[dict[str, Any], int]:
         number, told, filled = header["number"], self._store.known[worker], None
         if number == said(told) + 1:
             self._until(worker, channel, lambda: self._allow({worker: number}))
-            gradient = self._arrived(channel, header, size) if header["weight"] > 0.0 else None
+            gradient = self._exchange.arrived(channel, header, size) if header["weight"] > 0.0 else None
             if in_step := self._terms.in_step(self._store.version):
                 how = header["weight"], gradient, header["lr"], header["gate"], header["call"]
                 self._rounds.put(worker, Push(number, *how))
             elif gradient is not None:
-                filled = self._apply(worker, channel, gradient, header)
+                filled = self._exchange.apply(worker, channel, gradient, header)
             else:
                 self._store.count({worker: number})
             if not in_step:
@@ -195,7 +217,7 @@ class Server:
         reply = {**self._version(), "number": number, **{key: told.get(key, False) for key in _OF_A_PUSH}}
         if not header["pull"]:
             return reply, 0
-        return reply, self._give(worker, channel, there=filled == self._store.version)
+        return reply, self._exchange.give(worker, channel, there=filled == self._store.version)
 
     def _pull_at(self, worker: str, channel: Channel, wanted: cut.Cut) -> tuple[dict[str, Any], int]:
         """The weights with all these pushes, and no others; nothing, where its hold is over."""
@@ -207,7 +229,7 @@ class Server:
 
         self._until(worker, channel, there)
         held = self._cuts.holds(worker)
-        length = self._give(worker, channel) if held else 0
+        length = self._exchange.give(worker, channel) if held else 0
         self._cuts.release(worker)
         self._changed.notify_all()
         return {**self._version(), "again": not held}, length
@@ -221,22 +243,6 @@ class Server:
             self._check_current(worker, channel)
             if self._presence.sweep() | self._rounds.complete(self._allow):
                 self._changed.notify_all()
-
-    def _arrived(self, channel: Channel, header: Mapping[str, Any], size: int) -> Arrived:
-        try:
-            return Arrived.of(channel.incoming[: header.get("size", size)], header, self._store.contents["numel"])
-        except (TypeError, ValueError) as error:
-            raise Refused("settings", f"{error}.") from error
-
-    def _apply(self, worker: str, channel: Channel, gradient: Arrived, header: Mapping[str, Any]) -> int | None:
-        """The version that the channel has for the worker now, if any."""
-        if gradient.compression is not None and self._decoded.numel() != gradient.numel:
-            self._decoded = torch.empty(gradient.numel)
-        values, lag = gradient.floats(self._decoded), self._store.version - header["base"]
-        target = self._target(channel) if header["pull"] else None
-        with memory_for(worker, self._terms):
-            there = self._store.push(worker, header["number"], values, lag, header["lr"], target)
-        return self._store.version if there else None
 
     def _wait(self, worker: str, channel: Channel, number: int, gate: int) -> None:
         """Until this worker may go on, as all others have come far enough, or are waited for no more."""
@@ -257,28 +263,19 @@ class Server:
             else:
                 self._changed.wait(min(_LOOK_S, limit_s / 4))
 
-    def _give(self, worker: str, channel: Channel, field: str | None = None, there: bool = False) -> int:
-        target = self._target(channel)
-        if field is not None:
-            self._store.copy_(target, field)
-        elif not there:
-            with memory_for(worker, self._terms):
-                self._store.pull(worker, target)
-        return target.nbytes
-
-    def _target(self, channel: Channel) -> torch.Tensor:
-        size = self._store.contents["numel"] * torch.float32.itemsize
-        if channel.outgoing.numel() < size:
-            raise Refused("settings", f"a shard of {size} bytes is asked for, with memory for fewer.")
-        return channel.outgoing[:size].view(torch.float32)
-
     def _version(self) -> dict[str, Any]:
         if not self._store.ready:
             return {"version": None}
         durable = -1 if self.snapshots is None else self.snapshots.version
         version = self._store.version
         told = {"durable": durable, "incarnation": self._store.incarnation, "in_step": self._terms.in_step(version)}
-        return {"version": version, **told}
+        return {"version": version, **told, **self._copies.told()}
+
+    def _settle(self) -> None:
+        """Before anybody is answered: the shard's copy, where there is to be one, has all that the answer may show."""
+        if self._copies.wanted:
+            with self._changed:
+                self._copies.settle()
 
     def _check_current(self, worker: str, channel: Channel) -> None:
         if self._presence.channels.get(worker) is not channel:

@@ -62,7 +62,7 @@ class Presence:
         restored = self._store.ready and incarnation not in (None, self._store.incarnation)
         if life is None or (restored and (known is None or known["life"] != life)):
             others = [told["clock"] for told in workers.values() if told["live"]]
-            known = {"life": self._store.lives + 1, "push": 0, "clock": min(others, default=0)}
+            known = {"life": self._store.record["lives"] + 1, "push": 0, "clock": min(others, default=0)}
         elif known is None and not self._store.ready:
             known = {"life": life, "push": 0, "clock": 0}
         elif known is None or known["life"] != life:
@@ -122,7 +122,7 @@ class Presence:
 
     def forget(self, *names: str) -> None:
         """They are gone for good: what they say under their lives counts no more. What they have pushed does."""
-        workers, lives = self._store.workers, self._store.lives
+        workers, lives = self._store.workers, self._store.record["lives"]
         for name in names:
             if (channel := self._drop(name)) is not None:
                 channel.break_off()

@@ -3,7 +3,8 @@
 Of each name: its ``life``; its ``client``'s own name; the ``push`` that was applied last, its ``lag``, whether it was
 ``dropped``, and whether all were ``called`` with it; its ``clock``; whether it is ``live``, waited for by others, and
 at which gate it ``rests``; the ``slot`` of memory that it has of its own, and which ``bank`` of that counts. Where the
-server's memory was lost, the push that it had ``said`` was applied.
+server's memory was lost, the push that it had ``said`` was applied. Beside them ``lives``:
+the highest that one has had.
 """
 
 from __future__ import annotations

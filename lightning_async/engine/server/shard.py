@@ -103,6 +103,15 @@ class Shard:
         """Call a function with all pieces of an array; what it makes of them, in no order."""
         return share_out(do, self._pieces, self._threads)
 
+    def copy(self, *pairs: tuple[Tensor, Tensor]) -> None:
+        """To memory of the arrays' size, from such memory, all in one pass."""
+
+        def copy(here: slice) -> None:
+            for target, source in pairs:
+                piece_of(target, here).copy_(piece_of(source, here))
+
+        self.share_out(copy)
+
     def close(self) -> None:
         """Let go of the memory; the file is another's."""
         self.banks = ({}, {})

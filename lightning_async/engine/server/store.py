@@ -18,11 +18,11 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_async.engine.server.copied import Copying, copied
 from lightning_async.engine.server.holding import Holding
 from lightning_async.engine.server.lags import counted
 from lightning_async.engine.server.optimizers import begun, make_optimizer
 from lightning_async.engine.server.remembered import LOST_LIVES, check_room, first_record, slots_of, with_pushes
-from lightning_async.engine.server.shard import piece_of
 from lightning_async.engine.server.steps import Dana, ServerOptimizer
 from lightning_async.engine.server.update import AHEAD, BUFFER, MOMENTUM, PULLED, Means, Updates, own_arrays
 from lightning_async.rules.staleness.choose import described, make_policy
@@ -44,9 +44,10 @@ class Store:
 
     def __init__(self, descriptor: int, threads: int = 1) -> None:
         self._held = Holding(descriptor, threads)
-        self._journal = self._held.journal
         self._policy: StalenessPolicy = UNCORRECTED
         self._optimizer: ServerOptimizer | None = None
+        self.copies: Copying | None = None
+        """That does to another store what is done to this one; None: nothing does."""
         if self.ready:
             self._map(self.record, known=True)
             self._held.free()
@@ -102,11 +103,6 @@ class Store:
         return {**self.record["lags"], "mean": Means(*self.record["means"]).lag}
 
     @property
-    def lives(self) -> int:
-        """The highest that a worker has had."""
-        return self.record["lives"]
-
-    @property
     def workers(self) -> dict[str, dict[str, Any]]:
         """What is remembered of each worker, by name; a copy, see `remember`."""
         return {name: dict(told) for name, told in self.known.items()}
@@ -144,16 +140,9 @@ class Store:
         }  # fmt: skip
         record = first_record(self.record, contents, begun(state, scalars))
         self._map(record)
-        first, state = self._held.shard.banks[0], state or {}
-        if unknown := state.keys() - first.keys():
+        if unknown := (state or {}).keys() - self._held.shard.banks[0].keys():
             raise ValueError(f"`optimizer={optimizer!r}` has no {sorted(unknown)} in its state.")
-        for name, field in first.items():
-            if name in ("params", AHEAD):
-                field.copy_(params)
-            elif name in state and not policy.momentum_by_worker:
-                field.copy_(state[name])
-            else:
-                field.zero_()
+        self._held.fill(params, {} if policy.momentum_by_worker else state or {})
         self._held.commit(record)
 
     def clear(self) -> None:
@@ -167,14 +156,22 @@ class Store:
         Raises:
             ValueError: there are weights, or there is no such optimizer.
         """
-        self._check_empty()
-        given = {**record, "incarnation": secrets.token_hex(8), "lives": record["lives"] + LOST_LIVES}
-        self._map(given)
-        self._held.record = given
-        for name, field in self.parts.items():
+        for name, field in self.lay_out(record).items():
             field.copy_(parts[name])
-        self._held.commit(given)
+        self.note(incarnation=secrets.token_hex(8), lives=record["lives"] + LOST_LIVES)
 
+    def lay_out(self, record: Mapping[str, Any]) -> Mapping[str, Tensor]:
+        """Memory for the `parts` of this `record`, to be filled; it counts from the next `note` on. As `restore`."""
+        self._check_empty()
+        self._map(record, known=True)
+        self._held.record = dict(record)
+        return self.parts
+
+    def note(self, **told: Any) -> None:
+        """Have this in the record."""
+        self._held.commit({**self.record, **told})
+
+    @copied
     def push(
         self, worker: str, number: int, gradient: Tensor, lag: int, lr: float | None = None, reply: Tensor | None = None
     ) -> bool:
@@ -213,6 +210,7 @@ class Store:
         self._held.commit({**self.record, **changes, "workers": workers})
         return weight is not None and reply is not None
 
+    @copied
     def apply(self, gradient: Tensor, pushes: Mapping[str, int], lr: float | None = None, called: bool = False) -> int:
         """The next version, of what several workers have made together, and that their pushes are in it; the version.
 
@@ -233,9 +231,18 @@ class Store:
 
     def pull(self, worker: str, target: Tensor) -> None:
         """What a worker is to compute its next gradient at, to memory of the shard's size; OSError as of `push`."""
-        source, kept = self._held.visible, self._held.own(worker)[0].get(PULLED)
-        self._copy((target, source), *([] if kept is None else [(kept, source)]))
+        if self._held.personal:
+            self.keep(worker, target)
+        else:
+            self._held.shard.copy((target, self._held.visible))
 
+    @copied
+    def keep(self, worker: str, target: Tensor | None = None) -> None:
+        """The same where something is kept of each worker's last pull."""
+        found = (target, self._held.own(worker)[0].get(PULLED))
+        self._held.shard.copy(*((each, self._held.visible) for each in found if each is not None))
+
+    @copied
     def remember(self, workers: Mapping[str, Mapping[str, Any]]) -> None:
         """What is to be remembered of workers from now on; what those had of their own is given back that are gone.
 
@@ -244,7 +251,7 @@ class Store:
         """
         if len(workers) > len(self.record["workers"]):
             check_room(self.record, workers)
-        lives = max([self.lives, *(told["life"] for told in workers.values())])
+        lives = max([self.record["lives"], *(told["life"] for told in workers.values())])
         record = {**self.record, "workers": {name: dict(told) for name, told in workers.items()}, "lives": lives}
         if not self.ready:
             self._held.record = record  # it comes with the first weights: a server without has nothing to lose
@@ -262,24 +269,17 @@ class Store:
 
     def copy_(self, target: Tensor, field: str = "params") -> None:
         """What `params` or one of the `state` holds, to memory of its size."""
-        self._copy((target, self._held.bank[field]))
+        self._held.shard.copy((target, self._held.bank[field]))
 
     def copy_parts(self, targets: Mapping[str, Tensor]) -> None:
         """What all `parts` hold."""
         parts = self.parts
-        self._copy(*((target, parts[name]) for name, target in targets.items()))
+        self._held.shard.copy(*((target, parts[name]) for name, target in targets.items()))
 
     def close(self) -> None:
         """Give the memory back; whoever else has the file keeps it."""
         self._optimizer = None
         self._held.close()
-
-    def _copy(self, *pairs: tuple[Tensor, Tensor]) -> None:
-        def copy(here: slice) -> None:
-            for target, source in pairs:
-                piece_of(target, here).copy_(piece_of(source, here))
-
-        self._held.shard.share_out(copy)
 
     def _check_empty(self) -> None:
         if self.ready:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -56,6 +55,7 @@ class Worker:
         self._written = Written(list(named), self.params)
         self.versions: tuple[int, ...] = (0,) * plan.num_servers
         """Of the weights that were pulled last."""
+        self._laid_out: dict[str, tuple[list[int], list[Parts]]] = {}
         self.pulled = False
         """The last request has brought weights."""
         self._taken: tuple[int, ...] | None = None  # versions: in the parameters,
@@ -207,19 +207,27 @@ class Worker:
 
     # ---- where it lies ----
 
-    @cached_property
+    @property
     def _outgoing(self) -> list[Parts]:
-        return self._parts(self._client.gradients)
+        return self._known_parts("gradients", self._client.gradients)
 
-    @cached_property
+    @property
     def _incoming(self) -> list[Parts]:
-        return self._parts(self._client.weights)
+        return self._known_parts("weights", self._client.weights)
+
+    def _known_parts(self, what: str, shards: Sequence[Tensor]) -> list[Parts]:
+        """They lie elsewhere once another server has a shard."""
+        at = [shard.data_ptr() for shard in shards]
+        if self._laid_out.get(what, ([], []))[0] != at:
+            self._laid_out[what] = at, self._parts(shards)
+        return self._laid_out[what][1]
 
     def _fill(self, tensors: Sequence[Tensor | None]) -> None:
         _put(tensors, self._outgoing)
 
     def _put_gradients(self, numbers: Sequence[int]) -> None:
-        _put([self.params[i].grad for i in numbers], [self._outgoing[i] for i in numbers])
+        outgoing = self._outgoing
+        _put([self.params[i].grad for i in numbers], [outgoing[i] for i in numbers])
 
     def _whole(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """A tensor for each parameter, fp32, of what shards hold."""

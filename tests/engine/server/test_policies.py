@@ -355,7 +355,7 @@ def test_many_workers_come_and_go_and_the_journal_stays_small():
     for number in range(1000):
         store.remember({f"host-{number}.example.org": {**WORKER, "life": number + 1}})
         store.push(f"host-{number}.example.org", 1, torch.ones(3), 0)
-    assert store.lives == 1000 and len(store.workers) == 1
+    assert store.record["lives"] == 1000 and len(store.workers) == 1
     assert os.fstat(file).st_size < SIZE + (6 + 2 * 2) * os.sysconf("SC_PAGESIZE")
     many = {f"{number}": {**WORKER, "life": 3000 + number} for number in range(280)}
     store.remember(many)

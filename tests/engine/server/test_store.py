@@ -91,11 +91,11 @@ def killed_before_the_record(store: Store, monkeypatch: pytest.MonkeyPatch) -> N
     def write(record: Any) -> None:
         raise Killed
 
-    monkeypatch.setattr(store._journal, "write", write)
+    monkeypatch.setattr(store._held.journal, "write", write)
 
 
 def killed_within_the_record(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal, write = store._journal, store._journal.write
+    journal, write = store._held.journal, store._held.journal.write
 
     def half(record: Any) -> None:
         before = bytes(journal._memory)
@@ -109,13 +109,13 @@ def killed_within_the_record(store: Store, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def killed_after_the_record(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = store._journal.write
+    write = store._held.journal.write
 
     def whole(record: Any) -> None:
         write(record)
         raise Killed
 
-    monkeypatch.setattr(store._journal, "write", whole)
+    monkeypatch.setattr(store._held.journal, "write", whole)
 
 
 @pytest.mark.parametrize("optimizer", [("SGD", {"lr": 0.1, "momentum": 0.9}), ("Adam", {}), ("Adagrad", {})], ids=str)

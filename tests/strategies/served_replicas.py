@@ -1,0 +1,79 @@
+"""Scenarios of servers whose shards have replicas, on two ranks: one server is lost with all that held its memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from lightning_async import Deadlines, ParameterServerStrategy
+from lightning_async.trainer.namespace import pl
+from tests.strategies.served import BATCHES, adam, fit
+from tests.strategies.workers import Net, rank, scenario
+
+LOST_AFTER = timedelta(seconds=4)
+STEP = 2.0**-10
+
+
+class Loses(pl.Callback):
+    """Rank 0 kills its server and the supervisor of that with -9, before a batch."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch, self.lost = batch, 0
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if rank() != 0 or trainer.global_step != self.batch or self.lost:
+            return
+        (server,) = trainer.strategy.servers.own
+        while (pid := server.pid) is None:
+            time.sleep(0.01)
+        os.kill(server.supervisor, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
+        self.lost += 1
+
+
+class Counts(Net):
+    """Each push takes the same from every weight, whoever it is of: they tell how many there were."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return sum(p.sum() for p in self.parameters())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=STEP)
+
+
+def with_replicas(mode: str, **options: Any) -> ParameterServerStrategy:
+    deadlines = Deadlines(dead_after=LOST_AFTER)
+    return ParameterServerStrategy(
+        mode, num_servers=2, shard_replicas=1, bigarray_bound=10, deadlines=deadlines, **options
+    )
+
+
+def told(strategy: ParameterServerStrategy, **how: Any) -> Any:
+    loses = Loses(5)
+    found = fit(strategy, callbacks=[loses], **how)
+    summary = strategy.summary
+    return found | {"lost": loses.lost, "served": {} if summary is None else summary.served}
+
+
+@scenario
+def sync_lost() -> Any:
+    return told(with_replicas("sync"), optimizer=adam)
+
+
+@scenario
+def async_lost() -> Any:
+    return told(with_replicas("async", staleness="none"), module=Counts())
+
+
+@scenario
+def kept() -> Any:
+    """Nothing is lost, and each worker has a momentum of its own on the servers."""
+    return fit(with_replicas("async"))
+
+
+__all__ = ["BATCHES", "STEP"]
