@@ -50,6 +50,12 @@ def fit(
     }
 
 
+def rows_of(strategy: ParameterServerStrategy) -> dict[str, str]:
+    """What the summary tells of servers."""
+    totals = strategy.summary.totals
+    return {} if totals is None else totals.rows()
+
+
 @scenario
 def sync() -> Any:
     return fit(ParameterServerStrategy("sync"))

@@ -12,7 +12,7 @@ import torch
 
 from lightning_async import Deadlines, ParameterServerStrategy
 from lightning_async.trainer.namespace import pl
-from tests.strategies.served import BATCHES, adam, fit
+from tests.strategies.served import BATCHES, adam, fit, rows_of
 from tests.strategies.workers import Net, rank, scenario
 
 LOST_AFTER = timedelta(seconds=4)
@@ -56,8 +56,7 @@ def with_replicas(mode: str, **options: Any) -> ParameterServerStrategy:
 def told(strategy: ParameterServerStrategy, **how: Any) -> Any:
     loses = Loses(5)
     found = fit(strategy, callbacks=[loses], **how)
-    summary = strategy.summary
-    return found | {"lost": loses.lost, "served": {} if summary is None else summary.served}
+    return found | {"lost": loses.lost, "served": rows_of(strategy)}
 
 
 @scenario
