@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from lightning_async.comm.channel import CheckedDial, Dial
+from lightning_async.comm.channel import CheckedDial, Dial, nobody_listens
 from lightning_async.comm.membership.door import Door
 from lightning_async.comm.reach import dial, look_up_all
 from lightning_async.engine.server.line import forget, tell_over
@@ -24,7 +24,7 @@ from lightning_async.errors import AsyncTrainingError, PeerLost
 __all__ = ["Servers", "hosts"]
 
 log = logging.getLogger(__name__)
-_DRAIN_S, _TELL_S, _PAUSE_S = 30.0, 180.0, 0.2
+_DRAIN_S, _TELL_S, _GONE_S, _PAUSE_S = 30.0, 180.0, 10.0, 0.2
 
 
 def hosts(num_servers: int, world_size: int) -> list[int]:
@@ -56,6 +56,8 @@ class Servers:
         self.addresses, self.own, self._check = [dict(address) for address in addresses], list(own), check
         self._of_this_run = of_this_run
         self._closed = False
+        self._refused: dict[int, tuple[float, float]] = {}
+        """By server: when nobody listened there, first and last."""
         self._door: Door | None = None
         self._lost_after_s, self._tables = 0.0, 1
 
@@ -126,13 +128,21 @@ class Servers:
     def _check_there(self, server: int, error: PeerLost) -> None:
         if self._check is not None:
             self._check(server)
-        # Else somebody has started it elsewhere, and may again. These are listened for as long as they have weights.
-        if self._of_this_run and isinstance(error.__cause__, ConnectionRefusedError):
+        # Else somebody has started it elsewhere, and may again. These are listened for as long as they have weights. A
+        # worker that was stopped hears first that the others have ended without it.
+        if self._of_this_run and nobody_listens(error) and self._refused_for(server):
             raise AsyncTrainingError(
                 f"server {server} is gone for good, with its weights: {error} The process that supervised it was "
                 "killed (by hand, or by the system for want of memory), or its host was. Start again from the last "
                 "checkpoint."
             ) from error
+
+    def _refused_for(self, server: int) -> bool:
+        """Whether nobody has listened there for a while."""
+        now = time.monotonic()
+        first, last = self._refused.get(server, (now, now))
+        self._refused[server] = (first if now - last < _GONE_S else now), now
+        return now - self._refused[server][0] >= _GONE_S
 
     def _places(self, server: int, table: int, size: int, door: Door) -> Places:
         servers = server, neighbour(server, len(self.addresses))

@@ -61,7 +61,7 @@ def width_of(megabytes: float) -> int:
     """Of the wide model's layers, for so many MB of gradients.
 
     >>> width_of(1), width_of(100)
-    (102, 1020)
+    (102, 1021)
     """
     return round(math.sqrt(megabytes * 1e6 / 4 / DEPTH))
 

@@ -38,14 +38,19 @@ def test_a_server_that_is_started_again_is_told_who_was_lost_meanwhile(monkeypat
     assert not failures
 
 
-def test_a_server_of_this_training_that_nobody_supervises_is_not_waited_for():
-    """One that was started elsewhere may come back."""
+def test_a_server_of_this_training_that_nobody_supervises_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was started elsewhere may come back; who was stopped, and has lost all of them, hears of that first."""
     plan = Plan.of({"weight": torch.zeros(8)}, 1, 10)
     for of_this_run, error, words in (
         (True, AsyncTrainingError, "server 0 is gone for good"),
         (False, PeerLost, "nobody answers"),
     ):
+        monkeypatch.setattr(servers, "_GONE_S", 10.0)
         (dial,) = Servers([address_of("lightning_async-nobody")], of_this_run=of_this_run).dials(plan)
-        with closing(dial), pytest.raises(error, match=words) as raised:
-            dial.connect(1.0)
+        with closing(dial):
+            with pytest.raises(PeerLost, match="nobody answers"):
+                dial.connect(1.0)
+            monkeypatch.setattr(servers, "_GONE_S", 0.0)
+            with pytest.raises(error, match=words) as raised:
+                dial.connect(1.0)
         assert type(raised.value) is error
