@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from lightning_async.comm.keeper import facing
 from lightning_async.comm.reach import machine_name
@@ -14,6 +14,7 @@ from lightning_async.engine.server.optimizer_state import Group, described_again
 from lightning_async.engine.server.plan import Plan, neighbour
 from lightning_async.engine.server.quorum import Terms
 from lightning_async.engine.server.tables import Tables
+from lightning_async.engine.server.totals import PushTotals
 from lightning_async.engine.server.worker import Worker, plan_of
 from lightning_async.engine.world import World
 from lightning_async.rules.compression import PushCompression
@@ -86,6 +87,7 @@ def join(strategy: Finding, averager: BackgroundAverager) -> Tables:
         assert world is not None
         strategy.servers = _find(strategy, world, averager.step)
         strategy.brings |= strategy.saved.origin != "none"
+        cast(PushTotals, averager.summary.totals).begin()
     servers, workers = strategy.servers, []
     assert servers is not None
     if strategy.shard_replicas:

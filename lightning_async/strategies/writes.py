@@ -72,7 +72,8 @@ class Writes:
             )
 
     def install(self) -> list[Undo]:
-        """`StochasticWeightAveraging` ends with another model: servers are given it. Returns what takes that back."""
+        """`StochasticWeightAveraging` ends with another model: servers are given it, and go on with all else as it is.
+        Returns what takes that back."""
         swas = callbacks_of(self._strategy.module.trainer, "StochasticWeightAveraging")
         return [
             replace(swa, "on_train_epoch_start", lambda original, swa=swa: self._after(swa, original)) for swa in swas
@@ -82,6 +83,11 @@ class Writes:
         def on_train_epoch_start(trainer: Any, module: Any) -> None:
             original(trainer, module)
             if trainer.current_epoch == swa.swa_end + 1:
+                strategy: Any = self._strategy
+                averager = strategy.averager
+                strategy.states.fetch(strategy.optimizers)  # of the servers that end
+                clocks = {**averager.state_dict(), "replicas": [averager.clocks()] * strategy.world_size}
+                strategy.saved.go_on(clocks, averager.gathered())
                 self._strategy.start_over()
 
         return on_train_epoch_start

@@ -27,11 +27,14 @@ class AtStart(pl.Callback):
     """The engine's state before the first batch."""
 
     state: Any = None
+    elapsed_s = 0.0
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         if self.state is None:
             averager = trainer.strategy.averager
-            self.state = _plain({**averager.state_dict(), "replicas": [averager.clocks()]})
+            clocks = averager.clocks()
+            self.state = _plain({**averager.state_dict(), "replicas": [clocks]})
+            self.elapsed_s = clocks["summary"]["elapsed_s"]
 
 
 def _train(epochs: int, checkpoint: Path | None = None, save: Path | None = None, strategy: Any = None) -> Any:
@@ -43,7 +46,7 @@ def _train(epochs: int, checkpoint: Path | None = None, save: Path | None = None
         strategy or diloco(), callbacks=callbacks, max_epochs=epochs, enable_checkpointing=save is not None
     )
     trainer.fit(module, loader(shard((6, 6), (3, 9))), ckpt_path=checkpoint)
-    return report(trainer, module, recorder) | {"start": start.state}
+    return report(trainer, module, recorder) | {"start": start.state, "elapsed_s": start.elapsed_s}
 
 
 @scenario
@@ -58,6 +61,7 @@ def interrupted(folder: Path) -> Any:
         "first": first,
         "second": second,
         "saved": _plain(saved["lightning_async"]),
+        "elapsed_s": saved["lightning_async"]["replicas"][rank()]["summary"]["elapsed_s"],
         "global_step": saved["global_step"],
     }
 

@@ -129,7 +129,7 @@ def goes_on(folder: Path, strategy: Any, epochs: int, checkpoint: Path | None = 
     trainer = make_trainer(strategy, callbacks=[saves], max_epochs=epochs, enable_checkpointing=True, **options)
     trainer.fit(net, loader(options.get("data") or shard([BATCHES] * 2)), ckpt_path=checkpoint)
     trainer.save_checkpoint(folder / "after.ckpt")
-    return {"values": problem.flat(net), "step": trainer.global_step}
+    return {"values": problem.flat(net), "step": trainer.global_step, "served": rows_of(strategy)}
 
 
 @scenario

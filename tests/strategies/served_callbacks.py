@@ -50,6 +50,23 @@ def averaged_at_the_end() -> Any:
     return {"served": _averaged_at_the_end(ParameterServerStrategy("sync")), "own": own, "every_step": every_step}
 
 
+@scenario
+def averaged_at_the_end_with_norms() -> Any:
+    """Lightning has an epoch more then, for the norms, and takes one step in it."""
+
+    def trained(strategy: Any) -> tuple[list[float], Any]:
+        network = torch.nn.Sequential
+        net = Net(optimizer=momentum, network=lambda: network(problem.network(), torch.nn.BatchNorm1d(1)))
+        average = pl.callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=1)
+        make_trainer(strategy, callbacks=[average], max_epochs=4).fit(net, loader(problem.batches(0, BATCHES)))
+        return problem.flat(net), strategy.summary
+
+    every_step, _ = trained(AsyncAveragingStrategy(schedule=Synchronous()))
+    served, summary = trained(ParameterServerStrategy("sync"))
+    told = {"steps": summary.steps, "versions": summary.totals.rows()["versions"], "samples": summary.samples_by_rank}
+    return {"served": served, "every_step": every_step, "told": told}
+
+
 class Clips(pl.Callback):
     """Keeps all parameters small, as the critic of a Wasserstein GAN needs it."""
 

@@ -92,7 +92,7 @@ def _words(strategy: Any) -> Any:
         "metrics": summary.metrics(),
         "shown": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "titles": [m.splitlines()[0] for m in messages if "as rank 0 saw it" in m],
-        "saved": {name: value for name, value in summary.state_dict().items() if name.startswith("totals.")},
+        "saved": {name: value for name, value in summary.state_dict().items() if "." in name},
     }
 
 

@@ -128,6 +128,7 @@ def test_an_ordinary_checkpoint_holds_what_servers_have(users: Outcomes) -> None
         assert distance(rank["values"], alone) < 1e-6
         assert rank["step"] == 4 * BATCHES
         assert rank["steps"] == [2.0 * BATCHES] * 4
+        assert rank["served"]["versions"] == f"{4 * BATCHES}, of {4 * BATCHES} pushes of rank 0's"
     after = torch.load(Path(told[0]["saved"]).with_name("after.ckpt"), weights_only=True)
     saved = torch.load(told[0]["saved"], weights_only=True)
     for one, other in zip(*(each["optimizer_states"][0]["state"].values() for each in (saved, after)), strict=True):

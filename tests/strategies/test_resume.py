@@ -42,6 +42,7 @@ def test_totals_go_on_after_a_resume(ranks: Outcomes) -> None:
     for told in ranks("interrupted"):
         assert told["second"]["steps"] == told["whole"]["steps"] == 24
         assert told["second"]["rounds"] == told["whole"]["rounds"] == 8
+        assert 0.0 < told["first"]["elapsed_s"] < told["elapsed_s"] < told["second"]["elapsed_s"]
 
 
 def test_samples_of_all_ranks_go_on_after_a_resume(ranks: Outcomes) -> None:

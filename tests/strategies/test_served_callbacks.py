@@ -43,6 +43,14 @@ def test_servers_hear_of_the_average_that_training_ends_with(outcomes: Outcomes)
         assert distance(told["own"], told["every_step"]) < 1e-2, "each worker has a momentum of its own"
 
 
+def test_the_step_after_the_average_is_with_the_optimizers_state_and_counts(outcomes: Outcomes) -> None:
+    for told in outcomes("averaged_at_the_end_with_norms"):
+        assert distance(told["served"], told["every_step"]) < 1e-5
+        assert told["told"] == {
+            "steps": 49, "versions": "49, of 49 pushes of rank 0's", "samples": [5.0 * BATCHES * 4] * 2,
+        }  # fmt: skip
+
+
 @pytest.mark.parametrize("name", ["clipped", "clipped_while_a_push_is_under_way", "clipped_unseen"])
 def test_who_writes_to_parameters_that_servers_hold_is_refused(outcomes: Outcomes, name: str) -> None:
     for error in outcomes.errors(name):

@@ -52,7 +52,7 @@ def test_windows_of_gradients_are_told_as_such(ranks: Outcomes) -> None:
         assert metrics["gradients/window_s"] > 0.0 and 0.0 <= metrics["gradients/hidden_share"] < 0.5
         assert told["shown"]["gradients/windows"] == 3.0
         assert told["titles"] == ["Windows of gradients, as rank 0 saw it:"][rank:]
-        assert told["saved"]["totals.number"] == 3 and told["saved"]["totals.batches"] == 6
+        assert told["saved"]["gradients.number"] == 3 and told["saved"]["gradients.batches"] == 6
         assert of_all["compressed"]["metrics"]["gradients/bytes"] < metrics["gradients/bytes"] / 2
         until = of_all["until reduced"]["metrics"]
         assert until["gradients/windows"] >= 1.0 and until["gradients/batches_in_window"] >= 1.0

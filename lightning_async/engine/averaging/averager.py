@@ -77,7 +77,7 @@ class BackgroundAverager:
     def start(self) -> None:
         """Begin: every replica's parameters are equal now."""
         ledger = self.ledger
-        self.started_at = self._last_tick = self._now()
+        self.started_at, self._last_tick = self._now() - self.summary.elapsed_s, self._now()  # as if never stopped
         ledger.start()
         self.first_step = self.step
         if not self.step and not self._resumed:  # so that a rank without data, too, knows how training begins
@@ -279,6 +279,7 @@ class BackgroundAverager:
 
     def clocks(self) -> dict[str, Any]:
         """What is this replica's own."""
+        self.summary.elapsed_s = self.started_at and self._now() - self.started_at
         return {
             "step": self.step, "epoch": self.epoch, "summary": self.summary.state_dict(), **self.ledger.state_dict(),
             "rule_state": self.agreed.rule_state_dict(own=True), "gathered": self.gathered(), "alike": self.alike(),
@@ -292,9 +293,8 @@ class BackgroundAverager:
         """
         self.agreed.load_state_dict(saved, clocks["rule_state"])
         box = self._box
-        self.step, self.epoch = int(clocks["step"]), int(clocks["epoch"])
+        self.step, self.epoch, self._resumed = int(clocks["step"]), int(clocks["epoch"]), True
         self.ledger.load_state_dict(clocks)
-        self._resumed = True
         self.summary.load_state_dict(clocks["summary"])
         box.steps_then = box.steps = float(self.step)
         box.mean_steps, box.samples = float(clocks.get("mean_steps", self.step)), self.summary.samples

@@ -173,16 +173,17 @@ class RunSummary:
 
     def state_dict(self) -> dict[str, float]:
         """The counters as plain numbers."""
-        totals = {} if self.totals is None else vars(self.totals)
-        counted = {**vars(self), **{f"totals.{name}": value for name, value in totals.items()}}
+        totals, prefix = ({}, "") if self.totals is None else (vars(self.totals), self.totals.prefix)
+        counted = {**vars(self), **{f"{prefix}.{name}": value for name, value in totals.items()}}
         return {name: value for name, value in counted.items() if isinstance(value, (int, float))}
 
     def load_state_dict(self, saved: Mapping[str, float]) -> None:
-        """Go on counting from there."""
+        """Go on counting from there; what was exchanged in another way does not count here."""
         for name, value in saved.items():
-            if name.startswith("totals."):
-                if self.totals is not None:
-                    setattr(self.totals, name.removeprefix("totals."), value)
+            prefix, dot, own = name.rpartition(".")
+            if dot:
+                if self.totals is not None and prefix == self.totals.prefix:
+                    setattr(self.totals, own, value)
             elif name not in ("rank", "world_size", "lost"):
                 setattr(self, name, value)
 

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -229,6 +229,13 @@ class Copies:
             self._drop()
             raise
 
+    def _ask(self) -> None:
+        """Raise PeerLost where nobody answers: who stands still is connected with, too."""
+        assert self._place is not None
+        with closing(dial(self._place["address"], 0, 0)) as way, closing(way.connect(_CONNECT_S)) as channel:
+            channel.send({"do": "stands", **self._names, "generation": self.generation}, 0, _CONNECT_S)
+            channel.receive(_CONNECT_S)
+
     def _drop(self) -> None:
         if self._channel is not None:
             self._channel.close()
@@ -239,13 +246,8 @@ class Copies:
         while True:
             time.sleep(_AGAIN_S)
             with suppress(PeerLost, OSError, Refused):
-                # Whoever is not there is found out beside the work; the pause is for moving all there is.
-                assert self._place is not None
-                called = dial(self._place["address"], 0, 0)
-                try:
-                    called.connect(_CONNECT_S).close()
-                finally:
-                    called.close()
+                # Whoever does not answer is found out beside the work; the pause is for moving all there is.
+                self._ask()
                 with self._lock:
                     if not self._fenced and not self.wanted:
                         channel = self._connect()

@@ -16,7 +16,7 @@ __all__ = ["Line", "forget", "tell_over"]
 
 _log = logging.getLogger(__name__)
 _PAUSE_S = 0.02
-_DIAL_S = 5.0
+_DIAL_S, _PART_S = 5.0, 60.0
 _ELSEWHERE = ("alone", "copy", "fenced")
 """Refusals that tell of another view, see `views`."""
 _REFUSALS: dict[str, type[AsyncTrainingError]] = {
@@ -84,7 +84,7 @@ class Line:
             return
         try:
             channel.send({"do": "part", "at": at}, size)
-            channel.receive()
+            self._receive(channel, _PART_S)
         except PeerLost as error:
             self._drop(error)
         else:

@@ -91,7 +91,7 @@ class Seat:
             newer = self._newer_than(generation)
             if newer is None:
                 self._end_source()
-                self._source = channel
+                self._source, self._home = channel, False  # the shard has weights: none begins empty here
         try:
             if newer is not None:
                 why = f"generation {newer} of its shard has another primary than generation {generation}"

@@ -19,6 +19,7 @@ class PushTotals:
     Args:
         pushes, pulls: how many there were.
         version: steps of the optimizers in the weights that were pulled last.
+        earlier: of these, those that servers have begun with: of a checkpoint.
         asked_s: how long requests took.
         waited_s: how long the training thread has stood still for them.
         lags: how late pushes were, in words, as servers tell when training ends.
@@ -27,6 +28,7 @@ class PushTotals:
     pushes: int = 0
     pulls: int = 0
     version: int = 0
+    earlier: int = 0
     asked_s: float = 0.0
     waited_s: float = 0.0
     lags: Mapping[str, str] = field(default_factory=dict)
@@ -44,10 +46,14 @@ class PushTotals:
         finally:
             self.asked_s += time.monotonic() - began
 
+    def begin(self) -> None:
+        """Servers have begun with what this worker had: they count from here."""
+        self.earlier = self.version
+
     def pulled(self, version: int) -> None:
-        """Weights have come, with so many steps in them."""
+        """Weights have come, with so many steps in them since servers have begun."""
         self.pulls += 1
-        self.version = version
+        self.version = self.earlier + version
 
     @property
     def number(self) -> int:

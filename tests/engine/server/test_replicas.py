@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lightning_async.comm.shm import ShmChannel
+from lightning_async.engine.server import copies as copies_of_shards
 from lightning_async.engine.server.client import Client
 from lightning_async.engine.server.line import forget
 from lightning_async.engine.server.store import Store
@@ -300,6 +301,23 @@ def test_an_old_primary_that_wakes_is_refused_and_answers_nobody(
         assert a.weights[0].tolist() == [4.0] * 8
 
 
+def test_a_server_that_stands_still_while_a_part_leaves_is_replaced(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ShmChannel, "shares_memory", False)
+    with two(lost_after_s=1.0) as servers:
+        a = servers.started("a")
+        push(a, 1.0)
+        a.gradients[0].fill_(1.0)
+        servers.hosts[0].awake.clear()
+        with servers.hosts[0].server()._changed:
+            began = time.monotonic()
+            a.leave([(4, 8)])
+            assert time.monotonic() - began < 20.0
+            assert a.push().versions == (2,)
+        servers.hosts[0].awake.set()
+        assert a.weights[0].tolist() == [2.0] * 8
+        assert servers.views().newest(None) == View(1, 1)
+
+
 def test_two_that_are_cut_off_from_each_other_do_not_both_go_on(monkeypatch: pytest.MonkeyPatch):
     """The primary reaches no copy, and worker b no primary: one of both has its way, and the other one follows."""
     with two(lost_after_s=1.0) as servers:
@@ -346,6 +364,53 @@ def test_whoever_comes_to_a_server_in_the_place_of_a_lost_one_finds_the_copy():
         late.start()
         assert late.weights[0].tolist() == [1.0] * 8
         assert push(a, 1.0).tolist() == [2.0] * 8
+
+
+def test_a_stale_word_leaves_no_empty_server_where_the_copy_comes_to_be(monkeypatch: pytest.MonkeyPatch):
+    """It comes while the server is filled that has lost its shard, and the copy is to take its place again."""
+    with two() as servers:
+        a = servers.started("a")
+        servers.hosts[0].lose()
+        push(a, 1.0)
+        copies, heard = servers.hosts[1].server(home=False)._copies, []
+        fill = copies._fill
+
+        def and_somebody_comes(channel: Any) -> None:
+            late = servers.places()
+            late._known = View(0, 0)
+            called = late.connect(10)
+            hello = {"do": "hello", "worker": "b", "client": "b", "fingerprint": "plan", "life": 1, "said": 0}
+            called.send({**hello, **late.told()})
+            heard.append(called.receive(10)[0].get("refused"))
+            called.close()
+            late.close()
+            fill(channel)
+
+        monkeypatch.setattr(copies, "_fill", and_somebody_comes)
+        servers.hosts[0].begin()
+        until(lambda: a.pull().survives == "replica")
+        assert heard == ["copy"]
+        servers.hosts[1].lose()
+        assert push(a, 1.0).tolist() == [2.0] * 8
+        assert servers.views().newest(None) == View(2, 0)
+
+
+def test_a_copy_that_stands_still_holds_nobody_up_once_it_is_done_without(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(copies_of_shards, "_AGAIN_S", 0.1)
+    with two(lost_after_s=2.0) as servers:
+        a = servers.started("a")
+        servers.hosts[1].awake.clear()
+        servers.hosts[0].server()._copies._drop()
+        push(a, 1.0)
+        assert servers.views().newest(None) == View(1, 0)
+        began, took = time.monotonic(), []
+        while time.monotonic() - began < 1.0:
+            then = time.monotonic()
+            push(a, 1.0)
+            took.append(time.monotonic() - then)
+        servers.hosts[1].awake.set()
+        assert max(took) < 1.0
+        until(lambda: a.pull().survives == "replica")
 
 
 def test_a_copy_that_is_filled_when_its_primary_is_lost_is_the_one_before(monkeypatch: pytest.MonkeyPatch):

@@ -1,0 +1,42 @@
+"""What a run adds up to that exchanges no averaging rounds, and what of it a checkpoint brings."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_async.engine.averaging.report import RunSummary
+from lightning_async.engine.gradients.totals import WindowTotals
+from lightning_async.engine.server.totals import PushTotals
+from lightning_async.engine.totals import Totals
+
+WINDOWS = WindowTotals(number=3, own=2, batches=6, exchange_s=2.0, waited_s=1.0, sent_bytes=80)
+PUSHES = PushTotals(pushes=6, pulls=7, version=12, asked_s=2.0, waited_s=1.0)
+
+
+def loaded(saved: Totals, totals: Totals | None) -> RunSummary:
+    summary = RunSummary(rank=1, world_size=2, totals=totals)
+    summary.load_state_dict(RunSummary(rank=0, world_size=4, steps=5, totals=saved).state_dict())
+    assert (summary.rank, summary.world_size, summary.steps) == (1, 2, 5)
+    return summary
+
+
+@pytest.mark.parametrize("saved", [WINDOWS, PUSHES])
+def test_totals_go_on(saved: Totals) -> None:
+    assert loaded(saved, type(saved)()).totals == saved
+
+
+@pytest.mark.parametrize(("saved", "other"), [(WINDOWS, PushTotals), (PUSHES, WindowTotals)])
+def test_what_was_exchanged_in_another_way_does_not_count(saved: Totals, other: type[Totals]) -> None:
+    """A checkpoint goes from strategy to strategy."""
+    totals = loaded(saved, other()).totals
+    assert vars(totals) == vars(other())
+    assert loaded(saved, None).totals is None
+
+
+def test_steps_in_the_weights_are_those_of_a_checkpoint_and_those_since() -> None:
+    """Servers that begin with a checkpoint's weights count from 0."""
+    totals = PushTotals(version=12)
+    totals.begin()
+    for version in (1, 2):
+        totals.pulled(version)
+    assert (totals.version, totals.pulls) == (14, 2)
