@@ -123,8 +123,8 @@ def train(strategy: Any, callback: Any, module: Noted | None = None, length: int
     module = module or Noted(optimizer=momentum)
     callbacks = [*([callback] if callback is not None else []), *options.pop("callbacks", [])]
     trainer = make_trainer(
-        strategy, callbacks=callbacks, devices=RANKS, use_distributed_sampler=True,
-        **({"max_epochs": 3} | options),
+        strategy, callbacks=callbacks, use_distributed_sampler=True,
+        **({"max_epochs": 3, "devices": RANKS} | options),
     )  # fmt: skip
     data = DataLoader(dataset(length), SIZE, shuffle=True)  # pyright: ignore[reportArgumentType]
     events = logging.getLogger("lightning_async.events")
@@ -253,6 +253,7 @@ def refused() -> Any:
         "DDP": _refusal(pytorch("strategies").DDPStrategy(process_group_backend="gloo")),
         "weighting": _refusal(synchronous(weighting="steps")),
         "accumulation": _refusal(None, None, AdaptiveGradientAccumulation(2)),
+        "scheduler": _refusal(None, None, pytorch("callbacks").GradientAccumulationScheduler({1: 2})),
         "overfit": _refusal(overfit_batches=2),
         "maximum": _refusal(own=BalancedBatchSizes(maximum=7)),
         "minimum": _refusal(own=BalancedBatchSizes(9)),

@@ -146,6 +146,7 @@ REFUSED = {
     "DDP": "`BalancedBatchSizes` is for strategies that weight what ranks exchange by samples, and `DDPStrategy`",
     "weighting": "`AsyncAveragingStrategy(weighting='steps')` beside `BalancedBatchSizes`: take 'samples'",
     "accumulation": "`AdaptiveGradientAccumulation` beside `BalancedBatchSizes`",
+    "scheduler": "The Trainer has a `GradientAccumulationScheduler` beside `BalancedBatchSizes`: leave it out",
     "overfit": "`Trainer(overfit_batches=2)` beside `BalancedBatchSizes`",
     "maximum": "(minimum=1, maximum=7)`: 4 ranks are to take 32 samples in a step, 8 each on average.",
     "minimum": "(minimum=9, maximum=None)`: 4 ranks are to take 32 samples in a step",
