@@ -211,6 +211,17 @@ def saved_and_resumed(folder: Path) -> Any:
 
 
 @scenario
+def resumed_behind_an_epoch(folder: Path) -> Any:
+    told = []
+    for epochs in (1, 2):
+        saved = FaultTolerantCheckpoint(folder, every_n_train_steps=1000, busy="wait")
+        options: dict[str, Any] = {"max_epochs": epochs, "callbacks": [saved], "enable_checkpointing": True}
+        told.append(train(synchronous(), BalancedBatchSizes(every=12), **options))
+    begun, rest = told
+    return {"batches": begun["batches"] + rest["batches"], "resumed": len(rest["batches"])}
+
+
+@scenario
 def fewer_than_a_step() -> Any:
     return train(synchronous(), BalancedBatchSizes(every=None), length=6)
 
