@@ -144,6 +144,8 @@ class BalancedBatchSizes(Callback):
             self._total, self._base = self.global_batch_size or state_dict["total"], state_dict["base"]
             self._since, self._patience = state_dict["since"], state_dict["patience"]
             self._sizes = dict(state_dict["sizes"])
+            if self._balancing is not None:  # this rank comes to a fit that is under way
+                self._balancing.total, self._balancing.sizes = self._total, self._sizes
             if self._windows is not None and state_dict["windows"] is not None:
                 self._windows.load_state_dict(state_dict["windows"])
 
@@ -188,11 +190,12 @@ class BalancedBatchSizes(Callback):
         """Whether this rank comes to a gate. Ranks that step together all do, after as many batches: so no step is
         without one of them. Of those that drift one calls the others, where that pays."""
         if steps_together(trainer.strategy):
-            return self._since >= every * self._patience
+            return self._since >= every * self._patience or balancing.is_off
         if 0 < (self._room or 0) < balancing.sizes.get(balancing.name, 0) and not self._told_room:
             self._told_room = True
             return True
-        return not trainer.global_rank and self._since % every == 0 and balancing.would_gain()
+        looks = self._since % every == 0 and balancing.would_gain()
+        return not trainer.global_rank and (looks or balancing.is_off)
 
     @property
     def _room(self) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_async.rules import Synchronous
+from lightning_async.trainer.patches import callbacks_of
 
 __all__ = ["check_bounds", "check_trainer", "steps_together"]
 
@@ -33,6 +34,11 @@ def check_trainer(callback: Any, trainer: Any) -> None:
         raise ValueError(
             f"`AdaptiveGradientAccumulation` beside `{owner}`: both say how many samples a step has. Leave it out, and "
             f"take `{owner}(global_batch_size=...)`."
+        )
+    if callbacks_of(trainer, "GradientAccumulationScheduler"):
+        raise ValueError(
+            f"The Trainer has a `GradientAccumulationScheduler` beside `{owner}`: leave it out, and take "
+            "`Trainer(accumulate_grad_batches=...)`, which stays."
         )
     if trainer.overfit_batches:
         raise ValueError(f"`Trainer(overfit_batches={trainer.overfit_batches})` beside `{owner}`: leave one out.")

@@ -78,6 +78,8 @@ def _in_order(left: list[tuple[Share, int]]) -> Tensor:
 
 def _once(samples: Tensor) -> Tensor:
     """Without those that come again: what a sampler, or a checkpoint of other ranks, repeats to even ranks out."""
+    if not (samples.bincount() > 1).any():  # the same, sooner: all ranks wait, and sorting millions takes long
+        return samples
     _, places = samples.unique(return_inverse=True)
     first = torch.full((len(samples),), len(samples)).scatter_reduce(0, places, torch.arange(len(samples)), "amin")
     return samples[first[first < len(samples)].sort().values]

@@ -95,6 +95,8 @@ class Balancing:
         self.wants = False
         """This rank asks for other sizes, at the next gate."""
         self._shares: Mapping[str, Share] = {}
+        self._phase = 0
+        """Of the epoch, as this has seen it last, see `EpochShares`."""
         self._alone = EpochShares(trainer)
         self._until_end: list[Undo] = []
 
@@ -107,6 +109,11 @@ class Balancing:
     def name(self) -> str:
         """This rank's, for life."""
         return self._epoch.called(self._trainer.strategy.gates.name)
+
+    @property
+    def is_off(self) -> bool:
+        """One has come, and what is left of the epoch was dealt out in other sizes."""
+        return self._epoch.known and self._epoch.phase != self._phase
 
     def would_gain(self) -> bool:
         """Whether other sizes would shorten a step, by what headers say of all ranks' speeds."""
@@ -132,6 +139,7 @@ class Balancing:
         mine: list[Any] = [*self._say(share.first), list(share)]
         told = world.gather_objects(mine)
         said = [_Said(*each[:-1]) for each in told]
+        self._phase = self._epoch.phase
         shares = {one.name: Share(*each[-1]) for one, each in zip(said, told, strict=True)}
         self._agree(said)
         given = {name: each.loaders[0][0] for name, each in shares.items()}
@@ -188,8 +196,12 @@ class Balancing:
         self._agree(said)
         self.wants = False
         shares = epoch.shares if epoch is not self._alone else self._shares
-        if not any(each.wants for each in said) or any(each.ready < 0 for each in said) or not shares:
+        if not any(each.wants for each in said):
             return None
+        self._phase = epoch.phase
+        if any(each.ready < 0 for each in said) or not shares:
+            return None
+        self.sizes = _sizes_in(shares)
         if (sizes := self._sizes(said)) == self.sizes:
             return False if all(each.speed for each in said) else None
         for each in said:
@@ -249,7 +261,7 @@ class Balancing:
         if epoch.known:
             epoch.deal(dealt)
             epoch.take_part(self.name)
-        self._shares = dealt
+        self._shares, self._phase = dealt, epoch.phase
         if sizes != self.sizes:
             self._tell(sizes)
         self.sizes = sizes
@@ -267,6 +279,11 @@ class Balancing:
                 "Rank %d: a step has %d samples, and not %d, for which `minimum` and `maximum` leave no room.",
                 self._trainer.global_rank, sum(sizes.values()), self.total,
             )  # fmt: skip
+
+
+def _sizes_in(shares: Mapping[str, Share]) -> dict[str, int]:
+    """Of the batches that were dealt out, whoever has done so."""
+    return {name: told["batch_size"] for name, each in shares.items() for told, _ in each.loaders if told is not None}
 
 
 def _speed(pace: Pace) -> float:

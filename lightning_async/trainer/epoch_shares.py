@@ -118,7 +118,7 @@ class EpochShares:
         anew = (
             trainer.current_epoch > 0 and not fit.is_resuming and not fit.epoch_loop.restarting
         )  # as Lightning has it
-        skipped, loaders = 0, []
+        skipped, loaders, own = 0, [], 0
         for loader in fit._combined_loader.flattened:
             told, count = told_of(loader)
             source = follower(loader) if count else None
@@ -126,8 +126,10 @@ class EpochShares:
                 position = source.position(before=False, ended=False)
                 told, skipped = position.get("share"), position.get("taken", 0)
                 if told is not None and told["kind"] == "given":
-                    count = -(-len(told["indices"]) // told["batch_size"])
+                    own = count = -(-len(told["indices"]) // told["batch_size"])
             loaders.append((told, count))
         unsized = first + any(told is None for told, _ in loaders)  # how much there is, nobody knows; or there is none
         end = unsized if math.isinf(fit.max_batches) else fit.max_batches
+        if own and trainer.limit_train_batches == 1.0:  # smaller batches may be more than a loader's own
+            end = max(end, first + own - skipped)
         return Share(first, max(first, end), skipped, fit._combined_loader._mode == "max_size_cycle", loaders)

@@ -231,7 +231,7 @@ def check_loaders(owner: str, trainer: Any) -> None:
         why = f"its batches are made by a {type(loader.batch_sampler).__name__}"
     elif isinstance(loader.sampler, PartitionedSampler):
         why = "a PartitionedSampler says which samples are whose"
-    elif not EpochShares(trainer).mine().is_known:
+    elif not EpochShares(trainer).whole().is_known:  # whatever the epoch is that a checkpoint is of
         source = loader.dataset if isinstance(loader.dataset, IterableDataset) else loader.sampler
         why = f"which samples a {type(source).__name__} gives to which rank is not known"
     if why:

@@ -94,7 +94,8 @@ def _divided(
         )  # fmt: skip
         return {"ended": False, "dataset": None}
     told, left = positions[0]["share"], rest(positions)
-    size, full = told["batch_size"], told.get("full_batches", False)
+    sizes = [position["share"]["batch_size"] for position in positions]  # unequal ones, by `BalancedBatchSizes`
+    size, full = -(-sum(sizes) // len(sizes)), told.get("full_batches", False)
     if full:  # `DataLoader(drop_last=True)`
         left = left[: len(left) - len(left) % (size * world_size)]
     indices = torch.tensor(division(left, rank, world_size, size), dtype=torch.int64)

@@ -169,6 +169,7 @@ PEERS: dict[str, Peer] = {
     "windows of 8, PowerSGD": _windows("accumulate=8, PowerSGD(1)", 8, 8, share=0.1, compression="powersgd"),
     "batches balanced": Peer(
         about="Synchronous(), BalancedBatchSizes(every=10)",
+        settles=14,  # ten batches are measured first, and loaders begin anew
         run=_balanced,
         batch=SAMPLES,
         ours=True,

@@ -81,7 +81,7 @@ def _measure(link: Link, options: argparse.Namespace, begin: str) -> dict[str, A
         seconds = options.seconds * (1.0 if peer == PLAIN else OTHERS)
         update_s = PEERS[peer].update_s
         assert update_s is not None
-        steps = max(2, round(seconds / update_s(slots[-1], round_s)))
+        steps = max(PEERS[peer].settles, round(seconds / update_s(slots[-1], round_s)))
         job = job_on(link, peer, options.replicas, warmup=2, steps=steps)
         ends = seconds if options.slowest > 1.0 and PEERS[peer].timed else None
         job = replace(job, step_s=slot_s, tail_s=tail_s, seed=options.seed, begin=begin, seconds=ends)
@@ -105,6 +105,7 @@ def _measure(link: Link, options: argparse.Namespace, begin: str) -> dict[str, A
             "last_loss": [curve(ranks)[-1][1] for ranks in done.repeats],
             "samples_per_s": [samples_per_s(done.job, ranks) for ranks in done.repeats],
             "steps": done.claims().get("steps"),
+            "batch_sizes": [size for name, size in done.claims().items() if name.startswith("batch of rank")],
             "curves": [curve(ranks) for ranks in done.repeats],
         }
     return {
@@ -131,6 +132,9 @@ def markdown(told: dict[str, Any]) -> str:
         rest = [statistics.median(row[name]) if row[name] else float("nan") for name in ("last_loss", "samples_per_s")]
         lines.append(f"| {peer} | {row['error'] or took} | {share} | {rest[0]:.3f} | {rest[1]:.1f} |")
     slots = ", ".join(f"{each:.0f}" for each in told["slot_ms"])
+    for peer, row in peers.items():
+        if row.get("batch_sizes"):
+            lines += ["", f"{peer}: the ranks came to batches of {', '.join(f'{n:.0f}' for n in row['batch_sizes'])}."]
     if (share := of_the_ideal(told)) is not None:
         lines += ["", f"Asynchronous over synchronous servers: {share:.2f} of what is possible."]
     return "\n".join([*lines, "", f"Batches of {slots} ms, {told['round_ms']:.0f} ms an exchange; {told['rule']}."])

@@ -248,7 +248,8 @@ def _speed_targets(rows: Sequence[Row], slot_s: float, round_s: float, link: Lin
 
 def samples_per_s(job: Job, ranks: Sequence[RankResult]) -> float:
     """Samples of all ranks per second, from when the last rank is warm until the first one ends."""
-    start, stop = max(rank.ends[2] for rank in ranks), min(rank.ends[-1] for rank in ranks)
+    warm = PEERS[job.peer].settles
+    start, stop = max(rank.ends[warm] for rank in ranks), min(rank.ends[-1] for rank in ranks)
     return sum(samples_in(job.peer, rank.ends, start, stop) for rank in ranks) / (stop - start)
 
 

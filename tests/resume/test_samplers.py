@@ -87,3 +87,16 @@ def test_batches_stay_full_where_the_others_are_dropped() -> None:
         sizes = [len(state["loaders"][0]["share"]["indices"]) for state in found]
         assert sizes == [(LENGTH - 6) // (3 * ranks) * 3] * ranks
         assert [batches_left(state) for state in found] == [sizes[0] // 3] * ranks
+
+
+def test_batches_of_unequal_sizes_go_on_with_one_as_they_are_on_average() -> None:
+    """With that of the slow rank there would be more batches than the epoch of a loader has."""
+    shares, states = torch.arange(60).split((10, 25, 25)), []
+    for size, indices in zip((2, 5, 5), shares, strict=True):
+        told = {"kind": "given", "length": 60, "batch_size": size, "full_batches": False, "indices": indices}
+        position = {"taken": 1, "made": 1, "drawn": {}, "share": told}
+        states.append({"loaders": [position], "random": {"torch": b""}, "unsaved": {}})
+    found = [resized(states, rank, 2)["loaders"][0]["share"] for rank in range(2)]
+    assert [each["batch_size"] for each in found] == [4, 4]
+    left = [index for each in found for index in each["indices"].tolist()]
+    assert sorted(left) == [*range(2, 10), *range(15, 35), *range(40, 60)]

@@ -123,8 +123,8 @@ def train(strategy: Any, callback: Any, module: Noted | None = None, length: int
     module = module or Noted(optimizer=momentum)
     callbacks = [*([callback] if callback is not None else []), *options.pop("callbacks", [])]
     trainer = make_trainer(
-        strategy, callbacks=callbacks, devices=RANKS, use_distributed_sampler=True,
-        **({"max_epochs": 3} | options),
+        strategy, callbacks=callbacks, use_distributed_sampler=True,
+        **({"max_epochs": 3, "devices": RANKS} | options),
     )  # fmt: skip
     data = DataLoader(dataset(length), SIZE, shuffle=True)  # pyright: ignore[reportArgumentType]
     events = logging.getLogger("lightning_async.events")
@@ -211,6 +211,17 @@ def saved_and_resumed(folder: Path) -> Any:
 
 
 @scenario
+def resumed_behind_an_epoch(folder: Path) -> Any:
+    told = []
+    for epochs in (1, 2):
+        saved = FaultTolerantCheckpoint(folder, every_n_train_steps=1000, busy="wait")
+        options: dict[str, Any] = {"max_epochs": epochs, "callbacks": [saved], "enable_checkpointing": True}
+        told.append(train(synchronous(), BalancedBatchSizes(every=12), **options))
+    begun, rest = told
+    return {"batches": begun["batches"] + rest["batches"], "resumed": len(rest["batches"])}
+
+
+@scenario
 def fewer_than_a_step() -> Any:
     return train(synchronous(), BalancedBatchSizes(every=None), length=6)
 
@@ -253,6 +264,7 @@ def refused() -> Any:
         "DDP": _refusal(pytorch("strategies").DDPStrategy(process_group_backend="gloo")),
         "weighting": _refusal(synchronous(weighting="steps")),
         "accumulation": _refusal(None, None, AdaptiveGradientAccumulation(2)),
+        "scheduler": _refusal(None, None, pytorch("callbacks").GradientAccumulationScheduler({1: 2})),
         "overfit": _refusal(overfit_batches=2),
         "maximum": _refusal(own=BalancedBatchSizes(maximum=7)),
         "minimum": _refusal(own=BalancedBatchSizes(9)),

@@ -131,6 +131,14 @@ def test_it_goes_on_from_a_checkpoint_to_the_bit(ranks: Outcomes) -> None:
         assert rest["steps"] == whole["steps"]
 
 
+def test_it_goes_on_from_the_end_of_an_epoch(ranks: Outcomes) -> None:
+    told = ranks("resumed_behind_an_epoch")
+    once(told)
+    steps = steps_of(epochs(told)[1])
+    assert [each["resumed"] for each in told] == [len(steps)] * RANKS
+    assert {sum(map(len, step)) for step in steps[:-1]} == {STEP} and [len(ids) for ids in steps[-2]] == SIZES
+
+
 def test_where_there_is_less_than_a_step(ranks: Outcomes) -> None:
     once(ranks("fewer_than_a_step"), 6)
 
@@ -146,6 +154,7 @@ REFUSED = {
     "DDP": "`BalancedBatchSizes` is for strategies that weight what ranks exchange by samples, and `DDPStrategy`",
     "weighting": "`AsyncAveragingStrategy(weighting='steps')` beside `BalancedBatchSizes`: take 'samples'",
     "accumulation": "`AdaptiveGradientAccumulation` beside `BalancedBatchSizes`",
+    "scheduler": "The Trainer has a `GradientAccumulationScheduler` beside `BalancedBatchSizes`: leave it out",
     "overfit": "`Trainer(overfit_batches=2)` beside `BalancedBatchSizes`",
     "maximum": "(minimum=1, maximum=7)`: 4 ranks are to take 32 samples in a step, 8 each on average.",
     "minimum": "(minimum=9, maximum=None)`: 4 ranks are to take 32 samples in a step",
