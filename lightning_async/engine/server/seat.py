@@ -44,7 +44,8 @@ class Seat:
     def __init__(
         self, memories: Sequence[int], serve: Callable[[Store], Server], home: bool = True, threads: int = 1
     ) -> None:
-        self._memories, self._make, self._home, self._threads = list(memories), serve, home, threads
+        self._memories, self._make, self._threads = list(memories), serve, threads
+        self._begins_empty = home
         self._lock = threading.Lock()
         self._copy: Store | None = None
         self._filling: tuple[Store, Mapping[str, Tensor]] | None = None
@@ -56,7 +57,7 @@ class Seat:
     def take(self) -> Server | None:
         """Be a server of what there is, unless that is a copy."""
         with self._lock:
-            if self.server is None and self._copy is None and self._home:
+            if self.server is None and self._copy is None and self._begins_empty:
                 self.server = self._make(self._store(self._at))
             return self.server
 
@@ -91,7 +92,7 @@ class Seat:
             newer = self._newer_than(generation)
             if newer is None:
                 self._end_source()
-                self._source, self._home = channel, False  # the shard has weights: none begins empty here
+                self._source, self._begins_empty = channel, False  # the shard has weights
         try:
             if newer is not None:
                 why = f"generation {newer} of its shard has another primary than generation {generation}"

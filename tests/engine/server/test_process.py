@@ -126,9 +126,10 @@ time.sleep(100)
 """
 
 
-def test_it_outlives_its_starter_as_long_as_it_has_workers():
+def started_and_orphaned(linger_s: str) -> tuple[Client, str, int]:
+    """A worker of a server whose starter has died since; the server's name, and its supervisor."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", STARTER, "0.5"]
+    command = [sys.executable, "-c", STARTER, linger_s]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as starter:
         assert starter.stdout is not None
         name, supervisor = starter.stdout.readline().split()
@@ -139,32 +140,25 @@ def test_it_outlives_its_starter_as_long_as_it_has_workers():
         finally:
             starter.kill()
             starter.wait()
-        time.sleep(1.0)  # twice as long as it would stay alone
-        assert client.push().versions == (1,)
-        assert not gone(int(supervisor))
-        client.close()
-        until(lambda: gone(int(supervisor)))
+    return client, name, int(supervisor)
+
+
+def test_it_outlives_its_starter_as_long_as_it_has_workers():
+    client, _, supervisor = started_and_orphaned("0.5")
+    time.sleep(1.0)  # twice as long as it would stay alone
+    assert client.push().versions == (1,)
+    assert not gone(supervisor)
+    client.close()
+    until(lambda: gone(supervisor))
 
 
 def test_told_that_the_training_is_over_it_ends_when_its_workers_have_gone():
     """Its starter has died; it would wait for others for longer than this test."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        [sys.executable, "-c", STARTER, "1000"], env=environment, stdout=subprocess.PIPE, text=True
-    ) as starter:
-        assert starter.stdout is not None
-        name, supervisor = starter.stdout.readline().split()
-        try:
-            client = Client("a", [ShmDial(name, 32, 32)], timeout_s=60)
-            client.gradients[0].fill_(1.0)
-            client.start()
-        finally:
-            starter.kill()
-            starter.wait()
+    client, name, supervisor = started_and_orphaned("1000")
     tell_over(ShmDial(name, 0, 0), 60.0)
     assert client.push().versions == (1,)
     client.close()
-    until(lambda: gone(int(supervisor)))
+    until(lambda: gone(supervisor))
 
 
 def test_who_says_what_is_no_first_message_harms_no_server(server: ServerProcess):
