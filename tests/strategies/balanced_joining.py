@@ -23,15 +23,15 @@ SAMPLE_S = (0.004, 0.004, 0.012)
 
 
 class Paced(UntilBack):
-    """Takes a time by the samples in a batch, and notes how many there are."""
+    """Takes a time by the samples in a batch, and notes how many there are in the batch of each step."""
 
     def __init__(self, deaths: dict[str, tuple[str, int, int]]) -> None:
         super().__init__(deaths, "")
-        self.lengths: dict[int, list[int]] = {}
+        self.lengths: dict[int, dict[int, int]] = {}
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.pause_s = SAMPLE_S[NUMBER] * len(batch)
-        self.lengths.setdefault(self.current_epoch, []).append(len(batch))
+        self.lengths.setdefault(self.current_epoch, {})[self.trainer.global_step] = len(batch)
         return super().training_step(batch, batch_idx)
 
 
