@@ -80,6 +80,24 @@ class Clock:
         progress = Progress(step, self.saved_step, since, self._costs.of_one, epoch_end)
         return self._put_off or self._policy.due(progress)
 
+    def asks(self, settings: Settings, busy: bool, step: int, ahead: int, epoch_end: bool) -> bool:
+        """Whether a save is due and to begin; one that shall not wait for the one before is put off, or left out.
+
+        Args:
+            busy: the one before is still being written.
+            step: now.
+            ahead: so many steps until it would be made.
+        """
+        if not self.due(step + ahead, epoch_end):
+            return False
+        if not busy or settings.busy == "wait":
+            return True
+        if settings.busy == "skip":
+            self.saved(step)
+        else:
+            self.put_off()
+        return False
+
     def put_off(self) -> None:
         """One is due while another is being written: it stays so, also where the end of an epoch is over by then."""
         self._put_off = True

@@ -104,17 +104,11 @@ class Apart:
         self._attach()
         self._take()
         self._follow()
-        step, clock = self._averager.global_step(), self._clock
+        step, at_end = self._averager.global_step(), resume.where == "epoch"
         ahead = int(self._averager.ledger.synchronous)  # the next step is a round, after which all save
-        if self._asked or not clock.due(step + ahead, resume.where == "epoch"):
-            return
-        if self._saver.busy and self._settings.busy == "skip":
-            clock.saved(step)
-        elif not self._saver.busy or self._settings.busy == "wait":
+        if not self._asked and self._clock.asks(self._settings, self._saver.busy, step, ahead, at_end):
             self._asked = True
             self._averager.marks.ask()
-        else:
-            clock.put_off()
 
     def _follow(self) -> None:
         """Hear of saves, and of ranks that are lost: what these had asked for may be lost with them."""

@@ -107,16 +107,10 @@ class Called:
             return
         self._attach()
         self._follow()
-        clock = self._clock
-        if self._asked or not clock.due(self._step + int(self._in_step), resume.where == "epoch"):
-            return
-        if self._saver.busy and self._settings.busy == "skip":
-            clock.saved(self._step)
-        elif not self._saver.busy or self._settings.busy == "wait":
+        ahead, at_end = int(self._in_step), resume.where == "epoch"
+        if not self._asked and self._clock.asks(self._settings, self._saver.busy, self._step, ahead, at_end):
             self._asked = True
             self._call()
-        else:
-            clock.put_off()
 
     def _follow(self) -> None:
         """Ranks may be lost, and saves with them."""
