@@ -11,6 +11,7 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
@@ -25,6 +26,9 @@ T = TypeVar("T")
 
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")  # how long an example takes says what else the machine does
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell that has started this in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what tests start is interrupted as from a terminal
 
 GRACE_S = 30.0
 """How long threads and processes that are already ending may take to do so."""

@@ -40,11 +40,19 @@ def test_a_slow_rank_sets_no_size_where_fewer_ranks_go_on(tmp_path: Path) -> Non
 
 
 def _samples(said: list[Any], epoch: str) -> list[int]:
-    """Of all ranks, in each step of an epoch since the last one came; in the last step some may have no part."""
-    lengths = [each["lengths"][epoch] for each in said]
-    begun = min(map(int, lengths[-1]))
-    steps = sorted({int(step) for each in lengths for step in each if int(step) >= begun})
-    return [sum(each.get(str(step), 0) for each in lengths) for step in steps]
+    """Of all ranks, in each step of an epoch since the last one came.
+
+    Each counts its own steps, and in the last one of an epoch some may have no part; who comes within it counts on from
+    rank 0's.
+    """
+    begun = [min(map(int, each["lengths"][epoch])) for each in said]
+    came, begun[-1] = begun[-1], begun[0] if said[-1]["came_at"] == int(epoch) else begun[-1]
+    lengths = [
+        {int(step) - first: samples for step, samples in each["lengths"][epoch].items()}
+        for each, first in zip(said, begun, strict=True)
+    ]
+    steps = range(came - begun[-1], max(step for each in lengths for step in each) + 1)
+    return [sum(each.get(step, 0) for each in lengths) for step in steps]
 
 
 def _trained(folder: Path, ranks: int, costs: list[float], stops_after: int = -1) -> list[Any]:
