@@ -24,6 +24,7 @@ from lightning_async.trainer.revalidation import Revalidation
 from lightning_async.trainer.saving import Saving
 from lightning_async.trainer.shortage import Shortage
 from lightning_async.trainer.stopping import Stopping
+from lightning_async.trainer.succession import Succession
 from lightning_async.trainer.validation import Validation
 
 __all__ = ["DriftPatches"]
@@ -53,10 +54,11 @@ class DriftPatches:
         ]
         convening = Convening(strategy, trainer, self._meeting, saving, strategy.host)
         shortage = Shortage(strategy, trainer, convening, stopping)
+        self._succession = Succession(trainer)
         self._parts = (
             stopping, convening, shortage, self._validation, saving, self._rates, EmptyShards(strategy, trainer),
             Dealing(strategy, trainer), self._inheritance, self._newcomers,
-            Revalidation(strategy, trainer), WholeMetrics(strategy, trainer),
+            Revalidation(strategy, trainer), WholeMetrics(strategy, trainer), self._succession,
         )  # fmt: skip
         self._undo: list[Undo] = []
 
@@ -79,11 +81,16 @@ class DriftPatches:
             ValueError: the ranks have unequal numbers of epochs, and something happens at their ends on all ranks.
         """
         self._validation.gates_epochs = refusals.check_fit(self._trainer, world)
+        self._succession.begin(world)
         self._meeting.begin(world)
 
     def for_newcomers(self) -> dict[str, Any]:
         """What a newcomer must know of this fit, see `go_on`."""
-        return {"gates_epochs": self._validation.gates_epochs, "epoch": self._newcomers.told()}
+        return {
+            "gates_epochs": self._validation.gates_epochs,
+            "epoch": self._newcomers.told(),
+            "succession": self._succession.told(),
+        }
 
     def foresee(self) -> None:
         """See `Newcomers`."""
@@ -97,6 +104,7 @@ class DriftPatches:
         """The same training goes on in a world of all, with a newcomer: this rank, if it has been ``told``."""
         if told is not None:
             self._validation.gates_epochs = bool(told["gates_epochs"])
+            self._succession.take(told["succession"])
         self._meeting.begin(world)
         self._newcomers.deal(name, places, None if told is None else told["epoch"])
 

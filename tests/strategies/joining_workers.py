@@ -29,7 +29,7 @@ from lightning_async.data.partitions import Random
 from lightning_async.rules.saving import Latest
 from lightning_async.trainer.namespace import pl, pytorch
 from tests.strategies.failure_workers import digest
-from tests.strategies.survivor_workers import CAME_BACK, DEADLINES, NUMBER, RANKS, Seen, loader
+from tests.strategies.survivor_workers import CAME_BACK, DEADLINES, NUMBER, RANKS, Seen, die, loader
 
 RULES = {"mean": DeltaMean(), "diloco": DiLoCo()}
 
@@ -41,12 +41,16 @@ class UntilBack(Seen):
         deaths: see `Seen`.
         mode: of a newcomer: what is wrong with it.
         until: so many ranks are there.
+        leaves: all others die an epoch after it is back, and it ends an epoch after that.
     """
 
-    def __init__(self, deaths: dict[str, tuple[str, int, int]], mode: str, until: int = RANKS) -> None:
+    def __init__(
+        self, deaths: dict[str, tuple[str, int, int]], mode: str, until: int = RANKS, leaves: bool = False
+    ) -> None:
         super().__init__(deaths)
         self.register_buffer("seen", torch.zeros(1), persistent=False)
         self._mode, self._since, self._until = mode, 0, until
+        self._leaves, self._came = leaves, 1000
         self.came_at = -1
         """The epoch in which this rank came."""
         if mode == "another model":
@@ -72,6 +76,11 @@ class UntilBack(Seen):
         self._since += bool(lost and self.trainer.world_size == self._until)
         if self._since == 3:  # the epoch in which it came, and two
             self.trainer.should_stop = True
+        if self._leaves and self._since:
+            self._came = min(self._came, self.current_epoch)
+            if self.current_epoch == self._came + 1 and not CAME_BACK:
+                die()
+            self.trainer.should_stop = self.current_epoch == self._came + 2
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
@@ -92,6 +101,7 @@ def train(
     parts: bool = False,
     windows: int | Literal["until_reduced"] | None = None,
     served: Literal["async", "sync", "ssp"] | None = None,
+    leaves: bool = False,
 ) -> None:
     deaths = {number: (place, epoch, taken) for number, (place, epoch, taken) in deaths.items()}
     mode = (modes or {}).get(os.environ.get("LIGHTNING_ASYNC_REJOIN", ""), "")
@@ -104,8 +114,8 @@ def train(
         strategy = AsyncGradientStrategy(windows, deadlines=DEADLINES, min_replicas=fewest)
     if served is not None:
         strategy = ParameterServerStrategy(served, deadlines=DEADLINES, min_replicas=fewest)
-    module = UntilBack(deaths, mode, most or RANKS)
-    logger = pytorch("loggers").CSVLogger(folder, name="log", version=0)
+    module = UntilBack(deaths, mode, most or RANKS, leaves)
+    logger = pytorch("loggers").CSVLogger(folder, name="log")
     stopping = pytorch("callbacks").EarlyStopping("val_loss", patience=1000)
     best = pytorch("callbacks").ModelCheckpoint(folder, filename="{epoch}", monitor="val_loss", save_top_k=2)
     callbacks: list[Any] = [stopping, best]
@@ -118,7 +128,7 @@ def train(
         callbacks.append(PeerMemory(every_n_train_steps=2))
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", devices=RANKS, max_epochs=1000, default_root_dir=folder, logger=logger,
-        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, callbacks=callbacks,
+        enable_progress_bar=leaves, enable_model_summary=False, num_sanity_val_steps=0, callbacks=callbacks,
         val_check_interval=validates,
     )  # fmt: skip
     if CAME_BACK:

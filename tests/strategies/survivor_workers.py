@@ -124,6 +124,7 @@ def survive(
     correction: Literal["EstimateCommit", "WeightPrediction"] | None = None,
     served: Literal["async", "sync", "ssp"] | None = None,
     replicas: bool = False,
+    shown: bool = False,
 ) -> None:
     deaths = {number: (place, epoch, taken) for number, (place, epoch, taken) in deaths.items()}
     schedule = Synchronous() if synchronous else EveryNSteps(period)
@@ -138,12 +139,16 @@ def survive(
         strategy = ParameterServerStrategy(served, deadlines=deadlines, min_replicas=min_replicas, **servers)
     module = Seen(deaths)
     module.pause_s = pause_s
-    logger = pytorch("loggers").CSVLogger(folder, name="log", version=0)
+    loggers = [pytorch("loggers").CSVLogger(folder, name=name) for name in ("log", "other")]
+    callbacks = pytorch("callbacks")
+    keeps = callbacks.ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
+    best = callbacks.ModelCheckpoint(f"{folder}/best", filename="{epoch}", monitor="val_loss", mode="max")
+    stopping = callbacks.EarlyStopping("val_loss", mode="max", patience=100)
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", devices=RANKS, max_epochs=epochs,
-        default_root_dir=folder, logger=logger, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=folder, logger=loggers, enable_progress_bar=shown, enable_model_summary=False,
         num_sanity_val_steps=0, log_every_n_steps=1,
-        callbacks=[pytorch("callbacks").ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)],
+        callbacks=[keeps, *([best, stopping, callbacks.LearningRateMonitor("step")] if shown else [])],
     )  # fmt: skip
     told: dict[str, Any] = {"name": str(NUMBER)}
     try:
@@ -168,7 +173,9 @@ def survive(
             "tested": module.tested, "test_mean": float(trainer.callback_metrics.get("test_mean", -1.0)),
             "longest_s": max(pauses, default=0.0),
             "lost": strategy.summary.lost, "rounds": strategy.summary.rounds, "failed": strategy.summary.failed_rounds,
-            "summary": str(strategy.summary),
+            "summary": str(strategy.summary), "log_dir": loggers[0].log_dir,
+            "best": [best.best_model_path, *(float(each.state_dict()[name] or 0) for each, name in (
+                (best, "best_model_score"), (stopping, "best_score"), (stopping, "wait_count")))],
         }  # fmt: skip
         os.write(1, b"\nENDED %b\n" % json.dumps(told).encode())  # whole, where ranks share a pipe
 

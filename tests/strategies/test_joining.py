@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from lightning_async.trainer.common_rates import CommonRates
 from lightning_async.trainer.validation import Validation
 from tests.strategies.survivor_workers import SAMPLES
 from tests.strategies.test_failures import ended
+from tests.strategies.test_survivors import epochs_logged
 from tests.support import RankGroup, RankResult, start_ranks
 
 TRAIN = "tests.strategies.joining_workers:train"
@@ -77,6 +79,19 @@ def test_it_takes_over_what_the_others_have_and_trains_with_them(dies: int, rule
     assert f"rank {dies} has joined, and 3 replicas train from here" in results[1].stderr
     assert "event=own_state" in results[3].stderr  # of its own, or rank 0's where its copy had not arrived
     assert_saved_by_all(CheckpointStore(tmp_path / "saved"), dies)
+
+
+def test_one_that_has_come_back_is_rank_0_at_last_and_logs_where_the_others_did(tmp_path: Path) -> None:
+    with ranks(tmp_path, 1, leaves=True) as group:
+        results = group.join()
+    assert [result.returncode for result in results] == [-9, -9, -9, 0], "\n".join(map(str, results))
+    newcomer = ended(results[3])
+    assert (newcomer["rank"], newcomer["world_size"], newcomer["lost"]) == (0, 1, 2)
+    assert newcomer["epochs"] == newcomer["came_at"] + 3
+    assert epochs_logged(tmp_path / "log") == [str(epoch) for epoch in range(newcomer["epochs"])]
+    shown = {int(number) for number in re.findall(r"Epoch (\d+):", results[3].stdout)}
+    assert max(shown) == newcomer["epochs"] - 1
+    assert newcomer["came_at"] not in shown
 
 
 def assert_saved_by_all(store: CheckpointStore, dies: int) -> None:

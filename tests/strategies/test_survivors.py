@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import signal
 import time
 from collections.abc import Collection, Iterator
@@ -89,9 +90,46 @@ def test_the_others_go_on_with_all_samples_from_the_next_epoch_on(victim: int, p
         seen = sorted(sample for each in told for sample in each[what]["2"])
         assert seen == list(range(SAMPLES)), what
     assert {path.name for path in tmp_path.glob("*.ckpt")} >= {"epoch=2.ckpt"}
-    with open(tmp_path / "log" / "version_0" / "metrics.csv") as file:
-        epochs = {row["epoch"] for row in csv.DictReader(file) if row["val_loss"]}
-    assert "2" in epochs
+    for name in ("log", "other"):
+        assert epochs_logged(tmp_path / name) == ["0", "1", "2"]
+
+
+def logged(folder: Path) -> list[dict[str, str]]:
+    """The rows of the one file that is there."""
+    (file,) = folder.glob("*/metrics.csv")
+    assert file.parent.name == "version_0"
+    with file.open(newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    assert all(None not in row and None not in row.values() for row in rows), "each has all columns"
+    return rows
+
+
+def epochs_logged(folder: Path) -> list[str]:
+    """Those whose validation is in it."""
+    return [row["epoch"] for row in logged(folder) if row["val_loss"]]
+
+
+def test_rank_0_is_lost_twice_and_all_that_it_had_logged_shown_and_kept_goes_on(tmp_path: Path) -> None:
+    """The best checkpoint is the first one's, here."""
+    deaths = {"0": ("step", 1, 3), "1": ("validation", 1, 2)}
+    with three_ranks(tmp_path, deaths, shown=True) as group:
+        results = group.join()
+    (told,) = survivors(results, [0, 1])
+    assert (told["rank"], told["world_size"], told["lost"]) == (0, 1, 2)
+    for name in ("log", "other"):
+        assert epochs_logged(tmp_path / name) == ["0", "1", "2"]
+    assert told["log_dir"] == str(tmp_path / "log" / "version_0")
+    for result, first, last in zip(results, (0, 1, 2), (1, 1, 2), strict=True):
+        shown = [int(number) for number in re.findall(r"Epoch (\d+):", result.stdout)]
+        assert (shown[0], shown[-1]) == (first, last)
+    assert re.search(r"Epoch 1:[^\r\n]* [1-9]\d*/\d+ ", results[1].stdout)
+    rows = logged(tmp_path / "log")
+    assert sum(bool(row["lr-SGD"]) for row in rows) >= 8 + 3 + SAMPLES // 2
+    losses = [float(row["val_loss"]) for row in rows if row["val_loss"]]
+    assert losses == sorted(losses, reverse=True)
+    (path,) = (tmp_path / "best").iterdir()
+    assert told["best"] == [str(path), pytest.approx(losses[0]), pytest.approx(losses[0]), 2]
+    assert path.name == "epoch=0.ckpt"
 
 
 def test_a_synchronous_step_in_whose_backward_pass_a_rank_dies_is_taken_by_the_others(tmp_path: Path) -> None:

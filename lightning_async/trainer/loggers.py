@@ -1,0 +1,138 @@
+"""Rank 0 may be lost: the loggers of all ranks write where its do, and go on with what is there.
+
+Lightning's loggers do nothing on other ranks. Whoever becomes rank 0 opens them with the first row that it logs: a
+TensorBoardLogger begins another file of events beside the others; a CSVLogger would delete what it finds, and is given
+a writer that does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import os
+from typing import Any
+
+from lightning_async.trainer.namespace import pytorch
+from lightning_async.trainer.patches import Undo, replace
+
+__all__ = ["Continued", "kinds", "places", "rewrite_at_once", "take_places", "unknown"]
+
+_PLACE = ("_root_dir", "_save_dir", "_name", "_version", "_sub_dir")
+_loggers = pytorch("loggers")
+ExperimentWriter: Any = pytorch("loggers.csv_logs").ExperimentWriter
+
+
+class Continued(ExperimentWriter):
+    """Appends to the files of a `CSVLogger`; opens them, and looks at what is there, when it is used at all.
+
+    Args:
+        log_dir: where they are.
+    """
+
+    def __init__(self, log_dir: str) -> None:
+        self._place, self.is_open = log_dir, False
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or self.__dict__.get("is_open", True):
+            raise AttributeError(name)
+        self.is_open = True
+        try:
+            super().__init__(log_dir=self._place)
+            self._go_on()
+        except BaseException:
+            self.is_open = False
+            raise
+        return getattr(self, name)
+
+    def _check_log_dir_exists(self) -> None:
+        """Nothing: what is there stays."""
+
+    def _rewrite_with_new_header(self, fieldnames: list[str]) -> None:
+        _rewrite(self)
+
+    def _go_on(self) -> None:
+        hparams = os.path.join(self.log_dir, self.NAME_HPARAMS_FILE)
+        if self._fs.isfile(hparams):
+            with contextlib.suppress(Exception):  # not whole, or of the user's classes: what comes next takes its place
+                self.hparams.update(pytorch("core.saving").load_hparams_from_yaml(hparams, use_omegaconf=False))
+        if not self._fs.isfile(self.metrics_file_path):
+            return
+        with self._fs.open(self.metrics_file_path, "r", newline="") as file:
+            text = file.read()
+        whole, end, torn = text.rpartition("\n")
+        self.metrics_keys = list(csv.DictReader(io.StringIO(whole + end, newline="")).fieldnames or ())
+        if not self.metrics_keys:
+            self._fs.rm_file(self.metrics_file_path)
+        elif torn or self.metrics_keys != sorted(self.metrics_keys):  # who wrote it was killed in the midst of a row
+            _write(self, whole + end)
+
+
+def _rewrite(writer: Any) -> None:
+    """More columns have come: the file is the old one or the new one, whenever this process is killed."""
+    with writer._fs.open(writer.metrics_file_path, "r", newline="") as file:
+        _write(writer, file.read())
+
+
+def _write(writer: Any, text: str) -> None:
+    """These rows, in columns that are theirs or the writer's."""
+    rows, beside = csv.DictReader(io.StringIO(text, newline="")), f"{writer.metrics_file_path}.new"
+    writer.metrics_keys = sorted({*writer.metrics_keys, *(rows.fieldnames or ())})
+    with writer._fs.open(beside, "w", newline="") as file:
+        into = csv.DictWriter(file, writer.metrics_keys, extrasaction="ignore")
+        into.writeheader()
+        into.writerows(rows)
+    writer._fs.mv(beside, writer.metrics_file_path)
+
+
+def _is_known(logger: Any) -> bool:
+    return isinstance(logger, _loggers.CSVLogger | _loggers.TensorBoardLogger)
+
+
+def unknown(trainer: Any) -> list[str]:
+    """The classes of the loggers of which it is not known how a second process goes on with them."""
+    dummy = pytorch("loggers.logger").DummyLogger
+    return [type(each).__name__ for each in trainer.loggers if not _is_known(each) and not isinstance(each, dummy)]
+
+
+def kinds(trainer: Any) -> list[str]:
+    """The classes of all of them."""
+    return [type(each).__name__ for each in trainer.loggers]
+
+
+def places(trainer: Any) -> list[dict[str, Any]]:
+    """Where those of this rank write, for `take_places`: plain values, none of a logger of which that is not known."""
+    return [_place(each) if _is_known(each) else {} for each in trainer.loggers]
+
+
+def _place(logger: Any) -> dict[str, Any]:
+    _ = logger.log_dir  # a version is chosen as it is asked for
+    found = {name: getattr(logger, name) for name in _PLACE if hasattr(logger, name)}
+    return {name: value for name, value in found.items() if isinstance(value, str | int | None)}
+
+
+def take_places(trainer: Any, told: list[dict[str, Any]]) -> None:
+    """Be ready to write there, should this rank become rank 0."""
+    for logger, place in zip(trainer.loggers, told, strict=False):
+        if not place or not _is_known(logger):
+            continue
+        for name, value in place.items():
+            if hasattr(logger, name):
+                setattr(logger, name, value)
+        if isinstance(logger, _loggers.CSVLogger):
+            there = logger._experiment
+            if there is None or (isinstance(there, Continued) and not there.is_open):
+                logger._experiment = Continued(logger.log_dir)
+        else:  # tensorboardX names files by the second
+            logger._kwargs.setdefault("filename_suffix", f".{os.getpid()}")
+
+
+def rewrite_at_once(trainer: Any) -> list[Undo]:
+    """On rank 0: a kill while a `CSVLogger` writes its file anew, for more columns, leaves the old one. Returns what
+    takes it back."""
+    writers = [each._experiment for each in trainer.loggers if isinstance(each, _loggers.CSVLogger)]
+    return [
+        replace(writer, "_rewrite_with_new_header", lambda _, writer=writer: lambda _: _rewrite(writer))
+        for writer in writers
+        if isinstance(writer, ExperimentWriter) and not isinstance(writer, Continued)
+    ]
