@@ -16,6 +16,7 @@ from lightning_async.engine.world import World
 from lightning_async.errors import SettingsMismatch
 from lightning_async.strategies.horovod import HorovodStrategy
 from lightning_async.trainer.checkpoint_io import MemoryIO
+from lightning_async.trainer.loggers import places
 from lightning_async.trainer.namespace import pytorch
 from lightning_async.trainer.patches import Undo, replace, searches_lr, set_for_now, take_back
 from lightning_async.trainer.resized import deal, deal_steps, of_another, resized, weight_of_the_last
@@ -44,6 +45,7 @@ class Commit:
         resume: what `Resume` goes on from; None before the first batch.
         places: of all ranks, where their loaders stood.
         weight: of this rank's last batch in the epoch under way, see `HorovodStrategy.weight`.
+        logs: where rank 0's loggers write, see `loggers.places`; those of each world's Trainer are others.
     """
 
     number: int = 0
@@ -52,6 +54,7 @@ class Commit:
     resume: dict[str, Any] | None = None
     places: list[Any] = field(default_factory=list)
     weight: float = 1.0
+    logs: list[dict[str, Any]] = field(default_factory=list)
 
 
 def agree(world: World, mine: Commit, settings: str) -> tuple[Commit, bool]:
@@ -147,8 +150,8 @@ class Commits(Callback):
         state: Any = copy.deepcopy(commit.resume)
         if not self._exact:
             together = isinstance(trainer.strategy, HorovodStrategy)
-            places = [{"loaders": place} for place in commit.places]
-            state = resized(places, rank, ranks, state, deal_steps if together else deal)
+            dealt = [{"loaders": place} for place in commit.places]
+            state = resized(dealt, rank, ranks, state, deal_steps if together else deal)
             self._weight = weight_of_the_last(state, rank, ranks) if together else 1.0
         self._resume.restore(state)
         self._step, self._epoch = commit.checkpoint["global_step"], commit.checkpoint["epoch"]
@@ -213,14 +216,14 @@ class Commits(Callback):
         if state.resume is None:
             del checkpoint["loops"]  # they have yet to begin
         strategy.write_state(checkpoint, f"commit {number}")
-        places = [[_place(each, where) for each in (state.resume or {}).get("loaders", [])]]
+        told = [[[_place(each, where) for each in (state.resume or {}).get("loaders", [])], places(trainer)]]
         if strategy.world is not None:
-            places = strategy.world.gather_objects(places[0])
+            told = strategy.world.gather_objects(told[0])
         self._step = trainer.global_step
         in_epoch = where != "epoch" and trainer.current_epoch == self._epoch
         commit = Commit(
             number=number, dealt=(rank, ranks), checkpoint=_to_memory(checkpoint), resume=_to_memory(state.resume),
-            places=places, weight=self._weight if in_epoch else 1.0,
+            places=[place for place, _ in told], weight=self._weight if in_epoch else 1.0, logs=told[0][1],
         )  # fmt: skip  # copies: training goes on with the tensors
         with self._leaving_together():
             self._committed.commit(commit)

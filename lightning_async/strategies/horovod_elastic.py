@@ -16,6 +16,7 @@ from lightning_async.engine.world import World
 from lightning_async.strategies.commits import Commit, Commits, agree
 from lightning_async.strategies.drifting import DriftingStrategy
 from lightning_async.strategies.horovod import HorovodStrategy
+from lightning_async.trainer.loggers import take_places
 from lightning_async.transports.horovod import HorovodTransport
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ def fit_elastic(
         with _one_world() as world:
             settings = re.sub(" at 0x[0-9a-f]+", "", f"fit {number}, {strategy!r}, commit_every={commit_every}")
             committed.value, exact = agree(world, committed.value, settings)
+        take_places(trainer, committed.value.logs)
         commits = Commits(committed, commit_every, exact)
         trainer.callbacks = [commits, *trainer.callbacks]  # pyright: ignore[reportAttributeAccessIssue]
         try:

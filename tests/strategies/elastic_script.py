@@ -27,7 +27,7 @@ from lightning_async import (
     fit_elastic,
 )
 from lightning_async.comm.horovod.elastic import Committed
-from lightning_async.trainer.namespace import pl
+from lightning_async.trainer.namespace import pl, pytorch
 
 SAMPLES, VALIDATED, BATCH = 117, 20, 2
 WAITS_AT, HEARS_AT, HOLDS_AT, LIMIT_S = 7, 15, 7, 60.0
@@ -91,6 +91,7 @@ class Module(pl.LightningModule):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         if not self.trainer.sanity_checking:
             tell("VALIDATED", self.current_epoch, ids(batch))
+            self.log("val_loss", batch[0].mean(), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
@@ -118,7 +119,8 @@ def make_trainer() -> Any:
         callbacks=[FaultTolerantCheckpoint("checkpoints", every_n_train_steps=7)] if saves else [],
         strategy=drifting.get(sys.argv[1], HorovodStrategy()),
         max_epochs=2,
-        logger=False,
+        logger=pytorch("loggers").CSVLogger("logs", name=None) if not os.path.exists("done") else False,
+        log_every_n_steps=1,
         enable_checkpointing=saves,
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -19,6 +19,7 @@ import torch
 
 from tests.horovod import needs_horovod
 from tests.strategies.elastic_script import HOLDS_AT, SAMPLES, VALIDATED, Module
+from tests.strategies.test_survivors import logged
 from tests.support import ROOT, Process, _start, shell_environment
 
 SCRIPT = ROOT / "tests/strategies/elastic_script.py"
@@ -181,6 +182,10 @@ def test_a_host_comes_and_another_is_lost_and_each_sample_is_in_committed_work_o
     told = run(tmp_path, watch, how)
     ((victim, killed_at),) = killed.items()
     check(told, victim, killed_at, how)
+    # One file of four worlds with a Trainer each, and of what follows the fit. What is done again is logged again.
+    epochs = [row["epoch"] for row in logged(tmp_path / "logs") if row["val_loss"]]
+    assert sorted({*epochs}) == ["0", "1", "2"]
+    assert epochs == sorted(epochs)
     if how == "horovod":
         (done,) = [line for line in told if line.kind == "DONE"]
         saved = sorted(each.name for each in (tmp_path / "checkpoints").glob("*-step-*"))
