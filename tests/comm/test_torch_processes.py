@@ -18,10 +18,11 @@ SOON_S = 20.0
 """Half of what an operation waits for."""
 
 
-def test_killed_in_an_all_reduce() -> None:
+def test_killed_in_an_all_reduce_while_its_fork_lives() -> None:
     with start_ranks("tests.comm.workers:lose_a_rank", 3, kwargs={"dead_after": 2.0}, timeout=LIMIT_S) as group:
         for rank in range(3):
             group.wait_for(rank, "training")
+            group.wait_for(rank, "a fork holds []")
         time.sleep(0.3)  # well inside the loop of all-reduces
         killed_at = time.time()
         group.signal(2, signal.SIGKILL)
