@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import select
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from lightning_async.comm.membership.neighbours import STARTER
 from lightning_async.comm.membership.signing import SECRET, new_secret
 from lightning_async.errors import AsyncTrainingError, PeerLost
 from lightning_async.trainer.namespace import fabric, pytorch
@@ -27,7 +30,6 @@ else:
 __all__ = ["ProcessLauncher", "ScriptLauncher", "check_launcher"]
 
 log = logging.getLogger(__name__)
-_LAUNCHER = "LIGHTNING_ASYNC_LAUNCHER"
 _AFTER_THE_CAUSE_S = 2.0
 
 
@@ -37,7 +39,7 @@ def check_launcher() -> None:
     Raises:
         AsyncTrainingError: it does not.
     """
-    parent, pid = multiprocessing.parent_process(), os.environ.get(_LAUNCHER)
+    parent, pid = multiprocessing.parent_process(), os.environ.get(STARTER)
     if (parent is not None and not parent.is_alive()) or (pid is not None and not _lives(int(pid))):
         raise AsyncTrainingError(
             f"Process {os.getpid()}: the process that started this rank ({pid or parent}) has died, so this ends too."
@@ -57,7 +59,7 @@ def _lives(pid: int) -> bool:
 
 def _introduce(num_nodes: int) -> None:
     """What the processes to be started inherit: who starts them, and the job's secret where this is its only host."""
-    os.environ[_LAUNCHER] = str(os.getpid())
+    os.environ[STARTER] = str(os.getpid())
     if num_nodes == 1:
         os.environ.setdefault(SECRET, new_secret())
 
@@ -141,7 +143,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
 
 class _Watch(_ChildProcessObserver):
-    """Looks after the processes once a second."""
+    """Looks after the processes as soon as one ends; once a second where the system does not tell of that."""
 
     def __init__(
         self, children: Sequence[subprocess.Popen[Any]], on_death: Callable[[int, int], timedelta | None]
@@ -149,6 +151,14 @@ class _Watch(_ChildProcessObserver):
         super().__init__(main_pid=os.getpid(), child_processes=list(children), sleep_period=1)
         self._on_death = on_death
         self._known: set[int] = set()
+
+    def run(self) -> None:
+        held = _held(self._child_processes)
+        while not self._run():
+            if held:
+                _wait_for_one(held)
+            else:
+                time.sleep(self._sleep_period)
 
     def _run(self) -> bool:
         """Whether all are looked after."""
@@ -168,3 +178,26 @@ class _Watch(_ChildProcessObserver):
         except Exception:
             log.exception("The other ranks could not be told; they are ended.")
             return timedelta(0)
+
+
+def _held(children: Sequence[subprocess.Popen[Any]]) -> dict[int, subprocess.Popen[Any]]:
+    """Those that live, each by a descriptor that tells of its end; none where there is no such thing."""
+    held: dict[int, subprocess.Popen[Any]] = {}
+    try:
+        for child in children:
+            if child.poll() is None:  # until this thread asks for its status again, its number is its own
+                held[os.pidfd_open(child.pid)] = child
+    except (AttributeError, OSError):
+        while held:
+            os.close(held.popitem()[0])
+    return held
+
+
+def _wait_for_one(held: dict[int, subprocess.Popen[Any]]) -> None:
+    """Until one has ended; all that have are held no longer."""
+    poll = select.poll()
+    for descriptor in held:
+        poll.register(descriptor, select.POLLIN)
+    for descriptor, _ in poll.poll():
+        os.close(descriptor)
+        del held[descriptor]

@@ -40,6 +40,7 @@ def kills(options: argparse.Namespace, outcome: Outcome, **job: object) -> None:
     where = [place for place in options.places if not job.get("synchronous") or place not in NOT_IN_STEPS]
     places = itertools.cycle(where)
     left, job = options.kills, {**job, "save_every": SAVE_EVERY * ("checkpoint" in where)}
+    job |= {"untold": options.untold or options.apart, "apart": options.apart}
     while left > 0 and not outcome.errors:
         with training(options.out, options.ranks, num_workers=options.num_workers, **job) as run:
             dead: list[Life] = []
@@ -192,6 +193,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--places", nargs="+", choices=PLACES, default=PLACES, help="default: all, in turn")
     parser.add_argument("--repeats", type=int, default=1, help="of the scenarios without kills in turn (default 1)")
     parser.add_argument("--num-workers", type=int, default=0, help="of each rank's loader (default 0)")
+    parser.add_argument("--untold", action="store_true", help="of kills ranks hear nothing from the launcher")
+    parser.add_argument("--apart", action="store_true", help="nor see each other's processes, as on other hosts")
     parser.add_argument("--straggler-steps", type=int, default=1000, help="of the fast ranks (default 1000)")
     parser.add_argument("--seed", type=int, help="of the victims")
     parser.add_argument("--strict", action="store_true", help="exit with status 1 where a target is missed")

@@ -30,6 +30,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_async import AsyncAveragingStrategy, Deadlines, EveryNSteps, FaultTolerantCheckpoint, Synchronous
+from lightning_async.comm import launched
+from lightning_async.comm.membership import board
 from lightning_async.comm.membership.membership import Membership
 from lightning_async.engine.averaging.average import Average
 from lightning_async.engine.averaging.averager import BackgroundAverager
@@ -43,6 +45,7 @@ from lightning_async.engine.loop import Loop, Stage
 from lightning_async.engine.replica import Replica
 from lightning_async.engine.transfer import Transfer
 from lightning_async.flat import FlatLayout
+from lightning_async.transports import transport
 from tests.benchmarks.elastic_trace import BATCH, Writer
 
 __all__ = ["Job"]
@@ -64,6 +67,8 @@ class Job:
         slow: by name, how many times longer a rank's steps take.
         min_replicas: see `AsyncAveragingStrategy`.
         save_every: steps between two checkpoints of all ranks; 0 for none.
+        untold: ranks hear of no death from the launcher.
+        apart: nor do they find each other's processes, as on hosts of their own.
     """
 
     folder: str
@@ -77,6 +82,8 @@ class Job:
     slow: dict[str, float] = field(default_factory=dict)
     min_replicas: int = 1
     save_every: int = 0
+    untold: bool = False
+    apart: bool = False
 
 
 NAME = os.environ.get("RANK", "0")
@@ -177,6 +184,13 @@ def watch(trace: Trace, module: Trained) -> None:
     around(Membership, "next_generation", next_generation)
 
 
+def hear_nothing() -> None:
+    """The launcher tells this rank of no deaths; it is told of generations as ever, or it would end all."""
+    descriptor = int(os.environ.pop(launched.CHANNEL).partition(":")[0])
+    launched._mine = lambda: descriptor
+    transport.listen = lambda on_death: None
+
+
 class Mortal(torch.optim.SGD):
     """May die when some parameters have moved and others have not."""
 
@@ -247,6 +261,10 @@ def main() -> None:
     torch.set_num_threads(1)
     module = Trained(job)
     watch(module.trace, module)
+    if job.untold:
+        hear_nothing()
+    if job.apart:
+        board.place_of = lambda process: ""
     module.trace.note("start", process=os.getpid(), name=NAME)
     strategy = AsyncAveragingStrategy(
         schedule=Synchronous() if job.synchronous else EveryNSteps(job.period),

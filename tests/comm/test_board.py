@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import torch
 
 from lightning_async.comm.membership.board import Board
 from lightning_async.comm.membership.membership import Membership
+from lightning_async.comm.membership.neighbours import place_of
 from lightning_async.comm.membership.roster import PREFIX, Record, dump, key, load
 from lightning_async.comm.membership.signing import SECRET, Seal
 from lightning_async.comm.membership.stores import HashStore, TCPStore, connect
@@ -348,7 +350,8 @@ def test_all_hear_of_a_name_that_is_signed_and_of_no_other(caplog: pytest.LogCap
     assert late.exchange(Record(state="up")).keys() == {"0", "1"}
     for board, other in ((first, "1"), (second, "0")):
         records = board.exchange(Record(state="up"))
-        assert records.keys() == {other, "late"} and records["late"] == Record(state="up")
+        assert records.keys() == {other, "late"}
+        assert records["late"] == Record(state="up", place=place_of(os.getpid()))
     assert any(SECRET in record.getMessage() for record in caplog.records)
 
 

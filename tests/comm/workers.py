@@ -17,11 +17,14 @@ from typing import Any
 
 import torch
 
+from lightning_async.comm.membership import start
 from lightning_async.comm.membership.generation import Generation
 from lightning_async.comm.membership.membership import Membership
+from lightning_async.comm.membership.start import Patience
 from lightning_async.comm.membership.stores import PrefixStore
 from lightning_async.comm.torch import groups
 from lightning_async.comm.torch.collectives import TorchCollectives
+from lightning_async.comm.torch.sockets import snapshot
 from lightning_async.errors import CollectiveError, PeerLost
 from tests.comm.contract import ALL_CHECKS, Check, Stage
 
@@ -30,8 +33,8 @@ TIMEOUT = timedelta(seconds=40)
 
 
 def open_store() -> Any:
-    port = int(os.environ["MASTER_PORT"])
-    return torch.distributed.TCPStore("127.0.0.1", port, None, RANK == 0, TIMEOUT, wait_for_workers=False)
+    patience = Patience(RANK, TIMEOUT, lambda: None)
+    return start.open_store("127.0.0.1", int(os.environ["MASTER_PORT"]), RANK == 0, patience, TIMEOUT)
 
 
 def meet(store: Any, name: str) -> None:
@@ -130,9 +133,25 @@ def world(dead_after: float) -> Iterator[tuple[TorchCollectives, Membership]]:
         comm.close()
 
 
+@contextlib.contextmanager
+def fork_that_stays(before: Mapping[int, int]) -> Iterator[None]:
+    """One that outlives this rank, as a loader's worker may, and says what it holds of the rank's sockets."""
+    pid = os.fork()
+    if pid == 0:
+        print(f"a fork holds {sorted({*snapshot().items()} - {*before.items()})}", flush=True)
+        while True:  # until it is killed, with the rank's process group at the latest
+            signal.pause()
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
 def lose_a_rank(dead_after: float) -> dict[str, Any]:
     """All-reduce until a peer is killed; then say what was noticed and when, and go on without it."""
-    with world(dead_after) as (comm, membership):
+    before = snapshot()
+    with world(dead_after) as (comm, membership), fork_that_stays(before):
         buffer = torch.ones(200_000)
         print("training", flush=True)
         try:

@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from lightning_async.comm.membership.neighbours import STARTER
 from tests.strategies.workers import Outcomes
 
 
@@ -20,7 +21,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process trains in a world of one, and its environment is left as it was."""
     lightnings = ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "OMP_NUM_THREADS")
-    for variable in (*lightnings, "LIGHTNING_ASYNC_LAUNCHER", "LIGHTNING_ASYNC_SECRET"):
+    for variable in (*lightnings, STARTER, "LIGHTNING_ASYNC_SECRET"):
         if variable not in os.environ:  # the launcher sets it
             monkeypatch.setenv(variable, "")
             monkeypatch.delenv(variable)

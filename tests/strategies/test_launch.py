@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import re
 import shutil
 import signal
@@ -160,6 +161,29 @@ def test_a_watcher_goes_on_although_the_others_cannot_be_told(caplog: pytest.Log
     assert watch._run()
     assert [other.wait(50.0), main.wait(50.0)] == [-signal.SIGKILL] * 2
     assert "could not be told" in caplog.text and "Connection reset by peer" in caplog.text
+
+
+@pytest.mark.parametrize("tells", [True, False], ids=["the system tells", "it does not"])
+def test_a_process_that_ends_is_seen_by_no_look_of_every_so_often(tells: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+    if not tells:
+        monkeypatch.delattr(os, "pidfd_open", raising=False)
+    children = [subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) for _ in range(3)]
+    with contextlib.ExitStack() as stack:
+        for child in children:
+            stack.callback(child.__exit__, None, None, None)
+            stack.callback(child.kill)
+        children[2].kill()
+        children[2].wait(50.0)  # before anybody looks
+        watch = _Watch(children, lambda rank, status: ends.put((rank, status)))
+        watch._sleep_period = 3600 if tells else 1
+        watch.start()
+        assert ends.get(timeout=50.0) == (3, -signal.SIGKILL)
+        children[0].communicate(b"in order\n")
+        children[1].kill()
+        assert ends.get(timeout=50.0) == (2, -signal.SIGKILL)
+        watch.join(50.0)
+        assert not watch.is_alive() and ends.empty()
 
 
 def test_a_launcher_that_is_killed_while_it_starts_the_others_leaves_none(tmp_path: Path) -> None:

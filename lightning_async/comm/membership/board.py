@@ -6,6 +6,7 @@ Where ranks may join, their names lie beside the records, a line each, which is 
 from __future__ import annotations
 
 import json
+import os
 import random
 import threading
 import time
@@ -14,6 +15,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 from lightning_async.comm.membership.generation import in_order, is_name
+from lightning_async.comm.membership.neighbours import Neighbours, place_of
 from lightning_async.comm.membership.roster import FAILED, LEFT, PREFIX, UP, Record, dump, key, load
 from lightning_async.comm.membership.signing import Seal
 from lightning_async.comm.membership.stores import Store, connect, own_client, reachable, read_all
@@ -63,6 +65,7 @@ class Board:
         self._sockets: dict[int, int] = {}
         self._broken = False
         self._timeouts, self._next_try = 0, 0.0
+        self._place, self._neighbours = place_of(os.getpid()), Neighbours()
 
     def open(self, interval: timedelta) -> bool:
         """Make a client, a record for each rank that has none, and sure that no other process lives under this name.
@@ -96,6 +99,8 @@ class Board:
     def exchange(self, mine: Record) -> dict[str, Record | None]:
         """Pin the own record, and read the others'; None for what is no record. Who has joined is among them.
 
+        For a neighbour whose process has ended it says so, to all, in its place.
+
         Raises:
             Waiting: it is too early for another attempt.
             RuntimeError, OSError: the store is out of reach.
@@ -104,15 +109,19 @@ class Board:
             self._reconnect()
         asked = self._now()
         try:
-            self._store.set(key(self._me), self._seal.sign(key(self._me), dump(mine)))  # type: ignore[arg-type]
+            pinned = dump(replace(mine, place=self._place))
+            self._store.set(key(self._me), self._seal.sign(key(self._me), pinned))  # type: ignore[arg-type]
             records = self._read_with_names() if self._elastic else self._read(self._peers)
+            found = dict(zip(self._peers, records, strict=True))
+            for name in self._neighbours.gone(found):
+                found[name] = self._speak_for(name, found[name])
         except (RuntimeError, OSError):
             # Not to be used again: a late answer to a request given up would be taken for the next one's.
             self._broken = True
             self._pause(self._now() - asked)
             raise
         self._timeouts = 0
-        return dict(zip(self._peers, records, strict=True))
+        return found
 
     def decide(self, wanted: int, proposal: Sequence[str] | None) -> tuple[str, ...] | None:
         """The members of a generation, once it is decided. The first proposal stands; whoever comes later takes it."""
@@ -134,10 +143,22 @@ class Board:
             record = replace(record, state=FAILED, text=text)
             client.set(key(name), self._seal.sign(key(name), dump(record)))  # type: ignore[arg-type]
 
+    def close(self) -> None:
+        """Watch nobody any more; when no request is under way."""
+        self._neighbours.close()
+
     def hang_up(self) -> None:
         """End a request that hangs; any thread may call it. No other request is possible then."""
         for fd, inode in self._sockets.items():
             shut_down(fd, inode)
+
+    def _speak_for(self, name: str, record: Record | None) -> Record:
+        """Pin the dead one's last record, unless there is another one by now: it may have been started again."""
+        assert record is not None
+        failed = replace(record, state=FAILED, text="its process has ended, without a word")
+        before, after = (self._seal.sign(key(name), dump(each)) for each in (record, failed))
+        self._store.compare_set(key(name), before, after)  # type: ignore[arg-type]
+        return failed
 
     def _make_room(self, names: Iterable[str]) -> None:
         # Reading many keys in one request blocks for missing ones. This sets only those that are missing.

@@ -54,16 +54,17 @@ class Heart:
     def wake(self) -> None:
         self._wake.set()
 
-    def stop(self) -> None:
-        """End the thread, within a few seconds; idempotent."""
+    def stop(self) -> bool:
+        """End the thread, within a few seconds; whether it has ended. Idempotent."""
         self._stop = True
         if self._thread is None or self.inherited:  # a fork that leaves: the rank is its parent's
-            return
+            return not self.inherited
         self._wake.set()
         self._thread.join(_GOODBYE_S)
         if self._thread.is_alive():  # the store's host stands still, say
             self._hang_up()
             self._thread.join(_GOODBYE_S)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while not self._stop:

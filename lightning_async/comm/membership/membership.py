@@ -128,7 +128,8 @@ class Membership:
     def close(self) -> None:
         """Say goodbye and end the thread; idempotent. A store out of reach delays it by a few seconds at most."""
         self.leave()
-        self._heart.stop()
+        if self._heart.stop():
+            self._board.close()
 
     def fail(self, text: str) -> None:
         """Tell the peers that this rank ends in an error; blocks until that is written, a few seconds at most."""

@@ -29,6 +29,7 @@ class Record:
     ``since`` is the generation from which on it has been in all; `OUTSIDE` before its first one."""
 
     life: str = ""  # differs between processes that use the same name
+    place: str = ""  # where this one is found, see `neighbours`
     beat: int = 0
     wanted: int = 0
     since: int = OUTSIDE

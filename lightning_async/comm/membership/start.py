@@ -20,6 +20,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from lightning_async.comm.membership.roster import new_life
 from lightning_async.comm.membership.signing import Seal
+from lightning_async.comm.torch.forks import opening, serves_at
+from lightning_async.comm.torch.sockets import connects
 from lightning_async.errors import AsyncTrainingError, CollectiveTimeout
 
 __all__ = ["Patience", "greet", "is_loopback", "listen", "open_store"]
@@ -109,10 +111,14 @@ def open_store(
                 "the same on all ranks (`torchrun --standalone` finds one)."
             )
         _wait_for_server(address, port, patience)
-        return TCPStore(address, port, None, False, timeout, wait_for_workers=False)
+        with opening(lambda fd: connects(fd, set(), {port})):
+            return TCPStore(address, port, None, False, timeout, wait_for_workers=False)
     with listen(address, port) as server:
+        port = server.getsockname()[1]
         listening: Any = {"master_listen_fd": os.dup(server.fileno())}
-        return TCPStore(address, server.getsockname()[1], None, True, timeout, wait_for_workers=False, **listening)
+        serves_at(port)
+        with opening(lambda fd: connects(fd, set(), {port})):
+            return TCPStore(address, port, None, True, timeout, wait_for_workers=False, **listening)
 
 
 def listen(address: str, port: int) -> socket.socket:

@@ -19,6 +19,7 @@ import threading
 import time
 
 from lightning_async.bare import bare_command
+from lightning_async.comm.torch.forks import keep_from_forks
 from lightning_async.comm.torch.sockets import connects, listening_port, snapshot
 
 __all__ = ["StoreProcess", "main"]
@@ -39,6 +40,7 @@ class StoreProcess:
 
     def __init__(self, listening: socket.socket) -> None:
         self._channel, theirs = socket.socketpair()
+        keep_from_forks({self._channel.fileno(): os.fstat(self._channel.fileno()).st_ino})
         with theirs:
             arguments = [theirs.fileno(), listening.fileno(), *listening.getsockname()[:2]]
             process = subprocess.Popen(

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from lightning_async.comm.membership.signing import Seal
-from lightning_async.comm.torch.sockets import connects, opened_since, snapshot
+from lightning_async.comm.torch.forks import opening
+from lightning_async.comm.torch.sockets import connects
 
 __all__ = [
     "Contact",
@@ -87,24 +88,23 @@ def own_client(store: Store, timeout: timedelta) -> Store:
 def connect(store: Store, timeout: timedelta) -> tuple[Store, dict[int, int]]:
     """See `own_client`; with the client's sockets, by which a request that hangs can be ended."""
     client: Any = store
+    known: Any = base_of(client)
     with _connecting:  # or another thread's client would be taken for ours
-        before = snapshot()
-        known: Any = base_of(client)
         usual = None if isinstance(known, HashStore) else known.timeout
+        ports: set[int] = {known.port} if isinstance(known, TCPStore) else set()
         if usual is not None:
             known.set_timeout(timeout)  # or torch would try for as long as that, should its host go at this moment
         try:
-            client = client.clone()
+            with opening(lambda fd: connects(fd, set(), ports)) as opened:
+                client = client.clone()
         finally:
             if usual is not None:
                 known.set_timeout(usual)
-        base = base_of(client)
-        ports = {base.port} if isinstance(base, TCPStore) else set()
-        opened = {fd: inode for fd, inode in opened_since(before) if connects(fd, set(), ports)}
+        sockets = opened.sockets()
     # A HashStore has no clients: its clone is itself, and its timeout everybody's.
-    if not isinstance(base, HashStore):
+    if not isinstance(known, HashStore):
         client.set_timeout(timeout)
-    return client, opened
+    return client, sockets
 
 
 class PollingStore(Store):

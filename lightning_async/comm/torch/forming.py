@@ -22,8 +22,9 @@ from lightning_async.comm.membership.signing import Seal
 from lightning_async.comm.membership.stores import PollingStore, PrefixStore, Store, own_client
 from lightning_async.comm.operation import Where
 from lightning_async.comm.torch import nccl
+from lightning_async.comm.torch.forks import opening
 from lightning_async.comm.torch.groups import Group, sweep
-from lightning_async.comm.torch.sockets import connects, listening_port, opened_since, snapshot
+from lightning_async.comm.torch.sockets import connects, listening_port
 from lightning_async.errors import AsyncTrainingError, CollectiveError, CollectiveTimeout
 
 __all__ = ["Terms", "form"]
@@ -150,23 +151,23 @@ def _parse(value: bytes) -> dict[str, Ports | None] | None:
 def _gloo(meeting: _Meeting, host: str | None) -> Group:
     gloo: Any = dist.ProcessGroupGloo
     where, options = meeting.where, gloo._Options()
-    with _device:  # or another thread's listening socket would be taken for ours
-        before = snapshot()
+    # Or another thread's listening socket would be taken for ours.
+    with _device, opening(lambda fd: listening_port(fd) is not None) as listening:
         options._devices = _devices(host)
-        ports = [port for fd, inode in opened_since(before) if (port := listening_port(fd)) is not None]
+        ports = [port for fd in listening.sockets() if (port := listening_port(fd)) is not None]
     options._threads = len(options._devices)
     everyones = meeting.meet("ready", ports)
     options._timeout = meeting.left()
-    before = snapshot()
+    # Other threads open sockets too. Ours have one of our listening ports at this end, or a peer's at the other.
+    own, peers = set(ports), {port for theirs in everyones for port in theirs or []}
     try:
-        pg = gloo(meeting.view(f"{meeting.base}/"), where.rank, where.world_size, options)
+        with opening(lambda fd: connects(fd, own, peers)) as connections:
+            pg = gloo(meeting.view(f"{meeting.base}/"), where.rank, where.world_size, options)
     except Exception:
         meeting.say("formed", None)
         meeting.check()  # torch may have lost the type of what this raised
         raise
-    # Other threads open sockets too. Ours have one of our listening ports at this end, or a peer's at the other.
-    own, peers = set(ports), {port for theirs in everyones for port in theirs or []}
-    group = Group(pg, {fd: inode for fd, inode in opened_since(before) if connects(fd, own, peers)}, callbacks=True)
+    group = Group(pg, connections.sockets(), callbacks=True)
     try:
         # Torch returns when this rank has connected. One that closed now would fail a peer that still connects.
         everyones = meeting.meet("formed", ports)

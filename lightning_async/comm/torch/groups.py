@@ -136,12 +136,6 @@ class Group:
         if self.aborts:
             self.pg.abort()
 
-    def let_go(self) -> None:
-        """In a fork: close its copies of the connections. Whoever waits for their end would wait for the fork's."""
-        for fd, inode in self._sockets.items() if self.inherited else ():
-            if is_open(fd, inode):
-                os.close(fd)
-
     def dispose(self) -> None:
         """Destroy the group, soon: what torch still waits in is kept until it lets go. Idempotent."""
         if self not in _open or self.inherited:

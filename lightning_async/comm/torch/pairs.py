@@ -12,12 +12,10 @@ within milliseconds of the other one's death. What torch does not do is to hear 
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import struct
 import threading
 import time
-import weakref
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -61,7 +59,6 @@ class PairChannel:
         self._bytes: Any = None
         self._patience = _Patience(group)
         self._broken = self._closed = False
-        _channels.add(self)
 
     def send(self, header: Mapping[str, Any], size: int = 0, timeout_s: float = 60.0) -> None:
         data = packed(header, size, self.outgoing.numel())
@@ -114,10 +111,6 @@ class PairChannel:
             self._patience.close()
             self._group.dispose()
             self.outgoing = self.incoming = torch.empty(0, dtype=torch.uint8)
-
-    def let_go(self) -> None:
-        """In a fork: or the peer would not see the death of the parent, as long as the fork lives."""
-        self._group.let_go()
 
     def _expect(self) -> None:
         """Have memory ready for what the peer says next; for bytes all there is, of which it may fill less."""
@@ -218,14 +211,3 @@ class _Patience:
             del work, given  # they hold the memory
             self._group.helpers.discard(threading.current_thread())
             self._ends.put(error)
-
-
-_channels: weakref.WeakSet[PairChannel] = weakref.WeakSet()
-
-
-def _let_go() -> None:
-    for channel in list(_channels):
-        channel.let_go()
-
-
-os.register_at_fork(after_in_child=_let_go)

@@ -1,0 +1,81 @@
+"""Sockets that a fork of this process, such as a DataLoader's worker, must not hold on to.
+
+A connection ends when nobody holds it any more: whoever waits for a dead rank would wait for its forks, too. So these
+let go of it as they begin. They keep the numbers, as something else under them, because in them a library may still
+come to close what it takes for its sockets. What a fork opens itself is its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+
+from lightning_async.comm.torch.sockets import connects, is_open, opened_since, snapshot
+
+__all__ = ["Opening", "keep_from_forks", "opening", "serves_at"]
+
+_private: dict[int, int] = {}  # descriptor to inode; of those that were closed since, the inode tells
+_served: set[int] = set()
+_under_way: list[Opening] = []
+
+
+class Opening:
+    """The sockets that a library opens from now on.
+
+    Args:
+        ours: which of those: other threads open some, too.
+    """
+
+    def __init__(self, ours: Callable[[int], bool]) -> None:
+        self._before, self._ours = snapshot(), ours
+
+    def sockets(self) -> dict[int, int]:
+        """Those that are there by now: descriptor to inode."""
+        return {fd: inode for fd, inode in opened_since(self._before) if self._ours(fd)}
+
+
+@contextlib.contextmanager
+def opening(ours: Callable[[int], bool]) -> Iterator[Opening]:
+    """What is opened within is kept from forks, those that begin meanwhile, too; see `Opening`."""
+    opened = Opening(ours)
+    _under_way.append(opened)
+    try:
+        yield opened
+    finally:
+        keep_from_forks(opened.sockets())
+        _under_way.remove(opened)
+
+
+def keep_from_forks(sockets: Mapping[int, int]) -> None:
+    """These are of this process alone, and of no program that it becomes.
+
+    Args:
+        sockets: descriptor to inode.
+    """
+    for fd in sockets:
+        with contextlib.suppress(OSError):  # closed meanwhile
+            os.set_inheritable(fd, False)
+    _private.update(sockets)
+
+
+def serves_at(port: int) -> None:
+    """This process answers there, by sockets that are yet to come: they are its alone, too."""
+    _served.add(port)
+
+
+def _let_go() -> None:
+    held = [dict(_private), *(each.sockets() for each in _under_way)]
+    if _served:
+        held.append({fd: inode for fd, inode in snapshot().items() if connects(fd, _served, set())})
+    for fd, inode in (each for sockets in held for each in sockets.items()):
+        if is_open(fd, inode):
+            nothing = os.open(os.devnull, os.O_RDWR)
+            os.dup2(nothing, fd, inheritable=False)
+            os.close(nothing)
+    _private.clear()
+    _served.clear()
+    _under_way.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
