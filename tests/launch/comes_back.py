@@ -22,7 +22,10 @@ class Waits(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(2, 2)
-        self.alone, self.together = came_back() is not None, 0
+        self.alone, self.together = False, 0
+
+    def on_train_start(self) -> None:
+        self.alone = came_back() is not None
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         time.sleep(0.01)
