@@ -5,8 +5,10 @@
 #   make horovod               build Horovod for the installed torch, into `.venv` (HOROVOD_ARGS=--mpi, --nccl)
 #   make native                build the native libraries of the ops again (an install has built what it could)
 #   make gpu                   all that needs a GPU, in at most eight minutes, with its results in runs/gpu
-#   make kills                 ranks die in turn, in all places; what that costs the others, in runs/elastic (KILLS=100)
-#   make soak                  ten minutes of training with a kill every 15 s, in runs/elastic (SOAK_S=600)
+#   make kills                 ranks die in turn, in all places; what that costs the others, in runs/elastic: KILLS=8 for a
+#                              short look, KILLS=100 for numbers. It fails where a target is missed
+#   make soak                  ten minutes of training with a kill every 15 s, and torchft beside it, in runs/elastic
+#                              (SOAK_S=600). It fails where a target is missed
 #   make servers               what a push to a server takes, and kills of servers and workers, in runs/servers
 #                              (SERVER_KILLS=30, WORKER_KILLS=100)
 #   make lint | types | bench | clean
@@ -98,15 +100,16 @@ bench: $(VENV)/.ready-test
 	$(BIN)/python -m tests.benchmarks.ops --out runs/ops
 	$(BIN)/python -m tests.benchmarks.checkpoints --out runs/bench
 
+# A few, of which each place has one or none: a percentile is of KILLS=100.
 KILLS ?= 8
 SERVER_KILLS ?= 30
 WORKER_KILLS ?= 100
 kills: $(VENV)/.ready-test
-	$(BIN)/python -m tests.benchmarks.elastic --out runs/elastic --kills $(KILLS) $(ELASTIC_ARGS)
+	$(BIN)/python -m tests.benchmarks.elastic --out runs/elastic --strict --kills $(KILLS) $(ELASTIC_ARGS)
 
 SOAK_S ?= 600
-soak: $(VENV)/.ready-test
-	$(BIN)/python -m tests.benchmarks.soak --out runs/elastic --seconds $(SOAK_S) $(ELASTIC_ARGS)
+soak: $(VENV)/.ready-soak
+	$(BIN)/python -m tests.benchmarks.soak --out runs/elastic --strict --seconds $(SOAK_S) $(ELASTIC_ARGS)
 
 servers: $(VENV)/.ready-test
 	$(BIN)/python -m tests.benchmarks.server --out runs/servers --kills $(SERVER_KILLS) --worker-kills $(WORKER_KILLS)

@@ -66,9 +66,6 @@ COMMANDS = {
     "python examples/fault_tolerance.py": (
         "tests/examples/test_fault_tolerance.py::test_a_training_that_is_killed_is_equal_with_one_that_is_not"
     ),
-    "export LIGHTNING_ASYNC_REJOIN=torchrun": (
-        "tests/launch/test_torchrun.py::test_rank_0_is_killed_and_its_agent_starts_it_again_beside_the_others"
-    ),
     "torchrun --nnodes 3 --nproc-per-node 1 --rdzv-backend static --node-rank $i --master-addr host0 "
     "--master-port 29500 --max-restarts 3 train.py": (
         "tests/launch/test_torchrun.py::test_rank_0_is_killed_and_its_agent_starts_it_again_beside_the_others"

@@ -36,7 +36,8 @@ CHANNEL = "LIGHTNING_ASYNC_LAUNCHER_FD"
 REJOIN = "LIGHTNING_ASYNC_REJOIN"
 """The environment variable of a rank that is started again while others train on: how often it has been.
 
-Where it is "torchrun", on all ranks, each has an agent of its own, which counts the starts of this rank alone.
+Where it is "torchrun", on all ranks, each has an agent of its own, which counts the starts of this rank alone. Where
+the store says it, see `assembly`, it is how often, "@", and which start of all this one is of.
 """
 _IMPORTS = ("torch", "lightning.pytorch", "pytorch_lightning", "lightning_async")
 """What takes a program long to import, and may be imported before it is known which rank it will be."""
@@ -44,12 +45,10 @@ _READ_AT_IMPORT = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "TO
 """How variables begin that these libraries read as they are imported."""
 _SET_AT_IMPORT = ("PYTORCH_NVML_BASED_CUDA_CHECK",)
 """Of these, what such a library sets itself, in whoever imports it: Lightning."""
-_BY_TORCHRUN, _RESTARTS = "torchrun", "TORCHELASTIC_RESTART_COUNT"
-LONGEST = 1 << 16
+_BY_TORCHRUN, _RESTARTS, LONGEST = "torchrun", "TORCHELASTIC_RESTART_COUNT", 1 << 16
 """Bytes of a message, which names up to nine thousand ranks; a longer one is not sent."""
-_ENDS_S = 2.0
+_ENDS_S, _log = 2.0, logging.getLogger(__name__)
 _listeners: list[Listener] = []  # of this process: two, while one run follows another
-_log = logging.getLogger(__name__)
 
 
 class Death(NamedTuple):
@@ -119,14 +118,15 @@ def _set_by_itself() -> list[str]:
 
 def came_back() -> int | None:
     """How often this rank was started again while others trained on; None where it was started with all."""
-    text = os.environ.get(REJOIN, "")
+    text, *_ = os.environ.get(REJOIN, "").partition("@")
     text = os.environ.get(_RESTARTS, "0") if text == _BY_TORCHRUN else text
     return (int(text) or None) if text.isascii() and text.isdigit() else None
 
 
 def attempt() -> str:
     """Which start of all ranks this process is of, as who starts them counts; it trains with those of the same one."""
-    return "0" if os.environ.get(REJOIN) == _BY_TORCHRUN else os.environ.get(_RESTARTS, "0")
+    text, _, told = os.environ.get(REJOIN, "").partition("@")
+    return told or ("0" if text == _BY_TORCHRUN else os.environ.get(_RESTARTS, "0"))
 
 
 def listen(on_death: Callable[[Death], None]) -> Listener | None:

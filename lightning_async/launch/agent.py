@@ -260,7 +260,8 @@ class Agent:
     def ended(self, ending: Ending) -> None:
         """See `Hears`."""
         tail = [line[:_LONGEST_LINE].decode(errors="replace") for line in ending.tail]
-        self._say("ended", rank=ending.rank, pid=ending.pid, status=ending.status, seconds=ending.seconds, tail=tail)
+        how = {"status": ending.status, "seconds": ending.seconds, "tail": tail, "error": ending.error}
+        self._say("ended", rank=ending.rank, pid=ending.pid, **how)
         if self._lost and self._node is not None and not self._node.living:
             self._end(STORE_LOST, f"exit code {STORE_LOST}")
         elif self._goes is not None and self._node is not None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from lightning_async.comm.launched import REJOIN
 from lightning_async.comm.membership.signing import SECRET, new_secret
+from lightning_async.launch.error_files import ERROR_FILE
 from lightning_async.launch.places import Place
 
 __all__ = ["ADDRESS", "Job", "available_cores", "shown"]
@@ -113,7 +114,7 @@ def shown(job: Job, shell: Mapping[str, str], standbys: int = 0) -> list[str]:
         added[SECRET] = "..."
     lines = []
     for rank in job.place.all:
-        variables = {**added, **job.variables(rank, "<free>", 0)}
+        variables = {**added, **job.variables(rank, "<free>", 0), ERROR_FILE: "<own>"}
         told = [f"{name}={value}" for name, value in variables.items()]
         lines.append(f"[{rank}] {shlex.join(['env', *told, *job.command()])}")
     if job.max_restarts:

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from lightning_async.comm.launched import Death, heard, program
 from lightning_async.launch.environment import Job
+from lightning_async.launch.error_files import ErrorFiles
 from lightning_async.launch.loop import Loop
 from lightning_async.launch.output import Outputs
 from lightning_async.launch.process import Process
@@ -80,6 +81,7 @@ class Node:
         self._processes: dict[int, Process] = {}
         self._keeper: Keeper | None = None
         self._pipes: list[tuple[int, int]] = []
+        self._errors = ErrorFiles(logs)
         try:
             for _ in range(2 * job.place.ranks):
                 self._pipes.append(os.pipe())
@@ -107,7 +109,7 @@ class Node:
         streams, pipes = self.outputs.streams[local], self._pipes[2 * local : 2 * local + 2]
         for stream in streams:
             stream.tail.clear()
-        environment = self._job.environment(rank, port, attempt, rejoins)
+        environment = {**self._job.environment(rank, port, attempt, rejoins), **self._errors.begin(rank)}
         stood_by = self._standbys.take(environment, pipes[0][1], pipes[1][1])
         process = stood_by or Process(self._job.command(), environment, pipes[0][1], pipes[1][1])
         self._processes[rank] = process
@@ -153,6 +155,7 @@ class Node:
             process.signal(signal.SIGKILL)
             if not process.wait(_KILLED_S):
                 self.outputs.say(f"rank {rank} (process {process.pid}) cannot be killed, and is left alone")
+        self._errors.close()
         self.outputs.flush()
         self.outputs.close()
         if self._keeper is not None:
@@ -193,7 +196,8 @@ class Node:
         streams = self.outputs.streams[rank - self._job.place.first]
         for stream in streams:
             stream.drain()
-        self._hears.ended(Ending(rank, process.pid, status, seconds, tail=tuple(streams[1].tail)))
+        tail, error = tuple(streams[1].tail), self._errors.read(rank)
+        self._hears.ended(Ending(rank, process.pid, status, seconds, tail=tail, error=error))
 
     def _listen(self, rank: int) -> None:
         if (process := self._processes.get(rank)) is None:

@@ -128,6 +128,7 @@ class Remote:
             return lambda: hears.told(rank, number, members)
         if what == "ended":
             tail = tuple(str(line).encode() for line in said["tail"])
-            ending = Ending(rank, int(said["pid"]), int(said["status"]), float(said["seconds"]), tail=tail)
+            pid, status, seconds, error = int(said["pid"]), int(said["status"]), float(said["seconds"]), said["error"]
+            ending = Ending(rank, pid, status, seconds, tail=tail, error=str(error))
             return lambda: hears.ended(ending)
         raise ValueError(f"{what!r}")

@@ -26,6 +26,7 @@ class Ending:
         tail: the last lines of its stderr.
         where: its node, where there are several.
         lost: why its node is taken for lost; None where it is not.
+        error: the exception that it has written down, see `ErrorFiles`.
     """
 
     rank: int
@@ -36,6 +37,7 @@ class Ending:
     tail: Sequence[bytes] = ()
     where: str = ""
     lost: str | None = None
+    error: str = ""
 
     @property
     def who(self) -> str:
@@ -69,7 +71,7 @@ def how(ending: Ending) -> str:
     elif ending.status == HUNG:
         text = f"ended with exit code {HUNG} (of a watchdog: it has hung)"
     elif ending.status > 0:
-        text = f"ended with exit code {ending.status}"
+        text = f"ended with exit code {ending.status}" + (f" ({ending.error})" if ending.error else "")
     else:
         text = f"was killed by {signal_name(-ending.status)}"
     text += f" after {ending.seconds:.1f} s"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_async.engine.world import World
+from lightning_async.strategies.assembling import come_together
 from lightning_async.strategies.roles import AllTrain, Roles
 from lightning_async.strategies.survivors import (
     Survivors,
@@ -155,6 +156,8 @@ class ReplicatedStrategy(ParallelStrategy):
 
     def setup_environment(self) -> None:
         self.set_world_ranks()  # a process that was forked learns its number here
+        if come_together(self):
+            self._environment = numbered_last(self._environment)
         self.roles.take_part(self)
         super().setup_environment()
         self.connect_ranks()

@@ -18,7 +18,7 @@ from lightning_async.engine.averaging.report import RunSummary
 from lightning_async.engine.gates import Gates
 from lightning_async.engine.header import Vote
 from lightning_async.engine.replica import BufferPolicy, OptimizerPolicy
-from lightning_async.errors import PeerLost
+from lightning_async.errors import Evicted, PeerLost
 from lightning_async.rules.averaging.protocol import AveragingRule
 from lightning_async.rules.schedules.protocol import Schedule
 from lightning_async.strategies.base import ReplicatedStrategy
@@ -30,9 +30,10 @@ from lightning_async.strategies.session import Session
 from lightning_async.strategies.stepping import Stepping
 from lightning_async.strategies.survivors import started
 from lightning_async.trainer import refusals
+from lightning_async.trainer.error_file import note_end
 from lightning_async.trainer.names import is_newcomer
 from lightning_async.trainer.pacing import Pacing
-from lightning_async.trainer.patches import in_words, shorten
+from lightning_async.trainer.patches import in_words
 from lightning_async.trainer.settings import check_checkpoint, check_settings
 from lightning_async.transports.choose import TransportName
 from lightning_async.transports.transport import ElasticTransport, Transport
@@ -146,10 +147,10 @@ class DriftingStrategy(ReplicatedStrategy):
         """Tell the peers, so that they end with this rank's error instead of waiting for it."""
         agreed = self.gates is not None and Vote.STOP in self.gates.agreed
         self.failed = not (agreed and isinstance(exception, SystemExit))  # Lightning's SIGTERMException is one
-        if isinstance(exception, PeerLost):  # who lost a peer is not to blame, and where it stood says nothing
-            shorten(exception)
+        note_end(exception)
         if self._connection is not None:
             self._connection.world.drifting = True
+            self._connection.outlives &= not isinstance(exception, Evicted)  # the others train on, with a store
             if self.failed and not isinstance(exception, PeerLost):
                 self._connection.membership.fail(in_words(exception))
 

@@ -14,6 +14,7 @@ from lightning_async.arguments import check_choice
 from lightning_async.comm.horovod.collectives import HorovodCollectives
 from lightning_async.engine.gradients.reducer import GradientReducer
 from lightning_async.strategies.base import ReplicatedStrategy
+from lightning_async.trainer.error_file import note_end
 from lightning_async.trainer.namespace import pytorch
 from lightning_async.trainer.patches import sync_metrics_through, take_back
 
@@ -168,6 +169,7 @@ class HorovodStrategy(ReplicatedStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         self.failed = True
+        note_end(exception)
 
     def teardown(self) -> None:
         if self._reducer is not None:

@@ -51,6 +51,7 @@ class Hosting(Connected, Protocol):
 
     num_fits: int
     num_runs: int
+    failed: bool
     saved: SavedState
     course: Course | None
 
@@ -101,8 +102,8 @@ class Host:
         self.notice()
 
     def close(self) -> None:
-        """Training ends: it takes nobody in any more."""
-        if self._speaks:
+        """Training ends: it takes nobody in any more. Where this rank alone fails, the others may train on."""
+        if self._speaks and not self._strategy.failed:
             self._pin({})
         if self._reception is not None:
             self._reception.close()

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from lightning_async.comm.launched import attempt, came_back
+from lightning_async.comm.membership.assembly import AGENTS_STORE, Assembly, Found
 from lightning_async.comm.membership.signing import SECRET, Seal
 from lightning_async.comm.membership.start import Patience, greet, is_loopback, listen, open_store
 from lightning_async.comm.membership.store_process import StoreProcess
@@ -17,7 +18,7 @@ from lightning_async.trainer.namespace import fabric
 from lightning_async.trainer.patches import rank_zero_info
 from lightning_async.trainer.popen import check_launcher
 
-__all__ = ["START_TIMEOUT", "host_of", "open_early", "renew", "store_of", "store_process"]
+__all__ = ["START_TIMEOUT", "assemble", "host_of", "open_early", "renew", "store_of", "store_process"]
 
 START_TIMEOUT = timedelta(minutes=30)
 _stores: list[Any] = []  # of this process: one, from its first run on
@@ -43,6 +44,14 @@ def store_of(environment: Any, rank: int, apart: bool = False) -> Any:
             greet(store, rank, environment.world_size(), _job(environment), Seal.of_job(), _patience(rank))
         _stores.append(store)
     return _stores[0]
+
+
+def assemble(environment: Any) -> Found:
+    """Whether this rank begins with all or comes back to others, as the launcher's store says, see `Assembly`."""
+    rank, address = environment.global_rank(), _address(environment)
+    patience = _patience(rank)
+    store = open_store(address, environment.main_port, False, patience)
+    return Assembly(store, rank, environment.world_size(), os.environ.get(SECRET)).find(patience)
 
 
 def open_early(environment: Any) -> Any:
@@ -75,7 +84,7 @@ def host_of(environment: Any) -> str | None:
 
 def _open_store(environment: Any, rank: int, apart: bool) -> Any:
     address, seal = _address(environment), Seal.of_job()
-    launcher_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent
+    launcher_serves = os.environ.get(AGENTS_STORE) == "True"  # torchrun's agent
     elsewhere = launcher_serves or came_back() is not None or getattr(environment, "store_elsewhere", False)
     serves, port = rank == 0 and not elsewhere, environment.main_port
     if serves and apart:

@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d
 
 from lightning_async.arguments import check_choice
 from lightning_async.comm.launched import came_back
+from lightning_async.comm.membership.assembly import Found
 from lightning_async.comm.membership.door import Door
 from lightning_async.comm.membership.membership import Membership
 from lightning_async.comm.membership.presence import Presence, naming_the_stores_host
@@ -31,7 +32,15 @@ from lightning_async.engine.world import World
 from lightning_async.trainer.environments import MPIRunEnvironment
 from lightning_async.trainer.namespace import fabric
 from lightning_async.trainer.popen import ProcessLauncher, ScriptLauncher
-from lightning_async.transports.job_store import START_TIMEOUT, host_of, open_early, renew, store_of, store_process
+from lightning_async.transports.job_store import (
+    START_TIMEOUT,
+    assemble,
+    host_of,
+    open_early,
+    renew,
+    store_of,
+    store_process,
+)
 from lightning_async.transports.transport import Connection, Transport, short_world
 
 __all__ = ["StartMethod", "TorchTransport"]
@@ -121,6 +130,10 @@ class TorchTransport(Transport):
         room = distributed_c10d.PrefixStore(name, store_of(environment, rank))
         greet(room, rank, environment.world_size(), job, seal, Patience(rank, timeout, check))
         return self._connect(environment, root_device, name, dead_after, timeout, True, check)
+
+    def assemble(self, environment: Any) -> Found:
+        """See `ElasticTransport`."""
+        return assemble(environment)
 
     def early_door(self, environment: Any) -> Door:
         """See `ElasticTransport`."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from lightning_async.comm.launched import Death, Listener, listen
+from lightning_async.comm.membership.assembly import Found
 from lightning_async.comm.membership.door import Door
 from lightning_async.comm.membership.generation import in_order
 from lightning_async.comm.membership.membership import Membership
@@ -222,6 +223,10 @@ class ElasticTransport(Transport, Protocol):
         elastic: bool = False,
     ) -> Connection:
         """See `Transport`; ``elastic``: guests may beat beside the ranks."""
+        ...
+
+    def assemble(self, environment: Any) -> Found:
+        """Before all else, where the store outlives the ranks: whether this one begins with all, or comes back."""
         ...
 
     def door(self, environment: Any) -> Door:

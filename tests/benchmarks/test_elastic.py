@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.benchmarks import soak
-from tests.benchmarks.elastic_trace import Life, Traces, alike, measure_death, measure_return
-from tests.support import run_ranks
+from tests.benchmarks import elastic, soak
+from tests.benchmarks.elastic_report import Outcome, write
+from tests.benchmarks.elastic_trace import Death, Life, Traces, alike, measure_death, measure_return
+from tests.support import ROOT, run_ranks
 
 
 def commit(t: float, id: int, members: str, digest: str = "a", failed: int = 0) -> dict[str, Any]:
@@ -79,8 +83,9 @@ def test_samples_of_a_killed_process_count_up_to_its_last_round():
 
 
 @pytest.mark.timeout(230)
-def test_a_rank_dies_in_a_collective_and_numbers_come_out(tmp_path: Path):
-    options = ["--scenario", "averaging", "--kills", "1", "--ranks", "3", "--places", "payload", "--untold"]
+def test_ranks_die_in_a_collective_an_optimizers_step_and_a_merge_and_numbers_come_out(tmp_path: Path):
+    places = ["payload", "optimizer", "merge"]
+    options = ["--scenario", "averaging", "--kills", "3", "--ranks", "5", "--places", *places, "--untold"]
     options += ["--out", str(tmp_path)]
     (done,) = run_ranks(
         "tests.benchmarks.elastic:main", 1, kwargs={"arguments": options}, timeout=200, launched=False, forks=True
@@ -89,10 +94,48 @@ def test_a_rank_dies_in_a_collective_and_numbers_come_out(tmp_path: Path):
     assert (tmp_path / "elastic.md").read_text() in done.stdout
     assert (tmp_path / "elastic.png").read_bytes().startswith(b"\x89PNG")
     (outcome,) = json.loads((tmp_path / "elastic.json").read_text())["outcomes"]
-    (death,) = outcome["deaths"]
-    assert (death["place"], death["ranks"], death["repeated"], death["alike"]) == ("payload", 3, 1, True)
-    assert outcome["codes"] == [0]
+    deaths = outcome["deaths"]
+    assert [(death["place"], death["ranks"], death["alike"]) for death in deaths] == [
+        ("payload", 5, True), ("optimizer", 4, True), ("merge", 3, True)
+    ]  # fmt: skip
+    assert deaths[0]["repeated"] == 1 and all(death["repeated"] <= 1 for death in deaths)
+    assert (outcome["codes"], outcome["errors"]) == ([0], [])
+    for target in ("pass: averaging: rounds repeated: 1.000 (<= 1.0)", "pass: averaging: errors: 0.000 (<= 0.0)"):
+        assert target in done.stdout
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".md", ".png"]  # nothing of the run is left
+
+
+@pytest.mark.parametrize(("strict", "status"), [((), 0), (("--strict",), 1)])
+def test_a_target_that_is_missed_is_a_failure_where_that_is_asked_for(
+    strict: tuple[str, ...], status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    late = Death(
+        place="merge", name="1", ranks=3, recovery_s=3.0, period_s=0.5, pause_s=0.1, repeated=1, alike=True
+    )  # fmt: skip
+
+    def measure(options: argparse.Namespace, command: str) -> list[Outcome]:
+        outcomes = [Outcome(name="averaging", deaths=[late], codes=[0])]
+        write(options.out, [command], outcomes)
+        return outcomes
+
+    monkeypatch.setattr(elastic, "measure", measure)
+    assert elastic.main(["--out", str(tmp_path), *strict]) == status
+    assert (
+        "FAIL: averaging: s to the next round, beyond the period (p95): 2.500 (<= 1.0)"
+        in (tmp_path / "elastic.md").read_text()
+    )
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_asks_for_the_targets_and_installs_what_the_soak_compares_with():
+    shown = subprocess.run(
+        ["make", "-n", "kills", "soak", "VENV=none", "KILLS=100"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert "tests.benchmarks.elastic --out runs/elastic --strict --kills 100" in shown
+    assert "tests.benchmarks.soak --out runs/elastic --strict --seconds 600" in shown
+    assert '--editable ".[soak]"' in shown
+    extra = next(line for line in (ROOT / "pyproject.toml").read_text().splitlines() if line.startswith("soak = "))
+    assert "torchft==" in extra
 
 
 @pytest.mark.benchmark

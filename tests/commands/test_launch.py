@@ -32,7 +32,13 @@ def test_a_dry_run_shows_what_would_be_started(capsys: pytest.CaptureFixture[str
         prefix, command, *words = shlex.split(line)
         assert (prefix, command) == (f"[{rank}]", "env")
         assert words[-5:] == [sys.executable, "-u", "train.py", "--lr", "a b"]
-        assert {f"RANK={rank}", "WORLD_SIZE=4", "TORCHELASTIC_MAX_RESTARTS=2", f"{SECRET}=..."} <= set(words)
+        assert {
+            f"RANK={rank}",
+            "WORLD_SIZE=4",
+            "TORCHELASTIC_MAX_RESTARTS=2",
+            f"{SECRET}=...",
+            "TORCHELASTIC_ERROR_FILE=<own>",
+        } <= set(words)
         assert "OMP_NUM_THREADS=1" not in words  # the shell has it already
         assert REJOIN not in line
     assert dict(os.environ) == before

@@ -1,4 +1,4 @@
-"""What each replica of `test_slurm` trains: until there is a file ``stop``."""
+"""What each replica of `test_slurm` and `test_kubernetes` trains: until there is a file ``stop``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples for clusters: what they give each replica is what Lightning and this package read there."""
+"""The example for Slurm: what it gives each replica is what Lightning and this package read there."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from lightning_async.comm.launched import REJOIN, came_back
 from lightning_async.comm.membership.signing import SECRET
 from lightning_async.trainer.namespace import fabric
 from tests.benchmarks.elastic_run import alive
 from tests.support import ROOT
-
-INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
 def check_replica(given: dict[str, str], number: int, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,26 +30,6 @@ def check_replica(given: dict[str, str], number: int, host: str, monkeypatch: py
     assert environment.creates_processes_externally
     assert (environment.node_rank(), environment.local_rank()) == (number, 0)
     assert (environment.main_address, environment.main_port) == (host, 29500)
-
-
-def test_the_pods_of_kubernetes_know_who_they_are(monkeypatch: pytest.MonkeyPatch):
-    service, secret, job = yaml.safe_load_all((ROOT / "examples/kubernetes.yaml").read_text())
-    name, spec = job["metadata"]["name"], job["spec"]
-    assert spec["completionMode"] == "Indexed"
-    assert spec["completions"] == spec["parallelism"] == 3
-    assert spec["successPolicy"]["rules"] == [{"succeededIndexes": "0"}]
-    pod = spec["template"]["spec"]
-    assert (pod["restartPolicy"], spec["backoffLimitPerIndex"]) == ("Never", 0)
-    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": name}
-    assert (service["spec"]["clusterIP"], service["metadata"]["name"]) == ("None", pod["subdomain"])
-    variables = {each["name"]: each for each in pod["containers"][0]["env"]}
-    reference = variables[SECRET]["valueFrom"]["secretKeyRef"]
-    assert (reference["name"], [reference["key"]]) == (secret["metadata"]["name"], [*secret["stringData"]])
-    assert variables["NODE_RANK"]["valueFrom"]["fieldRef"]["fieldPath"] == INDEX
-    given = {name: each["value"] for name, each in variables.items() if "value" in each}
-    for index in range(3):
-        host = f"{name}-0.{pod['subdomain']}"
-        check_replica({**given, "NODE_RANK": str(index)}, index, host, monkeypatch)
 
 
 SCONTROL = 'printf "host0\\nhost1\\nhost2\\n"'

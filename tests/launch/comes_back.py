@@ -1,6 +1,7 @@
 """A user's script for two ranks: rank 0, or that in DIES, dies at its first start; all stop when it has been back.
 
-Before that, its own state of its last step is with the other one.
+Before that, its own state of its last step is with the other one. With DEAD_AFTER silence is death after so many
+seconds.
 """
 
 from __future__ import annotations
@@ -8,12 +9,13 @@ from __future__ import annotations
 import os
 import signal
 import time
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from lightning_async import AsyncAveragingStrategy, EveryNSteps, PeerMemory
+from lightning_async import AsyncAveragingStrategy, Deadlines, EveryNSteps, PeerMemory
 from lightning_async.comm.launched import came_back
 from lightning_async.trainer.namespace import pl
 
@@ -22,7 +24,10 @@ class Waits(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(2, 2)
-        self.alone, self.together = came_back() is not None, 0
+        self.alone, self.together = False, 0
+
+    def on_train_start(self) -> None:
+        self.alone = came_back() is not None
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         time.sleep(0.01)
@@ -31,6 +36,8 @@ class Waits(pl.LightningModule):
             while peers._courier.busy:
                 time.sleep(0.001)
             os.kill(os.getpid(), signal.SIGKILL)
+        if batch_idx == 10:
+            print("TEN", os.environ["RANK"], os.getpid(), flush=True)
         here = self.trainer.world_size
         self.alone, self.together = self.alone or here == 1, self.together + (self.alone and here == 2)
         if self.together == 10:
@@ -45,8 +52,9 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     here, everywhere = (int(os.environ[name]) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     memory = PeerMemory(every_n_train_steps=1)
+    deadlines = Deadlines(dead_after=timedelta(seconds=float(os.environ.get("DEAD_AFTER", "30"))))
     trainer = pl.Trainer(
-        strategy=AsyncAveragingStrategy(schedule=EveryNSteps(5), min_replicas=1),
+        strategy=AsyncAveragingStrategy(schedule=EveryNSteps(5), min_replicas=1, deadlines=deadlines),
         accelerator="cpu", num_nodes=everywhere // here, devices=here, max_epochs=1, logger=False,
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
         callbacks=[memory],

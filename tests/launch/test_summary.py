@@ -33,6 +33,19 @@ def test_the_end_of_a_rank(status: int, told: int | None, text: str):
     assert how(Ending(0, 10, status, 1.52, told)) == text
 
 
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [
+        (1, "ended with exit code 1 (ValueError: no more) after 1.5 s"),
+        (0, "ended in order after 1.5 s"),  # it was caught
+        (75, "has saved and ended with exit code 75 (preempted) after 1.5 s"),
+        (-11, "was killed by SIGSEGV after 1.5 s"),
+    ],
+)
+def test_an_exception_is_named_where_it_was_the_end(status: int, text: str):
+    assert how(Ending(0, 10, status, 1.52, error="ValueError: no more")) == text
+
+
 def test_a_report_names_all_and_shows_the_first_ones_last_lines():
     endings = [Ending(2, 12, 1, 1.0, None, (b"Traceback", b"\xff")), Ending(0, 10, -15, 1.1, 15, (b"not shown",))]
     assert report(endings, 2, 1).splitlines() == [

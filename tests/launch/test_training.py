@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 from collections.abc import Callable
@@ -70,6 +71,31 @@ def test_rank_0_is_killed_and_the_launcher_starts_it_again_beside_the_other(laun
     assert [each[:2] for each in ended] == [("0", "2"), ("1", "2")]
     assert ended[0][2] == ended[1][2]
     assert ", alone 1, stood by, process" in (run.folder / "logs/rank-0.log").read_text()
+
+
+def test_rank_0_is_stopped_and_done_without_and_when_it_wakes_it_ends_by_name_and_joins_again(launch: Launch):
+    """Stopped for longer than the 3 seconds after which the other one goes on."""
+    run = launch(
+        "-n", "2", "--max-restarts", "1", "--log-dir", "logs", COMES_BACK, forks=True, DIES="nobody", DEAD_AFTER="3"
+    )
+    run.allow(60)
+    run.wait_for("TEN", 2)
+    pid = int(re.findall(r"TEN 0 (\d+)", run.out)[0])
+    os.kill(pid, signal.SIGSTOP)
+    run.wait_for("Rank 1 goes on as rank 0 of 1: rank 0 was last seen")
+    assert lives(pid)
+    assert "training goes on with 1 of 2 ranks" not in run.err  # its process is there
+    os.kill(pid, signal.SIGCONT)
+    assert run.end() == 0, run.out + run.err
+    ended = rf"rank 0 \(process {pid}\) ended with exit code 1 \(Evicted: .+\) after [\d.]+ s"
+    assert re.search(rf"{ended}: training goes on with 1 of 2 ranks\.", run.err)
+    assert re.search(rf"{ended}; it was started again", run.err)
+    assert "rank 0 has joined the others: training goes on with 2 of 2 ranks." in run.err
+    assert "2 of 2 ranks have ended in order" in run.err
+    found = sorted(re.findall(r"ENDED (\d) (\d) (\S+)", run.out))
+    assert [each[:2] for each in found] == [("0", "2"), ("1", "2")]
+    assert found[0][2] == found[1][2]
+    assert sorted(path.name for path in (run.folder / "logs").iterdir()) == ["rank-0.log", "rank-1.log"]
 
 
 def test_rank_0_is_killed_then_rank_2_and_the_last_one_trains_and_tests(
