@@ -111,6 +111,17 @@ def test_without_delay_windows_are_accumulation_of_ddp(ranks: Outcomes) -> None:
         assert distance(told["flat"], expected) < 1e-6
 
 
+def test_without_delay_the_last_backward_pass_of_a_window_sends_as_it_goes(ranks: Outcomes) -> None:
+    """And so it does in a warm-up; where gradients change behind it without a trace they leave when it is over."""
+    for told in ranks("no_delay"):
+        assert told["on_their_way"] == [False, False, True] * 8
+    for told in ranks("warm"):
+        assert told["on_their_way"][:4] == [False, True] * 2
+    for (changed, behind), (expected, within) in ranks("changed_behind_the_pass"):
+        assert changed == expected
+        assert (behind, within) == ([False] * 4, [False, True] * 2)
+
+
 def test_the_delay_shows() -> None:
     """What the comparisons above compare with is not trivial."""
     late = reference(UNEQUAL, 2, 1)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from lightning_async.engine.buckets import Exchange, Kind, Message
 from lightning_async.engine.gradients.parts import Outgoing
 
-__all__ = ["GRADIENTS", "GradientMessage", "GradientPlan", "Part", "Reduction"]
+__all__ = ["GRADIENTS", "Before", "GradientMessage", "GradientPlan", "Part", "Reduction"]
 
 GRADIENTS = 2
 """The priority of synchronous steps: others have messages too while one rank is at such a step, and go with it."""
@@ -53,6 +54,20 @@ class GradientMessage(Message):
     @property
     def ready(self) -> bool:
         return self.out is None or self.out.ready
+
+
+class Before(NamedTuple):
+    """What backward passes before the last one of a message have made.
+
+    Args:
+        pack: puts their part of the message into the parameters' part of a bucket; None: there is none.
+        used: 1.0 for every parameter that has a gradient of theirs.
+        since: steps that had been taken when the first gradient was computed.
+    """
+
+    pack: Callable[[Tensor], None] | None
+    used: Tensor
+    since: int
 
 
 class GradientPlan(NamedTuple):
