@@ -30,6 +30,7 @@ from lightning_async.strategies.session import Session
 from lightning_async.strategies.stepping import Stepping
 from lightning_async.strategies.survivors import started
 from lightning_async.trainer import refusals
+from lightning_async.trainer.batch import batch_size
 from lightning_async.trainer.names import is_newcomer
 from lightning_async.trainer.pacing import Pacing
 from lightning_async.trainer.patches import in_words, shorten
@@ -223,7 +224,7 @@ class DriftingStrategy(ReplicatedStrategy):
         """See `Drifting`."""
         return None if self.averager is None else self.averager.gates
 
-    alone, between_windows = "so there is nothing to average", True
+    alone, between_windows, count = "so there is nothing to average", True, staticmethod(batch_size)
     in_step = served = called = False
 
     def call_with_step(self) -> bool:

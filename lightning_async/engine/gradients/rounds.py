@@ -10,7 +10,7 @@ from lightning_async.engine.control import ControlPlane
 from lightning_async.engine.gradients.feedback import Feedback
 from lightning_async.engine.gradients.packing import divide_
 from lightning_async.engine.gradients.parts import InParts, Outgoing
-from lightning_async.engine.gradients.records import GradientMessage, GradientPlan, Part, Reduction
+from lightning_async.engine.gradients.records import GradientMessage, GradientPlan, Part, Reduction, Told
 
 __all__ = ["GradientRounds"]
 
@@ -49,7 +49,7 @@ class GradientRounds:
             used=torch.zeros(len(self._replica.layout)) if mine is None else mine.used.clone(),
             since=min((p.since for p in parts if p.weight > 0.0), default=0),
             masks_differ=len({p.mask for p in parts if p.mask or self.follows}) > 1,
-            weight=sum(p.weight for p in parts),
+            told=Told.by(parts),
             gates=self._box.num_opened,
             in_parts=any(p.in_parts for p in parts),
         )

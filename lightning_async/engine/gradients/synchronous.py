@@ -16,7 +16,15 @@ from lightning_async.engine.gradients.feedback import Feedback, GradientCompress
 from lightning_async.engine.gradients.overlap import Overlap
 from lightning_async.engine.gradients.packing import Plans, gradients_of, mask_of, pack_, unpack_, used_by
 from lightning_async.engine.gradients.parts import Outgoing
-from lightning_async.engine.gradients.records import GRADIENTS, Before, GradientMessage, GradientPlan, Part, Reduction
+from lightning_async.engine.gradients.records import (
+    GRADIENTS,
+    Before,
+    GradientMessage,
+    GradientPlan,
+    Part,
+    Reduction,
+    Told,
+)
 from lightning_async.engine.gradients.rounds import GradientRounds
 from lightning_async.engine.header import Header
 from lightning_async.engine.replica import Replica
@@ -49,6 +57,10 @@ class SynchronousGradients:
         self._control, self._gates, self._weigh = control, gates, weigh
         self.rounds = GradientRounds(control, on_step)
         self._overlap = Overlap(self.replica)
+        self.asks = (0.0, 0.0)
+        """`Told.base` and `Told.size`, as this replica would have them."""
+        self.told: Told | None = None
+        """What all have told with the mean that was taken last, until steps are others again."""
         self._there, self._back = Plans(), Plans()  # the engine's thread's; the training thread's
         self._taken = False  # what has arrived is with the optimizer: nobody looks at the parameters meanwhile
         control.register(self)
@@ -233,9 +245,10 @@ class SynchronousGradients:
             scale: they are multiplied by it.
             change: called with the flat mean first, and with how it came about.
         """
-        buckets = self._buckets
+        buckets, self.told = self._buckets, Told()
         if isinstance(arrived := buckets.arrived, Reduction):  # else no replica had a weight
             buckets.to_training.take()
+            self.told = arrived.told
             if change is not None:
                 change(self.replica.of_rule(arrived.target), arrived)
             unpack_(self.replica, arrived.target, arrived.used, scale, self._back)
@@ -258,7 +271,8 @@ class SynchronousGradients:
     def complete(self, part: Part, message: Message | None, compare: bool) -> Part:
         if not isinstance(message, GradientMessage):
             return part
-        return Part(self._weigh(message.samples), mask_of(message.used), message.since, int(message.out is not None))
+        out, weight = int(message.out is not None), self._weigh(message.samples)
+        return Part(weight, mask_of(message.used), message.since, out, message.samples, *self.asks)
 
     def is_due(self, parts: Sequence[Part]) -> bool:
         return any(p.weight > 0.0 for p in parts)
