@@ -239,6 +239,11 @@ def ddp_has_parts() -> Any:
 
 
 @scenario
+def ddp_has_unequal_parts() -> Any:
+    return parts(ddp(), Weighted({1: 3.0}), AdaptiveGradientAccumulation(3))
+
+
+@scenario
 def drifting_has_parts() -> Any:
     strategy = together(schedule=EveryNSteps(2), deadlines=PATIENT)
     return parts(strategy, Weighted({1: 3.0}), AdaptiveGradientAccumulation(3))

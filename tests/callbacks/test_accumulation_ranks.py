@@ -164,6 +164,9 @@ def test_partitions_learn_which_rank_this_is_and_parts_may_be_unequal(ranks: Out
     first, second = ranks("ddp_has_parts")
     assert (first["seen"], second["seen"]) == (list(range(20)), list(range(20, 40)))
     assert first["steps"] == second["steps"] == [2, 4]
+    for error in ranks.errors("ddp_has_unequal_parts"):
+        assert error.startswith("ValueError: `PartitionedSampler(partition=Weighted(")
+        assert "its parts of 40 samples are unequal (10, 30), and ranks under DDP and Horovod take every step" in error
     first, second = ranks("drifting_has_parts")
     assert sorted(first["seen"] + second["seen"]) == list(range(40))
     assert first["seen"] == Weighted({1: 3.0}).part(40, ["0", "1"], 0, 0).tolist()

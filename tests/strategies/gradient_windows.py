@@ -72,6 +72,14 @@ def changed_behind_the_pass() -> Any:
 
 
 @scenario
+def ddp() -> Any:
+    """The same by Lightning's own strategy."""
+    module, plain = Net(optimizer=momentum), pytorch("strategies").DDPStrategy(process_group_backend="gloo")
+    make_trainer(plain, max_epochs=2, accumulate_grad_batches=3).fit(module, loader(shard((12, 12))))
+    return problem.flat(module)
+
+
+@scenario
 def no_delay_adam_clipped() -> Any:
     """The epoch's last window is shorter, as Lightning's."""
     return fit(
@@ -286,16 +294,25 @@ def until_reduced_uneven() -> Any:
     )  # fmt: skip
 
 
-@scenario
-def another_number_in_mid_epoch() -> Any:
+class AnotherNumber(Net):
     """4, then 3: a window that has begun keeps its size."""
 
-    class Changes(Watched):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 5:
-                self.trainer.strategy.accumulate = 3
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 5:
+            self.trainer.strategy.accumulate = 3
+
+
+@scenario
+def another_number_in_mid_epoch() -> Any:
+    class Changes(AnotherNumber, Watched): ...
 
     return watch(strategy(4, delay=0), loader(shard((14, 14))), Changes())
+
+
+@scenario
+def another_number_with_momentum() -> Any:
+    """Without delay, and with it."""
+    return [fit(strategy(4, delay), loader(shard((14, 14))), AnotherNumber(optimizer=momentum)) for delay in (0, 1)]
 
 
 class Odd(Net):
