@@ -60,18 +60,18 @@ def _averages_models(strategy: Any) -> bool:
 def told_of(strategy: Any) -> Any:
     """What all ranks have told by the engine with the gradients of the step that is taken now, alike on all, see
     `engine.gradients.records.Told`; None where the step is of this rank's gradients, or another's to average."""
-    return getattr(_stepping(strategy), "told", None)
+    return getattr(_gradients(strategy), "told", None)
 
 
 def ask(strategy: Any, base: float, size: float) -> None:
     """Have all ranks hear this with this one's next gradients, where they go by the engine."""
-    if hasattr(stepping := _stepping(strategy), "told"):
-        stepping.ask(base, size)
+    if (gradients := _gradients(strategy)) is not None:
+        gradients.asks = base, size
 
 
-def _stepping(strategy: Any) -> Any:
-    session = getattr(getattr(strategy, "course", None), "session", None)
-    return getattr(session, "stepping", None)
+def _gradients(strategy: Any) -> Any:
+    """What moves them by the engine, in a training of several ranks."""
+    return getattr(getattr(getattr(strategy, "course", None), "session", None), "gradients", None)
 
 
 def check_arguments(callback: Any) -> AccumulationPolicy:

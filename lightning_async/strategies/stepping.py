@@ -10,7 +10,6 @@ from typing import Any, Protocol
 from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.batch_norm import RECENT_BATCHES
 from lightning_async.engine.averaging.optimizer_state import reset
-from lightning_async.engine.gradients.records import Told
 from lightning_async.engine.gradients.synchronous import SynchronousGradients
 from lightning_async.engine.header import Arrival, Gate
 from lightning_async.engine.replica import BufferPolicy, OptimizerPolicy
@@ -79,8 +78,6 @@ class Stepping:
         self._reduced = False
         """Manual optimization: gradients were averaged since the last batch with a step."""
         self._overlaps = not changes_gradients(strategy.module)
-        self.told: Told | None = None
-        """What all ranks told with the gradients of this step; None where those are this replica's own."""
         self._in_step = False
         """Automatic optimization: the closure of a synchronous step runs."""
         self.recent: deque[Any] = deque(maxlen=RECENT_BATCHES)
@@ -93,10 +90,6 @@ class Stepping:
             hook.remove()
         self._hooks.clear()
         self._gradients.close()
-
-    def ask(self, base: float, size: float) -> None:
-        """See `Told`: with the next gradients that leave."""
-        self._gradients.asks = base, size
 
     def start_batch(self, batch: Any) -> None:
         """The training thread has a batch."""
@@ -125,7 +118,7 @@ class Stepping:
 
     def step(self, closure: Callable[[], Any], run: Callable[[Callable[[], Any]], Any]) -> Any:
         """Automatic optimization: ``run`` the optimizer's step with this ``closure``, or its synchronous kind."""
-        planned, self.told = self._averager.plan(self._meet), None
+        planned, self._gradients.told = self._averager.plan(self._meet), None
         before = self._seen
         output = run(self._synchronised(closure) if planned.action is Action.GRADIENTS else closure)
         self._tick(planned, stepped=self._seen > before)
@@ -171,7 +164,6 @@ class Stepping:
 
     def _reduce_gradients(self) -> None:
         self._gradients.reduce_(self._samples, loss_scale(self._strategy))
-        self.told = self._gradients.told
 
     def _tick(self, planned: Step, stepped: bool) -> None:
         strategy, samples = self._strategy, self._samples
