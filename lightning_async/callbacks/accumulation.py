@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from lightning_async.callbacks.probes import NoiseProbe, Probe, TimesProbe
+from lightning_async.callbacks.probes import NoiseProbe, Probe, probe_of
 from lightning_async.callbacks.steps import (
     Rates,
+    ask,
     check_arguments,
     check_target,
     check_trainer,
     in_lockstep,
+    mean_of,
     ranks_of,
     show,
+    told_of,
 )
 from lightning_async.rules.accumulation import AccumulationPolicy, LrScaling, Noise, Progress, Times, lr_factor
 from lightning_async.trainer.batch import batch_size
 from lightning_async.trainer.namespace import pytorch
-from lightning_async.trainer.patches import replace, take_back
+from lightning_async.trainer.patches import replace, set_for_now, take_back
 from lightning_async.trainer.pieces import Pieces
 from lightning_async.trainer.windows import Plan, Windows
 
@@ -67,7 +69,7 @@ class AdaptiveGradientAccumulation(Callback):
         TypeError, ValueError: an argument is of the wrong kind, out of range, or does not go with the others. When
             training begins: with manual optimization, another `AdaptiveGradientAccumulation`, Lightning's
             `GradientAccumulationScheduler`, ``Trainer(accumulate_grad_batches=...)``, a strategy that accumulates by
-            itself, or a target that cannot be met to the sample.
+            itself, servers in step with ``lr_scaling``, or a target that cannot be met to the sample.
 
     Source: Goyal et al., 2017, https://arxiv.org/abs/1706.02677; McCandlish et al., 2018,
     https://arxiv.org/abs/1812.06162
@@ -103,7 +105,7 @@ class AdaptiveGradientAccumulation(Callback):
         return repr(self)
 
     def _start_over(self) -> None:
-        self._size, self._age, self._base = 0, 0, 0.0
+        self._size, self._age, self._base, self._wanted = 0, 0, 0.0, 0
         self._seen: dict[str, Any] = {}
         """What was measured, when that was last asked for."""
         self._before: tuple[int, Callable[[], dict[str, Any]]] = (0, dict)
@@ -120,16 +122,16 @@ class AdaptiveGradientAccumulation(Callback):
         check_trainer(self, trainer, pl_module)
         self._start_over()
         self._trainer, self._base = trainer, float(self.base_batch_size or 0)
-        self._windows = windows = Windows(trainer, self._plan, self._mean, self.count or batch_size)
+        self._windows = windows = Windows(
+            trainer, self._plan, partial(mean_of, trainer.strategy), self.count or batch_size
+        )
         windows.pieces = Pieces(trainer.global_rank) if self.split_on_oom else None
-        probes: dict[str, Callable[[], Probe]] = {
-            "noise": lambda: NoiseProbe(getattr(self.policy, "decay", 0.9)),
-            "times": TimesProbe,
-        }
-        if (measures := getattr(self.policy, "measures", "nothing")) != "nothing":
-            self._probe = probe = probes[measures]()
+        if (probe := probe_of(self.policy)) is not None:
+            self._probe = probe
             windows.before_backward = lambda scale: probe.before_backward(trainer, scale)
             windows.after_backward = lambda ends: probe.after_backward(trainer, ends)
+        if (count := self.count) is not None and ranks_of(trainer.strategy) > 1 and hasattr(trainer.strategy, "count"):
+            self._undo.append(set_for_now(trainer.strategy, "count", lambda batch: float(count(batch))))
         self._undo += [
             *windows.install(),
             *self._rates.install(trainer),
@@ -163,7 +165,7 @@ class AdaptiveGradientAccumulation(Callback):
         assert self._windows is not None
         probe = dict if self._probe is None else self._probe.keep()
         state = {
-            "size": self._size, "age": self._age, "base": self._base, "ranks": self._ranks,
+            "size": self._size, "age": self._age, "base": self._base, "ranks": self._ranks, "wanted": self._wanted,
             "windows": self._windows.state_dict(),
             "seen": {name: list(value) for name, value in self._seen.items() if value is not None},
         }  # fmt: skip
@@ -174,6 +176,7 @@ class AdaptiveGradientAccumulation(Callback):
             return
         self._size, self._age, self._base = state_dict["size"], state_dict["age"], state_dict["base"]
         self._ranks, self._before = state_dict["ranks"], (0, dict)
+        self._wanted = state_dict.get("wanted", self._size)
         self._windows.load_state_dict(state_dict["windows"])
         self._seen = {name: _SEEN[name](*value) for name, value in state_dict["seen"].items()}
         if self._probe is not None and state_dict["probe"]:
@@ -192,6 +195,7 @@ class AdaptiveGradientAccumulation(Callback):
             return
         self._before = trainer.fit_loop.epoch_loop.batch_progress.total.ready, self._keep()
         self._windows.begin_batch(batch)
+        ask(trainer.strategy, self._base, self._wanted)
         if self._probe is not None:
             self._probe.begin_batch(trainer)
 
@@ -200,6 +204,10 @@ class AdaptiveGradientAccumulation(Callback):
             return
         if self._probe is not None:
             self._probe.before_step(trainer)
+        if (told := told_of(trainer.strategy)) is not None and told.size:
+            self._base = told.base
+            if self._probe is not None and ranks_of(trainer.strategy) > 1:
+                self._size = int(told.size)
         if self.lr_scaling is not None:
             self._rates.multiply(optimizer, self.lr_factor)
 
@@ -221,9 +229,9 @@ class AdaptiveGradientAccumulation(Callback):
         windows = self._windows
         if windows is None or not self._base:
             return 1.0
-        # Of replicas that step together by the engine each knows its own samples only, and all must step alike.
-        alike = ranks_of(self._trainer.strategy) > 1 and not in_lockstep(self._trainer.strategy)
-        return lr_factor(self.lr_scaling, windows.planned.samples if alike else windows.samples, self._base)
+        if (told := told_of(self._trainer.strategy)) is None:
+            return lr_factor(self.lr_scaling, windows.samples, self._base)
+        return lr_factor(self.lr_scaling, told.samples, told.base * told.ranks) if told.base else 1.0
 
     def _plan(self, samples: float) -> Plan:
         """The window that begins, with a batch of so many samples."""
@@ -236,6 +244,7 @@ class AdaptiveGradientAccumulation(Callback):
                 f"Rank {self._trainer.global_rank}: `AdaptiveGradientAccumulation(base_batch_size="
                 f"{self.base_batch_size})`, but the first batch has {samples:g} samples: give the loader's batch size."
             )
+        self._wanted = self._size
         if self._age % max(1, self.policy.every) == 0 or not self._size:
             self._decide(together)
         self._age += 1
@@ -249,7 +258,7 @@ class AdaptiveGradientAccumulation(Callback):
 
     def _decide(self, together: bool) -> None:
         if self._probe is not None:
-            self._seen |= self._probe.end_period(self._mean)
+            self._seen |= self._probe.end_period(partial(mean_of, self._trainer.strategy))
             self._probe.begin_period(self._trainer)
         trainer = self._trainer
         size = self.policy.size(
@@ -262,7 +271,9 @@ class AdaptiveGradientAccumulation(Callback):
         before, self._ranks = self._ranks, ranks_of(trainer.strategy)
         if self._by_samples and self._probe is None and self.count is None:
             check_target(self, trainer, size, self._ranks, began=before in (0, self._ranks))
-        self._size = size
+        self._wanted = size
+        if self._probe is None or not self._size or together or self._ranks == 1:
+            self._size = size  # else one window later, as the first rank would have it: all hear that with this one
 
     def _unit(self) -> float:
         """Samples in one batch of each rank, where the policy counts samples."""
@@ -271,14 +282,6 @@ class AdaptiveGradientAccumulation(Callback):
     def _batches(self, size: int) -> int:
         least = 2 if isinstance(self._probe, NoiseProbe) and not in_lockstep(self._trainer.strategy) else 1
         return max(least, math.floor(size / self._unit() + 0.5))
-
-    def _mean(self, value: float) -> float:
-        """Over the ranks that step together."""
-        strategy = self._trainer.strategy
-        if not in_lockstep(strategy):
-            return value
-        tensor = torch.tensor(value, dtype=torch.float64, device=strategy.root_device)
-        return float(strategy.reduce(tensor, reduce_op="sum")) / strategy.world_size
 
     def _show(self, trainer: Any, pl_module: Any) -> None:
         """In loggers and in the progress bar, where it is another one."""

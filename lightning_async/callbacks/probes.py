@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from lightning_async.callbacks.readings import norm
-from lightning_async.rules.accumulation import Noise, Times, estimate
+from lightning_async.rules.accumulation import AccumulationPolicy, Noise, Times, estimate
 from lightning_async.trainer.windows import gradients_of
 
-__all__ = ["NoiseProbe", "Probe", "TimesProbe"]
+__all__ = ["NoiseProbe", "Probe", "TimesProbe", "probe_of"]
 
 
 class Probe(Protocol):
@@ -194,6 +194,14 @@ class TimesProbe:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._batches, self._lasts = list(state["batches"]), list(state["lasts"])
+
+
+def probe_of(policy: AccumulationPolicy) -> Probe | None:
+    """What measures what a policy asks for."""
+    measures = getattr(policy, "measures", "nothing")
+    if measures == "noise":
+        return NoiseProbe(getattr(policy, "decay", 0.9))
+    return TimesProbe() if measures == "times" else None
 
 
 def loss_scale(trainer: Any) -> float:

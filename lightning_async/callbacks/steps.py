@@ -14,7 +14,18 @@ from lightning_async.rules.accumulation import AccumulationPolicy, Fixed, LrScal
 from lightning_async.trainer.batch import pulls
 from lightning_async.trainer.patches import Undo, callbacks_of, replace
 
-__all__ = ["Rates", "check_arguments", "check_target", "check_trainer", "in_lockstep", "ranks_of", "show"]
+__all__ = [
+    "Rates",
+    "ask",
+    "check_arguments",
+    "check_target",
+    "check_trainer",
+    "in_lockstep",
+    "mean_of",
+    "ranks_of",
+    "show",
+    "told_of",
+]
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +33,8 @@ log = logging.getLogger(__name__)
 def ranks_of(strategy: Any) -> int:
     """How many ranks' gradients become one before a step; of replicas that drift each steps by itself."""
     if _averages_models(strategy):
-        together = isinstance(strategy.schedule, Synchronous) and getattr(strategy, "mode", "sync") == "sync"
+        served = strategy.served and not (strategy.mode == "sync" and strategy.update_on_server)
+        together = isinstance(strategy.schedule, Synchronous) and not served
         return int(strategy.world_size) if together else 1
     kwargs = getattr(strategy, "distributed_sampler_kwargs", None) or {}
     return int(kwargs.get("num_replicas", 1))
@@ -33,8 +45,33 @@ def in_lockstep(strategy: Any) -> bool:
     return not _averages_models(strategy) and ranks_of(strategy) > 1
 
 
+def mean_of(strategy: Any, value: float) -> float:
+    """Over the ranks that have equal numbers of batches in a window."""
+    if not in_lockstep(strategy):
+        return value
+    tensor = torch.tensor(value, dtype=torch.float64, device=strategy.root_device)
+    return float(strategy.reduce(tensor, reduce_op="sum")) / strategy.world_size
+
+
 def _averages_models(strategy: Any) -> bool:
     return hasattr(type(strategy), "averager")
+
+
+def told_of(strategy: Any) -> Any:
+    """What all ranks have told by the engine with the gradients of the step that is taken now, alike on all, see
+    `engine.gradients.records.Told`; None where the step is of this rank's gradients, or another's to average."""
+    return getattr(_gradients(strategy), "told", None)
+
+
+def ask(strategy: Any, base: float, size: float) -> None:
+    """Have all ranks hear this with this one's next gradients, where they go by the engine."""
+    if (gradients := _gradients(strategy)) is not None:
+        gradients.asks = base, size
+
+
+def _gradients(strategy: Any) -> Any:
+    """What moves them by the engine, in a training of several ranks."""
+    return getattr(getattr(getattr(strategy, "course", None), "session", None), "gradients", None)
 
 
 def check_arguments(callback: Any) -> AccumulationPolicy:
@@ -103,10 +140,36 @@ def check_trainer(callback: Any, trainer: Any, module: Any) -> None:
             f"`{name}(split_on_oom=True)` is for ranks that step by themselves: under "
             f"`{type(trainer.strategy).__name__}` the others wait for this one's gradients, bucket by bucket."
         )
+    _check_servers(callback, trainer.strategy)
     if trainer.strategy.handles_gradient_accumulation or hasattr(trainer.strategy, "accumulate"):
         raise ValueError(
             f"`{type(trainer.strategy).__name__}` accumulates gradients by itself: leave `{name}` out, or take another "
             "strategy. `AsyncGradientStrategy(accumulate=)` says how many batches a step has."
+        )
+
+
+def _check_servers(callback: Any, strategy: Any) -> None:
+    """Whether a worker knows in time what a step needs that servers make of the gradients of all workers.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if not getattr(strategy, "served", False) or not strategy.update_on_server or strategy.world_size == 1:
+        return
+    name, owner = type(callback).__name__, type(strategy).__name__
+    policy = callback.target_batch_size if callback.accumulation_steps is None else callback.accumulation_steps
+    if callback.lr_scaling is not None and (strategy.mode == "sync" or strategy.warmup_steps):
+        how = "mode='sync'" if strategy.mode == "sync" else f"warmup_steps={strategy.warmup_steps}"
+        raise ValueError(
+            f"`{name}(lr_scaling={callback.lr_scaling!r})` with `{owner}({how})`: the learning rate goes with each "
+            "push, and how many samples all workers push only the servers hear. Leave `lr_scaling` out, or take "
+            "`AsyncAveragingStrategy(schedule=Synchronous())`."
+        )
+    if getattr(policy, "measures", "nothing") != "nothing" and strategy.mode == "sync":
+        raise ValueError(
+            f"`{name}` with `{policy!r}` and `{owner}(mode='sync')`: each worker measures by itself, and they could "
+            "not agree on the size of a step. Take a number or a schedule, or "
+            "`AsyncAveragingStrategy(schedule=Synchronous())`."
         )
 
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler, IterableDataset, get_worker_info
 
@@ -14,10 +15,10 @@ from lightning_async.data.partitions import Partition, Random
 
 __all__ = ["PartitionedSampler", "PartitionedStream"]
 
-_LAUNCHERS = (
+_HOROVODS = (
     ("HOROVOD_SIZE", "HOROVOD_RANK"), ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("PMI_SIZE", "PMI_RANK"),
-    ("WORLD_SIZE", "RANK"),
 )  # fmt: skip
+_LAUNCHERS = (*_HOROVODS, ("WORLD_SIZE", "RANK"))
 """What launchers tell ranks."""
 
 
@@ -46,6 +47,15 @@ class _Place:
             if size in os.environ and rank in os.environ:
                 return tuple(map(str, range(int(os.environ[size])))), int(os.environ[rank])
         return ("0",), 0
+
+    @property
+    def in_step(self) -> bool:
+        """Whether those who have the parts take every step together: no strategy of ours has numbered them, nor the
+        user, and torch.distributed or Horovod has."""
+        if self.members is not None:
+            return False
+        together = dist.is_available() and dist.is_initialized()
+        return together or any(size in os.environ and rank in os.environ for size, rank in _HOROVODS)
 
     def __getstate__(self) -> dict[str, Any]:
         """For a process that is started anew, and cannot ask who it belongs to: a worker of a loader."""
@@ -77,8 +87,9 @@ class PartitionedSampler(_Numbered, DistributedSampler[Any]):  # pyright: ignore
     r"""The indices that are this replica's, in an epoch; without padding, so that parts may be unequal.
 
     Lightning leaves it as it is. Under `AsyncAveragingStrategy` it is numbered by the strategy, anew where replicas are
-    lost or come; what a lost one had left of an epoch the others train on. Ranks that take every step together need
-    equal parts.
+    lost or come; what a lost one had left of an epoch the others train on. Ranks that take every step together (DDP,
+    Horovod) need equal parts: unequal ones are refused where an epoch begins. Where their numbers of batches are equal
+    none the less, say so by ``num_replicas`` and ``rank``.
 
     Args:
         dataset: a map-style dataset, or anything with a length.
@@ -87,7 +98,8 @@ class PartitionedSampler(_Numbered, DistributedSampler[Any]):  # pyright: ignore
 
     Raises:
         TypeError: ``partition`` is none.
-        ValueError: one of ``num_replicas`` and ``rank``, or a rank out of range.
+        ValueError: one of ``num_replicas`` and ``rank``, or a rank out of range; where an epoch begins, unequal parts
+            of ranks that take every step together.
 
     >>> sampler = PartitionedSampler(range(8), Random(seed=1), num_replicas=2, rank=1)
     >>> sampler.set_epoch(3)
@@ -119,7 +131,27 @@ class PartitionedSampler(_Numbered, DistributedSampler[Any]):  # pyright: ignore
         return self._made[1]
 
     def __iter__(self) -> Iterator[int]:
+        if self._place.in_step:
+            self._check_equal()
         return iter(self.indices())
+
+    def _check_equal(self) -> None:
+        """The one with the smallest part would end first, and the others wait for it until they fail.
+
+        Raises:
+            ValueError: parts are unequal.
+        """
+        members, _ = self._place.known()
+        whole, epoch = len(self.dataset), self.epoch
+        owners = self.partition.owners(self.partition.order(whole, epoch), members)
+        sizes = torch.bincount(owners, minlength=len(members)).tolist()
+        if len(set(sizes)) > 1:
+            raise ValueError(
+                f"`PartitionedSampler(partition={self.partition!r})`: its parts of {whole} samples are unequal "
+                f"({', '.join(map(str, sizes))}), and ranks under DDP and Horovod take every step together. Take "
+                "`AsyncAveragingStrategy`, or parts that are equal, or Lightning's DistributedSampler. Where batches "
+                "come out equal in number, pass `num_replicas=trainer.world_size, rank=trainer.global_rank`."
+            )
 
     def __len__(self) -> int:
         return len(self.indices())

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
@@ -18,11 +18,11 @@ from lightning_async.engine.gradients.window import Window
 from lightning_async.engine.header import Arrival, Gate
 from lightning_async.rules.schedules.protocol import Action, Step
 from lightning_async.strategies.corrections import Change, correcting
-from lightning_async.strategies.gathered import Windows, put, size_of, take
-from lightning_async.strategies.stepping import learning_rate, loss_scale
+from lightning_async.strategies.gathered import Windows, put, take
+from lightning_async.strategies.last_pass import LastPass
+from lightning_async.strategies.stepping import learning_rate
+from lightning_async.strategies.terms import Terms
 from lightning_async.trainer.batch import batch_size, pulled, pulls
-from lightning_async.trainer.patches import searches_lr
-from lightning_async.trainer.updates import Updates
 
 __all__ = ["Accumulating"]
 
@@ -52,9 +52,10 @@ class Accumulating:
         meet: Callable[[Gate], Arrival],
     ) -> None:
         self._strategy, self._averager, self._gradients = strategy, averager, gradients
-        gradients.follows = True
+        gradients.rounds.follows = True
         gradients.compress(strategy.compression)
-        self._window = Window(gradients)
+        self._terms, self._window = Terms(strategy, averager), Window(gradients)
+        self._pass = LastPass(strategy, self._terms, gradients, self._window)
         self._size = self._batch_samples = self._sent_samples = 0.0
         self._totals = cast(WindowTotals, averager.summary.totals)
         self._seen, self._pulls = 0, pulls(strategy.module)
@@ -63,7 +64,7 @@ class Accumulating:
         self._correcting = correcting(strategy.correction, gradients, self)
         self.recent: deque[Any] = deque(maxlen=RECENT_BATCHES)
         averager.gates.add(self)
-        averager.gathered = lambda: take(self._window, gradients, self._size, self._updates.rates.ends_epoch)
+        averager.gathered = lambda: take(self._window, gradients, self._size, self._terms.updates.rates.ends_epoch)
         averager.alike = self._correcting.state
         saved, alike = strategy.saved.take_gathered()
         self._load(saved or {}, alike)
@@ -74,11 +75,12 @@ class Accumulating:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._gradients.close()
 
     def _load(self, saved: dict[str, Any], alike: Any) -> None:
         if (size := put(saved, self._window, self._gradients)) is not None:
             self._size, self._held = size, self._window.batches >= max(1, size)
-        self._updates.rates.ends_epoch |= "ends_epoch" in saved
+        self._terms.updates.rates.ends_epoch |= "ends_epoch" in saved
         if alike is not None:
             self._correcting.load(alike)
             self._restored = True
@@ -108,32 +110,35 @@ class Accumulating:
         """``run`` the optimizer's step."""
         return run(closure)
 
-    def batch(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def batch(self) -> Iterator[None]:
         """Its forward and backward pass."""
-        return self._correcting.batch(opens=not self._window.batches)
+        with self._pass.guard(), self._correcting.batch(opens=not self._window.batches):
+            yield
 
-    backward = nullcontext  # around a backward pass
+    def backward(self) -> AbstractContextManager[None]:
+        """A backward pass."""
+        size = self._size if self._window.batches else self._terms.size
+        self._pass.begin(self._batch_samples, size, self._averager.step)
+        return self._pass.guard()
 
     def after_backward(self) -> None:
         """A batch's gradients are there; or those of a piece of it, where there is no memory for more at once."""
         self._made = True
 
-    def _open(self) -> None:
-        self._size = size_of(self._strategy.accumulate, self._averager.gates)
-
     def after_batch(self) -> None:
         """Its gradients go into the window: close that, if it is time."""
         if self._made:
-            self._made, trainer = False, self._strategy.module.trainer
+            self._made = False
             if not self._window.batches:
-                self._open()
+                self._size = self._terms.size
             if self._pulls:
-                self._batch_samples = batch_size(pulled(trainer))
-            parts = trainer.accumulate_grad_batches  # by which Lightning has divided the loss
-            self._window.add_(self._batch_samples, self._scale / parts, self._averager.step)
-            self._updates.on_gathered()
-        if self._in_turn:
-            if self._window.batches >= self._size or self._updates.ends_epoch:
+                self._batch_samples = batch_size(pulled(self._strategy.module.trainer))
+            if not self._pass.under_way:
+                self._window.add_(self._batch_samples, self._terms.batch_scale, self._averager.step)
+            self._terms.updates.on_gathered()
+        if self._terms.in_turn:
+            if self._pass.under_way or self._window.batches >= self._size or self._terms.updates.ends_epoch:
                 self._close()
         elif not self._gradients.in_flight:
             self._take()
@@ -144,73 +149,62 @@ class Accumulating:
     @property
     def between_windows(self) -> bool:
         """None of a size is open."""
-        return not self._in_turn or self._held or not self._window.batches
+        return not self._terms.in_turn or self._held or not self._window.batches
 
     @property
     def gathers(self) -> bool:
         """Gradients of batches are here that are in no step, and not on their way to one."""
         return self._window.batches > 0
 
-    @property
-    def _updates(self) -> Updates:
-        assert self._strategy.updates is not None
-        return self._strategy.updates
-
-    @property
-    def _warming_up(self) -> bool:
-        return self._averager.step < self._strategy.warmup_steps or searches_lr(self._strategy.module.trainer)
-
-    @property
-    def _in_turn(self) -> bool:
-        """Windows have a size; else each lasts until the one before is reduced."""
-        return self._warming_up or self._strategy.accumulate != "until_reduced"
-
-    @property
-    def _scale(self) -> float:
-        return loss_scale(self._strategy)
-
     # ---- windows ----
 
     def _close(self) -> None:
         """The window is full: step with the one before, then this one leaves."""
-        self._gradients.wait()
-        self._take()
+        if not self._pass.under_way:
+            self._arrive()
         if not self._hold():
             self._go()
 
+    def _arrive(self) -> None:
+        """Wait for what is in flight, and step with it."""
+        self._gradients.wait()
+        self._take()
+
     def _hold(self) -> bool:
         """Whether a checkpoint of the model as it is comes first, at the end of this batch, with nothing in flight."""
-        self._held = self.late and self._updates.left > 1 and self._averager.marks.due
+        self._held = self.late and self._terms.updates.left > 1 and self._averager.marks.due
         return self._held
 
     def _go(self) -> None:
         """Send the window, and wait for it where steps have no delay."""
-        self._send()
+        if self._pass.under_way:
+            self._totals.leave(self._window.batches + 1, self._averager.gates)
+            self._sent_samples = self._pass.finish()
+        else:
+            self._send()
         if not self.late:
-            self._gradients.wait()
-            self._take()
+            self._arrive()
+            self._arrive()  # again, where that was a step of others
         self._end_if_last()
 
     def _send(self) -> None:
         """Send the window, as soon as the buckets are free."""
         self._held = False
         while True:
-            self._gradients.wait()
-            self._take()
+            self._arrive()
             if self._leave():
                 return
             self._gradients.wait_until_free()
 
     def _end_if_last(self) -> None:
         """The last step before ``max_steps`` has no delay: no window follows that would bring it."""
-        if self._updates.left == 1:
-            self._gradients.wait()
-            self._take()
+        if self._terms.updates.left == 1:
+            self._arrive()
 
     def _leave(self) -> bool:
         """Send the window, if the buckets are free; without samples, or after ``max_steps``, it is dropped."""
         window = self._window
-        if self._updates.left <= 0 or window.samples <= 0.0:
+        if self._terms.updates.left <= 0 or window.samples <= 0.0:
             window.clear()
             return True
         if not self._gradients.free:
@@ -228,7 +222,9 @@ class Accumulating:
         gradients, averager, strategy = self._gradients, self._averager, self._strategy
         if (arrived := gradients.arrived) is None:
             return
-        before, samples = self._seen, self._sent_samples
+        before, samples = self._seen, 0.0
+        if arrived.message is not None:
+            samples, self._sent_samples = self._sent_samples, 0.0
         is_new = self._correcting.step(arrived)
         if gradients.arrived is not None:
             raise RuntimeError(
@@ -238,8 +234,7 @@ class Accumulating:
             )
         for p in gradients.replica.tensors.trained.values():
             p.grad = None
-        self._totals.arrive(arrived, averager.gates, gradients.feedback)
-        self._sent_samples = 0.0
+        self._totals.arrive(arrived, averager.gates, gradients.rounds.feedback)
         stepped, lr = self._seen > before, learning_rate(strategy.optimizers)
         averager.tick(_GRADIENTS, samples, stepped=stepped, lr=lr, again=not is_new)
         gradients.stepped()
@@ -248,20 +243,20 @@ class Accumulating:
 
     def take(self, change: Change) -> bool:
         before = self._seen
-        self._updates.take(lambda: self._gradients.take_(self._scale, change))
+        self._terms.updates.take(lambda: self._gradients.take_(self._terms.scale, change))
         return self._seen > before
 
     def take_again(self, change: Change) -> None:
         def closure() -> Any:
-            self._gradients.take_(self._scale, change)
+            self._gradients.take_(self._terms.scale, change)
             return torch.zeros(())
 
         self._strategy.optimizer_step(self.optimizer, closure)
-        self._updates.took_again()
+        self._terms.updates.took_again()
 
     @property
     def late(self) -> bool:
-        return self._strategy.delay > 0 and not self._warming_up
+        return self._terms.late
 
     @property
     def number(self) -> int:
@@ -276,11 +271,10 @@ class Accumulating:
     def come(self) -> None:
         """Ahead of the gate, while nobody goes on without this replica: what it says there shall hold."""
         averager = self._averager
-        gate = averager.gates.coming
-        ends = gate in _LAST or (gate is Gate.DECIDE and not self._in_turn)  # those of no size end wherever that helps
+        gate = averager.gates.coming  # those of no size end wherever that helps
+        ends = gate in _LAST or (gate is Gate.DECIDE and not self._terms.in_turn)
         if self._held or (ends and self._window.batches):
-            self._gradients.wait()
-            self._take()
+            self._arrive()
             averager.marks.settle()
             self._send()
 

@@ -240,7 +240,7 @@ class Twice(Correcting):
         """Both windows' mean; where that is not finite the estimate stays, and the scaler hears of it."""
         estimate = self._estimate
         assert estimate is not None
-        self._correction.combine_(mean, arrived.weight, estimate.mean, estimate.weight)
+        self._correction.combine_(mean, arrived.told.weight, estimate.mean, estimate.weight)
         torch.maximum(arrived.used, estimate.used, out=arrived.used)
         if ops.all_finite(mean):
             estimate.restore_()

@@ -30,6 +30,7 @@ from lightning_async.strategies.session import Session
 from lightning_async.strategies.stepping import Stepping
 from lightning_async.strategies.survivors import started
 from lightning_async.trainer import refusals
+from lightning_async.trainer.batch import batch_size
 from lightning_async.trainer.error_file import note_end
 from lightning_async.trainer.names import is_newcomer
 from lightning_async.trainer.pacing import Pacing
@@ -108,8 +109,7 @@ class DriftingStrategy(ReplicatedStrategy):
             refusals.check_survival(owner, config.min_replicas, config.max_replicas, self.world_size)
 
     def setup(self, trainer: Any) -> None:
-        self._trainer = trainer
-        fitting = trainer.state.fn == "fit"
+        self._trainer, fitting = trainer, trainer.state.fn == "fit"
         self.saved.begin_stage(trainer.lightning_module, fitting)
         if self.world is not None and fitting:
             check_checkpoint(self.world, self.saved.origin)
@@ -224,7 +224,7 @@ class DriftingStrategy(ReplicatedStrategy):
         """See `Drifting`."""
         return None if self.averager is None else self.averager.gates
 
-    alone, between_windows = "so there is nothing to average", True
+    alone, between_windows, count = "so there is nothing to average", True, staticmethod(batch_size)
     in_step = served = called = False
 
     def call_with_step(self) -> bool:

@@ -24,7 +24,7 @@ class Estimate:
     """
 
     def __init__(self, optimizer: Optimizer, mean: Tensor, arrived: Reduction) -> None:
-        self.mean, self.weight, self.used = mean.clone(), arrived.weight, arrived.used.clone()
+        self.mean, self.weight, self.used = mean.clone(), arrived.told.weight, arrived.used.clone()
         self.gates = arrived.gates
         self.groups_after: list[dict[str, Any]] = []
         """The optimizer's settings after its step."""

@@ -66,8 +66,8 @@ def take(window: Window, gradients: SynchronousGradients, size: float, ends_epoc
 
 def put(saved: dict[str, Any], window: Window, gradients: SynchronousGradients) -> float | None:
     """Go on with it; the size that the window is to have, where one is open."""
-    if gradients.feedback is not None and "compression" in saved:
-        gradients.feedback.load_state_dict(saved["compression"])
+    if gradients.rounds.feedback is not None and "compression" in saved:
+        gradients.rounds.feedback.load_state_dict(saved["compression"])
     if "window" not in saved:
         return None
     window.load_state_dict(saved["window"])

@@ -68,6 +68,8 @@ class AsyncGradientStrategy(DriftingStrategy):
             ``"broadcast"`` or ``"recompute"``, see `AsyncAveragingStrategy`.
         min_replicas: ranks may be lost as long as so many are left, and these go on: they reduce the windows under way
             again, among themselves. None (default): half of those that were started, rounded up; over Horovod all.
+        max_replicas: ranks that come while others train are taken in until there are so many, see
+            `AsyncAveragingStrategy`. None (default): as many as began.
         deadlines: how long to wait for what.
         part_mb: payloads move in parts of at most this many MiB. Default 16.
         transport: see `AsyncAveragingStrategy`.
@@ -96,6 +98,7 @@ class AsyncGradientStrategy(DriftingStrategy):
         compression: GradientCompression | CompressionName = "none",
         buffers: BufferPolicy = "average",
         min_replicas: int | None = None,
+        max_replicas: int | None = None,
         deadlines: Deadlines | None = None,
         part_mb: float = 16.0,
         transport: Transport | TransportName = "auto",
@@ -129,8 +132,9 @@ class AsyncGradientStrategy(DriftingStrategy):
             )
         refusals.check_policies(owner, buffers, "keep", "local", part_mb)
         config = AveragerConfig(
-            deadlines=deadlines or Deadlines(), part_bytes=max(4, int(part_mb * 2**20)), min_replicas=min_replicas
-        )
+            deadlines=deadlines or Deadlines(), part_bytes=max(4, int(part_mb * 2**20)), min_replicas=min_replicas,
+            max_replicas=max_replicas,
+        )  # fmt: skip
         super().__init__(DeltaMean(), Synchronous(), config, buffers=buffers, transport=transport)
         self.updates: Updates | None = None
         self._undo: list[Undo] = []

@@ -57,7 +57,7 @@ class ManualWindows(Accumulating):
         gradients: SynchronousGradients,
         meet: Callable[[Gate], Arrival],
     ) -> None:
-        gradients.apart = True
+        gradients.rounds.apart = True
         self.steps = False
         """An optimizer takes a step, in place of asking for one."""
         self._params = [{p for group in each.param_groups for p in group["params"]} for each in strategy.optimizers]
@@ -69,7 +69,7 @@ class ManualWindows(Accumulating):
         """Samples since any optimizer has asked for a step."""
         self._asked = False
         super().__init__(strategy, averager, gradients, meet)
-        self._updates.each = len(self._params)
+        self._terms.updates.each = len(self._params)
         window = averager.gathered
         averager.gathered = lambda: self._pending() | (window() or {}) or None
 
@@ -113,10 +113,10 @@ class ManualWindows(Accumulating):
         self._see_batch()
         number = self._strategy.optimizers.index(optimizer)
         if not self._window.batches:
-            self._open()
+            self._size = self._terms.size
         samples, self._behind[number] = self._behind[number] or self._batch_samples, 0.0
         self._counted.discard(number)
-        self._window.add_(samples, self._scale, self._averager.step, self._params[number])
+        self._window.add_(samples, self._terms.scale, self._averager.step, self._params[number])
         self._asked = True
 
     def after_batch(self) -> None:
@@ -124,10 +124,10 @@ class ManualWindows(Accumulating):
         if self._asked:
             self._window.count(self._uncounted + self._batch_samples)
             self._uncounted = 0.0
-            self._updates.on_gathered()
+            self._terms.updates.on_gathered()
         else:
             self._uncounted += self._batch_samples
-        if self._asked or self._updates.ends_epoch:
+        if self._asked or self._terms.updates.ends_epoch:
             super().after_batch()
 
     def _see_batch(self) -> None:
@@ -151,11 +151,11 @@ class ManualWindows(Accumulating):
 
     def take(self, change: Change) -> bool:
         before = self._seen
-        self._updates.take_each(self._each(change))
+        self._terms.updates.take_each(self._each(change))
         return self._seen > before
 
     def _each(self, change: Change) -> Iterator[Callable[[], None]]:
-        arrived, scale, replica = self._gradients.arrived, self._scale, self._gradients.replica
+        arrived, scale, replica = self._gradients.arrived, self._terms.scale, self._gradients.replica
         assert arrived is not None
         self._gradients.take_(scale, change)
         used = {
@@ -167,7 +167,7 @@ class ManualWindows(Accumulating):
 
     def _step(self, optimizer: Optimizer, params: set[Any], scale: float) -> None:
         def closure() -> None:
-            if (now := self._scale) != scale:  # the scaler has changed it with another optimizer's step
+            if (now := self._terms.scale) != scale:  # the scaler has changed it with another optimizer's step
                 for p in params:
                     p.grad.mul_(now / scale)
 

@@ -26,7 +26,6 @@ from lightning_async.rules.schedules.protocol import Action, Step
 from lightning_async.strategies.saved_state import SavedState
 from lightning_async.strategies.stepping import Steps, learning_rate
 from lightning_async.strategies.writes import Writes
-from lightning_async.trainer.batch import batch_size
 from lightning_async.trainer.own_gradients import changes_gradients
 from lightning_async.trainer.patches import Undo, replace, take_back
 
@@ -124,7 +123,7 @@ class Pushing:
             if self._under_way is not None and self._under_way.done():
                 self._finish()  # newer weights have come by now
             self._samples, self._told, self._spent = 0.0, 0.0, False
-        self._samples += batch_size(batch)
+        self._samples += self._strategy.count(batch)
         if self._strategy.buffers == "recompute":
             self.recent.append(batch)
 

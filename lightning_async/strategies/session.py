@@ -117,7 +117,9 @@ class Session:
         connection.membership.on_change = on_change
         self.averager = BackgroundAverager(control, strategy.rule, strategy.schedule, config)
         averager = self.averager
-        gradients = SynchronousGradients(control, averager.gates, averager.synchronous_step, averager.wing.weigh_step)
+        self.gradients = gradients = SynchronousGradients(
+            control, averager.gates, averager.synchronous_step, averager.wing.weigh_step
+        )
         self.averager.summary.totals = None if strategy.make_totals is None else strategy.make_totals()
         self._saved = saved
         saved.resume(self.averager, strategy.global_rank, strategy.world_size)

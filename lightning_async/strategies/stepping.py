@@ -14,7 +14,6 @@ from lightning_async.engine.gradients.synchronous import SynchronousGradients
 from lightning_async.engine.header import Arrival, Gate
 from lightning_async.engine.replica import BufferPolicy, OptimizerPolicy
 from lightning_async.rules.schedules.protocol import Action, Schedule, Step
-from lightning_async.trainer.batch import batch_size
 from lightning_async.trainer.own_gradients import changes_gradients
 
 __all__ = ["Stepping", "Steps", "learning_rate", "loss_scale"]
@@ -33,6 +32,7 @@ class Steps(Protocol):
     buffers: BufferPolicy
     optimizer_state_policy: OptimizerPolicy
     schedule: Schedule
+    count: Callable[[Any], float]
 
     @property
     def global_rank(self) -> int: ...
@@ -95,7 +95,7 @@ class Stepping:
         """The training thread has a batch."""
         self.finish_batch()
         self._averager.gates.resume()
-        self._samples += batch_size(batch)
+        self._samples += self._strategy.count(batch)
         if self._strategy.buffers == "recompute":
             self.recent.append(batch)
         if not self._strategy.module.automatic_optimization:
@@ -118,7 +118,7 @@ class Stepping:
 
     def step(self, closure: Callable[[], Any], run: Callable[[Callable[[], Any]], Any]) -> Any:
         """Automatic optimization: ``run`` the optimizer's step with this ``closure``, or its synchronous kind."""
-        planned = self._averager.plan(self._meet)
+        planned, self._gradients.told = self._averager.plan(self._meet), None
         before = self._seen
         output = run(self._synchronised(closure) if planned.action is Action.GRADIENTS else closure)
         self._tick(planned, stepped=self._seen > before)

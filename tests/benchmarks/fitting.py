@@ -78,7 +78,7 @@ def fit(
         strategy=strategy,
         # The meter comes last, so that what the other callbacks do is in the step.
         callbacks=[*callbacks, meter],
-        max_steps=-1 if job.seconds is not None else job.warmup + job.steps,
+        max_steps=-1 if job.seconds is not None else (job.warmup + job.steps) // job.accumulate,
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,

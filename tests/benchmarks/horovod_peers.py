@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from tests.benchmarks.measured import Job, Meter, RankResult, note_step
 
-__all__ = ["DEPTH", "ddp", "optimizer_in_lightning", "optimizer_raw", "strategy", "synchronous"]
+__all__ = ["DEPTH", "ddp", "optimizer_in_lightning", "optimizer_raw", "strategy", "synchronous", "windows"]
 
 DEPTH = 24
 SAMPLES = 2
@@ -84,15 +84,16 @@ def _wrapped(module: nn.Module) -> Any:
     return hvd.DistributedOptimizer(optimizer, named_parameters=module.named_parameters())
 
 
-def _fit(job: Job, module: Wide, strategy: Strategy, num_nodes: int = 1) -> RankResult:
+def _fit(job: Job, module: Wide, strategy: Strategy, num_nodes: int = 1, accumulate: int = 1) -> RankResult:
     meter = Meter(job)
     trainer = pl.Trainer(
+        accumulate_grad_batches=accumulate,
         accelerator="cpu",
         devices=1,
         num_nodes=num_nodes,
         strategy=strategy,
         callbacks=[meter],
-        max_steps=job.warmup + job.steps,
+        max_steps=(job.warmup + job.steps) // job.accumulate,
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,
@@ -105,7 +106,8 @@ def _fit(job: Job, module: Wide, strategy: Strategy, num_nodes: int = 1) -> Rank
 
 def ddp(job: Job) -> RankResult:
     """Lightning's DDPStrategy over Gloo."""
-    return _fit(job, Wide(job.width), DDPStrategy(process_group_backend="gloo"), num_nodes=job.num_replicas)
+    strategy = DDPStrategy(process_group_backend="gloo")
+    return _fit(job, Wide(job.width), strategy, job.num_replicas, job.accumulate)
 
 
 def strategy(job: Job) -> RankResult:
@@ -120,6 +122,13 @@ def synchronous(job: Job) -> RankResult:
     from lightning_async import AsyncAveragingStrategy, Synchronous
 
     return _fit(job, Wide(job.width), AsyncAveragingStrategy(schedule=Synchronous()), num_nodes=job.num_replicas)
+
+
+def windows(job: Job) -> RankResult:
+    """Several batches a step, over torch, without a delay."""
+    from lightning_async import AsyncGradientStrategy
+
+    return _fit(job, Wide(job.width), AsyncGradientStrategy(job.accumulate, delay=0), num_nodes=job.num_replicas)
 
 
 def optimizer_in_lightning(job: Job) -> RankResult:

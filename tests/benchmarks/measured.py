@@ -37,6 +37,7 @@ class Job:
         rates: learning rate of steps of a batch, power of the batches that it goes with, and factor where it is late.
         look_s: seconds from one look at the held-out loss to the next; 0 for none.
         width: of the layers of the wide model, which has 24 of them.
+        accumulate: batches of an optimizer step, of peers that are bound by their gradients.
     """
 
     peer: str
@@ -56,6 +57,7 @@ class Job:
     rates: tuple[float, float, float] = (2e-3, 1 / 3, 0.5)
     look_s: float = 0.0
     width: int = 1024
+    accumulate: int = 1
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

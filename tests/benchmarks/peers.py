@@ -50,7 +50,8 @@ def single(job: Job) -> RankResult:
 
 def ddp(job: Job) -> RankResult:
     """Lightning's DDPStrategy over Gloo."""
-    return fit(job, DDPStrategy(process_group_backend="gloo"), num_nodes=job.num_replicas)
+    strategy = DDPStrategy(process_group_backend="gloo")
+    return fit(job, strategy, num_nodes=job.num_replicas, accumulate=job.accumulate)
 
 
 def ddp_raw(job: Job) -> RankResult:
@@ -115,6 +116,12 @@ def _synchronous(job: Job) -> RankResult:
     from lightning_async import Synchronous
 
     return ours(job, "DeltaMean", Synchronous())
+
+
+def _windows(job: Job) -> RankResult:
+    from lightning_async import AsyncGradientStrategy
+
+    return fit(job, AsyncGradientStrategy(job.accumulate, delay=0), num_nodes=job.num_replicas)
 
 
 def _probe_compute(work: Work) -> Callable[[Job], RankResult]:
@@ -192,6 +199,7 @@ PEERS: dict[str, Peer] = {
         ours=True,
         horovod=True,
     ),
+    "ours windows": Peer(about="ours, gradients, delay=0", run=_windows, ours=True),
     **gradient_peers.PEERS,
     "beginning of gradients": gradient_peers.BEGINNING,
     "wide ddp": Peer(about="Lightning's DDPStrategy, Gloo", run=horovod_peers.ddp, sync_every=1),
@@ -209,6 +217,7 @@ PEERS: dict[str, Peer] = {
     ),
     "wide ours": Peer(about="ours, HorovodStrategy", run=horovod_peers.strategy, sync_every=1, ours=True, horovod=True),
     "wide synchronous": Peer(about="ours, Synchronous", run=horovod_peers.synchronous, sync_every=1, ours=True),
+    "wide windows": Peer(about="ours, gradients, delay=0", run=horovod_peers.windows, ours=True),
     "probe compute": Peer(about="unpadded compute, all replicas at once", run=_probe_compute(small)),
     "probe language": Peer(about="the same of the batches that gradients are of", run=_probe_compute(language())),
     "probe round": Peer(about="blocking all-reduce of the model", run=probe_round),

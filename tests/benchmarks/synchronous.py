@@ -2,6 +2,9 @@
 
 Both train a model with next to no compute, of 1, 10 and 100 MB of gradients, and the char-level transformer; first
 where nothing limits the link, then over a slow one. A repeat has both, one after the other.
+
+With ``--accumulate 4`` a step is of four batches: DDP accumulates them, and beside it are windows of as many, without a
+delay. Milliseconds are those of a batch then.
 """
 
 from __future__ import annotations
@@ -28,8 +31,9 @@ from tests.benchmarks.scenarios import START_S, interleave, job_on, say, step_ti
 __all__ = ["Compared", "cpu_time", "main", "parse", "width_of"]
 
 MODULE = "tests.benchmarks.synchronous"
-SIZES = (1, 10, 100)
+SIZES = (0, 1, 10, 100)
 WIDE, CHAR = ("wide ddp", "wide synchronous"), ("ddp", "ours synchronous")
+WIDE_WINDOWS, CHAR_WINDOWS = ("wide ddp", "wide windows"), ("ddp", "ours windows")
 
 
 @dataclass(kw_only=True)
@@ -73,11 +77,17 @@ def cpu_time(job: Job, ranks: Sequence[RankResult]) -> float:
 
 def compare(link: Link, megabytes: float, options: argparse.Namespace) -> Compared:
     """Both on one link; no ``megabytes``: the transformer."""
-    peers, steps = (WIDE if megabytes else CHAR), options.steps
+    each = options.accumulate
+    wide, char = (WIDE, CHAR) if each == 1 else (WIDE_WINDOWS, CHAR_WINDOWS)
+    peers, steps = (wide if megabytes else char), options.steps
     if link.rate_mbit is not None:  # a step sends all gradients once, and takes that long
         steps = max(3, min(steps, round(options.seconds / ((megabytes or 6.6) * 8 / link.rate_mbit))))
     jobs = [
-        replace(job_on(link, peer, options.replicas, warmup=5, steps=steps), width=width_of(megabytes) or 1024)
+        replace(
+            job_on(link, peer, options.replicas, warmup=5 * each, steps=steps * each),
+            width=width_of(megabytes) or 1024,
+            accumulate=each,
+        )
         for peer in peers
     ]
     outcomes, load = interleave(
@@ -87,7 +97,8 @@ def compare(link: Link, megabytes: float, options: argparse.Namespace) -> Compar
         lambda *done: f"{step_time(*done) * 1e3:.2f} ms/step, {cpu_time(*done) * 1e3:.2f} ms of processors",
     )
     where = "loopback" if link.rate_mbit is None else f"{link.rate_mbit:g} Mbit/s"
-    found = Compared(about=f"{megabytes:g} MB" if megabytes else "transformer, 6.6 MB", link=where)
+    about = f"{megabytes:g} MB" if megabytes else "transformer, 6.6 MB"
+    found = Compared(about=about if each == 1 else f"{about}, {each} batches a step", link=where)
     for number, peer in enumerate(peers):
         if (error := outcomes[peer].error) is not None:
             raise RuntimeError(error)
@@ -101,7 +112,7 @@ def compare(link: Link, megabytes: float, options: argparse.Namespace) -> Compar
 def markdown(all_: Sequence[Compared]) -> str:
     """A table of it."""
     head = [
-        "| gradients | link | DDP, ms | `Synchronous()`, ms | ratio | DDP, ms of processors | ours | ratio |",
+        "| gradients | link | DDP, ms | ours, ms | ratio | DDP, ms of processors | ours | ratio |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     return "\n".join([*head, *(each.row() for each in all_)])
@@ -115,6 +126,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--links", nargs="+", choices=("loopback", "speed"), default=("loopback", "speed"))
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5, help="how often each of the two runs")
+    parser.add_argument("--accumulate", type=int, default=1, help="batches of a step; more than one: windows")
     parser.add_argument("--steps", type=int, default=100, help="that are measured, where the link allows")
     parser.add_argument("--seconds", type=float, default=20.0, help="on the slow link, about so long")
     parser.add_argument("--rate-mbit", type=float, default=RATE_MBIT)

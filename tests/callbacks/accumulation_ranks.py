@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_async import AdaptiveGradientAccumulation, EveryNSteps, Synchronous
+from lightning_async import AdaptiveGradientAccumulation, EveryNSteps, ParameterServerStrategy, Synchronous, Warmup
+from lightning_async.callbacks.probes import TimesProbe
 from lightning_async.data.partitioned import PartitionedSampler
 from lightning_async.data.partitions import Partition, Sequential, Weighted
-from lightning_async.rules.accumulation import ByStep, CommunicationShare, NoiseScale
+from lightning_async.rules.accumulation import ByStep, CommunicationShare, NoiseScale, Times
 from lightning_async.trainer.namespace import pl
 from tests.callbacks.problem import Line, values
 from tests.callbacks.ranks import ddp
@@ -22,10 +24,10 @@ SIZES = [[4, 4, 4, 4, 4, 4, 4, 3], [4, 4, 4, 4, 4, 4, 4, 1]]
 """Of the batches of each rank."""
 
 
-def rows(of: int) -> list[Tensor]:
+def rows(of: int, sizes: list[int] | None = None) -> list[Tensor]:
     """The batches of a rank."""
-    data = torch.randn(sum(SIZES[of]), 4, generator=torch.Generator().manual_seed(of))
-    return list(data.split(SIZES[of]))
+    sizes = sizes or SIZES[of]
+    return list(torch.randn(sum(sizes), 4, generator=torch.Generator().manual_seed(of)).split(sizes))
 
 
 class Steps(pl.Callback):
@@ -33,10 +35,14 @@ class Steps(pl.Callback):
 
     def __init__(self) -> None:
         self.at: list[int] = []
+        self.rates: list[float] = []
         self._steps = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._steps = trainer.global_step
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.rates.append(optimizer.param_groups[0]["lr"])
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step > self._steps:
@@ -57,6 +63,7 @@ def fit(strategy: Any, accumulation: AdaptiveGradientAccumulation, data: Sequenc
     summary = getattr(strategy, "summary", None)
     return {
         "values": values(module), "history": module.history, "steps": steps.at, "seen": accumulation.state_dict(),
+        "rates": steps.rates,
         "rounds": None if summary is None else summary.rounds,
         "samples": None if summary is None else summary.samples,
     }  # fmt: skip
@@ -71,6 +78,99 @@ def ddp_by_samples() -> Any:
 def synchronous_by_samples() -> Any:
     strategy = together(schedule=Synchronous(), deadlines=PATIENT)
     return fit(strategy, AdaptiveGradientAccumulation(base_batch_size=4, target_batch_size=24))
+
+
+def synchronous(accumulation: AdaptiveGradientAccumulation, **options: Any) -> Any:
+    return fit(together(schedule=Synchronous(), deadlines=PATIENT, **options), accumulation)
+
+
+@scenario
+def synchronous_by_number() -> Any:
+    """The last batches have 3 samples and 1."""
+    return synchronous(AdaptiveGradientAccumulation(2, lr_scaling="linear"))
+
+
+@scenario
+def synchronous_by_count() -> Any:
+    return synchronous(AdaptiveGradientAccumulation(2, lr_scaling="linear", count=tokens))
+
+
+def tokens(batch: Tensor) -> Any:
+    """What a batch counts."""
+    return 2.0 + (batch[0, 0] > 0)
+
+
+@scenario
+def synchronous_first() -> Any:
+    """Synchronous steps, in which replicas have equal rates, then steps of each one's own."""
+    strategy = together(schedule=Warmup(EveryNSteps(100), steps=2), deadlines=PATIENT)
+    return fit(strategy, AdaptiveGradientAccumulation(2, lr_scaling="linear"))
+
+
+@scenario
+def synchronous_by_noise() -> Any:
+    """Rank 1 sees ten times the noise of rank 0."""
+    policy = NoiseScale(minimum=16, maximum=64, every=1, decay=0.0)
+    accumulation = AdaptiveGradientAccumulation(base_batch_size=4, target_batch_size=policy, lr_scaling="linear")
+    data = [each * 10 ** rank() for each in rows(rank(), [4] * 16)]
+    return fit(together(schedule=Synchronous(), deadlines=PATIENT), accumulation, data)
+
+
+@scenario
+def synchronous_by_communication() -> Any:
+    """Rank 1 measures other times than rank 0."""
+    policy = CommunicationShare(every=1, maximum=4)
+    accumulation = AdaptiveGradientAccumulation(policy, lr_scaling="linear")
+    told = TimesProbe.end_period
+
+    def measured(probe: Any, mean: Any) -> Any:
+        return told(probe, mean) and {"times": Times(1.0, 0.4 if rank() else 0.25)}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TimesProbe, "end_period", measured)
+        return fit(together(schedule=Synchronous(), deadlines=PATIENT), accumulation, rows(rank(), [4] * 16))
+
+
+def served(mode: str, accumulation: AdaptiveGradientAccumulation, **options: Any) -> Any:
+    return fit(ParameterServerStrategy(mode, min_replicas=2, **options), accumulation)
+
+
+@scenario
+def served_by_samples() -> Any:
+    return served("sync", AdaptiveGradientAccumulation(base_batch_size=4, target_batch_size=24))
+
+
+@scenario
+def served_by_schedule() -> Any:
+    return served("sync", AdaptiveGradientAccumulation(ByStep({0: 3, 1: 2, 2: 1})))
+
+
+@scenario
+def served_apart() -> Any:
+    """Each push is a step, with the rate of its own samples."""
+    return served("async", AdaptiveGradientAccumulation(3, lr_scaling="linear"))
+
+
+@scenario
+def served_changes() -> Any:
+    """The optimizers are the workers', each of which steps by itself."""
+    return served("sync", AdaptiveGradientAccumulation(3, lr_scaling="linear"), update_on_server=False)
+
+
+@scenario
+def served_in_step_with_rates() -> Any:
+    return served("sync", AdaptiveGradientAccumulation(2, lr_scaling="linear"))
+
+
+@scenario
+def served_at_first_with_rates() -> Any:
+    return served("async", AdaptiveGradientAccumulation(2, lr_scaling="sqrt"), warmup_steps=2)
+
+
+@scenario
+def served_by_noise() -> Any:
+    policy = NoiseScale(minimum=16, maximum=64)
+    return served("sync", AdaptiveGradientAccumulation(base_batch_size=4, target_batch_size=policy))
 
 
 @scenario
@@ -136,6 +236,11 @@ def parts(strategy: Any, partition: Partition, accumulation: AdaptiveGradientAcc
 @scenario
 def ddp_has_parts() -> Any:
     return parts(ddp(), Sequential(), AdaptiveGradientAccumulation(3))
+
+
+@scenario
+def ddp_has_unequal_parts() -> Any:
+    return parts(ddp(), Weighted({1: 3.0}), AdaptiveGradientAccumulation(3))
 
 
 @scenario

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,24 +11,27 @@ import torch
 
 from lightning_async.data.partitions import Weighted
 from lightning_async.rules.accumulation import estimate
-from tests.callbacks.accumulation_ranks import rows
+from tests.callbacks.accumulation_ranks import rows, tokens
 from tests.callbacks.problem import Line, values
 from tests.strategies.workers import Outcomes
 
 SCENARIOS = "tests.callbacks.accumulation_ranks"
 
 
-def by_hand(windows: Sequence[int], linear: bool = False) -> list[float]:
-    """SGD in float64 over the samples of both ranks' batches."""
+def by_hand(windows: Sequence[int], linear: bool = False, counts: Any = len) -> list[float]:
+    """SGD in float64 over the samples of both ranks' batches, each of which ``counts`` as so many."""
     torch.manual_seed(0)
     module = Line().double()
     left = iter(zip(rows(0), rows(1), strict=True))
+    base = sum(float(counts(rows(of)[0])) for of in (0, 1))
     for n in windows:
-        data = torch.cat([each for _ in range(n) for each in next(left)]).double()
-        gradients = torch.autograd.grad((module.layer(data) - 2 * data).square().mean(), list(module.parameters()))
+        batches = [each.double() for _ in range(n) for each in next(left)]
+        losses = [float(counts(each)) * (module.layer(each) - 2 * each).square().mean() for each in batches]
+        counted = sum(float(counts(each)) for each in batches)
+        gradients = torch.autograd.grad(sum(losses) / counted, list(module.parameters()))  # type: ignore[arg-type]
         with torch.no_grad():
             for p, g in zip(module.parameters(), gradients, strict=True):
-                p -= 0.1 * (len(data) / 8 if linear else 1) * g
+                p -= 0.1 * (counted / base if linear else 1) * g
     return values(module)
 
 
@@ -48,6 +52,59 @@ def test_synchronous_steps_of_the_engine_have_the_same_mean(ranks: Outcomes):
     told = alike(ranks("synchronous_by_samples"))
     assert told["steps"] == [2, 5, 7]
     assert told["values"] == pytest.approx(by_hand([3, 3, 2]), rel=1e-5)
+
+
+def test_replicas_in_step_have_one_rate_by_the_samples_of_all(ranks: Outcomes):
+    told = alike(ranks("synchronous_by_number"))
+    assert told["rates"] == pytest.approx([0.2, 0.2, 0.2, 0.15])  # 4 and 3 samples, 4 and 1
+    assert told["values"] == pytest.approx(by_hand([2, 2, 2, 2], linear=True), rel=1e-5)
+    told = alike(ranks("synchronous_by_count"))
+    assert told["rates"] == pytest.approx([0.2, 0.225, 0.2, 0.25])
+    assert told["values"] == pytest.approx(by_hand([2, 2, 2, 2], linear=True, counts=tokens), rel=1e-5)
+    first, second = ranks("synchronous_first")  # then each has its own
+    assert first["rates"] == pytest.approx([0.2, 0.2, 0.2, 0.175])
+    assert second["rates"] == pytest.approx([0.2, 0.2, 0.2, 0.125])
+    assert first["history"][:4] == second["history"][:4] and first["history"][6] != second["history"][6]
+
+
+def test_replicas_in_step_take_sizes_that_the_first_has_measured(ranks: Outcomes):
+    """One window late, as all hear of it with that one's gradients."""
+    told = ranks("synchronous_by_noise")
+    found = [each["seen"]["seen"]["noise"][1] / each["seen"]["seen"]["noise"][0] for each in told]
+    assert found[0] != pytest.approx(found[1], rel=0.1)
+    alike(told)
+    assert len({b - a for a, b in itertools.pairwise([-1, *told[0]["steps"]])}) > 1
+    first = alike(ranks("synchronous_by_communication"))
+    assert first["steps"] == [1, 3, 6, 9, 12, 15]  # rank 1 alone would have 4 batches
+    assert first["rates"] == pytest.approx([0.2, 0.2, *[0.3] * 4])
+    for told in (ranks("synchronous_by_noise"), ranks("synchronous_by_communication")):
+        assert told[0]["rates"] == told[1]["rates"] and told[0]["history"] == told[1]["history"]
+
+
+def test_servers_have_the_mean_over_the_samples_of_all_workers(ranks: Outcomes):
+    told = alike(ranks("served_by_samples"))
+    assert told["steps"] == [2, 5, 7]
+    assert told["values"] == pytest.approx(by_hand([3, 3, 2]), rel=1e-5)
+    told = alike(ranks("served_by_schedule"))
+    assert told["steps"] == [2, 4, 5, 6, 7]
+    assert told["values"] == pytest.approx(by_hand([3, 2, 1, 1, 1]), rel=1e-5)
+
+
+def test_workers_that_step_by_themselves_have_rates_of_their_own(ranks: Outcomes):
+    for name in ("served_apart", "served_changes"):
+        first, second = ranks(name)
+        assert first["rates"] == pytest.approx([0.3, 0.3, 0.175])  # 4 and 3 samples, of 4 in a batch
+        assert second["rates"] == pytest.approx([0.3, 0.3, 0.125])
+
+
+def test_servers_refuse_what_workers_cannot_know_in_time(ranks: Outcomes):
+    for error in ranks.errors("served_in_step_with_rates"):
+        assert "(lr_scaling='linear')` with `ParameterServerStrategy(mode='sync')`" in error
+        assert "Leave `lr_scaling` out, or take `AsyncAveragingStrategy(schedule=Synchronous())`" in error
+    for error in ranks.errors("served_at_first_with_rates"):
+        assert "(lr_scaling='sqrt')` with `ParameterServerStrategy(warmup_steps=2)`" in error
+    for error in ranks.errors("served_by_noise"):
+        assert "`NoiseScale(maximum=64, minimum=16" in error and "each worker measures by itself" in error
 
 
 def test_windows_that_change_in_mid_epoch_never_mix(ranks: Outcomes):
@@ -107,6 +164,9 @@ def test_partitions_learn_which_rank_this_is_and_parts_may_be_unequal(ranks: Out
     first, second = ranks("ddp_has_parts")
     assert (first["seen"], second["seen"]) == (list(range(20)), list(range(20, 40)))
     assert first["steps"] == second["steps"] == [2, 4]
+    for error in ranks.errors("ddp_has_unequal_parts"):
+        assert error.startswith("ValueError: `PartitionedSampler(partition=Weighted(")
+        assert "its parts of 40 samples are unequal (10, 30), and ranks under DDP and Horovod take every step" in error
     first, second = ranks("drifting_has_parts")
     assert sorted(first["seen"] + second["seen"]) == list(range(40))
     assert first["seen"] == Weighted({1: 3.0}).part(40, ["0", "1"], 0, 0).tolist()

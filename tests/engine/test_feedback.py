@@ -90,7 +90,7 @@ def small(rank: FaultyRank) -> Any:
     draw = torch.Generator().manual_seed(rank.number)
     rank.goal = torch.randn(rank.x.shape, generator=draw)  # pyright: ignore[reportAttributeAccessIssue]
     rank.train(6, samples=1.0 + rank.number)
-    feedback = rank.gradients.feedback
+    feedback = rank.gradients.rounds.feedback
     assert feedback is not None
     return rank.x.clone(), feedback.residual.clone(), rank.averager.control.mailbox.failed
 

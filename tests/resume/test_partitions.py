@@ -210,5 +210,9 @@ def test_which_part_is_this_ranks_is_known_from_the_launcher(monkeypatch: pytest
     monkeypatch.setenv("HOROVOD_RANK", "1")
     sampler = PartitionedSampler([1, 2, 3, 4], Sequential())
     assert list(sampler) == [2, 3]
+    uneven = PartitionedSampler([1, 2, 3, 4, 5], Sequential())
+    with pytest.raises(ValueError, match=r"parts of 5 samples are unequal \(\d, \d\), and ranks under DDP and Horovod"):
+        iter(uneven)
+    assert list(PartitionedSampler([1, 2, 3, 4, 5], Sequential(), 2, 0)) == [0, 1, 2]  # batches are equal, says who
     sampler.number(["0", "4", "7"], 2)
     assert (list(sampler), len(sampler), sampler.num_replicas, sampler.rank) == ([3], 1, 3, 2)

@@ -27,9 +27,56 @@ def strategy(*args: Any, **options: Any) -> AsyncGradientStrategy:
     return AsyncGradientStrategy(*args, min_replicas=2, deadlines=PATIENT, **options)
 
 
+def watch_passes(module: Any) -> list[bool]:
+    """Of each backward pass to come, whether gradients of this rank are on their way within it."""
+    seen: list[bool] = []
+
+    def see(_: Any) -> None:
+        seen.append(module.trainer.strategy._session.stepping._gradients.in_flight)
+
+    next(module.parameters()).register_hook(see)
+    return seen
+
+
 @scenario
 def no_delay() -> Any:
-    return fit(strategy(3, delay=0), loader(shard((12, 12))), Net(optimizer=momentum), max_epochs=2)
+    module = Net(optimizer=momentum)
+    seen = watch_passes(module)
+    return fit(strategy(3, delay=0), loader(shard((12, 12))), module, max_epochs=2) | {"on_their_way": seen}
+
+
+class Doubles(Net):
+    """Changes gradients behind the backward pass, in a way that leaves no trace."""
+
+    def on_after_backward(self) -> None:
+        for p in self.parameters():
+            if p.grad is not None:
+                p.grad.data *= 2.0
+
+
+class Doubled(Net):
+    """Its gradients are as large from the beginning."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return 2.0 * super().training_step(batch, batch_idx)
+
+
+@scenario
+def changed_behind_the_pass() -> Any:
+    told = []
+    for kind in (Doubles, Doubled):
+        module = kind(optimizer=momentum)
+        seen = watch_passes(module)
+        told.append([fit(strategy(2, delay=0), loader(shard((4, 4))), module)["digest"], seen])
+    return told
+
+
+@scenario
+def ddp() -> Any:
+    """The same by Lightning's own strategy."""
+    module, plain = Net(optimizer=momentum), pytorch("strategies").DDPStrategy(process_group_backend="gloo")
+    make_trainer(plain, max_epochs=2, accumulate_grad_batches=3).fit(module, loader(shard((12, 12))))
+    return problem.flat(module)
 
 
 @scenario
@@ -124,7 +171,9 @@ def steps_and_schedulers() -> Any:
 
 @scenario
 def warm() -> Any:
-    return watch(strategy(2, warmup_steps=2), loader(shard((12, 12))))
+    module = Watched()
+    seen = watch_passes(module)
+    return watch(strategy(2, warmup_steps=2), loader(shard((12, 12))), module) | {"on_their_way": seen}
 
 
 @scenario
@@ -245,16 +294,25 @@ def until_reduced_uneven() -> Any:
     )  # fmt: skip
 
 
-@scenario
-def another_number_in_mid_epoch() -> Any:
+class AnotherNumber(Net):
     """4, then 3: a window that has begun keeps its size."""
 
-    class Changes(Watched):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 5:
-                self.trainer.strategy.accumulate = 3
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 5:
+            self.trainer.strategy.accumulate = 3
+
+
+@scenario
+def another_number_in_mid_epoch() -> Any:
+    class Changes(AnotherNumber, Watched): ...
 
     return watch(strategy(4, delay=0), loader(shard((14, 14))), Changes())
+
+
+@scenario
+def another_number_with_momentum() -> Any:
+    """Without delay, and with it."""
+    return [fit(strategy(4, delay), loader(shard((14, 14))), AnotherNumber(optimizer=momentum)) for delay in (0, 1)]
 
 
 class Odd(Net):

@@ -111,7 +111,7 @@ def train(
         max_replicas=most,
     )  # fmt: skip
     if windows is not None:
-        strategy = AsyncGradientStrategy(windows, deadlines=DEADLINES, min_replicas=fewest)
+        strategy = AsyncGradientStrategy(windows, deadlines=DEADLINES, min_replicas=fewest, max_replicas=most)
     if served is not None:
         strategy = ParameterServerStrategy(served, deadlines=DEADLINES, min_replicas=fewest)
     module = UntilBack(deaths, mode, most or RANKS, leaves)

@@ -120,7 +120,8 @@ def survive(
     pause_s: float = 0.01,
     deadlines: Deadlines = DEADLINES,
     synchronous: bool = False,
-    windows: int | Literal["until_reduced"] | None = None,
+    windows: int | Literal["until_reduced", "balanced"] | None = None,
+    compression: Any = "none",
     correction: Literal["EstimateCommit", "WeightPrediction"] | None = None,
     served: Literal["async", "sync", "ssp"] | None = None,
     replicas: bool = False,
@@ -133,7 +134,10 @@ def survive(
     )
     if windows is not None:
         corrects = None if correction is None else getattr(lightning_async, correction)()
-        strategy = AsyncGradientStrategy(windows, correction=corrects, deadlines=deadlines, min_replicas=min_replicas)
+        strategy = AsyncGradientStrategy(
+            lightning_async.BalancedWindows(2) if windows == "balanced" else windows, correction=corrects,
+            compression=compression, deadlines=deadlines, min_replicas=min_replicas,
+        )  # fmt: skip
     if served is not None:
         servers: Any = {"num_servers": 2, "shard_replicas": 1, "bigarray_bound": 1} if replicas else {}
         strategy = ParameterServerStrategy(served, deadlines=deadlines, min_replicas=min_replicas, **servers)

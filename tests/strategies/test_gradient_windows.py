@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,7 +28,7 @@ UNEQUAL: Shards = (batches(0, 12, 3), batches(1, 12, 9))
 
 def reference(
     shards: Shards,
-    size: int,
+    size: int | Sequence[int],
     delay: int,
     *,
     epochs: int = 1,
@@ -40,6 +41,8 @@ def reference(
 ) -> tuple[list[float], int]:
     """The parameters and the number of steps, in float64; ``gates`` come after so many batches of an epoch."""
     module, steps = problem.network().double(), 0
+    sizes = [size] * len(shards[0]) if isinstance(size, int) else size
+    closes = {*itertools.accumulate(sizes)}
     stepper = optimizer(module.parameters())
     flying: list[Tensor] | None = None
     before, since = [p.detach().clone() for p in module.parameters()], 0
@@ -69,7 +72,7 @@ def reference(
                 for t, g in zip(total, torch.autograd.grad(loss, list(module.parameters())), strict=True):
                     t.add_(g, alpha=len(x))
                 samples += len(x)
-            if i % size == 0 or i == len(shards[0]):
+            if i in closes or i == len(shards[0]):
                 step()
                 flying, since = [t / samples for t in total], began
                 total, samples, began = [torch.zeros_like(t) for t in total], 0, steps
@@ -108,6 +111,22 @@ def test_without_delay_windows_are_accumulation_of_ddp(ranks: Outcomes) -> None:
     """Windows that divide the epoch: Lightning scales a shorter one by the number of batches of a whole one."""
     expected = flat(train_alone(joined(*EQUAL), epochs=2, accumulate=3, optimizer=momentum))
     for told in ranks("no_delay"):
+        assert distance(told["flat"], expected) < 1e-6
+
+
+def test_without_delay_the_last_backward_pass_of_a_window_sends_as_it_goes(ranks: Outcomes) -> None:
+    """And so it does in a warm-up; where gradients change behind it without a trace they leave when it is over."""
+    for told in ranks("no_delay"):
+        assert told["on_their_way"] == [False, False, True] * 8
+    for told in ranks("warm"):
+        assert told["on_their_way"][:4] == [False, True] * 2
+    for (changed, behind), (expected, within) in ranks("changed_behind_the_pass"):
+        assert changed == expected
+        assert (behind, within) == ([False] * 4, [False, True] * 2)
+
+
+def test_without_delay_windows_are_those_of_ddp_itself(ranks: Outcomes) -> None:
+    for told, expected in zip(ranks("no_delay"), ranks("ddp"), strict=True):
         assert distance(told["flat"], expected) < 1e-6
 
 
@@ -210,6 +229,10 @@ def test_another_number_in_mid_epoch_mixes_no_windows(ranks: Outcomes) -> None:
     for told in ranks("another_number_in_mid_epoch"):
         assert [i + 1 for i, step in enumerate(told["is_update"]) if step] == [4, 8, 11, 14]
         assert told["samples"] == 56.0
+    for of in ranks("another_number_with_momentum"):
+        for delay, told in enumerate(of):
+            where, steps = reference((batches(0, 14), batches(1, 14)), [4, 4, 3, 3], delay)
+            assert distance(told["flat"], where) < 1e-5 and told["steps"] == steps == 4
 
 
 def test_tensors_of_unusual_kinds(ranks: Outcomes) -> None:

@@ -144,12 +144,21 @@ def test_a_synchronous_step_in_whose_backward_pass_a_rank_dies_is_taken_by_the_o
         assert sorted(sample for each in told for sample in each[what]["1"]) == list(range(SAMPLES)), what
 
 
-@pytest.mark.parametrize(("windows", "correction"), [(2, "EstimateCommit"), ("until_reduced", "WeightPrediction")])
+@pytest.mark.parametrize(
+    ("windows", "settings"),
+    [
+        (2, {"correction": "EstimateCommit"}),
+        ("until_reduced", {"correction": "WeightPrediction"}),
+        (2, {"compression": "topk"}),
+        ("balanced", {"compression": "powersgd"}),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else None,
+)
 def test_windows_of_gradients_are_reduced_again_by_those_that_are_left(
-    windows: Any, correction: str, tmp_path: Path
+    windows: Any, settings: dict[str, str], tmp_path: Path
 ) -> None:
     """Rank 1 is lost in its third window of two batches of two samples: the others train on what it had not shared."""
-    with three_ranks(tmp_path, {"1": ("step", 0, 5)}, windows=windows, correction=correction, epochs=2) as group:
+    with three_ranks(tmp_path, {"1": ("step", 0, 5)}, windows=windows, epochs=2, **settings) as group:
         told = survivors(group.join(), [1])
     assert [(each["rank"], each["world_size"], each["lost"]) for each in told] == [(0, 2, 1), (1, 2, 1)]
     trained = [sample for each in told for sample in each["trained"]["0"]]

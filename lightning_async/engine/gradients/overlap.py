@@ -80,7 +80,8 @@ class Overlap:
         for i in changed:
             late[i] = 1.0
             (out.gradients[i],) = gradients_of([params[i]])
-        out.tell(backward.filled, torch.cat([used_by(params), late]))
+        used = used_by(params) if out.used is None else torch.maximum(used_by(params), out.used)
+        out.tell(backward.filled, torch.cat([used, late]))
         return out
 
     def give_up(self) -> None:

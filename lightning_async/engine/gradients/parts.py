@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_async.comm.protocols import Pending
 from lightning_async.engine.backward import spans
-from lightning_async.engine.gradients.packing import Plans
+from lightning_async.engine.gradients.packing import Plans, pack_
 from lightning_async.engine.transfer import Transfer
 from lightning_async.flat import FlatLayout
 
@@ -43,6 +43,10 @@ class Outgoing:
         """By parameter; of those parts that are filled."""
         self.filled = 0
         """Parts, from the tail."""
+        self.base: Tensor | None = None
+        """Flat: what goes with them, of backward passes before."""
+        self.used: Tensor | None = None
+        """1.0 for every parameter that has a part in that."""
         self.flags: Tensor | None = None
         """Once all are filled: 1.0 for every parameter that is used, then for every one that changed late."""
         self.withdrawn = self.late = False
@@ -55,10 +59,18 @@ class Outgoing:
         out.filled, out.flags = sys.maxsize, torch.cat([used, torch.zeros_like(used)])
         return out
 
-    def put_(self, part: Tensor, first: int, last: int, share: float) -> None:
-        """A share of the gradients of parameters ``first`` to ``last``, into a part of a bucket."""
+    def put_(self, part: Tensor, first: int, last: int, start: int, share: float) -> None:
+        """A share of the gradients of parameters ``first`` to ``last``, into the part of a bucket that begins there."""
         with self._plans.of(self.gradients[first:last], (first, last)) as plan:
             plan.pack_(part, weight=self._scale * share)
+        if self.base is not None:
+            part.add_(self.base[start : start + part.numel()], alpha=share)
+
+    def all(self) -> Tensor:
+        """All of them, flat, once all are filled; on the training thread."""
+        flat = torch.empty(sum(gradient.numel() for gradient in self.gradients))
+        pack_(self.gradients, flat, self._scale)
+        return flat if self.base is None else flat.add_(self.base)
 
     @property
     def ready(self) -> bool:
@@ -124,8 +136,7 @@ class InParts:
 
         for number, span in enumerate(spans(self._layout)):
             there = there and out is not None and out.wait(lambda n=number: out.filled > n, check)
-            part = self._target[span.start : span.end]
-            self._put_(part, span.first, span.last, there)
+            part = self._put_(span.first, span.last, span.start, span.end, there)
             pending += [transfer.large.all_reduce(each) for each in FlatLayout.parts(part, transfer.part_bytes)]
         if there and out is not None and out.wait(lambda: out.flags is not None, check):
             assert out.flags is not None
@@ -149,15 +160,17 @@ class InParts:
         if flags[-1]:
             return None
         if flags[count:].any():
-            views = self._target.split(self._layout.sizes)
-            for i, (view, changed) in enumerate(zip(views, flags[count:-1].tolist(), strict=True)):
+            start = 0
+            for i, (size, changed) in enumerate(zip(self._layout.sizes, flags[count:-1].tolist(), strict=True)):
                 if changed:
-                    self._put_(view, i, i + 1, self._out is not None)
-                    self._transfer.sum_(view)
+                    self._transfer.sum_(self._put_(i, i + 1, start, start + size, self._out is not None))
+                start += size
         return flags[:count]
 
-    def _put_(self, part: Tensor, first: int, last: int, there: bool) -> None:
+    def _put_(self, first: int, last: int, start: int, end: int, there: bool) -> Tensor:
+        part = self._target[start:end]
         if self._out is None or not there or self._share == 0.0:
             part.zero_()
         else:
-            self._out.put_(part, first, last, self._share)
+            self._out.put_(part, first, last, start, self._share)
+        return part

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from lightning_async.engine.buckets import Exchange, Kind, Message
 from lightning_async.engine.gradients.parts import Outgoing
 
-__all__ = ["GRADIENTS", "GradientMessage", "GradientPlan", "Part", "Reduction"]
+__all__ = ["GRADIENTS", "Before", "GradientMessage", "GradientPlan", "Part", "Reduction", "Told"]
 
 GRADIENTS = 2
 """The priority of synchronous steps: others have messages too while one rank is at such a step, and go with it."""
@@ -24,12 +25,43 @@ class Part(NamedTuple):
         mask: a hash of which parameters have one.
         since: steps that had been taken when the first of them was computed.
         in_parts: 1 where they leave while they are computed, so that the mask is what is expected.
+        samples: behind them.
+        base, size: see `Told`, as this rank would have it; 0 where it does not ask.
     """
 
     weight: float = 0.0
     mask: int = 0
     since: int = 0
     in_parts: int = 0
+    samples: float = 0.0
+    base: float = 0.0
+    size: float = 0.0
+
+
+class Told(NamedTuple):
+    """What ranks have told with gradients that become one: alike on all who step with these.
+
+    Args:
+        weight: of all replicas' gradients.
+        samples: behind them.
+        ranks: how many replicas there are, those without gradients too.
+        base: samples that learning rates are for, of one replica: the mean over those with gradients.
+        size: of the window of gradients that comes, as the first replica with gradients would have it.
+    """
+
+    weight: float = 0.0
+    samples: float = 0.0
+    ranks: int = 0
+    base: float = 0.0
+    size: float = 0.0
+
+    @classmethod
+    def by(cls, parts: Sequence[Part]) -> Told:
+        """What all have told."""
+        if not (having := [p for p in parts if p.weight > 0.0]):
+            return cls()
+        weight, samples, base = (sum(getattr(p, name) for p in having) for name in ("weight", "samples", "base"))
+        return cls(weight, samples, len(parts), base / len(having), having[0].size)
 
 
 @dataclass
@@ -55,6 +87,20 @@ class GradientMessage(Message):
         return self.out is None or self.out.ready
 
 
+class Before(NamedTuple):
+    """What backward passes before the last one of a message have made.
+
+    Args:
+        pack: puts their part of the message into the parameters' part of a bucket; None: there is none.
+        used: 1.0 for every parameter that has a gradient of theirs.
+        since: steps that had been taken when the first gradient was computed.
+    """
+
+    pack: Callable[[Tensor], None] | None
+    used: Tensor
+    since: int
+
+
 class GradientPlan(NamedTuple):
     """Args:
     kind: of the round; None where no replica has a weight.
@@ -74,7 +120,7 @@ class Reduction(Exchange):
         used: which parameters any replica used.
         since: the smallest of all replicas', see `Part`.
         masks_differ: replicas used different ones, or one that follows has none to know them by.
-        weight: of all replicas' gradients.
+        told: what all ranks have told with them.
         gates: that had opened before.
         residual: what compression has yet to deliver once this is committed; None for what it had before.
         in_parts: some replica's leave while they are computed.
@@ -84,7 +130,7 @@ class Reduction(Exchange):
     used: Tensor
     since: int
     masks_differ: bool
-    weight: float
+    told: Told
     gates: int
     residual: Tensor | None = None
     in_parts: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,9 +14,18 @@ from lightning_async.engine.control import ControlPlane
 from lightning_async.engine.gates import Gates
 from lightning_async.engine.gradients.feedback import Feedback, GradientCompression
 from lightning_async.engine.gradients.overlap import Overlap
-from lightning_async.engine.gradients.packing import Plans, divide_, gradients_of, mask_of, pack_, unpack_, used_by
-from lightning_async.engine.gradients.parts import InParts, Outgoing
-from lightning_async.engine.gradients.records import GRADIENTS, GradientMessage, GradientPlan, Part, Reduction
+from lightning_async.engine.gradients.packing import Plans, gradients_of, mask_of, pack_, unpack_, used_by
+from lightning_async.engine.gradients.parts import Outgoing
+from lightning_async.engine.gradients.records import (
+    GRADIENTS,
+    Before,
+    GradientMessage,
+    GradientPlan,
+    Part,
+    Reduction,
+    Told,
+)
+from lightning_async.engine.gradients.rounds import GradientRounds
 from lightning_async.engine.header import Header
 from lightning_async.engine.replica import Replica
 
@@ -23,7 +33,7 @@ __all__ = ["SynchronousGradients"]
 
 
 class SynchronousGradients:
-    """A wing, see `Wing`, and its one kind of round, see `Kind`.
+    """A wing, see `Wing`; what it moves is a round, see `GradientRounds`.
 
     Args:
         control: the control plane; this registers with it.
@@ -34,7 +44,6 @@ class SynchronousGradients:
     """
 
     blank = Part()
-    takes_marks = True
 
     def __init__(
         self,
@@ -45,14 +54,13 @@ class SynchronousGradients:
     ) -> None:
         self._buckets, self._transfer, self._box = control.buckets, control.transfer, control.mailbox
         self.replica: Replica = control.buckets.replica
-        self._control, self._gates, self._on_step, self._weigh = control, gates, on_step, weigh
-        self.apart = False
-        """Parameters' gradients are means over different samples, on any rank: of optimizers that step apart."""
-        self.follows = False
-        """A replica takes the steps that it has no gradients in, too: it stands at a gate meanwhile."""
-        self.feedback: Feedback | None = None
-        """Of compressed gradients; None: they travel as they are."""
-        self._overlap, self._used = Overlap(self.replica), torch.empty(0)  # parameters, in the step before
+        self._control, self._gates, self._weigh = control, gates, weigh
+        self.rounds = GradientRounds(control, on_step)
+        self._overlap = Overlap(self.replica)
+        self.asks = (0.0, 0.0)
+        """`Told.base` and `Told.size`, as this replica would have them."""
+        self.told: Told | None = None
+        """What all have told with the mean that was taken last, until steps are others again."""
         self._there, self._back = Plans(), Plans()  # the engine's thread's; the training thread's
         self._taken = False  # what has arrived is with the optimizer: nobody looks at the parameters meanwhile
         control.register(self)
@@ -64,12 +72,12 @@ class SynchronousGradients:
     def compress(self, compression: GradientCompression) -> None:
         """Let gradients travel like this, on all ranks; before the engine starts."""
         if compression != "none":
-            self.feedback = Feedback(compression, self.replica, self._transfer)
+            self.rounds.feedback = Feedback(compression, self.replica, self._transfer)
 
     def owed(self) -> dict[str, Any] | None:
         """For a checkpoint: what compressed messages have lacked so far, copied; None where they are not compressed."""
         with self._box.committing:
-            return None if self.feedback is None else self.feedback.state_dict()
+            return None if self.rounds.feedback is None else self.rounds.feedback.state_dict()
 
     # ---- the training thread ----
 
@@ -79,14 +87,47 @@ class SynchronousGradients:
         Args:
             samples, scale: as for `reduce_`.
         """
-        if self._overlap.under_way or self.feedback is not None or not self._overlap.possible:
-            return
-        count, patience_s = len(self.replica.layout), self._control.deadlines.payload.total_seconds() / 2
-        out = Outgoing(self._box.changed, patience_s, count, self._there, 1.0 / scale)
-        expected = self._used if len(self._used) == count else torch.zeros(count)
-        message = GradientMessage(GRADIENTS, self._step, samples, expected, self._step, out=out)
-        self._buckets.take_when(self._buckets.can_pack, self._control.see)
+        if not self._overlap.under_way and self._can_overlap:
+            self._buckets.take_when(self._buckets.can_pack, self._control.see)
+            self._begin(GradientMessage(GRADIENTS, self._step, samples, self._expected, self._step), 1.0 / scale)
+
+    def begin_last(self, before: Before, samples: float, weight: float) -> bool:
+        """The last of several backward passes begins: its gradients leave as it makes them, and with them what those
+        before have made; `finish_last` follows, or `withdraw`. Whether that can be, and the buckets are free.
+
+        Args:
+            before: what was gathered.
+            samples: behind all of it.
+            weight: what the gradients of this pass are multiplied by.
+        """
+        if not self._can_overlap or not self._take_free():
+            return False
+        self._begin(GradientMessage(GRADIENTS, self._step, samples, self._expected, before.since), weight, before)
+        return True
+
+    def finish_last(self) -> None:
+        """The last backward pass is over. Gradients stay with the parameters until their mean replaces them."""
+        self._overlap.finish()
+
+    @property
+    def _can_overlap(self) -> bool:
+        return self.rounds.feedback is None and self._overlap.possible
+
+    @property
+    def _expected(self) -> Tensor:
+        count = len(self.replica.layout)
+        return self.rounds.used if len(self.rounds.used) == count else torch.zeros(count)
+
+    def _begin(self, message: GradientMessage, weight: float, before: Before | None = None) -> None:
+        """The buckets were taken: the message is that of a backward pass that begins."""
+        patience_s = self._control.deadlines.payload.total_seconds() / 2
+        base = None if before is None or before.pack is None else self.replica.of_rule(self._buckets.sent)
+        message.out = out = Outgoing(self._box.changed, patience_s, len(self.replica.layout), self._there, weight)
+        if before is not None:
+            out.base, out.used = base, before.used
         with self._buckets.used(message):
+            if before is not None and before.pack is not None and base is not None:
+                before.pack(base)
             self._overlap.begin(out)
 
     def withdraw(self) -> None:
@@ -132,12 +173,18 @@ class SynchronousGradients:
             pack: puts them into the parameters' part of a bucket.
             samples, used, since, behind: see `GradientMessage`.
         """
+        if not self._take_free():
+            return False
+        self._post(pack, GradientMessage(GRADIENTS, self._step, samples, used, since, behind))
+        return True
+
+    def _take_free(self) -> bool:
+        """Take the buckets, if they are free."""
         with self._box.changed:
             self._control.see()
             if not self._buckets.can_pack():
                 return False
             self._buckets.take()
-        self._post(pack, GradientMessage(GRADIENTS, self._step, samples, used, since, behind))
         return True
 
     def _post(self, pack: Callable[[Tensor], None], message: GradientMessage) -> None:
@@ -172,11 +219,24 @@ class SynchronousGradients:
         """Gradients of this replica that have left, with no step taken with them, and what they are."""
         with self._box.changed:
             message = self._buckets.arrived.message if self.arrived else self._buckets.message
-        return (message, self.replica.of_rule(self._buckets.sent)) if isinstance(message, GradientMessage) else None
+        if not isinstance(message, GradientMessage):
+            return None
+        if (out := message.out) is None:
+            return message, self.replica.of_rule(self._buckets.sent)
+        return None if out.flags is None else (replace(message, used=self._used_of(out.flags), out=None), out.all())
+
+    def _used_of(self, flags: Tensor) -> Tensor:
+        return flags[: len(self.replica.layout)]
 
     def wait(self) -> None:
-        """Stand still until nothing is in flight."""
-        self._gates.wait(lambda: self._buckets.message is None)
+        """Stand still until nothing is in flight, or others' step, that this replica was late for, comes first."""
+        buckets = self._buckets
+        self._gates.wait(lambda: buckets.message is None or buckets.arrived is not None)
+        message = buckets.message
+        if isinstance(message, GradientMessage) and message.out is not None and message.out.flags is not None:
+            # No header speaks of it before that step is taken, which needs the gradients' place.
+            self.replica.of_rule(buckets.sent).copy_(message.out.all())
+            message.used, message.out = self._used_of(message.out.flags), None
 
     def take_(self, scale: float = 1.0, change: Callable[[Tensor, Reduction], None] | None = None) -> None:
         """The mean that has arrived, if one has, becomes the gradients; `stepped` follows.
@@ -185,9 +245,10 @@ class SynchronousGradients:
             scale: they are multiplied by it.
             change: called with the flat mean first, and with how it came about.
         """
-        buckets = self._buckets
+        buckets, self.told = self._buckets, Told()
         if isinstance(arrived := buckets.arrived, Reduction):  # else no replica had a weight
             buckets.to_training.take()
+            self.told = arrived.told
             if change is not None:
                 change(self.replica.of_rule(arrived.target), arrived)
             unpack_(self.replica, arrived.target, arrived.used, scale, self._back)
@@ -210,7 +271,8 @@ class SynchronousGradients:
     def complete(self, part: Part, message: Message | None, compare: bool) -> Part:
         if not isinstance(message, GradientMessage):
             return part
-        return Part(self._weigh(message.samples), mask_of(message.used), message.since, int(message.out is not None))
+        out, weight = int(message.out is not None), self._weigh(message.samples)
+        return Part(weight, mask_of(message.used), message.since, out, message.samples, *self.asks)
 
     def is_due(self, parts: Sequence[Part]) -> bool:
         return any(p.weight > 0.0 for p in parts)
@@ -219,7 +281,7 @@ class SynchronousGradients:
         if priority != GRADIENTS:
             return None
         total = sum(p.weight for p in parts)
-        return GradientPlan(self, tuple(p.weight / total for p in parts)) if total > 0.0 else GradientPlan(None)
+        return GradientPlan(self.rounds, tuple(p.weight / total for p in parts)) if total > 0.0 else GradientPlan(None)
 
     def settle(self, headers: Sequence[Header], parts: Sequence[Part]) -> tuple[bool, None]:
         return True, None
@@ -231,70 +293,3 @@ class SynchronousGradients:
         """No replica has a weight."""
         if isinstance(self._buckets.message, GradientMessage):
             self._buckets.message = None
-
-    # ---- the round ----
-
-    def begin(self, plan: GradientPlan, id: int, parts: Sequence[Part]) -> Reduction:
-        buckets, message = self._buckets, self._buckets.offered
-        mine = message if isinstance(message, GradientMessage) else None
-        return Reduction(
-            id=id,
-            kind=self,
-            message=mine,
-            target=buckets.landing() if mine is None else buckets.received,
-            share=plan.weights[self._transfer.rank],
-            used=torch.zeros(len(self.replica.layout)) if mine is None else mine.used.clone(),
-            since=min((p.since for p in parts if p.weight > 0.0), default=0),
-            masks_differ=len({p.mask for p in parts if p.mask or self.follows}) > 1,
-            weight=sum(p.weight for p in parts),
-            gates=self._box.num_opened,
-            in_parts=any(p.in_parts for p in parts),
-        )
-
-    def move(self, exchange: Reduction) -> None:
-        if exchange.in_parts:
-            self._move_in_parts(exchange)
-            return
-        if exchange.masks_differ:
-            self._transfer.largest_(exchange.used)
-        target = self.replica.of_rule(exchange.target)
-        self.replica.scaled_(target, self.replica.of_rule(self._buckets.sent), exchange.share)
-        if self.feedback is None:
-            self._transfer.sum_(target)
-        else:
-            exchange.residual = self.feedback.move_(target, exchange.share > 0.0, exchange.used)
-        if self.apart:
-            behind = getattr(exchange.message, "behind", None)
-            divide_(self.replica.layout, target, behind, exchange.share, self._transfer)
-
-    def _move_in_parts(self, exchange: Reduction) -> None:
-        replica, message = self.replica, exchange.message
-        out = None
-        if isinstance(message, GradientMessage):
-            views = replica.of_rule(self._buckets.sent).split(replica.layout.sizes)
-            out = message.out or Outgoing.whole(self._box.changed, views, message.used)
-        sums = InParts(self._transfer, replica.layout, replica.of_rule(exchange.target), exchange.share, out)
-        exchange.doubt = sums.sum_(exchange.used) or exchange.masks_differ
-        exchange.settle = lambda: self._settle(exchange, sums)
-
-    def _settle(self, exchange: Reduction, sums: InParts) -> None:
-        exchange.doubt, used = False, sums.settle_()
-        if used is not None:
-            exchange.used = used
-            return
-        exchange.void, message = True, exchange.message
-        out = message.out if isinstance(message, GradientMessage) else None
-        with self._box.changed:
-            if out is not None and out.withdrawn and self._buckets.message is message:
-                self._buckets.message = None
-
-    def commit(self, exchange: Reduction) -> None:
-        """Of a step nothing is kept, but what its messages lacked."""
-        if self.feedback is not None and exchange.residual is not None:
-            self.feedback.commit(exchange.residual)
-
-    def hand_over(self, exchange: Reduction) -> None:
-        message, self._used = exchange.message, exchange.used
-        self._on_step(message.samples if isinstance(message, GradientMessage) else None)
-        if message is not None or self.follows:
-            self._buckets.hand_over(exchange)

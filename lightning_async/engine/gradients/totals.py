@@ -47,7 +47,8 @@ class WindowTotals:
         """A reduced one is about to be stepped with."""
         self.number += 1
         self.exchange_s += arrived.exchange_s
-        (batches, before_s), self.left = self.left, (0, gates.waited_s)
+        batches, before_s = self.left
+        self.left = (0 if arrived.message is not None else batches), gates.waited_s
         standing_s = math.inf if gates.standing else gates.waited_s - before_s
         self.waited_s += min(standing_s, arrived.exchange_s)
         if arrived.message is not None:

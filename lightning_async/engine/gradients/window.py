@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_async import ops
 from lightning_async.engine.digest import real
+from lightning_async.engine.gradients.records import Before
 from lightning_async.engine.gradients.synchronous import SynchronousGradients
 
 __all__ = ["Window"]
@@ -98,6 +99,25 @@ class Window:
             return False
         self.clear()
         return True
+
+    def leave_with(self, samples: float, scale: float = 1.0, step: int = 0) -> bool:
+        """A backward pass begins with which it is full: be on its way as that makes gradients, if that can be; whether
+        it is. `clear` follows when the pass is over; where that fails, what it has held is here still.
+
+        Args:
+            samples, scale, step: as for `add_`.
+        """
+        self._follow_layout()
+        total, held = self.samples + samples, self.batches > 0
+        return self._gradients.begin_last(
+            Before(
+                (lambda part: ops.scale_(part, self._sum, 1.0 / total)) if held else None,
+                self._used.clone(),
+                self.since if held else step,
+            ),
+            total,
+            samples / (total * scale),
+        )
 
     def clear(self) -> None:
         """What it holds is dropped."""
