@@ -4,8 +4,8 @@ What counts is the time to a loss on text that is held out (that which plain DDP
 one link, at one rule for the learning rate (`language.rate_for`): DDP with 1 to 16 batches accumulated, and windows of
 gradients. Peers run one after the other within each repeat.
 
-With ``--seeds 0 1 2`` all of it is done with each of these. The table has every peer's loss at one time, when the shortest run has
-ended, how far that is spread over the seeds, and how far it is above that of DDP's best.
+With ``--seeds 0 1 2`` all of it is done with each of these. The table has every peer's loss at one time, when the
+shortest run has ended, how far that is spread over the seeds, and how far it is above that of DDP's best.
 
 With ``--slowest 3`` the last rank's batches take three times as long, and what counts is samples per second: peers of
 servers end by time then, and those that are asynchronous are compared with what is possible.
