@@ -4,6 +4,9 @@ What counts is the time to a loss on text that is held out (that which plain DDP
 one link, at one rule for the learning rate (`language.rate_for`): DDP with 1 to 16 batches accumulated, and windows of
 gradients. Peers run one after the other within each repeat.
 
+With ``--seeds 0 1 2`` all of it is done with each of these. The table has every peer's loss at one time, when the
+shortest run has ended, how far that is spread over the seeds, and how far it is above that of DDP's best.
+
 With ``--slowest 3`` the last rank's batches take three times as long, and what counts is samples per second: peers of
 servers end by time then, and those that are asynchronous are compared with what is possible.
 """
@@ -11,6 +14,7 @@ servers end by time then, and those that are asynchronous are compared with what
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shlex
 import statistics
@@ -57,20 +61,66 @@ def time_to(target: float, ranks: Sequence[RankResult]) -> float | None:
     return None
 
 
+def loss_at(moment: float, points: Sequence[tuple[float, float]]) -> float:
+    """The held-out loss of a `curve` then, in a line between two looks."""
+    for (before, higher), (after, lower) in itertools.pairwise(points):
+        if moment <= after:
+            part = (moment - before) / (after - before) if after > before else 1.0
+            return higher + max(0.0, part) * (lower - higher)
+    return points[-1][1]
+
+
 def measure(link: Link, options: argparse.Namespace) -> dict[str, Any]:
     """All peers on one link; what is told of each: seconds to the target, the last loss, samples per second."""
+    told = together([(seed, _measure_seed(link, options, seed)) for seed in options.seeds])
+    at_equal_time(told)
+    return told
+
+
+def together(each: Sequence[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
+    """What was told of each seed, as of one run: lists have its repeats one after the other."""
+    (_, told), *others = each
+    for row in told["peers"].values():
+        row["seeds"] = [each[0][0]] * len(row["curves"])
+    told["targets"] = [told["target"]]
+    for seed, more in others:
+        told["targets"].append(more["target"])
+        told["load"] = [*told["load"], *more["load"]]
+        for peer, row in more["peers"].items():
+            mine = told["peers"][peer]
+            mine["error"] = mine["error"] or row["error"]
+            mine["seeds"] += [seed] * len(row["curves"])
+            for name in ("seconds", "last_loss", "samples_per_s", "curves"):
+                mine[name] += row[name]
+    return told
+
+
+def at_equal_time(told: dict[str, Any]) -> None:
+    """Add every peer's losses, by seed, at the moment when the shortest run of all has ended."""
+    rows = [row for row in told["peers"].values() if row["curves"]]
+    if not rows:
+        return
+    told["equal_s"] = moment = min(points[-1][0] for row in rows for points in row["curves"])
+    for row in rows:
+        by_seed: dict[int, list[float]] = {}
+        for seed, points in zip(row["seeds"], row["curves"], strict=True):
+            by_seed.setdefault(seed, []).append(loss_at(moment, points))
+        row["equal_loss"] = {str(seed): statistics.median(losses) for seed, losses in by_seed.items()}
+
+
+def _measure_seed(link: Link, options: argparse.Namespace, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="labench-") as folder:
         begin = str(Path(folder, "begin.pt"))
         job = job_on(link, "beginning of gradients", options.replicas, warmup=0, steps=options.begin_steps)
         run_ranks(
             link,
-            replace(job, seed=options.seed, begin=begin, rates=options.rates),
+            replace(job, seed=seed, begin=begin, rates=options.rates),
             timeout_s=START_S + options.begin_steps,
         )
-        return _measure(link, options, begin)
+        return _measure(link, options, begin, seed)
 
 
-def _measure(link: Link, options: argparse.Namespace, begin: str) -> dict[str, Any]:
+def _measure(link: Link, options: argparse.Namespace, begin: str, seed: int) -> dict[str, Any]:
     slot_s = None if options.slot_ms is None else options.slot_ms / 1e3
     slot_s, tail_s = choose_slot(link, options.replicas, slot_s, "probe language", options.probes)
     round_s = round_time(link, options.replicas, num_rounds=3)
@@ -84,7 +134,7 @@ def _measure(link: Link, options: argparse.Namespace, begin: str) -> dict[str, A
         steps = max(PEERS[peer].settles, round(seconds / update_s(slots[-1], round_s)))
         job = job_on(link, peer, options.replicas, warmup=2, steps=steps)
         ends = seconds if options.slowest > 1.0 and PEERS[peer].timed else None
-        job = replace(job, step_s=slot_s, tail_s=tail_s, seed=options.seed, begin=begin, seconds=ends)
+        job = replace(job, step_s=slot_s, tail_s=tail_s, seed=seed, begin=begin, seconds=ends)
         jobs.append(replace(job, look_s=seconds / options.looks, rates=options.rates))
     outcomes, load = interleave(
         jobs,
@@ -121,9 +171,15 @@ def _measure(link: Link, options: argparse.Namespace, begin: str) -> dict[str, A
 
 def markdown(told: dict[str, Any]) -> str:
     """A table of it."""
-    target, peers = told.get("target"), told["peers"]
-    what = "no target" if target is None else f"seconds to {target:.3f}"
+    peers = told["peers"]
+    targets = sorted({f"{target:.3f}" for target in told.get("targets", [told.get("target")]) if target is not None})
+    what = f"seconds to {', '.join(targets)}" if targets else "no target"
     lines = [f"| peer | {what} | of plain DDP's | last loss | samples/s |", "| --- | ---: | ---: | ---: | ---: |"]
+    of_seeds = {peer: row.get("equal_loss", {}) for peer, row in peers.items()}
+    best = _best_of_ddp(of_seeds)
+    if best is not None:
+        lines[0] += f" loss at {told['equal_s']:.0f} s | spread over seeds | above DDP's best |"
+        lines[1] += " ---: | ---: | ---: |"
     plain = _seconds(peers[PLAIN]) if PLAIN in peers else None
     for peer, row in peers.items():
         seconds = _seconds(row)
@@ -131,13 +187,31 @@ def markdown(told: dict[str, Any]) -> str:
         share = "" if seconds is None or plain is None else f"{seconds / plain:.2f}"
         rest = [statistics.median(row[name]) if row[name] else float("nan") for name in ("last_loss", "samples_per_s")]
         lines.append(f"| {peer} | {row['error'] or took} | {share} | {rest[0]:.3f} | {rest[1]:.1f} |")
+        if best is not None:
+            lines[-1] += _of_seeds(of_seeds[peer], of_seeds[best])
     slots = ", ".join(f"{each:.0f}" for each in told["slot_ms"])
     for peer, row in peers.items():
         if row.get("batch_sizes"):
             lines += ["", f"{peer}: the ranks came to batches of {', '.join(f'{n:.0f}' for n in row['batch_sizes'])}."]
+    if best is not None:
+        lines += ["", f"DDP's best at that time is {best!r}: what is above it by no more than its spread is as good."]
     if (share := of_the_ideal(told)) is not None:
         lines += ["", f"Asynchronous over synchronous servers: {share:.2f} of what is possible."]
     return "\n".join([*lines, "", f"Batches of {slots} ms, {told['round_ms']:.0f} ms an exchange; {told['rule']}."])
+
+
+def _best_of_ddp(of_seeds: dict[str, dict[str, float]]) -> str | None:
+    """The way of DDP that has the smallest loss at equal time; None where there is but one seed, or no DDP."""
+    ddp = {peer: losses for peer, losses in of_seeds.items() if peer.startswith("ddp") and len(losses) > 1}
+    return min(ddp, key=lambda peer: statistics.mean(ddp[peer].values())) if ddp else None
+
+
+def _of_seeds(mine: dict[str, float], best: dict[str, float]) -> str:
+    """Cells: the mean over seeds, their largest less the smallest, and the mean of what is above the best's."""
+    if not mine:
+        return " | | |"
+    losses, above = mine.values(), [mine[seed] - best[seed] for seed in mine if seed in best]
+    return f" {statistics.mean(losses):.3f} | {max(losses) - min(losses):.3f} | {statistics.mean(above):+.3f} |"
 
 
 def of_the_ideal(told: dict[str, Any]) -> float | None:
@@ -175,7 +249,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--rates", type=float, nargs=3, default=RATES, metavar=("RATE", "POWER", "LATE"),
         help="of learning, of a step of a batch; x batches^POWER; x LATE where gradients are late",
     )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, help="of the model, and of the batches")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[0], help="of the model, and of the batches; each is a comparison"
+    )
     parser.add_argument("--slowest", type=float, default=1.0, help="how much longer the last rank's batches take")
     parser.add_argument("--rate-mbit", type=float, default=RATE_MBIT)
     parser.add_argument("--peers", nargs="+", choices=TARGETS, default=TARGETS)

@@ -44,6 +44,49 @@ def test_what_is_told_of_a_peer_that_did_not_get_there() -> None:
     assert gradients.markdown(told).splitlines()[2:] == rows
 
 
+def test_seeds_are_compared_at_equal_time() -> None:
+    """That of the shortest run, here 2 s: of two repeats with one seed the median, and then over the seeds."""
+    first = {
+        gradients.PLAIN: [[(0.0, 4.0), (2.0, 3.0), (4.0, 2.0)], [(0.0, 4.0), (4.0, 2.4)]],
+        "ours": [[(0.0, 4.0), (2.0, 2.5)], [(1.0, 4.0), (3.0, 3.0)]],
+        "failed": [],
+    }
+    second = {gradients.PLAIN: [[(0.0, 4.0), (2.0, 3.3)]], "ours": [[(0.5, 4.0), (1.5, 3.5), (2.5, 3.0)]], "failed": []}
+    told = [
+        (
+            seed,
+            {
+                "target": target, "load": ["1"], "slot_ms": [50.0], "round_ms": 600.0, "rule": "a rule",
+                "peers": {
+                    peer: {
+                        "error": None if curves else "rank 1 failed", "curves": curves, "seconds": [1.0] * len(curves),
+                        "last_loss": [each[-1][1] for each in curves], "samples_per_s": [3.0] * len(curves),
+                    }
+                    for peer, curves in peers.items()
+                },
+            },
+        )
+        for seed, target, peers in ((3, 2.2, first), (7, 3.3, second))
+    ]  # fmt: skip
+    whole = gradients.together(told)
+    gradients.at_equal_time(whole)
+    assert whole["equal_s"] == 2.0 and whole["targets"] == [2.2, 3.3]
+    assert whole["peers"][gradients.PLAIN]["seeds"] == [3, 3, 7]
+    assert whole["peers"][gradients.PLAIN]["equal_loss"] == pytest.approx({"3": 3.1, "7": 3.3})
+    assert whole["peers"]["ours"]["equal_loss"] == pytest.approx({"3": 3.0, "7": 3.25})
+    assert gradients.markdown(whole).splitlines()[:8] == [
+        "| peer | seconds to 2.200, 3.300 | of plain DDP's | last loss | samples/s | loss at 2 s | spread over seeds | "
+        "above DDP's best |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| ddp accumulate=1 | 1.0 | 1.00 | 2.400 | 3.0 | 3.200 | 0.200 | +0.000 |",
+        "| ours | 1.0 | 1.00 | 3.000 | 3.0 | 3.125 | 0.250 | -0.075 |",
+        "| failed | rank 1 failed |  | nan | nan | | | |",
+        "",
+        "DDP's best at that time is 'ddp accumulate=1': what is above it by no more than its spread is as good.",
+        "",
+    ]
+
+
 def test_peers_and_their_rate() -> None:
     assert set(gradients.QUICK_PEERS) <= set(PEERS)
     assert rate_for((2e-3, 0.5, 0.25), 16, late=True) == pytest.approx(2e-3)
