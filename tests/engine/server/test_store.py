@@ -44,6 +44,26 @@ def test_a_journal_holds_the_last_record(records: list[dict[str, int]]):
         assert Journal(memory).record == record
 
 
+@settings(max_examples=50)
+@given(
+    st.lists(
+        st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 6)), unique_by=lambda each: each[0], max_size=3),
+        min_size=2,
+        max_size=6,
+    )
+)
+def test_what_is_the_same_object_as_before_is_in_the_record_as_it_is(records: list[list[tuple[str, int]]]):
+    """Records that share what has not changed, as those of a store do, each with other parts of the same few values."""
+    told = {"push": 3, "live": True}
+    values: list[Any] = [None, 7, "x", [0.0, 1], {"numel": 5, "arguments": {}}, {"w": told}, {"w": told, "v": {**told}}]
+    memory = torch.zeros(SIZE, dtype=torch.uint8)
+    journal = Journal(memory)
+    for pairs in records:
+        record = {name: values[which] for name, which in pairs}
+        journal.write(record)
+        assert journal.record == Journal(memory).record == record
+
+
 @settings(max_examples=30)
 @given(st.data())
 def test_a_record_that_is_written_in_part_is_the_one_before(data: st.DataObject):
