@@ -21,7 +21,7 @@ LOAD = """
 import ctypes, sys
 ctypes.CDLL("libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
 library = ctypes.CDLL(sys.argv[1])
-assert library.la_abi_version() == 3
+assert library.la_abi_version() == 4
 x = (ctypes.c_float * 3)(1, 2, 3)
 y = (ctypes.c_float * 3)(3, 2, 1)
 scalars = (ctypes.c_float * 8)(0.5)

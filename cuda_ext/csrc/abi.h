@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-#define LA_ABI_VERSION 3
+#define LA_ABI_VERSION 4
 #if defined(__GNUC__)
 #define LA_EXPORT extern "C" __attribute__((visibility("default")))
 #else

@@ -96,14 +96,21 @@ struct OuterMerge {
 // A server's steps write what becomes of one bank of memory into another one, and with kReply the weights once more,
 // into the memory of whoever pulls.
 
-// arrays: gradient, params | new params, [reply]                     s: w                        n: the new params
+// L2's part of a gradient. Without decay nothing is added: no product with an infinite weight.
+LA_INLINE float decayed_gradient(float g, float x, float decay) {
+  float pull = decay * x;
+  float sum = g + pull;
+  return decay != 0.0f ? sum : g;
+}
+
+// arrays: gradient, params | new params, [reply]                     s: w, -decay                n: the new params
 template <bool kReply>
 struct ServerAdd {
   static constexpr int kArrays = 3 + kReply, kNorms = 1;
   static constexpr unsigned kReads = 3u, kWrites = kReply ? 12u : 4u;
   template <class P>
   LA_INLINE void run(float* r, const float* s, float* n) {
-    float term = s[0] * r[0];
+    float term = decayed_gradient(s[0] * r[0], r[1], s[1]);
     r[2] = r[1] + term;
     if (kReply) r[3] = r[2];
     n[0] = r[2];
@@ -111,7 +118,7 @@ struct ServerAdd {
 };
 
 // arrays: gradient, params, momentum | new params, new momentum, [reply]
-// s: lr, mu, nesterov, scale                                         n: scale g
+// s: lr, mu, nesterov, scale, decay                                  n: scale g
 template <bool kReply>
 struct ServerSgd {
   static constexpr int kArrays = 5 + kReply, kNorms = 1;
@@ -121,7 +128,7 @@ struct ServerSgd {
     float g = s[3] * r[0];
     r[3] = r[1];
     r[4] = r[2];
-    momentum_step(r[3], r[4], g, s[0], s[1], s[2]);
+    momentum_step(r[3], r[4], decayed_gradient(g, r[1], s[4]), s[0], s[1], s[2]);
     if (kReply) r[5] = r[3];
     n[0] = g;
   }
@@ -151,14 +158,16 @@ struct ServerDana {
 };
 
 // arrays: gradient, params, first moment, second moment | the same three, new, [reply]
-// s: step size, beta1, 1 - beta1, beta2, 1 - beta2, root of the second bias correction, eps, scale          n: scale g
+// s: step size, beta1, 1 - beta1, beta2, 1 - beta2, root of the second bias correction, eps, scale, decay, what is kept
+// of the params                                                      n: scale g
 template <bool kReply>
 struct ServerAdam {
   static constexpr int kArrays = 7 + kReply, kNorms = 1;
   static constexpr unsigned kReads = 15u, kWrites = kReply ? 240u : 112u;
   template <class P>
   LA_INLINE void run(float* r, const float* s, float* n) {
-    float g = s[7] * r[0];
+    float given = s[7] * r[0];
+    float g = decayed_gradient(given, r[1], s[8]);
     float first = s[2] * g;
     float square = g * g;
     float second = s[4] * square;
@@ -170,13 +179,14 @@ struct ServerAdam {
     root = root + s[6];
     float step = r[5] / root;
     step = s[0] * step;
-    r[4] = r[1] - step;
+    float x = s[9] * r[1];
+    r[4] = x - step;
     if (kReply) r[7] = r[4];
-    n[0] = g;
+    n[0] = given;
   }
 };
 
-constexpr int kMaxArrays = 9, kMaxNorms = 2, kMaxScalars = 8;
+constexpr int kMaxArrays = 9, kMaxNorms = 2, kMaxScalars = 10;
 
 }  // namespace la
 

@@ -119,7 +119,7 @@ void close(double a, double b, const char* what) {
   }
 
 void elementwise(int op, int format, int64_t n, size_t offset) {
-  const float scalars[kMaxScalars] = {0.7f, 0.9f, 0.3f, 1.0f, 0.5f, 0.04f, 0.1f, 0.9f};
+  const float scalars[kMaxScalars] = {0.7f, 0.9f, 0.3f, 1.0f, 0.5f, 0.04f, 0.1f, 0.9f, random_bits() % 2 ? 0.01f : 0.0f, 0.99f};
   int count = kTable[op].arrays;
   std::vector<Buffer> mine;
   mine.push_back(parameters(format, n, offset));

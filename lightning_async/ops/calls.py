@@ -23,7 +23,7 @@ FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CODES = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.bfloat16: 2, torch.uint8: 3}
 """Formats of messages; uint8 holds four codes of 2 bits."""
 CHUNK = 65536
-MAX_SCALARS, MAX_NORMS = 8, 2
+MAX_SCALARS, MAX_NORMS = 10, 2
 _MIN_PER_THREAD = 1 << 16
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -18,6 +19,7 @@ __all__ = ["Arguments", "eager", "fused", "num_peers"]
 P = ParamSpec("P")
 R = TypeVar("R")
 Arguments = Mapping[str, Any]
+_MOST = 64
 _kernels: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
@@ -54,12 +56,22 @@ def fused(
         return bound.arguments
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        given = bind(args, kwargs)
+        return call(bind(args, kwargs))
+
+    def call(given: dict[str, Any], known: _Known | None = None) -> Any:
         tensors = {key: value for key, value in given.items() if isinstance(value, Tensor)}
         shapes = check(name, given) if check is not None else None
-        check_flat(name, tensors, written, dtypes or {}, shapes)
+        if known is None or shapes is not None or not known.has(tensors):
+            check_flat(name, tensors, written, dtypes or {}, shapes)
+            if known is not None and shapes is None:
+                known.add(tensors)
         fast = native.available(next(iter(tensors.values())).device)
         return run(**given) if fast else by_torch(**given)
+
+    checked = _Known()
+
+    def at_once(*args: Any, **kwargs: Any) -> Any:
+        return call(bind(args, kwargs), checked)
 
     operator = torch.library.custom_op(f"lightning_async::{name}", kernel, mutates_args=written, schema=schema)
     operator.register_fake(lambda *args, **kwargs: None)
@@ -71,16 +83,35 @@ def fused(
             check_no_grad(name, {key: given[key] for key in written if given[key] is not None})
         return operator(*given.values())
 
-    _kernels[op] = kernel
+    _kernels[op] = at_once
     return op
 
 
 def eager(op: Callable[P, R]) -> Callable[P, R]:
-    """The op without torch's dispatcher, for memory that neither autograd nor a compiler knows of.
+    """The op without torch's dispatcher, for memory that neither autograd nor a compiler knows of, and tensors that
+    stay where they are: those that were found right together once are not looked at again.
 
     The dispatcher takes 60 microseconds for each call, and a second before the first one.
     """
     return _kernels[op]
+
+
+class _Known:
+    """Tensors that an op was called with, and that it takes together; they are forgotten with their end."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[int, ...], list[weakref.ref[Tensor]]] = {}
+
+    def has(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether these are such."""
+        found = self._seen.get(tuple(map(id, tensors.values())))
+        return found is not None and all(ref() is each for ref, each in zip(found, tensors.values(), strict=True))
+
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """They are."""
+        if len(self._seen) >= _MOST:
+            self._seen.clear()
+        self._seen[tuple(map(id, tensors.values()))] = [weakref.ref(each) for each in tensors.values()]
 
 
 def num_peers(op: str, rows: Tensor) -> int:

@@ -46,9 +46,15 @@ def _server(name: str, arrays: list[Tensor], reply: Tensor | None, scalars: list
 
 
 def _server_add(
-    params: Tensor, reply: Tensor | None, old_params: Tensor, gradient: Tensor, weight: float, whole: int
+    params: Tensor,
+    reply: Tensor | None,
+    old_params: Tensor,
+    gradient: Tensor,
+    weight: float,
+    decay: float,
+    whole: int,
 ) -> None:
-    _server("server_add", [gradient, old_params, params], reply, [weight], whole)
+    _server("server_add", [gradient, old_params, params], reply, [weight, -decay], whole)
 
 
 def _server_sgd(
@@ -62,10 +68,11 @@ def _server_sgd(
     mu: float,
     nesterov: bool,
     scale: float,
+    weight_decay: float,
     whole: int,
 ) -> None:
     arrays = [gradient, old_params, old_momentum, params, momentum]
-    _server("server_sgd", arrays, reply, [lr, mu, float(nesterov), scale], whole)
+    _server("server_sgd", arrays, reply, [lr, mu, float(nesterov), scale, weight_decay], whole)
 
 
 def _server_dana(
@@ -102,11 +109,14 @@ def _server_adam(
     beta2: float,
     eps: float,
     scale: float,
+    weight_decay: float,
+    decoupled: bool,
     whole: int,
 ) -> None:
     size, rest1, rest2, root = server.adam_scalars(step, lr, beta1, beta2)
     arrays = [gradient, old_params, old_first, old_second, params, first, second]
-    _server("server_adam", arrays, reply, [size, beta1, rest1, beta2, rest2, root, eps, scale], whole)
+    scalars = [size, beta1, rest1, beta2, rest2, root, eps, scale, *server.decay_scalars(lr, weight_decay, decoupled)]
+    _server("server_adam", arrays, reply, scalars, whole)
 
 
 def _check_step(op: str, given: Arguments) -> None:
@@ -117,14 +127,16 @@ def _check_step(op: str, given: Arguments) -> None:
 _GRADIENT = {"gradient": PARAMETERS}
 server_add_ = fused(
     server.server_add_,
-    "(Tensor(a!) params, Tensor(b!)? reply, Tensor old_params, Tensor gradient, float weight, int whole=0) -> ()",
+    "(Tensor(a!) params, Tensor(b!)? reply, Tensor old_params, Tensor gradient, float weight, float decay=0.0, "
+    "int whole=0) -> ()",
     _server_add,
     dtypes=_GRADIENT,
 )
 server_sgd_ = fused(
     server.server_sgd_,
     "(Tensor(a!) params, Tensor(b!) momentum, Tensor(c!)? reply, Tensor old_params, Tensor old_momentum, "
-    "Tensor gradient, float lr, float mu, bool nesterov, float scale=1.0, int whole=0) -> ()",
+    "Tensor gradient, float lr, float mu, bool nesterov, float scale=1.0, float weight_decay=0.0, "
+    "int whole=0) -> ()",
     _server_sgd,
     dtypes=_GRADIENT,
 )
@@ -140,7 +152,7 @@ server_adam_ = fused(
     server.server_adam_,
     "(Tensor(a!) params, Tensor(b!) first, Tensor(c!) second, Tensor(d!)? reply, Tensor old_params, Tensor old_first, "
     "Tensor old_second, Tensor gradient, int step, float lr, float beta1=0.9, float beta2=0.999, float eps=1e-08, "
-    "float scale=1.0, int whole=0) -> ()",
+    "float scale=1.0, float weight_decay=0.0, bool decoupled=False, int whole=0) -> ()",
     _server_adam,
     dtypes=_GRADIENT,
     check=_check_step,

@@ -18,7 +18,7 @@ __all__ = ["Backend", "available", "backend", "build_record", "library", "use"]
 log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).resolve().parent / "lib"
-ABI_VERSION = 3
+ABI_VERSION = 4
 
 Kind = Literal["cpu", "cuda"]
 

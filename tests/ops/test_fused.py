@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_async import ops
 from lightning_async.flat import FlatLayout
 from lightning_async.ops import calls, native
+from lightning_async.ops.define import eager
 from lightning_async.ops.reference import buckets
 from tests.ops.cases import CASES, ROWS, Case, cloned, difference, values
 
@@ -210,6 +211,25 @@ def test_shapes_dtypes_strides_and_overlaps_are_refused(case: Case):
         arguments[0] = arguments[k]
         with pytest.raises(ValueError, match="shares memory"):
             case.op(*arguments)
+
+
+def test_what_was_refused_at_once_is_refused_again_and_what_is_alike_is_looked_at_anew():
+    at_once = eager(ops.accumulate_)
+    total, source, short, wrong = torch.zeros(4), torch.ones(4), torch.ones(3), torch.ones(4).double()
+    for _ in range(3):
+        at_once(total, source, 0.5)
+        for other, error in ((short, ValueError), (wrong, TypeError), (total, ValueError)):
+            with pytest.raises(error, match="accumulate_"):
+                at_once(total, other, 0.5)
+        with pytest.raises(ValueError, match="accumulate_"):
+            at_once(short, source, 0.5)
+    assert total.tolist() == [1.5] * 4
+    for size in range(1, 200):  # memory of tensors that are gone, under the same numbers
+        with pytest.raises(ValueError, match="equal shapes"):
+            at_once(torch.zeros(size), torch.ones(size + 1), 1.0)
+        made = torch.zeros(size)
+        at_once(made, torch.ones(size), 1.0)
+        assert made.sum() == size
 
 
 def test_neighbours_in_one_allocation_are_no_overlap():

@@ -1,12 +1,13 @@
 """Channels between two processes anywhere: each is a group of Gloo's of its own, of two ranks; see `dialling`.
 
     who sends                                    who receives
-                                    <----------  has memory ready for a head and for bytes, before it is asked to
-    head, bytes: at once, in order  ---------->  a head: what it is, and how many bytes there are; then these
+                                    <----------  has memory ready for bytes and for a head, before it is asked to
+    bytes, head: at once, in order  ---------->  a head: what it is, and how many bytes there are; these are there then
 
 Gloo moves what is sent when the peer is ready to receive, so that it is: nobody waits for a word about that. Both hear
 within milliseconds of the other one's death. What torch does not do is to hear of that with half a message there, see
-`groups`: large ones are waited for on a thread, and the connection is looked at.
+`groups`: so it is the head behind the bytes that is waited for. Parts of a message have their head in front, as it says
+where they belong: large ones are waited for on a thread, and the connection is looked at.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ _FOREVER_S = 30 * 24 * 3600.0
 _PART_S, _SLOWEST = 60.0, 1 << 20  # seconds, and bytes of each further one, for what has begun to come to be whole
 _LOOK_S = 0.05
 _SETTLE = timedelta(seconds=1)
-_HEADS, _BYTES, _PARTS = 0, 1, 2  # tags
+# Tags: where a group has several connections, each takes every so many-th tag, and all of these are the first one's.
+_HEADS, _BYTES, _PARTS = 0, 2520, 5040
 
 
 class PairChannel:
@@ -67,8 +69,9 @@ class PairChannel:
         first, at = min(len(text), _HEAD), header.get("at", 0)
         head[:first] = text[:first]
         self._expect()
+        heads = (head, _HEADS), (text[_HEAD:], _HEADS)
         bytes_ = self.outgoing[at : at + size], _PARTS if at else _BYTES
-        for tensor, tag in ((head, _HEADS), (text[_HEAD:], _HEADS), bytes_):
+        for tensor, tag in (*heads, bytes_) if at else (bytes_, *heads):
             if tensor.numel():
                 self._sent.append(self._begin("send", tensor, tag))
 
@@ -91,12 +94,13 @@ class PairChannel:
             self._break()
             raise
         if size:
+            until = min(until, time.monotonic() + _PART_S + size / _SLOWEST)
             if at := header.get("at", 0):
                 work = self._begin("recv", self.incoming[at : at + size], _PARTS)
+                self._wait(work, until, "has sent only a part of a message", large=size >= _WATCHED)
             else:
                 work, self._bytes = self._bytes, None
-            until = min(until, time.monotonic() + _PART_S + size / _SLOWEST)
-            self._wait(work, until, "has sent only a part of a message", large=size >= _WATCHED)
+                self._wait(work, until, "has sent only a part of a message")  # it was there before its head
         return header, size
 
     def break_off(self) -> None:
@@ -114,11 +118,11 @@ class PairChannel:
 
     def _expect(self) -> None:
         """Have memory ready for what the peer says next; for bytes all there is, of which it may fill less."""
-        if self._head is None:
-            head = torch.empty(_HEAD, dtype=torch.uint8)
-            self._head = self._begin("recv", head, _HEADS), head
         if self._bytes is None and self.incoming.numel():
             self._bytes = self._begin("recv", self.incoming, _BYTES)
+        if self._head is None:  # behind the bytes, or the peer might send it ahead of them
+            head = torch.empty(_HEAD, dtype=torch.uint8)
+            self._head = self._begin("recv", head, _HEADS), head
 
     def _begin(self, kind: str, tensor: Tensor, tag: int) -> Any:
         try:

@@ -99,6 +99,8 @@ class Cuts:
 
     def allow(self, pushes: Mapping[str, int], workers: Workers, connected: Collection[str]) -> bool:
         """Whether these pushes, by their workers' names, may be applied now."""
+        if not self._holds:
+            return True
         for holder in [name for name in self._holds if name not in connected or not self.holds(name)]:
             self.release(holder)
         wanted = [hold.cut for hold in self._holds.values()]

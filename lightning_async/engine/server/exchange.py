@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -17,7 +18,7 @@ __all__ = ["Exchange"]
 
 
 class Exchange:
-    """Of one server; used under its lock.
+    """Of one server; used under its lock. What it has made of a channel's memory once, it has for the next push.
 
     Args:
         store: its shard.
@@ -27,13 +28,21 @@ class Exchange:
     def __init__(self, store: Store, terms: Terms) -> None:
         self._store, self._terms = store, terms
         self._decoded = torch.empty(0)
+        self._arrived: WeakKeyDictionary[Channel, tuple[tuple[Any, ...], Arrived]] = WeakKeyDictionary()
+        self._targets: WeakKeyDictionary[Channel, torch.Tensor] = WeakKeyDictionary()
 
     def arrived(self, channel: Channel, header: Mapping[str, Any], size: int) -> Arrived:
         """A push, as it came; Refused, where it is of another size."""
+        size, numel = header.get("size", size), self._store.contents["numel"]
+        before, arrived = self._arrived.get(channel, ((), None))
+        if arrived is not None and before == (size, header["compression"], numel):
+            return arrived
         try:
-            return Arrived.of(channel.incoming[: header.get("size", size)], header, self._store.contents["numel"])
+            arrived = Arrived.of(channel.incoming[:size], header, numel)
         except (TypeError, ValueError) as error:
             raise Refused("settings", f"{error}.") from error
+        self._arrived[channel] = (size, header["compression"], numel), arrived
+        return arrived
 
     def apply(self, worker: str, channel: Channel, gradient: Arrived, header: Mapping[str, Any]) -> int | None:
         """Apply it; the version that the channel has for the worker now, if any."""
@@ -56,7 +65,10 @@ class Exchange:
         return target.nbytes
 
     def _target(self, channel: Channel) -> torch.Tensor:
-        size = self._store.contents["numel"] * torch.float32.itemsize
-        if channel.outgoing.numel() < size:
-            raise Refused("settings", f"a shard of {size} bytes is asked for, with memory for fewer.")
-        return channel.outgoing[:size].view(torch.float32)
+        numel, found = self._store.contents["numel"], self._targets.get(channel)
+        if found is None or found.numel() != numel:
+            size = numel * torch.float32.itemsize
+            if channel.outgoing.numel() < size:
+                raise Refused("settings", f"a shard of {size} bytes is asked for, with memory for fewer.")
+            found = self._targets[channel] = channel.outgoing[:size].view(torch.float32)
+        return found

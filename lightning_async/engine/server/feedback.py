@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -78,6 +79,10 @@ class Arrived:
     def floats(self, room: Tensor) -> Tensor:
         """fp32, flat: what came, or what it decodes to in ``room``."""
         if self.compression is None:
-            return self.message.view(torch.float32)
+            return self._plain
         self.compression.decode_(room, self.message)
         return room
+
+    @cached_property
+    def _plain(self) -> Tensor:
+        return self.message.view(torch.float32)

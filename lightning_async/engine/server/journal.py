@@ -73,25 +73,39 @@ class Journal:
 
 
 class _Texts:
-    """Records in JSON: of a mapping of mappings, as there is one for each worker, only those are written that have
-    been replaced since; none is changed in place."""
+    """Records in JSON: what is the same object as before is not written anew, nor are those parts of a mapping of
+    mappings, as there is one for each worker; none is changed in place."""
 
     def __init__(self) -> None:
+        self._last: Mapping[str, Any] = {}
+        self._kept: dict[str, str] = {}
         self._known: dict[tuple[str, str], tuple[object, str]] = {}
 
     def of(self, record: Mapping[str, Any]) -> str:
-        nested = {name: value for name, value in record.items() if isinstance(value, dict) and _nests(value)}
-        rest = json.dumps({name: value for name, value in record.items() if name not in nested})
-        known, self._known = self._known, {}
-        for name, value in nested.items():
-            for key, entry in value.items():
-                before, text = known.get((name, key), (None, ""))
-                if before is not entry:
-                    text = f"{json.dumps(key)}: {json.dumps(entry)}"
-                self._known[name, key] = entry, text
-            texts = ", ".join(self._known[name, key][1] for key in value)
-            rest = f"{rest[:-1]}{', ' if len(rest) > 2 else ''}{json.dumps(name)}: {{{texts}}}}}"
-        return rest
+        last, before, self._last, self._kept = self._last, self._kept, record, {}
+        fresh: dict[str, Any] = {}
+        for name, value in record.items():
+            if name in last and last[name] is value:
+                self._kept[name] = before.get(name) or self._text(name, value)
+            elif isinstance(value, dict) and _nests(value):
+                self._kept[name] = self._text(name, value)
+            else:
+                fresh[name] = value
+        texts = [json.dumps(fresh)[1:-1]] if fresh else []
+        return f"{{{', '.join([*texts, *self._kept.values()])}}}"
+
+    def _text(self, name: str, value: object) -> str:
+        if not (isinstance(value, dict) and _nests(value)):
+            return f"{json.dumps(name)}: {json.dumps(value)}"
+        texts = {}
+        for key, entry in value.items():
+            before, text = self._known.get((name, key), (None, ""))
+            texts[key] = text if before is entry else f"{json.dumps(key)}: {json.dumps(entry)}"
+        gone = [key for key in self._known if key[0] == name and key[1] not in value]
+        for key in gone:
+            del self._known[key]
+        self._known.update({(name, key): (value[key], text) for key, text in texts.items()})
+        return f"{json.dumps(name)}: {{{', '.join(texts.values())}}}"
 
 
 def _nests(value: Mapping[str, Any]) -> bool:

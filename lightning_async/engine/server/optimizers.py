@@ -73,14 +73,16 @@ def _dana(options: Mapping[str, Any]) -> Dana:
 
 def _fused(name: str, options: Mapping[str, Any]) -> ServerOptimizer | None:
     """What the ops compute as torch's class does with these options; None where they do not."""
-    plain = not any(options.get(each) for each in ("weight_decay", "maximize", "amsgrad", "dampening"))
+    plain = not any(options.get(each) for each in ("amsgrad", "dampening"))
     if not plain or any(isinstance(value, Tensor) for value in options.values()):
         return None
     if name == "SGD":
-        return Sgd(options["lr"], options["momentum"], options["nesterov"])
-    if name == "Adam" and not options.get("decoupled_weight_decay"):
-        beta1, beta2 = options["betas"]
-        return Adam(options["lr"], beta1, beta2, options["eps"])
+        how = options["nesterov"], options["weight_decay"], options["maximize"]
+        return Sgd(options["lr"], options["momentum"], *how)
+    if name in ("Adam", "AdamW"):
+        decoupled = name == "AdamW" or options.get("decoupled_weight_decay", False)
+        (beta1, beta2), eps = options["betas"], options["eps"]
+        return Adam(options["lr"], beta1, beta2, eps, options["weight_decay"], decoupled, options["maximize"])
     return None
 
 

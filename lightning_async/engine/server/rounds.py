@@ -70,6 +70,8 @@ class Rounds:
         Args:
             allow: whether these pushes may be. Default: any may.
         """
+        if not self._waiting:
+            return False
         gate = max((push.gate for push in self._waiting.values()), default=0)
         if not round_due(self._terms, self._store.version, self._store.known, self._waiting, gate):
             return False

@@ -23,7 +23,7 @@ Bank = Mapping[str, Tensor]
 Scalars = dict[str, float]
 """An optimizer's state besides the fields, such as ``step``; empty before the first one."""
 
-_add_ = eager(ops.server_add_)
+_add_: Callable[..., None] = eager(ops.server_add_)
 _sgd_: Callable[..., None] = eager(ops.server_sgd_)
 _dana_: Callable[..., None] = eager(ops.server_dana_)
 _adam_: Callable[..., None] = eager(ops.server_adam_)
@@ -107,20 +107,23 @@ class Sgd:
     Args:
         lr: > 0.
         momentum: in [0, 1).
-        nesterov: see there.
+        nesterov, weight_decay, maximize: see there. Default: none of it.
     """
 
-    def __init__(self, lr: float, momentum: float, nesterov: bool) -> None:
+    def __init__(
+        self, lr: float, momentum: float, nesterov: bool, weight_decay: float = 0.0, maximize: bool = False
+    ) -> None:
         self._lr, self._momentum, self._nesterov = float(lr), float(momentum), bool(nesterov)
+        self._weight_decay, self._sign = float(weight_decay), -1.0 if maximize else 1.0
         self.fields = ("momentum_buffer",) if momentum else ()
 
     def step(self, span: Span, scalars: Scalars, rates: Rates) -> Scalars:
-        rate, names = rates.of(self._lr), ("params", *self.fields)
+        rate, scale, names = rates.of(self._lr), self._sign * rates.scale, ("params", *self.fields)
         if self._momentum:
-            how = rate, self._momentum, self._nesterov, rates.scale, span.whole
+            how = rate, self._momentum, self._nesterov, scale, self._weight_decay, span.whole
             _sgd_(*span.after(*names), span.reply, *span.before(*names), span.gradient, *how)
         else:
-            _add(span, -rate * rates.scale)
+            _add(span, -rate * scale, rate * self._weight_decay)
         return {}
 
 
@@ -145,7 +148,8 @@ class Dana:
             gradient = torch.add(gradient.float() * self._sign, span.old["params"], alpha=self._weight_decay)
         if "momentum" not in span.new:
             both = "params", "momentum_buffer"
-            _sgd_(*span.after(*both), None, *span.before(*both), gradient, rate, mu, False, rates.scale, span.whole)
+            how = rate, mu, False, rates.scale, 0.0, span.whole
+            _sgd_(*span.after(*both), None, *span.before(*both), gradient, *how)
             torch.sub(span.new["params"], span.new["momentum_buffer"], alpha=rate * mu, out=span.new["ahead"])
             if span.reply is not None:
                 span.reply.copy_(span.new["ahead"])
@@ -167,25 +171,37 @@ class Dana:
 
 
 class Adam:
-    """As `torch.optim.Adam`, by `ops.server_adam_`.
+    """As `torch.optim.Adam`, by `ops.server_adam_`; with ``decoupled`` decay, as `torch.optim.AdamW`.
 
     Args:
         lr: > 0.
         beta1, beta2: in [0, 1).
         eps: >= 0.
+        weight_decay, maximize: see there. Default: none of it.
+        decoupled: the decay is no part of the gradient. Default: it is L2.
     """
 
     fields = ("exp_avg", "exp_avg_sq")
 
-    def __init__(self, lr: float, beta1: float, beta2: float, eps: float) -> None:
+    def __init__(
+        self,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float = 0.0,
+        decoupled: bool = False,
+        maximize: bool = False,
+    ) -> None:
         self._lr, self._betas, self._eps = float(lr), (float(beta1), float(beta2)), float(eps)
+        self._decay, self._sign = (float(weight_decay), bool(decoupled)), -1.0 if maximize else 1.0
 
     def step(self, span: Span, scalars: Scalars, rates: Rates) -> Scalars:
         step, rate, names = int(scalars.get("step", 0)) + 1, rates.of(self._lr), ("params", *self.fields)
-        how = step, rate, *self._betas, self._eps, rates.scale, span.whole
+        how = step, rate, *self._betas, self._eps, self._sign * rates.scale, *self._decay, span.whole
         _adam_(*span.after(*names), span.reply, *span.before(*names), span.gradient, *how)
         return {"step": step}
 
 
-def _add(span: Span, weight: float) -> None:
-    _add_(span.new["params"], span.reply, span.old["params"], span.gradient, weight, span.whole)
+def _add(span: Span, weight: float, decay: float = 0.0) -> None:
+    _add_(span.new["params"], span.reply, span.old["params"], span.gradient, weight, decay, span.whole)

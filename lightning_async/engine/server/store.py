@@ -55,17 +55,17 @@ class Store:
     @property
     def ready(self) -> bool:
         """Whether there are weights; a store without refuses pushes."""
-        return "version" in self.record
+        return "version" in self._held.record
 
     @property
     def version(self) -> int:
         """Updates since the first weights."""
-        return self.record["version"]
+        return self._held.record["version"]
 
     @property
     def contents(self) -> Mapping[str, Any]:
         """What the weights are of: their number, optimizer, policy, and the fingerprint that workers came with."""
-        return self.record["contents"]
+        return self._held.record["contents"]
 
     @property
     def params(self) -> Tensor:
@@ -110,7 +110,7 @@ class Store:
     @property
     def known(self) -> Mapping[str, Mapping[str, Any]]:
         """The same, to be read only."""
-        return self.record["workers"]
+        return self._held.record["workers"]
 
     def initialise(
         self,

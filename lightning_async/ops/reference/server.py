@@ -19,9 +19,15 @@ __all__ = ["server_adam_", "server_add_", "server_dana_", "server_sgd_"]
 
 @torch.no_grad()
 def server_add_(
-    params: Tensor, reply: Tensor | None, old_params: Tensor, gradient: Tensor, weight: float, whole: int = 0
+    params: Tensor,
+    reply: Tensor | None,
+    old_params: Tensor,
+    gradient: Tensor,
+    weight: float,
+    decay: float = 0.0,
+    whole: int = 0,
 ) -> None:
-    r"""A weighted tensor more, :math:`x' = x + w\,\mathrm{fp32}(g)`: SGD without momentum, for :math:`w = -\eta`.
+    r"""A weighted tensor more, :math:`x' = x + (w g - d x)`: SGD without momentum, :math:`w = -\eta, d = \eta\lambda`.
 
     Args:
         params: :math:`x'`, fp32; overwritten.
@@ -29,6 +35,7 @@ def server_add_(
         old_params: :math:`x`, fp32.
         gradient: :math:`g`, fp32, bf16 or fp16.
         weight: :math:`w`.
+        decay: :math:`d`. Default: 0.
         whole: elements of the arrays that these are pieces of. Default: they are no pieces.
 
     Raises:
@@ -40,7 +47,7 @@ def server_add_(
     >>> new, reply
     (tensor([0.5000]), tensor([0.5000]))
     """
-    torch.add(old_params, gradient.float() * weight, out=params)
+    torch.add(old_params, _decayed(gradient.float() * weight, old_params, -decay), out=params)
     _answer(reply, params)
 
 
@@ -56,12 +63,13 @@ def server_sgd_(
     mu: float,
     nesterov: bool,
     scale: float = 1.0,
+    weight_decay: float = 0.0,
     whole: int = 0,
 ) -> None:
     r"""SGD with momentum on a server, with a gradient that may be stale.
 
     .. math::
-        g' &= \sigma\, g, \qquad m' = \mu m + g' \\
+        g' &= \sigma\, g + \lambda x, \qquad m' = \mu m + g' \\
         x' &= x - \eta\, (g' + \mu m') \text{ with nesterov, else } x - \eta\, m'
 
     Args:
@@ -75,6 +83,7 @@ def server_sgd_(
         mu: :math:`\mu`.
         nesterov: look ahead along the new momentum.
         scale: :math:`\sigma`, what the gradient's staleness leaves of it. Default: 1.
+        weight_decay: :math:`\lambda`, L2. Default: 0.
         whole: see `server_add_`.
 
     Raises:
@@ -88,7 +97,7 @@ def server_sgd_(
     """
     params.copy_(old_params)
     momentum.copy_(old_momentum)
-    momentum_step_(params, momentum, gradient.float() * scale, lr, mu, nesterov)
+    momentum_step_(params, momentum, _decayed(gradient.float() * scale, old_params, weight_decay), lr, mu, nesterov)
     _answer(reply, params)
 
 
@@ -162,13 +171,18 @@ def server_adam_(
     beta2: float = 0.999,
     eps: float = 1e-8,
     scale: float = 1.0,
+    weight_decay: float = 0.0,
+    decoupled: bool = False,
     whole: int = 0,
 ) -> None:
-    r"""Adam on a server, with a gradient that may be stale.
+    r"""Adam on a server, with a gradient that may be stale; AdamW, where decay is decoupled.
 
     .. math::
-        g' &= \sigma\, g, \qquad m' = \beta_1 m + (1 - \beta_1) g', \qquad v' = \beta_2 v + (1 - \beta_2) g'^2 \\
+        g' &= \sigma\, g + \lambda x, \\
+        m' &= \beta_1 m + (1 - \beta_1) g', \qquad v' = \beta_2 v + (1 - \beta_2) g'^2 \\
         x' &= x - \frac{\eta}{1 - \beta_1^t} \cdot \frac{m'}{\sqrt{v'} / \sqrt{1 - \beta_2^t} + \epsilon}
+
+    Decoupled, it is :math:`g' = \sigma\, g`, and :math:`x' = (1 - \eta\lambda)\, x - \dots`.
 
     Args:
         params: :math:`x'`, fp32; overwritten.
@@ -183,13 +197,16 @@ def server_adam_(
         beta2: :math:`\beta_2`. Default: 0.999.
         eps: :math:`\epsilon`. Default: 1e-8.
         scale: :math:`\sigma`, as of `server_sgd_`. Default: 1.
+        weight_decay: :math:`\lambda`. Default: 0.
+        decoupled: of the gradient. Default: it is L2, a part of that.
         whole: see `server_add_`.
 
     Raises:
         TypeError: a tensor has another dtype.
         ValueError: as of `accumulate_`, or ``step`` is below 1.
 
-    Source: Kingma and Ba, "Adam", 2015, https://arxiv.org/abs/1412.6980.
+    Source: Kingma and Ba, "Adam", 2015, https://arxiv.org/abs/1412.6980; Loshchilov and Hutter, "Decoupled Weight Decay
+    Regularization", 2019, https://arxiv.org/abs/1711.05101.
 
     >>> x, m, v, old, zero, g = (torch.tensor([t]) for t in (0.0, 0.0, 0.0, 1.0, 0.0, 4.0))
     >>> server_adam_(x, m, v, None, old, zero, zero.clone(), g, step=1, lr=0.5)
@@ -197,19 +214,29 @@ def server_adam_(
     tensor([0.5000])
     """
     size, _, _, root = adam_scalars(step, lr, beta1, beta2)
-    stale = gradient.float() * scale
+    decay, kept = decay_scalars(lr, weight_decay, decoupled)
+    stale = _decayed(gradient.float() * scale, old_params, decay)
     torch.add(old_first * beta1, stale * (1 - beta1), out=first)
     torch.add(old_second * beta2, (stale * stale) * (1 - beta2), out=second)
     # In float64, since torch's fp32 root on CPUs is not the nearest number. A tensor as divisor: with a number, some
     # devices multiply by its rounded inverse.
     root_mean = second.double().sqrt().float() / second.new_full((), root).expand_as(second) + eps
-    torch.sub(old_params, (first / root_mean) * size, out=params)
+    torch.sub(old_params * kept, (first / root_mean) * size, out=params)
     _answer(reply, params)
 
 
 def adam_scalars(step: int, lr: float, beta1: float, beta2: float) -> tuple[float, float, float, float]:
     """Step size, ``1 - beta1``, ``1 - beta2``, and the root of the second bias correction."""
     return lr / (1 - beta1**step), 1 - beta1, 1 - beta2, math.sqrt(1 - beta2**step)
+
+
+def decay_scalars(lr: float, weight_decay: float, decoupled: bool) -> tuple[float, float]:
+    """What is added of the weights to the gradient, and what a step keeps of them."""
+    return (0.0, 1 - lr * weight_decay) if decoupled else (weight_decay, 1.0)
+
+
+def _decayed(gradient: Tensor, params: Tensor, decay: float) -> Tensor:
+    return gradient + params * decay if decay else gradient
 
 
 def _answer(reply: Tensor | None, weights: Tensor) -> None:

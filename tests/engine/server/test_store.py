@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_async.engine.server.journal import SIZE, Journal
 from lightning_async.engine.server.optimizers import make_optimizer
-from lightning_async.engine.server.steps import Adam, Sgd
+from lightning_async.engine.server.steps import Adam, Rates, Sgd, Span
 from lightning_async.engine.server.store import Store
 
 WORKER = {"life": 1, "push": 0, "clock": 0, "live": True, "client": "3f1a2b"}
@@ -42,6 +42,26 @@ def test_a_journal_holds_the_last_record(records: list[dict[str, int]]):
     for record in records:
         Journal(memory).write(record)
         assert Journal(memory).record == record
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(
+        st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 6)), unique_by=lambda each: each[0], max_size=3),
+        min_size=2,
+        max_size=6,
+    )
+)
+def test_what_is_the_same_object_as_before_is_in_the_record_as_it_is(records: list[list[tuple[str, int]]]):
+    """Records that share what has not changed, as those of a store do, each with other parts of the same few values."""
+    told = {"push": 3, "live": True}
+    values: list[Any] = [None, 7, "x", [0.0, 1], {"numel": 5, "arguments": {}}, {"w": told}, {"w": told, "v": {**told}}]
+    memory = torch.zeros(SIZE, dtype=torch.uint8)
+    journal = Journal(memory)
+    for pairs in records:
+        record = {name: values[which] for name, which in pairs}
+        journal.write(record)
+        assert journal.record == Journal(memory).record == record
 
 
 @settings(max_examples=30)
@@ -197,9 +217,17 @@ OPTIMIZERS = [
     ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
     ("SGD", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "dampening": 0.1}),
     ("SGD", {"lr": 0.1, "weight_decay": 0.01}),
+    ("SGD", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}),
+    ("SGD", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "maximize": True}),
+    ("SGD", {"lr": 0.1, "weight_decay": 0.01, "maximize": True}),
     ("Adam", {"lr": 0.01}),
+    ("Adam", {"lr": 0.01, "weight_decay": 0.1}),
+    ("Adam", {"lr": 0.01, "weight_decay": 0.1, "decoupled_weight_decay": True}),
+    ("Adam", {"lr": 0.01, "weight_decay": 0.1, "maximize": True}),
     ("Adam", {"lr": 0.01, "amsgrad": True, "weight_decay": 0.1}),
     ("AdamW", {"lr": 0.01}),
+    ("AdamW", {"lr": 0.01, "weight_decay": 0.1, "maximize": True}),
+    ("AdamW", {"lr": 0.01, "amsgrad": True}),
     ("NAdam", {}),
     ("RAdam", {}),
     ("Adamax", {}),
@@ -231,6 +259,39 @@ def test_an_optimizer_on_a_server_is_that_of_torch(file: int, name: str, argumen
         store.apply(gradient, {"a": number}, lr)
         torch.testing.assert_close(store.params, parameter.detach(), rtol=2e-6, atol=1e-7)
     store.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "kind"),
+    [
+        ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01, "maximize": True}, Sgd),
+        ("Adam", {"weight_decay": 0.01, "maximize": True}, Adam),
+        ("AdamW", {}, Adam),
+    ],
+    ids=str,
+)
+def test_decay_is_part_of_the_fused_step_and_late_pushes_leave_it_whole(
+    name: str, arguments: dict[str, Any], kind: type
+):
+    """As torch's, where a late push counts for less: its gradient shrinks, or the rate, and decay with it only."""
+    start = torch.tensor([1.0, -3.0, 0.25])
+    for factor, scale in ((1.0, 0.5), (0.25, 1.0)):
+        ours, theirs = make_optimizer(name, arguments), torch.nn.Parameter(start.clone())
+        assert isinstance(ours, kind) and isinstance(make_optimizer(name, arguments, known=True), kind)
+        optimizer = getattr(torch.optim, name)([theirs], **arguments)
+        optimizer.param_groups[0]["lr"] *= factor
+        banks = [{field: torch.zeros(3) for field in ("params", *ours.fields)} for _ in range(2)]
+        banks[0]["params"].copy_(start)
+        scalars: dict[str, float] = {}
+        for number in range(4):
+            gradient = torch.tensor([0.5, 0.125, -2.0]) * (number + 1)
+            theirs.grad = gradient * scale
+            optimizer.step()
+            old, new = banks[number % 2], banks[1 - number % 2]
+            reply = torch.empty(3)
+            scalars = ours.step(Span(old, new, gradient, reply, 3), scalars, Rates(factor=factor, scale=scale))
+            torch.testing.assert_close(new["params"], theirs.detach(), rtol=3e-7, atol=1e-7)
+            assert torch.equal(reply, new["params"])
 
 
 @pytest.mark.parametrize(
