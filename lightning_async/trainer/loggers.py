@@ -11,12 +11,14 @@ import contextlib
 import csv
 import io
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from lightning_async.trainer.namespace import pytorch
 from lightning_async.trainer.patches import Undo, replace
 
-__all__ = ["Continued", "kinds", "places", "rewrite_at_once", "take_places", "unknown"]
+__all__ = ["Continued", "keep_whole", "kinds", "places", "take_places", "unknown"]
 
 _PLACE = ("_root_dir", "_save_dir", "_name", "_version", "_sub_dir")
 _loggers = pytorch("loggers")
@@ -48,6 +50,9 @@ class Continued(ExperimentWriter):
     def _check_log_dir_exists(self) -> None:
         """Nothing: what is there stays."""
 
+    def save(self) -> None:
+        _save(self, super().save)
+
     def _rewrite_with_new_header(self, fieldnames: list[str]) -> None:
         _rewrite(self)
 
@@ -61,11 +66,25 @@ class Continued(ExperimentWriter):
         with self._fs.open(self.metrics_file_path, "r", newline="") as file:
             text = file.read()
         whole, end, torn = text.rpartition("\n")
-        self.metrics_keys = list(csv.DictReader(io.StringIO(whole + end, newline="")).fieldnames or ())
-        if not self.metrics_keys:
+        if not whole:
             self._fs.rm_file(self.metrics_file_path)
-        elif torn or self.metrics_keys != sorted(self.metrics_keys):  # who wrote it was killed in the midst of a row
+        elif torn:  # who wrote it was killed in the midst of a row
             _write(self, whole + end)
+
+
+def _save(writer: Any, save: Callable[[], None]) -> None:
+    """In the columns that are there: others than this writer's, where others have gone on without this process, as it
+    was stopped."""
+    if not writer.metrics:
+        return
+    files, path = writer._fs, writer.metrics_file_path
+    if files.isfile(path) and files.size(path) != vars(writer).get("_left_size"):
+        with files.open(path, "r", newline="") as file:
+            writer.metrics_keys = next(csv.reader(file), [])
+        if writer.metrics_keys != sorted(writer.metrics_keys):  # as they are to be
+            _rewrite(writer)
+    save()
+    writer._left_size = files.size(path)
 
 
 def _rewrite(writer: Any) -> None:
@@ -127,12 +146,14 @@ def take_places(trainer: Any, told: list[dict[str, Any]]) -> None:
             logger._kwargs.setdefault("filename_suffix", f".{os.getpid()}")
 
 
-def rewrite_at_once(trainer: Any) -> list[Undo]:
-    """On rank 0: a kill while a `CSVLogger` writes its file anew, for more columns, leaves the old one. Returns what
-    takes it back."""
+def keep_whole(trainer: Any) -> list[Undo]:
+    """On rank 0: whenever it is killed, or stopped and gone on without, all that was written stays, in its columns.
+    Returns what takes it back."""
     writers = [each._experiment for each in trainer.loggers if isinstance(each, _loggers.CSVLogger)]
-    return [
-        replace(writer, "_rewrite_with_new_header", lambda _, writer=writer: lambda _: _rewrite(writer))
-        for writer in writers
-        if isinstance(writer, ExperimentWriter) and not isinstance(writer, Continued)
-    ]
+    undo: list[Undo] = []
+    for writer in writers:
+        if isinstance(writer, ExperimentWriter) and not isinstance(writer, Continued):
+            undo.append(replace(writer, "save", lambda original, writer=writer: partial(_save, writer, original)))
+            rewrite = partial(_rewrite, writer)
+            undo.append(replace(writer, "_rewrite_with_new_header", lambda _, now=rewrite: lambda fieldnames: now()))
+    return undo

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from lightning_async.engine.world import World
-from lightning_async.trainer.loggers import kinds, places, rewrite_at_once, take_places, unknown
+from lightning_async.trainer.loggers import keep_whole, kinds, places, take_places, unknown
 from lightning_async.trainer.namespace import pytorch
 from lightning_async.trainer.patches import Undo, replace, take_back
 
@@ -45,7 +45,7 @@ class Succession:
         if not self._leads:
             self.take(told)
         elif not self._undo:
-            self._undo += rewrite_at_once(self._trainer)
+            self._undo += keep_whole(self._trainer)
 
     def told(self) -> dict[str, Any]:
         """On rank 0, what the others must know: plain values."""

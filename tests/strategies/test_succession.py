@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from lightning_async.trainer.loggers import places, rewrite_at_once, take_places
+from lightning_async.trainer.loggers import keep_whole, places, take_places
 from lightning_async.trainer.namespace import fabric, pl, pytorch
+from lightning_async.trainer.patches import take_back
 from lightning_async.trainer.succession import Succession
 
 loggers, callbacks = pytorch("loggers"), pytorch("callbacks")
@@ -94,6 +95,14 @@ def test_a_row_that_the_lost_one_had_begun_is_missing_and_no_other(tmp_path: Pat
     assert [row["step"] for row in rows(folder)] == ["0", "1", "2"]
 
 
+def test_columns_that_something_else_has_ordered_are_put_in_order(tmp_path: Path) -> None:
+    first, second, folder = two(tmp_path)
+    (folder / "metrics.csv").write_text("step,loss\n0,1.0\n")
+    take_places(trainer_with(second), places(trainer_with(first)))
+    log(second, 1, loss=0.5)
+    assert rows(folder) == [{"loss": "1.0", "step": "0"}, {"loss": "0.5", "step": "1"}]
+
+
 def test_a_header_that_is_not_whole_is_written_again(tmp_path: Path) -> None:
     first, second, folder = two(tmp_path)
     (folder / "metrics.csv").write_text("lo")
@@ -102,23 +111,26 @@ def test_a_header_that_is_not_whole_is_written_again(tmp_path: Path) -> None:
     assert rows(folder) == [{"loss": "0.25", "step": "2"}]
 
 
-def test_no_column_is_lost_though_another_process_has_added_it(tmp_path: Path) -> None:
-    """One that was stopped, and done without, has not heard of it yet."""
+def test_one_that_was_stopped_writes_in_the_columns_of_those_who_have_gone_on(tmp_path: Path) -> None:
+    """Until it hears that it is no rank 0 any more."""
     first, second, folder = two(tmp_path)
     trainer = trainer_with(first)
-    (undo,) = rewrite_at_once(trainer)
+    undo = keep_whole(trainer)
     take_places(trainer_with(second), places(trainer))
     log(second, 2, accuracy=0.5)
-    log(first, 2, lr=0.1)
-    assert [[row["loss"], row["accuracy"], row["lr"]] for row in rows(folder)] == [
-        ["1.0", "", ""], ["0.5", "", ""], ["", "0.5", ""], ["", "", "0.1"]
+    log(first, 2, loss=0.25)
+    log(first, 3, lr=0.1)
+    log(second, 3, loss=0.125)
+    assert [[row["loss"], row["accuracy"], row["lr"], row["step"]] for row in rows(folder)] == [
+        ["1.0", "", "", "0"], ["0.5", "", "", "1"], ["", "0.5", "", "2"], ["0.25", "", "", "2"], ["", "", "0.1", "3"],
+        ["0.125", "", "", "3"],
     ]  # fmt: skip
-    undo()
+    take_back(undo)
 
 
 def test_rank_0_may_be_killed_while_it_writes_its_file_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, _, folder = two(tmp_path)
-    (undo,) = rewrite_at_once(trainer_with(first, DummyLogger()))
+    undo = keep_whole(trainer_with(first, DummyLogger()))
 
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -128,7 +140,7 @@ def test_rank_0_may_be_killed_while_it_writes_its_file_anew(tmp_path: Path, monk
         with pytest.raises(KeyboardInterrupt):
             log(first, 2, loss=0.25, accuracy=0.5)
     assert [row["step"] for row in rows(folder)] == ["0", "1"]
-    undo()
+    take_back(undo)
     assert "_rewrite_with_new_header" not in vars(first.experiment)
 
 
