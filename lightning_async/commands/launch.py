@@ -48,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         policy = Policy(
             ranks=options.n, max_restarts=options.max_restarts, grace_s=options.grace,
             standbys=int(options.max_restarts > 0) if options.standby is None else options.standby,
+            hang_after_s=options.hang_after,
         )  # fmt: skip
         wanted, place = _several(options)
         secret = None if place is None else secret_of(options.secret_file, os.environ)
@@ -120,6 +121,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--grace", type=float, default=30.0, metavar="S",
         help="seconds that ranks have to save when the job is told to end (default: 30)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--hang-after", type=float, metavar="S",
+        help="seconds without a step of any rank after which all are killed, as if each had died (default: never)",
     )  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="print what would be started")
     parser.add_argument("--nnodes", metavar="MIN:MAX", help="how many hosts, each with a launcher of its own; or N")

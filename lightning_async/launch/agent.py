@@ -272,6 +272,9 @@ class Agent:
         """See `Hears`; the store is with the first node, and another such process stands by."""
         self._outputs.say(f"The process that reads what ranks write when the launcher is killed has ended ({how}).")
 
+    def hung(self, words: str) -> None:
+        """See `Hears`; who decides sees it, as the store is there."""
+
     def _say(self, what: str, **more: object) -> None:
         if self._wire is not None:
             self._wire.send(what, **more)

@@ -4,6 +4,7 @@ It lives in a session of its own, and is started without this package's ``__init
 store, while the ranks still import theirs; they can connect at once: the launcher listens, and hands the socket over.
 
     launcher --- a message with a descriptor ---> keeper: a store on this socket; a rank has started, or ended
+             <-- words ------------------------- keeper: no rank takes steps, where that is asked for
              --- the end of the channel --------> the launcher was killed; where all is in order, it kills the keeper
 
 When the launcher is killed, its ranks get a SIGTERM from the system, and save. For that they need the store, and
@@ -30,10 +31,18 @@ from lightning_async.launch.output import Outputs
 __all__ = ["main"]
 
 _LONGEST_MESSAGE = 1 << 10
+_LOOKS_S = 0.5
 _stores: list[Any] = []  # one for each start of the ranks; those of earlier ones have nobody left to answer
 
 
-def main(channel: int, readers: Sequence[int], logs: str | None, numbers: tuple[int, int], grace_s: float) -> None:
+def main(
+    channel: int,
+    readers: Sequence[int],
+    logs: str | None,
+    numbers: tuple[int, int],
+    grace_s: float,
+    hang_after_s: float | None = None,
+) -> None:
     """Keep the store until the launcher has ended, and its ranks.
 
     Args:
@@ -42,6 +51,7 @@ def main(channel: int, readers: Sequence[int], logs: str | None, numbers: tuple[
         logs: the directory of the ranks' files.
         numbers: of the first of these ranks, and of all ranks.
         grace_s: that ranks have to end, when the launcher was killed.
+        hang_after_s: the launcher is told where no rank takes a step for so long; None: never.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)  # meant for the launcher, which tells the ranks
@@ -51,7 +61,10 @@ def main(channel: int, readers: Sequence[int], logs: str | None, numbers: tuple[
             said, descriptors = message
             if said["what"] == "store":
                 # On a thread: meanwhile the launcher can be killed, and imports take seconds.
-                threading.Thread(target=_open, args=(said["host"], said["port"], *descriptors), daemon=True).start()
+                threading.Thread(
+                    target=_open, args=(said["host"], said["port"], *descriptors, launcher, numbers[1], hang_after_s),
+                    daemon=True,
+                ).start()  # fmt: skip
             elif said["what"] == "started":
                 ranks[said["pid"]] = descriptors[0]
             else:
@@ -66,15 +79,33 @@ def _next(launcher: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     return (json.loads(data), descriptors) if data else None
 
 
-def _open(host: str, port: int, listener: int) -> None:
+def _open(
+    host: str, port: int, listener: int, launcher: socket.socket, world_size: int, hang_after_s: float | None
+) -> None:
     listening: Any = {"master_listen_fd": listener}
     try:
         from torch._C._distributed_c10d import TCPStore
 
         _stores.append(TCPStore(host, port, None, True, wait_for_workers=False, **listening))
+        if hang_after_s is not None:
+            _look_for_progress(_stores[-1], launcher, world_size, hang_after_s)
     except BaseException:
         traceback.print_exc()
         os._exit(1)
+
+
+def _look_for_progress(store: Any, launcher: socket.socket, world_size: int, hang_after_s: float) -> None:
+    """Until the ranks start again, with another store, or hang."""
+    from lightning_async.comm.membership.standing import read_standings
+    from lightning_async.launch.progress import Progress
+
+    progress = Progress(hang_after_s, world_size, time.monotonic())
+    while _stores[-1] is store:
+        if (words := progress.look(read_standings(store, None), time.monotonic())) is not None:
+            with contextlib.suppress(OSError):  # it was killed
+                launcher.send(words.encode())
+            return
+        time.sleep(_LOOKS_S)
 
 
 def _see_to_the_end(living: dict[int, int], outputs: Outputs, grace_s: float) -> None:

@@ -45,6 +45,9 @@ class Hears(Protocol):
     def unkept(self, how: str) -> None:
         """The process that keeps the store has ended."""
 
+    def hung(self, words: str) -> None:
+        """No rank takes steps any more; where each stands."""
+
 
 class Ranks(Protocol):
     """The ranks of one node, here or on another host, as the supervisor has them."""
@@ -169,8 +172,10 @@ class Node:
     def _kept(self) -> Keeper:
         if self._keeper is None:
             readers = [reader for reader, _ in self._pipes]
-            self._keeper = keeper = Keeper(readers, self._logs, self._job.place, self._policy.grace_s)
+            seconds = self._policy.grace_s, self._policy.hang_after_s
+            self._keeper = keeper = Keeper(readers, self._logs, self._job.place, *seconds)
             self._loop.watch(keeper.pidfd, lambda: self._lose(keeper))
+            self._loop.watch(keeper.channel, lambda: self._hear(keeper))
             for process in self._processes.values():
                 keeper.started(process)
         return self._keeper
@@ -178,11 +183,18 @@ class Node:
     def _lose(self, keeper: Keeper) -> None:
         """Another one takes its place at once: should the launcher be killed, these ranks are to save and to end."""
         self._loop.forget(keeper.pidfd)
+        self._loop.forget(keeper.channel)
         self._keeper, how = None, keeper.died()
         if time.monotonic() - keeper.began > _SOON_S:  # else it could not work here, and there would be no end of them
             with contextlib.suppress(OSError):
                 self._kept()
         self._hears.unkept(how)
+
+    def _hear(self, keeper: Keeper) -> None:
+        if words := keeper.words():
+            self._hears.hung(words)
+        else:
+            self._loop.forget(keeper.channel)  # it has ended, which its other descriptor tells
 
     def _end(self, rank: int) -> None:
         self._listen(rank)

@@ -45,6 +45,7 @@ class Policy:
             Default: 1.
         standbys: processes that have imported what the program does, and are to be the next ranks that are started
             again. Default: 0.
+        hang_after_s: without a step of any rank for so long all are killed, as if each had died. Default: None, never.
 
     Raises:
         TypeError, ValueError: an argument is out of range.
@@ -56,6 +57,7 @@ class Policy:
     patience_s: float = 5.0
     first_pause_s: float = 1.0
     standbys: int = 0
+    hang_after_s: float | None = None
 
     def __post_init__(self) -> None:
         check_int(self, "ranks", at_least=1)
@@ -63,6 +65,8 @@ class Policy:
         check_int(self, "standbys", at_least=0)
         for name in ("grace_s", "patience_s", "first_pause_s"):
             check_real(self, name, at_least=0.0)
+        if self.hang_after_s is not None:
+            check_real(self, "hang_after_s", above=0.0)
 
     @property
     def all(self) -> frozenset[int]:

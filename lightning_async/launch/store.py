@@ -22,6 +22,7 @@ from lightning_async.launch.process import Process, watched
 __all__ = ["Keeper"]
 
 _BACKLOG = 2048
+_LONGEST_WORDS = 1 << 16
 
 
 class Keeper:
@@ -32,15 +33,23 @@ class Keeper:
         logs: the directory of the ranks' files, if there is one.
         place: of the ranks.
         grace_s: that ranks have then.
+        hang_after_s: it says where no rank takes a step for so long; None: never.
 
     Raises:
         OSError: the system does not let it start.
     """
 
-    def __init__(self, readers: Sequence[int], logs: Path | None, place: Place, grace_s: float) -> None:
+    def __init__(
+        self,
+        readers: Sequence[int],
+        logs: Path | None,
+        place: Place,
+        grace_s: float,
+        hang_after_s: float | None = None,
+    ) -> None:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         folder, numbers = None if logs is None else str(logs.absolute()), (place.first, place.world)
-        arguments = [theirs.fileno(), list(readers), folder, numbers, grace_s]
+        arguments = [theirs.fileno(), list(readers), folder, numbers, grace_s, hang_after_s]
         title = f"keeps the store of launcher {os.getpid()}"
         variables = {**os.environ, "OMP_NUM_THREADS": "1"}  # of the user's, meant for ranks, libgomp may complain
         try:
@@ -53,6 +62,18 @@ class Keeper:
         self.began = time.monotonic()
         self.pidfd = watched(self._popen)
         """Becomes readable when it ends."""
+
+    @property
+    def channel(self) -> int:
+        """A descriptor where there is something to read once it has something to say."""
+        return self._channel.fileno()
+
+    def words(self) -> str:
+        """What it says of ranks that hang; "" where it is gone."""
+        try:
+            return self._channel.recv(_LONGEST_WORDS, socket.MSG_DONTWAIT).decode(errors="replace")
+        except OSError:
+            return ""
 
     def open(self, address: str) -> int:
         """A store at an address of this host, in place of the one before; its port. Ranks can connect at once."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lightning_async.launch.state import LEFT, TRY_AGAIN
 
-__all__ = ["Ending", "goes_on", "how", "report", "signal_name"]
+__all__ = ["HUNG", "Ending", "goes_on", "how", "report", "signal_name"]
 
 HUNG = 70
 """The exit code of `HangWatchdog`."""

@@ -40,7 +40,7 @@ from lightning_async.launch.state import (
     Told,
     Wait,
 )
-from lightning_async.launch.summary import Ending, goes_on, how, report, signal_name
+from lightning_async.launch.summary import HUNG, Ending, goes_on, how, report, signal_name
 
 __all__ = ["Supervisor"]
 
@@ -69,6 +69,7 @@ class Supervisor:
         self._waits: set[int | None] = set()
         self._port = self._attempt = 0
         self._code: int | None = None
+        self._hung: frozenset[int] = frozenset()
         self._registry = Registry(job.address, job.secret, tuple(job.program))
 
     def run(self) -> int:
@@ -124,12 +125,19 @@ class Supervisor:
         self._living.pop(ending.rank, None)
         where = "" if self._meeting is None else self._meeting.where(ending.rank)
         self._endings.append(replace(ending, told=self._told.get(ending.rank), where=where))
-        self._follow(Ended(ending.rank, ending.status))
+        self._follow(Ended(ending.rank, HUNG if ending.rank in self._hung else ending.status))
 
     def unkept(self, how: str) -> None:
         """The process that keeps the store has ended."""
         self.say(f"The process that keeps the store has ended ({how}).")
         self._follow(StoreLost())
+
+    def hung(self, words: str) -> None:
+        """No rank takes steps any more: all end, as if each had died of it."""
+        if self._state.phase is Phase.RUNNING and self._state.asked is None:
+            self.say(f"{words}\nAll are killed.")
+            self._hung = self._state.living
+            self._perform([Send(signal.SIGKILL, self._hung)])
 
     def gone(self, ranks: frozenset[int], why: str) -> None:
         """Nothing is heard any more of a node."""
@@ -229,6 +237,7 @@ class Supervisor:
         self._port, self._attempt = self._node.open_store(), self._state.restarts
         self._registry.write(self._port)
         self._endings.clear()
+        self._hung = frozenset()
         for rank in self._waits:
             self._loop.cancel((self, rank))
         self._waits.clear()

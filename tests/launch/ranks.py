@@ -160,6 +160,13 @@ def second_time(status: str) -> None:
     sleep()
 
 
+def hangs_at_first() -> None:
+    """In the first start nobody ever trains."""
+    say("start", os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        sleep()
+
+
 def group() -> None:
     """Torch's own default group, by the environment alone; where the store listens."""
     import torch

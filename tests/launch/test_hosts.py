@@ -85,3 +85,21 @@ def test_a_rank_of_the_other_host_is_killed_and_started_again_there_and_training
     ended = re.findall(r"ENDED (\d) (\d) (\S+)", first.out + second.out)
     assert [each[:2] for each in ended] == [("0", "2"), ("1", "2")]
     assert ended[0][2] == ended[1][2]
+
+
+def test_after_a_partition_one_half_of_a_training_goes_on_to_its_end_and_the_other_one_ends(start: Start, link: Link):
+    """Real ranks, which have gradients under way between the hosts as the cable is pulled."""
+    interface = link.places[0].interface
+    first, second = start(COMES_BACK, DIES="nobody", ALONE="1", GLOO_SOCKET_IFNAME=interface)
+    for each in (first, second):
+        each.allow(60)
+        each.wait_for("TEN")
+    pull(link)
+    assert second.end() == STORE_LOST, first.err + second.err
+    assert first.end() == 0, first.err + second.err
+    assert re.search(r"rank 1 on node 1 .* was lost with its node \(no word for 10 s\): training goes on", first.err)
+    assert "Rank 0 goes on as rank 0 of 1: " in first.err
+    assert re.findall(r"ENDED (\d) (\d)", first.out) == [("0", "1")]
+    assert f"The first node is lost (no word for {SILENCE_S:g} s)" in second.err
+    assert "goes on as rank" not in second.err  # nor has it ended in order: one half trains at most
+    assert "ENDED" not in second.out

@@ -162,7 +162,8 @@ def inherit(folder: str, deaths: dict[str, Any], epochs: int = 2, trainer: Any =
         ],
         **({"enable_progress_bar": False} | (trainer or {})),
     )  # fmt: skip
-    validation: Any = DataLoader(torch.arange(24).float().unsqueeze(1), 2)  # pyright: ignore[reportArgumentType]
+    numbers: Any = torch.arange(24).float().unsqueeze(1)
+    validation = DataLoader(numbers, 2, num_workers=settings.get("val_workers", 0))
     with caught() as logged:
         Streamed.trainer = fit
         train: Any = DataLoader(Streamed(), 2) if settings.get("iterable") else loaders(settings)

@@ -102,6 +102,7 @@ def train(
     windows: int | Literal["until_reduced"] | None = None,
     served: Literal["async", "sync", "ssp"] | None = None,
     leaves: bool = False,
+    num_workers: int = 0,
 ) -> None:
     deaths = {number: (place, epoch, taken) for number, (place, epoch, taken) in deaths.items()}
     mode = (modes or {}).get(os.environ.get("LIGHTNING_ASYNC_REJOIN", ""), "")
@@ -119,7 +120,7 @@ def train(
     stopping = pytorch("callbacks").EarlyStopping("val_loss", patience=1000)
     best = pytorch("callbacks").ModelCheckpoint(folder, filename="{epoch}", monitor="val_loss", save_top_k=2)
     callbacks: list[Any] = [stopping, best]
-    data = loader(False, 0)
+    data = loader(False, num_workers)
     if parts:
         callbacks.append(AdaptiveGradientAccumulation(2, lr_scaling="linear"))
         data = DataLoader(data.dataset, 2, sampler=PartitionedSampler(data.dataset, Random(seed=3)))
@@ -139,7 +140,7 @@ def train(
             trainer.validate(module, loader(False, 0), verbose=False)
             trainer.save_checkpoint(f"{folder}/untrained-{os.getpid()}.ckpt")
             module.validated = {}
-        trainer.fit(module, data, loader(False, 0))
+        trainer.fit(module, data, loader(False, num_workers))
         trainer.save_checkpoint(f"{folder}/trained.ckpt")
         (group,), saved = trainer.optimizers[0].param_groups, strategy.saved._last or {}
         told |= {

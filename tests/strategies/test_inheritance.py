@@ -148,9 +148,12 @@ def test_where_nobody_can_tell_what_the_lost_had_it_is_said_and_missing(tmp_path
     assert any("What rank 1 had of epoch 0 and did not train on is missing" in text for text in left["0"]["logged"])
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-def test_what_was_validated_by_one_that_is_lost_is_validated_by_the_others(victim: int, tmp_path: Path) -> None:
-    told, left = train(tmp_path, {str(victim): ["validation", 0, 2]}, epochs=1)
+@pytest.mark.parametrize(("victim", "workers"), [(0, 0), (2, 2)])
+def test_what_was_validated_by_one_that_is_lost_is_validated_by_the_others(
+    victim: int, workers: int, tmp_path: Path
+) -> None:
+    loaders = {"num_workers": workers, "val_workers": workers}
+    told, left = train(tmp_path, {str(victim): ["validation", 0, 2]}, epochs=1, **loaders)
     assert sorted(seen(told, "validate", 0, left)) == list(range(24))
     assert once(told, 0, left, {str(victim): 9}) == list(range(54))
     assert {each["mean"] for each in left.values()} == {11.5}

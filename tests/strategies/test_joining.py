@@ -59,9 +59,12 @@ def told(results: list[RankResult], numbers: list[int]) -> list[dict[str, Any]]:
     return said
 
 
-@pytest.mark.parametrize(("dies", "rule"), [(0, "diloco"), (2, "mean")])
-def test_it_takes_over_what_the_others_have_and_trains_with_them(dies: int, rule: str, tmp_path: Path) -> None:
-    with ranks(tmp_path, dies, rule=rule, then_test=True, saves=True, parts=rule == "mean") as group:
+@pytest.mark.parametrize(("dies", "rule", "workers"), [(0, "diloco", 2), (2, "mean", 0)])
+def test_it_takes_over_what_the_others_have_and_trains_with_them(
+    dies: int, rule: str, workers: int, tmp_path: Path
+) -> None:
+    options = {"rule": rule, "then_test": True, "saves": True, "parts": rule == "mean", "num_workers": workers}
+    with ranks(tmp_path, dies, **options) as group:
         results = group.join()
     said = told(results, [*({0, 1, 2} - {dies}), 3])
     newcomer = said[-1]

@@ -1,0 +1,57 @@
+"""Whether any rank takes steps, as they tell it in the store; for the process that keeps it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_async.comm.membership.standing import ENDED, FAILED, Standing
+
+__all__ = ["Progress"]
+
+
+class Progress:
+    """What all ranks of one start have told.
+
+    Args:
+        hang_after_s: so long without a step, of any of them, is a hang.
+        world_size: how many there are.
+        now: monotonic seconds.
+    """
+
+    def __init__(self, hang_after_s: float, world_size: int, now: float) -> None:
+        self._hang_after_s, self._world_size = hang_after_s, world_size
+        self._since = now
+        self._reached: dict[tuple[str, int], tuple[int, bool]] = {}
+        self._heard: dict[tuple[str, int], tuple[float, float]] = {}
+
+    def look(self, standings: Sequence[Standing], now: float) -> str | None:
+        """Where each rank stands, in words, where that is a hang; None where it is none.
+
+        Args:
+            standings: of all processes, in the order in which they came.
+            now: monotonic seconds.
+        """
+        reached = {(s.name, s.process): (s.step, s.state in (ENDED, FAILED)) for s in standings}
+        for each in standings:
+            key = (each.name, each.process)
+            if self._heard.get(key, (0.0, 0.0))[0] != each.at:
+                self._heard[key] = each.at, now
+        last = {each.name: each for each in standings}
+        newest = max(((s.run, s.generation) for s in last.values()), default=(0, 0))
+        members = {name for s in last.values() if (s.run, s.generation) == newest for name in s.members}
+        done = bool(members) and all(reached[s.name, s.process][1] for s in last.values() if s.name in members)
+        if reached != self._reached or done:  # what a script does after training is its own business
+            self._reached, self._since = reached, now
+        if now - self._since < self._hang_after_s:
+            return None
+        lines = [f"No rank has taken a step for {now - self._since:.0f} s (--hang-after {self._hang_after_s:g}):"]
+        for name in map(str, range(self._world_size)):
+            lines.append(f"rank {name} {self._where(last.get(name), now)}")
+        return "\n".join(lines)
+
+    def _where(self, standing: Standing | None, now: float) -> str:
+        if standing is None:
+            return "has not begun to train"
+        silent = now - self._heard[standing.name, standing.process][1]
+        quiet = f"; nothing was heard of it for {silent:.0f} s" if silent >= 5.0 else ""
+        return f"(process {standing.process}) {standing.state}, at step {standing.step}{quiet}"

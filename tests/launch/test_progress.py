@@ -1,0 +1,72 @@
+"""No rank takes steps: by table, and with a launcher that starts them again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+
+from lightning_async.comm.membership.standing import ENDED, FAILED, Standing
+from lightning_async.launch.progress import Progress
+from tests.launch.conftest import SCRIPT, Launched
+
+
+def says(name: int, step: int, state: str = "trains", at: float = 1.0, members: str = "01", run: int = 1) -> Standing:
+    return Standing(
+        name=str(name), step=step, state=state, at=at, process=10 + name, members=tuple(members), run=run
+    )  # fmt: skip
+
+
+def test_where_nobody_takes_a_step_it_says_where_each_stands():
+    progress = Progress(10.0, 3, now=0.0)
+    assert progress.look([], 9.9) is None
+    assert progress.look([says(0, 4), says(1, 5, at=1.0)], 9.95) is None  # they have begun
+    assert progress.look([says(0, 4, at=2.0), says(1, 5)], 15.0) is None
+    assert progress.look([says(0, 5, at=3.0), says(1, 5)], 19.0) is None  # one of them is enough
+    assert progress.look([says(0, 5, "waits (validation)", 4.0), says(1, 5)], 28.9) is None
+    words = progress.look([says(0, 5, "waits (validation)", 5.0), says(1, 5)], 29.0)
+    assert words is not None
+    assert words.splitlines() == [
+        "No rank has taken a step for 10 s (--hang-after 10):",
+        "rank 0 (process 10) waits (validation), at step 5",
+        "rank 1 (process 11) trains, at step 5; nothing was heard of it for 19 s",
+        "rank 2 has not begun to train",
+    ]
+
+
+def test_nobody_has_begun():
+    words = Progress(10.0, 2, now=5.0).look([], 15.0)
+    assert words is not None
+    assert words.splitlines()[1:] == ["rank 0 has not begun to train", "rank 1 has not begun to train"]
+
+
+@pytest.mark.parametrize("state", [ENDED, FAILED])
+def test_what_follows_after_training_is_no_hang(state: str):
+    """Rank 1 was lost in it."""
+    progress = Progress(10.0, 2, now=0.0)
+    told = [says(1, 3), says(0, 9, members="0", run=2)]
+    assert progress.look(told, 1.0) is None
+    told[1] = says(0, 9, state, members="0", run=2)
+    assert progress.look(told, 8.0) is None
+    assert progress.look(told, 500.0) is None
+    told[1] = says(0, 0, members="0", run=3)  # it trains again
+    assert progress.look(told, 501.0) is None
+    assert progress.look(told, 511.0) is not None
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the launcher needs Linux")
+def test_ranks_that_hang_are_killed_and_started_again_and_the_last_ones_code_says_so(
+    launch: Callable[..., Launched],
+):
+    again = launch("-n", "2", "--max-restarts", "1", "--hang-after", "6", SCRIPT, "hangs_at_first")
+    ends = launch("-n", "2", "--hang-after", "0.5", SCRIPT, "end", "-", "-")
+    assert ends.end() == 70, ends.err
+    assert again.end() == 0, again.err
+    for job, seconds in ((again, "6"), (ends, "0.5")):
+        assert f"s (--hang-after {seconds}):\n[launch] rank 0 has not begun to train\n" in job.err
+        assert "[launch] rank 1 has not begun to train\n[launch] All are killed.\n" in job.err
+        assert job.err.count("by the launcher") >= 2
+    assert "All ranks start again in 1 s (restart 1 of 1)." in again.err
+    assert again.out.count("start 1") == 2
+    assert ends.err.endswith("[launch] exit code 70\n")
