@@ -29,19 +29,26 @@ class Span(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4)
-def spans(layout: FlatLayout) -> list[Span]:
+def spans(layout: FlatLayout, part_bytes: int | None = None, kinds: tuple[object, ...] = ()) -> list[Span]:
     """A layout from its tail, by whole parameters, of some MB each: the first one is small, so that it leaves early.
+
+    Args:
+        layout: of fp32 elements, or of those that they are of.
+        part_bytes: of a part, at most, unless one parameter has more; 0: each parameter is by itself. Default: 8 MiB.
+        kinds: of the parameters: those of another one do not leave together. Default: all are of one.
 
     >>> import torch
     >>> [span[:2] for span in spans(FlatLayout([torch.empty(1 << 20), torch.empty(1 << 21), torch.empty(8)]))]
     [(2, 3), (1, 2), (0, 1)]
     """
     found: list[Span] = []
-    last, end, numel, limit = len(layout), layout.numel, 0, _FIRST_BYTES
+    most = _PART_BYTES if part_bytes is None else part_bytes
+    last, end, numel, limit = len(layout), layout.numel, 0, min(most, _FIRST_BYTES)
     for i in reversed(range(len(layout))):
-        if numel and 4 * (numel + layout.sizes[i]) > limit:
+        full = numel and 4 * (numel + layout.sizes[i]) > limit
+        if full or (kinds and i + 1 < last and kinds[i] != kinds[i + 1]):
             found.append(Span(i + 1, last, end - numel, end))
-            last, end, numel, limit = i + 1, end - numel, 0, _PART_BYTES
+            last, end, numel, limit = i + 1, end - numel, 0, most
         numel += layout.sizes[i]
     return [*found, Span(0, last, 0, end)]
 
@@ -52,11 +59,19 @@ class Backward:
     Args:
         params: in the layout's order.
         layout: of their gradients.
-        take: called with parts that have become whole, each part once in a pass, in their order.
+        take: called with parts that have become whole, each part once in a pass, in their order; it may take gradients
+            from the parameters: what comes behind it is a change.
+        parts: of the layout, see `spans`. Default: some MB each.
     """
 
-    def __init__(self, params: Sequence[Any], layout: FlatLayout, take: Callable[[Sequence[Span]], None]) -> None:
-        self._params, self._take, self._spans = list(params), take, spans(layout)
+    def __init__(
+        self,
+        params: Sequence[Any],
+        layout: FlatLayout,
+        take: Callable[[Sequence[Span]], None],
+        parts: Sequence[Span] | None = None,
+    ) -> None:
+        self._params, self._take, self._spans = list(params), take, parts or spans(layout)
         self._span_of = [n for n, span in reversed(list(enumerate(self._spans))) for _ in range(span.first, span.last)]
         self._expected: set[int] = set()
         self._first = True
@@ -65,6 +80,7 @@ class Backward:
         self.filled = 0
         """Parts that were taken in this pass."""
         self._missing: list[set[int]] = []
+        self._came: set[int] = set()
         self._taken: list[tuple[Any, int]] = []
         self._hooks = [
             p.register_post_accumulate_grad_hook(partial(self._made, i))
@@ -81,13 +97,21 @@ class Backward:
 
     def begin(self) -> None:
         """A pass begins."""
-        self.under_way, self.filled, self._taken = True, 0, []
+        self.under_way, self.filled, self._taken, self._came = True, 0, [], set()
         wanted = range(len(self._params)) if self._first else self._expected
         self._missing = [{i for i in wanted if span.first <= i < span.last} for span in self._spans]
 
+    @property
+    def begun(self) -> bool:
+        """A gradient has come since `begin`."""
+        return bool(self._came)
+
     def _made(self, i: int, _: Any) -> None:
         """A parameter's gradient is there."""
-        if not self.under_way or (number := self._span_of[i]) < self.filled:
+        if not self.under_way:
+            return
+        self._came.add(i)
+        if (number := self._span_of[i]) < self.filled:
             return
         missing = self._missing[number]
         missing.discard(i)
@@ -111,12 +135,13 @@ class Backward:
         self._tell()
         self.under_way, self._first = False, False
         taken, self._taken = self._taken, []
-        self._expected |= {i for i, p in enumerate(self._params) if p.grad is not None}
+        self._expected |= self._came | {i for i, p in enumerate(self._params) if p.grad is not None}
+        self._came = set()
         return [i for i, (p, mark) in enumerate(zip(self._params, taken, strict=True)) if _changed(p, *mark)]
 
     def give_up(self) -> None:
         """The pass has failed."""
-        self.under_way, self._taken = False, []
+        self.under_way, self._taken, self._came = False, [], set()
 
 
 def _mark(p: Any) -> tuple[Any, int]:

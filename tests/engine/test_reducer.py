@@ -98,6 +98,88 @@ def test_two_backward_passes_before_a_step_add_up() -> None:
         assert found == [3.0, 3.0, 3.0, None]
 
 
+@pytest.mark.parametrize("bucket_bytes", [0, 16, 25 << 20])
+def test_what_comes_after_a_bucket_has_left_is_averaged_with_it(bucket_bytes: int) -> None:
+    """A second pass on one rank only; a parameter that was not used before; one that was, and is not."""
+
+    def body(module: Branches, reducer: GradientReducer, rank: int) -> Any:
+        seen = []
+        for uses in ([("first",), ("second",)], [("first",)], [("first", "third"), ("first",)], [(), ("second",)]):
+            module.zero_grad(set_to_none=True)
+            for branch in uses[rank % len(uses)]:
+                module(1.0 + rank, getattr(module, branch)).backward()
+            reducer.finish()
+            seen.append(grads(module))
+        return seen
+
+    for found in on_ranks(2, body, bucket_bytes=bucket_bytes):
+        assert found == [[1.5, 1.0, 2.0, None], [1.5, 3.0, None, None], [2.0, 3.0, None, 1.0], [1.0, None, 2.0, None]]
+
+
+def test_a_bucket_leaves_while_the_pass_runs_though_some_parameter_is_never_used() -> None:
+    """From the second step on, when it is known what a pass uses; the common parameter's gradient comes last."""
+
+    def body(module: Branches, reducer: GradientReducer, rank: int) -> Any:
+        begun: list[int] = []
+        left: list[int] = []
+
+        def reduce(collectives: Any, flat: Tensor) -> Any:
+            begun.append(1)
+            return collectives.all_reduce(flat)
+
+        reducer._all_reduce = reduce
+        module.common.register_hook(lambda grad: left.append(len(begun)))
+        for _ in range(3):
+            module.zero_grad(set_to_none=True)
+            begun.clear()
+            ((1.0 + rank) * (module.common.exp() + module.first)).sum().backward()
+            reducer.finish()
+            assert len(begun) == 4
+        return left
+
+    assert on_ranks(2, body, bucket_bytes=0) == [[0, 3, 3]] * 2
+
+
+def test_passes_before_and_after_those_that_are_accumulated_add_up() -> None:
+    def body(module: Branches, reducer: GradientReducer, rank: int) -> Any:
+        module(1.0 + rank, module.first).backward()
+        reducer.enabled = False
+        module(1.0 + rank, module.second).backward()
+        reducer.enabled = True
+        module(1.0 + rank, module.second).backward()
+        reducer.finish()
+        return grads(module)
+
+    for found in on_ranks(2, body):
+        assert found == [4.5, 3.0, 6.0, None]
+
+
+def test_neighbours_of_another_type_travel_apart() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide = nn.Parameter(torch.ones(2, dtype=torch.float64))
+            self.plain = nn.Parameter(torch.ones(3))
+            self.other = nn.Parameter(torch.ones(3))
+
+    def on_rank(collectives: Any) -> Any:
+        module, sent = Mixed(), []
+
+        def reduce(collectives: Any, flat: Tensor) -> Any:
+            sent.append((flat.dtype, flat.numel()))
+            return collectives.all_reduce(flat)
+
+        reducer = GradientReducer(list(module.parameters()), collectives, all_reduce=reduce)
+        ((1.0 + collectives.rank) * (module.wide.sum() + module.plain.sum() + module.other.sum())).backward()
+        reducer.finish()
+        reducer.close()
+        return sent, [p.grad.tolist() for p in module.parameters() if p.grad is not None]
+
+    for sent, found in InProcessWorld(2).run(on_rank, timedelta(seconds=20)):
+        assert sent == [(torch.float32, 6), (torch.float64, 2)]
+        assert found == [[1.5] * 2, [1.5] * 3, [1.5] * 3]
+
+
 def test_half_of_the_bytes_and_a_sum() -> None:
     sizes: list[torch.dtype] = []
 

@@ -16,7 +16,7 @@ from lightning_async.engine.replica import Replica
 from lightning_async.engine.transfer import Transfer
 from lightning_async.flat import FlatLayout
 
-__all__ = ["Plans", "divide_", "gradients_of", "mask_of", "pack_", "unpack_", "used_by"]
+__all__ = ["Plans", "divide_", "gradients_of", "mask_of", "pack_", "strided", "unpack_", "used_by"]
 
 
 def used_by(params: Sequence[Any]) -> Tensor:
@@ -32,7 +32,7 @@ def mask_of(used: Tensor) -> int:
 @torch.no_grad()
 def gradients_of(params: Sequence[Any]) -> list[Tensor]:
     """Their gradients as real numbers; zeros where there is none."""
-    return [real(torch.zeros_like(p) if p.grad is None else _strided(p.grad)) for p in params]
+    return [real(torch.zeros_like(p) if p.grad is None else strided(p.grad)) for p in params]
 
 
 class Plans:
@@ -65,7 +65,7 @@ def unpack_(replica: Replica, bucket: Tensor, used: Tensor, scale: float, plans:
     if scale != 1.0:
         part.mul_(scale)
     gradients: list[Any] = [
-        torch.empty_like(p) if p.grad is None or _strided(p.grad) is not p.grad else p.grad for p in trained
+        torch.empty_like(p) if p.grad is None or strided(p.grad) is not p.grad else p.grad for p in trained
     ]
     with plans.of([real(g) for g in gradients]) as plan:
         plan.apply_(part)
@@ -93,5 +93,6 @@ def divide_(layout: FlatLayout, mean: Tensor, behind: Tensor | None, share: floa
             view.div_(part)
 
 
-def _strided(gradient: Tensor) -> Tensor:
+def strided(gradient: Tensor) -> Tensor:
+    """The same as a dense one."""
     return gradient if gradient.layout is torch.strided else gradient.to_dense()

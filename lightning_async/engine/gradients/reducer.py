@@ -1,15 +1,24 @@
-"""Synchronous gradients: averaged over all replicas while the backward pass still runs."""
+"""Synchronous gradients without an engine: averaged over all replicas while the backward pass still runs.
+
+What a backward pass makes, and when a part of it is whole, is `Backward`'s, as for gradients through the engine. What
+moves them is not: no header, and no commit. Horovod negotiates each operation by itself, in whichever order ranks are
+ready, and can call none back; so ranks are the same from the first step to the last one, all of them take every step,
+and one that fails ends training on all.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_async.comm.protocols import Collectives, Pending
+from lightning_async.engine.backward import Backward, Span, spans
+from lightning_async.engine.gradients.packing import strided
+from lightning_async.flat import FlatLayout
 
 __all__ = ["GradientReducer"]
 
@@ -21,22 +30,25 @@ class _Bucket:
     """Gradients that travel together.
 
     Args:
-        params: in the order in which their gradients are expected.
+        params: neighbours.
+        places: their numbers.
         flat: what travels.
         views: each gradient's place in it.
-        collectives: a fork of the bucket's own: ranks need not be ready with their buckets in the same order.
-        ready: gradients that are in ``flat``.
-        reduced: ``flat`` holds the result of an earlier backward pass, to which this one adds.
+        collectives: a fork of the bucket's own: ranks need not be ready with their buckets at the same time.
         pending: the operation under way.
     """
 
     params: list[nn.Parameter]
+    places: range
     flat: Tensor
     views: list[Tensor]
     collectives: Collectives
-    ready: set[int] = field(default_factory=set)
-    reduced: bool = False
     pending: Pending[Tensor] | None = None
+
+    def wait(self) -> None:
+        assert self.pending is not None
+        self.pending.result()
+        self.pending = None
 
 
 class GradientReducer:
@@ -44,10 +56,10 @@ class GradientReducer:
 
     .. math:: g \leftarrow \frac{1}{n} \sum_i g_i
 
-    Gradients move into flat buckets as the backward pass makes them, and a bucket leaves as soon as it is full, while
-    the rest of the backward pass runs. `finish` waits for all; until then the parameters have no gradients, so that
-    their memory serves the rest of the pass. A parameter that no replica used keeps ``None``; one that some used counts
-    as zero on the others.
+    Gradients move into flat buckets as the backward pass makes them, and a bucket leaves as soon as it is whole, while
+    the rest of the backward pass runs. `finish` waits for all; until then its parameters have no gradients, so that
+    their memory serves the rest of the pass. What a second pass makes of them is added to the mean, and averaged with
+    it once more. A parameter that no replica used keeps ``None``; one that some used counts as zero on the others.
 
     Args:
         params: what is trained, in the order of the forward pass.
@@ -68,19 +80,30 @@ class GradientReducer:
         mean: bool = True,
         all_reduce: AllReduce = lambda collectives, flat: collectives.all_reduce(flat),
     ) -> None:
-        self.enabled = True
-        """False while gradients are accumulated: they stay where they are."""
-        self._mean, self._collectives = mean, collectives
-        self._all_reduce = all_reduce
+        self._params, self._mean, self._collectives, self._all_reduce = list(params), mean, collectives, all_reduce
         self._used: set[int] = set()
-        self._place = {param: place for place, param in enumerate(params)}
         self._mask = collectives.fork("used")
+        layout, kinds = FlatLayout(self._params), tuple((p.dtype, p.device) for p in self._params)
+        parts = spans(layout, bucket_bytes, kinds) if self._params else []
         self._buckets = [
-            self._bucket(group, collectives.fork(f"bucket{i}"), wire)
-            for i, group in enumerate(_groups(list(reversed(params)), bucket_bytes))
+            self._bucket(span, collectives.fork(f"bucket{number}"), wire) for number, span in enumerate(parts)
         ]
-        self._home = {param: (bucket, i) for bucket in self._buckets for i, param in enumerate(bucket.params)}
-        self._hooks = [param.register_post_accumulate_grad_hook(self._take) for param in params]
+        self._backward = Backward(self._params, layout, self._take, parts)
+        self.enabled = True
+
+    @property
+    def enabled(self) -> bool:
+        """False while gradients are accumulated: they stay where they are."""
+        return self._backward.under_way
+
+    @enabled.setter
+    def enabled(self, enabled: bool) -> None:
+        if not enabled:
+            if self.begun:  # what has left is averaged now; with what is added to it that comes out as it is
+                self.finish()
+            self._backward.give_up()
+        elif not self._backward.under_way:
+            self._backward.begin()  # nobody tells of a pass: where users call `loss.backward()` its hooks come first
 
     @property
     def _scale(self) -> float:
@@ -88,14 +111,12 @@ class GradientReducer:
 
     def close(self) -> None:
         """Leave the parameters alone from now on."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._backward.close()
 
     @property
     def begun(self) -> bool:
         """Whether there are gradients that `finish` has yet to average."""
-        return bool(self._used)
+        return self._backward.begun
 
     def finish(self) -> None:
         """The backward pass is over: wait for the gradients, and give them to the parameters.
@@ -105,88 +126,64 @@ class GradientReducer:
         """
         if not self.enabled:
             return
-        for bucket in self._buckets:
-            self._fill(bucket)
-            if bucket.pending is None:
-                bucket.pending = self._all_reduce(bucket.collectives, bucket.flat)
-        mask = torch.zeros(len(self._place))
+        late = {i for i in self._backward.finish() if self._params[i].requires_grad}
+        self._used |= late
+        mask = torch.zeros(len(self._params) + len(self._buckets))
         mask[list(self._used)] = 1.0
+        for number, bucket in enumerate(self._buckets, start=len(self._params)):
+            mask[number] = float(not late.isdisjoint(bucket.places))
         everyones = self._mask.all_reduce(mask)
         for bucket in self._buckets:
-            self._wait(bucket)
-        used = everyones.result().tolist()
+            bucket.wait()
+        told = everyones.result().tolist()
+        again = told[len(self._params) :]
+        self._average_again([bucket for bucket, late in zip(self._buckets, again, strict=True) if late])
         for bucket in self._buckets:
-            for param, view in zip(bucket.params, bucket.views, strict=True):
-                if used[self._place[param]]:
+            for place, param, view in zip(bucket.places, bucket.params, bucket.views, strict=True):
+                if told[place]:
                     param.grad = view.to(param.dtype)  # the view itself, where that is its type
-            bucket.ready.clear()
-            bucket.reduced = False
         self._used.clear()
+        self._backward.begin()
 
-    def _take(self, param: Tensor) -> None:
-        """A gradient is complete."""
-        if not self.enabled:
-            return
-        bucket, i = self._home[param]  # type: ignore[index]
-        if bucket.pending is not None:  # a second backward pass before `finish`
-            self._wait(bucket)
-            bucket.flat.mul_(self._scale)  # equal on all ranks, it comes out again as it is now (by Adasum, too)
-            bucket.ready.clear()
-            bucket.reduced = True
-        self._put(bucket, i)
-        if len(bucket.ready) == len(bucket.params):
+    def _take(self, whole: Sequence[Span]) -> None:
+        """Buckets that are whole leave."""
+        first = self._backward.filled - len(whole)
+        for bucket in self._buckets[first : self._backward.filled]:
+            for i, (place, param) in enumerate(zip(bucket.places, bucket.params, strict=True)):
+                if param.grad is not None and param.requires_grad:
+                    self._put(bucket, i, add=False)
+                    self._used.add(place)
+                else:
+                    bucket.views[i].zero_()
             bucket.pending = self._all_reduce(bucket.collectives, bucket.flat)
 
-    def _put(self, bucket: _Bucket, i: int) -> None:
+    def _average_again(self, buckets: Sequence[_Bucket]) -> None:
+        """What came after these had left, on any replica, is added to the mean."""
+        for bucket in buckets:
+            bucket.flat.mul_(self._scale)  # equal on all ranks, it comes out again as it is now (by Adasum, too)
+            for i, param in enumerate(bucket.params):
+                if param.grad is not None and param.requires_grad:
+                    self._put(bucket, i, add=True)
+            bucket.pending = self._all_reduce(bucket.collectives, bucket.flat)
+        for bucket in buckets:
+            bucket.wait()
+
+    @torch.no_grad()
+    def _put(self, bucket: _Bucket, i: int, add: bool) -> None:
         param, view = bucket.params[i], bucket.views[i]
         assert param.grad is not None
-        with torch.no_grad():
-            if bucket.reduced or i in bucket.ready:
-                view.add_(param.grad, alpha=self._scale)
-            elif view.dtype == param.grad.dtype:
-                torch.mul(param.grad, self._scale, out=view)
-            else:
-                view.copy_(param.grad * self._scale)
-        param.grad = None
-        bucket.ready.add(i)
-        self._used.add(self._place[param])
-
-    def _fill(self, bucket: _Bucket) -> None:
-        """The parameters that this backward pass has not come to."""
-        for i, param in enumerate(bucket.params):
-            if i in bucket.ready:
-                continue
-            if param.grad is not None and param.requires_grad:  # of an earlier pass of this step
-                self._put(bucket, i)
-            elif not bucket.reduced:
-                bucket.views[i].zero_()
-
-    def _wait(self, bucket: _Bucket) -> None:
-        assert bucket.pending is not None
-        bucket.pending.result()
-        bucket.pending = None
-
-    @staticmethod
-    def _bucket(params: list[nn.Parameter], collectives: Collectives, wire: torch.dtype | None) -> _Bucket:
-        numel = sum(param.numel() for param in params)
-        flat = torch.zeros(numel, dtype=wire or params[0].dtype, device=params[0].device)
-        parts = flat.split([param.numel() for param in params])
-        views = [part.view(param.shape) for part, param in zip(parts, params, strict=True)]
-        return _Bucket(params, flat, views, collectives)
-
-
-def _groups(params: list[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
-    """Neighbours of one type and device, up to the size; the first group is small, so that it leaves early."""
-    groups: list[list[nn.Parameter]] = []
-    size, limit = 0, min(bucket_bytes, 1 << 20)
-    kind: Any = None
-    for param in params:
-        param_bytes = param.numel() * param.element_size()
-        if groups and (param.dtype, param.device) == kind and size + param_bytes <= limit:
-            groups[-1].append(param)
-            size += param_bytes
+        gradient = strided(param.grad)
+        if add:
+            view.add_(gradient, alpha=self._scale)
+        elif view.dtype == gradient.dtype:
+            torch.mul(gradient, self._scale, out=view)
         else:
-            limit = bucket_bytes if groups else limit
-            groups.append([param])
-            kind, size = (param.dtype, param.device), param_bytes
-    return groups
+            view.copy_(gradient * self._scale)
+        param.grad = None
+
+    def _bucket(self, span: Span, collectives: Collectives, wire: torch.dtype | None) -> _Bucket:
+        params = self._params[span.first : span.last]
+        flat = torch.zeros(span.end - span.start, dtype=wire or params[0].dtype, device=params[0].device)
+        parts: Any = flat.split([param.numel() for param in params])
+        views = [part.view(param.shape) for part, param in zip(parts, params, strict=True)]
+        return _Bucket(params, range(span.first, span.last), flat, views, collectives)
