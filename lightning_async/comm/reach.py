@@ -14,7 +14,7 @@ from lightning_async.comm.shm import ShmDial
 from lightning_async.comm.torch.dialling import PairDial, ask
 from lightning_async.errors import PeerLost
 
-__all__ = ["address_of", "answers", "dial", "look_up", "look_up_all", "machine_name", "seal_of_servers"]
+__all__ = ["address_of", "answers", "dial", "look_up", "look_up_all", "machine_name", "places_of", "seal_of_servers"]
 
 _ANSWERS_S = 10.0
 
@@ -85,13 +85,29 @@ def look_up_all(places: str, timeout_s: float = 10.0) -> list[dict[str, Any]]:
         PeerLost, ChannelTimeout: see `look_up`.
     """
     found = []
-    for number, place in enumerate(places.split(",")):
+    for number, (host, port) in enumerate(places_of(places)):
+        found.append(look_up(host, port, timeout_s))
+        if (theirs := found[-1].get("server")) != number:
+            at = places.split(",")[number].strip()
+            raise ValueError(f"{places!r}: at {at!r} is server {theirs}, where server {number} is to be.")
+    return found
+
+
+def places_of(places: str) -> list[tuple[str, int]]:
+    """Hosts and ports of ``"HOST:PORT,HOST:PORT"``.
+
+    Raises:
+        ValueError: it is no such list.
+
+    >>> places_of("here:4000, [::1]:4001")
+    [('here', 4000), ('::1', 4001)]
+    """
+    found = []
+    for place in places.split(","):
         host, _, port = place.strip().rpartition(":")
         if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
             raise ValueError(f"{place!r} in {places!r} must be HOST:PORT, with a port from 1 to 65535.")
-        found.append(look_up(host.removeprefix("[").removesuffix("]"), int(port), timeout_s))
-        if (theirs := found[-1].get("server")) != number:
-            raise ValueError(f"{places!r}: at {place!r} is server {theirs}, where server {number} is to be.")
+        found.append((host.removeprefix("[").removesuffix("]"), int(port)))
     return found
 
 

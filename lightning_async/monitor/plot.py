@@ -12,18 +12,30 @@ __all__ = ["plot_run", "read_metrics"]
 
 Series = tuple[list[int], list[float]]
 
-PREFIX = "averaging/"
+PREFIXES = ("averaging/", "gradients/", "servers/")
+HIDDEN_SHARE = "share of communication hidden"
 PANELS = {
     "rounds": "rounds committed",
-    "hidden_share": "share of communication hidden",
+    "windows": "windows of gradients reduced",
+    "version": "version that was pulled last",
+    "pushes": "pushes and pulls",
+    "pulls": "pushes and pulls",
+    "lag": "lag of pushes, in updates",
+    "mean_lag": "lag of pushes, in updates",
+    "hidden_share": HIDDEN_SHARE,
     "staleness_steps": "steps a round was in flight",
     "round_s": "seconds per round",
+    "window_s": "seconds per window",
+    "batches_in_window": "batches in a window",
+    "waited_s": "seconds idle",
     "idle_s": "seconds idle",
     "spread": "spread between replicas",
-    "bytes": "bytes sent",
+    "bytes": "bytes sent, and pulled",
+    "pulled_bytes": "bytes sent, and pulled",
     "samples": "samples",
 }
-"""Titles of this package's own metrics, in the order of their panels."""
+"""Titles of this package's own metrics, in the order of their panels; those of one title share one."""
+_NOT_DRAWN = ("failed_rounds",)
 
 MAX_OWN_PANELS = 4
 
@@ -65,7 +77,8 @@ def read_metrics(metrics_csv: Path) -> dict[str, Series]:
 
 
 def plot_run(metrics_csv: Path, out: Path) -> Path:
-    """Draw a run: the user's metrics (loss, accuracy, ...), then rounds, hidden share and spread over the steps.
+    """Draw a run: the user's metrics (loss, accuracy, ...), then what was exchanged over the steps: rounds, hidden
+    share and spread; windows of gradients; or pushes to servers, their version, lag and what was waited.
 
     Metrics whose names end alike share a panel: ``train/loss`` and ``val/loss``. Panels without numbers are left out.
 
@@ -106,20 +119,27 @@ def _panels(series: Mapping[str, Series]) -> dict[str, dict[str, Series]]:
     """The lines of every panel by its title: the user's metrics first, then this package's."""
     own: dict[str, dict[str, Series]] = {}
     for name, line in series.items():
-        if not name.startswith(PREFIX):
+        if not _is_ours(name):
             own.setdefault(name.rsplit("/", 1)[-1].removesuffix("_step").removesuffix("_epoch"), {})[name] = line
     panels = dict(list(own.items())[:MAX_OWN_PANELS])
     for key, title in PANELS.items():
         # One metric, or one for each replica: `averaging/samples` or `averaging/samples/0`, `averaging/samples/1`.
-        found = {name: line for name, line in series.items() if (name + "/").startswith(f"{PREFIX}{key}/")}
+        names = tuple(f"{prefix}{key}/" for prefix in PREFIXES)
+        found = {name: line for name, line in series.items() if (name + "/").startswith(names)}
         if found:
-            panels[title] = found
+            panels[title] = {**panels.get(title, {}), **found}
     return panels
+
+
+def _is_ours(name: str) -> bool:
+    """A user's own may begin as ours do, such as `gradients/norm`."""
+    prefix, _, key = name.partition("/")
+    return prefix == "averaging" or (f"{prefix}/" in PREFIXES and key.split("/")[0] in (*PANELS, *_NOT_DRAWN))
 
 
 def _draw(axes: Any, title: str, lines: Mapping[str, Series]) -> None:
     for name, (steps, values) in lines.items():
-        short = name.removeprefix(PREFIX)
+        short = name.partition("/")[2] if _is_ours(name) else name
         few = len(steps) <= 12
         axes.plot(steps, values, label=short, linewidth=1.4, marker="o" if few else None, markersize=4, alpha=0.9)
     axes.set_title(title, fontsize=10, loc="left")
@@ -128,7 +148,7 @@ def _draw(axes: Any, title: str, lines: Mapping[str, Series]) -> None:
     axes.grid(alpha=0.25)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    if title == PANELS["hidden_share"]:
+    if title == HIDDEN_SHARE:
         axes.set_ylim(-0.02, 1.05)
     if len(lines) > 1:
         axes.legend(fontsize=8, frameon=False)

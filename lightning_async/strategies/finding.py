@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol, cast
@@ -12,6 +13,7 @@ from lightning_async.comm.reach import machine_name
 from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.server.optimizer_state import Group, described_again, keys_of, state_of
 from lightning_async.engine.server.plan import Plan, neighbour
+from lightning_async.engine.server.progress import Progress
 from lightning_async.engine.server.quorum import Terms
 from lightning_async.engine.server.tables import Tables
 from lightning_async.engine.server.totals import PushTotals
@@ -21,6 +23,7 @@ from lightning_async.rules.compression import PushCompression
 from lightning_async.rules.staleness.choose import make_policy, momentum_warning
 from lightning_async.rules.staleness.protocol import StalenessPolicy
 from lightning_async.strategies import dedicated
+from lightning_async.strategies.lateness import Late, ahead
 from lightning_async.strategies.placement import ServerRoles
 from lightning_async.strategies.saved_state import SavedState
 from lightning_async.strategies.servers import Servers
@@ -28,13 +31,13 @@ from lightning_async.strategies.service import Mode
 from lightning_async.trainer.patches import rank_zero_info
 from lightning_async.trainer.refusals import check_momentum_stays
 
-__all__ = ["Finding", "check_momentum", "join"]
+__all__ = ["Finding", "check_momentum", "end", "handed_over", "join", "take_handed_over"]
 
 log = logging.getLogger(__name__)
 _REQUEST_S = 1800.0  # as long as torch's process groups wait: whoever is lost is told of by the ranks themselves
 
 
-class Finding(dedicated.Served, Protocol):
+class Finding(dedicated.Served, Late, Protocol):
     """What a strategy has whose servers these are."""
 
     mode: Mode
@@ -42,15 +45,14 @@ class Finding(dedicated.Served, Protocol):
     compression: PushCompression | None
     consistent_pull: bool
     warmup_steps: int
-    max_staleness: int
     num_servers: int | None
     shard_replicas: int
     server_address: str | None
     staleness: str | StalenessPolicy
-    update_on_server: bool
     groups: list[Group]
     num_runs: int
     servers: Servers | None
+    progress: Progress
     served_run: int | None
     """For which servers that are ranks were called."""
     brings: bool
@@ -83,13 +85,19 @@ def join(strategy: Finding, averager: BackgroundAverager) -> Tables:
     owner, world = type(strategy).__name__, strategy.world
     if strategy.update_on_server:
         strategy.groups = described_again(owner, strategy.optimizers, strategy.groups)
+    totals, warmup = cast(PushTotals, averager.summary.totals), 0
     if begins := strategy.servers is None:
         assert world is not None
-        strategy.servers = _find(strategy, world, averager.step)
+        steps = world.gather_objects(averager.step)  # before the checkpoint that training goes on from
+        terms, elsewhere = _terms(strategy), strategy.server_address is not None
         strategy.brings |= strategy.saved.origin != "none"
-        cast(PushTotals, averager.summary.totals).begin()
+        warmup = terms.warmup_steps if elsewhere and not strategy.brings else max(0, terms.warmup_steps - max(steps))
+        strategy.servers = _find(strategy, world, terms if elsewhere else replace(terms, warmup_steps=warmup))
+        strategy.progress = _progress(strategy, steps, replace(terms, warmup_steps=warmup))
+        totals.begin()
     servers, workers = strategy.servers, []
     assert servers is not None
+    name = servers.name_of(averager.gates.name)
     if strategy.shard_replicas:
         door = strategy.transport.door(strategy.place)
         servers.have_replicas(door, strategy.config.deadlines.dead_after.total_seconds())
@@ -100,31 +108,69 @@ def join(strategy: Finding, averager: BackgroundAverager) -> Tables:
             rank_zero_info(f"{owner}, {group.name}: {plan}{_replicas(strategy, plan)}")
         dials = servers.dials(plan, number)
         how = strategy.compression, strategy.consistent_pull and strategy.mode != "sync"
-        workers.append(Worker(averager.gates.name, named, plan, dials, 2 * _REQUEST_S, *how, table=number))
+        workers.append(Worker(name, named, plan, dials, 2 * _REQUEST_S, *how, table=number))
     if begins and strategy.global_rank == 0:  # the weights and the optimizers' state of a checkpoint are rank 0's
         for group, worker in zip(strategy.groups, workers, strict=True):
             state: Any = ({}, {})
             if strategy.update_on_server:
                 state = state_of(strategy.optimizers[group.optimizer], worker.params)
-            worker.start(group.name, group.arguments, state, strategy.staleness, anew=strategy.brings)
-    strategy.brings = False
-    if begins and world is not None:
-        world.barrier("lightning_async servers have weights")
+            left = warmup if strategy.brings else None
+            worker.start(group.name, group.arguments, state, strategy.staleness, strategy.brings, left)
+    strategy.brings, tables = False, Tables(workers, totals)
+    if begins and world is not None:  # servers have weights
+        first, *_ = world.gather_objects(tables.updates(strategy.groups))
+        strategy.progress.begin(first)
     if not begins or strategy.global_rank != 0:
         for group, worker in zip(strategy.groups, workers, strict=True):
             worker.start(group.name, group.arguments, staleness=strategy.staleness)
-    return Tables(workers)
+    return tables
 
 
-def _find(strategy: Finding, world: World, steps: int) -> Servers:
-    terms = Terms(
-        mode=strategy.mode, num_workers=strategy.world_size, max_staleness=strategy.max_staleness,
-        dead_after_s=_REQUEST_S, staleness=strategy.staleness, warmup_steps=strategy.warmup_steps,
+def end(strategy: Finding, in_order: bool) -> None:
+    """Nobody needs the servers any more; where this rank has failed, the others go on with them."""
+    servers, strategy.servers = strategy.servers, None
+    if servers is not None:
+        servers.close(in_order, tells=strategy.global_rank == 0)
+    run, strategy.served_run = strategy.served_run, None
+    if run is not None and in_order and strategy.global_rank == 0:
+        dedicated.dismiss(strategy, run)
+
+
+def handed_over(strategy: Finding) -> dict[str, Any]:
+    """What one that comes must know of the servers."""
+    addresses = [] if strategy.servers is None else strategy.servers.addresses
+    called = "" if strategy.servers is None else strategy.servers.job
+    run = {"run": strategy.served_run, "job": called}
+    return {"servers": addresses, **run, "progress": strategy.progress.plain()}
+
+
+def take_handed_over(strategy: Finding, told: dict[str, Any]) -> None:
+    """It comes, and has been told that."""
+    strategy.served_run = told["run"]
+    strategy.progress.take(told["progress"])
+    strategy.servers = dedicated.found(strategy, strategy.served_run, told["servers"])
+    strategy.servers.job = told["job"]
+
+
+def _terms(strategy: Finding) -> Terms:
+    """How servers treat workers."""
+    bound = {"max_staleness": ahead(strategy)} if strategy.mode == "ssp" else {}
+    return Terms(
+        mode=strategy.mode, num_workers=strategy.world_size, **bound, dead_after_s=_REQUEST_S,
+        staleness=strategy.staleness, warmup_steps=strategy.warmup_steps,
     )  # fmt: skip
+
+
+def _progress(strategy: Finding, steps: Sequence[int], terms: Terms) -> Progress:
+    """Of schedules that follow versions."""
+    first, *_ = strategy.groups
+    pushes = 1 if terms.mode == "sync" else make_policy(terms.staleness, first.name, first.arguments).buffer_size
+    return Progress(steps, sys.maxsize if terms.mode == "sync" else terms.warmup_steps, pushes)
+
+
+def _find(strategy: Finding, world: World, terms: Terms) -> Servers:
     if strategy.server_address is not None:
         return Servers.at(strategy.server_address, terms)
-    taken = max(world.gather_objects(steps))  # before the checkpoint that training goes on from
-    terms = replace(terms, warmup_steps=max(0, strategy.warmup_steps - taken))
     if strategy.roles.dedicated:
         strategy.served_run = strategy.num_runs
         return dedicated.call(strategy, strategy.served_run, terms)

@@ -13,6 +13,7 @@ from lightning_async.engine.averaging.config import AveragerConfig
 from lightning_async.engine.deadlines import Deadlines
 from lightning_async.engine.replica import BufferPolicy
 from lightning_async.engine.server.optimizer_state import Group, described
+from lightning_async.engine.server.progress import Progress
 from lightning_async.engine.server.tables import Tables
 from lightning_async.engine.server.totals import PushTotals
 from lightning_async.rules import DeltaMean, Synchronous
@@ -26,14 +27,16 @@ from lightning_async.rules.compression import (
     make_compression,
 )
 from lightning_async.rules.staleness.protocol import StalenessPolicy
-from lightning_async.strategies.dedicated import attend, dismiss, found
+from lightning_async.strategies import service
+from lightning_async.strategies.dedicated import attend
 from lightning_async.strategies.drifting import DriftingStrategy
-from lightning_async.strategies.finding import check_momentum, join
+from lightning_async.strategies.finding import check_momentum, end, handed_over, join, take_handed_over
+from lightning_async.strategies.lateness import lateness
 from lightning_async.strategies.muster import Quorum, WaitForWorkers, muster
 from lightning_async.strategies.placement import Placement, ServerRoles
 from lightning_async.strategies.pushing import Pushing
 from lightning_async.strategies.servers import Servers
-from lightning_async.strategies.service import Mode, check_service, mode_of, one_of, policy_of
+from lightning_async.strategies.service import Mode
 from lightning_async.strategies.states import States
 from lightning_async.strategies.survivors import numbered_last
 from lightning_async.trainer import refusals
@@ -71,8 +74,8 @@ class ParameterServerStrategy(DriftingStrategy):
 
     Args:
         mode: ``"async"`` (default): each push is applied as it comes. ``"sync"``: see above. ``"ssp"``: as they come,
-            and no worker is more than ``max_staleness`` pushes ahead of the slowest. MXNet's names ("dist_async",
-            "dist_sync", "dist_sync_device" and others) are taken, too.
+            and weights lack at most ``max_staleness`` pushes of the slowest. MXNet's names ("dist_async", "dist_sync",
+            "dist_sync_device" and others) are taken, too.
         num_servers: that share out each group of parameters. None (default): one on each host; of those that are ranks,
             one, or as many as the environment says.
         shard_replicas: 1: each shard has a replica on the next server, which takes over when its server is lost (with
@@ -85,12 +88,15 @@ class ParameterServerStrategy(DriftingStrategy):
             joins, as who comes back does.
         server_address: ``"HOST:PORT,HOST:PORT"`` of servers that ``lightning-async serve`` has started. They keep
             their weights from training to training: who comes first brings them. Default: servers are started here.
-        update_on_server: True (default): see above. False: the optimizer, of whatever class, is the worker's, and
-            changes of the weights are pushed, which servers add; in sync mode their mean, weighted equally.
-        update_on_kvstore: MXNet's name of it.
+        update_on_server, update_on_kvstore: True (default): see above. False: the optimizer, of whatever class, is the
+            worker's; changes of the weights are pushed, which servers add; in sync mode their mean, weighted equally.
+        multi_precision: True: servers hold fp32 for parameters of half precision, always. False is refused.
+        lr_clock: schedulers that step per batch follow the servers' version, by the number of workers, (``"global"``)
+            or a worker's steps (``"local"``). None (default): the first, but in sync mode, or with its own optimizer.
         staleness: what is done about lag: ``"auto"`` (default): `Dana` with `GapAware` for SGD with momentum,
             `GapAware` rates for others; ``"none"``, another short name, or a policy of `rules.staleness`.
-        max_staleness: pushes, for ``mode="ssp"``. Default 3.
+        max_staleness: pushes, for ``mode="ssp"`` (default 3); updates, for ``staleness="bounded"`` (default 16).
+        staleness_lr_factor, buffer_size: for ``"adaptive_lr"`` (default 0.9); for ``"fedbuff"`` and ``"rennala"`` (10).
         warmup_steps: so many steps at first are as in ``"sync"``, in the other modes. Momentum that each worker has of
             its own (`Dana`) begins after them. Default 0.
         update_frequency: local steps of the worker's own optimizer between pushes. Default 1.
@@ -130,8 +136,12 @@ class ParameterServerStrategy(DriftingStrategy):
         server_address: str | None = None,
         update_on_server: bool | None = None,
         update_on_kvstore: bool | None = None,
+        multi_precision: bool = True,
+        lr_clock: refusals.LrClock | None = None,
         staleness: str | StalenessPolicy = "auto",
-        max_staleness: int = 3,
+        max_staleness: int | None = None,
+        staleness_lr_factor: float | None = None,
+        buffer_size: int | None = None,
         warmup_steps: int = 0,
         update_frequency: int = 1,
         pull_every: int = 1,
@@ -146,21 +156,26 @@ class ParameterServerStrategy(DriftingStrategy):
         transport: Transport | TransportName = "auto",
     ) -> None:
         owner = type(self).__name__
-        self.mode: Mode = mode_of(owner, mode)
+        self.mode: Mode = service.mode_of(owner, mode)
         self.num_servers, self.shard_replicas, self.server_address = num_servers, shard_replicas, server_address
         self.bigarray_bound, self.quorum = bigarray_bound, Quorum.of(owner, wait_for_workers)
-        self.update_on_server = update_on_server = one_of(owner, update_on_server, update_on_kvstore)
+        self.update_on_server = update_on_server = service.one_of(owner, update_on_server, update_on_kvstore)
         self.max_staleness, self.update_frequency, self.pull_every = max_staleness, update_frequency, pull_every
         self.consistent_pull, self.warmup_steps, self.overlap = consistent_pull, warmup_steps, overlap
-        self.compression, self.staleness = make_compression(owner, compression), policy_of(staleness, update_on_server)
-        check_service(self)
+        self.staleness_lr_factor, self.buffer_size = staleness_lr_factor, buffer_size
+        self.compression, _ = make_compression(owner, compression), service.check_precision(owner, multi_precision)
+        self.staleness, self.max_staleness = lateness(self, staleness)
+        service.check_service(self)
         refusals.check_policies(owner, buffers, "keep", "local", 1.0)
         config = AveragerConfig(
             deadlines=deadlines or Deadlines(), min_replicas=min_replicas, max_replicas=max_replicas
         )
         roles = ServerRoles(owner, placement, num_servers, server_address, shard_replicas)
         self.roles: ServerRoles = roles  # pyright: ignore[reportIncompatibleVariableOverride]
-        super().__init__(DeltaMean(), Synchronous(), config, buffers=buffers, transport=roles.transport(transport))
+        clock = service.clock_of(self, lr_clock)
+        super().__init__(
+            DeltaMean(), Synchronous(), config, buffers=buffers, lr_clock=clock, transport=roles.transport(transport)
+        )
         self.roles.check_transport(self.transport)
         self.quorum.check_transport(owner, self.transport)
         self.servers: Servers | None = None
@@ -171,6 +186,8 @@ class ParameterServerStrategy(DriftingStrategy):
         """What this training has is to be on the servers, whatever they have: it goes on from a checkpoint."""
         self.groups = [Group(0, 0, "delta", {})]
         """Of parameters, each with a table on servers."""
+        self.progress = Progress()
+        """Of learning rates that follow versions."""
 
     strategy_name, alone = "parameter_server", "without servers: nothing is pushed, and the optimizer is its own"
     make_stepping, make_totals, served = Pushing, PushTotals, True
@@ -209,7 +226,6 @@ class ParameterServerStrategy(DriftingStrategy):
         return output
 
     def join_servers(self, averager: BackgroundAverager) -> Tables:
-        """This rank's side of them; they are started where there are none."""
         return join(self, averager)
 
     def go_on_without(self, names: Sequence[str], rank: int) -> None:
@@ -217,17 +233,18 @@ class ParameterServerStrategy(DriftingStrategy):
             self.servers.forget(names)
 
     def handed_over(self) -> dict[str, Any]:
-        return {"servers": [] if self.servers is None else self.servers.addresses, "run": self.served_run}
+        return handed_over(self)
 
     def take_handed_over(self, told: dict[str, Any]) -> None:
-        self.served_run = told["run"]
-        self.servers = found(self, self.served_run, told["servers"])
+        take_handed_over(self, told)
+
+    @property
+    def shared_steps(self) -> tuple[int, int] | None:
+        """See `Drifting`."""
+        return None if self.lr_clock == "local" or self._session is None else self.progress.steps
 
     def call_with_step(self) -> bool:
-        together = self._session is not None and self._session.stepping.tables.in_step
-        if together and self._session is not None:  # else some would push once more, without those that wait
-            self._session.stepping.calls = True
-        return together
+        return self._session is not None and self._session.stepping.call()
 
     @property
     def called(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -235,21 +252,13 @@ class ParameterServerStrategy(DriftingStrategy):
 
     def start_over(self) -> None:
         super().start_over()
-        self._end_servers(in_order=True)
+        end(self, in_order=True)
         self.brings = True
 
     def teardown(self) -> None:
         failed = self.failed
         super().teardown()
-        self._end_servers(in_order=not failed)
-
-    def _end_servers(self, in_order: bool) -> None:
-        servers, self.servers = self.servers, None
-        if servers is not None:
-            servers.close(in_order, tells=self.global_rank == 0)
-        run, self.served_run = self.served_run, None
-        if run is not None and in_order and self.global_rank == 0:
-            dismiss(self, run)
+        end(self, in_order=not failed)
 
     # ---- checkpoints ----
 
@@ -264,7 +273,6 @@ class ParameterServerStrategy(DriftingStrategy):
         return super().optimizer_state(optimizer)
 
     def states_here(self, alone_s: float | None = None) -> AbstractContextManager[None]:
-        """See `States.here`."""
         return self.states.here(alone_s)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -281,13 +289,8 @@ class ParameterServerStrategy(DriftingStrategy):
     def settings(self) -> dict[str, object]:
         """What must be equal on all ranks in a fit."""
         return {
-            **super().settings(), "mode": self.mode, "num_servers": self.num_servers,
-            "placement": "dedicated" if self.roles.dedicated else "colocated", "wait_for_workers": self.quorum,
-            "server_address": self.server_address, "update_on_server": self.update_on_server, "overlap": self.overlap,
-            "max_staleness": self.max_staleness, "staleness": self.staleness, "warmup_steps": self.warmup_steps,
-            "update_frequency": self.update_frequency, "pull_every": self.pull_every, "compression": self.compression,
-            "consistent_pull": self.consistent_pull, "bigarray_bound": self.bigarray_bound,
-            "shard_replicas": self.shard_replicas,
+            **super().settings(), **service.settings_of(self), "wait_for_workers": self.quorum,
+            "placement": "dedicated" if self.roles.dedicated else "colocated",
         }  # fmt: skip
 
     def __repr__(self) -> str:

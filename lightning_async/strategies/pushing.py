@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
 from types import MethodType
@@ -19,10 +17,12 @@ from lightning_async.engine.gradients.synchronous import SynchronousGradients
 from lightning_async.engine.header import Arrival, Gate
 from lightning_async.engine.server.agreement import Agreement
 from lightning_async.engine.server.lags import in_words
-from lightning_async.engine.server.optimizer_state import Group, rates_of, refuse_groups
+from lightning_async.engine.server.optimizer_state import Group, rates_of, refuse_groups, tables_of
+from lightning_async.engine.server.progress import Progress
 from lightning_async.engine.server.tables import Tables
 from lightning_async.engine.server.totals import PushTotals
 from lightning_async.rules.schedules.protocol import Action, Step
+from lightning_async.strategies.requests import Requests
 from lightning_async.strategies.saved_state import SavedState
 from lightning_async.strategies.stepping import Steps, learning_rate
 from lightning_async.strategies.writes import Writes
@@ -44,9 +44,14 @@ class Served(Steps, Protocol):
     num_runs: int
     saved: SavedState
     groups: list[Group]
+    progress: Progress
+    course: Any
 
     @property
     def gathers(self) -> bool: ...
+
+    @property
+    def world_size(self) -> int: ...
 
     def start_over(self) -> None: ...
 
@@ -81,15 +86,15 @@ class Pushing:
         self._spent = False
         """There was a step since these samples began to be counted: the next batch begins anew."""
         self._stepped = self._steps = self.pushes = 0
-        self._under_way: Future[Any] | None = None
+        self._requests = Requests(averager, self._totals)
         self.calls = self.called = False
         """The next push is to call all; somebody has, with the last one."""
         self.recent: deque[Any] = deque(maxlen=RECENT_BATCHES)
-        self._thread, self.tables = ThreadPoolExecutor(1, "lightning_async pushes"), strategy.join_servers(averager)
+        self.tables = strategy.join_servers(averager)
         self._agreement.pulled(self.tables.versions)
         saved, _ = strategy.saved.take_gathered()
         self.tables.owe(saved or {})
-        averager.gathered = self._owed
+        averager.gathered = self._state
         averager.gates.add(self)
         self._writes = Writes(strategy, self.tables)
         self._undo: list[Undo] = self._writes.install()
@@ -103,15 +108,11 @@ class Pushing:
     def close(self) -> None:
         """Let go of the optimizers and the servers."""
         take_back(self._undo)
-        if self._under_way is not None:
-            self.tables.give_up()
-        self._thread.shutdown()
-        self.tables.close()
+        self._requests.close(self.tables)
 
-    def _owed(self) -> dict[str, Any] | None:
-        if self._under_way is not None:
-            self._averager.gates.wait(self._under_way.done)
-        return self.tables.owed()
+    def _state(self) -> dict[str, Any] | None:
+        self._requests.wait()
+        return self.tables.state(first=self._strategy.global_rank == 0)
 
     # ---- batches ----
 
@@ -120,7 +121,7 @@ class Pushing:
         self.finish_batch()
         self._averager.gates.resume()
         if self._spent:
-            if self._under_way is not None and self._under_way.done():
+            if self._requests.answered:
                 self._finish()  # newer weights have come by now
             self._samples, self._told, self._spent = 0.0, 0.0, False
         self._samples += self._strategy.count(batch)
@@ -130,27 +131,21 @@ class Pushing:
     def fetch_state(self, optimizer: Optimizer) -> None:
         """Have the servers' state where torch keeps its own."""
         self._finish()
-        self._begin(partial(self.tables.fill_state, optimizer, self._tables_of(optimizer)))
+        self._requests.begin(partial(self.tables.fill_state, optimizer, self._tables_of(optimizer)))
         self._finish()
 
     def rescue(self, optimizers: Sequence[Optimizer], timeout_s: float) -> None:
         """The same, and the newest weights, where training has failed; TimeoutError where a server takes longer."""
-        if self._under_way is not None:
-            self._under_way.result(timeout_s)
-        self._within(timeout_s, self.tables.meet)
+        self._requests.finish_within(timeout_s)
+        self._requests.ask_within(timeout_s, self.tables.meet)
         self.tables.take_()
         for optimizer in optimizers:
-            self._within(timeout_s, partial(self.tables.fill_state, optimizer, self._tables_of(optimizer)))
-
-    def _within(self, timeout_s: float, ask: Callable[[], Any]) -> None:
-        """What takes longer is under way still: `close` breaks it off."""
-        under_way = self._under_way = self._thread.submit(ask)
-        under_way.result(timeout_s)
-        self._under_way = None
+            fill = partial(self.tables.fill_state, optimizer, self._tables_of(optimizer))
+            self._requests.ask_within(timeout_s, fill)
 
     def sum_up(self) -> None:
         """How late pushes were."""
-        self._begin(self.tables.lags)
+        self._requests.begin(self.tables.lags)
         self._totals.lags = in_words(self._finish())
 
     def finish_batch(self) -> None:
@@ -173,8 +168,8 @@ class Pushing:
 
     def backward(self) -> AbstractContextManager[None]:
         """A backward pass: gradients leave as it makes them, where they are the step's."""
-        leaves = self._overlaps and self._under_way is None and not self._strategy.gathers
-        return self.tables.backward(self._thread.submit if leaves else None)
+        leaves = self._overlaps and not self._requests.under_way and not self._strategy.gathers
+        return self.tables.backward(self._requests.submit if leaves else None)
 
     def after_backward(self) -> None:
         """Nothing is done then."""
@@ -186,9 +181,7 @@ class Pushing:
     # ---- pushes ----
 
     def _tables_of(self, optimizer: Optimizer) -> list[int]:
-        """Those of its groups."""
-        number = self._strategy.optimizers.index(optimizer)
-        return [table for table, group in enumerate(self._strategy.groups) if group.optimizer == number]
+        return tables_of(self._strategy.groups, self._strategy.optimizers.index(optimizer))
 
     def _step_of(self, optimizer: Optimizer) -> Callable[..., Any]:
         """In place of ``optimizer.step``."""
@@ -196,7 +189,7 @@ class Pushing:
 
         def step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
             loss = None if closure is None else closure()
-            self._writes.refuse(coming=self._under_way is not None)
+            self._writes.refuse(coming=self._requests.under_way)
             self._finish()
             self.tables.fill_gradients(tables)
             rates = rates_of(optimizer, groups, tables)
@@ -225,12 +218,12 @@ class Pushing:
         self._finish()
         self._steps = self._stepped = 0
         self.tables.fill_change()
-        self._begin(partial(self.tables.push_change, weight=1.0, **self._how()))
+        self._requests.begin(partial(self.tables.push_change, weight=1.0, **self._how()))
         self._finish()
 
     def _push(self, rates: Mapping[int, float | None], weight: float) -> None:
         """Push what these tables have been filled with."""
-        self._begin(partial(self.tables.push, rates, weight=weight, **self._how()))
+        self._requests.begin(partial(self.tables.push, rates, weight=weight, **self._how()))
         if not self._strategy.overlap or self.tables.in_step:
             self._finish()
 
@@ -249,24 +242,16 @@ class Pushing:
         samples, self._told, self._spent = self._samples - self._told, self._samples, True
         self._averager.tick(_STEP, samples, stepped=stepped, lr=learning_rate(self._strategy.optimizers))
 
-    def _begin(self, ask: Callable[[], Any]) -> None:
-        self._under_way = self._thread.submit(self._totals.timed, ask)
-        self._under_way.add_done_callback(lambda _: self._averager.control.wake())
-
     def _finish(self) -> Any:
         """Until nothing is under way, and what was pulled is in the parameters; what was answered."""
-        if (asked := self._under_way) is None:
+        if not self._requests.under_way:
             return None
-        if not asked.done():
-            began = time.monotonic()
-            self._averager.gates.wait(asked.done)
-            self._totals.waited_s += time.monotonic() - began
-        self._under_way = None
-        answer = asked.result()
+        answer = self._requests.finish()
         self.called |= self.tables.called or (self.calls and not self.tables.in_step)  # a warm-up may have ended
         if self.tables.pulled:
             self.tables.take_()
-            self._totals.pulled(self.tables.updates(self._strategy.groups))
+            self._totals.pulled(version := self.tables.updates(self._strategy.groups))
+            self._strategy.progress.see(version, self._strategy.world_size)
             self._agreement.pulled(self.tables.versions)
         return answer
 
@@ -277,10 +262,17 @@ class Pushing:
         self._finish()
         if self._writes.at_gate() or self._steps or self._stepped:
             self._send_change()
-        self._begin(partial(self._rest, self._gate))
+        self._requests.begin(partial(self._rest, self._gate))
         self._finish()
         if self._averager.gates.coming is Gate.DECIDE:
             self.calls = self.called = self.tables.called = False
+
+    def call(self) -> bool:
+        """Call all with the next push, where pushes wait for one another; else some would push once more, without those
+        that wait."""
+        if together := self.tables.in_step:
+            self.calls = True
+        return together
 
     def _rest(self, gate: int) -> None:
         self.tables.rest(gate)
@@ -289,8 +281,9 @@ class Pushing:
     def stand(self) -> None:
         """Pull what others have pushed since."""
         while self._agreement.behind:
-            self._begin(self.tables.meet)
+            self._requests.begin(self.tables.meet)
             self._finish()
+        self._strategy.course.patches.follow_schedule()
 
     def go(self, waited_s: float) -> None: ...
 

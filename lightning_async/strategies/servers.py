@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from lightning_async.errors import AsyncTrainingError, PeerLost
 __all__ = ["Servers", "hosts"]
 
 log = logging.getLogger(__name__)
+_LESS = {"max_staleness": " (less the pushes between two pulls)"}
 _DRAIN_S, _TELL_S, _GONE_S, _PAUSE_S = 30.0, 180.0, 10.0, 0.2
 
 
@@ -55,6 +57,8 @@ class Servers:
     ) -> None:
         self.addresses, self.own, self._check = [dict(address) for address in addresses], list(own), check
         self._of_this_run = of_this_run
+        self.job = ""
+        """What tells this training's workers from those of others that have the same servers."""
         self._closed = False
         self._refused: dict[int, tuple[float, float]] = {}
         """By server: when nobody listened there, first and last."""
@@ -107,9 +111,17 @@ class Servers:
                 if (theirs := address["terms"][name]) != wanted[name]:
                     raise ValueError(
                         f"`server_address={places!r}`: server {number} there has {name}={theirs!r}, and this training "
-                        f"has {wanted[name]!r}. Start it with `--{name.replace('_', '-')}`, or change the training's."
+                        f"has {wanted[name]!r}{_LESS.get(name, '')}. Start it with `--{name.replace('_', '-')}`, or "
+                        "change the training's."
                     )
-        return cls(addresses)
+        found = cls(addresses)
+        if terms.num_workers == 1 and terms.mode == "async":  # each is worker 0, and there may be many
+            found.job = f"-{secrets.token_hex(4)}"
+        return found
+
+    def name_of(self, worker: str) -> str:
+        """What servers call a worker of this training."""
+        return f"{worker}{self.job}"
 
     def have_replicas(self, door: Door, lost_after_s: float) -> None:
         """Each shard has a replica, which takes its place when its server is lost for so long; the job's notes say
@@ -158,7 +170,7 @@ class Servers:
         """These workers are lost: tell the servers, beside whatever this thread does, and those that are started again
         meanwhile, too: what one has kept says that it is to wait for them."""
         for server in range(len(self.addresses)):
-            told = server, list(names)
+            told = server, [self.name_of(name) for name in names]
             threading.Thread(target=self._forget, args=told, name="lightning_async forgets", daemon=True).start()
 
     def _forget(self, server: int, names: list[str]) -> None:

@@ -5,32 +5,37 @@ from __future__ import annotations
 from typing import Literal, Protocol, get_args
 
 from lightning_async.arguments import check_choice, check_int
-from lightning_async.rules.staleness.choose import make_policy
+from lightning_async.comm.reach import places_of
 from lightning_async.rules.staleness.protocol import StalenessPolicy, Uncorrected
+from lightning_async.strategies.lateness import Late, check_bound
+from lightning_async.trainer.refusals import LrClock
 
-__all__ = ["Mode", "check_service", "mode_of", "one_of", "policy_of"]
+__all__ = ["Mode", "check_precision", "check_service", "clock_of", "mode_of", "one_of", "settings_of"]
 
 Mode = Literal["async", "sync", "ssp"]
 _ALIASES: dict[str, Mode] = {
-    "dist_async": "async", "dist_async_device": "async", "dist_device_async": "async",
+    "dist": "sync", "dist_async": "async", "dist_async_device": "async", "dist_device_async": "async",
     "dist_sync": "sync", "dist_sync_device": "sync", "dist_device_sync": "sync",
 }  # fmt: skip
 """MXNet's names."""
+_ALIKE = (
+    "mode", "num_servers", "server_address", "update_on_server", "overlap", "max_staleness", "staleness", "lr_clock",
+    "warmup_steps", "update_frequency", "pull_every", "compression", "consistent_pull", "bigarray_bound",
+    "shard_replicas",
+)  # fmt: skip
+"""What must be equal on all ranks."""
 
 
-class _Service(Protocol):
+class _Service(Late, Protocol):
     mode: Mode
     num_servers: int | None
     shard_replicas: int
     server_address: str | None
     update_on_server: bool
     staleness: str | StalenessPolicy
-    max_staleness: int
     warmup_steps: int
     update_frequency: int
-    pull_every: int
     consistent_pull: bool
-    overlap: bool
     bigarray_bound: int
 
 
@@ -40,11 +45,25 @@ def mode_of(owner: str, mode: str) -> Mode:
     Raises:
         ValueError: there is none.
 
-    >>> mode_of("Strategy", "dist_sync_device")
-    'sync'
+    >>> mode_of("Strategy", "dist_sync_device"), mode_of("Strategy", "dist")
+    ('sync', 'sync')
     """
+    if mode == "p3store_dist":
+        raise ValueError(
+            f"`{owner}(mode={mode!r})`: pushes are not ordered by priority here. Gradients leave as the backward pass "
+            'makes them, and large ones are split over servers (`num_servers`, `bigarray_bound`): use `mode="sync"`.'
+        )
     check_choice(owner, "mode", mode, (*get_args(Mode), *_ALIASES))
     return _ALIASES.get(mode, mode)  # pyright: ignore
+
+
+def check_precision(owner: str, multi_precision: bool) -> None:
+    """Raise ValueError where servers are to hold less than fp32."""
+    if multi_precision is not True:
+        raise ValueError(
+            f"`{owner}(multi_precision={multi_precision!r})` must be True: servers hold fp32 for parameters of half "
+            "precision, too, which would lose steps that are small beside them."
+        )
 
 
 def one_of(owner: str, update_on_server: bool | None, update_on_kvstore: bool | None) -> bool:
@@ -67,15 +86,21 @@ def one_of(owner: str, update_on_server: bool | None, update_on_kvstore: bool | 
     return False not in told.values()
 
 
-def policy_of(staleness: str | StalenessPolicy, update_on_server: bool) -> str | StalenessPolicy:
-    """The policy; ``"auto"`` stays so until the optimizer is known, where the server has one.
+def clock_of(strategy: _Service, lr_clock: LrClock | None) -> LrClock:
+    """Whose steps learning rates follow; where nothing is said, the servers' versions, unless all step together or the
+    optimizer is the worker's.
 
     Raises:
-        TypeError, ValueError: there is none of this name.
+        ValueError: there is no such clock, or not with this optimizer.
     """
-    if staleness == "auto":
-        return staleness if update_on_server else make_policy("none")
-    return make_policy(staleness)
+    owner = type(strategy).__name__
+    check_choice(owner, "lr_clock", lr_clock, (*get_args(LrClock), None))
+    if lr_clock == "global" and not strategy.update_on_server:
+        raise ValueError(
+            f"`{owner}(lr_clock='global', update_on_server=False)`: the optimizer is the worker's then, and its rate "
+            "follows the steps that it takes. Leave one of them out."
+        )
+    return lr_clock or ("global" if strategy.update_on_server and strategy.mode != "sync" else "local")
 
 
 def check_service(strategy: _Service) -> None:
@@ -85,13 +110,15 @@ def check_service(strategy: _Service) -> None:
         TypeError, ValueError: one is not, or two do not; names them.
     """
     owner = type(strategy).__name__
-    least = {"bigarray_bound": 1, "max_staleness": 0, "warmup_steps": 0, "update_frequency": 1, "pull_every": 1}
+    least = {"bigarray_bound": 1, "warmup_steps": 0, "update_frequency": 1, "pull_every": 1}
     for name, minimum in least.items():
         check_int(strategy, name, at_least=minimum)
     check_choice(owner, "shard_replicas", strategy.shard_replicas, (0, 1))
     _check_replicas(owner, strategy)
     for name in ("consistent_pull", "overlap"):
         check_choice(owner, name, getattr(strategy, name), (True, False))
+    if strategy.server_address is not None:
+        _check_address(owner, strategy.server_address)
     if strategy.num_servers is not None:
         check_int(strategy, "num_servers", at_least=1)
         if strategy.server_address is not None:
@@ -115,6 +142,7 @@ def check_service(strategy: _Service) -> None:
             f"`{owner}(mode='sync', pull_every={strategy.pull_every}, overlap={strategy.overlap})`: all workers have "
             'the same weights after each step, so each pulls after each push. Leave both out, or use `mode="async"`.'
         )
+    check_bound(strategy)
     if strategy.mode == "sync" and strategy.warmup_steps:
         raise ValueError(
             f"`{owner}(mode='sync', warmup_steps={strategy.warmup_steps})`: all steps are synchronous. Leave "
@@ -125,6 +153,22 @@ def check_service(strategy: _Service) -> None:
             f"`{owner}(mode='sync', staleness={strategy.staleness!r})`: pushes of one round are not late. Leave "
             '`staleness` out, or use `mode="async"`.'
         )
+
+
+def settings_of(strategy: _Service) -> dict[str, object]:
+    """What must be equal on all ranks."""
+    return {name: getattr(strategy, name) for name in _ALIKE}
+
+
+def _check_address(owner: str, address: object) -> None:
+    if not isinstance(address, str):
+        raise TypeError(f"`{owner}(server_address={address!r})` must be a str, got {type(address).__name__}.")
+    try:
+        places_of(address)
+    except ValueError as error:
+        raise ValueError(
+            f'`{owner}(server_address={address!r})` must be "HOST:PORT", or several with commas between: {error}'
+        ) from None
 
 
 def _check_replicas(owner: str, strategy: _Service) -> None:

@@ -118,6 +118,10 @@ class DriftPatches:
         if self._strategy.shrinks and self._strategy.gates is not None:
             self._inheritance.tell_place(self._strategy.gates)
 
+    def follow_schedule(self) -> None:
+        """See `LearningRates.follow`."""
+        self._rates.follow()
+
     def start_over(self) -> None:
         """Training begins anew within this fit."""
         self._validation.start_over()

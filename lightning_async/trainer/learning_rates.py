@@ -33,18 +33,24 @@ class LearningRates:
 
     def _update(self, original: Any) -> Any:
         def update(interval: str, update_plateau_schedulers: bool) -> None:
-            steps = self._strategy.shared_steps
-            if steps is None or interval != "step" or update_plateau_schedulers:
+            if self._strategy.shared_steps is None or interval != "step" or update_plateau_schedulers:
                 original(interval=interval, update_plateau_schedulers=update_plateau_schedulers)
-                return
-            first, now = steps
-            for i, config in enumerate(self._trainer.lr_scheduler_configs):
-                if config.interval != "step" or config.reduce_on_plateau:
-                    continue
-                every = config.frequency or 1
-                taken, due = self.stepped.get(i, first // every), now // every
-                for _ in range(taken, due):
-                    self._trainer.lightning_module.lr_scheduler_step(config.scheduler, None)
-                self.stepped[i] = max(taken, due)
+            else:
+                self.follow()
 
         return update
+
+    def follow(self) -> None:
+        """Schedulers that step per batch take the steps that are due by now."""
+        steps = self._strategy.shared_steps
+        if steps is None:
+            return
+        first, now = steps
+        for i, config in enumerate(self._trainer.lr_scheduler_configs):
+            if config.interval != "step" or config.reduce_on_plateau:
+                continue
+            every = config.frequency or 1
+            taken, due = self.stepped.get(i, first // every), now // every
+            for _ in range(taken, due):
+                self._trainer.lightning_module.lr_scheduler_step(config.scheduler, None)
+            self.stepped[i] = max(taken, due)

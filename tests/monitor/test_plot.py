@@ -45,6 +45,59 @@ def test_metrics_that_end_alike_share_a_panel_and_ours_come_last(metrics: Path):
     ]
 
 
+SERVED = """\
+epoch,gradients/norm,servers/bytes,servers/hidden_share,servers/idle_s,servers/lag,servers/mean_lag,servers/pulled_bytes,\
+servers/pulls,servers/pushes,servers/samples,servers/failed_rounds,servers/version,servers/waited_s,step,train/loss
+0,,4096,0.5,0.0,3,2.5,8192,10,10,320,0,21,0.2,10,1.5
+0,0.7,,,,,,,,,,,,,12,1.25
+0,,8192,0.7,0.1,1,2.0,16384,20,20,640,0,44,0.3,20,1.0
+"""
+WINDOWS = """\
+epoch,gradients/batches_in_window,gradients/bytes,gradients/hidden_share,gradients/idle_s,gradients/window_s,gradients/windows,step
+0,4.0,4096,0.5,0.0,0.01,5,5
+"""
+
+
+@pytest.mark.parametrize(
+    ("logged", "titles"),
+    [
+        (
+            SERVED,
+            {
+                "norm": ["gradients/norm"],
+                "loss": ["train/loss"],
+                "version that was pulled last": ["servers/version"],
+                "pushes and pulls": ["servers/pulls", "servers/pushes"],
+                "lag of pushes, in updates": ["servers/lag", "servers/mean_lag"],
+                "share of communication hidden": ["servers/hidden_share"],
+                "seconds idle": ["servers/idle_s", "servers/waited_s"],
+                "bytes sent, and pulled": ["servers/bytes", "servers/pulled_bytes"],
+                "samples": ["servers/samples"],
+            },
+        ),
+        (
+            WINDOWS,
+            {
+                "windows of gradients reduced": ["gradients/windows"],
+                "share of communication hidden": ["gradients/hidden_share"],
+                "seconds per window": ["gradients/window_s"],
+                "batches in a window": ["gradients/batches_in_window"],
+                "seconds idle": ["gradients/idle_s"],
+                "bytes sent, and pulled": ["gradients/bytes"],
+            },
+        ),
+    ],
+    ids=["servers", "windows"],
+)
+def test_servers_and_windows_have_panels_of_their_own(logged: str, titles: dict[str, list[str]], tmp_path: Path):
+    path = tmp_path / "metrics.csv"
+    path.write_text(logged)
+    panels = _panels(read_metrics(path))
+    assert {title: sorted(lines) for title, lines in panels.items()} == titles
+    assert list(panels) == list(titles)
+    assert plot_run(path, tmp_path / "run.png").stat().st_size > 0
+
+
 def test_the_picture_is_written_where_it_was_asked_for(metrics: Path, tmp_path: Path):
     out = tmp_path / "new folder" / "run.png"
     assert plot_run(metrics, out) == out

@@ -9,6 +9,7 @@ import torch
 
 from lightning_async import ParameterServerStrategy
 from lightning_async.trainer.namespace import pl
+from tests.engine.server.test_server import until
 from tests.strategies import problem
 from tests.strategies.served import BATCHES, Adversaries, fit
 from tests.strategies.workers import Net, loader, make_trainer, rank, scenario, shard
@@ -82,6 +83,58 @@ def settings_of_a_checkpoint(folder: Path) -> Any:
 
     part(decaying, 1, None)
     return part(plain, 2, folder / "1" / "epoch=0.ckpt")
+
+
+def falling(ps: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(ps, lr=0.01)
+
+
+class Scheduled(Net):
+    """A rate by which the place in its schedule is known; one rank's first batch lasts until the other has had all."""
+
+    def __init__(self, folder: Path, waits: bool) -> None:
+        super().__init__(optimizer=falling)
+        self.folder, self.waits, self.places = folder, waits, [0]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = falling(self.parameters())
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def place(self) -> int:
+        return round(0.01 / self.trainer.optimizers[0].param_groups[0]["lr"]) - 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if not batch_idx:
+            self.places.clear()
+        self.places.append(self.place())
+        if self.waits and rank() == 1 and batch_idx == 0:
+            until(lambda: (self.folder / "all had").exists(), 50)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if rank() == 0 and batch_idx == BATCHES - 1:
+            (self.folder / "all had").touch()
+
+
+@scenario
+def one_schedule(folder: Path) -> Any:
+    """An epoch, in which one rank is much slower, and another one from its checkpoint."""
+
+    def part(epochs: int, checkpoint: Path | None) -> dict[str, Any]:
+        net = Scheduled(folder, waits=checkpoint is None)
+        saves = pl.callbacks.ModelCheckpoint(dirpath=folder / f"{epochs}", filename="{epoch}", save_top_k=-1)
+        strategy = ParameterServerStrategy(staleness="none", num_servers=2, bigarray_bound=10)
+        trainer = make_trainer(strategy, callbacks=[saves], max_epochs=epochs, enable_checkpointing=True)
+        trainer.fit(net, loader(shard([BATCHES] * 2)), ckpt_path=checkpoint)
+        told = {"places": net.places, "at_end": net.place(), "metrics": strategy.summary.metrics()}
+        return told | {"shown": sorted(strategy.summary.shown()), "numel": len(problem.flat(net))}
+
+    first, path = part(1, None), folder / "1" / "epoch=0.ckpt"
+    again = part(2, path)
+    saved = torch.load(path, weights_only=True)["lightning_async"]["replicas"]
+    plans = [(each["gathered"] or {}).get("plans") for each in saved]
+    return {"first": first, "again": again, "plans": plans}
 
 
 class Skips(pl.plugins.precision.Precision):

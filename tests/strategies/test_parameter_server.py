@@ -12,6 +12,8 @@ import torch
 
 from lightning_async import ParameterServerStrategy
 from lightning_async.engine.checkpoint.store import CheckpointStore
+from lightning_async.rules.staleness import AdaptiveLr, Bounded, Buffered, Uncorrected
+from lightning_async.strategies.lateness import ahead
 from tests.strategies import problem
 from tests.strategies.problem import batches, distance, flat, joined, train_alone
 from tests.strategies.served import BATCHES, adam, momentum, two_optimizers
@@ -203,10 +205,30 @@ def test_the_trainer_may_fit_again(users: Outcomes) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"mode": "dist"}, ValueError, "mode='dist'"),
+        ({"mode": "dist_later"}, ValueError, "mode='dist_later'"),
+        ({"mode": "p3store_dist"}, ValueError, "pushes are not ordered by priority"),
+        ({"multi_precision": False}, ValueError, "servers hold fp32"),
+        ({"server_address": ""}, ValueError, "server_address=''"),
+        ({"server_address": "abc"}, ValueError, "server_address='abc'"),
+        ({"server_address": 5}, TypeError, "server_address=5"),
+        ({"lr_clock": "mine"}, ValueError, "lr_clock='mine'"),
+        ({"lr_clock": "global", "update_on_server": False}, ValueError, "lr_clock='global'"),
         ({"num_servers": 0}, ValueError, "num_servers=0"),
         ({"num_servers": 1, "server_address": "a:1"}, ValueError, "server_address='a:1'"),
         ({"max_staleness": -1}, ValueError, "max_staleness=-1"),
+        ({"max_staleness": 4}, ValueError, 'it is for `mode="ssp"` or `staleness="bounded"`'),
+        ({"mode": "sync", "max_staleness": 4}, ValueError, "max_staleness=4"),
+        ({"mode": "ssp", "staleness": "bounded", "max_staleness": 4}, ValueError, "both have a bound"),
+        ({"staleness": Bounded(8), "max_staleness": 4}, ValueError, "max_staleness=4"),
+        ({"staleness": "bounded", "max_staleness": 0}, ValueError, "max_staleness=0"),
+        ({"mode": "ssp", "max_staleness": 1, "pull_every": 5}, ValueError, "`max_staleness=4` or more"),
+        ({"mode": "ssp", "pull_every": 4, "overlap": True}, ValueError, "`max_staleness=4` or more"),
+        ({"mode": "ssp", "max_staleness": 0, "overlap": True}, ValueError, "max_staleness=0"),
+        ({"staleness_lr_factor": 0.5}, ValueError, 'it is for `staleness="adaptive_lr"`'),
+        ({"staleness": "adaptive_lr", "staleness_lr_factor": 1.5}, ValueError, "staleness_lr_factor=1.5"),
+        ({"staleness": "adaptive_lr", "staleness_lr_factor": "0.5"}, TypeError, "staleness_lr_factor='0.5'"),
+        ({"staleness": "dana", "buffer_size": 4}, ValueError, "buffer_size=4"),
+        ({"staleness": "fedbuff", "buffer_size": 0}, ValueError, "buffer_size=0"),
         ({"pull_every": 1.5}, TypeError, "pull_every=1.5"),
         ({"update_frequency": 2}, ValueError, "accumulate_grad_batches=2"),
         ({"overlap": True, "update_on_server": False}, ValueError, "overlap=True"),
@@ -219,6 +241,41 @@ def test_the_trainer_may_fit_again(users: Outcomes) -> None:
 def test_wrong_arguments_are_named_at_once(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=re.escape(words)):
         ParameterServerStrategy(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "policy", "bound"),
+    [
+        ({"staleness": "bounded", "max_staleness": 4}, Bounded(4), None),
+        ({"staleness": "bounded"}, Bounded(16), None),
+        ({"mode": "ssp", "staleness": "none", "max_staleness": 4, "pull_every": 3}, Uncorrected(), 2),
+        ({"mode": "ssp", "staleness": "none", "overlap": True}, Uncorrected(), 2),
+        ({"mode": "ssp", "staleness": "bounded"}, Bounded(16), 3),
+        ({"mode": "ssp", "staleness": "none", "max_staleness": 0}, Uncorrected(), 0),
+        ({"staleness": "adaptive_lr", "staleness_lr_factor": 0.5}, AdaptiveLr(0.5), None),
+        ({"staleness": "fedbuff", "buffer_size": 4}, Buffered(4, AdaptiveLr(form="sqrt")), None),
+        ({"staleness": "rennala", "buffer_size": 3}, Buffered(3, Bounded(1)), None),
+        ({"mode": "dist", "multi_precision": True}, "auto", None),
+        ({"update_on_server": False}, Uncorrected(), None),
+    ],
+)
+def test_arguments_reach_the_policy_and_the_bound(arguments: dict[str, Any], policy: Any, bound: int | None) -> None:
+    """How far ahead servers let a worker be: what it does before it pulls counts, too."""
+    strategy = ParameterServerStrategy(**arguments)
+    assert strategy.staleness == policy
+    assert bound is None or ahead(strategy) == bound
+    assert (strategy.max_staleness is not None) == (strategy.mode == "ssp")
+
+
+@pytest.mark.parametrize(
+    ("mode", "ours"),
+    [
+        ("dist", "sync"), ("dist_sync", "sync"), ("dist_sync_device", "sync"), ("dist_device_sync", "sync"),
+        ("dist_async", "async"), ("dist_async_device", "async"), ("dist_device_async", "async"),
+    ],
+)  # fmt: skip
+def test_mxnets_names_are_taken(mode: str, ours: str) -> None:
+    assert ParameterServerStrategy(mode).mode == ours
 
 
 def test_servers_may_be_started_on_their_own(users: Outcomes) -> None:

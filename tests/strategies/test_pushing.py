@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from lightning_async.engine.averaging.averager import BackgroundAverager
+from lightning_async.engine.server.totals import PushTotals
 from lightning_async.strategies.pushing import Pushing
+from lightning_async.strategies.requests import Requests
 
 
 class Silent:
@@ -30,8 +32,8 @@ def test_a_worker_that_has_failed_ends_though_its_servers_hang() -> None:
     """What it asks them for its last save is broken off."""
     pushing: Any = object.__new__(Pushing)
     pushing.tables = tables = Silent()
-    pushing._under_way, pushing._undo = None, []
-    pushing._thread = ThreadPoolExecutor(1)
+    pushing._undo, nothing = [], Any
+    pushing._requests = Requests(cast(BackgroundAverager, nothing), PushTotals())
     with pytest.raises(TimeoutError):
         pushing.rescue([], 0.01)
     closing = threading.Thread(target=pushing.close, daemon=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_async.engine.server.plan import Plan
 from tests.strategies.problem import batches, distance, flat, joined, train_alone
 from tests.strategies.served import BATCHES
 from tests.strategies.served_settings import decaying
-from tests.strategies.workers import Outcomes
+from tests.strategies.workers import Net, Outcomes
 
 
 @pytest.fixture(scope="module")
@@ -41,3 +42,40 @@ def test_nobody_waits_for_a_step_that_mixed_precision_has_skipped(outcomes: Outc
     """With two optimizers by hand."""
     told = outcomes("a_step_by_hand_is_skipped")
     assert told[0]["digest"] == told[1]["digest"]
+
+
+def test_slow_and_fast_workers_have_one_schedule(outcomes: Outcomes) -> None:
+    """Its place is the servers' version by the number of workers; behind a gate it is the same, and goes on from a
+    checkpoint."""
+    fast, slow = outcomes("one_schedule")
+    assert fast["first"]["places"] == [step // 2 for step in range(BATCHES)]
+    assert slow["first"]["places"] == [0, *((BATCHES + step) // 2 for step in range(1, BATCHES))]
+    for told in (fast, slow):
+        assert told["first"]["at_end"] == BATCHES
+        assert told["again"]["places"][0] == BATCHES
+        assert told["again"]["at_end"] == 2 * BATCHES
+
+
+def test_lags_and_bytes_are_in_the_metrics(outcomes: Outcomes) -> None:
+    fast, slow = (told["first"] for told in outcomes("one_schedule"))
+    assert fast["metrics"]["servers/mean_lag"] == 0.0
+    assert slow["metrics"]["servers/mean_lag"] == BATCHES / BATCHES, "its first push, after all of the other's"
+    for told in (fast, slow):
+        metrics = told["metrics"]
+        assert told["shown"] == ["servers/lag", "servers/version"]
+        assert metrics["servers/lag"] == 0.0
+        assert metrics["servers/pushes"] == BATCHES
+        assert metrics["servers/bytes"] == 4 * told["numel"] * BATCHES
+        assert metrics["servers/pulled_bytes"] >= 4 * told["numel"] * BATCHES
+
+
+def test_a_checkpoint_holds_the_plan(outcomes: Outcomes) -> None:
+    """The first worker's part of it, once."""
+    fast, slow = outcomes("one_schedule")
+    assert fast["plans"] == slow["plans"]
+    (plain,), other = fast["plans"]
+    assert other is None
+    plan = Plan.from_plain(plain)
+    assert (plan.num_servers, plan.bigarray_bound) == (2, 10)
+    assert plan.names == tuple(name for name, _ in Net().named_parameters())
+    assert sum(plan.sizes) == fast["first"]["numel"]

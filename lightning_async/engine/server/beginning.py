@@ -53,9 +53,11 @@ class Beginning:
         terms = header["optimizer"], header["arguments"], header["fingerprint"]
         try:
             policy = self._terms.policy(header["optimizer"], header["arguments"])
+            before = self._store.incarnation if self._store.ready else None
             if self._store.ready:
                 self._store.clear()
             self._store.initialise(params, *terms, policy, state, header["scalars"])  # pyright: ignore
+            self._store.note(warmup_steps=header.get("warmup_steps"), replaced=before)
             if self._store.copies is not None:
                 self._store.copies.begun()
         except (TypeError, ValueError) as error:

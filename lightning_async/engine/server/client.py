@@ -128,6 +128,7 @@ class Client:
         scalars: Mapping[str, float] | None = None,
         staleness: str | StalenessPolicy | None = None,
         anew: bool = False,
+        warmup_steps: int | None = None,
     ) -> Answer:
         """Join; servers that have no weights take those that are in `gradients`. Pull.
 
@@ -135,7 +136,8 @@ class Client:
             optimizer, arguments: of the servers; see `make_optimizer`. Default: what is pushed is added.
             fields, scalars: of the state that it begins with; the first were brought before. Default: it is new.
             staleness: that the servers' `Terms` are to have. Default: any.
-            anew: servers that have weights take these in their place; no other worker is there. Default: False.
+            anew: servers that have weights take these in their place; other workers are fenced. Default: False.
+            warmup_steps: of these weights, in place of the servers'. Default: theirs.
 
         Raises:
             PeerLost: a server is not there in time.
@@ -143,7 +145,7 @@ class Client:
         """
         told: dict[str, Any] = {"optimizer": optimizer, "arguments": dict(arguments or {})}
         told |= {"fingerprint": self._fingerprint, "staleness": told_staleness(staleness)}
-        told |= {"fields": list(fields), "scalars": dict(scalars or {}), "anew": anew}
+        told |= {"fields": list(fields), "scalars": dict(scalars or {}), "anew": anew, "warmup_steps": warmup_steps}
         self._ask_with_all({"do": "initialise", **told})
         for line in self._lines:
             line.begin()

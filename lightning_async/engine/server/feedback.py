@@ -37,9 +37,14 @@ class Feedback:
 
     def encode_(self, memory: Tensor) -> int:
         """Put what travels of `source` at the beginning of ``memory``, uint8; how many bytes it is."""
-        size = self._compression.message_bytes(self.source.numel())
+        size = self.message_bytes
         self._compression.encode_(memory[:size], self.source, self.residual)
         return size
+
+    @property
+    def message_bytes(self) -> int:
+        """Of what travels."""
+        return self._compression.message_bytes(self.source.numel())
 
 
 @dataclass(frozen=True)

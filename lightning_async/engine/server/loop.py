@@ -28,7 +28,7 @@ from lightning_async.engine.server.copies import Copies
 from lightning_async.engine.server.exchange import Exchange
 from lightning_async.engine.server.presence import Presence
 from lightning_async.engine.server.quorum import NEWCOMERS, Terms, awaited
-from lightning_async.engine.server.refused import Refused, take_asked
+from lightning_async.engine.server.refused import GONE, Refused, take_asked
 from lightning_async.engine.server.remembered import said
 from lightning_async.engine.server.rounds import Push, Rounds
 from lightning_async.engine.server.snapshots import Shelf, Snapshots
@@ -139,7 +139,7 @@ class Server:
             except ValueError as error:
                 raise Refused("full", str(error)) from error
             if known is None:
-                raise Refused("evicted", f"worker {worker!r} was taken for dead, or was started again elsewhere.")
+                raise Refused("evicted", f"worker {worker!r} {GONE}")
             self._cuts.release(worker)
             if known["life"] != life:
                 self._rounds.drop(worker)
@@ -166,6 +166,8 @@ class Server:
         if do == "part":  # of a push to come, in the channel's memory
             return {}, 0
         if do in ("bring", "initialise"):
+            if header.get("anew"):  # what others compute is of weights that there are no more
+                self._evict(set(self._presence.channels) - {worker})
             memory = channel.incoming[:size]
             self._beginning.bring(header["field"], memory) if do == "bring" else self._beginning.begin(header, memory)
             self._changed.notify_all()
@@ -200,7 +202,7 @@ class Server:
         if number == said(told) + 1:
             self._until(worker, channel, lambda: self._allow({worker: number}))
             gradient = self._exchange.arrived(channel, header, size) if header["weight"] > 0.0 else None
-            if in_step := self._terms.in_step(self._store.version):
+            if in_step := self._in_step():
                 how = header["weight"], gradient, header["lr"], header["gate"], header["call"]
                 self._rounds.put(worker, Push(number, *how))
             elif gradient is not None:
@@ -268,8 +270,11 @@ class Server:
             return {"version": None}
         durable = -1 if self.snapshots is None else self.snapshots.version
         version = self._store.version
-        told = {"durable": durable, "incarnation": self._store.incarnation, "in_step": self._terms.in_step(version)}
+        told = {"durable": durable, "incarnation": self._store.incarnation, "in_step": self._in_step()}
         return {"version": version, **told, **self._copies.told()}
+
+    def _in_step(self) -> bool:
+        return self._terms.in_step(self._store.version, self._store.record.get("warmup_steps"))
 
     def _settle(self) -> None:
         """Before anybody is answered: the shard's copy, where there is to be one, has all that the answer may show."""

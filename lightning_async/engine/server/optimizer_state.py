@@ -15,7 +15,10 @@ from lightning_async.engine.server.optimizers import make_optimizer
 from lightning_async.engine.server.plan import TABLES
 from lightning_async.engine.server.worker import Worker
 
-__all__ = ["Group", "described", "described_again", "fill_state", "keys_of", "rates_of", "refuse_groups", "state_of"]
+__all__ = [
+    "Group", "described", "described_again", "fill_state", "keys_of", "rates_of", "refuse_groups", "state_of",
+    "tables_of",
+]  # fmt: skip
 
 _HOW = {"foreach", "fused", "capturable", "differentiable"}  # how it is computed, not what
 _OF_SERVERS = {"begun", "reach"}  # scalars that torch does not know
@@ -34,6 +37,15 @@ class Group(NamedTuple):
     group: int
     name: str
     arguments: dict[str, Any]
+
+
+def tables_of(groups: Sequence[Group], optimizer: int) -> list[int]:
+    """The tables of an optimizer, by their numbers.
+
+    >>> tables_of([Group(0, 0, "SGD", {}), Group(1, 0, "Adam", {}), Group(0, 1, "SGD", {})], 0)
+    [0, 2]
+    """
+    return [table for table, group in enumerate(groups) if group.optimizer == optimizer]
 
 
 def described(owner: str, optimizers: Sequence[Optimizer]) -> list[Group]:

@@ -58,6 +58,8 @@ class Presence:
         """
         self.sweep()
         workers, life, incarnation = self._store.workers, header["life"], header.get("incarnation")
+        if life is not None and incarnation is not None and incarnation == self._store.record.get("replaced"):
+            return None  # what it computes at is no more: others have begun anew
         known = workers.pop(worker, None)
         restored = self._store.ready and incarnation not in (None, self._store.incarnation)
         if life is None or (restored and (known is None or known["life"] != life)):

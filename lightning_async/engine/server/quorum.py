@@ -58,13 +58,17 @@ class Terms:
         if self.mode == "sync" and told not in (AUTO, described(Uncorrected())):
             raise ValueError(f"`Terms(staleness={self.staleness!r})`: pushes of mode='sync' are not late: take 'none'.")
 
-    def in_step(self, version: int) -> bool:
+    def in_step(self, version: int, warmup_steps: int | None = None) -> bool:
         """Whether the next version is made of a push of each worker.
 
-        >>> Terms(warmup_steps=2).in_step(1), Terms(warmup_steps=2).in_step(2)
-        (True, False)
+        Args:
+            version: of the weights.
+            warmup_steps: of these weights, where a training has gone on with them. Default: all.
+
+        >>> Terms(warmup_steps=2).in_step(1), Terms(warmup_steps=2).in_step(2), Terms(warmup_steps=2).in_step(1, 1)
+        (True, False, False)
         """
-        return self.mode == "sync" or version < self.warmup_steps
+        return self.mode == "sync" or version < (self.warmup_steps if warmup_steps is None else warmup_steps)
 
     def policy(self, optimizer: str, arguments: Mapping[str, Any]) -> StalenessPolicy:
         """The policy, for a server's optimizer."""

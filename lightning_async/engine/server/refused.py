@@ -8,7 +8,13 @@ from contextlib import contextmanager
 from lightning_async.engine.server.quorum import Terms
 from lightning_async.engine.server.snapshots import Snapshots
 
-__all__ = ["Refused", "memory_for", "take_asked"]
+__all__ = ["GONE", "Refused", "memory_for", "take_asked"]
+
+GONE = (
+    "was taken for dead, or was started again elsewhere; or another training has begun anew with the same servers, or "
+    "has a worker of the same name, as it may not in the modes sync and ssp."
+)
+"""What may have become of a worker that is refused."""
 
 
 class Refused(Exception):

@@ -9,7 +9,9 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_async.engine.server.ahead import Send
+from lightning_async.engine.server.client import Answer
 from lightning_async.engine.server.optimizer_state import Group, fill_state
+from lightning_async.engine.server.totals import PushTotals
 from lightning_async.engine.server.worker import Worker
 
 __all__ = ["Tables"]
@@ -20,10 +22,11 @@ class Tables:
 
     Args:
         workers: one for each table.
+        totals: count what moves. Default: ones of their own.
     """
 
-    def __init__(self, workers: Sequence[Worker]) -> None:
-        self.workers = list(workers)
+    def __init__(self, workers: Sequence[Worker], totals: PushTotals | None = None) -> None:
+        self.workers, self._totals = list(workers), totals or PushTotals()
         self._asked: Sequence[int] = ()
         self.called = False
         """With the last push, somebody has called all, see `Answer.called`."""
@@ -95,8 +98,7 @@ class Tables:
     def push(self, rates: Mapping[int, float | None], **how: Any) -> None:
         """Gradients of these tables, with their learning rates."""
         self._asked = list(rates)
-        answers = [self.workers[table].push(lr=lr, **how) for table, lr in rates.items()]
-        self.called = any(answer.called for answer in answers)
+        self._heard([self.workers[table].push(lr=lr, **how) for table, lr in rates.items()], how["weight"] > 0.0)
 
     def fill_change(self) -> None:
         """See `Worker`."""
@@ -106,14 +108,14 @@ class Tables:
     def push_change(self, **how: Any) -> None:
         """Changes of all tables."""
         self._asked = range(len(self.workers))
-        answers = [worker.push_change(**how) for worker in self.workers]
-        self.called = any(answer.called for answer in answers)
+        self._heard([worker.push_change(**how) for worker in self.workers], how["weight"] > 0.0)
 
     def meet(self) -> None:
         """See `Worker`."""
         self._asked = range(len(self.workers))
         for worker in self.workers:
             worker.meet()
+            self._totals.moved(0, 2 * worker.traffic[1])  # what workers compute at, and what there is
 
     def rest(self, gate: int) -> None:
         """See `Client.rest`."""
@@ -125,13 +127,15 @@ class Tables:
         self._asked = ()
         return [told for worker in self.workers for told in worker.lags()]
 
-    def owed(self) -> dict[str, Any] | None:
-        """For a checkpoint: what compression has yet to deliver, see `Worker`; None without."""
+    def state(self, first: bool) -> dict[str, Any] | None:
+        """For a checkpoint: what compression has yet to deliver, see `Worker`; of the ``first`` worker the plans, too,
+        by which servers have what it holds, see `Plan.from_plain`."""
         owed = {name: tensor for worker in self.workers for name, tensor in worker.owed().items()}
-        return {"owed": owed} if owed else None
+        plans = [worker.plan.plain() for worker in self.workers] if first else []
+        return {**({"owed": owed} if owed else {}), **({"plans": plans} if first else {})} or None
 
     def owe(self, saved: Mapping[str, Any]) -> None:
-        """Go on with what `owed` was."""
+        """Go on with what was owed in that `state`."""
         for worker in self.workers:
             worker.owe(saved.get("owed", {}))
 
@@ -140,6 +144,15 @@ class Tables:
         self._asked = ()
         for table in tables:
             fill_state(optimizer, self.workers[table])
+
+    def _heard(self, answers: Sequence[Answer], filled: bool) -> None:
+        """A push was answered, of all tables that were asked."""
+        self.called = any(answer.called for answer in answers)
+        for table in self._asked:
+            pushed, pulled = self.workers[table].traffic
+            self._totals.moved(pushed * filled, pulled * self.workers[table].pulled)
+        if filled:
+            self._totals.late(max(lag for answer in answers for lag in answer.lags))
 
     def give_up(self) -> None:
         """See `Client.give_up`."""

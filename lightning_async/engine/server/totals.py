@@ -20,6 +20,9 @@ class PushTotals:
         pushes, pulls: how many there were.
         version: steps of the optimizers in the weights that were pulled last.
         earlier: of these, those that servers have begun with: of a checkpoint.
+        lag: of the last push.
+        lag_sum, timed_pushes: of all pushes that had something in them, and how many these were.
+        sent_bytes, pulled_bytes: of pushes, as they travel, and of weights.
         asked_s: how long requests took.
         waited_s: how long the training thread has stood still for them.
         lags: how late pushes were, in words, as servers tell when training ends.
@@ -29,14 +32,18 @@ class PushTotals:
     pulls: int = 0
     version: int = 0
     earlier: int = 0
+    lag: int = 0
+    lag_sum: int = 0
+    timed_pushes: int = 0
+    sent_bytes: int = 0
+    pulled_bytes: int = 0
     asked_s: float = 0.0
     waited_s: float = 0.0
     lags: Mapping[str, str] = field(default_factory=dict)
 
     title: ClassVar[str] = "Parameter servers"
     prefix: ClassVar[str] = "servers"
-    shown: ClassVar[tuple[str, ...]] = ("version",)
-    sent_bytes: ClassVar[int] = 0
+    shown: ClassVar[tuple[str, ...]] = ("version", "lag")
 
     def timed(self, ask: Callable[[], T]) -> T:
         """What a request brings."""
@@ -54,6 +61,14 @@ class PushTotals:
         """Weights have come, with so many steps in them since servers have begun."""
         self.pulls += 1
         self.version = self.earlier + version
+
+    def moved(self, sent: int, pulled: int) -> None:
+        """So many bytes, to servers and from them."""
+        self.sent_bytes, self.pulled_bytes = self.sent_bytes + sent, self.pulled_bytes + pulled
+
+    def late(self, lag: int) -> None:
+        """A push was applied, so many updates after the weights that it was computed at."""
+        self.lag, self.lag_sum, self.timed_pushes = lag, self.lag_sum + lag, self.timed_pushes + 1
 
     @property
     def number(self) -> int:
@@ -74,7 +89,7 @@ class PushTotals:
         """See `Totals`."""
         return {
             "versions": f"{self.version}, of {self.pushes} pushes of rank 0's",
-            "pulls": f"{self.pulls}",
+            "pulls": f"{self.pulls}, {self.pulled_bytes / 2**20:.1f} MiB",
             **self.lags,
             "waiting for servers": f"{self.waited_s:.2f} s",
         }
@@ -83,5 +98,6 @@ class PushTotals:
         """See `Totals`."""
         return {
             "version": float(self.version), "pushes": float(self.pushes), "pulls": float(self.pulls),
-            "hidden_share": self.hidden_share, "waited_s": self.waited_s,
+            "lag": float(self.lag), "mean_lag": self.lag_sum / max(1, self.timed_pushes),
+            "pulled_bytes": float(self.pulled_bytes), "hidden_share": self.hidden_share, "waited_s": self.waited_s,
         }  # fmt: skip

@@ -71,26 +71,34 @@ class Worker:
         state: tuple[Mapping[str, Sequence[Tensor | None]], Mapping[str, float]] = ({}, {}),
         staleness: str | StalenessPolicy | None = None,
         anew: bool = False,
+        warmup_steps: int | None = None,
     ) -> None:
         """Join; servers without weights take the parameters as they are. Pull.
 
         Args:
             optimizer, arguments: see `make_optimizer`.
             state: that it begins with: fields, with a tensor for each parameter, and scalars. Default: none.
-            staleness, anew: see `Client.start`.
+            staleness, anew, warmup_steps: see `Client.start`.
         """
         fields, scalars = state
         for name, tensors in fields.items():
             self._fill(tensors)
             self._client.bring(name)
         self._fill([p.detach() for p in self.params])
-        self._took(self._client.start(optimizer, arguments, fields, scalars, staleness, anew))
+        self._took(self._client.start(optimizer, arguments, fields, scalars, staleness, anew, warmup_steps))
         self.take_()
 
     def close(self) -> None:
         """Say goodbye; idempotent."""
         self.ahead.close()
         self._client.close()
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Bytes of a push, as it travels, and of what is pulled; of all servers."""
+        feedback = self._client.feedback
+        pushed = [each.message_bytes for each in feedback] or [each.nbytes for each in self._client.gradients]
+        return sum(pushed), sum(each.nbytes for each in self._client.weights)
 
     def rest(self, gate: int) -> None:
         """See `Client.rest`."""

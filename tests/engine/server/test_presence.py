@@ -207,6 +207,18 @@ def test_a_silent_worker_is_evicted_while_another_pushes_and_fenced_when_it_wake
         assert server.store.workers["b"]["slot"] == slots
 
 
+def test_who_begins_anew_fences_those_that_train_with_what_was_there():
+    with running() as server:
+        a, b = server.started("a"), server.started("b")
+        push(a, 1.0)
+        push(a, 1.0)
+        b.gradients[0].fill_(7.0)
+        assert b.start(anew=True).versions == (0,)
+        with pytest.raises(Evicted, match="another training has begun anew with the same servers"):
+            push(a, 1.0)
+        assert push(b, 1.0).tolist() == [8.0] * 8
+
+
 def test_a_worker_that_leaves_is_forgotten_with_what_it_had():
     with running(staleness=Dana()) as server:
         a, b = server.started("a", *SGD), server.started("b", *SGD)

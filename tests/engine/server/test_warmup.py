@@ -99,3 +99,19 @@ def test_a_worker_that_is_gone_is_not_waited_for() -> None:
 def test_a_negative_number_is_refused() -> None:
     with pytest.raises(ValueError, match=r"warmup_steps=-1.*>= 0"):
         Terms(warmup_steps=-1)
+
+
+def test_a_training_that_goes_on_brings_what_is_left_of_it() -> None:
+    """A server that is started again knows it, too."""
+    with running(N, num_workers=1, warmup_steps=3) as server:
+        a = server.started("a")
+        assert a.pull().in_step
+        for _ in range(2):
+            push(a, torch.ones(N))
+        a.gradients[0].zero_()
+        answer = a.start(anew=True, warmup_steps=1)
+        assert (answer.versions, answer.in_step) == ((0,), True)
+        assert [push(a, torch.ones(N)).in_step for _ in range(2)] == [False, False]
+        server.server.close()
+        server.begin()
+        assert not a.pull().in_step
