@@ -1,7 +1,8 @@
 """Measure parameter servers by shared memory and Gloo, and kill them: ``python -m tests.benchmarks.server --out DIR``.
 
-First, what a push, its update and a pull take between a worker and a server, for a large and a small shard. Then the
-server is killed at random moments while worker processes push; each of them looks at all that it pulls.
+First, what a push, its update and a pull take between a worker and a server, for a large and a small shard, and what
+two bare processes take for the same; then what a worker's death costs (`server_costs`). Then the server is killed at
+random moments while worker processes push; each of them looks at all that it pulls.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from lightning_async.engine.server.client import Client
 from lightning_async.engine.server.process import ServerProcess
 from tests.benchmarks.averaging import termination_as_exception
 from tests.benchmarks.report import Target, load_average, machine
+from tests.benchmarks.server_costs import floor, messages, noticed, rates_of_others
 from tests.benchmarks.server_peers import OPTIMIZERS, PEERS, seconds_of
 from tests.engine.server.kills import (
     MOMENTA,
@@ -159,6 +161,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder for the table and the numbers")
     parser.add_argument("--large-bytes", type=int, default=64 << 20, help="of the large shard (default: %(default)s)")
     parser.add_argument("--small-bytes", type=int, default=1 << 20, help="of the small shard (default: %(default)s)")
+    parser.add_argument(
+        "--held-bytes", type=int, default=1 << 30, help="of a worker that is killed (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--window-s", type=float, default=3.0, help="in which the others' pushes are counted (default: %(default)s)"
+    )
     parser.add_argument("--repeats", type=int, default=50, help="of which the median counts (default: %(default)s)")
     parser.add_argument("--kills", type=int, default=30, help="of the server (default: %(default)s)")
     parser.add_argument("--worker-kills", type=int, default=100, help="of workers (default: %(default)s)")
@@ -186,6 +194,10 @@ def measure(options: argparse.Namespace, command: str) -> int:
         )
         for each, limit in zip(measured, LIMITS_MS.values(), strict=True)
     ]  # fmt: skip
+    floors = {name: 1000 * floor(name, sizes["small"], options.repeats) for name in OPTIMIZERS}
+    loads.append(load_average())
+    costs, rates = _costs(options, sizes["small"])
+    targets += costs
     loads.append(load_average())
     peers = {
         (peer, name, shard): seconds_of(peer, name, sizes[shard], options.repeats)
@@ -214,6 +226,9 @@ def measure(options: argparse.Namespace, command: str) -> int:
         " after a kill",
         f"- {sum(lost.pushes)} pushes of workers that are killed; the others go on, each with two pushes more, "
         f"{1000 * statistics.median(lost.resumed_s):.0f} ms after a kill, at most {max(lost.resumed_s):.1f} s",
+        f"- two bare processes, with the same op and two copies, {4 * sizes['small']} bytes: "
+        + ", ".join(f"{name} {taken:.3f} ms" for name, taken in floors.items()),
+        f"- the others' pushes in a second: {rates[0]:.0f}, and {rates[1]:.0f} after a worker's death",
         *[
             f"- {peer}, {name}, {4 * sizes[shard]} bytes: "
             + (told if isinstance(told, str) else f"{1000 * statistics.median(told):.3f} ms")
@@ -228,6 +243,8 @@ def measure(options: argparse.Namespace, command: str) -> int:
     (options.out / "server.md").write_text(text)
     numbers = {
         "exchanges": [asdict(each) for each in measured],
+        "bare_ms": floors,
+        "rates_of_others": rates,
         "peers": {" ".join(key): told for key, told in peers.items()},
         "kills": asdict(found),
         "exact": exact,
@@ -236,6 +253,20 @@ def measure(options: argparse.Namespace, command: str) -> int:
     }
     (options.out / "server.json").write_text(json.dumps(numbers, indent=1))
     return int(options.strict and not all(target.held for target in targets))
+
+
+def _costs(options: argparse.Namespace, numel: int) -> tuple[list[Target], tuple[float, float]]:
+    """What a push is in messages, and a worker's death to the server and to the others."""
+    held, rates = options.held_bytes, rates_of_others(numel, options.window_s)
+    limit_s = 0.05 + 0.1 * held / (1 << 30)
+    return [
+        Target(about="messages of a push and pull of 160 small tensors", value=messages(), limit=1.0, at_most=True),
+        Target(
+            about=f"a killed worker that held {held} bytes is noticed, s", value=noticed(held), limit=limit_s,
+            at_most=True,
+        ),
+        Target(about="the others' rate after a worker's death over that before", value=rates[1] / rates[0], limit=0.95),
+    ], rates  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -19,6 +19,10 @@ def test_it_measures_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[st
         "4000",
         "--repeats",
         "3",
+        "--held-bytes",
+        "1000000",
+        "--window-s",
+        "0.2",
         "--kills",
         "1",
         "--worker-kills",
@@ -31,7 +35,11 @@ def test_it_measures_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "load average" in said and said == (tmp_path / "server.md").read_text() + "\n"
     assert "pass: kills, 0 of them in a start: 1.000" in said
     assert "pass: share of the pushes that are in the weights once: 1.000" in said
+    assert "pass: messages of a push and pull of 160 small tensors: 1.000" in said
+    assert all(f"{what}: " in said for what in ("is noticed, s", "after a worker's death over that before"))
+    assert "- two bare processes, with the same op and two copies, 4000 bytes: SGD 0." in said
     numbers = json.loads((tmp_path / "server.json").read_text())
     assert [len(each["seconds"]) for each in numbers["exchanges"]] == [3]
+    assert numbers["bare_ms"].keys() == {"SGD", "Adam"} and len(numbers["rates_of_others"]) == 2
     assert numbers["worker_pushes_once"] and numbers["worker_kills"]["kills"] == 2
     assert numbers["exact"] and numbers["kills"]["kills"] == 1
