@@ -86,7 +86,7 @@ COMMANDS = {
         "tests/commands/test_checkpoint.py::test_prune_keeps_what_it_is_told_and_what_is_needed"
     ),
     "lightning-async launch -n 2 --max-restarts 3 train.py": (
-        "tests/launch/test_training.py::test_a_rank_is_killed_then_the_launcher_and_training_goes_on"
+        "tests/launch/test_training.py::test_a_rank_is_killed_then_the_launcher_then_the_store_and_training_goes_on"
     ),
     "lightning-async launch -n 4 --dry-run train.py": (
         "tests/commands/test_launch.py::test_a_dry_run_shows_what_would_be_started"

@@ -2,7 +2,7 @@
 
 Beside the folder, a file for each rank has a byte for each step since training began: what is printed may be lost with
 the launcher. With SCENARIO_KILL set, rank 1 is killed after one save; started again, the training is not to come to its
-end.
+end. Nor is it with SCENARIO_SLOW.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class Killed(Tiny):
         self.since += 1
         self.steps.write(b".")
         kill, first = "SCENARIO_KILL" in os.environ, os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-        time.sleep(0.2 if kill and not first and self.since > 12 else 0.01)
+        waits = kill and self.since > 12 and (not first or self.global_rank == 0)
+        slow = "SCENARIO_SLOW" in os.environ or waits
+        time.sleep(0.2 if slow else 0.01)
         if kill and first and self.global_rank == 1 and self.trainer.global_step > 10 and self.store.entries():
             print("KILLED at", self.trainer.global_step, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
