@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_async import AsyncAveragingStrategy, Deadlines, EveryNSteps, FaultTolerantCheckpoint, Synchronous
 from lightning_async.comm import launched
-from lightning_async.comm.membership import board
+from lightning_async.comm.membership import neighbours
 from lightning_async.comm.membership.membership import Membership
 from lightning_async.engine.averaging.average import Average
 from lightning_async.engine.averaging.averager import BackgroundAverager
@@ -264,7 +264,7 @@ def main() -> None:
     if job.untold:
         hear_nothing()
     if job.apart:
-        board.place_of = lambda process: ""
+        neighbours.place_of = lambda process: NAME
     module.trace.note("start", process=os.getpid(), name=NAME)
     strategy = AsyncAveragingStrategy(
         schedule=Synchronous() if job.synchronous else EveryNSteps(job.period),

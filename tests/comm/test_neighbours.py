@@ -117,8 +117,8 @@ def test_whoever_has_started_it_may_tell_first(start: Start, monkeypatch: pytest
 
 def test_one_neighbour_is_enough_for_all_to_know(start: Start) -> None:
     process, hand = start(), Hand(3)
-    hand.ranks[2]._board._place = place_of(process.pid)
-    hand.ranks[1]._board._neighbours._look_for = lambda name, place: None  # it is on another host
+    hand.ranks[2]._board._neighbours._place = place_of(process.pid)
+    hand.ranks[1]._board._neighbours._look_for = lambda name, record: None  # it is on another host
     hand.everybody_is_seen()
     end(process)
     hand.beat(1)
@@ -137,13 +137,14 @@ def test_one_neighbour_is_enough_for_all_to_know(start: Start) -> None:
 
 def test_nobody_speaks_for_one_that_lives_again(start: Start) -> None:
     process, again, hand = start(), start(), Hand(2)
-    hand.ranks[1]._board._place = place_of(process.pid)
+    hand.ranks[1]._board._neighbours._place = place_of(process.pid)
     hand.everybody_is_seen()
     gone = hand.ranks[0]._board._neighbours.gone
 
     def slowly(records: Mapping[str, Record | None]) -> list[str]:
         found = gone(records)
-        hand.ranks[1]._board._place = place_of(again.pid)
+        hand.ranks[1]._board._neighbours._place = place_of(again.pid)
+        hand.ranks[1]._mine = replace(hand.ranks[1]._mine, life="another one")
         hand.beat(1)  # between a look and the word about it
         return found
 
@@ -152,6 +153,7 @@ def test_nobody_speaks_for_one_that_lives_again(start: Start) -> None:
     hand.beat(0)
     hand.ranks[0]._board._neighbours.gone = gone
     hand.beat(0)
-    hand.ranks[0].check()
     assert hand.ranks[0].lost() == ()
+    with pytest.raises(PeerLost, match="rank 1 was restarted"):
+        hand.ranks[0].check()
     hand.ranks[0]._board.close()

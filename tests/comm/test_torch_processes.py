@@ -18,8 +18,10 @@ SOON_S = 20.0
 """Half of what an operation waits for."""
 
 
-def test_killed_in_an_all_reduce_while_its_fork_lives() -> None:
-    with start_ranks("tests.comm.workers:lose_a_rank", 3, kwargs={"dead_after": 60.0}, timeout=LIMIT_S) as group:
+@pytest.mark.parametrize("apart", [False, True], ids=["on one host", "on several"])
+def test_killed_in_an_all_reduce_while_its_fork_lives(apart: bool) -> None:
+    kwargs = {"dead_after": 60.0, "apart": apart}
+    with start_ranks("tests.comm.workers:lose_a_rank", 3, kwargs=kwargs, timeout=LIMIT_S) as group:
         for rank in range(3):
             group.wait_for(rank, "training")
             group.wait_for(rank, "a fork holds []")

@@ -118,15 +118,26 @@ def native_threads() -> int:
 
 
 @contextlib.contextmanager
-def world(dead_after: float) -> Iterator[tuple[TorchCollectives, Membership]]:
+def world(dead_after: float, apart: bool = False) -> Iterator[tuple[TorchCollectives, Membership]]:
+    """A group and its heartbeat.
+
+    Args:
+        dead_after: of that, in seconds.
+        apart: no rank finds another one's process, as on hosts of their own; each has been reached once.
+    """
     store = open_store()
     comm = TorchCollectives(store, RANK, WORLD_SIZE, timeout=TIMEOUT, form_timeout=TIMEOUT)
     membership = Membership(
         store, RANK, WORLD_SIZE, interval=timedelta(seconds=0.1), dead_after=timedelta(seconds=dead_after)
     )
+    neighbours = membership._board._neighbours
+    if apart:
+        neighbours._place = f"host {RANK}"
     membership.start()
     try:
         comm.open()
+        while apart and [each.reached for each in neighbours._calls._callees.values()] != [True] * (WORLD_SIZE - 1):
+            time.sleep(0.01)
         yield comm, membership
     finally:
         membership.close()
@@ -148,10 +159,10 @@ def fork_that_stays(before: Mapping[int, int]) -> Iterator[None]:
         os.waitpid(pid, 0)
 
 
-def lose_a_rank(dead_after: float) -> dict[str, Any]:
+def lose_a_rank(dead_after: float, apart: bool) -> dict[str, Any]:
     """All-reduce until a peer is killed; then say what was noticed and when, and go on without it."""
     before = snapshot()
-    with world(dead_after) as (comm, membership), fork_that_stays(before):
+    with world(dead_after, apart) as (comm, membership), fork_that_stays(before):
         buffer = torch.ones(200_000)
         print("training", flush=True)
         try:

@@ -6,7 +6,6 @@ Where ranks may join, their names lie beside the records, a line each, which is 
 from __future__ import annotations
 
 import json
-import os
 import random
 import threading
 import time
@@ -15,11 +14,11 @@ from dataclasses import replace
 from datetime import timedelta
 
 from lightning_async.comm.membership.generation import in_order, is_name
-from lightning_async.comm.membership.neighbours import Neighbours, place_of
+from lightning_async.comm.membership.neighbours import Neighbours
 from lightning_async.comm.membership.roster import FAILED, LEFT, PREFIX, UP, Record, dump, key, load
 from lightning_async.comm.membership.signing import Seal
 from lightning_async.comm.membership.stores import Store, connect, own_client, reachable, read_all
-from lightning_async.comm.torch.sockets import shut_down
+from lightning_async.comm.torch.sockets import own_address, shut_down
 from lightning_async.errors import AsyncTrainingError
 
 __all__ = ["Board", "Waiting"]
@@ -65,7 +64,9 @@ class Board:
         self._sockets: dict[int, int] = {}
         self._broken = False
         self._timeouts, self._next_try = 0, 0.0
-        self._place, self._neighbours = place_of(os.getpid()), Neighbours()
+        self._neighbours = Neighbours()
+        self._host: str | None = None
+        """This one's address, as the store's host sees it."""
 
     def open(self, interval: timedelta) -> bool:
         """Make a client, a record for each rank that has none, and sure that no other process lives under this name.
@@ -109,7 +110,7 @@ class Board:
             self._reconnect()
         asked = self._now()
         try:
-            pinned = dump(replace(mine, place=self._place))
+            pinned = dump(self._neighbours.introduce(mine, self._host))
             self._store.set(key(self._me), self._seal.sign(key(self._me), pinned))  # type: ignore[arg-type]
             records = self._read_with_names() if self._elastic else self._read(self._peers)
             found = dict(zip(self._peers, records, strict=True))
@@ -216,6 +217,7 @@ class Board:
     def _connect(self) -> None:
         # A clone takes over the timeout: later ones, made of this one, do not try to connect for minutes.
         self._store, self._sockets = connect(self._store, self._patience)
+        self._host = next(filter(None, map(own_address, self._sockets)), None)
 
     def _reconnect(self) -> None:
         if self._now() < self._next_try:

@@ -69,7 +69,8 @@ class Census:
     def suspect(self) -> None:
         """Something broke: until the next generation a tenth of the silence is death from now on, a second at least.
 
-        Who lives has heard of it, too, and says so within a few beats.
+        Who lives has heard of it, too, and says so within a few beats. Whose process is found to have ended is lost
+        without it, see `neighbours`.
         """
         self._silent_before = self._silent_before or {name: peer.silent_s for name, peer in self.peers.items()}
 

@@ -30,6 +30,7 @@ class Record:
 
     life: str = ""  # differs between processes that use the same name
     place: str = ""  # where this one is found, see `neighbours`
+    line: str = ""  # where it is reached, see `lifeline`
     beat: int = 0
     wanted: int = 0
     since: int = OUTSIDE

@@ -6,7 +6,7 @@ import os
 import socket
 import stat
 
-__all__ = ["connects", "is_open", "listening_port", "opened_since", "shut_down", "snapshot"]
+__all__ = ["connects", "is_open", "listening_port", "opened_since", "own_address", "shut_down", "snapshot"]
 
 
 def snapshot() -> dict[int, int]:
@@ -52,6 +52,17 @@ def connects(fd: int, own: set[int], peers: set[int]) -> bool:
             return sock.family != socket.AF_UNIX and (sock.getsockname()[1] in own or sock.getpeername()[1] in peers)
         except OSError:  # a listening socket has no peer
             return False
+
+
+def own_address(fd: int) -> str | None:
+    """Of this end, as the peer may reach it."""
+    if (sock := _borrow(fd)) is None:
+        return None
+    with sock:
+        try:
+            return sock.getsockname()[0].removeprefix("::ffff:") if sock.family != socket.AF_UNIX else None
+        except OSError:
+            return None
 
 
 def is_open(fd: int, inode: int) -> bool:
