@@ -67,6 +67,15 @@ def test_one_that_lives_again_is_reached_anew(calls: Calls) -> None:
     assert ["1"] in silent(calls, replace(after, beat=2_000_000), 20)
 
 
+def test_one_that_leaves_is_called_no_more(calls: Calls) -> None:
+    lifeline = Lifeline("127.0.0.1")
+    calls.refused({"1": at(lifeline.place)})
+    call = calls._callees["1"].call
+    assert calls.refused({}) == [] and not calls._callees
+    assert call is None or call.fileno() == -1
+    lifeline.close()
+
+
 def test_calls_do_not_pile_up_where_one_hangs_up() -> None:
     lifeline = Lifeline("127.0.0.1")
     host, port = lifeline.place.split()

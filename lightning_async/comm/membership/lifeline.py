@@ -82,6 +82,8 @@ class Calls:
 
     def refused(self, records: Mapping[str, Record]) -> list[str]:
         """Of these, those whose hosts refuse for them, and have not before; waits for some milliseconds at most."""
+        for name in self._callees.keys() - records.keys():  # they have left, or are found on this host
+            self._callees.pop(name).end()
         gone = [name for name, record in records.items() if self._begin(name, record)]
         under_way = {each.call: name for name, each in self._callees.items() if each.call is not None}
         poll = select.poll()
