@@ -63,9 +63,9 @@ def test_a_rank_is_killed_then_the_launcher_then_the_store_and_training_goes_on(
     # All steps are there, not only those up to the last save by the schedule.
     assert went_on == {rank: resumed[rank] + taken[rank] for rank in "01"}
     second.until(lambda: min(steps(tmp_path).values()) > 8, "there are no steps")
-    keeper, killed = second.keeper(), time.monotonic()
-    assert keeper is not None
-    os.kill(keeper, signal.SIGKILL)
+    seconds, killed = second.keeper(), time.monotonic()
+    assert seconds is not None
+    os.kill(seconds, signal.SIGKILL)
     assert second.end() == 69, second.err
     assert time.monotonic() - killed < soon()
     assert "The process that keeps the store has ended (signal 9)." in second.err
