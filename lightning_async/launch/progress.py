@@ -51,7 +51,7 @@ class Progress:
 
     def _where(self, standing: Standing | None, now: float) -> str:
         if standing is None:
-            return "has not begun to train"
+            return "has told of no step yet"
         silent = now - self._heard[standing.name, standing.process][1]
         quiet = f"; nothing was heard of it for {silent:.0f} s" if silent >= 5.0 else ""
         return f"(process {standing.process}) {standing.state}, at step {standing.step}{quiet}"
