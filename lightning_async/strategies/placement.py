@@ -84,8 +84,9 @@ class ServerRoles:
             return self._told.role, self._told.number
         rank = getattr(environment, "started_as", None)
         rank = environment.global_rank() if rank is None else rank
-        first = environment.world_size() - self.num_serving
-        return ("worker", rank) if rank < first else ("server", rank - first)
+        started = environment.world_size()
+        first = started - self.num_serving
+        return ("server", rank - first) if first <= rank < started else ("worker", rank)  # new ones train
 
     def reached_at(self, environment: Any, num_nodes: int) -> tuple[str | None, int]:
         """This server's address, by which other hosts reach it, and its port there; none where all are on one host."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -16,10 +17,13 @@ from lightning_async.launch.wire import SILENCE_S
 from tests.benchmarks.link import Link, shaped, shaping_problem
 from tests.launch.conftest import Launched
 from tests.launch.test_survivors import ENVIRONMENT, SCRIPT, Ranks
+from tests.strategies.problem import batches, distance, flat, joined, train_alone
+from tests.strategies.served import BATCHES, adam
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the launcher needs Linux")
 
 COMES_BACK = str(Path(__file__).with_name("comes_back.py"))
+SERVED = str(Path(__file__).with_name("served.py"))
 PORT = 29400
 Start = Callable[..., tuple[Launched, Launched]]
 
@@ -103,3 +107,18 @@ def test_after_a_partition_one_half_of_a_training_goes_on_to_its_end_and_the_oth
     assert f"The first node is lost (no word for {SILENCE_S:g} s)" in second.err
     assert "goes on as rank" not in second.err  # nor has it ended in order: one half trains at most
     assert "ENDED" not in second.out
+
+
+def test_each_host_has_a_server_and_both_train_as_one_process(start: Start, link: Link):
+    """One worker's own is behind shared memory, the other one's behind Gloo."""
+    first, second = start(SERVED, GLOO_SOCKET_IFNAME=link.places[0].interface)
+    for each in (first, second):
+        each.allow(120)
+    assert (first.end(), second.end()) == (0, 0), first.err + second.err
+    ended = re.findall(r"ENDED (\{.*\})", first.out + second.out)
+    told = sorted(map(json.loads, ended), key=lambda each: each["rank"])
+    assert [each["here"] for each in told] == [[True, False], [False, True]]
+    alone = flat(train_alone(joined(batches(0, BATCHES), batches(1, BATCHES)), epochs=2, optimizer=adam))
+    for each in told:
+        assert distance(each["values"], alone) < 1e-6
+    assert "4 keys on 2 server(s)" in first.err and "in part" in first.err

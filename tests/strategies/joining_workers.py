@@ -114,7 +114,7 @@ def train(
     if windows is not None:
         strategy = AsyncGradientStrategy(windows, deadlines=DEADLINES, min_replicas=fewest, max_replicas=most)
     if served is not None:
-        strategy = ParameterServerStrategy(served, deadlines=DEADLINES, min_replicas=fewest)
+        strategy = ParameterServerStrategy(served, deadlines=DEADLINES, min_replicas=fewest, max_replicas=most)
     module = UntilBack(deaths, mode, most or RANKS, leaves)
     logger = pytorch("loggers").CSVLogger(folder, name="log")
     stopping = pytorch("callbacks").EarlyStopping("val_loss", patience=1000)

@@ -9,7 +9,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lightning_async import AsyncAveragingStrategy, EveryNSteps, FaultTolerantCheckpoint, PeerMemory
+from lightning_async import (
+    AsyncAveragingStrategy,
+    EveryNSteps,
+    FaultTolerantCheckpoint,
+    ParameterServerStrategy,
+    PeerMemory,
+)
 from lightning_async.rules.saving import Latest
 from lightning_async.trainer.namespace import pl
 from tests.strategies.joining_workers import wait_for
@@ -44,10 +50,12 @@ class Leaves(Seen):
         strategy.connection.dismiss((1, 2))
 
 
-def train(folder: str, fewest: int) -> None:
+def train(folder: str, fewest: int, served: bool = False) -> None:
     saved = Path(folder) / "saved"
     memory = PeerMemory(every_n_train_steps=1000)
-    strategy = AsyncAveragingStrategy(schedule=EveryNSteps(3), deadlines=DEADLINES, min_replicas=fewest)
+    strategy: Any = AsyncAveragingStrategy(schedule=EveryNSteps(3), deadlines=DEADLINES, min_replicas=fewest)
+    if served:
+        strategy = ParameterServerStrategy(deadlines=DEADLINES, min_replicas=fewest)
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", devices=RANKS, max_epochs=2, default_root_dir=folder, logger=False,
         enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,

@@ -187,8 +187,8 @@ def test_whatever_becomes_of_newcomers_the_others_go_on(tmp_path: Path) -> None:
     assert results[0].stderr.count("2 of 3 replicas are left") == 3  # the one that was killed at first, and these two
 
 
-@pytest.mark.parametrize("windows", [None, 2])
-def test_new_ranks_are_taken_in_until_there_are_so_many(tmp_path: Path, windows: int | None) -> None:
+@pytest.mark.parametrize("how", [{}, {"windows": 2}, {"served": "async"}], ids=["averaging", "windows", "served"])
+def test_new_ranks_are_taken_in_until_there_are_so_many(tmp_path: Path, how: dict[str, Any]) -> None:
     """Two train; of two more, which have numbers that nobody had, one finds room, and the other one waits.
 
     Two have 12 batches in an epoch, three have 8, and 10 are too many to validate after. No number 2 was ever lost.
@@ -202,7 +202,7 @@ def test_new_ranks_are_taken_in_until_there_are_so_many(tmp_path: Path, windows:
         return shared | (new if number > 1 else {})
 
     arguments = {"folder": str(tmp_path), "deaths": {}, "most": 3, "fewest": 2, "saves": True, "then_test": True}
-    arguments |= {"validates": 10, "windows": windows}
+    arguments |= {"validates": 10, **how}
     with start_ranks(TRAIN, 4, kwargs=arguments, env=env, timeout=150) as group:
         (tmp_path / "start 1").touch()
         for number in (0, 1):

@@ -17,20 +17,23 @@ from tests.support import RankResult, start_ranks
 TRAIN = "tests.strategies.leaving_workers:train"
 
 
-def results(folder: Path, fewest: int) -> list[RankResult]:
+def results(folder: Path, fewest: int, served: bool = False) -> list[RankResult]:
     """Of three ranks, with one store."""
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     shared = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
     shared |= {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
-    arguments = {"folder": str(folder), "fewest": fewest}
+    arguments = {"folder": str(folder), "fewest": fewest, "served": served}
     with start_ranks(TRAIN, 3, kwargs=arguments, env=lambda number: shared, timeout=60) as group:
         group.processes[1].wait(40.0)
         (folder / "1 has gone").touch()
         return group.join()
 
 
-def test_who_is_told_to_go_leaves_between_two_batches_or_at_a_gate_and_the_others_train_on(tmp_path: Path) -> None:
-    ranks = results(tmp_path, fewest=1)
+@pytest.mark.parametrize("served", [False, True], ids=["averaging", "served"])
+def test_who_is_told_to_go_leaves_between_two_batches_or_at_a_gate_and_the_others_train_on(
+    served: bool, tmp_path: Path
+) -> None:
+    ranks = results(tmp_path, fewest=1, served=served)
     assert [each.returncode for each in ranks] == [0, 72, 72], "\n".join(map(str, ranks))
     first, second, third = map(ended, ranks)
     assert (third["steps"], first["lost"]) == (4, 2)

@@ -61,6 +61,7 @@ def set_all(shell: pytest.MonkeyPatch, variables: Mapping[str, str | None]) -> N
         (Ranks(4, 5), ("server", 1)),
         (Ranks(4, 5, started_as=1), ("worker", 1)),
         (Ranks(4, 5, started_as=3), ("server", 0)),
+        (Ranks(5, 5), ("worker", 5)),
     ],
 )
 def test_the_last_ranks_serve(environment: Ranks, role: tuple[str, int], shell: pytest.MonkeyPatch) -> None:
@@ -78,6 +79,7 @@ def test_all_ranks_train(placement: Any, shell: pytest.MonkeyPatch) -> None:
     roles.environment(Ranks(1, 2))
     assert not roles.dedicated
     assert (roles.num_serving, roles.of(Ranks(1, 2))) == (0, ("worker", 1))
+    assert roles.of(Ranks(2, 2)) == ("worker", 2), "it comes with a number that nobody had"
     assert roles.is_alone(1) and not roles.is_alone(2)
     assert not ServerRoles("Strategy", placement, None, "a:1").is_alone(1)
 

@@ -109,3 +109,13 @@ def test_other_keys_or_shards_cannot_be_dealt_out_anew():
         reshard(plan, [torch.zeros(3)], Plan(("b",), ((3,),)))
     with pytest.raises(ValueError, match=r"\[2\] elements and must have \[3\]"):
         reshard(plan, [torch.zeros(2)], plan)
+
+
+def test_what_is_printed_of_it_and_what_a_checkpoint_keeps():
+    plan = Plan(("weight", "bias", "scale"), ((1024, 1025), (1024,), (3,)), 2, 1_000_000)
+    assert str(plan).splitlines() == [
+        "3 keys on 2 server(s)",
+        "server 0: 2.0 MiB, 2 keys, 1 of them in part",
+        "server 1: 2.0 MiB, 2 keys, 1 of them in part",
+    ]
+    assert plan == Plan.from_plain(plan.plain()) and plan.pieces == Plan.from_plain(plan.plain()).pieces
