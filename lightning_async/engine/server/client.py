@@ -151,16 +151,16 @@ class Client:
             line.begin()
         return self.pull()
 
-    def pull(self) -> Answer:
-        """The newest weights, in `weights`.
+    def pull(self, field: str | None = None) -> Answer:
+        """The newest weights, in `weights`; or in their place a field of the servers' state, of the same version.
 
         Raises:
             PeerLost: a server has not answered in time, or has lost its weights.
             Evicted: the others have gone on without this worker.
         """
         if self._at_a_cut:
-            return self._answer(cut.pull(self._ask_all, self._timeout_s, self.worker))
-        return self._answer(self._ask_all({"do": "pull"}))
+            return self._answer(cut.pull(self._ask_all, field, self._timeout_s, self.worker))
+        return self._answer(self._ask_all({"do": "pull", "field": field}))
 
     def push(
         self,

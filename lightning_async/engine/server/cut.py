@@ -124,12 +124,16 @@ def missing(cut: Cut, workers: Workers) -> bool:
 
 
 def pull(
-    ask: Callable[[Mapping[str, Any]], list[dict[str, Any]]], timeout_s: float, worker: str
+    ask: Callable[[Mapping[str, Any]], list[dict[str, Any]]],
+    field: str | None,
+    timeout_s: float,
+    worker: str,
 ) -> list[dict[str, Any]]:
     """On a worker's side: have all servers' weights, of one cut; what they say to that.
 
     Args:
         ask: all servers, and hear all answers.
+        field: to have in their place. None: nothing is.
         timeout_s: for all of it.
         worker: who asks.
 
@@ -140,7 +144,8 @@ def pull(
     while True:
         began = time.monotonic()
         held = ask({"do": "hold", "limit_s": limit_s})
-        replies = ask({"do": "pull", "cut": plain(latest(from_plain(each["cut"]) for each in held))})
+        wanted = plain(latest(from_plain(each["cut"]) for each in held))
+        replies = ask({"do": "pull", "field": field, "cut": wanted})
         if not any(reply["again"] for reply in replies):
             return replies
         now = time.monotonic()

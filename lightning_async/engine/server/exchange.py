@@ -55,14 +55,25 @@ class Exchange:
         return self._store.version if there else None
 
     def give(self, worker: str, channel: Channel, field: str | None = None, there: bool = False) -> int:
-        """Put what a worker pulls, or a field that it reads, into the channel, unless it is there; how many bytes."""
+        """Put what a worker pulls into the channel, unless it is there, or a field in its place; how many bytes."""
         target = self._target(channel)
-        if field is not None:
-            self._store.copy_(target, field)
-        elif not there:
+        if not there:
             with memory_for(worker, self._terms):
                 self._store.pull(worker, target)
-        return target.nbytes
+        return target.nbytes if field is None else self.read(channel, field)
+
+    def read(self, channel: Channel, field: str) -> int:
+        """Put a field into the channel; how many bytes. Refused, where there is none."""
+        fields = self.fields
+        if field not in fields:
+            raise Refused("request", f"there is no {field!r}; there are {sorted(fields)}.")
+        self._store.copy_(self._target(channel), field)
+        return self._target(channel).nbytes
+
+    @property
+    def fields(self) -> list[str]:
+        """That can be read."""
+        return ["params", *self._store.state]
 
     def _target(self, channel: Channel) -> torch.Tensor:
         numel, found = self._store.contents["numel"], self._targets.get(channel)

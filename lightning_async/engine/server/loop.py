@@ -184,17 +184,15 @@ class Server:
             self._cuts.hold(worker, header["limit_s"])
             return {"cut": cut.plain(cut.applied_by(self._store.known))}, 0
         if do == "pull" and "cut" in header:
-            return self._pull_at(worker, channel, cut.from_plain(header["cut"]))
+            return self._pull_at(worker, channel, cut.from_plain(header["cut"]), header.get("field"))
         if do in ("snapshot", "pull"):
-            return self._version(), self._exchange.give(worker, channel) if do == "pull" else 0
+            field = header.get("field")
+            return self._version(), self._exchange.give(worker, channel, field) if do == "pull" else 0
         if do == "lags":
             return {**self._version(), "lags": dict(self._store.lags)}, 0
         if do == "read":
-            fields = ["params", *self._store.state]
-            if header["field"] not in fields:
-                raise Refused("request", f"there is no {header['field']!r}; there are {sorted(fields)}.")
-            told = {**self._version(), "fields": fields, "scalars": dict(self._store.scalars)}
-            return told, self._exchange.give(worker, channel, header["field"])
+            told = {**self._version(), "fields": self._exchange.fields, "scalars": dict(self._store.scalars)}
+            return told, self._exchange.read(channel, header["field"])
         raise Refused("request", f"worker {worker!r} asks for {do!r}, which is nothing that a server does.")
 
     def _push(self, worker: str, channel: Channel, header: Mapping[str, Any], size: int) -> tuple[dict[str, Any], int]:
@@ -221,7 +219,7 @@ class Server:
             return reply, 0
         return reply, self._exchange.give(worker, channel, there=filled == self._store.version)
 
-    def _pull_at(self, worker: str, channel: Channel, wanted: cut.Cut) -> tuple[dict[str, Any], int]:
+    def _pull_at(self, worker: str, channel: Channel, wanted: cut.Cut, field: str | None) -> tuple[dict[str, Any], int]:
         """The weights with all these pushes, and no others; nothing, where its hold is over."""
         self._cuts.wants(worker, wanted)
         self._changed.notify_all()
@@ -231,7 +229,7 @@ class Server:
 
         self._until(worker, channel, there)
         held = self._cuts.holds(worker)
-        length = self._exchange.give(worker, channel) if held else 0
+        length = self._exchange.give(worker, channel, field) if held else 0
         self._cuts.release(worker)
         self._changed.notify_all()
         return {**self._version(), "again": not held}, length

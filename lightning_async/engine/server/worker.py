@@ -154,17 +154,15 @@ class Worker:
                 base.add_(outgoing)
         return answer
 
-    def pull(self) -> Answer:
+    def pull(self, field: str | None = None) -> Answer:
         """See `Client.pull`."""
-        answer = self._client.pull()
+        answer = self._client.pull(field)
         self._took(answer)
         return answer
 
     def meet(self) -> Answer:
         """Pull the servers' weights as they are, also where workers have others to compute gradients at."""
-        answer = self.pull()
-        self._client.read("params")
-        return answer
+        return self.pull("params")
 
     # ---- what comes ----
 

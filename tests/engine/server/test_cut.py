@@ -14,6 +14,7 @@ import torch
 
 from lightning_async.engine.server.client import Client
 from lightning_async.engine.server.cut import Cuts
+from lightning_async.engine.server.worker import Worker, plan_of
 from lightning_async.errors import ChannelTimeout
 from tests.engine.server.running import Running, running
 from tests.engine.server.test_server import on_threads, until
@@ -96,6 +97,36 @@ def test_while_pushes_race(mode: str) -> None:
 
         for versions in on_threads(*[lambda i=i: work(i) for i in range(many)]):
             assert all(first == second for first, second in versions)
+
+
+@pytest.mark.parametrize("consistent", [True, False])
+def test_weights_as_they_are_and_those_that_are_pulled_are_of_one_version(consistent: bool) -> None:
+    """A push that comes between two requests would be in the one, and not in the other."""
+    with two(staleness="dana") as servers:
+        named = {"a": torch.zeros(2 * N)}
+        plan = plan_of(named, 2, 1)
+        worker = Worker("w", named, plan, [each.dial() for each in servers], consistent=consistent)
+        other = servers[0].worker("o", fingerprint=plan.fingerprint(), others=servers[1:])
+        sgd = "SGD", {"lr": 1.0, "momentum": 0.5}
+        worker.start(*sgd)
+        fill(other, [0.0] * N)
+        other.start(*sgd)
+        fill(other, [1.0] * N)
+        other.push()
+        client = worker._client  # pyright: ignore[reportPrivateUsage]
+        ask = client._ask_all  # pyright: ignore[reportPrivateUsage]
+
+        def ask_and_push(header: Any) -> list[dict[str, Any]]:
+            replies = ask(header)
+            if header["do"] == "pull":
+                other.push()
+            return replies
+
+        client._ask_all = ask_and_push  # type: ignore[method-assign]  # pyright: ignore[reportPrivateUsage]
+        assert worker.meet().versions == (1, 1)
+        assert [each.tolist() for each in client.weights] == [[-1.0] * N] * 2, "of version 1, and not ahead of it"
+        client._ask_all = ask  # type: ignore[method-assign]  # pyright: ignore[reportPrivateUsage]
+        worker.close()
 
 
 def test_who_holds_and_is_gone_holds_up_nobody() -> None:
