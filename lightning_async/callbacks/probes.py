@@ -64,10 +64,11 @@ class NoiseProbe:
 
     Args:
         decay: of the means over periods.
+        arrive: windows are gathered apart from the parameters, and seen when their mean arrives, maybe one late.
     """
 
-    def __init__(self, decay: float) -> None:
-        self._decay = decay
+    def __init__(self, decay: float, arrive: bool = False) -> None:
+        self._decay, self._arrive = decay, arrive
         self.noise = Noise()
         self._hooks: dict[int, Any] = {}
         self._parts: list[Tensor] = []
@@ -102,11 +103,17 @@ class NoiseProbe:
             if (found := norm(self._parts)) is not None:
                 self._norms = (*self._norms, (found, self._scale))
         self._scale, self._parts = 0.0, []
-        if ends and (found := norm(gradients_of(trainer.optimizers))) is not None:
-            self._big = found, loss_scale(trainer)
+        if ends and not self._arrive:
+            self._see_window(trainer)
 
     def before_step(self, trainer: Any) -> None:
-        """Gradients were looked at before."""
+        """Gradients were looked at before, where they were there then."""
+        if self._arrive:
+            self._see_window(trainer)
+
+    def _see_window(self, trainer: Any) -> None:
+        if (found := norm(gradients_of(trainer.optimizers))) is not None:
+            self._big = found, loss_scale(trainer)
 
     def end_window(self, is_full: bool, small_size: float, big_size: float) -> None:
         window, batches, big = _sum(self._window, self._norms), self._batches, self._big
@@ -133,14 +140,17 @@ class NoiseProbe:
 
     def keep(self) -> Callable[[], dict[str, Any]]:
         noise, window, norms, batches = self.noise, self._window, self._norms, self._batches
-        sums, sizes = list(self._sums), list(self._sizes)
+        sums, sizes, big = list(self._sums), list(self._sizes), self._big
         return lambda: {
             "noise": list(noise), "window": _sum(window, norms), "batches": batches, "sums": sums, "sizes": sizes,
+            "big": None if big is None else [float(big[0]), big[1]],
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.noise, self._window, self._batches = Noise(*state["noise"]), state["window"], state["batches"]
         self._norms, self._sums, self._sizes = (), list(state["sums"]), (state["sizes"][0], state["sizes"][1])
+        if (big := state.get("big")) is not None:
+            self._big = torch.tensor(big[0], dtype=torch.float64), big[1]
 
     def _see(self, gradient: Tensor) -> None:
         if self._scale and (found := norm([gradient])) is not None:
@@ -196,11 +206,11 @@ class TimesProbe:
         self._batches, self._lasts = list(state["batches"]), list(state["lasts"])
 
 
-def probe_of(policy: AccumulationPolicy) -> Probe | None:
-    """What measures what a policy asks for."""
+def probe_of(policy: AccumulationPolicy, arrive: bool) -> Probe | None:
+    """What measures what a policy asks for; ``arrive``: see `NoiseProbe`."""
     measures = getattr(policy, "measures", "nothing")
     if measures == "noise":
-        return NoiseProbe(getattr(policy, "decay", 0.9))
+        return NoiseProbe(getattr(policy, "decay", 0.9), arrive)
     return TimesProbe() if measures == "times" else None
 
 

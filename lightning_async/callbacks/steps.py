@@ -11,7 +11,9 @@ import torch
 from lightning_async.arguments import check_choice, check_int, check_protocol
 from lightning_async.rules import Synchronous
 from lightning_async.rules.accumulation import AccumulationPolicy, Fixed, LrScaling
+from lightning_async.rules.delays import Estimation, GradientCorrection, Prediction
 from lightning_async.trainer.batch import pulls
+from lightning_async.trainer.names import is_newcomer
 from lightning_async.trainer.patches import Undo, callbacks_of, replace
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "check_target",
     "check_trainer",
     "in_lockstep",
+    "lends",
     "mean_of",
     "ranks_of",
     "show",
@@ -51,6 +54,11 @@ def mean_of(strategy: Any, value: float) -> float:
         return value
     tensor = torch.tensor(value, dtype=torch.float64, device=strategy.root_device)
     return float(strategy.reduce(tensor, reduce_op="sum")) / strategy.world_size
+
+
+def lends(strategy: Any) -> bool:
+    """Whether it gathers windows by itself, and may be told how large they are: `AsyncGradientStrategy`."""
+    return hasattr(strategy, "accumulate") and (strategy.world_size > 1 or is_newcomer(strategy))
 
 
 def _averages_models(strategy: Any) -> bool:
@@ -141,10 +149,47 @@ def check_trainer(callback: Any, trainer: Any, module: Any) -> None:
             f"`{type(trainer.strategy).__name__}` the others wait for this one's gradients, bucket by bucket."
         )
     _check_servers(callback, trainer.strategy)
-    if trainer.strategy.handles_gradient_accumulation or hasattr(trainer.strategy, "accumulate"):
+    if trainer.strategy.handles_gradient_accumulation:
         raise ValueError(
             f"`{type(trainer.strategy).__name__}` accumulates gradients by itself: leave `{name}` out, or take another "
             "strategy. `AsyncGradientStrategy(accumulate=)` says how many batches a step has."
+        )
+    if hasattr(trainer.strategy, "accumulate"):
+        _check_windows(callback, trainer.strategy)
+
+
+def _check_windows(callback: Any, strategy: Any) -> None:
+    """Whether a strategy that gathers windows by itself can be told how large they are.
+
+    Raises:
+        ValueError: it cannot, or what is to be measured is not to be seen.
+    """
+    name, owner = type(callback).__name__, type(strategy).__name__
+    policy, correction = callback.policy, strategy.correction
+    measures = getattr(policy, "measures", "nothing")
+    if strategy.accumulate != 4:
+        raise ValueError(
+            f"`{owner}(accumulate={strategy.accumulate!r})` beside `{name}`: one says how large a window is. Leave "
+            f"`accumulate` out, or `{name}`."
+        )
+    if callback.split_on_oom:
+        raise ValueError(f"`{name}(split_on_oom=True)` is for other strategies than `{owner}`: leave it out.")
+    if callback.lr_scaling is not None and isinstance(correction, Estimation | Prediction):
+        raise ValueError(
+            f"`{name}(lr_scaling={callback.lr_scaling!r})` with `{owner}(correction={correction!r})`: that takes, or "
+            "foresees, steps at the rates that optimizers have. Leave one of the two out."
+        )
+    changed = strategy.compression != "none" or isinstance(correction, Estimation | GradientCorrection)
+    if measures == "noise" and changed:
+        what = f"compression={strategy.compression!r}, correction={correction!r}"
+        raise ValueError(
+            f"`{name}` with `{policy!r}` and `{owner}({what})`: noise is measured of the mean of a window as all have "
+            "made it, which is not what arrives there. Leave both out, or take a number or a schedule."
+        )
+    if measures == "times" and strategy.delay:
+        raise ValueError(
+            f"`{name}` with `{policy!r}` and `{owner}(delay=1)`: behind the next window nothing is to be seen of "
+            "communication. `accumulate='until_reduced'`, without this callback, fills its time; or take `delay=0`."
         )
 
 
@@ -156,8 +201,7 @@ def _check_servers(callback: Any, strategy: Any) -> None:
     """
     if not getattr(strategy, "served", False) or not strategy.update_on_server or strategy.world_size == 1:
         return
-    name, owner = type(callback).__name__, type(strategy).__name__
-    policy = callback.target_batch_size if callback.accumulation_steps is None else callback.accumulation_steps
+    name, owner, policy = type(callback).__name__, type(strategy).__name__, callback.policy
     if callback.lr_scaling is not None and (strategy.mode == "sync" or strategy.warmup_steps):
         how = "mode='sync'" if strategy.mode == "sync" else f"warmup_steps={strategy.warmup_steps}"
         raise ValueError(

@@ -79,7 +79,7 @@ class Accumulating:
 
     def _load(self, saved: dict[str, Any], alike: Any) -> None:
         if (size := put(saved, self._window, self._gradients)) is not None:
-            self._size, self._held = size, self._window.batches >= max(1, size)
+            self._size, self._held = size, self._terms.fills(self._window.batches, self._window.samples, size)
         self._terms.updates.rates.ends_epoch |= "ends_epoch" in saved
         if alike is not None:
             self._correcting.load(alike)
@@ -97,7 +97,7 @@ class Accumulating:
         self._averager.gates.resume()
         if self._held:
             self._go()
-        self._batch_samples, self._made = batch_size(batch), False
+        self._batch_samples, self._made = self._strategy.count(batch), False
         if self._strategy.buffers == "recompute":
             self.recent.append(batch)
 
@@ -138,7 +138,8 @@ class Accumulating:
                 self._window.add_(self._batch_samples, self._terms.batch_scale, self._averager.step)
             self._terms.updates.on_gathered()
         if self._terms.in_turn:
-            if self._pass.under_way or self._window.batches >= self._size or self._terms.updates.ends_epoch:
+            full = self._terms.fills(self._window.batches, self._window.samples, self._size)
+            if self._pass.under_way or full or self._terms.updates.ends_epoch:
                 self._close()
         elif not self._gradients.in_flight:
             self._take()

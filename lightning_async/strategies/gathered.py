@@ -15,6 +15,7 @@ from lightning_async.rules.balance import BalancedWindows
 from lightning_async.rules.delays import DelayCorrection
 from lightning_async.strategies.saved_state import SavedState
 from lightning_async.strategies.stepping import Steps
+from lightning_async.trainer.lent_windows import LentWindows
 from lightning_async.trainer.updates import Updates
 
 __all__ = ["Windows", "put", "size_of", "take"]
@@ -24,6 +25,7 @@ class Windows(Steps, Protocol):
     """What a strategy has whose windows these are."""
 
     accumulate: int | BalancedWindows | Literal["until_reduced"]
+    sizes: LentWindows | None
     delay: int
     warmup_steps: int
     correction: DelayCorrection | None

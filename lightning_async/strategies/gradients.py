@@ -22,6 +22,7 @@ from lightning_async.strategies.accumulating import Accumulating
 from lightning_async.strategies.drifting import DriftingStrategy
 from lightning_async.strategies.manual_windows import ManualWindows, check_apart
 from lightning_async.trainer import refusals
+from lightning_async.trainer.lent_windows import LentWindows
 from lightning_async.trainer.names import is_newcomer
 from lightning_async.trainer.namespace import name as namespace
 from lightning_async.trainer.namespace import pytorch
@@ -52,7 +53,7 @@ class AsyncGradientStrategy(DriftingStrategy):
     Args:
         accumulate: batches in a window (default 4), or ``"until_reduced"``: each window lasts until the one before is
             reduced, at least one batch, so that no rank waits for another; `BalancedWindows`: a slow rank has fewer
-            batches in each.
+            batches in each. An `AdaptiveGradientAccumulation` among the callbacks says it in place of a number.
         delay: 1 (default): a window's step is taken when the next one is full; 0: training waits for it.
         warmup_steps: so many steps have no delay at first. Default 0.
         correction: what is done about the delay: None (default), nothing; `DelayCompensation` changes gradients that
@@ -137,6 +138,10 @@ class AsyncGradientStrategy(DriftingStrategy):
         )  # fmt: skip
         super().__init__(DeltaMean(), Synchronous(), config, buffers=buffers, transport=transport)
         self.updates: Updates | None = None
+        self.sizes: LentWindows | None = None
+        """Says how large windows are, in place of `accumulate`."""
+        self.lent = False
+        """A callback says how large windows are."""
         self._undo: list[Undo] = []
 
     def setup_environment(self) -> None:
@@ -169,7 +174,9 @@ class AsyncGradientStrategy(DriftingStrategy):
 
     def setup(self, trainer: Any) -> None:
         if trainer.state.fn == "fit":
-            if self.accumulate != "until_reduced":  # so that Lightning's count of steps to come is right, too
+            if (
+                self.accumulate != "until_reduced" and not self.lent
+            ):  # so that Lightning's count of steps to come is right, too
                 batches = self.accumulate.batches if isinstance(self.accumulate, BalancedWindows) else self.accumulate
                 batches *= 2 if isinstance(self.correction, Estimation) else 1
                 self._undo.append(set_for_now(trainer, "accumulate_grad_batches", batches))
@@ -219,7 +226,7 @@ class AsyncGradientStrategy(DriftingStrategy):
     @property
     def in_step(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """See `Drifting`."""
-        return isinstance(self.accumulate, int)
+        return isinstance(self.accumulate, int) and (self.sizes is None or self.sizes.least == 0.0)
 
     @property
     def gathers(self) -> bool:

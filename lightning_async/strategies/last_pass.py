@@ -55,7 +55,8 @@ class LastPass:
         window, terms = self._window, self._terms
         if self.under_way or not self._possible or samples <= 0.0 or terms.late or not terms.in_turn:
             return
-        if (window.batches + 1 < size and not terms.updates.ends_epoch) or terms.updates.left <= 0:
+        full = terms.fills(window.batches + 1, window.samples + samples, size)
+        if not (full or terms.updates.ends_epoch) or terms.updates.left <= 0:
             return
         self._samples = window.samples + samples
         self._strategy.tell_place()

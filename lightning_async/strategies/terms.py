@@ -46,7 +46,13 @@ class Terms:
     @property
     def size(self) -> int:
         """Batches in the window that begins, at the least."""
-        return size_of(self._strategy.accumulate, self._averager.gates)
+        sizes = self._strategy.sizes
+        return size_of(self._strategy.accumulate, self._averager.gates) if sizes is None else sizes.size
+
+    def fills(self, batches: int, samples: float, size: float) -> bool:
+        """Whether so many batches, of so many samples, are a window that is to have ``size`` batches."""
+        sizes = self._strategy.sizes
+        return batches >= max(1, size) and (sizes is None or samples >= sizes.least)
 
     @property
     def scale(self) -> float:

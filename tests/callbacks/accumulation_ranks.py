@@ -10,11 +10,18 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_async import AdaptiveGradientAccumulation, EveryNSteps, ParameterServerStrategy, Synchronous, Warmup
+from lightning_async import (
+    AdaptiveGradientAccumulation,
+    AsyncGradientStrategy,
+    EveryNSteps,
+    ParameterServerStrategy,
+    Synchronous,
+    Warmup,
+)
 from lightning_async.callbacks.probes import TimesProbe
 from lightning_async.data.partitioned import PartitionedSampler
 from lightning_async.data.partitions import Partition, Sequential, Weighted
-from lightning_async.rules.accumulation import ByStep, CommunicationShare, NoiseScale, Times
+from lightning_async.rules.accumulation import ByEpoch, ByStep, CommunicationShare, NoiseScale, Times
 from lightning_async.trainer.namespace import pl
 from tests.callbacks.problem import Line, values
 from tests.callbacks.ranks import ddp
@@ -50,12 +57,14 @@ class Steps(pl.Callback):
             self.at.append(batch_idx)
 
 
-def fit(strategy: Any, accumulation: AdaptiveGradientAccumulation, data: Sequence[Tensor] | None = None) -> Any:
+def fit(
+    strategy: Any, accumulation: AdaptiveGradientAccumulation, data: Sequence[Tensor] | None = None, epochs: int = 1
+) -> Any:
     torch.manual_seed(0)
     module, steps = Line(optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1)), Steps()
     trainer: Any = pl.Trainer(
-        strategy=strategy, callbacks=[accumulation, steps], accelerator="cpu", devices=2, max_epochs=1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        strategy=strategy, callbacks=[accumulation, steps], accelerator="cpu", devices=2, max_epochs=epochs,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         use_distributed_sampler=False,
     )  # fmt: skip
     loader: Any = DataLoader(rows(rank()) if data is None else data, batch_size=None)  # type: ignore[arg-type]
@@ -119,6 +128,11 @@ def synchronous_by_noise() -> Any:
 @scenario
 def synchronous_by_communication() -> Any:
     """Rank 1 measures other times than rank 0."""
+    strategy = together(schedule=Synchronous(), deadlines=PATIENT)
+    return timed(lambda accumulation, data: fit(strategy, accumulation, data))
+
+
+def timed(train: Any) -> Any:
     policy = CommunicationShare(every=1, maximum=4)
     accumulation = AdaptiveGradientAccumulation(policy, lr_scaling="linear")
     told = TimesProbe.end_period
@@ -128,7 +142,7 @@ def synchronous_by_communication() -> Any:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TimesProbe, "end_period", measured)
-        return fit(together(schedule=Synchronous(), deadlines=PATIENT), accumulation, rows(rank(), [4] * 16))
+        return train(accumulation, rows(rank(), [4] * 16))
 
 
 def served(mode: str, accumulation: AdaptiveGradientAccumulation, **options: Any) -> Any:
@@ -171,6 +185,62 @@ def served_at_first_with_rates() -> Any:
 def served_by_noise() -> Any:
     policy = NoiseScale(minimum=16, maximum=64)
     return served("sync", AdaptiveGradientAccumulation(base_batch_size=4, target_batch_size=policy))
+
+
+def gathered(accumulation: AdaptiveGradientAccumulation, data: Any = None, epochs: int = 1, **options: Any) -> Any:
+    return fit(AsyncGradientStrategy(min_replicas=2, deadlines=PATIENT, **options), accumulation, data, epochs)
+
+
+@scenario
+def gathered_by_samples() -> Any:
+    accumulation = AdaptiveGradientAccumulation(base_batch_size=4, target_batch_size=24, lr_scaling="linear")
+    return gathered(accumulation, delay=0)
+
+
+@scenario
+def gathered_by_schedule() -> Any:
+    return gathered(AdaptiveGradientAccumulation(ByStep({0: 3, 1: 2, 2: 1}), lr_scaling="linear"), delay=0)
+
+
+@scenario
+def gathered_late() -> Any:
+    """The second window begins before any step, too."""
+    return gathered(AdaptiveGradientAccumulation(ByStep({0: 3, 1: 2, 2: 1}), lr_scaling="linear"))
+
+
+@scenario
+def gathered_by_count() -> Any:
+    return gathered(AdaptiveGradientAccumulation(2, lr_scaling="linear", count=tokens))
+
+
+@scenario
+def gathered_by_unequal_samples() -> Any:
+    """A window has 8 samples of each rank, or as few more as can be."""
+    data = rows(rank(), [4, 2, 2, 4, 3, 3, 4, 4] if rank() else [4, 4, 4, 4, 2, 4, 2, 4])
+    accumulation = AdaptiveGradientAccumulation(base_batch_size=4, target_batch_size=16)
+    return gathered(accumulation, data, delay=0)
+
+
+@scenario
+def gathered_by_noise() -> Any:
+    """Without delay, and with it."""
+    told = []
+    for delay in (0, 1):
+        policy = NoiseScale(minimum=16, maximum=64, every=1, decay=0.0)
+        accumulation = AdaptiveGradientAccumulation(base_batch_size=4, target_batch_size=policy, lr_scaling="linear")
+        told.append(gathered(accumulation, rows(rank(), [4] * 24), delay=delay))
+    return told
+
+
+@scenario
+def gathered_by_communication() -> Any:
+    """As `synchronous_by_communication`."""
+    return timed(lambda accumulation, data: gathered(accumulation, data, delay=0))
+
+
+@scenario
+def gathered_in_two_epochs() -> Any:
+    return gathered(AdaptiveGradientAccumulation(ByEpoch({0: 2, 1: 4})), epochs=2)
 
 
 @scenario

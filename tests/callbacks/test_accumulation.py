@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,8 +16,12 @@ from torch import Tensor
 from lightning_async import (
     AdaptiveGradientAccumulation,
     AsyncGradientStrategy,
+    BalancedWindows,
+    DelayCompensation,
     DivergenceMonitor,
+    EstimateCommit,
     FaultTolerantCheckpoint,
+    WeightPrediction,
 )
 from lightning_async.rules.accumulation import ByEpoch, ByStep, CommunicationShare, NoiseScale, estimate, lr_factor
 from lightning_async.trainer.namespace import pl, pytorch
@@ -470,9 +475,38 @@ def test_arguments_are_checked(arguments: dict[str, Any], error: type[Exception]
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_strategy_that_accumulates_by_itself_is_refused():
-    with pytest.raises(ValueError, match="`AsyncGradientStrategy` accumulates gradients by itself: leave"):
-        trainer(AdaptiveGradientAccumulation(2), strategy=AsyncGradientStrategy()).fit(line(), loader())
+@pytest.mark.parametrize(
+    ("strategy", "callback", "text"),
+    [
+        ({"accumulate": "until_reduced"}, {}, "(accumulate='until_reduced')` beside `AdaptiveGradientAccumulation`"),
+        ({"accumulate": BalancedWindows()}, {}, "one says how large a window is. Leave `accumulate` out, or"),
+        ({"accumulate": 2}, {}, "`AsyncGradientStrategy(accumulate=2)` beside"),
+        ({}, {"split_on_oom": True}, "(split_on_oom=True)` is for other strategies than `AsyncGradientStrategy`"),
+        ({"correction": EstimateCommit()}, {"lr_scaling": "sqrt"}, "with `AsyncGradientStrategy(correction=Estimate"),
+        ({"correction": WeightPrediction()}, {"lr_scaling": "linear"}, "steps at the rates that optimizers have"),
+        ({"compression": "int8"}, {"noise": True}, "compression='int8', correction=None)`: noise is measured of the"),
+        ({"correction": DelayCompensation()}, {"noise": True}, "is not what arrives there"),
+        ({}, {"accumulation_steps": CommunicationShare()}, "`AsyncGradientStrategy(delay=1)`: behind the next window"),
+    ],
+)
+def test_a_strategy_that_accumulates_by_itself_refuses_what_it_cannot_be_told(
+    strategy: dict[str, Any], callback: dict[str, Any], text: str
+):
+    options: dict[str, Any] = {"accumulation_steps": 2, **callback}
+    if options.pop("noise", False):
+        options = {"base_batch_size": 4, "target_batch_size": NoiseScale(minimum=8, maximum=16)}
+    fit = trainer(AdaptiveGradientAccumulation(**options), strategy=AsyncGradientStrategy(**strategy))
+    with pytest.raises(ValueError, match=re.escape(text)):
+        fit.fit(line(), loader())
+
+
+@pytest.mark.usefixtures("alone")
+def test_alone_windows_in_the_background_are_those_of_the_callback():
+    steps, module = Steps(), line()
+    sizes = AdaptiveGradientAccumulation(ByStep({0: 4, 1: 3, 2: 1}))
+    trainer(sizes, steps, strategy=AsyncGradientStrategy(), use_distributed_sampler=False).fit(module, loader())
+    assert steps.at == [3, 6, 7, 8, 9, 10]
+    assert values(module) == pytest.approx(by_hand(ROWS.split(4), [4, 3, 1, 1, 1, 1]), rel=1e-5)
 
 
 def test_what_cannot_be_is_refused_by_name():

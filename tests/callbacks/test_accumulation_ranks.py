@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from lightning_async.data.partitions import Weighted
 from lightning_async.rules.accumulation import estimate
@@ -18,20 +19,30 @@ from tests.strategies.workers import Outcomes
 SCENARIOS = "tests.callbacks.accumulation_ranks"
 
 
-def by_hand(windows: Sequence[int], linear: bool = False, counts: Any = len) -> list[float]:
-    """SGD in float64 over the samples of both ranks' batches, each of which ``counts`` as so many."""
+def by_hand(windows: Sequence[int], linear: bool = False, counts: Any = len, delay: int = 0) -> list[float]:
+    """SGD in float64 over the samples of both ranks' batches, each of which ``counts`` as so many; a step may be taken
+    when the next window is full."""
     torch.manual_seed(0)
     module = Line().double()
     left = iter(zip(rows(0), rows(1), strict=True))
+    flying: list[list[Tensor]] = []
+
+    def step(changes: list[Tensor]) -> None:
+        with torch.no_grad():
+            for p, change in zip(module.parameters(), changes, strict=True):
+                p -= change
+
     base = sum(float(counts(rows(of)[0])) for of in (0, 1))
     for n in windows:
         batches = [each.double() for _ in range(n) for each in next(left)]
         losses = [float(counts(each)) * (module.layer(each) - 2 * each).square().mean() for each in batches]
         counted = sum(float(counts(each)) for each in batches)
         gradients = torch.autograd.grad(sum(losses) / counted, list(module.parameters()))  # type: ignore[arg-type]
-        with torch.no_grad():
-            for p, g in zip(module.parameters(), gradients, strict=True):
-                p -= 0.1 * (counted / base if linear else 1) * g
+        flying.append([0.1 * (counted / base if linear else 1) * g for g in gradients])
+        if len(flying) > delay:
+            step(flying.pop(0))
+    for each in flying:
+        step(each)
     return values(module)
 
 
@@ -79,6 +90,42 @@ def test_replicas_in_step_take_sizes_that_the_first_has_measured(ranks: Outcomes
     assert first["rates"] == pytest.approx([0.2, 0.2, *[0.3] * 4])
     for told in (ranks("synchronous_by_noise"), ranks("synchronous_by_communication")):
         assert told[0]["rates"] == told[1]["rates"] and told[0]["history"] == told[1]["history"]
+
+
+def test_windows_in_the_background_have_the_sizes_that_the_callback_says(ranks: Outcomes):
+    told = alike(ranks("gathered_by_samples"))
+    assert told["steps"] == [2, 5, 7]
+    assert told["values"] == pytest.approx(by_hand([3, 3, 2], linear=True), rel=1e-5, abs=1e-6)
+    told = alike(ranks("gathered_by_schedule"))
+    assert told["steps"] == [2, 4, 5, 6, 7]
+    assert told["values"] == pytest.approx(by_hand([3, 2, 1, 1, 1], linear=True), rel=1e-5, abs=1e-6)
+    told = alike(ranks("gathered_late"))
+    assert told["rates"] == pytest.approx([0.3, 0.3, 0.15])  # 12 samples in the last one, which a gate steps with
+    assert told["values"] == pytest.approx(by_hand([3, 3, 2], linear=True, delay=1), rel=1e-5, abs=1e-6)
+    told = alike(ranks("gathered_by_count"))
+    assert told["values"] == pytest.approx(
+        by_hand([2, 2, 2, 2], linear=True, counts=tokens, delay=1), rel=1e-5, abs=1e-6
+    )
+    told = alike(ranks("gathered_in_two_epochs"))
+    assert told["steps"] == [3, 5, 7, 0, 7] and len(told["rates"]) == 4 + 2
+
+
+def test_windows_in_the_background_may_have_unequal_numbers_of_batches(ranks: Outcomes):
+    first, second = ranks("gathered_by_unequal_samples")
+    assert (first["steps"], second["steps"]) == ([1, 3, 6, 7], [2, 5, 7])
+    assert first["values"] == second["values"]
+
+
+def test_windows_in_the_background_have_sizes_that_are_measured(ranks: Outcomes):
+    """Of the means of all ranks, which are of twice the samples."""
+    first, second = ranks("gathered_by_noise")
+    for ours, theirs in zip(first, second, strict=True):
+        assert (ours["steps"], ours["rates"], ours["values"]) == (theirs["steps"], theirs["rates"], theirs["values"])
+        assert len({*ours["rates"]}) > 1
+        assert ours["seen"]["probe"]["sizes"] in ([4.0, 16.0], [4.0, 32.0])
+    told = alike(ranks("gathered_by_communication"))
+    assert told["steps"] == [1, 3, 6, 9, 12, 15]
+    assert told["rates"] == pytest.approx([0.2, 0.2, *[0.3] * 4])
 
 
 def test_servers_have_the_mean_over_the_samples_of_all_workers(ranks: Outcomes):

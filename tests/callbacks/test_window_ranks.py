@@ -27,7 +27,15 @@ def outcomes(folder: Path) -> Outcomes:
 
 @pytest.mark.parametrize(
     ("name", "size"),
-    [("after_a_kill", 4), ("delayed", 4), ("compensated", 2), ("predicted", 2), ("without_delay", None)],
+    [
+        ("after_a_kill", 4),
+        ("delayed", 4),
+        ("compensated", 2),
+        ("predicted", 2),
+        ("without_delay", None),
+        ("of_sizes_by_step", None),
+        ("of_sizes_by_noise", None),
+    ],
 )
 def test_what_follows_a_kill_is_equal_to_the_bit(outcomes: Outcomes, name: str, size: int | None) -> None:
     """And saving has changed nothing: the other training has saved at its end only."""

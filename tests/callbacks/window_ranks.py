@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_async import (
+    AdaptiveGradientAccumulation,
     AsyncGradientStrategy,
     DelayCompensation,
     DivergenceMonitor,
@@ -26,6 +27,7 @@ from lightning_async.callbacks.checkpoint import FaultTolerantCheckpoint
 from lightning_async.engine.checkpoint.shards import load_own
 from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
 from lightning_async.errors import PeerLost
+from lightning_async.rules.accumulation import ByStep, NoiseScale
 from lightning_async.trainer.namespace import pl
 from tests.callbacks.checkpoint_ranks import Interrupted, Noisy, data, interrupt, settled
 from tests.callbacks.problem import Line
@@ -101,12 +103,12 @@ def open_windows(folder: Path, entry: Entry) -> list[tuple[int, float]]:
     return [(int(each.get("batches", 0)), float(each.get("samples", 0.0))) for each in held]
 
 
-def told(folder: Path, strategy: Make, **settings: Any) -> dict[str, Any]:
-    """What follows from what is saved, beside a training that saves nothing before its end."""
+def told(folder: Path, strategy: Make, *make: Callable[[], Any], **settings: Any) -> dict[str, Any]:
+    """What follows from what is saved, beside a training that saves nothing before its end; with these callbacks."""
     entry = settled(folder)[0]
     assert entry.manifest is not None
-    gathered, rest = open_windows(folder, entry), train(folder, strategy(), **settings)
-    whole = train(folder / "whole", strategy(), every=1000)
+    gathered, rest = open_windows(folder, entry), train(folder, strategy(), *(each() for each in make), **settings)
+    whole = train(folder / "whole", strategy(), *(each() for each in make), every=1000)
     return {
         "saved": entry.step,
         "ranks": entry.manifest.ranks,
@@ -127,10 +129,24 @@ def told(folder: Path, strategy: Make, **settings: Any) -> dict[str, Any]:
     }
 
 
-def goes_on(folder: Path, strategy: Make, stop: int = STOP) -> dict[str, Any]:
+def goes_on(folder: Path, strategy: Make, stop: int = STOP, *make: Callable[[], Any]) -> dict[str, Any]:
     with contextlib.suppress(Interrupted, PeerLost):
-        train(folder, strategy(), AtBatch(stop, interrupt))
-    return told(folder, strategy)
+        train(folder, strategy(), *(each() for each in make), AtBatch(stop, interrupt))
+    return told(folder, strategy, *make)
+
+
+@scenario
+def of_sizes_by_step(folder: Path) -> Any:
+    """With a rate by the samples of all."""
+    sizes = ByStep({0: 3, 4: 5, 9: 3})
+    return goes_on(folder, windows, STOP, lambda: AdaptiveGradientAccumulation(sizes, lr_scaling="sqrt"))
+
+
+@scenario
+def of_sizes_by_noise(folder: Path) -> Any:
+    policy = NoiseScale(minimum=16, maximum=48, every=1, decay=0.5)
+    make: Any = lambda: AdaptiveGradientAccumulation(base_batch_size=4, target_batch_size=policy)  # noqa: E731
+    return goes_on(folder, windows, STOP, make)
 
 
 def killed(folder: str) -> Any:

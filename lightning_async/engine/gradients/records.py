@@ -74,6 +74,7 @@ class GradientMessage(Message):
         since: steps that had been taken when the first of them was computed.
         behind: of these samples, the part that each parameter's gradient is of; None: all. See `Window`.
         out: how far they are there, where they leave while they are computed.
+        asks: `Told.base` and `Told.size`, as this replica would have them.
     """
 
     samples: float
@@ -81,6 +82,7 @@ class GradientMessage(Message):
     since: int
     behind: Tensor | None = None
     out: Outgoing | None = None
+    asks: tuple[float, float] = (0.0, 0.0)
 
     @property
     def ready(self) -> bool:

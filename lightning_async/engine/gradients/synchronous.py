@@ -58,7 +58,7 @@ class SynchronousGradients:
         self.rounds = GradientRounds(control, on_step)
         self._overlap = Overlap(self.replica)
         self.asks = (0.0, 0.0)
-        """`Told.base` and `Told.size`, as this replica would have them."""
+        """Of the next gradients that leave, see `GradientMessage`."""
         self.told: Told | None = None
         """What all have told with the mean that was taken last, until steps are others again."""
         self._there, self._back = Plans(), Plans()  # the engine's thread's; the training thread's
@@ -123,6 +123,7 @@ class SynchronousGradients:
         patience_s = self._control.deadlines.payload.total_seconds() / 2
         base = None if before is None or before.pack is None else self.replica.of_rule(self._buckets.sent)
         message.out = out = Outgoing(self._box.changed, patience_s, len(self.replica.layout), self._there, weight)
+        message.asks = self.asks
         if before is not None:
             out.base, out.used = base, before.used
         with self._buckets.used(message):
@@ -188,6 +189,7 @@ class SynchronousGradients:
         return True
 
     def _post(self, pack: Callable[[Tensor], None], message: GradientMessage) -> None:
+        message.asks = self.asks
         with self._buckets.used(message):
             pack(self.replica.of_rule(self._buckets.sent))
 
@@ -272,7 +274,7 @@ class SynchronousGradients:
         if not isinstance(message, GradientMessage):
             return part
         out, weight = int(message.out is not None), self._weigh(message.samples)
-        return Part(weight, mask_of(message.used), message.since, out, message.samples, *self.asks)
+        return Part(weight, mask_of(message.used), message.since, out, message.samples, *message.asks)
 
     def is_due(self, parts: Sequence[Part]) -> bool:
         return any(p.weight > 0.0 for p in parts)

@@ -1,0 +1,62 @@
+"""Windows of accumulation that a strategy gathers by itself, and a callback says the size of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_async.rules.delays import Estimation
+from lightning_async.trainer.patches import Undo, set_for_now
+from lightning_async.trainer.windows import Windows
+
+__all__ = ["LentWindows"]
+
+
+class LentWindows(Windows):
+    """Those of `AsyncGradientStrategy`, which weighs batches, averages, and steps with a window when it has arrived.
+
+    Args:
+        trainer, plan, mean, count: see `Windows`; nothing is patched.
+    """
+
+    def install(self) -> list[Undo]:
+        trainer: Any = self._trainer
+        return [
+            set_for_now(trainer, "accumulate_grad_batches", trainer.accumulate_grad_batches),
+            set_for_now(trainer.strategy, "sizes", self),
+        ]
+
+    @property
+    def size(self) -> int:
+        """Batches in the window under way, or that comes, at the least."""
+        return 1 if self.planned.by_samples else self.planned.batches
+
+    @property
+    def least(self) -> float:
+        """Samples in it, at the least."""
+        return self.planned.samples if self.planned.by_samples else 0.0
+
+    @property
+    def ends(self) -> bool:
+        """The batch under way, or just done with, is the last one of a window."""
+        last = self._trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+        return last or (self.batches >= self.size and self.samples >= self.least)
+
+    def show(self) -> None:
+        twice = isinstance(self._trainer.strategy.correction, Estimation)  # a step of two windows
+        self._trainer.accumulate_grad_batches = self.planned.batches * (2 if twice else 1)
+
+    def begin_batch(self, batch: Any) -> None:
+        if self.away:
+            return
+        samples = self._count(batch)
+        if self._trainer.strategy.between_windows:
+            self.planned, self.batches, self.samples = self._plan(samples), 0, 0.0
+            self.is_open = True
+            self.show()
+        self.batches, self.samples = self.batches + 1, self.samples + samples
+
+    def end_batch(self) -> bool:
+        if self.away or not self.is_open or not self._trainer.strategy.between_windows:
+            return False
+        self.is_open = False
+        return True
