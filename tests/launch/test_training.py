@@ -52,7 +52,7 @@ def test_a_rank_is_killed_then_the_launcher_then_the_store_and_training_goes_on(
     killed = time.monotonic()
     first.signal(signal.SIGKILL)
     first.end()
-    first.until(lambda: not lives(keeper), "somebody outlives the launcher")
+    first.until(lambda keeper=keeper: not lives(keeper), "somebody outlives the launcher")
     assert time.monotonic() - killed < soon()
     taken = steps(tmp_path)
     assert "ENDS" not in first.out, "the training was too short for this test"
