@@ -223,13 +223,9 @@ def gathered_by_unequal_samples() -> Any:
 
 @scenario
 def gathered_by_noise() -> Any:
-    """Without delay, and with it."""
-    told = []
-    for delay in (0, 1):
-        policy = NoiseScale(minimum=16, maximum=64, every=1, decay=0.0)
-        accumulation = AdaptiveGradientAccumulation(base_batch_size=4, target_batch_size=policy, lr_scaling="linear")
-        told.append(gathered(accumulation, rows(rank(), [4] * 24), delay=delay))
-    return told
+    policy = NoiseScale(minimum=16, maximum=64, every=1, decay=0.0)
+    accumulation = AdaptiveGradientAccumulation(base_batch_size=4, target_batch_size=policy, lr_scaling="linear")
+    return gathered(accumulation, rows(rank(), [4] * 24), delay=0)
 
 
 @scenario

@@ -146,7 +146,7 @@ def of_sizes_by_step(folder: Path) -> Any:
 def of_sizes_by_noise(folder: Path) -> Any:
     policy = NoiseScale(minimum=16, maximum=48, every=1, decay=0.5)
     make: Any = lambda: AdaptiveGradientAccumulation(base_batch_size=4, target_batch_size=policy)  # noqa: E731
-    return goes_on(folder, windows, STOP, make)
+    return goes_on(folder, lambda: windows(delay=0), STOP, make)
 
 
 def killed(folder: str) -> Any:
