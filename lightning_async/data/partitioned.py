@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -13,13 +15,24 @@ from torch.utils.data import DistributedSampler, IterableDataset, get_worker_inf
 from lightning_async.arguments import check_protocol
 from lightning_async.data.partitions import Partition, Random
 
-__all__ = ["PartitionedSampler", "PartitionedStream"]
+__all__ = ["PartitionedSampler", "PartitionedStream", "yet_to_be_numbered"]
 
 _HOROVODS = (
     ("HOROVOD_SIZE", "HOROVOD_RANK"), ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("PMI_SIZE", "PMI_RANK"),
 )  # fmt: skip
 _LAUNCHERS = (*_HOROVODS, ("WORLD_SIZE", "RANK"))
 """What launchers tell ranks."""
+_looked_for: ContextVar[bool] = ContextVar("looked_for", default=False)
+
+
+@contextmanager
+def yet_to_be_numbered() -> Iterator[None]:
+    """A strategy looks for samplers, to tell each its part: what they have within this need not be equal."""
+    token = _looked_for.set(True)
+    try:
+        yield
+    finally:
+        _looked_for.reset(token)
 
 
 class _Place:
@@ -52,7 +65,7 @@ class _Place:
     def in_step(self) -> bool:
         """Whether those who have the parts take every step together: no strategy of ours has numbered them, nor the
         user, and torch.distributed or Horovod has."""
-        if self.members is not None:
+        if self.members is not None or _looked_for.get():
             return False
         together = dist.is_available() and dist.is_initialized()
         return together or any(size in os.environ and rank in os.environ for size, rank in _HOROVODS)

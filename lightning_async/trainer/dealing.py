@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import DistributedSampler
 
-from lightning_async.data.partitioned import PartitionedSampler, PartitionedStream
+from lightning_async.data.partitioned import PartitionedSampler, PartitionedStream, yet_to_be_numbered
 from lightning_async.trainer.patches import Undo, replace, set_for_now, take_back
 from lightning_async.trainer.protocols import Drifting
 
@@ -68,7 +68,8 @@ class Dealing:
         """Where no rank can be lost, only samplers that were not told which part is theirs."""
 
         def setup_data() -> None:
-            original()
+            with yet_to_be_numbered():
+                original()
             if self._is_new(loop):
                 loop._combined_loader = None
                 original()
@@ -78,7 +79,8 @@ class Dealing:
     def _load(self, original: Any, loop: Any) -> None:
         """More ranks may have fewer batches each than an epoch's validation by numbers of batches asks for."""
         try:
-            original()
+            with yet_to_be_numbered():
+                original()
         except ValueError:
             trainer, survivors = self._trainer, self._strategy.survivors
             interval, batches = trainer.val_check_interval, loop.max_batches

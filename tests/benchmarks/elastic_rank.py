@@ -40,7 +40,7 @@ from lightning_async.engine.averaging.start import Start
 from lightning_async.engine.buckets import Exchange
 from lightning_async.engine.checkpoint.saver import Saver
 from lightning_async.engine.gates import Gates
-from lightning_async.engine.gradients.synchronous import SynchronousGradients
+from lightning_async.engine.gradients.rounds import GradientRounds
 from lightning_async.engine.loop import Loop, Stage
 from lightning_async.engine.replica import Replica
 from lightning_async.engine.transfer import Transfer
@@ -172,7 +172,7 @@ def watch(trace: Trace, module: Trained) -> None:
         trace.at("reform")
         return original(membership, *args)
 
-    for kind in (Average, Consensus, Start, SynchronousGradients):
+    for kind in (Average, Consensus, Start, GradientRounds):
         around(kind, "commit", commit)
     around(Loop, "_apply", apply)
     around(Loop, "_to", to)

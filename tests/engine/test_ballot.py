@@ -85,8 +85,8 @@ CASES: dict[str, tuple[list[Row], dict[str, Any]]] = {
         {"kind": "Average", "weights": (0, 1), "source": 0},
     ),
     "one has yet to follow a new layout": ([READY.but(version=1, layout=9), LEFT_OVER], {}),
-    "synchronous steps": ([STEPS, STEPS], {"kind": "SynchronousGradients", "weights": (0.5, 0.5)}),
-    "a synchronous step beside a message": ([STEPS, READY], {"kind": "SynchronousGradients", "weights": (1, 0)}),
+    "synchronous steps": ([STEPS, STEPS], {"kind": "GradientRounds", "weights": (0.5, 0.5)}),
+    "a synchronous step beside a message": ([STEPS, READY], {"kind": "GradientRounds", "weights": (1, 0)}),
     "a synchronous step without samples": ([STEPS.but(weight=0.0)] * 2, {"void": True}),
     "a synchronous step without a peer": ([STEPS, TRAINS], {}),
     "after synchronous steps": (
@@ -170,7 +170,7 @@ CASES: dict[str, tuple[list[Row], dict[str, Any]]] = {
     ),
     "one waits for the others at synchronous steps": (
         [STEPS, at(Gate.SYNCHRONISE)],
-        {"kind": "SynchronousGradients", "weights": (1, 0), "votes": Vote.SYNCHRONISE},
+        {"kind": "GradientRounds", "weights": (1, 0), "votes": Vote.SYNCHRONISE},
     ),
     "one's buffers are not finite": (
         [READY.but(sound=False), READY],
@@ -210,7 +210,7 @@ def test_decide(name: str, wings: list[Any]) -> None:
     found = described(verdict(rows, wings))
     usual = (
         {"fresh": False, "alike": False, "fragment": 0}
-        if expected.get("kind") not in (None, "SynchronousGradients")
+        if expected.get("kind") not in (None, "GradientRounds")
         else {}
     )
     if usual and "able" not in expected:
