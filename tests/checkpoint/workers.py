@@ -168,7 +168,7 @@ def check(store: CheckpointStore, committed: int, ranks: int) -> int:
     for rank in range(ranks if entries else 0):
         assert_loaded(load(store, entries[0], rank), newest, rank, NUMEL)
     names = [name for name in store.files.names(store.dirpath) if not name.startswith(".writer-")]
-    assert names == sorted(entry.name for entry in entries), "something is left that is no checkpoint"
+    assert names == sorted(entry.name for entry in entries), f"something is left that is no checkpoint: {names}"
     return newest
 
 
