@@ -124,7 +124,8 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--hang-after", type=float, metavar="S",
-        help="seconds without a step of any rank after which all are killed, as if each had died (default: never)",
+        help="seconds without a step of any rank after which all are killed, as if each had died; for "
+        "this package's strategies, which tell of steps (default: never)",
     )  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="print what would be started")
     parser.add_argument("--nnodes", metavar="MIN:MAX", help="how many hosts, each with a launcher of its own; or N")

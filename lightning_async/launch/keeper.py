@@ -88,23 +88,26 @@ def _open(
 
         _stores.append(TCPStore(host, port, None, True, wait_for_workers=False, **listening))
         if hang_after_s is not None:
-            _look_for_progress(_stores[-1], launcher, world_size, hang_after_s)
+            _look_for_progress(_stores[-1], launcher, port, world_size, hang_after_s)
     except BaseException:
         traceback.print_exc()
         os._exit(1)
 
 
-def _look_for_progress(store: Any, launcher: socket.socket, world_size: int, hang_after_s: float) -> None:
-    """Until the ranks start again, with another store, or hang."""
+def _look_for_progress(store: Any, launcher: socket.socket, port: int, world_size: int, hang_after_s: float) -> None:
+    """Until the ranks start again, with another store. It says so again where a hang goes on: the launcher does nothing
+    while it deals with a death."""
     from lightning_async.comm.membership.standing import read_standings
-    from lightning_async.launch.progress import Progress
+    from lightning_async.launch.progress import Progress, Watched
 
-    progress = Progress(hang_after_s, world_size, time.monotonic())
+    clock = Watched(time.monotonic())
+    progress = Progress(hang_after_s, world_size, clock.now)
     while _stores[-1] is store:
-        if (words := progress.look(read_standings(store, None), time.monotonic())) is not None:
+        standings = read_standings(store, None)
+        if (words := progress.look(standings, clock.tick(time.monotonic()))) is not None:
             with contextlib.suppress(OSError):  # it was killed
-                launcher.send(words.encode())
-            return
+                launcher.send(f"{port} {words}".encode())
+            progress = Progress(hang_after_s, world_size, clock.now)
         time.sleep(_LOOKS_S)
 
 

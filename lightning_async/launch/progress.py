@@ -6,7 +6,26 @@ from collections.abc import Sequence
 
 from lightning_async.comm.membership.standing import ENDED, FAILED, Standing
 
-__all__ = ["Progress"]
+__all__ = ["Progress", "Watched"]
+
+_LONGEST_LOOK_S = 10.0
+
+
+class Watched:
+    """Seconds in which somebody looks: those in which all stood still, as in a job that is suspended, are none.
+
+    Args:
+        since: monotonic seconds.
+    """
+
+    def __init__(self, since: float) -> None:
+        self._last, self.now = since, 0.0
+
+    def tick(self, now: float) -> float:
+        """Somebody has looked."""
+        self.now += min(now - self._last, _LONGEST_LOOK_S)
+        self._last = now
+        return self.now
 
 
 class Progress:
@@ -15,7 +34,7 @@ class Progress:
     Args:
         hang_after_s: so long without a step, of any of them, is a hang.
         world_size: how many there are.
-        now: monotonic seconds.
+        now: seconds, of which clock ever.
     """
 
     def __init__(self, hang_after_s: float, world_size: int, now: float) -> None:
@@ -29,7 +48,7 @@ class Progress:
 
         Args:
             standings: of all processes, in the order in which they came.
-            now: monotonic seconds.
+            now: seconds.
         """
         reached = {(s.name, s.process): (s.step, s.state in (ENDED, FAILED)) for s in standings}
         for each in standings:

@@ -59,7 +59,7 @@ class Keeper:
             )  # fmt: skip
         finally:
             theirs.close()
-        self.began = time.monotonic()
+        self.began, self._port = time.monotonic(), 0
         self.pidfd = watched(self._popen)
         """Becomes readable when it ends."""
 
@@ -69,19 +69,21 @@ class Keeper:
         return self._channel.fileno()
 
     def words(self) -> str:
-        """What it says of ranks that hang; "" where it is gone."""
+        """What it says of ranks that hang; "" where it is gone, or speaks of those that have the store before."""
         try:
-            return self._channel.recv(_LONGEST_WORDS, socket.MSG_DONTWAIT).decode(errors="replace")
+            said = self._channel.recv(_LONGEST_WORDS, socket.MSG_DONTWAIT).decode(errors="replace")
         except OSError:
             return ""
+        port, _, words = said.partition(" ")
+        return words if port == str(self._port) else ""
 
     def open(self, address: str) -> int:
         """A store at an address of this host, in place of the one before; its port. Ranks can connect at once."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.create_server((address, 0), family=family, backlog=_BACKLOG) as server:
-            port: int = server.getsockname()[1]
-            self._tell({"what": "store", "host": address, "port": port}, [server.fileno()])
-        return port
+            self._port = server.getsockname()[1]
+            self._tell({"what": "store", "host": address, "port": self._port}, [server.fileno()])
+        return self._port
 
     def started(self, process: Process) -> None:
         """It is to end when the launcher is killed."""

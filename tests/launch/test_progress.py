@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
+from torch.distributed import HashStore
 
 from lightning_async.comm.membership.standing import ENDED, FAILED, Standing
-from lightning_async.launch.progress import Progress
+from lightning_async.launch import keeper
+from lightning_async.launch.progress import Progress, Watched
+from lightning_async.launch.store import Keeper
 from tests.launch.conftest import SCRIPT, Launched
 
 
@@ -39,6 +44,41 @@ def test_nobody_has_begun():
     words = Progress(10.0, 2, now=5.0).look([], 15.0)
     assert words is not None
     assert words.splitlines()[1:] == ["rank 0 has told of no step yet", "rank 1 has told of no step yet"]
+
+
+def test_time_in_which_nobody_looks_does_not_count():
+    """A job was suspended for an hour."""
+    clock = Watched(100.0)
+    progress = Progress(30.0, 1, clock.now)
+    told = [says(0, 4, members="0")]
+    assert progress.look(told, clock.tick(100.5)) is None
+    assert progress.look(told, clock.tick(3700.5)) is None
+    assert clock.now == 10.5
+    assert progress.look(told, clock.tick(3710.0)) is None
+    assert progress.look(told, clock.tick(3720.0)) is None
+    assert progress.look(told, clock.tick(3730.0)) is not None
+
+
+def test_a_hang_that_goes_on_is_told_of_again_and_not_to_those_who_have_another_store(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    store, looks = HashStore(), iter(range(10))
+    monkeypatch.setattr(keeper, "_stores", [store])
+
+    def sleep(seconds: float) -> None:
+        if next(looks) == 9:
+            keeper._stores.append(None)
+
+    monkeypatch.setattr(keeper, "time", SimpleNamespace(monotonic=iter(range(100)).__next__, sleep=sleep))
+    with mine, theirs:
+        keeper._look_for_progress(store, theirs, 4711, 1, 3.0)
+        kept = object.__new__(Keeper)
+        kept._channel = mine
+        for port in (4711, 4711, 4712):
+            kept._port = port
+            told = kept.words()
+            assert told.startswith("No rank has taken a step for 3 s") if port == 4711 else told == "", (port, told)
 
 
 @pytest.mark.parametrize("state", [ENDED, FAILED])
