@@ -5,7 +5,7 @@ Conventions, for README.md and docs/*.md:
 - A block of commands is fenced as ``console``; a line ``$ command`` is a command, other lines are its output. Each
   command stands in `COMMANDS` with the test, or the line of .ci/run, that runs it.
 - A block fenced as ``python`` is complete and is executed, in a fresh process and an empty folder. A fragment that
-  cannot stand alone is fenced as ``py`` and is only compiled.
+  cannot stand alone is fenced as ``py`` and is only compiled; what it calls of the package's must take those arguments.
 - Other fences (``text``, ``yaml``, ``toml``) are not commands; a fence without a word is refused.
 
 Doctests of the package run with the other tests (`--doctest-modules` in pyproject.toml).
@@ -14,12 +14,16 @@ Doctests of the package run with the other tests (`--doctest-modules` in pyproje
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+import lightning_async
+from lightning_async.data import partitions
+from lightning_async.rules import accumulation, divergence, saving, staleness
 from tests.support import ROOT, run_ranks
 from tests.test_layers import ALLOWED
 
@@ -110,6 +114,8 @@ COMMANDS = {
 }
 """Every command of the documentation, and what runs it."""
 
+ROOMS = (lightning_async, accumulation, divergence, saving, staleness, partitions)
+"""Whose public names are called in fragments with arguments that these take."""
 KNOWN_FENCES = {"console", "python", "py", "text", "yaml", "toml"}
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -154,10 +160,28 @@ def problems(fence: Fence) -> list[str]:
         return [f"{fence}: nothing runs `{c}`: add it to COMMANDS" for c in commands(fence) if c not in COMMANDS]
     if fence.kind in ("python", "py"):
         try:
-            ast.parse(fence.body)
+            tree = ast.parse(fence.body)
         except SyntaxError as error:
             return [f"{fence}: {error}"]
+        return [f"{fence}: {error}" for call in ast.walk(tree) if isinstance(call, ast.Call) for error in refused(call)]
     return []
+
+
+def refused(call: ast.Call) -> list[str]:
+    """What the package's public names of that name, all of them, would not take of the arguments that are shown."""
+    name = ast.unparse(call.func)
+    names = [keyword.arg for keyword in call.keywords if keyword.arg]
+    errors: list[str] = []
+    if len(names) < len(call.keywords) or any(isinstance(argument, ast.Starred) for argument in call.args):
+        return errors
+    for public in {vars(room)[name] for room in ROOMS if name in room.__all__}:
+        try:
+            inspect.signature(public).bind_partial(*call.args, **dict.fromkeys(names))
+        except TypeError as error:
+            errors.append(f"{ast.unparse(call)}: {error}")
+        else:
+            return []
+    return errors
 
 
 def dead_links(text: str, folder: Path) -> list[str]:
@@ -206,6 +230,8 @@ def test_links_lead_to_files(page: Path):
         ("```console\nmake demo\n```", "at least one command"),
         ("```console\n$ rm -rf runs\n```", "nothing runs `rm -rf runs`"),
         ("```python\nprint(\n```", "never closed"),
+        ("```py\nf(ByEpoch({0: 1}), CommunicationShare(0.1))\n```", "CommunicationShare(0.1): too many positional"),
+        ("```py\nTrainer(strategy=AsyncGradientStrategy(acumulate=2))\n```", "unexpected keyword argument 'acumulate'"),
     ],
 )
 def test_the_checks_can_fail(page: str, message: str):

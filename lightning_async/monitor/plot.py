@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ PANELS = {
 _NOT_DRAWN = ("failed_rounds",)
 
 MAX_OWN_PANELS = 4
+_SETTINGS = ("lr-", "accumulation/", "batch_size/")
+"""What callbacks log of settings. A `CSVLogger` sorts its columns: these would come before a loss."""
 
 
 def read_metrics(metrics_csv: Path) -> dict[str, Series]:
@@ -80,7 +83,9 @@ def plot_run(metrics_csv: Path, out: Path) -> Path:
     """Draw a run: the user's metrics (loss, accuracy, ...), then what was exchanged over the steps: rounds, hidden
     share and spread; windows of gradients; or pushes to servers, their version, lag and what was waited.
 
-    Metrics whose names end alike share a panel: ``train/loss`` and ``val/loss``. Panels without numbers are left out.
+    Metrics whose names end alike share a panel: ``train/loss`` and ``val/loss``, also of several loaders. What
+    callbacks log of settings, as `LearningRateMonitor` does, comes behind the user's metrics, where there is room.
+    Panels without numbers are left out.
 
     Args:
         metrics_csv: the ``metrics.csv`` that Lightning's `CSVLogger` wrote.
@@ -120,7 +125,8 @@ def _panels(series: Mapping[str, Series]) -> dict[str, dict[str, Series]]:
     own: dict[str, dict[str, Series]] = {}
     for name, line in series.items():
         if not _is_ours(name):
-            own.setdefault(name.rsplit("/", 1)[-1].removesuffix("_step").removesuffix("_epoch"), {})[name] = line
+            own.setdefault(_title(name), {})[name] = line
+    own = dict(sorted(own.items(), key=lambda panel: next(iter(panel[1])).startswith(_SETTINGS)))
     panels = dict(list(own.items())[:MAX_OWN_PANELS])
     for key, title in PANELS.items():
         # One metric, or one for each replica: `averaging/samples` or `averaging/samples/0`, `averaging/samples/1`.
@@ -129,6 +135,15 @@ def _panels(series: Mapping[str, Series]) -> dict[str, dict[str, Series]]:
         if found:
             panels[title] = {**panels.get(title, {}), **found}
     return panels
+
+
+def _title(name: str) -> str:
+    """`loss` of `train/loss_step` and of `val/loss/dataloader_idx_1`; one title for the rates of all groups."""
+    if name.startswith("lr-"):  # LearningRateMonitor's
+        ends = {"-momentum": "momentum", "-weight_decay": "weight decay"}
+        return next((title for end, title in ends.items() if name.endswith(end)), "learning rate")
+    name = re.sub(r"/dataloader_idx_\d+$", "", name)
+    return name.rsplit("/", 1)[-1].removesuffix("_step").removesuffix("_epoch")
 
 
 def _is_ours(name: str) -> bool:

@@ -107,9 +107,9 @@ class AsyncGradientStrategy(DriftingStrategy):
         self.accumulate: int | BalancedWindows | Literal["until_reduced"] = accumulate
         self.delay, self.warmup_steps, self.correction = delay, warmup_steps, correction
         owner = type(self).__name__
-        if isinstance(accumulate, str):
-            check_choice(owner, "accumulate", accumulate, ("until_reduced", "a number of batches"))
-        elif not isinstance(accumulate, BalancedWindows):
+        if isinstance(accumulate, str) and accumulate != "until_reduced":
+            raise ValueError(f"`{owner}(accumulate={accumulate!r})` must be 'until_reduced', or a number of batches.")
+        if not isinstance(accumulate, str | BalancedWindows):
             check_int(self, "accumulate", at_least=1)
         check_choice(owner, "delay", delay, (0, 1))
         check_int(self, "warmup_steps", at_least=0)

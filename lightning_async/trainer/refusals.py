@@ -49,6 +49,8 @@ def check_policies(owner: str, buffers: object, optimizer_state: object, lr_cloc
     check_choice(owner, "buffers", buffers, get_args(BufferPolicy))
     check_choice(owner, "optimizer_state", optimizer_state, get_args(OptimizerPolicy))
     check_choice(owner, "lr_clock", lr_clock, get_args(LrClock))
+    if not isinstance(part_mb, int | float) or isinstance(part_mb, bool):
+        raise TypeError(f"`{owner}(part_mb={part_mb!r})` must be a number, got {type(part_mb).__name__}.")
     if not part_mb > 0:
         raise ValueError(f"`{owner}(part_mb={part_mb!r})` must be > 0.")
 

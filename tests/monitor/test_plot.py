@@ -34,6 +34,18 @@ def test_rows_of_different_metrics_become_one_series_each(metrics: Path):
     assert "epoch" not in series
 
 
+def test_settings_that_callbacks_log_do_not_push_out_the_loss() -> None:
+    names = ["accumulation/batches", "accumulation/lr_factor", *(f"lr-AdamW/pg{group}{end}" for group in (1, 2)
+             for end in ("", "-momentum", "-weight_decay")), "train/acc_epoch", "train/loss_step",
+             *(f"val/{name}/dataloader_idx_{loader}" for name in ("acc", "loss") for loader in (0, 1))]  # fmt: skip
+    panels = _panels({name: ([1], [1.0]) for name in names})
+    assert {title: len(lines) for title, lines in panels.items()} == {"acc": 3, "loss": 3, "batches": 1, "lr_factor": 1}
+    panels = _panels({name: ([1], [1.0]) for name in names[2:]})
+    assert {title: len(lines) for title, lines in panels.items()} == {
+        "acc": 3, "loss": 3, "learning rate": 2, "momentum": 2
+    }  # fmt: skip
+
+
 def test_metrics_that_end_alike_share_a_panel_and_ours_come_last(metrics: Path):
     panels = _panels(read_metrics(metrics))
     assert [sorted(lines) for lines in panels.values()] == [

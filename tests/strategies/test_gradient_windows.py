@@ -329,6 +329,7 @@ def test_checkpoints_hold_what_compressed_messages_lacked(ranks: Outcomes) -> No
         ({"accumulate": 0}, ValueError, "accumulate=0"),
         ({"accumulate": 2.0}, TypeError, "accumulate=2.0"),
         ({"accumulate": "until_done"}, ValueError, "accumulate='until_done'"),
+        ({"accumulate": "a number of batches"}, ValueError, "must be 'until_reduced', or a number of batches."),
         ({"accumulate": "until_reduced", "delay": 0}, ValueError, "without a delay"),
         ({"delay": 2}, ValueError, "delay=2"),
         ({"correction": "none"}, TypeError, "correction='none'"),
@@ -338,6 +339,8 @@ def test_checkpoints_hold_what_compressed_messages_lacked(ranks: Outcomes) -> No
         ({"compression": TopK}, ValueError, "AsyncGradientStrategy(compression=<class"),
         ({"buffers": "drop"}, ValueError, "AsyncGradientStrategy(buffers='drop')"),
         ({"part_mb": 0.0}, ValueError, "AsyncGradientStrategy(part_mb=0.0)"),
+        ({"part_mb": "16"}, TypeError, "AsyncGradientStrategy(part_mb='16')"),
+        ({"deadlines": 12}, TypeError, "`deadlines=12` must be Deadlines(...)"),
     ],
 )
 def test_arguments_that_cannot_be(options: dict[str, Any], error: type[Exception], words: str) -> None:

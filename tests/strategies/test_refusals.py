@@ -52,6 +52,7 @@ SCENARIOS = "tests.strategies.refusals"
         ({"max_replicas": 0}, ValueError, ("max_replicas=0", "at least 1")),
         ({"min_replicas": 3, "max_replicas": 2}, ValueError, ("min_replicas=3", "max_replicas=2")),
         ({"part_mb": 0.0}, ValueError, ("part_mb=0.0", "> 0")),
+        ({"deadlines": timedelta(seconds=12)}, TypeError, ("deadlines=", "dead_after=timedelta(seconds=12)")),
     ],
 )
 def test_wrong_arguments_are_named(arguments: dict[str, Any], error: type[Exception], texts: tuple[str, ...]) -> None:

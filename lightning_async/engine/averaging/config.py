@@ -15,6 +15,7 @@ __all__ = ["REST", "AveragerConfig", "Weighting"]
 REST = 1e-6
 """What a reported step weighs at a gate beside a new one: a compressed message leaves a bit of what it reported in the
 replica's parameters. That weighs next to nothing beside new work, and decides where there is none."""
+EXAMPLE = "Deadlines(dead_after=timedelta(seconds=12))"
 Weighting = Literal["samples", "steps", "equal"]
 
 
@@ -33,7 +34,7 @@ class AveragerConfig:
         deadlines: how long to wait for what.
 
     Raises:
-        TypeError: ``min_replicas`` or ``max_replicas`` is no number.
+        TypeError: ``min_replicas`` or ``max_replicas`` is no number; ``deadlines`` are none.
         ValueError: they are below 1, or the first is above the second; an unknown weighting or compression, or a part
             smaller than one element.
     """
@@ -56,6 +57,8 @@ class AveragerConfig:
         if self.part_bytes < 4:
             raise ValueError(f"`AveragerConfig(part_bytes={self.part_bytes})` must be at least 4.")
 
+        if not isinstance(self.deadlines, Deadlines):
+            raise TypeError(f"`deadlines={self.deadlines!r}` must be Deadlines(...), such as {EXAMPLE}.")
         for name, none in (("min_replicas", "half"), ("max_replicas", "as many as were started")):
             given = getattr(self, name)
             if not isinstance(given, int | None) or isinstance(given, bool):
