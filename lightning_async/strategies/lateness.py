@@ -51,7 +51,9 @@ def lateness(strategy: Late, staleness: str | StalenessPolicy) -> tuple[str | St
 
 def ahead(strategy: Late) -> int:
     """Pushes that a worker may be ahead of the slowest one, so that the weights which it computes at lack at most
-    ``max_staleness`` pushes of any worker: those that it makes before it has the next ones count."""
+    ``max_staleness`` of any worker's pushes, of as many as it has made itself: those that it makes before it has the
+    next weights count. Who is slow lacks what faster ones are ahead, too: one more than so many, as they wait behind a
+    push."""
     return (strategy.max_staleness or 0) - (strategy.pull_every - 1) - strategy.overlap
 
 
