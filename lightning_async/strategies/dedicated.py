@@ -24,6 +24,7 @@ from lightning_async.engine.averaging.config import AveragerConfig
 from lightning_async.engine.server.dedicated import DedicatedServer
 from lightning_async.engine.server.quorum import Terms
 from lightning_async.engine.server.rendezvous import ROOM, Attendance, Board, guest_name
+from lightning_async.engine.server.replacing import Shelving
 from lightning_async.errors import CollectiveTimeout
 from lightning_async.strategies.muster import Quorum
 from lightning_async.strategies.servers import Servers
@@ -52,6 +53,7 @@ class Served(Protocol):
     transport: Any
     quorum: Quorum
     server_address: str | None
+    snapshots: str | None
 
     @property
     def roles(self) -> _Placed: ...
@@ -75,8 +77,8 @@ class Served(Protocol):
 # ---- workers ----
 
 
-def call(strategy: Served, run: int, terms: Terms) -> Servers:
-    """The servers of a run: all workers call this together.
+def call(strategy: Served, run: int, terms: Terms, shelving: Shelving) -> Servers:
+    """The servers of a run, with snapshots where ``shelving`` says so: all workers call this together.
 
     Raises:
         AsyncTrainingError: one cannot serve.
@@ -85,7 +87,7 @@ def call(strategy: Served, run: int, terms: Terms) -> Servers:
     """
     board, rank = Board(strategy.transport.door(strategy.place)), strategy.global_rank
     if rank == 0:
-        board.call(run, strategy.roles.num_servers, terms)
+        board.call(run, strategy.roles.num_servers, terms, shelving)
     assert strategy.connection is not None
     patience = Patience(rank, _ANSWERS, strategy.connection.membership.check)
     return found(strategy, run, board.answers(run, strategy.roles.num_servers, patience))
@@ -94,7 +96,8 @@ def call(strategy: Served, run: int, terms: Terms) -> Servers:
 def found(strategy: Served, run: int | None, addresses: Sequence[Mapping[str, Any]]) -> Servers:
     """The servers at these addresses; where they are ranks, called for a run, one that cannot go on says why."""
     if run is None:
-        return Servers(addresses, of_this_run=strategy.server_address is None)
+        kept = strategy.snapshots is not None
+        return Servers(addresses, of_this_run=strategy.server_address is None, come_back=kept)
     board = Board(strategy.transport.door(strategy.place))
 
     def check(server: int) -> None:

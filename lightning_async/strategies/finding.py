@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol, cast
@@ -15,6 +17,7 @@ from lightning_async.engine.server.optimizer_state import Group, described_again
 from lightning_async.engine.server.plan import Plan, neighbour
 from lightning_async.engine.server.progress import Progress
 from lightning_async.engine.server.quorum import Terms
+from lightning_async.engine.server.replacing import Shelving, Start
 from lightning_async.engine.server.tables import Tables
 from lightning_async.engine.server.totals import PushTotals
 from lightning_async.engine.server.worker import Worker, plan_of
@@ -48,6 +51,7 @@ class Finding(dedicated.Served, Late, Protocol):
     num_servers: int | None
     shard_replicas: int
     server_address: str | None
+    snapshot_every: float | None
     staleness: str | StalenessPolicy
     groups: list[Group]
     num_runs: int
@@ -173,9 +177,18 @@ def _find(strategy: Finding, world: World, terms: Terms) -> Servers:
         return Servers.at(strategy.server_address, terms)
     if strategy.roles.dedicated:
         strategy.served_run = strategy.num_runs
-        return dedicated.call(strategy, strategy.served_run, terms)
+        return dedicated.call(strategy, strategy.served_run, terms, _shelving(strategy, world))
     host = None if len({*world.gather_objects(machine_name())}) == 1 else _own_address(strategy.cluster_environment)
-    return Servers.start(world, _count(strategy), terms, host)
+    return Servers.start(world, _count(strategy), Start(terms, host, _shelving(strategy, world)))
+
+
+def _shelving(strategy: Finding, world: World) -> Shelving:
+    """A folder of its own for each training: none begins with what another one had, or touches what is another's."""
+    if strategy.snapshots is None:
+        return Shelving()
+    first, *_ = world.gather_objects(f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}")
+    rank_zero_info(f"{type(strategy).__name__}: snapshots of servers are in {strategy.snapshots}/{first}")
+    return Shelving(f"{strategy.snapshots}/{first}", float(strategy.snapshot_every or Shelving().every_s))
 
 
 def _replicas(strategy: Finding, plan: Plan) -> str:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.config import AveragerConfig
 from lightning_async.engine.deadlines import Deadlines
 from lightning_async.engine.replica import BufferPolicy
 from lightning_async.engine.server.optimizer_state import Group, described
 from lightning_async.engine.server.progress import Progress
-from lightning_async.engine.server.tables import Tables
 from lightning_async.engine.server.totals import PushTotals
 from lightning_async.rules import DeltaMean, Synchronous
 from lightning_async.rules.compression import (
@@ -88,6 +87,8 @@ class ParameterServerStrategy(DriftingStrategy):
             joins, as who comes back does.
         server_address: ``"HOST:PORT,HOST:PORT"`` of servers that ``lightning-async serve`` has started. They keep
             their weights from training to training: who comes first brings them. Default: servers are started here.
+        snapshots, snapshot_every: folder in which servers that are started here keep what they have, every so many
+            seconds (60): where one is lost with its memory, another begins with the newest. Default: none are taken.
         update_on_server, update_on_kvstore: True (default): see above. False: the optimizer, of whatever class, is the
             worker's; changes of the weights are pushed, which servers add; in sync mode their mean, weighted equally.
         multi_precision: True: servers hold fp32 for parameters of half precision, always. False is refused.
@@ -134,6 +135,8 @@ class ParameterServerStrategy(DriftingStrategy):
         placement: Placement | None = None,
         wait_for_workers: WaitForWorkers = "all",
         server_address: str | None = None,
+        snapshots: str | os.PathLike[str] | None = None,
+        snapshot_every: float | None = None,
         update_on_server: bool | None = None,
         update_on_kvstore: bool | None = None,
         multi_precision: bool = True,
@@ -158,6 +161,7 @@ class ParameterServerStrategy(DriftingStrategy):
         owner = type(self).__name__
         self.mode: Mode = service.mode_of(owner, mode)
         self.num_servers, self.shard_replicas, self.server_address = num_servers, shard_replicas, server_address
+        self.snapshots, self.snapshot_every = service.folder_of(owner, snapshots), snapshot_every
         self.bigarray_bound, self.quorum = bigarray_bound, Quorum.of(owner, wait_for_workers)
         self.update_on_server = update_on_server = service.one_of(owner, update_on_server, update_on_kvstore)
         self.max_staleness, self.update_frequency, self.pull_every = max_staleness, update_frequency, pull_every
@@ -180,7 +184,6 @@ class ParameterServerStrategy(DriftingStrategy):
         self.quorum.check_transport(owner, self.transport)
         self.servers: Servers | None = None
         self.served_run: int | None = None
-        """The run for which servers that are ranks were called."""
         self.states = States(self)
         self.brings = False
         """What this training has is to be on the servers, whatever they have: it goes on from a checkpoint."""
@@ -190,7 +193,7 @@ class ParameterServerStrategy(DriftingStrategy):
         """Of learning rates that follow versions."""
 
     strategy_name, alone = "parameter_server", "without servers: nothing is pushed, and the optimizer is its own"
-    make_stepping, make_totals, served = Pushing, PushTotals, True
+    make_stepping, make_totals, join_servers, served = Pushing, PushTotals, join, True
 
     # ---- the servers ----
 
@@ -224,9 +227,6 @@ class ParameterServerStrategy(DriftingStrategy):
         if stepping and stepping.pushes == before:
             stepping.skip(optimizer)
         return output
-
-    def join_servers(self, averager: BackgroundAverager) -> Tables:
-        return join(self, averager)
 
     def go_on_without(self, names: Sequence[str], rank: int) -> None:
         if rank == 0 and self.servers is not None:  # nobody is to wait for their pushes

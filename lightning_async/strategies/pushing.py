@@ -91,7 +91,7 @@ class Pushing:
         """The next push is to call all; somebody has, with the last one."""
         self.recent: deque[Any] = deque(maxlen=RECENT_BATCHES)
         self.tables = strategy.join_servers(averager)
-        self._agreement.pulled(self.tables.versions)
+        self._agreement.pulled(self.tables.versions, self.tables.restored)
         saved, _ = strategy.saved.take_gathered()
         self.tables.owe(saved or {})
         averager.gathered = self._state
@@ -252,7 +252,7 @@ class Pushing:
             self.tables.take_()
             self._totals.pulled(version := self.tables.updates(self._strategy.groups))
             self._strategy.progress.see(version, self._strategy.world_size)
-            self._agreement.pulled(self.tables.versions)
+            self._agreement.pulled(self.tables.versions, self.tables.restored)
         return answer
 
     # ---- at gates, see `Visitor` ----

@@ -18,6 +18,7 @@ from lightning_async.engine.server.places import Places
 from lightning_async.engine.server.plan import Plan, neighbour
 from lightning_async.engine.server.process import ServerProcess
 from lightning_async.engine.server.quorum import Terms
+from lightning_async.engine.server.replacing import Guard, Start
 from lightning_async.engine.server.views import Views
 from lightning_async.engine.world import World
 from lightning_async.errors import AsyncTrainingError, PeerLost
@@ -27,6 +28,7 @@ __all__ = ["Servers", "hosts"]
 log = logging.getLogger(__name__)
 _LESS = {"max_staleness": " (less the pushes between two pulls)"}
 _DRAIN_S, _TELL_S, _GONE_S, _PAUSE_S = 30.0, 180.0, 10.0, 0.2
+_BACK_S = 60.0  # whoever has started it sees to it, and reads a folder before anything listens there again
 
 
 def hosts(num_servers: int, world_size: int) -> list[int]:
@@ -43,20 +45,24 @@ class Servers:
 
     Args:
         addresses: of all servers, see `reach.dial`; each has all tables.
-        own: of this rank. Default: none.
+        own: of this rank, by their numbers. Default: none.
         check: raises where a server, by its number, that cannot be reached will not come back. Default: it may.
         of_this_run: ranks have started them beside themselves, for this training alone. Default: they are others'.
+        come_back: in the place of one that is lost another one is started, with a snapshot. Default: in nobody's.
     """
 
     def __init__(
         self,
         addresses: Sequence[Mapping[str, Any]],
-        own: Sequence[ServerProcess] = (),
+        own: Mapping[int, ServerProcess] | None = None,
         check: Callable[[int], None] | None = None,
         of_this_run: bool = False,
+        come_back: bool = False,
     ) -> None:
-        self.addresses, self.own, self._check = [dict(address) for address in addresses], list(own), check
-        self._of_this_run = of_this_run
+        self.addresses, self._check = [dict(address) for address in addresses], check
+        self._own = dict(own or {})
+        self._guard: Guard | None = None
+        self._of_this_run, self._come_back = of_this_run, come_back
         self.job = ""
         """What tells this training's workers from those of others that have the same servers."""
         self._closed = False
@@ -65,29 +71,38 @@ class Servers:
         self._door: Door | None = None
         self._lost_after_s, self._tables = 0.0, 1
 
+    @property
+    def own(self) -> list[ServerProcess]:
+        """Of this rank."""
+        return list(self._own.values())
+
     @classmethod
-    def start(cls, world: World, num_servers: int, terms: Terms, host: str | None) -> Servers:
+    def start(cls, world: World, num_servers: int, how: Start) -> Servers:
         """All ranks call this together.
 
         Args:
             world: of all ranks.
             num_servers: at least 1.
-            terms: how they treat workers.
-            host: this one's address, by which others reach it; None where all ranks are on one.
+            how: they are started.
 
         Raises:
-            AsyncTrainingError: the system does not let one start.
+            AsyncTrainingError: the system does not let one start, or a folder of snapshots cannot be written to.
         """
         mine = [server for server, rank in enumerate(hosts(num_servers, world.world_size)) if rank == world.rank]
-        own: list[ServerProcess] = []
+        own: dict[int, ServerProcess] = {}
         try:
-            own += (ServerProcess(terms, host=host, server=server) for server in mine)
-            told = world.gather_objects([process.address for process in own])
+            for server in mine:
+                own[server] = how.begin(server)
+            told = world.gather_objects([process.address for process in own.values()])
         except BaseException:
-            for process in own:
+            for process in own.values():
                 process.close()
             raise
-        return cls([address for addresses in told for address in addresses], own, of_this_run=True)
+        keeps = how.shelving.folder is not None
+        found = cls([at for addresses in told for at in addresses], own, of_this_run=True, come_back=keeps)
+        if own and keeps:
+            found._guard = Guard(how, found._own)
+        return found
 
     @classmethod
     def at(cls, places: str, terms: Terms) -> Servers:
@@ -150,11 +165,11 @@ class Servers:
             ) from error
 
     def _refused_for(self, server: int) -> bool:
-        """Whether nobody has listened there for a while."""
+        """Whether nobody has listened there for a while, in which another one would have come."""
         now = time.monotonic()
         first, last = self._refused.get(server, (now, now))
         self._refused[server] = (first if now - last < _GONE_S else now), now
-        return now - self._refused[server][0] >= _GONE_S
+        return now - self._refused[server][0] >= (_BACK_S if self._come_back else _GONE_S)
 
     def _places(self, server: int, table: int, size: int, door: Door) -> Places:
         servers = server, neighbour(server, len(self.addresses))
@@ -207,12 +222,15 @@ class Servers:
             tells: this rank tells all servers so, of which those need to hear it whose starter has died.
         """
         self._closed = True
+        if self._guard is not None:
+            self._guard.close()
         own = [process.address for process in self.own]
         others = [address for address in self.addresses if address not in own]
         for address in others if in_order and tells and self._of_this_run else ():
             tell_over(dial(address, 0, 0))
-        while self.own:
+        while self._own:
+            _, process = self._own.popitem()
             if in_order:
-                self.own.pop().close(_DRAIN_S)
+                process.close(_DRAIN_S)
             else:
-                self.own.pop().leave()
+                process.leave()

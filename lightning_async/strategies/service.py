@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from typing import Literal, Protocol, get_args
 
-from lightning_async.arguments import check_choice, check_int
+from lightning_async.arguments import check_choice, check_int, check_real
 from lightning_async.comm.reach import places_of
+from lightning_async.engine.files import files_at
 from lightning_async.rules.staleness.protocol import StalenessPolicy, Uncorrected
 from lightning_async.strategies.lateness import Late, check_bound
 from lightning_async.trainer.refusals import LrClock
 
-__all__ = ["Mode", "check_precision", "check_service", "clock_of", "mode_of", "one_of", "settings_of"]
+__all__ = ["Mode", "check_precision", "check_service", "clock_of", "folder_of", "mode_of", "one_of", "settings_of"]
 
 Mode = Literal["async", "sync", "ssp"]
 _ALIASES: dict[str, Mode] = {
@@ -21,7 +23,7 @@ _ALIASES: dict[str, Mode] = {
 _ALIKE = (
     "mode", "num_servers", "server_address", "update_on_server", "overlap", "max_staleness", "staleness", "lr_clock",
     "warmup_steps", "update_frequency", "pull_every", "compression", "consistent_pull", "bigarray_bound",
-    "shard_replicas",
+    "shard_replicas", "snapshot_every",
 )  # fmt: skip
 """What must be equal on all ranks."""
 
@@ -31,12 +33,31 @@ class _Service(Late, Protocol):
     num_servers: int | None
     shard_replicas: int
     server_address: str | None
+    snapshots: str | None
+    snapshot_every: float | None
     update_on_server: bool
     staleness: str | StalenessPolicy
     warmup_steps: int
     update_frequency: int
     consistent_pull: bool
     bigarray_bound: int
+
+
+def folder_of(owner: str, snapshots: str | os.PathLike[str] | None) -> str | None:
+    """The folder of snapshots, as it is named wherever this process goes.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
+    if snapshots is None:
+        return None
+    if not isinstance(snapshots, str | os.PathLike) or not isinstance(os.fspath(snapshots), str):
+        kind = type(snapshots).__name__
+        raise TypeError(f"`{owner}(snapshots={snapshots!r})` must be a folder, a str or a Path, got {kind}.")
+    if not os.fspath(snapshots):
+        raise ValueError(f"`{owner}(snapshots={snapshots!r})` must be a folder: a path, or what fsspec knows.")
+    _, folder = files_at(snapshots)
+    return folder
 
 
 def mode_of(owner: str, mode: str) -> Mode:
@@ -119,6 +140,9 @@ def check_service(strategy: _Service) -> None:
         check_choice(owner, name, getattr(strategy, name), (True, False))
     if strategy.server_address is not None:
         _check_address(owner, strategy.server_address)
+    if strategy.snapshot_every is not None:
+        check_real(strategy, "snapshot_every", above=0)
+    _check_snapshots(owner, strategy)
     if strategy.num_servers is not None:
         check_int(strategy, "num_servers", at_least=1)
         if strategy.server_address is not None:
@@ -157,7 +181,7 @@ def check_service(strategy: _Service) -> None:
 
 def settings_of(strategy: _Service) -> dict[str, object]:
     """What must be equal on all ranks."""
-    return {name: getattr(strategy, name) for name in _ALIKE}
+    return {**{name: getattr(strategy, name) for name in _ALIKE}, "snapshots": strategy.snapshots is not None}
 
 
 def _check_address(owner: str, address: object) -> None:
@@ -181,4 +205,23 @@ def _check_replicas(owner: str, strategy: _Service) -> None:
         raise ValueError(
             f"`{owner}(shard_replicas=1, server_address={strategy.server_address!r})`: servers that were started on "
             "their own have snapshots for the loss of a host (`lightning-async serve --snapshots`). Leave one out."
+        )
+
+
+def _check_snapshots(owner: str, strategy: _Service) -> None:
+    every, folder = strategy.snapshot_every, strategy.snapshots
+    if folder is None and every is not None:
+        raise ValueError(
+            f"`{owner}(snapshot_every={every!r})`: no snapshots are taken. Pass their folder, too (`snapshots=`), or "
+            "leave it out."
+        )
+    if folder is not None and strategy.server_address is not None:
+        raise ValueError(
+            f"`{owner}(snapshots={folder!r}, server_address={strategy.server_address!r})`: servers that were started "
+            "on their own have snapshots of their own (`lightning-async serve --snapshots`). Leave one out."
+        )
+    if folder is not None and strategy.shard_replicas:
+        raise ValueError(
+            f"`{owner}(snapshots={folder!r}, shard_replicas={strategy.shard_replicas})`: a replica that has taken over "
+            "would take none, and a server in the place of a lost one is filled by the replica. Leave one out."
         )

@@ -113,6 +113,27 @@ def supervises(command: Path) -> bool:
     return b"supervises a server" in told and f"MASTER_PORT={os.environ['MASTER_PORT']}".encode() in mine
 
 
+class KillsOneWithASnapshot(KillsSupervisor):
+    """The same, once all that was acknowledged is in a snapshot."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == 0 and trainer.global_step == 3:
+            (worker,) = trainer.strategy._session.stepping.tables.workers
+            until = time.monotonic() + 60
+            while worker._client.pull().survives != "snapshot":
+                assert time.monotonic() < until
+                time.sleep(0.05)
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+
+
+def memory_comes_back(folder: str) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    kept = Path(folder, "kept")
+    strategy = ParameterServerStrategy("sync", placement="dedicated", snapshots=kept, snapshot_every=0.05)
+    told = fit(strategy, Data(Path(folder)), 3, callbacks=[KillsOneWithASnapshot()])
+    return told | {"served": rows_of(strategy)}
+
+
 def memory_lost(folder: str) -> str:
     torch.set_num_threads(1)
     strategy = ParameterServerStrategy("sync", placement="dedicated")

@@ -76,6 +76,17 @@ def test_where_the_memory_is_lost_workers_say_which_server_has_lost_it(tmp_path:
     assert any("server 0 has lost its weights" in each for each in told), told
 
 
+def test_where_the_memory_is_lost_and_was_in_a_snapshot_a_server_begins_with_that(tmp_path: Path) -> None:
+    *workers, server = ranks("memory_comes_back", 3, tmp_path)
+    assert_served(server)
+    alone = flat(train_alone(joined(batches(0, BATCHES), batches(1, BATCHES)), epochs=2, optimizer=adam))
+    for worker in workers:
+        assert worker.value is not None, worker
+        assert distance(worker.value["values"], alone) < 1e-6
+    assert workers[0].value["served"]["acknowledged pushes lost"] == "0"
+    assert int(workers[0].value["served"]["versions in snapshots"]) >= 3
+
+
 def test_the_replica_takes_over_from_a_rank_that_serves(tmp_path: Path) -> None:
     """It starts an empty server in the place of the one that was lost: that has replicas from then on."""
     *workers, first, second = ranks("replica_takes_over", 4, tmp_path)

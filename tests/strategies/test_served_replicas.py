@@ -16,7 +16,7 @@ from tests.horovod import needs_horovod
 from tests.strategies import problem
 from tests.strategies.problem import batches, distance, flat, joined, train_alone
 from tests.strategies.served import BATCHES, adam
-from tests.strategies.served_replicas import STEP
+from tests.strategies.served_replicas import FEWER, STEP
 from tests.strategies.survivor_workers import SAMPLES
 from tests.strategies.test_survivors import survivors, three_ranks
 from tests.strategies.workers import Outcomes, make_trainer
@@ -48,6 +48,20 @@ def test_a_server_that_is_lost_with_its_memory_has_each_push_in_once(outcomes: O
         assert torch.equal(torch.tensor(rank["values"]), weights)
 
 
+def test_a_server_that_is_lost_with_its_memory_begins_with_its_snapshot_and_all_go_on(outcomes: Outcomes) -> None:
+    """Also who stands at a gate, with weights that are lost: it has said a version that nobody comes to again."""
+    told, gone = outcomes("snapshot_lost"), [BATCHES - 1, FEWER]
+    assert [rank["lost"] for rank in told] == gone
+    assert told[0]["served"]["acknowledged pushes lost"] == str(sum(gone))
+    assert told[0]["served"]["versions in snapshots"] == "0"
+    weights = torch.tensor(flat(problem.network()))
+    for _ in range(2 * (BATCHES + FEWER) - sum(gone)):
+        weights = weights - STEP
+    for rank in told:
+        assert torch.equal(torch.tensor(rank["values"]), weights)
+    assert len(list((outcomes.folder("snapshot_lost") / "kept").iterdir())) == 1
+
+
 @pytest.mark.parametrize(("mode", "victim"), [("sync", 1), ("async", 0)])
 def test_a_host_is_lost_with_its_worker_and_its_server(mode: str, victim: int, tmp_path: Path) -> None:
     """The others hear of both, and wait for neither."""
@@ -70,10 +84,19 @@ def test_workers_end_in_order_where_nothing_is_lost(outcomes: Outcomes) -> None:
         ({"shard_replicas": 2}, "shard_replicas=2"),
         ({"shard_replicas": 1, "num_servers": 1}, "(shard_replicas=1, num_servers=1)"),
         ({"shard_replicas": 1, "server_address": "a:1,b:1"}, "server_address='a:1,b:1'"),
+        ({"snapshots": "/a", "server_address": "a:1"}, "snapshots='/a', server_address='a:1'"),
+        ({"snapshots": "/a", "shard_replicas": 1}, "snapshots='/a', shard_replicas=1"),
+        ({"snapshots": ""}, "snapshots=''"),
+        ({"snapshots": 3}, "snapshots=3"),
+        ({"snapshots": b"/a"}, "snapshots=b'/a'"),
+        ({"snapshots": "/a", "snapshot_every": 0}, "snapshot_every=0"),
+        ({"snapshots": "/a", "snapshot_every": float("inf")}, "snapshot_every=inf"),
+        ({"snapshots": "/a", "snapshot_every": "often"}, "snapshot_every='often'"),
+        ({"snapshot_every": 5.0}, "snapshot_every=5.0"),
     ],
 )
-def test_replicas_that_cannot_be_are_named_at_once(arguments: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(words)):
+def test_replicas_and_snapshots_that_cannot_be_are_named_at_once(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(words)):
         ParameterServerStrategy(**arguments)
 
 

@@ -16,9 +16,12 @@ class Part(NamedTuple):
     """What a worker says in headers.
 
     Args:
+        restored: grows whenever a server has begun with a snapshot, see `Answer`: what was before is no newer then,
+            whatever its version.
         version: of the weights that it has, the sum over all servers.
     """
 
+    restored: float = 0.0
     version: float = 0.0
 
 
@@ -27,6 +30,7 @@ class Agreement:
 
     Whoever comes to a gate has no push under way, and pulls after its last one. So the last of them has what all
     pushes have made, on every server; it is the one with the highest version, and who has the same has the same bits.
+    Where a server has lost what it had and begun with a snapshot, versions that are lost with it count no more.
 
     Args:
         control: the control plane; this registers with it.
@@ -36,15 +40,15 @@ class Agreement:
 
     def __init__(self, control: ControlPlane) -> None:
         self._box = control.mailbox
-        self._mine = self._newest = 0.0
+        self._mine = self._newest = Part()
         control.register(self)
 
     # ---- the training thread ----
 
-    def pulled(self, versions: Sequence[int]) -> None:
+    def pulled(self, versions: Sequence[int], restored: int = 0) -> None:
         """This worker has these weights now."""
         with self._box.changed:
-            self._mine = float(sum(versions))
+            self._mine = Part(float(restored), float(sum(versions)))
 
     @property
     def behind(self) -> bool:
@@ -58,7 +62,7 @@ class Agreement:
         return False
 
     def compose(self) -> Part:
-        return Part(self._mine)
+        return self._mine
 
     def complete(self, part: Part, message: Message | None, compare: bool) -> Part:
         return part
@@ -66,8 +70,8 @@ class Agreement:
     def is_due(self, parts: Sequence[Part]) -> bool:
         """Weights are to be pulled before a gate can open."""
         with self._box.changed:
-            self._newest = max(part.version for part in parts)
-        return any(part.version < self._newest for part in parts)
+            self._newest = max(parts)
+        return any(part < self._newest for part in parts)
 
     def plan(self, priority: int, headers: Sequence[Header], parts: Sequence[Part]) -> None: ...
 

@@ -41,6 +41,7 @@ class Answer:
             -1 where there is none.
         lost: pushes of this worker's that were acknowledged, and were lost since with a server's host.
         in_step: the next version is made of a push of each worker.
+        restored: grows whenever a server has begun with a snapshot: versions go back with it.
         copied: each server has a copy on another one, with all that this answer is to.
         called: in sync mode, whether a worker has called all with this round; all hear it of the same one.
     """
@@ -54,6 +55,7 @@ class Answer:
     in_step: bool = False
     called: bool = False
     copied: bool = False
+    restored: int = 0
 
     @property
     def survives(self) -> str:
@@ -99,8 +101,7 @@ class Client:
         self.worker, self._timeout_s = worker, timeout_s
         hello = {"worker": worker, "client": secrets.token_hex(3), "fingerprint": fingerprint, "table": table}
         self._lines = [Line(server, dial, hello, absent_s) for server, dial in enumerate(dials)]
-        self._fingerprint, self._compression = fingerprint, compression
-        self._at_a_cut = consistent and len(dials) > 1
+        self._fingerprint, self._compression, self._at_a_cut = fingerprint, compression, consistent and len(dials) > 1
         self.feedback: list[Feedback] = []
         """What compression has yet to deliver, one for each server; empty without."""
         if compression is not None:
@@ -251,10 +252,10 @@ class Client:
 
     def lags(self) -> tuple[dict[str, Any], ...]:
         """How late pushes were, of each server: ``counts`` of pushes by lag, from which on one key stands for the lags
-        up to the next one; the ``mean`` of recent ones; how many were ``dropped``; and, where shards are to have a
-        copy, whether they are ``copied``."""
-        replies = self._ask_all({"do": "lags"})
-        told = [{**reply["lags"], **({"copied": reply["copied"]} if "copied" in reply else {})} for reply in replies]
+        up to the next one; the ``mean`` of recent ones; how many were ``dropped``; what is ``durable``, and how many
+        pushes were ``lost``, see `Answer`, of all workers; and, where shards are to have a copy, ``copied``."""
+        told, also = self._ask_all({"do": "lags"}), ("durable", "lost", "copied")
+        told = [{**reply["lags"], **{name: reply[name] for name in also if name in reply}} for reply in told]
         return tuple({**each, "counts": {int(key): count for key, count in each["counts"].items()}} for each in told)
 
     def close(self, leave: bool = True) -> None:
@@ -278,13 +279,12 @@ class Client:
         if pulled:
             for line, version in zip(self._lines, versions, strict=True):
                 line.base = version
-        lags = tuple(reply.get("lag", 0) for reply in replies)
-        dropped = tuple(reply.get("dropped", False) for reply in replies)
-        durable = tuple(reply.get("durable", -1) for reply in replies)
+        told = {"lag": 0, "dropped": False, "durable": -1, "restored": 0}
+        lags, dropped, durable, restored = (tuple(reply.get(*each) for reply in replies) for each in told.items())
         lost, resent = (sum(getattr(line, name) for line in self._lines) for name in ("lost", "resent"))
         in_step, called = (any(reply.get(name, False) for reply in replies) for name in ("in_step", "called"))
         copied = all(reply.get("copied", False) for reply in replies)
-        return Answer(versions, lags, resent, dropped, durable, lost, in_step, called, copied)
+        return Answer(versions, lags, resent, dropped, durable, lost, in_step, called, copied, sum(restored))
 
     def _ask_all(self, header: Mapping[str, Any]) -> list[dict[str, Any]]:
         return self._ask([(header, 0)] * len(self._lines))

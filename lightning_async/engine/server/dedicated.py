@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import select
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +12,13 @@ from lightning_async.engine.server.line import tell_over
 from lightning_async.engine.server.process import ServerProcess
 from lightning_async.engine.server.quorum import Terms
 from lightning_async.engine.server.rendezvous import Board
+from lightning_async.engine.server.replacing import Shelving, Start
 from lightning_async.errors import AsyncTrainingError
 
 __all__ = ["DedicatedServer"]
 
 _LOOK_S = 0.1
-_DRAIN_S, _ENDS_S = 30.0, 20.0
+_DRAIN_S = 30.0
 
 
 class DedicatedServer:
@@ -38,7 +37,7 @@ class DedicatedServer:
         self._adopted: list[dict[str, Any]] = []
         """The addresses of those that one before this process has started."""
         self._run: int | None = None
-        self._terms = Terms()
+        self._how = Start(Terms())
 
     @property
     def serves(self) -> bool:
@@ -107,7 +106,8 @@ class DedicatedServer:
             how(server)
 
     def _begin(self, call: dict[str, Any]) -> None:
-        self._run, self._terms = int(call["run"]), Terms(**call["terms"])
+        self._run = int(call["run"])
+        self._how = Start(Terms(**call["terms"]), self._host, Shelving(**call.get("snapshots", {})))
         before = self._board.answered(self._run, self.number).get("addresses", [None])
         try:
             # Of one that was here before this process: its supervisor sees to it.
@@ -122,20 +122,14 @@ class DedicatedServer:
         self._board.answer(self._run, self.number, {"addresses": told})
 
     def _start(self, before: dict[str, Any] | None, port: int) -> dict[str, Any]:
-        """The address; in the place of one that has lost its weights, so that it says so to those who look for it."""
-        name, port = (None, port) if before is None else (before["name"], before["port"] or 0)
-        until = time.monotonic() + _ENDS_S
-        while True:
-            try:
-                server = ServerProcess(self._terms, host=self._host, port=port, server=self.number, name=name)
-            except AsyncTrainingError as error:
-                taken = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
-                if before is None or not taken or time.monotonic() > until:
-                    raise
-                time.sleep(_LOOK_S)  # what was there before has not quite ended
-            else:
-                self._own[os.pidfd_open(server.supervisor)] = server
-                return server.address
+        """The address; in the place of one that has lost its weights, so that it says so to those who look for it, or
+        has the newest of its snapshots."""
+        if before is None:
+            server = self._how.begin(self.number, port)
+        else:
+            server = self._how.again(self.number, before)
+        self._own[os.pidfd_open(server.supervisor)] = server
+        return server.address
 
     def _restart(self, descriptor: int) -> None:
         server = self._own.pop(descriptor)

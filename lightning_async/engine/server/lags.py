@@ -31,22 +31,30 @@ def counted(lags: Mapping[str, Any], lag: int, dropped: bool = False) -> dict[st
 
 
 def in_words(lags: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """How late pushes were, over several servers, how many were dropped, and how many shards have a replica.
+    """How late pushes were, over several servers, how many were dropped, how many shards have a replica, and what is in
+    snapshots, or was lost.
 
     Args:
-        lags: of each server: its ``counts``, by numbers, ``dropped``, and whether it is ``copied``, if at all.
+        lags: of each server: its ``counts``, by numbers, ``dropped``, and whether it is ``copied``, if at all; the
+            ``durable`` version, and how many acknowledged pushes of all workers it has ``lost``.
 
     >>> in_words([{"counts": {0: 1, 1: 3}, "dropped": 1}, {"counts": {0: 2, 1: 2}, "dropped": 0}])
     {'lag, in pushes of others': '0: 38%, 1: 62%', 'dropped': '1'}
+    >>> in_words([{"counts": {0: 9}, "dropped": 0, "durable": 7, "lost": 2}])["versions in snapshots"]
+    '7'
     """
     counts: Counter[int] = Counter()
     for each in lags:
         counts.update(each["counts"])
     pushes, dropped = sum(counts.values()) // len(lags), sum(each["dropped"] for each in lags)
     shares = ", ".join(f"{lag}: {100 * count / counts.total():.0f}%" for lag, count in sorted(counts.items()))
+    durable, lost = [each.get("durable", -1) for each in lags], [each.get("lost", 0) for each in lags]
+    kept = ["none" if version < 0 else str(version) for version in durable]
     copied = [each["copied"] for each in lags if "copied" in each]
     return {
         "lag, in pushes of others": (shares or "none") if pushes else "none, in step",
         "dropped": f"{dropped}",
+        **({"versions in snapshots": ", ".join(kept)} if max(durable) >= 0 else {}),
+        **({"acknowledged pushes lost": ", ".join(map(str, lost))} if any(lost) or max(durable) >= 0 else {}),
         **({"shards with a replica": f"{sum(copied)} of {len(copied)}"} if copied else {}),
     }

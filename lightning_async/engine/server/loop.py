@@ -189,7 +189,7 @@ class Server:
             field = header.get("field")
             return self._version(), self._exchange.give(worker, channel, field) if do == "pull" else 0
         if do == "lags":
-            return {**self._version(), "lags": dict(self._store.lags)}, 0
+            return {**self._version(), "lags": dict(self._store.lags), "lost": self._store.record.get("lost", 0)}, 0
         if do == "read":
             told = {**self._version(), "fields": self._exchange.fields, "scalars": dict(self._store.scalars)}
             return told, self._exchange.read(channel, header["field"])
@@ -269,6 +269,7 @@ class Server:
         durable = -1 if self.snapshots is None else self.snapshots.version
         version = self._store.version
         told = {"durable": durable, "incarnation": self._store.incarnation, "in_step": self._in_step()}
+        told |= {"restored": self._store.record.get("restored", 0)}
         return {"version": version, **told, **self._copies.told()}
 
     def _in_step(self) -> bool:

@@ -21,6 +21,7 @@ from typing import Any
 
 from lightning_async.comm.channel import Channel
 from lightning_async.engine.server.quorum import Terms, live
+from lightning_async.engine.server.remembered import said
 from lightning_async.engine.server.store import Store
 
 __all__ = ["Presence"]
@@ -72,6 +73,7 @@ class Presence:
         told = {**known, "live": True, "rests": -1, "client": header["client"]}
         if restored:
             told["said"] = header["said"]
+            self._store.note(lost=self._store.record.get("lost", 0) + max(0, header["said"] - said(known)))
         self._store.remember({**workers, worker: told})
         if (before := self.channels.get(worker)) is not None:
             before.break_off()

@@ -107,6 +107,11 @@ class ServerProcess:
             return int(children[0]) if children else None
         return None
 
+    @property
+    def killed(self) -> bool:
+        """The supervisor has been, and all memory is gone with it."""
+        return self._popen is not None and (self._popen.poll() or 0) < 0
+
     def tell_to_end(self) -> None:
         """With a last snapshot, where any are taken; `close` waits for it."""
         self._order(END if self._settings["snapshots"] else STOP)

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import json
 import secrets
+import time
 from collections.abc import Mapping
 from typing import Any
 
 from lightning_async.engine.server.journal import ROOM
 
-__all__ = ["LOST_LIVES", "check_room", "first_record", "free_slot", "said", "slots_of", "with_pushes"]
+__all__ = ["LOST_LIVES", "check_room", "first_record", "free_slot", "restored", "said", "slots_of", "with_pushes"]
 
 LOST_LIVES = 1 << 32
 """Lives that may have been given after a snapshot: nobody is to have one of these again."""
@@ -37,6 +38,13 @@ def first_record(before: Record, contents: Mapping[str, Any], scalars: Mapping[s
         **before, "version": 0, "bank": 0, "scalars": dict(scalars), "contents": dict(contents), "means": (0.0, 0) * 2,
         "lags": {"counts": {}, "dropped": 0}, "gathered": 0, "buffer": 0, "incarnation": secrets.token_hex(8),
     }  # fmt: skip
+
+
+def restored(snapshot: Record) -> dict[str, Any]:
+    """What differs from the snapshot where a store begins with that; ``restored`` grows each time, also where two begin
+    with the same one."""
+    when = max(snapshot.get("restored", 0) + 1, int(time.time()))
+    return {"incarnation": secrets.token_hex(8), "lives": snapshot["lives"] + LOST_LIVES, "restored": when}
 
 
 def with_pushes(

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from lightning_async.comm.membership.door import Door
 from lightning_async.comm.membership.start import Patience
 from lightning_async.engine.server.quorum import Terms
+from lightning_async.engine.server.replacing import Shelving
 from lightning_async.errors import AsyncTrainingError
 
 __all__ = ["ROOM", "Attendance", "Board", "guest_name"]
@@ -47,10 +48,10 @@ class Board:
 
     # ---- the workers ----
 
-    def call(self, run: int, num_servers: int, terms: Terms) -> None:
-        """So many servers are wanted for this run, on these terms."""
-        numbers = {"run": run, "servers": num_servers}
-        self._door.write("call", {**numbers, "terms": terms.plain(), "over": False})
+    def call(self, run: int, num_servers: int, terms: Terms, shelving: Shelving | None = None) -> None:
+        """So many servers are wanted for this run, on these terms; with snapshots, where that says so."""
+        numbers, kept = {"run": run, "servers": num_servers}, (shelving or Shelving())._asdict()
+        self._door.write("call", {**numbers, "terms": terms.plain(), "snapshots": kept, "over": False})
 
     def dismiss(self, run: int) -> None:
         """That run is over."""

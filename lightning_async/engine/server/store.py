@@ -12,7 +12,6 @@ one counts.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +21,7 @@ from lightning_async.engine.server.copied import Copying, copied
 from lightning_async.engine.server.holding import Holding
 from lightning_async.engine.server.lags import counted
 from lightning_async.engine.server.optimizers import begun, make_optimizer
-from lightning_async.engine.server.remembered import LOST_LIVES, check_room, first_record, slots_of, with_pushes
+from lightning_async.engine.server.remembered import check_room, first_record, restored, slots_of, with_pushes
 from lightning_async.engine.server.steps import Dana, ServerOptimizer
 from lightning_async.engine.server.update import AHEAD, BUFFER, MOMENTUM, PULLED, Means, Updates, own_arrays
 from lightning_async.rules.staleness.choose import described, make_policy
@@ -158,7 +157,7 @@ class Store:
         """
         for name, field in self.lay_out(record).items():
             field.copy_(parts[name])
-        self.note(incarnation=secrets.token_hex(8), lives=record["lives"] + LOST_LIVES)
+        self.note(**restored(record))
 
     def lay_out(self, record: Mapping[str, Any]) -> Mapping[str, Tensor]:
         """Memory for the `parts` of this `record`, to be filled; it counts from the next `note` on. As `restore`."""

@@ -36,6 +36,11 @@ class Tables:
         """Of the weights that were pulled last, of all tables' servers."""
         return tuple(version for worker in self.workers for version in worker.versions)
 
+    @property
+    def restored(self) -> int:
+        """See `Answer`; of these versions."""
+        return sum(worker.restored for worker in self.workers)
+
     def updates(self, groups: Sequence[Group]) -> int:
         """Steps of all optimizers in the weights that were pulled last; a step is of all of its optimizer's tables.
 

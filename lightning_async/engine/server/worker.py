@@ -55,6 +55,8 @@ class Worker:
         self._written = Written(list(named), self.params)
         self.versions: tuple[int, ...] = (0,) * plan.num_servers
         """Of the weights that were pulled last."""
+        self.restored = 0
+        """See `Answer`; of these."""
         self._laid_out: dict[str, tuple[list[int], list[Parts]]] = {}
         self.pulled = False
         """The last request has brought weights."""
@@ -253,6 +255,7 @@ class Worker:
 
     def _took(self, answer: Answer) -> None:
         self.versions, self.pulled, self.in_step = answer.versions, True, answer.in_step
+        self.restored = answer.restored
 
 
 @torch.no_grad()

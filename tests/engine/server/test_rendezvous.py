@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
@@ -10,8 +14,12 @@ from lightning_async.comm.membership.door import Door
 from lightning_async.comm.membership.signing import Seal
 from lightning_async.comm.membership.start import Patience
 from lightning_async.comm.membership.stores import HashStore
+from lightning_async.comm.reach import answers, dial
+from lightning_async.engine.server.client import Client
+from lightning_async.engine.server.dedicated import DedicatedServer
 from lightning_async.engine.server.quorum import Terms
 from lightning_async.engine.server.rendezvous import Attendance, Board
+from lightning_async.engine.server.replacing import Shelving
 from lightning_async.errors import AsyncTrainingError, CollectiveTimeout
 
 
@@ -152,3 +160,36 @@ def test_a_server_that_cannot_serve_says_why() -> None:
     notes.answer(1, 0, {"error": "there is no memory"})
     with pytest.raises(AsyncTrainingError, match="server 0 cannot go on: there is no memory"):
         notes.answers(1, 1, patience())
+
+
+def test_who_serves_again_begins_with_the_snapshot_of_the_one_whose_memory_is_gone(tmp_path: Path) -> None:
+    """The process that has started the first one is gone, too: all that it knew is on the board, and in the folder."""
+    notes = board()
+    notes.call(0, 1, Terms(), Shelving(str(tmp_path), 0.05))
+    first, second = DedicatedServer(notes, 0), DedicatedServer(notes, 0)
+    try:
+        first.follow()
+        (address,) = notes.answers(0, 1, patience())
+        client = Client("a", [dial(address, 32, 32)], timeout_s=90)
+        client.gradients[0].fill_(1.0)
+        client.start()
+        assert client.push().versions == (1,)
+        until = time.monotonic() + 60
+        while client.pull().survives != "snapshot":
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        ((_, process),) = first._own.items()
+        os.kill(process.supervisor, signal.SIGKILL)
+        while answers(address):  # its server has ended
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        second.follow()
+        assert notes.answers(0, 1, patience()) == [address]
+        answer = client.push()
+        assert (answer.versions, answer.lost, client.weights[0].tolist()) == ((2,), 0, [3.0] * 8)
+        assert client.lags()[0]["lost"] == 0
+        client.close()
+    finally:
+        second.end()
+        first.end()
+    assert [path.name for path in tmp_path.iterdir()] == ["server-0"]

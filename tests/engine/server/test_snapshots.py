@@ -6,11 +6,14 @@ import json
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from lightning_async.engine.server.agreement import Agreement
+from lightning_async.engine.server.remembered import restored
 from lightning_async.engine.server.snapshots import Shelf, Snapshot, Snapshots
 from lightning_async.engine.server.store import Store
 from lightning_async.errors import AsyncTrainingError
@@ -231,3 +234,23 @@ def test_a_push_that_waits_in_a_buffer_survives_a_host_only_with_the_next_snapsh
         for _ in range(9):
             answer = a.push()
         assert (answer.versions, answer.lost, a.weights[0].tolist()) == ((1,), 0, [1.0] * 8)
+
+
+def test_who_has_weights_that_were_lost_is_behind_whatever_their_version() -> None:
+    """One worker stood at a gate, with version 15, when its server was lost; the other one has gone on from a snapshot.
+    Each would ask for weights without end that nobody has."""
+    box: Any = SimpleNamespace(mailbox=SimpleNamespace(changed=threading.Condition()), register=lambda wing: None)
+    before, after = Agreement(box), Agreement(box)
+    before.pulled((15,), 0)
+    after.pulled((1,), restored({"lives": 1})["restored"])
+    parts = [before.compose(), after.compose()]
+    assert before.is_due(parts) and after.is_due(parts)
+    assert before.behind and not after.behind
+    before.pulled((1,), int(parts[1].restored))
+    parts[0] = before.compose()
+    assert not before.is_due(parts) and not before.behind
+
+
+def test_each_beginning_with_a_snapshot_is_later_than_the_one_before() -> None:
+    first = restored({"lives": 1})
+    assert restored({"lives": 1, "restored": first["restored"]})["restored"] > first["restored"]
