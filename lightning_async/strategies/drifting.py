@@ -147,12 +147,12 @@ class DriftingStrategy(ReplicatedStrategy):
         """Tell the peers, so that they end with this rank's error instead of waiting for it."""
         agreed = self.gates is not None and Vote.STOP in self.gates.agreed
         self.failed = not (agreed and isinstance(exception, SystemExit))  # Lightning's SIGTERMException is one
-        note_end(exception)
         if self._connection is not None:
             self._connection.world.drifting = True
             self._connection.outlives &= not isinstance(exception, Evicted)  # the others train on, with a store
             if self.failed and not isinstance(exception, PeerLost):
                 self._connection.membership.fail(in_words(exception))
+        note_end(exception)  # after the others were told: a disk may hang
 
     def teardown(self) -> None:
         if self.course is not None:

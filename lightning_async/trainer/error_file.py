@@ -21,7 +21,7 @@ def note_end(exception: BaseException) -> None:
     if isinstance(exception, Exception) and _VARIABLE in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(Exception):  # it cannot be written, or has no words
             get_error_handler().record_exception(exception)
     if isinstance(exception, PeerLost):  # who lost it is not to blame, and where it stood says nothing
         shorten(exception)

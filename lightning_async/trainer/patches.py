@@ -41,7 +41,10 @@ def in_words(exception: BaseException) -> str:
     """What the other ranks are told of this rank's end."""
     if isinstance(exception, KeyboardInterrupt):
         return "it was interrupted by hand (KeyboardInterrupt), which is no error of the program"
-    return f"{type(exception).__name__}: {exception}"
+    try:
+        return f"{type(exception).__name__}: {exception}"
+    except Exception:  # of its own class
+        return f"{type(exception).__name__}, which does not say why"
 
 
 def shorten(exception: BaseException) -> None:

@@ -11,6 +11,7 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, Proce
 from lightning_async.errors import PeerLost
 from lightning_async.launch.error_files import ERROR_FILE, ErrorFiles
 from lightning_async.trainer.error_file import note_end
+from lightning_async.trainer.patches import in_words
 
 
 def fail(error: BaseException) -> None:
@@ -52,6 +53,16 @@ def test_one_that_is_told_to_end_dies_of_nothing(error: BaseException, tmp_path:
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "file"))
     fail(error)
     assert not (tmp_path / "file").exists()
+
+
+def test_one_that_cannot_be_put_into_words_ends_the_rank_as_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no words")
+
+    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "file"))
+    fail(Mute())
+    assert in_words(Mute()) == "Mute, which does not say why"
 
 
 @pytest.mark.parametrize("place", [None, "no/such/folder/file"])
