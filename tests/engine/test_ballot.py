@@ -209,9 +209,7 @@ def test_decide(name: str, wings: list[Any]) -> None:
     rows, expected = CASES[name]
     found = described(verdict(rows, wings))
     usual = (
-        {"fresh": False, "alike": False, "fragment": 0}
-        if expected.get("kind") not in (None, "GradientRounds")
-        else {}
+        {"fresh": False, "alike": False, "fragment": 0} if expected.get("kind") not in (None, "GradientRounds") else {}
     )
     if usual and "able" not in expected:
         found.pop("able")

@@ -252,10 +252,10 @@ class Client:
 
     def lags(self) -> tuple[dict[str, Any], ...]:
         """How late pushes were, of each server: ``counts`` of pushes by lag, from which on one key stands for the lags
-        up to the next one; the ``mean`` of recent ones; how many were ``dropped``; what is ``durable``, and how many
-        pushes were ``lost``, see `Answer`, of all workers; and, where shards are to have a copy, ``copied``."""
-        told, also = self._ask_all({"do": "lags"}), ("durable", "lost", "copied")
-        told = [{**reply["lags"], **{name: reply[name] for name in also if name in reply}} for reply in told]
+        up to the next one; the ``mean`` of recent ones; how many were ``dropped``; where snapshots are taken, what is
+        ``durable``, and how many of all workers' were ``lost``; where shards are to have a copy, if ``copied``."""
+        replies = self._ask_all({"do": "lags"})
+        told = [{**reply["lags"], **({"copied": reply["copied"]} if "copied" in reply else {})} for reply in replies]
         return tuple({**each, "counts": {int(key): count for key, count in each["counts"].items()}} for each in told)
 
     def close(self, leave: bool = True) -> None:

@@ -36,7 +36,7 @@ def in_words(lags: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
     Args:
         lags: of each server: its ``counts``, by numbers, ``dropped``, and whether it is ``copied``, if at all; the
-            ``durable`` version, and how many acknowledged pushes of all workers it has ``lost``.
+            ``durable`` version, and how many acknowledged pushes of all workers it has ``lost``, if it takes snapshots.
 
     >>> in_words([{"counts": {0: 1, 1: 3}, "dropped": 1}, {"counts": {0: 2, 1: 2}, "dropped": 0}])
     {'lag, in pushes of others': '0: 38%, 1: 62%', 'dropped': '1'}
@@ -48,13 +48,13 @@ def in_words(lags: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         counts.update(each["counts"])
     pushes, dropped = sum(counts.values()) // len(lags), sum(each["dropped"] for each in lags)
     shares = ", ".join(f"{lag}: {100 * count / counts.total():.0f}%" for lag, count in sorted(counts.items()))
-    durable, lost = [each.get("durable", -1) for each in lags], [each.get("lost", 0) for each in lags]
-    kept = ["none" if version < 0 else str(version) for version in durable]
+    kept = [each for each in lags if "durable" in each]
+    durable = ["none" if each["durable"] < 0 else str(each["durable"]) for each in kept]
     copied = [each["copied"] for each in lags if "copied" in each]
     return {
         "lag, in pushes of others": (shares or "none") if pushes else "none, in step",
         "dropped": f"{dropped}",
-        **({"versions in snapshots": ", ".join(kept)} if max(durable) >= 0 else {}),
-        **({"acknowledged pushes lost": ", ".join(map(str, lost))} if any(lost) or max(durable) >= 0 else {}),
+        **({"versions in snapshots": ", ".join(durable)} if kept else {}),
+        **({"acknowledged pushes lost": ", ".join(str(each["lost"]) for each in kept)} if kept else {}),
         **({"shards with a replica": f"{sum(copied)} of {len(copied)}"} if copied else {}),
     }

@@ -189,7 +189,9 @@ class Server:
             field = header.get("field")
             return self._version(), self._exchange.give(worker, channel, field) if do == "pull" else 0
         if do == "lags":
-            return {**self._version(), "lags": dict(self._store.lags), "lost": self._store.record.get("lost", 0)}, 0
+            told, lost = self._version(), self._store.record.get("lost", 0)
+            kept = {} if self.snapshots is None else {"durable": told["durable"], "lost": lost}
+            return {**told, "lags": {**self._store.lags, **kept}}, 0
         if do == "read":
             told = {**self._version(), "fields": self._exchange.fields, "scalars": dict(self._store.scalars)}
             return told, self._exchange.read(channel, header["field"])
