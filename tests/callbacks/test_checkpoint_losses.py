@@ -42,7 +42,8 @@ def whole(folder: Path) -> list[Manifest]:
     """All checkpoints, verified, the oldest first; nothing else is left there."""
     store, entries = CheckpointStore(folder), settled(folder)
     assert [entry.error for entry in entries] == [None] * len(entries)
-    assert [name for name in os.listdir(folder) if ".tmp" in name] == []
+    left = {str(path): path.read_bytes()[:200] for path in folder.rglob("*.tmp-*/*")}
+    assert left == {} and [name for name in os.listdir(folder) if ".tmp" in name] == []
     return [store.verify(entry) for entry in reversed(entries)]
 
 

@@ -45,6 +45,22 @@ def test_nobody_waits_for_a_rank_that_gives_up(tmp_path: Path, late: float) -> N
         second.close(5.0)
 
 
+def test_who_gives_up_what_others_have_committed_leaves_nothing_behind(tmp_path: Path) -> None:
+    """It would make the folder anew that they have renamed, and nobody looks at that again."""
+    first, second = saver_of(tmp_path, 0), saver_of(tmp_path, 1)
+    try:
+        first.save(1, 10, (0,), {"x": torch.ones(3)}, {"own": 0}, {})
+        assert first.wait(20.0)
+        second.give_up(1, 10, "another round had come")
+        second.flush(20.0)
+        assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["000001-step-10"]
+        store = CheckpointStore(tmp_path)
+        assert store.trouble(store.entries()[0]) is None
+    finally:
+        first.close(5.0)
+        second.close(5.0)
+
+
 def test_what_the_first_rank_gives_up_is_deleted(tmp_path: Path) -> None:
     """The other one is ready by then, and will not look at it again."""
     first, second = saver_of(tmp_path, 0), saver_of(tmp_path, 1)

@@ -96,6 +96,13 @@ class CheckpointStore:
     def give_up(self, temporary: str, rank: int, why: str) -> None:
         """Say that nothing will come of a rank's part, so that nobody waits for it."""
         self.publish(f"{temporary}/{failure_of(rank)}", why[:_LONGEST].encode())
+        self.discard_if_committed(temporary)
+
+    def discard_if_committed(self, temporary: str) -> None:
+        """Who writes into a folder that another rank renames meanwhile makes it anew: nobody else would delete it."""
+        final, _, run = temporary.rpartition(".tmp-")
+        if self.files.atomic and run and self.files.exists(f"{final}/{MANIFEST}"):
+            self.discard(temporary)
 
     def missing(self, temporary: str, ranks: Iterable[int]) -> list[int]:
         """The ranks that did not say so yet."""

@@ -145,9 +145,8 @@ def perform(
             raise
         if commits:
             _commit(store, temporary, job, orphaned)
-        elif again and store.files.atomic and store.files.exists(manifest):
-            store.discard(temporary)  # committed while this was looking at it, which has made the folder anew
         else:
+            store.discard_if_committed(temporary)
             store.discard_if_hopeless(temporary, job["ranks"])
     return {"bytes": job["bytes"], "committed": commits}
 
