@@ -40,6 +40,7 @@ from lightning_async.engine.averaging.start import Start
 from lightning_async.engine.buckets import Exchange
 from lightning_async.engine.checkpoint.saver import Saver
 from lightning_async.engine.gates import Gates
+from lightning_async.engine.gradients.parts import InParts
 from lightning_async.engine.gradients.rounds import GradientRounds
 from lightning_async.engine.loop import Loop, Stage
 from lightning_async.engine.replica import Replica
@@ -146,11 +147,19 @@ def watch(trace: Trace, module: Trained) -> None:
             trace.note("failed")
         original(loop, stage)
 
-    def sum_(original: Any, transfer: Any, bucket: Tensor) -> None:
+    def begin_sum(transfer: Any, bucket: Tensor) -> None:
+        """Its first part is on its way when this rank dies."""
         if trace.dies("payload"):
             transfer.large.all_reduce(next(iter(FlatLayout.parts(bucket, transfer.part_bytes))))
             trace.at("payload")
+
+    def sum_(original: Any, transfer: Any, bucket: Tensor) -> None:
+        begin_sum(transfer, bucket)
         original(transfer, bucket)
+
+    def put_(original: Any, sums: Any, *args: Any) -> Tensor:
+        begin_sum(sums._transfer, part := original(sums, *args))
+        return part
 
     def merge_(original: Any, replica: Any, *args: Any, **kwargs: Any) -> Any:
         trace.at("merge")
@@ -177,6 +186,7 @@ def watch(trace: Trace, module: Trained) -> None:
     around(Loop, "_apply", apply)
     around(Loop, "_to", to)
     around(Transfer, "sum_", sum_)
+    around(InParts, "_put_", put_)
     around(Replica, "merge_", merge_)
     around(BackgroundAverager, "stand", stand)
     around(Gates, "rendezvous", rendezvous)

@@ -83,9 +83,14 @@ def test_samples_of_a_killed_process_count_up_to_its_last_round():
 
 
 @pytest.mark.timeout(230)
-def test_ranks_die_in_a_collective_an_optimizers_step_and_a_merge_and_numbers_come_out(tmp_path: Path):
-    places = ["payload", "optimizer", "merge"]
-    options = ["--scenario", "averaging", "--kills", "3", "--ranks", "5", "--places", *places, "--untold"]
+@pytest.mark.parametrize(
+    ("scenario", "places"), [("averaging", ("payload", "optimizer", "merge")), ("synchronous", ("payload", "commit"))]
+)
+def test_ranks_die_in_a_collective_an_optimizers_step_and_a_merge_and_numbers_come_out(
+    scenario: str, places: tuple[str, ...], tmp_path: Path
+):
+    kills, ranks = len(places), len(places) + 2
+    options = ["--scenario", scenario, "--kills", str(kills), "--ranks", str(ranks), "--places", *places, "--untold"]
     options += ["--out", str(tmp_path)]
     (done,) = run_ranks(
         "tests.benchmarks.elastic:main", 1, kwargs={"arguments": options}, timeout=200, launched=False, forks=True
@@ -96,11 +101,11 @@ def test_ranks_die_in_a_collective_an_optimizers_step_and_a_merge_and_numbers_co
     (outcome,) = json.loads((tmp_path / "elastic.json").read_text())["outcomes"]
     deaths = outcome["deaths"]
     assert [(death["place"], death["ranks"], death["alike"]) for death in deaths] == [
-        ("payload", 5, True), ("optimizer", 4, True), ("merge", 3, True)
-    ]  # fmt: skip
+        (place, ranks - dead, True) for dead, place in enumerate(places)
+    ]
     assert deaths[0]["repeated"] == 1 and all(death["repeated"] <= 1 for death in deaths)
     assert (outcome["codes"], outcome["errors"]) == ([0], [])
-    for target in ("pass: averaging: rounds repeated: 1.000 (<= 1.0)", "pass: averaging: errors: 0.000 (<= 0.0)"):
+    for target in (f"pass: {scenario}: rounds repeated: 1.000 (<= 1.0)", f"pass: {scenario}: errors: 0.000 (<= 0.0)"):
         assert target in done.stdout
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".md", ".png"]  # nothing of the run is left
 
