@@ -24,7 +24,7 @@ from lightning_async.engine.server.totals import PushTotals
 from lightning_async.rules.schedules.protocol import Action, Step
 from lightning_async.strategies.requests import Requests
 from lightning_async.strategies.saved_state import SavedState
-from lightning_async.strategies.stepping import Steps, learning_rate
+from lightning_async.strategies.stepping import Steps, is_scaled, learning_rate
 from lightning_async.strategies.writes import Writes
 from lightning_async.trainer.own_gradients import changes_gradients
 from lightning_async.trainer.patches import Undo, replace, take_back
@@ -82,7 +82,9 @@ class Pushing:
         self._strategy, self._averager, self._agreement = strategy, averager, Agreement(averager.control)
         self._totals, self._samples, self._told = cast(PushTotals, averager.summary.totals), 0.0, 0.0
         own = not strategy.update_on_server or not strategy.module.automatic_optimization
-        self._overlaps = not own and not changes_gradients(strategy.module, until_step=True)
+        # A scaler takes its scale out of gradients without a trace.
+        changed = is_scaled(strategy) or changes_gradients(strategy.module, until_step=True)
+        self._overlaps = not own and not changed
         self._spent = False
         """There was a step since these samples began to be counted: the next batch begins anew."""
         self._stepped = self._steps = self.pushes = 0

@@ -16,7 +16,7 @@ from lightning_async.engine.replica import BufferPolicy, OptimizerPolicy
 from lightning_async.rules.schedules.protocol import Action, Schedule, Step
 from lightning_async.trainer.own_gradients import changes_gradients
 
-__all__ = ["Stepping", "Steps", "learning_rate", "loss_scale"]
+__all__ = ["Stepping", "Steps", "is_scaled", "learning_rate", "loss_scale"]
 
 
 def learning_rate(optimizers: Iterable[Any]) -> float:
@@ -47,10 +47,15 @@ class Steps(Protocol):
     def precision_plugin(self) -> Any: ...
 
 
+def is_scaled(strategy: Steps) -> bool:
+    """Whether mixed precision multiplies losses, and so gradients until the step."""
+    scaler = getattr(strategy.precision_plugin, "scaler", None)
+    return scaler is not None and scaler.is_enabled()
+
+
 def loss_scale(strategy: Steps) -> float:
     """What mixed precision multiplies losses by."""
-    scaler = getattr(strategy.precision_plugin, "scaler", None)
-    return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
+    return float(strategy.precision_plugin.scaler.get_scale()) if is_scaled(strategy) else 1.0
 
 
 class Stepping:

@@ -17,7 +17,7 @@ from lightning_async import ParameterServerStrategy
 from lightning_async.comm.membership.signing import SECRET
 from lightning_async.engine.server.quorum import Terms
 from lightning_async.strategies.servers import Servers
-from lightning_async.trainer.namespace import pl
+from lightning_async.trainer.namespace import pl, pytorch
 from tests.commands.test_serve import SECRET_OF_JOB, free_ports, serving
 from tests.strategies import problem
 from tests.strategies.workers import Net, Recorder, loader, make_trainer, rank, scenario, shard
@@ -59,6 +59,21 @@ def rows_of(strategy: ParameterServerStrategy) -> dict[str, str]:
 @scenario
 def sync() -> Any:
     return fit(ParameterServerStrategy("sync"))
+
+
+class Scaled(pytorch("plugins").MixedPrecision):
+    """Losses are scaled, and nothing is of less precision."""
+
+    def __init__(self) -> None:
+        super().__init__("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))  # pyright: ignore
+
+    def forward_context(self) -> Any:
+        return contextlib.nullcontext()
+
+
+@scenario
+def sync_scaled() -> Any:
+    return fit(ParameterServerStrategy("sync"), plugins=[Scaled()])
 
 
 @scenario

@@ -25,8 +25,8 @@ from tests.strategies.test_survivors import survivors, three_ranks
 from tests.strategies.workers import SCENARIOS, Outcomes
 
 FEATURES = (
-    "sync", "sync_adam_two_servers", "sync_uneven", "asynchronous", "overlapped", "bounded", "changes", "two_by_hand",
-    "server_killed", "server_stopped",
+    "sync", "sync_scaled", "sync_adam_two_servers", "sync_uneven", "asynchronous", "overlapped", "bounded", "changes",
+    "two_by_hand", "server_killed", "server_stopped",
 )  # fmt: skip
 USERS = (
     "resumed", "as_users_do", "finds_a_rate", "other_settings", "fails", "several_fits",
@@ -48,7 +48,9 @@ def test_all_scenarios_are_run() -> None:
     assert sorted(SCENARIOS["tests.strategies.served"]) == sorted((*FEATURES, *USERS))
 
 
-@pytest.mark.parametrize(("name", "optimizer"), [("sync", momentum), ("sync_adam_two_servers", adam)])
+@pytest.mark.parametrize(
+    ("name", "optimizer"), [("sync", momentum), ("sync_scaled", momentum), ("sync_adam_two_servers", adam)]
+)
 def test_synchronous_training_is_that_of_one_process(outcomes: Outcomes, name: str, optimizer: object) -> None:
     told = outcomes(name)
     alone = flat(train_alone(joined(batches(0, BATCHES), batches(1, BATCHES)), epochs=2, optimizer=optimizer))  # pyright: ignore

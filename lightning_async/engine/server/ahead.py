@@ -27,8 +27,7 @@ Send = Callable[[Callable[[], Any]], Any]
 class Ahead:
     """Of one worker's model; on the training thread. On GPUs gradients leave after the backward pass.
 
-    Where most of what has left changes behind the backward pass (it is clipped, or unscaled), nothing leaves within it
-    any more.
+    Where most of what has left changes behind the backward pass (it is clipped), nothing leaves within it any more.
 
     Args:
         params: of the model, in the plan's order.
