@@ -45,7 +45,7 @@ def _plain(tensor: Tensor) -> Tensor:
         tensor = tensor.to_local()  # type: ignore[operator]
     if tensor.layout is torch.sparse_coo:
         tensor = tensor._values()
-    return real(tensor)
+    return real(tensor.resolve_conj())
 
 
 def gradients(optimizer: Any) -> list[Tensor]:

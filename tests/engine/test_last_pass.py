@@ -215,14 +215,16 @@ def test_a_checkpoint_holds_a_window_that_has_left_with_its_last_pass() -> None:
 
 
 def test_who_is_late_within_the_last_pass_takes_the_step_of_the_others_first() -> None:
-    """Its own gradients, which lie where that step's are to be, wait in the bucket, and go with the next step."""
+    """Its own gradients, which lie where that step's are to be, wait in the bucket, and go with the next step; of a
+    parameter that only it has used there is none in that step."""
     deadlines = Deadlines(payload=timedelta(seconds=2), grace=timedelta(seconds=1), reform=timedelta(seconds=60))
     turn = Turnstile()
 
     def body(rank: FaultyRank, net: Any, window: Window) -> Any:
-        gather(net, window, [(1.0, every(1.0))])
+        others = dict.fromkeys(range(1, 5), 1.0)
+        gather(net, window, [(1.0, every(1.0) if rank.number else others)])
         if rank.number == 0:
-            leave_with(rank, window, (1.0, every(3.0)))
+            leave_with(rank, window, (1.0, dict.fromkeys(others, 3.0)))
             first = take(rank, net)
             turn.set("without rank 1")
             leave_with(rank, window, (2.0, every(7.0)))
@@ -240,5 +242,5 @@ def test_who_is_late_within_the_last_pass_takes_the_step_of_the_others_first() -
 
     zero, one = on_ranks(2, body, deadlines=deadlines, schedule=NEVER)
     assert zero == one
-    assert zero[0] == [2.0] * 5
+    assert zero[0] == [None, 2.0, 2.0, 2.0, 2.0]
     assert zero[1] == pytest.approx([(2 * 7.0 + 1.0 + 5.0) / 4] * 2 + [(2 * 7.0 + 1.0) / 4] * 3)

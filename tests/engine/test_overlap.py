@@ -16,6 +16,7 @@ from lightning_async.comm.simulated.faulty import Fail, Fault
 from lightning_async.engine import backward
 from lightning_async.engine.backward import spans
 from lightning_async.engine.deadlines import Deadlines
+from lightning_async.engine.gradients.window import Window
 from lightning_async.engine.header import Arrival
 from lightning_async.flat import FlatLayout
 from lightning_async.rules import Synchronous
@@ -150,6 +151,46 @@ def test_gradients_that_are_changed_behind_the_backward_pass_are_seen() -> None:
 
     for found in on_ranks(2, body):
         assert found == [[1, 1, 1, 1, 3], [1, 1, 1, 1, 2], [1, 1, 1, 1, 0.5], [1, 1, 1, 4, 1]]
+
+
+class Odd(nn.Module):
+    """Autograd gives two parameters one gradient, and a third one that is conjugated when it is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.same = nn.ParameterList([nn.Parameter(torch.ones(3)) for _ in range(2)])
+        self.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+
+    def loss(self, factor: float) -> Tensor:
+        phase = torch.view_as_real(self.phase.conj().resolve_conj()) * torch.tensor([1.0, 2.0])
+        return factor * ((torch.stack([*self.same]).sum(0) * torch.arange(3)).sum() + phase.sum())
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_gradients_that_share_memory_or_are_yet_to_be_conjugated(early: bool) -> None:
+    def body(rank: FaultyRank) -> Any:
+        net: Any = rank.module
+        planned, window = rank.averager.plan(), Window(rank.gradients)
+        if early:
+            rank.gradients.begin_backward(1.0)
+        net.loss(1.0 + 2.0 * rank.number).backward()
+        first, second = (p.grad for p in net.same)
+        assert first.data_ptr() == second.data_ptr()
+        assert net.phase.grad.is_conj()
+        if early:
+            rank.gradients.reduce_(1.0)
+        else:
+            window.add_(1.0)
+            assert window.leave()
+            rank.gradients.wait()
+            rank.gradients.take_()
+            rank.gradients.stepped()
+        rank.averager.tick(planned, 1.0)
+        found = (p.grad.resolve_conj() for p in net.parameters())
+        return [(torch.view_as_real(g) if g.is_complex() else g).tolist() for g in found]
+
+    for found in values(2, body, module=Odd, schedule=Synchronous()):
+        assert found == [[[2.0, -4.0], [2.0, -4.0]], [0.0, 2.0, 4.0], [0.0, 2.0, 4.0]]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -64,14 +64,12 @@ def unpack_(replica: Replica, bucket: Tensor, used: Tensor, scale: float, plans:
     part, trained = replica.of_rule(bucket), replica.tensors.trained.values()
     if scale != 1.0:
         part.mul_(scale)
-    gradients: list[Any] = [
-        torch.empty_like(p) if p.grad is None or strided(p.grad) is not p.grad else p.grad for p in trained
-    ]
+    gradients = _places(trained)
     with plans.of([real(g) for g in gradients]) as plan:
         plan.apply_(part)
     for p, gradient, any_used in zip(trained, gradients, used.tolist(), strict=True):
-        if p.grad is not gradient and any_used:
-            p.grad = gradient
+        if not any_used or p.grad is not gradient:
+            p.grad = gradient if any_used else None
 
 
 def divide_(layout: FlatLayout, mean: Tensor, behind: Tensor | None, share: float, transfer: Transfer) -> None:
@@ -94,5 +92,19 @@ def divide_(layout: FlatLayout, mean: Tensor, behind: Tensor | None, share: floa
 
 
 def strided(gradient: Tensor) -> Tensor:
-    """The same as a dense one."""
-    return gradient if gradient.layout is torch.strided else gradient.to_dense()
+    """The same as a dense one, that has in its memory what it is."""
+    return gradient.resolve_conj() if gradient.layout is torch.strided else gradient.to_dense()
+
+
+def _places(trained: Iterable[Any]) -> list[Tensor]:
+    """Memory for a gradient of each parameter: that of the one it has, unless it shares that, as autograd may give
+    several the same one (those of a stack that is summed)."""
+    places: list[Tensor] = []
+    taken: set[int] = set()
+    for p in trained:
+        place: Any = p.grad
+        if place is None or strided(place) is not place or place.data_ptr() in taken:
+            place = torch.empty_like(p)
+        places.append(place)
+        taken.add(place.data_ptr())
+    return places

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_async import ops
 from lightning_async.engine.digest import real
+from lightning_async.engine.gradients.packing import strided
 from lightning_async.engine.gradients.records import Before
 from lightning_async.engine.gradients.synchronous import SynchronousGradients
 
@@ -82,7 +83,7 @@ class Window:
         self.samples, self.batches = self.samples + samples, self.batches + 1
 
     def _dense(self, gradient: Tensor) -> Tensor:
-        gradient = real(gradient.to_dense() if gradient.is_sparse else gradient)
+        gradient = real(strided(gradient))
         return gradient if gradient.device == self._sum.device else gradient.to(self._sum.device)
 
     def leave(self) -> bool:
