@@ -117,9 +117,10 @@ def check_fit(trainer: Any, world: World) -> bool:
 
     Raises:
         ValueError: the ranks have unequal numbers of epochs, and something happens at their ends on all ranks; or a
-            scheduler ends before training does, where all ranks take the steps of the one that has the most.
+            scheduler ends before training does, or watches what is a rank's own, where all ranks take the same steps.
     """
     _check_length(trainer, world)
+    _check_watched(trainer)
     epochs = world.gather_objects(_epochs(trainer))
     if len(set(epochs)) == 1:
         return True
@@ -176,6 +177,19 @@ def _check_length(trainer: Any, world: World) -> None:
             f"the one that has the most data; these have data for {[steps for steps, _ in told]} steps. Pass "
             f"`total_steps={steps:g}` on all ranks: `trainer.estimated_stepping_batches` knows a rank's own data only."
         )
+
+
+def _check_watched(trainer: Any) -> None:
+    """Of schedulers that watch a metric: at a step it is that of this rank's batch, and at gates there is none."""
+    if updates_of(trainer) is None or not trainer.lightning_module.automatic_optimization:
+        return
+    for each in trainer.lr_scheduler_configs:
+        if each.reduce_on_plateau and each.interval == "step":
+            raise ValueError(
+                f"`{type(each.scheduler).__name__}` with `interval='step'` watches a metric of each rank's own batches, "
+                "and all ranks have one learning rate here. Let it watch one of whole epochs, such as that of a "
+                'validation: `{"scheduler": ..., "interval": "epoch", "monitor": "val_loss"}`.'
+            )
 
 
 def _epochs(trainer: Any) -> float:

@@ -270,6 +270,13 @@ def ends_too_soon() -> Any:
 
 
 @scenario
+def watched_by_step() -> Any:
+    """What a rank logs in a step is its own."""
+    how = {"interval": "step", "monitor": "train_loss", "strict": False}
+    return fit(strategy(2), loader(shard((4, 4))), Scheduled(never_enough, **how), max_epochs=2)
+
+
+@scenario
 def epochs_apart() -> Any:
     """To a number of steps, with unequal data: ranks do not meet at the ends of epochs."""
     module = Scheduled(halves, interval="epoch")

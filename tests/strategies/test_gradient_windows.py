@@ -196,6 +196,7 @@ def test_schedulers_are_those_of_all_steps_and_epochs_on_ranks_of_unequal_data(r
             "ends_too_soon",
             "`OneCycleLR` ends after 6 steps, and this training has 14: all ranks take each step of the one",
         ),
+        ("watched_by_step", "`ReduceLROnPlateau` with `interval='step'` watches a metric of each rank's own batches"),
         ("epochs_apart", "at the end of an epoch: a scheduler of learning rates, of which all replicas have the same."),
     ],
 )
