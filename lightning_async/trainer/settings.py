@@ -10,9 +10,11 @@ from __future__ import annotations
 import importlib
 import logging
 import re
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.optim import Optimizer
 
 from lightning_async.engine.world import World
 from lightning_async.errors import SettingsMismatch
@@ -22,7 +24,7 @@ from lightning_async.trainer.patches import callbacks_of
 
 __all__ = [
     "Compared", "Settings", "check_checkpoint", "check_equal", "check_newcomer", "check_settings", "settings_of",
-    "version",
+    "settings_of_optimizers", "version",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -86,6 +88,17 @@ def settings_of(strategy: Compared, trainer: Any) -> Settings:
     ):
         same.pop("accumulate_grad_batches")  # which such callbacks change while others train
     return same
+
+
+def settings_of_optimizers(module: Any, optimizers: Sequence[Optimizer]) -> Settings:
+    """What must be equal on all ranks where each steps with the gradients of all: else replicas part without a word."""
+    kinds = []
+    for each in optimizers:
+        plain = {name: v.tolist() if isinstance(v, torch.Tensor) else v for name, v in each.defaults.items()}
+        arguments = ", ".join(f"{name}={value!r}" for name, value in plain.items())
+        kinds.append(f"{type(each).__name__}({arguments}) of {[len(group['params']) for group in each.param_groups]}")
+    values = {"automatic_optimization": module.automatic_optimization, "optimizers": "; ".join(kinds)}
+    return {name: _text(value) for name, value in values.items()}
 
 
 def check_newcomer(theirs: Settings, mine: Settings) -> None:

@@ -74,6 +74,30 @@ def settings() -> Any:
     return told | {name: _refused({}, **values[rank()]) for name, values in TRAINERS.items()}
 
 
+class Manual(Net):
+    """Takes its own steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+@scenario
+def optimizers() -> Any:
+    """Of windows of gradients: what would make replicas part that step with the same gradients."""
+    modules = {
+        "kind": lambda: Net(optimizer=lambda ps: torch.optim.Adam(ps, lr=0.05)),
+        "rate": lambda: Net(optimizer=lambda ps: torch.optim.SGD(ps, lr=0.25)),
+        "groups": lambda: Net(optimizer=lambda ps: torch.optim.SGD([{"params": [p]} for p in ps], lr=0.05)),
+        "manual": Manual,
+    }
+    told = {}
+    for name, other in modules.items():
+        strategy = lightning_async.AsyncGradientStrategy(2, min_replicas=2)
+        told[name] = _error(make_trainer(strategy).fit, other() if rank() else Net(), loader(shard((4, 4))))
+    return told
+
+
 @scenario
 def versions() -> Any:
     """Another version of this package, and of torch, on rank 1; only torch's major and minor numbers count."""

@@ -25,6 +25,15 @@ def test_different_settings_are_refused_with_both_values(ranks: Outcomes, name: 
         assert f"`{argument}` is {first} on rank 0, {second} on rank 1." in told[name]
 
 
+def test_optimizers_that_differ_are_refused_where_all_step_with_the_same_gradients(ranks: Outcomes) -> None:
+    for rank, told in enumerate(ranks("optimizers")):
+        assert all(each.startswith(f"SettingsMismatch: Rank {rank}: ") for each in told.values()), told
+        assert "`optimizers` is SGD(lr=0.05, " in told["kind"] and "Adam(lr=0.05, " in told["kind"]
+        assert "on rank 0, SGD(lr=0.25, " in told["rate"]
+        assert " of [4] on rank 0, " in told["groups"] and " of [1, 1, 1, 1] on rank 1." in told["groups"]
+        assert "`automatic_optimization` is True on rank 0, False on rank 1." in told["manual"]
+
+
 def test_different_versions_are_refused(ranks: Outcomes) -> None:
     for told in ranks("versions"):
         assert "`version of lightning_async` is " in told["lightning_async"]
