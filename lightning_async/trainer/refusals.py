@@ -186,9 +186,9 @@ def _check_watched(trainer: Any) -> None:
     for each in trainer.lr_scheduler_configs:
         if each.reduce_on_plateau and each.interval == "step":
             raise ValueError(
-                f"`{type(each.scheduler).__name__}` with `interval='step'` watches a metric of each rank's own batches, "
-                "and all ranks have one learning rate here. Let it watch one of whole epochs, such as that of a "
-                'validation: `{"scheduler": ..., "interval": "epoch", "monitor": "val_loss"}`.'
+                f"`{type(each.scheduler).__name__}` with `interval='step'` watches a metric of each rank's own "
+                "batches, and all ranks have one learning rate here. Let it watch one of whole epochs, such as that of "
+                'a validation: `{"scheduler": ..., "interval": "epoch", "monitor": "val_loss"}`.'
             )
 
 
