@@ -81,6 +81,7 @@ class HorovodStrategy(ReplicatedStrategy):
         self.weight = 1.0
         """What this rank's next backward pass counts in the mean over ranks, where their batches are unequal."""
         self._reducer: GradientReducer | None = None
+        self._averaged: set[int] = set()
         self._undo: list[Callable[[], None]] = []
 
     @classmethod
@@ -110,6 +111,16 @@ class HorovodStrategy(ReplicatedStrategy):
                 for optimizer in self.optimizers
             ]
 
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Parameters that were unfrozen since, on all ranks alike, are averaged from now on."""
+        if self._reducer is None or self._reducer.begun:
+            return
+        if any(param.requires_grad and id(param) not in self._averaged for param in self.module.parameters()):
+            enabled = self._reducer.enabled
+            self._reducer.close()
+            self._reducer = self._make_reducer()
+            self._reducer.enabled = enabled
+
     def _make_reducer(self) -> GradientReducer:
         assert self._connection is not None
         collectives = self._connection.root
@@ -117,8 +128,13 @@ class HorovodStrategy(ReplicatedStrategy):
         adasum = self.reduction == "adasum"
         if adasum:
             collectives.check_adasum()
+        trained = [p for p in self.module.parameters() if p.requires_grad or id(p) in self._averaged]
+        if self._averaged:
+            collectives = collectives.fork(f"unfrozen{len(trained)}")
+            assert isinstance(collectives, HorovodCollectives)
+        self._averaged = {id(param) for param in trained}
         return GradientReducer(
-            [param for param in self.module.parameters() if param.requires_grad],
+            trained,
             collectives.for_gradients(self.timeout, self._bucket_bytes),
             # Adasum looks at each parameter's gradient by itself.
             bucket_bytes=0 if adasum else self._bucket_bytes,
@@ -175,6 +191,7 @@ class HorovodStrategy(ReplicatedStrategy):
         if self._reducer is not None:
             self._reducer.close()
             self._reducer = None
+        self._averaged = set()
         take_back(self._undo)
         self.disconnect(in_order=not self.failed)
         super().teardown()

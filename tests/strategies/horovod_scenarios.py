@@ -147,6 +147,30 @@ class TwoPlayers(Net):
             self.untoggle_optimizer(optimizer)
 
 
+class Unfreezing(pl.LightningModule):
+    """Its first layer is frozen in its first epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+        self.layers[0].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        self.layers[0].requires_grad_(self.current_epoch > 0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.layers(torch.full((2, 4), 1.0 + self.trainer.global_rank)).square().sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+@scenario
+def unfrozen_where_an_epoch_starts() -> Any:
+    return fit(Unfreezing(), max_epochs=2)
+
+
 @scenario
 def two_players() -> Any:
     return fit(TwoPlayers())

@@ -60,6 +60,20 @@ def test_two_players_train_as_in_one_process(ranks: Outcomes) -> None:
         assert distance(told["flat"], [*expected, *expected]) < 1e-6
 
 
+def test_a_layer_that_is_unfrozen_where_an_epoch_starts_is_averaged_from_then_on(ranks: Outcomes) -> None:
+    told = ranks("unfrozen_where_an_epoch_starts")
+    assert told[0]["digest"] == told[1]["digest"]
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.01)
+    for step in range(told[0]["step"]):
+        alone[0].requires_grad_(step >= told[0]["step"] // 2)
+        optimizer.zero_grad()
+        sum(alone(torch.full((2, 4), 1.0 + rank)).square().sum() / 2 for rank in range(2)).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    assert distance(told[0]["flat"], flat(alone)) < 1e-6
+
+
 def test_a_parameter_that_some_ranks_use_and_one_that_none_uses(ranks: Outcomes) -> None:
     for told in ranks("unused_parameters"):
         # Its gradient is 1 on rank 0 and 0 on rank 1; weight decay is 0.1.
