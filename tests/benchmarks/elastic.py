@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tests.benchmarks.averaging import termination_as_exception
 from tests.benchmarks.elastic_report import Outcome, targets_of, write
-from tests.benchmarks.elastic_run import START_S, Run, alive, training
+from tests.benchmarks.elastic_run import START_S, Run, training
 from tests.benchmarks.elastic_trace import Death, Life, alike, measure_death, measure_return
 from tests.benchmarks.ranks import RankFailed
 from tests.benchmarks.report import load_average, machine
@@ -57,7 +57,7 @@ def kills(options: argparse.Namespace, outcome: Outcome, **job: object) -> None:
 
 
 def measured(all_: Sequence[Life], place: str, victims: Sequence[Life], killed_at: float, run: Run) -> Death:
-    others = [life for life in all_ if life not in victims and alive(life.process)]
+    others = [life for life in all_ if life not in victims and life.alive]
     death = measure_death(others, place, [victim.name for victim in victims], killed_at)
     if death is None:
         raise RankFailed(f"no round after a death in {place}\n{run.said()}")
@@ -84,11 +84,11 @@ def returning(options: argparse.Namespace, outcome: Outcome) -> None:
             all_ = run.wait(
                 "for it to come back",
                 lambda all_, name=victim.name: any(
-                    life.name == name and life.commits and alive(life.process) for life in all_
+                    life.name == name and life.commits and life.alive for life in all_
                 ) and run.settled()(all_),
                 START_S,
             )  # fmt: skip
-            back = next(life for life in reversed(all_) if life.name == victim.name and alive(life.process))
+            back = next(life for life in reversed(all_) if life.name == victim.name and life.alive)
             outcome.returns.append(measure_return(others, back, killed_at))
             say(f"  {outcome.deaths[-1]}\n  {outcome.returns[-1]}")
         outcome.codes.append(run.end())
@@ -122,7 +122,7 @@ def stopped(options: argparse.Namespace, outcome: Outcome) -> None:
             outcome.deaths.append(death)
             say(f"  {death}")
             os.kill(victim.process, signal.SIGCONT)
-            run.wait("for it to end", lambda _, process=victim.process: not alive(process))
+            run.wait("for it to end", lambda _, victim=victim: not victim.alive)
             run.traces.read()
             said = [event["error"] for event in victim.of("error")]
             outcome.facts.append(

@@ -16,7 +16,7 @@ from pathlib import Path
 from tests.benchmarks.elastic_trace import Life, Traces
 from tests.benchmarks.ranks import ROOT, RankFailed
 
-__all__ = ["DEATH_S", "START_S", "Run", "alive", "training"]
+__all__ = ["DEATH_S", "START_S", "Run", "training"]
 
 CONSOLE = str(ROOT / "lightning_async/commands/bin/lightning-async")
 SETTLED = 3
@@ -64,14 +64,14 @@ class Run:
 
     def living(self) -> dict[str, Life]:
         """Those that train, by name."""
-        return {life.name: life for life in self.traces.read() if alive(life.process) and not life.ended}
+        return {life.name: life for life in self.traces.read() if life.alive and not life.ended}
 
     def settled(self, without: Sequence[Life] = ()) -> Callable[[list[Life]], bool]:
         """Whether all that live have committed some rounds together."""
         gone = {life.process for life in without}
 
         def done(all_: list[Life]) -> bool:
-            here = [each for each in all_ if each.process not in gone and alive(each.process) and not each.ended]
+            here = [each for each in all_ if each.process not in gone and each.alive and not each.ended]
             names = {life.name for life in here}
             return bool(here) and all(
                 len(last := life.commits[-SETTLED:]) == SETTLED and all(set(c["members"]) == names for c in last)
@@ -101,7 +101,7 @@ class Run:
             os.kill(life.process, signal.SIGKILL)
         else:
             self.order(life, place)
-            self.wait(f"for rank {life.name} to die in {place}", lambda _: not alive(life.process))
+            self.wait(f"for rank {life.name} to die in {place}", lambda _: not life.alive)
             (self.folder / f"die-{life.name}").unlink(missing_ok=True)
             self.traces.read()
             at = next((event["t"] for event in life.of("die")), time.monotonic())
@@ -133,14 +133,6 @@ class Run:
             self.process.kill()
             self.process.wait()
         self._out.close()
-
-
-def alive(process: int) -> bool:
-    """Whether it is there, and no zombie."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 @contextlib.contextmanager

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BATCH", "Death", "Life", "Return", "Traces", "Writer", "measure_death", "measure_return", "percentile"]
+__all__ = [
+    "BATCH", "Death", "Life", "Return", "Traces", "Writer", "alive", "measure_death", "measure_return", "percentile",
+]  # fmt: skip
 
 BATCH = 8
 """Samples of a step."""
@@ -59,9 +61,24 @@ class Life:
         return self.of("commit")
 
     @property
+    def alive(self) -> bool:
+        """Its process is there."""
+        return alive(self.process, self.events[0]["t"] if self.events else math.inf)
+
+    @property
     def ended(self) -> bool:
         """In order."""
         return bool(self.events) and self.events[-1]["what"] == "end"
+
+
+def alive(process: int, by: float = math.inf) -> bool:
+    """Whether it is there, and no zombie, and was by a time of the monotonic clock: numbers of processes come again."""
+    try:
+        told = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return False
+    began = int(told[19]) / os.sysconf("SC_CLK_TCK") - time.clock_gettime(time.CLOCK_BOOTTIME) + time.monotonic()
+    return told[0] not in "ZX" and began <= by + 1.0  # in hundredths of a second, by clocks that are read in turn
 
 
 class Traces:

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 
 from lightning_async import Deadlines, ParameterServerStrategy
 from tests.benchmarks.averaging import termination_as_exception
-from tests.benchmarks.elastic_run import DEATH_S, START_S, Run, alive
+from tests.benchmarks.elastic_run import DEATH_S, START_S, Run
 from tests.benchmarks.elastic_trace import Life, Writer
 from tests.benchmarks.report import Target, load_average, machine
 
@@ -156,7 +156,7 @@ def _go_on(run: Run, ranks: int) -> Callable[[list[Life]], bool]:
     before = {life.process: pushes_of(life) for life in run.traces.read()}
 
     def done(all_: list[Life]) -> bool:
-        here = [life for life in all_ if alive(life.process) and not life.ended]
+        here = [life for life in all_ if life.alive and not life.ended]
         return len(here) == ranks and all(pushes_of(life) >= before.get(life.process, 0) + 3 for life in here)
 
     return done

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from tests.benchmarks.averaging import termination_as_exception
 from tests.benchmarks.elastic import FEWEST
-from tests.benchmarks.elastic_run import Run, alive, training
+from tests.benchmarks.elastic_run import Run, training
 from tests.benchmarks.elastic_trace import BATCH, Death, Life, alike, measure_death, percentile
 from tests.benchmarks.ranks import RankFailed
 from tests.benchmarks.report import Target, load_average, machine
@@ -142,12 +142,12 @@ def kill(run: Run | Torchft, victim: Life, killed: set[int], result: Soak) -> No
     killed.add(victim.process)
 
     def death(all_: Sequence[Life]) -> Death | None:
-        others = [life for life in all_ if life.process not in killed and alive(life.process)]
+        others = [life for life in all_ if life.process not in killed and life.alive]
         return measure_death(others, "anywhere", [victim.name], killed_at)
 
     all_ = run.wait("for the others' next round", lambda all_: death(all_) is not None)
     say(f"  {death(all_)}")
-    others = [life for life in all_ if life.process not in killed and alive(life.process)]
+    others = [life for life in all_ if life.process not in killed and life.alive]
     result.moments.append((killed_at, victim.name, others))
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 
 from tests.benchmarks import elastic, soak
 from tests.benchmarks.elastic_report import Outcome, write
-from tests.benchmarks.elastic_trace import Death, Life, Traces, alike, measure_death, measure_return
+from tests.benchmarks.elastic_trace import Death, Life, Traces, alike, alive, measure_death, measure_return
 from tests.support import ROOT, run_ranks
 
 
@@ -74,6 +76,13 @@ def test_a_line_that_is_not_whole_yet_is_read_later(tmp_path: Path):
     assert (found.name, found.process, len(found.events), found.ended) == ("2", 4711, 1, False)
     path.write_text(path.read_text() + '"t": 2.0, "digest": "a"}\n')
     assert traces.read()[0].ended
+
+
+def test_a_number_that_another_process_has_taken_is_no_sign_of_life():
+    mine = os.getpid()
+    assert alive(mine) and alive(mine, by=time.monotonic())
+    assert not alive(mine, by=1.0), "a second after the machine had started"
+    assert Life("0", mine, [step(time.monotonic(), 0.0)]).alive and not Life("0", mine, [step(1.0, 0.0)]).alive
 
 
 def test_samples_of_a_killed_process_count_up_to_its_last_round():

@@ -21,7 +21,7 @@ from lightning_async.launch.environment import Job
 from lightning_async.launch.places import Place
 from lightning_async.launch.process import Process
 from lightning_async.launch.standby import Standbys
-from tests.benchmarks.elastic_run import DEATH_S, START_S, alive
+from tests.benchmarks.elastic_run import DEATH_S, START_S
 from tests.benchmarks.elastic_trace import Life, Traces
 from tests.benchmarks.ranks import ROOT, RankFailed
 
@@ -93,7 +93,7 @@ class Torchft:
     def living(self) -> dict[str, Life]:
         """Those that train, by name."""
         self.tend()
-        living = {life.name: life for life in self.traces.read() if life.commits and alive(life.process)}
+        living = {life.name: life for life in self.traces.read() if life.commits and life.alive}
         if len(living) == self.ranks:  # as the launcher does, once all train
             self._standbys.prepare(1)
         return living

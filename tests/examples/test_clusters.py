@@ -14,7 +14,7 @@ import pytest
 from lightning_async.comm.launched import REJOIN, came_back
 from lightning_async.comm.membership.signing import SECRET
 from lightning_async.trainer.namespace import fabric
-from tests.benchmarks.elastic_run import alive
+from tests.benchmarks.elastic_trace import alive
 from tests.support import ROOT
 
 
