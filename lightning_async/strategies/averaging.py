@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning_async.engine.averaging.config import AveragerConfig, Weighting
 from lightning_async.engine.codes import Compression
 from lightning_async.engine.deadlines import Deadlines
 from lightning_async.engine.replica import BufferPolicy, OptimizerPolicy
-from lightning_async.rules import DeltaMean, EveryNSteps
+from lightning_async.rules import DeltaMean, EveryNSteps, Synchronous
 from lightning_async.rules.averaging.protocol import AveragingRule
 from lightning_async.rules.schedules.protocol import Schedule
 from lightning_async.strategies.drifting import DriftingStrategy
 from lightning_async.trainer import refusals
 from lightning_async.trainer.namespace import name as namespace
 from lightning_async.trainer.namespace import pytorch
+from lightning_async.trainer.settings import check_equal, settings_of_optimizers
 from lightning_async.transports.choose import TransportName
 from lightning_async.transports.transport import Transport
 
@@ -95,6 +98,11 @@ class AsyncAveragingStrategy(DriftingStrategy):
             rule, schedule, config, buffers=buffers, optimizer_state=optimizer_state, lr_clock=lr_clock,
             transport=transport,
         )  # fmt: skip
+
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
+        if trainer.state.fn == "fit" and self.world is not None and isinstance(self.schedule, Synchronous):
+            check_equal(self.world, settings_of_optimizers(self.module, self.optimizers))
 
     def settings(self) -> dict[str, object]:
         """What must be equal on all ranks in a fit."""

@@ -36,6 +36,8 @@ _LIMITS = (
     "enable_validation",
 )  # fmt: skip
 
+_HOW = ("foreach", "fused", "capturable", "differentiable")
+"""Arguments of optimizers that decide by which kernels the same numbers are made: devices may differ."""
 _COLLECTIVE = ("Checkpoint", "EarlyStopping", "LearningRateFinder", "StochasticWeightAveraging", "WeightAveraging")
 
 Settings = dict[str, str]
@@ -95,7 +97,7 @@ def settings_of_optimizers(module: Any, optimizers: Sequence[Optimizer]) -> Sett
     kinds = []
     for each in optimizers:
         plain = {name: v.tolist() if isinstance(v, torch.Tensor) else v for name, v in each.defaults.items()}
-        arguments = ", ".join(f"{name}={value!r}" for name, value in plain.items())
+        arguments = ", ".join(f"{name}={value!r}" for name, value in plain.items() if name not in _HOW)
         kinds.append(f"{type(each).__name__}({arguments}) of {[len(group['params']) for group in each.param_groups]}")
     values = {"automatic_optimization": module.automatic_optimization, "optimizers": "; ".join(kinds)}
     return {name: _text(value) for name, value in values.items()}

@@ -84,18 +84,23 @@ class Manual(Net):
 
 @scenario
 def optimizers() -> Any:
-    """Of windows of gradients: what would make replicas part that step with the same gradients."""
+    """Of windows of gradients, and of synchronous steps: what would make replicas part that step with the same ones."""
     modules = {
         "kind": lambda: Net(optimizer=lambda ps: torch.optim.Adam(ps, lr=0.05)),
         "rate": lambda: Net(optimizer=lambda ps: torch.optim.SGD(ps, lr=0.25)),
         "groups": lambda: Net(optimizer=lambda ps: torch.optim.SGD([{"params": [p]} for p in ps], lr=0.05)),
         "manual": Manual,
     }
-    told = {}
-    for name, other in modules.items():
+    told, in_step = {}, lightning_async.Synchronous()
+    for name, other in [*modules.items(), ("synchronous", modules["rate"])]:
         strategy = lightning_async.AsyncGradientStrategy(2, min_replicas=2)
+        if name == "synchronous":
+            strategy = lightning_async.AsyncAveragingStrategy(schedule=in_step, min_replicas=2)
         told[name] = _error(make_trainer(strategy).fit, other() if rank() else Net(), loader(shard((4, 4))))
-    return told
+    fused = Net(optimizer=lambda ps: torch.optim.SGD(ps, lr=0.05, fused=rank() == 0))
+    return told | {
+        "kernels": _error(make_trainer(lightning_async.AsyncGradientStrategy(2)).fit, fused, loader(shard((4, 4))))
+    }
 
 
 @scenario

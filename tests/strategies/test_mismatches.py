@@ -27,9 +27,10 @@ def test_different_settings_are_refused_with_both_values(ranks: Outcomes, name: 
 
 def test_optimizers_that_differ_are_refused_where_all_step_with_the_same_gradients(ranks: Outcomes) -> None:
     for rank, told in enumerate(ranks("optimizers")):
+        assert told.pop("kernels") == "done"
         assert all(each.startswith(f"SettingsMismatch: Rank {rank}: ") for each in told.values()), told
         assert "`optimizers` is SGD(lr=0.05, " in told["kind"] and "Adam(lr=0.05, " in told["kind"]
-        assert "on rank 0, SGD(lr=0.25, " in told["rate"]
+        assert "on rank 0, SGD(lr=0.25, " in told["rate"] and "on rank 0, SGD(lr=0.25, " in told["synchronous"]
         assert " of [4] on rank 0, " in told["groups"] and " of [1, 1, 1, 1] on rank 1." in told["groups"]
         assert "`automatic_optimization` is True on rank 0, False on rank 1." in told["manual"]
 
