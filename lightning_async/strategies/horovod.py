@@ -157,6 +157,16 @@ class HorovodStrategy(ReplicatedStrategy):
             for optimizer, state in zip(self.optimizers, states, strict=True):
                 optimizer.load_state_dict(state)
 
+    def on_validation_start(self) -> None:
+        """All validate with rank 0's buffers, which checkpoints hold: BatchNorm's are each rank's own in training."""
+        if self.world is None:
+            return
+        buffers = dict(self.module.named_buffers())
+        told = self.world.broadcast({name: buffer.cpu() for name, buffer in buffers.items()})
+        if self.global_rank != 0:
+            for name, buffer in buffers.items():
+                buffer.copy_(told[name])
+
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """While gradients are accumulated, nothing travels."""

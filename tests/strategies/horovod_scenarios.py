@@ -171,6 +171,33 @@ def unfrozen_where_an_epoch_starts() -> Any:
     return fit(Unfreezing(), max_epochs=2)
 
 
+class Normed(pl.LightningModule):
+    """BatchNorm sees other batches on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1))
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.layers(torch.randn(8, 4) + 10.0 * self.trainer.global_rank).square().sum()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append(self.layers(torch.ones(2, 4)).sum().item())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+@scenario
+def validated_with_buffers() -> Any:
+    module, val = Normed(), loader(shard((1, 1)))
+    trainer = make_trainer(HorovodStrategy(), devices=1, max_epochs=2)
+    trainer.fit(module, loader(shard((4, 4))), val)
+    trainer.validate(module, val)
+    return {"seen": module.seen, "mean": module.layers[0].running_mean.tolist()}
+
+
 @scenario
 def two_players() -> Any:
     return fit(TwoPlayers())

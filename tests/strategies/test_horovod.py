@@ -60,6 +60,13 @@ def test_two_players_train_as_in_one_process(ranks: Outcomes) -> None:
         assert distance(told["flat"], [*expected, *expected]) < 1e-6
 
 
+def test_all_validate_with_rank_0s_buffers_in_a_fit_as_behind_it(ranks: Outcomes) -> None:
+    first, second = ranks("validated_with_buffers")
+    assert first["seen"] == second["seen"] and first["mean"] == second["mean"]
+    assert first["seen"][-1] == first["seen"][-2] != first["seen"][-3]
+    assert max(map(abs, first["mean"])) < 5.0, "rank 0's own, of batches around 0"
+
+
 def test_a_layer_that_is_unfrozen_where_an_epoch_starts_is_averaged_from_then_on(ranks: Outcomes) -> None:
     told = ranks("unfrozen_where_an_epoch_starts")
     assert told[0]["digest"] == told[1]["digest"]
