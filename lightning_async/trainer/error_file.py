@@ -11,12 +11,13 @@ from types import TracebackType
 from lightning_async.errors import PeerLost, StoreLost
 from lightning_async.trainer.patches import shorten
 
-__all__ = ["STORE_LOST", "note_end"]
+__all__ = ["STORE_LOST", "ended_in_order", "note_end"]
 
 STORE_LOST = 69
 """The exit code of a script that ends with `StoreLost`: EX_UNAVAILABLE of sysexits.h, as of our launcher."""
 
 _VARIABLE = "TORCHELASTIC_ERROR_FILE"
+_ends: list[str] = []  # of runs of this process, by an exception
 
 
 def note_end(exception: BaseException) -> None:
@@ -24,6 +25,8 @@ def note_end(exception: BaseException) -> None:
 
     A program whose main function is under torch's ``@record`` writes it once more, over this.
     """
+    if type(exception) is not SystemExit or exception.code:  # what serves ends by that; a signal is a class below it
+        _ends.append(type(exception).__name__)
     if isinstance(exception, Exception) and _VARIABLE in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -33,6 +36,11 @@ def note_end(exception: BaseException) -> None:
         shorten(exception)
     if isinstance(exception, StoreLost) and not isinstance(sys.excepthook, _Codes):
         sys.excepthook = _Codes(sys.excepthook)
+
+
+def ended_in_order() -> bool:
+    """Whether no run of this process has ended by an exception or a signal: it has nothing left to do."""
+    return not _ends
 
 
 class _Codes:
