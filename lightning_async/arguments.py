@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from datetime import timedelta
 
-__all__ = ["check_choice", "check_int", "check_protocol", "check_real"]
+__all__ = ["check_choice", "check_int", "check_number", "check_protocol", "check_real", "check_time"]
 
 
 def check_choice(owner: str, argument: str, value: object, allowed: tuple[object, ...]) -> None:
@@ -26,12 +27,25 @@ def check_protocol(owner: str, argument: str, value: object, protocol: type, wha
 
 def check_int(owner: object, argument: str, at_least: int) -> None:
     """The argument must be an ``int`` (and not a ``bool``) that is at least ``at_least``."""
-    value = getattr(owner, argument)
-    shown = f"`{type(owner).__name__}({argument}={value!r})`"
+    check_number(type(owner).__name__, argument, getattr(owner, argument), at_least)
+
+
+def check_number(owner: str, argument: str, value: object, at_least: int) -> None:
+    """The same, of a value that its owner does not keep under that name."""
+    shown = f"`{owner}({argument}={value!r})`"
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{shown} must be an int, got {type(value).__name__}.")
     if value < at_least:
         raise ValueError(f"{shown} must be >= {at_least}.")
+
+
+def check_time(owner: str, argument: str, value: object) -> None:
+    """The argument must be a ``timedelta``, of more than nothing."""
+    shown = f"`{owner}({argument}={value!r})`"
+    if not isinstance(value, timedelta):
+        raise TypeError(f"{shown} must be a timedelta.")
+    if value <= timedelta(0):
+        raise ValueError(f"{shown} must be > 0.")
 
 
 def check_real(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from lightning_async.arguments import check_choice, check_int, check_protocol
+from lightning_async.arguments import check_choice, check_int, check_number, check_protocol, check_time
 from lightning_async.engine.checkpoint.recovery import STRATEGIES, candidates
 from lightning_async.engine.checkpoint.store import CheckpointStore
 from lightning_async.engine.world import World
@@ -101,8 +101,10 @@ class FaultTolerantCheckpoint(Checkpoint):
         owner = type(self).__name__
         policies: list[SavePolicy] = [] if save is None else [save]
         if every_n_train_steps is not None:
+            check_number(owner, "every_n_train_steps", every_n_train_steps, at_least=1)
             policies.append(EveryNTrainSteps(every_n_train_steps))
         if train_time_interval is not None:
+            check_time(owner, "train_time_interval", train_time_interval)
             policies.append(EveryInterval(train_time_interval))
         for policy in policies:
             check_protocol(owner, "save", policy, SavePolicy, "a policy such as `EveryNTrainSteps(100)`")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from lightning_async.arguments import check_protocol
+from lightning_async.arguments import check_number, check_protocol
 from lightning_async.errors import Dismissed
 from lightning_async.rules.saving import Adaptive, AnySave, EveryNTrainSteps, SavePolicy
 from lightning_async.trainer.namespace import pytorch
@@ -59,6 +59,7 @@ class PeerMemory(Callback):
     def __init__(self, every_n_train_steps: int | None = None, *, save: SavePolicy | None = None) -> None:
         policies: list[SavePolicy] = [] if save is None else [save]
         if every_n_train_steps is not None:
+            check_number(type(self).__name__, "every_n_train_steps", every_n_train_steps, at_least=1)
             policies.append(EveryNTrainSteps(every_n_train_steps))
         for policy in policies:
             check_protocol(type(self).__name__, "save", policy, SavePolicy, "a policy such as `EveryNTrainSteps(100)`")

@@ -36,6 +36,11 @@ class Deadlines:
     replicas: timedelta = timedelta(0)
     attempts: int = 10
 
+    @staticmethod
+    def or_default(given: Deadlines | None) -> Deadlines:
+        """What was passed as an argument, whatever it is; the default where that is None."""
+        return Deadlines() if given is None else given
+
     def __post_init__(self) -> None:
         for name in ("payload", "grace", "dead_after", "reform", "replicas"):
             value = getattr(self, name)

@@ -123,7 +123,8 @@ class World:
         kind = "mean" if op is None else str(op).rpartition(".")[2].lower()
         if kind not in ("mean", "avg", "sum", "min", "max", "product"):
             raise ValueError(f"`reduce_op={op!r}` must be one of 'mean', 'avg', 'sum', 'min', 'max', 'product'.")
-        if self._is_local(f"reduce({kind})", "returns this replica's own value (log with `on_epoch=True` instead)"):
+        own = "returns this replica's own value (`on_epoch=True` logs that of all, at the end of the epoch)"
+        if self._is_local(f"reduce({kind})", own):
             return tensor
         buffer = _to_cpu(tensor)
         mean = kind in ("mean", "avg")

@@ -90,7 +90,7 @@ class AsyncAveragingStrategy(DriftingStrategy):
         owner = type(self).__name__
         refusals.check_policies(owner, buffers, optimizer_state, lr_clock, part_mb)
         config = AveragerConfig(
-            overlap=overlap, weighting=weighting, compression=compression, deadlines=deadlines or Deadlines(),
+            overlap=overlap, weighting=weighting, compression=compression, deadlines=Deadlines.or_default(deadlines),
             part_bytes=max(4, int(part_mb * 2**20)), min_replicas=min_replicas, max_replicas=max_replicas,
         )  # fmt: skip
         config.check_rule(owner, rule)

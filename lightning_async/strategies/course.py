@@ -15,7 +15,8 @@ from lightning_async.trainer.dealing import Dealing
 from lightning_async.trainer.drift import DriftPatches
 from lightning_async.trainer.patches import Undo, searches_lr, take_back
 from lightning_async.trainer.protocols import Drifting
-from lightning_async.transports.transport import Connection
+from lightning_async.transports.choose import how_to_have_more
+from lightning_async.transports.transport import Connection, Transport
 
 __all__ = ["Course", "Fitted"]
 
@@ -28,6 +29,7 @@ class Fitted(Averaged, Protocol):
     saved: SavedState
     summary: RunSummary
     alone: str
+    transport: Transport
 
     @property
     def connection(self) -> Connection | None: ...
@@ -81,7 +83,8 @@ class Course:
             strategy.summary = RunSummary(rank=strategy.global_rank, world_size=strategy.world_size)
             strategy.saved.take()  # it goes with weights that this training leaves behind
             began = started(strategy)
-            hint = ". Pass `Trainer(devices=2)` or more" if began == 1 else f": {began - 1} of {began} were lost before"
+            lost = f": {began - 1} of {began} were lost before"
+            hint = lost if began > 1 else f". {how_to_have_more(strategy.transport)}"
             strategy.tell_alone(strategy.alone + hint)
             return
         self.patches.begin(connection.world)

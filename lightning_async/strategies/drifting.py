@@ -18,7 +18,7 @@ from lightning_async.engine.averaging.report import RunSummary
 from lightning_async.engine.gates import Gates
 from lightning_async.engine.header import Vote
 from lightning_async.engine.replica import BufferPolicy, OptimizerPolicy
-from lightning_async.errors import Evicted, PeerLost
+from lightning_async.errors import Evicted, PeerLost, StoreLost
 from lightning_async.rules.averaging.protocol import AveragingRule
 from lightning_async.rules.schedules.protocol import Schedule
 from lightning_async.strategies.base import ReplicatedStrategy
@@ -149,7 +149,7 @@ class DriftingStrategy(ReplicatedStrategy):
         self.failed = not (agreed and isinstance(exception, SystemExit))  # Lightning's SIGTERMException is one
         if self._connection is not None:
             self._connection.world.drifting = True
-            self._connection.outlives &= not isinstance(exception, Evicted)  # the others train on, with a store
+            self._connection.outlives &= not isinstance(exception, Evicted | StoreLost)  # nobody waits for it
             if self.failed and not isinstance(exception, PeerLost):
                 self._connection.membership.fail(in_words(exception))
         note_end(exception)  # after the others were told: a disk may hang

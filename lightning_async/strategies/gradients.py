@@ -134,8 +134,8 @@ class AsyncGradientStrategy(DriftingStrategy):
             )
         refusals.check_policies(owner, buffers, "keep", "local", part_mb)
         config = AveragerConfig(
-            deadlines=deadlines or Deadlines(), part_bytes=max(4, int(part_mb * 2**20)), min_replicas=min_replicas,
-            max_replicas=max_replicas,
+            deadlines=Deadlines.or_default(deadlines), part_bytes=max(4, int(part_mb * 2**20)),
+            min_replicas=min_replicas, max_replicas=max_replicas,
         )  # fmt: skip
         super().__init__(DeltaMean(), Synchronous(), config, buffers=buffers, transport=transport)
         self.updates: Updates | None = None

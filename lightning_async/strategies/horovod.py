@@ -17,6 +17,7 @@ from lightning_async.strategies.base import ReplicatedStrategy
 from lightning_async.trainer.error_file import note_end
 from lightning_async.trainer.namespace import pytorch
 from lightning_async.trainer.patches import sync_metrics_through, take_back
+from lightning_async.transports.choose import how_to_have_more
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -100,7 +101,7 @@ class HorovodStrategy(ReplicatedStrategy):
             )
         self.setup_replica(trainer)
         if self.world_size == 1:
-            self.tell_alone()
+            self.tell_alone(f"whatever `devices` says. {how_to_have_more(self.transport)}")
             return
         self._undo = sync_metrics_through(lambda: self.world, self.module)
         if trainer.state.fn == "fit":

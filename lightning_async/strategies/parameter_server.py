@@ -172,7 +172,7 @@ class ParameterServerStrategy(DriftingStrategy):
         service.check_service(self)
         refusals.check_policies(owner, buffers, "keep", "local", 1.0)
         config = AveragerConfig(
-            deadlines=deadlines or Deadlines(), min_replicas=min_replicas, max_replicas=max_replicas
+            deadlines=Deadlines.or_default(deadlines), min_replicas=min_replicas, max_replicas=max_replicas
         )
         roles = ServerRoles(owner, placement, num_servers, server_address, shard_replicas)
         self.roles: ServerRoles = roles  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -114,7 +114,8 @@ class Survivors:
         self._number(self._run)
         self.tell()
         left, waits = generation.world_size, self.wanted > self._min_replicas
-        rest = f"fewer than {self.wanted} {'wait for others to come' if waits else 'do not go on'}"
+        fewer = f"fewer than {self.wanted} {'wait for others to come' if waits else 'do not go on'}"
+        rest = fewer if self.wanted > 1 else "training goes on until none is"
         tell(
             "lost", logging.WARNING,
             f"Rank {before.rank} goes on as rank {generation.rank} of {left}: {why}. {left} of {len(self.ever)} "

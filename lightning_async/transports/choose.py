@@ -11,7 +11,7 @@ from lightning_async.transports.horovod import HorovodTransport
 from lightning_async.transports.torch import TorchTransport
 from lightning_async.transports.transport import Transport
 
-__all__ = ["REGISTERED", "TransportName", "choose_transport", "register"]
+__all__ = ["REGISTERED", "TransportName", "choose_transport", "how_to_have_more", "register"]
 
 TransportName = Literal["auto", "torch", "horovod"]
 
@@ -70,6 +70,17 @@ def choose_transport(owner: str, transport: Transport | TransportName, gloo_time
             "`start` out."
         )
     return chosen
+
+
+def how_to_have_more(transport: Transport) -> str:
+    """What a user does who has one rank, and wants more, in words.
+
+    >>> how_to_have_more(TorchTransport())
+    'Pass `Trainer(devices=2)` or more'
+    """
+    if isinstance(transport, HorovodTransport):
+        return "Start more with `horovodrun -np 2 python SCRIPT`, or mpirun: the Trainer starts none"
+    return "Pass `Trainer(devices=2)` or more"
 
 
 def _named(owner: str, name: str, gloo_timeout: timedelta) -> Transport:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +16,7 @@ from lightning_async.comm.membership.assembly import AGENTS_STORE, Assembly, Fou
 from lightning_async.comm.membership.signing import SECRET, Seal
 from lightning_async.comm.membership.start import Patience, greet, is_loopback, listen, open_store
 from lightning_async.comm.membership.store_process import StoreProcess
+from lightning_async.trainer.error_file import ended_in_order
 from lightning_async.trainer.namespace import fabric
 from lightning_async.trainer.patches import rank_zero_info
 from lightning_async.trainer.popen import check_launcher
@@ -51,7 +54,16 @@ def assemble(environment: Any) -> Found:
     rank, address = environment.global_rank(), _address(environment)
     patience = _patience(rank)
     store = open_store(address, environment.main_port, False, patience)
-    return Assembly(store, rank, environment.world_size(), os.environ.get(SECRET)).find(patience)
+    assembly = Assembly(store, rank, environment.world_size(), os.environ.get(SECRET))
+    found = assembly.find(patience)
+    atexit.register(_say_how_it_ends, assembly)
+    return found
+
+
+def _say_how_it_ends(assembly: Assembly) -> None:
+    """The process exits: in order, unless an exception has ended a run or ends the script."""
+    if ended_in_order() and not hasattr(sys, "last_value"):
+        assembly.end()
 
 
 def open_early(environment: Any) -> Any:

@@ -13,7 +13,7 @@ from lightning_async.comm.launched import REJOIN, attempt, came_back
 from lightning_async.comm.membership.assembly import Assembly, Found
 from lightning_async.comm.membership.standing import ENDED, FAILED, Publisher, Standing
 from lightning_async.comm.membership.start import Patience
-from lightning_async.errors import CollectiveTimeout
+from lightning_async.errors import AsyncTrainingError, CollectiveTimeout
 from lightning_async.strategies.assembling import asks_the_store
 from tests.comm.test_membership import in_thread
 
@@ -41,10 +41,17 @@ def trains(store: TCPStore) -> Iterator[Publish]:
         each.close()
 
 
+def client_of(store: TCPStore) -> TCPStore:
+    return TCPStore("127.0.0.1", store.port, None, False, timedelta(seconds=10), wait_for_workers=False)
+
+
+def patience(rank: int, seconds: float = 60.0) -> Patience:
+    return Patience(rank, timedelta(seconds=seconds), lambda: None)
+
+
 def come(store: TCPStore, rank: int, secret: str | None = None, seconds: float = 60.0) -> Found:
     """Of two."""
-    client = TCPStore("127.0.0.1", store.port, None, False, timedelta(seconds=10), wait_for_workers=False)
-    return Assembly(client, rank, 2, secret).find(Patience(rank, timedelta(seconds=seconds), lambda: None))
+    return Assembly(client_of(store), rank, 2, secret).find(patience(rank, seconds))
 
 
 def both_come(store: TCPStore, secret: str | None = None) -> list[Found]:
@@ -102,6 +109,53 @@ def test_all_begin_anew_where_those_who_went_on_have_died(store: TCPStore):
     with pytest.raises(CollectiveTimeout, match=r"\[1\]"):
         come(store, 0, seconds=1.5)
     assert both_come(store) == [Found(1, 0)] * 2
+
+
+def all_here(store: TCPStore, secret: str | None = None) -> list[Assembly]:
+    """Both have come, and begin."""
+    assemblies = [Assembly(client_of(store), rank, 2, secret, settle=timedelta(0)) for rank in range(2)]
+    for join in [in_thread(lambda a=a, r=r: a.find(patience(r))) for r, a in enumerate(assemblies)]:
+        join()
+    return assemblies
+
+
+@pytest.mark.parametrize("secret", [None, "a secret"])
+def test_one_that_comes_back_when_all_others_have_ended_in_order_hears_so(store: TCPStore, secret: str | None):
+    first, _ = all_here(store, secret)
+    with pytest.raises(CollectiveTimeout):
+        Assembly(client_of(store), 1, 2, secret, settle=timedelta(0)).find(patience(1, 1.5))  # the other one trains
+    first.end()
+    with pytest.raises(CollectiveTimeout):
+        come(store, 1, secret, seconds=1.5)  # as long as others may be about to be started again
+    with pytest.raises(AsyncTrainingError, match=r"rank 1: rank\(s\) \[0\] have ended their training in order"):
+        Assembly(client_of(store), 1, 2, secret, settle=timedelta(seconds=0.1)).find(patience(1))
+    with pytest.raises(CollectiveTimeout):
+        come(store, 0, secret, seconds=0.3)  # a process that was started again, and has ended otherwise
+    with pytest.raises(CollectiveTimeout):
+        Assembly(client_of(store), 1, 2, secret, settle=timedelta(0)).find(patience(1, 1.5))
+    assert both_come(store, secret) == [Found(1, 0)] * 2
+
+
+def test_where_all_had_ended_in_order_the_first_that_is_started_again_waits_for_the_others(store: TCPStore):
+    for each in all_here(store):
+        each.end()
+    with pytest.raises(CollectiveTimeout):
+        Assembly(client_of(store), 1, 2, None, settle=timedelta(0)).find(patience(1, 1.5))
+    assert both_come(store) == [Found(1, 0)] * 2
+
+
+def test_an_end_is_told_by_no_fork_and_no_stranger_and_where_the_store_is_gone_by_nobody(store: TCPStore):
+    first, _ = all_here(store, "a secret")
+    stranger, _ = all_here(store, "another one")
+    first._pid += 1
+    first.end()
+    stranger.end()
+    with pytest.raises(CollectiveTimeout):
+        Assembly(client_of(store), 1, 2, "a secret", settle=timedelta(0)).find(patience(1, 1.5))
+    gone = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), wait_for_workers=False)
+    lone = Assembly(client_of(gone), 0, 2, None)
+    del gone
+    lone.end()
 
 
 def test_a_stranger_is_not_one_of_them(store: TCPStore):

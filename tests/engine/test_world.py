@@ -42,6 +42,21 @@ def on_ranks(body: Any) -> list[Any]:
     return InProcessWorld(RANKS).run(on_rank, timedelta(seconds=40))
 
 
+def test_who_reduces_while_replicas_drift_hears_once_what_is_of_all(caplog: pytest.LogCaptureFixture) -> None:
+    """What was logged by step and by epoch is reduced by epoch, and needs no advice to do so."""
+
+    def body(world: World) -> float:
+        world.drifting = True
+        return float(sum(world.reduce(torch.tensor(float(world.rank + 1))) for _ in range(2)))
+
+    assert on_ranks(body) == [(2.0, 0), (4.0, 0), (6.0, 0)]
+    assert sorted(record.getMessage() for record in caplog.records) == [
+        f"Rank {rank}: reduce(mean) was called between two rendezvous, where replicas run at their own pace: it "
+        "returns this replica's own value (`on_epoch=True` logs that of all, at the end of the epoch)."
+        for rank in range(RANKS)
+    ]
+
+
 @pytest.mark.parametrize("size", [0, 1, 8 * ROOM // 64, 8 * ROOM // 64 + 1, 5000])
 @pytest.mark.parametrize("op", ["sum", "mean", "min", "max", "product"])
 def test_a_reduction_is_that_of_all_ranks_whatever_its_size(op: str, size: int) -> None:

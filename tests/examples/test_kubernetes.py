@@ -14,11 +14,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from torch.distributed import TCPStore
 
 from lightning_async.comm.membership.signing import SECRET
 from tests.examples.test_clusters import check_replica
@@ -187,6 +189,11 @@ class Pods:
             assert self.store.poll() is None, "the store has ended"
             time.sleep(0.01)
 
+    def ended(self) -> list[int]:
+        """Who has told the store that it has ended in order, and is not to be waited for."""
+        store: Any = TCPStore("127.0.0.1", self.port, None, False, timedelta(seconds=60), wait_for_workers=False)
+        return [index for index in range(3) if store.check([f"lightning_async/assembly/ended/{index}"])]
+
     def codes(self) -> list[int | None]:
         self.until(lambda: all(process.poll() is not None for process in self.processes))
         return [process.poll() for process in self.processes]
@@ -211,6 +218,7 @@ def test_the_first_pod_is_killed_and_its_replacement_joins_and_where_all_were_to
         pods.train(0, 1, 2, replicas=3)
         pods.processes[2].send_signal(signal.SIGTERM)  # its node is wanted: all save
         assert pods.codes() == [75, 75, 75]
+        assert pods.ended() == []
         reached = [pods.steps(index)[-1][1] for index in range(3)]
         pods.processes[:] = [pods.start(index) for index in range(3)]
         pods.train(0, 1, 2, replicas=3)
@@ -218,5 +226,6 @@ def test_the_first_pod_is_killed_and_its_replacement_joins_and_where_all_were_to
         assert [n - before for n, before in zip(first, reached, strict=True)] == [1, 1, 1]
         (tmp_path / "stop").touch()
         assert pods.codes() == [0, 0, 0]
+        assert pods.ended() == [0, 1, 2]
     finally:
         pods.close()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, ProcessFailure
 
-from lightning_async.errors import PeerLost
+from lightning_async.errors import PeerLost, StoreLost
 from lightning_async.launch.error_files import ERROR_FILE, ErrorFiles
+from lightning_async.launch.state import STORE_LOST
+from lightning_async.trainer import error_file
 from lightning_async.trainer.error_file import note_end
 from lightning_async.trainer.patches import in_words
 
@@ -46,6 +49,33 @@ def test_a_lost_peer_is_written_down_with_its_places_and_shown_without(tmp_path:
     fail(error)
     assert error.__traceback__ is None
     assert json.loads((tmp_path / "file").read_text())["message"]["message"] == "PeerLost: rank 1 is gone"
+
+
+def test_a_script_that_ends_for_want_of_the_store_has_a_code_of_its_own_and_shows_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    assert error_file.STORE_LOST == STORE_LOST == 69
+    shown: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", before := lambda kind, value, traceback: shown.append(value))
+    lost, others = StoreLost("the store does not answer"), [PeerLost("rank 1 is gone", (1,)), ValueError("no more")]
+    for error in others:
+        fail(error)
+    assert sys.excepthook is before
+    for _ in range(2):
+        fail(lost)  # of a script that goes on with another run, too
+    for error in others:
+        sys.excepthook(type(error), error, None)
+    with pytest.raises(SystemExit) as end:
+        sys.excepthook(StoreLost, lost, None)
+    assert (end.value.code, shown) == (69, [*others, lost])
+    mine = sys.excepthook
+    with monkeypatch.context() as later:  # as torch's, which shows what this has shown
+        later.setattr(sys, "excepthook", lambda *what: mine(*what))
+        sys.excepthook(StoreLost, lost, None)
+        later.setattr(sys, "ps1", ">>> ", raising=False)
+        later.setattr(sys, "excepthook", mine)
+        sys.excepthook(StoreLost, lost, None)
+    assert shown == [*others, lost, lost, lost]
 
 
 @pytest.mark.parametrize("error", [SystemExit(75), KeyboardInterrupt()])

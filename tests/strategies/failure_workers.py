@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_async import AsyncAveragingStrategy, AsyncGradientStrategy, Deadlines, EveryNSteps
+from lightning_async.errors import StoreLost
 from lightning_async.trainer.namespace import pl
 from lightning_async.transports import torch as torch_transport
 
@@ -136,6 +137,15 @@ def train(
             "absent": summary.absent_rounds,
         }
         print("ENDED " + json.dumps(told), flush=True)
+
+
+def without_the_store(gate: str, **kwargs: Any) -> None:
+    """Train; where the store is lost, end as any script does, once the gate is open."""
+    try:
+        train(**kwargs)
+    except StoreLost:
+        _wait_for(Path(gate).exists)
+        raise
 
 
 def between_runs(then: str, how: str, dead_after: float, folder: str) -> None:

@@ -6,12 +6,16 @@ import logging
 import os
 import time
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from lightning_async.comm.membership.membership import Membership
 from lightning_async.comm.membership.stores import HashStore
 from lightning_async.comm.torch.collectives import TorchCollectives
+from lightning_async.errors import Evicted, PeerLost, StoreLost
+from lightning_async.strategies.drifting import DriftingStrategy
 from lightning_async.transports import transport
 from lightning_async.transports.transport import Connection
 from tests.comm.test_membership import in_thread, until
@@ -62,6 +66,16 @@ def test_the_stores_host_waits_for_nobody_for_long(monkeypatch: pytest.MonkeyPat
     first.close(in_order=False)
     assert time.monotonic() - began >= 0.3
     second.close(in_order=False)
+
+
+@pytest.mark.parametrize(
+    ("error", "waits"), [(StoreLost("no answer"), False), (Evicted("without it"), False), (PeerLost("rank 1"), True)]
+)
+def test_the_stores_host_waits_for_nobody_who_cannot_hear(error: Exception, waits: bool) -> None:
+    connection = SimpleNamespace(world=SimpleNamespace(drifting=False), outlives=True)
+    strategy: Any = SimpleNamespace(gates=None, failed=False, _connection=connection)
+    DriftingStrategy.on_exception(strategy, error)
+    assert (strategy.failed, connection.world.drifting, connection.outlives) == (True, True, waits)
 
 
 def test_a_fork_closes_nothing_of_its_parents() -> None:

@@ -166,6 +166,32 @@ def test_the_first_rank_dies_while_the_others_start(where: str, tmp_path: Path) 
     assert told["ranks"] == [0]
 
 
+@pytest.mark.parametrize("windows", [None, 2])
+def test_the_store_of_a_job_without_our_launcher_is_lost_and_each_rank_ends_with_69(
+    windows: int | None, tmp_path: Path
+) -> None:
+    """It is in this process. Who catches the error has it as it is; the ranks wait for each other before they end."""
+    store: Any = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
+    kwargs = {"batches": [ENDLESS] * 2, "windows": windows, "deadlines": {"dead_after": 3.0}}
+    worker, gate = "tests.strategies.failure_workers:without_the_store", tmp_path / "gate"
+    with start_ranks(worker, 2, kwargs=kwargs | {"gate": str(gate)}, timeout=LIMIT_S, env=env) as group:
+        wait_for_step(group, 30, 2)
+        killed_at = time.time()
+        del store
+        for rank in range(2):
+            group.wait_for(rank, "ENDED ")
+        gate.touch()
+        results = group.join()
+    for result in results:
+        assert not result.timed_out and result.returncode == 69, result
+        told = ended(result)
+        print(f"rank {result.rank}: {told['at'] - killed_at:.2f} s: {told['error']}")
+        assert told["error"].startswith(f"StoreLost: rank {result.rank}: the store has not answered for")
+        assert told["at"] - killed_at < SOON_S and told["finite"]
+        assert result.stderr.count("StoreLost: rank") == 1
+
+
 # ---- who does not belong ----
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from lightning_async import AsyncAveragingStrategy, Deadlines, HorovodStrategy, HorovodTransport, TorchTransport
+from lightning_async.strategies import base
 from tests.horovod import horovod_environment, needs_horovod
 from tests.strategies import problem
 from tests.strategies.problem import batches, distance, flat, joined, train_alone
@@ -166,6 +168,21 @@ def test_a_transport_of_its_own_timeout() -> None:
         AsyncAveragingStrategy(transport=transport, deadlines=Deadlines(replicas=timedelta(minutes=1)))
     dead_after = AsyncAveragingStrategy().config.deadlines.dead_after
     assert AsyncAveragingStrategy(transport="horovod").transport == HorovodTransport(gloo_timeout=dead_after)
+
+
+def test_who_has_one_rank_hears_what_starts_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under plain python, whatever ``devices`` says."""
+    said: list[str] = []
+    monkeypatch.setattr(base, "rank_zero_info", said.append)
+    strategy: Any = HorovodStrategy()
+    strategy.parallel_devices, strategy.cluster_environment = [torch.device("cpu")] * 2, None
+    monkeypatch.setattr(strategy, "setup_replica", lambda trainer: None)
+    strategy.setup(None)
+    assert strategy.world_size == 1
+    assert said == [
+        "HorovodStrategy: there is one rank only, and it trains as with a single device, whatever `devices` says. "
+        "Start more with `horovodrun -np 2 python SCRIPT`, or mpirun: the Trainer starts none."
+    ]
 
 
 def test_torchruns_variables_beside_horovods_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

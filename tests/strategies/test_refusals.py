@@ -10,11 +10,15 @@ import pytest
 
 from lightning_async import (
     AsyncAveragingStrategy,
+    AsyncGradientStrategy,
     Deadlines,
     DeltaMean,
     EveryNSteps,
+    FaultTolerantCheckpoint,
     HorovodStrategy,
     Mean,
+    ParameterServerStrategy,
+    PeerMemory,
     TorchTransport,
 )
 from lightning_async.rules import AllMean
@@ -59,6 +63,39 @@ def test_wrong_arguments_are_named(arguments: dict[str, Any], error: type[Except
     with pytest.raises(error) as raised:
         AsyncAveragingStrategy(**arguments)
     assert all(text in str(raised.value) for text in texts), raised.value
+
+
+@pytest.mark.parametrize("strategy", [AsyncAveragingStrategy, AsyncGradientStrategy, ParameterServerStrategy])
+@pytest.mark.parametrize("deadlines", [0, False, ""])
+def test_deadlines_that_are_nothing_are_none(strategy: Any, deadlines: object) -> None:
+    with pytest.raises(TypeError, match=f"`deadlines={deadlines!r}` must be Deadlines"):
+        strategy(deadlines=deadlines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"every_n_train_steps": 0}, ValueError, "(every_n_train_steps=0)` must be >= 1."),
+        ({"every_n_train_steps": 2.0}, TypeError, "(every_n_train_steps=2.0)` must be an int, got float."),
+        ({"every_n_train_steps": True}, TypeError, "(every_n_train_steps=True)` must be an int, got bool."),
+        ({"train_time_interval": 5}, TypeError, "(train_time_interval=5)` must be a timedelta."),
+        (
+            {"train_time_interval": timedelta(0)},
+            ValueError,
+            "(train_time_interval=datetime.timedelta(0))` must be > 0.",
+        ),
+    ],
+)
+def test_what_callbacks_refuse_is_named_as_it_was_written(
+    arguments: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error) as raised:
+        FaultTolerantCheckpoint("runs/checkpoints", **arguments)
+    assert str(raised.value) == f"`FaultTolerantCheckpoint{text}"
+    if "every_n_train_steps" in arguments:
+        with pytest.raises(error) as raised:
+            PeerMemory(**arguments)
+        assert str(raised.value) == f"`PeerMemory{text}"
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_servers_are_told_as_such(ranks: Outcomes) -> None:
     for rank, of_all in enumerate(ranks("other_words")):
         told = of_all["servers"]
         rows, metrics = told["rows"], told["metrics"]
-        assert rows["versions"].strip() == "6, of 6 pushes of rank 0's" and "lag, in pushes of others" in rows
+        assert rows["versions"].strip() == "6, of 6 pushes of rank 0's" and "lag, in updates" in rows
         assert metrics["servers/version"] == metrics["servers/pushes"] == 6.0 and metrics["servers/pulls"] >= 6.0
         assert told["shown"]["servers/version"] >= 1.0
         assert told["titles"] == ["Parameter servers, as rank 0 saw it:"][rank:]

@@ -1,4 +1,7 @@
-"""A histogram of lag that stays small: single lags as far as they are common, then powers of two."""
+"""A histogram of lag that stays small: single lags as far as they are common, then powers of two.
+
+A lag counts all updates between a pull and a push, whoever has pushed them.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def in_words(lags: Sequence[Mapping[str, Any]]) -> dict[str, str]:
             ``durable`` version, and how many acknowledged pushes of all workers it has ``lost``, if it takes snapshots.
 
     >>> in_words([{"counts": {0: 1, 1: 3}, "dropped": 1}, {"counts": {0: 2, 1: 2}, "dropped": 0}])
-    {'lag, in pushes of others': '0: 38%, 1: 62%', 'dropped': '1'}
+    {'lag, in updates': '0: 38%, 1: 62%', 'dropped': '1'}
     >>> in_words([{"counts": {0: 9}, "dropped": 0, "durable": 7, "lost": 2}])["versions in snapshots"]
     '7'
     """
@@ -52,7 +55,7 @@ def in_words(lags: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     durable = ["none" if each["durable"] < 0 else str(each["durable"]) for each in kept]
     copied = [each["copied"] for each in lags if "copied" in each]
     return {
-        "lag, in pushes of others": (shares or "none") if pushes else "none, in step",
+        "lag, in updates": (shares or "none") if pushes else "none, in step",
         "dropped": f"{dropped}",
         **({"versions in snapshots": ", ".join(durable)} if kept else {}),
         **({"acknowledged pushes lost": ", ".join(str(each["lost"]) for each in kept)} if kept else {}),

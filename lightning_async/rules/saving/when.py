@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol, runtime_checkable
 
-from lightning_async.arguments import check_int, check_protocol, check_real
+from lightning_async.arguments import check_int, check_protocol, check_real, check_time
 
 __all__ = ["Adaptive", "AnySave", "AtEpochEnd", "EveryInterval", "EveryNTrainSteps", "Progress", "SavePolicy"]
 
@@ -92,10 +92,7 @@ class EveryInterval:
     interval: timedelta
 
     def __post_init__(self) -> None:
-        if not isinstance(self.interval, timedelta):
-            raise TypeError(f"`EveryInterval(interval={self.interval!r})` must be a timedelta.")
-        if self.interval <= timedelta(0):
-            raise ValueError(f"`EveryInterval(interval={self.interval!r})` must be > 0.")
+        check_time("EveryInterval", "interval", self.interval)
 
     def due(self, progress: Progress) -> bool:
         """Whether the time is up."""

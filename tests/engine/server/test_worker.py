@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_async.engine.server.lags import in_words
 from lightning_async.engine.server.tables import Tables
 from lightning_async.engine.server.worker import Worker, plan_of
 from lightning_async.rules import Bf16, TwoBit
@@ -140,4 +141,5 @@ def test_a_gradient_is_as_late_as_the_weights_that_it_was_computed_at() -> None:
             worker.take_()
             worker.fill_gradients()
             lags.append(worker.push(lr=0.1).lags)
+        assert in_words(worker.lags()) == {"lag, in updates": "0: 50%, 1: 50%", "dropped": "0"}, "there is no other"
     assert lags == [(0, 0), (0, 0), (1, 1), (1, 1)]
