@@ -118,8 +118,8 @@ class Survivors:
         rest = fewer if self.wanted > 1 else "training goes on until none is"
         tell(
             "lost", logging.WARNING,
-            f"Rank {before.rank} goes on as rank {generation.rank} of {left}: {why}. {left} of {len(self.ever)} "
-            f"replicas are left, and {rest}. Steps that the lost had not shared are gone; their samples are trained on "
+            f"Rank {before.rank} goes on as rank {generation.rank} of {left}: {why.rstrip('.')}. {left} of "
+            f"{len(self.ever)} replicas are left, and {rest}. Steps that the lost had not shared are gone; their samples are trained on "
             "by the others.",
             rank=generation.rank, was=before.rank, generation=generation.number, world_size=left, names=self.names,
         )  # fmt: skip
