@@ -119,8 +119,8 @@ class Survivors:
         tell(
             "lost", logging.WARNING,
             f"Rank {before.rank} goes on as rank {generation.rank} of {left}: {why.rstrip('.')}. {left} of "
-            f"{len(self.ever)} replicas are left, and {rest}. Steps that the lost had not shared are gone; their samples are trained on "
-            "by the others.",
+            f"{len(self.ever)} replicas are left, and {rest}. Steps that the lost had not shared are gone; their "
+            "samples are trained on by the others.",
             rank=generation.rank, was=before.rank, generation=generation.number, world_size=left, names=self.names,
         )  # fmt: skip
         if generation.rank == 0 and before.rank != 0:
