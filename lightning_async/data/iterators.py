@@ -70,6 +70,8 @@ class Here:
         is_given = told.get("kind") == "given"
         self.given: Tensor | None = told["indices"] if is_given else None
         self._size: int = told["batch_size"] if is_given else 0
+        self.stream: Position | None = told if told.get("kind") == "stream" else None
+        """The part of what others had left of a stream."""
         self._before: Position | None = None
         local = not getattr(loader, "num_workers", 0)
         self._dataset = loader.dataset if local and stateful(loader.dataset) else None
@@ -84,7 +86,7 @@ class Here:
     def start_over(self) -> None:
         """The same workers begin another iteration."""
         self.start, self.taken, self.turn, self.exhausted, self._before = {}, 0, 0, False, None
-        self.given, self._size = None, 0
+        self.given, self._size, self.stream = None, 0, None
 
     def fetching(self) -> None:
         """The next batch is asked for."""
@@ -101,8 +103,12 @@ class Here:
     def keep(self, before: bool) -> Callable[[], Position]:
         """The same, put together when it is asked for; what happens until then does not change it."""
         now = (self._before if before else None) or self._now(random=before)
-        tape, given, size = self.tape, self.given, self._size
-        return lambda: {**now, "drawn": tape.drawn(now["made"]), "share": describe(self._loader, given, size)}
+        tape, given, size, stream = self.tape, self.given, self._size, self.stream
+        return lambda: {**now, "drawn": tape.drawn(now["made"]), "share": stream or describe(self._loader, given, size)}
+
+    def dataset(self) -> Any:
+        """What the loader takes its samples from."""
+        return self._loader.dataset if self.stream is None else self._loader.dataset.rest(self.stream)
 
     def sampler(self) -> Any:
         """What the loader takes its indices from."""
@@ -183,7 +189,7 @@ class _Nothing:
 class _Single(_SingleProcessDataLoaderIter):
     def __init__(self, loader: Any, here: Here, fetches_again: bool) -> None:
         self._here, self._taped = here, fetches_again
-        view: Any = _View(loader, _index_sampler=_indices(loader, here))
+        view: Any = _View(loader, _index_sampler=_indices(loader, here), dataset=here.dataset())
         if fetches_again:
             here.begin().call(lambda: super(_Single, self).__init__(view))  # makes the dataset's iterator
         else:
@@ -221,6 +227,7 @@ class _Multi(_MultiProcessingDataLoaderIter):
         view: Any = _View(
             loader,
             _index_sampler=self._indices,
+            dataset=here.dataset(),
             collate_fn=Carrier(loader.collate_fn),
             worker_init_fn=Start(loader.worker_init_fn, states, loader.collate_fn),
         )

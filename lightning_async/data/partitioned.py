@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from torch.utils.data import DistributedSampler, IterableDataset, get_worker_inf
 
 from lightning_async.arguments import check_protocol
 from lightning_async.data.partitions import Partition, Random
+from lightning_async.data.streams import Told, place_in
 
 __all__ = ["PartitionedSampler", "PartitionedStream", "yet_to_be_numbered"]
 
@@ -175,7 +177,8 @@ class PartitionedStream(_Numbered, IterableDataset[Any]):
 
     Every worker of every replica reads the whole stream, which must be the same for all, and leaves what is not its
     own: for streams that are cheap to read, or whose samples are cheap until they are decoded behind this. Where
-    replicas are lost it is divided anew with the next epoch.
+    replicas are lost it is divided anew with the next epoch. What these had left of the epoch under way the others
+    train on at its end, for which they read the stream once more: within an epoch it must yield the same again.
 
     Args:
         stream: any iterable over samples that can be iterated over again.
@@ -206,13 +209,24 @@ class PartitionedStream(_Numbered, IterableDataset[Any]):
         check_protocol("PartitionedStream", "partition", self.partition, Partition, "a partition such as Random()")
         self.partition.dealer(("0",))
         self._place = _Place("PartitionedStream", num_replicas, rank)
+        self._rest: Told | None = None
+
+    def part(self) -> dict[str, Any]:
+        """Which one is this replica's, in plain values."""
+        members, rank = self._place.known()
+        return {"members": list(members), "rank": rank}
+
+    def rest(self, told: Told) -> PartitionedStream:
+        """The same stream, of which this replica has that part of what others had left."""
+        found = copy.copy(self)
+        found._rest = told
+        return found
 
     def __iter__(self) -> Iterator[Any]:
-        (members, rank), worker = self._place.known(), get_worker_info()
+        worker = get_worker_info()
         mine, own = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        owner, taken = self.partition.dealer(members), 0
+        place_of = place_in(self.partition, self._rest or self.part())
         for sample in self.stream:
-            if owner(sample) == rank:
-                if taken % own == mine:
-                    yield sample
-                taken += 1
+            place = place_of(sample)
+            if place is not None and place % own == mine:
+                yield sample

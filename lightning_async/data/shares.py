@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,10 +12,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_async.data.partitioned import PartitionedStream
 from lightning_async.data.samplers import describe
+from lightning_async.data.streams import dealt as dealt_streams
 from lightning_async.data.workers import stateful
 
-__all__ = ["Batches", "Dealt", "Joined", "Share", "before", "distributed", "inherited", "joined", "told_of", "unheard"]
+__all__ = [
+    "Batches", "Dealt", "Joined", "Share", "before", "distributed", "inherited", "joined", "stream_of", "streamed",
+    "told_of", "unheard",
+]  # fmt: skip
 
 Joined = Mapping[Any, tuple[list[Tensor], Tensor]]
 """Indices one behind the other, by where those lie that they were made of, which are kept, too."""
@@ -25,14 +31,14 @@ class Share(NamedTuple):
 
     Args:
         first: the number, in this rank's epoch, of the first batch.
-        end: the number behind its last one.
+        end: the number behind its last one; infinite for what is left of a stream.
         skipped: how many batches its loaders have before the first.
         cycles: a loader that ends before others begins again; else it has nothing more.
         loaders: what each takes, see `samplers.describe`, and how many batches that is; None where it cannot be told.
     """
 
     first: int
-    end: int
+    end: float
     skipped: int
     cycles: bool
     loaders: list[tuple[dict[str, Any] | None, int]]
@@ -41,6 +47,11 @@ class Share(NamedTuple):
     def is_known(self) -> bool:
         """Whether its batches can be told from the outside."""
         return all(told is not None and told["kind"] in ("distributed", "given") for told, _ in self.loaders)
+
+    @property
+    def is_of_stream(self) -> bool:
+        """Whether it is a part of one stream that others can read, too: its samples can be told, not how many."""
+        return len(self.loaders) == 1 and (self.loaders[0][0] or {}).get("kind") == "stream"
 
     @property
     def lengths(self) -> list[int]:
@@ -56,6 +67,19 @@ def told_of(loader: Any) -> tuple[dict[str, Any] | None, int]:
         return None, 0
     of_all = told["kind"] != "distributed" or len(loader.sampler.dataset) == told["length"]  # pyright: ignore
     return (told if of_all else None), len(loader)
+
+
+def stream_of(loader: Any) -> dict[str, Any] | None:
+    """Which part of a stream a loader takes in the epoch that begins; None where others could not tell its samples."""
+    if not isinstance(loader, DataLoader) or stateful(loader) or type(loader).__iter__ is not DataLoader.__iter__:
+        return None
+    stream = loader.dataset
+    if not isinstance(stream, PartitionedStream) or type(stream).__iter__ is not PartitionedStream.__iter__:
+        return None
+    if type(loader)._get_iterator is not DataLoader._get_iterator or not getattr(loader, "in_order", True):
+        return None
+    size, workers = loader.batch_size or 1, max(1, loader.num_workers)
+    return {"kind": "stream", **stream.part(), "batch_size": size, "workers": workers}
 
 
 def distributed(told: dict[str, Any]) -> Tensor:
@@ -173,6 +197,25 @@ def inherited(shares: Iterable[tuple[Share, int]], takers: Mapping[str, int], al
     return Dealt(Batches.of(known, already), takers, like)
 
 
+def streamed(shares: Iterable[tuple[Share, int]], takers: Mapping[str, tuple[Share, int]]) -> dict[str, Share]:
+    """What is left of lost ranks' parts of a stream, dealt out by samples; how many there are, nobody knows.
+
+    Args:
+        shares: of those that are lost, each with the number of the first batch that is in no agreement.
+        takers: by name, what each has had, and the number of the batch that it would train on next.
+    """
+    left = [
+        (told, one.skipped + max(begin, one.first) - one.first)
+        for one, begin in shares if one.is_of_stream for told, _ in one.loaders if told is not None
+    ]  # fmt: skip
+    own = {
+        name: told
+        for name, (one, _) in takers.items() if one.is_of_stream for told, _ in one.loaders if told is not None
+    }  # fmt: skip
+    found = dealt_streams(left, own) if left else {}
+    return {name: Share(takers[name][1], math.inf, 0, False, [(dict(told), 0)]) for name, told in found.items()}
+
+
 def before(one: Share, others: Iterable[Share]) -> Share:
     """What is left of a lost rank's share where one that was started again goes on in it, from a place of its own."""
     told = [each for each, _ in one.loaders]
@@ -205,7 +248,7 @@ def _sizes(loaders: list[tuple[dict[str, Any] | None, int]]) -> list[int]:
 
 
 def _columns(of: Share, begin: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    numbers = range(of.skipped + max(begin, of.first) - of.first, of.skipped + of.end - of.first)
+    numbers = range(of.skipped + max(begin, of.first) - of.first, of.skipped + int(of.end) - of.first)
     return [_cut(told, count, numbers, of.cycles) for told, count in of.loaders if told is not None and len(numbers)]
 
 

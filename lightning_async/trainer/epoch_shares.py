@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from lightning_async.data.shares import Share, told_of
+from lightning_async.data.shares import Share, stream_of, told_of
 from lightning_async.engine.gates import Gates
 from lightning_async.trainer.redealt import follower
 
@@ -127,8 +127,14 @@ class EpochShares:
                 told, skipped = position.get("share"), position.get("taken", 0)
                 if told is not None and told["kind"] == "given":
                     own = count = -(-len(told["indices"]) // told["batch_size"])
+            elif told is None and math.isinf(fit.max_batches) and (told := stream_of(loader)) is not None:
+                found = None if anew else follower(loader)
+                position = {} if found is None else found.position(before=True, ended=False)  # one is held
+                told, skipped = position.get("share") or told, position.get("taken", 0)
             loaders.append((told, count))
-        unsized = first + any(told is None for told, _ in loaders)  # how much there is, nobody knows; or there is none
+        unsized = first + any(
+            told is None or told["kind"] == "stream" for told, _ in loaders
+        )  # how much there is, nobody knows; or there is none
         end = unsized if math.isinf(fit.max_batches) else fit.max_batches
         if own and trainer.limit_train_batches == 1.0:  # smaller batches may be more than a loader's own
             end = max(end, first + own - skipped)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
-from lightning_async.data.shares import Share, before, inherited, unheard
+from lightning_async.data.shares import Share, before, inherited, streamed, unheard
 from lightning_async.engine.gates import Gates
 from lightning_async.engine.world import World
 from lightning_async.trainer.epoch_shares import EpochShares
@@ -93,14 +94,18 @@ class Inheritance:
         lost = {each: share for each, share in self.epoch.shares.items() if each not in there}
         self._tell(lost)
         left = [(share, self.epoch.number(each)) for each, share in lost.items()]
-        self.epoch.deal(inherited(left, takers) if takers else {})
+        held = {each: (self.epoch.shares[each], ready) for each, ready in takers.items() if each in self.epoch.shares}
+        self.epoch.deal((inherited(left, takers) or streamed(left, held)) if takers else {})
         if not self.epoch.shares:
             return False
         self.epoch.take_part(name)
         log.info(
             "Epoch %d goes on with what %s had not shared of it: %s batches.",
             self._trainer.current_epoch, ", ".join(f"rank {each}" for each in lost),
-            " and ".join(str(share.end - share.first) for share in self.epoch.shares.values()),
+            " and ".join(
+                "a stream's" if math.isinf(share.end) else str(share.end - share.first)
+                for share in self.epoch.shares.values()
+            ),
         )  # fmt: skip
         if self.epoch.known and name in self.epoch.shares:
             self.epoch.at_end = True
@@ -185,9 +190,10 @@ class Inheritance:
 
     def _tell(self, lost: dict[str, Share]) -> None:
         for name, each in lost.items():
-            if not each.is_known and each.first < each.end:
+            if not each.is_known and not each.is_of_stream and each.first < each.end:
                 log.warning(
-                    "What rank %s had of epoch %d and did not train on is missing in it: with a DataLoader of a "
-                    "map-style dataset and a DistributedSampler, Lightning's or torch's, others could tell which "
-                    "samples these are.", name, self._trainer.current_epoch,
+                    "What rank %s had of epoch %d and did not train on is missing in it, from its batch %d on: with a "
+                    "DataLoader of a map-style dataset and a DistributedSampler, Lightning's or torch's, or of a "
+                    "PartitionedStream itself without a limit of batches, others could tell which samples these are.",
+                    name, self._trainer.current_epoch, self.epoch.number(name),
                 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from lightning_async.data.shares import Share
@@ -30,7 +31,9 @@ def go_on_with(trainer: Any, share: Share, steps: int | None = None) -> list[Und
     epoch, fetcher, combined = fit.epoch_loop, fit._data_fetcher, fit._combined_loader
     undo = end_at(trainer, share.end)
     interval = trainer.val_check_interval
-    if isinstance(interval, float):  # of an epoch; one that comes within it leaves those on the way to the others
+    if isinstance(interval, float) and not math.isinf(
+        share.end
+    ):  # of an epoch; one that comes within it leaves those on the way to the others
         at_end = interval == 1.0 if steps is not None else share.first == 0
         every = share.end if at_end else max(1, int((steps or share.end) * interval))
         undo.append(set_for_now(trainer, "val_check_batch", every))
@@ -39,20 +42,23 @@ def go_on_with(trainer: Any, share: Share, steps: int | None = None) -> list[Und
             source = sources_of([loader])[0]
             undo += [source.detach, lambda loader=loader: setattr(loader, "_iterator", None)]
         loader._iterator = None  # of workers that persist
+        if math.isinf(share.end):  # they have a copy of a stream, as it is for now
+            undo.append(lambda loader=loader: setattr(loader, "_iterator", None))
         source.begin_at({"taken": 0, "made": 0, "drawn": {}, "share": told})
     iter(fetcher)
-    fetcher.length, fetcher.done = share.end - share.first, False
+    fetcher.length, fetcher.done = None if math.isinf(share.end) else share.end - share.first, False
     epoch.batch_progress.is_last_batch = False
     return undo
 
 
-def end_at(trainer: Any, end: int) -> list[Undo]:
+def end_at(trainer: Any, end: float) -> list[Undo]:
     """The epoch has so many batches on this rank; returns what undoes it."""
+    total = None if math.isinf(end) else end
     for bar in callbacks_of(trainer, "TQDMProgressBar"):
-        bar.train_progress_bar.total = end
+        bar.train_progress_bar.total = total
     for bar in callbacks_of(trainer, "RichProgressBar"):
         if bar.progress is not None and bar.train_progress_bar_id is not None:
-            bar.progress.update(bar.train_progress_bar_id, total=end)
+            bar.progress.update(bar.train_progress_bar_id, total=total)
     return [set_for_now(trainer.fit_loop, "max_batches", end)]
 
 

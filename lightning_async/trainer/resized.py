@@ -86,7 +86,8 @@ def _divided(
     positions = [each for each in positions if "taken" in each] or positions[:1]
     if "taken" not in positions[0]:  # the epoch's data is at its end, or not begun, on all
         return positions[0]
-    if loaders > 1 or not all(position.get("share") for position in positions):
+    kinds = {(position.get("share") or {}).get("kind") for position in positions}
+    if loaders > 1 or kinds & {None, "stream"}:
         log.warning(
             "The checkpoint is of %d ranks, and %d go on, but it cannot be told which samples of this epoch were seen: "
             "its data begins again. One DataLoader of a map-style dataset with torch's samplers can go on.",

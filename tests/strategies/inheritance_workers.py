@@ -20,9 +20,10 @@ from lightning_async import (
     BalancedBatchSizes,
     DeltaMean,
     EveryNSteps,
+    FaultTolerantCheckpoint,
     Synchronous,
 )
-from lightning_async.data.partitioned import PartitionedSampler
+from lightning_async.data.partitioned import PartitionedSampler, PartitionedStream
 from lightning_async.data.partitions import ByKey, Partition, Random, Weighted
 from lightning_async.trainer.namespace import pl, pytorch
 from tests.strategies.failure_workers import digest
@@ -32,6 +33,7 @@ PERIOD = 3
 PARTITIONS: dict[str, Partition] = {
     "random": Random(seed=3), "weighted": Weighted({0: 1.5, 2: 1.2}, seed=1), "by key": ByKey(lambda i: i % 9, seed=1),
 }  # fmt: skip
+STREAMS: dict[str, Partition] = {"in turn": Random(), "by key": ByKey(lambda sample: int(sample) % 9, seed=1)}
 
 
 class Noted(pl.LightningModule):
@@ -112,8 +114,18 @@ class Streamed(IterableDataset[Tensor]):
             yield torch.tensor([float(sample)])
 
 
+def stream(settings: dict[str, Any]) -> DataLoader[Any]:
+    """54 samples that all ranks can read, divided among them."""
+    workers = settings.get("num_workers", 0)
+    samples = [torch.tensor([float(sample)]) for sample in range(54)]
+    part = PartitionedStream(samples, STREAMS[settings["stream"]])
+    return DataLoader(part, 2, num_workers=workers, persistent_workers=workers > 0)
+
+
 def loaders(settings: dict[str, Any]) -> Any:
     """One loader, or two of unequal length in one."""
+    if "stream" in settings:
+        return stream(settings)
     size, workers = settings.get("batch_size", 2), settings.get("num_workers", 0)
     own, shuffle, found = settings.get("own_sampler"), settings.get("shuffle", False), []
     for samples in settings.get("samples", [54]):
@@ -155,9 +167,10 @@ def inherit(folder: str, deaths: dict[str, Any], epochs: int = 2, trainer: Any =
     )  # fmt: skip
     fit = pl.Trainer(
         strategy=strategy, accelerator="cpu", devices=RANKS, max_epochs=epochs, default_root_dir=folder, logger=False,
-        enable_model_summary=False, enable_checkpointing=False, num_sanity_val_steps=0,
+        enable_model_summary=False, enable_checkpointing=settings.get("saved", False), num_sanity_val_steps=0,
         callbacks=[
             *([AdaptiveGradientAccumulation(settings["windows"])] if "windows" in settings else []),
+            *([FaultTolerantCheckpoint(folder, every_n_train_steps=1000)] if settings.get("saved") else []),
             *([BalancedBatchSizes(every=settings["balanced"])] if "balanced" in settings else []),
         ],
         **({"enable_progress_bar": False} | (trainer or {})),

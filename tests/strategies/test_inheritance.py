@@ -141,11 +141,30 @@ def test_batches_of_unequal_size_are_inherited_and_a_step_keeps_its_samples(ever
     assert [sum(each) for each in itertools.zip_longest(*steps, fillvalue=0)] == [6] * 9 + [1]
 
 
+def test_each_sample_of_a_stream_is_in_committed_work_once(tmp_path: Path) -> None:
+    """Keys are unequal in number, as are batches; each worker has samples of its own. Positions are followed, and one
+    batch is fetched ahead."""
+    told, left = train(tmp_path, {"1": ["step", 0, 4]}, stream="by key", num_workers=2, saved=True)
+    assert once(told, 0, left, {"1": 3}) == list(range(54))
+    assert len(seen(told, "train", 0, ["1"], upto=3)) == 6
+    assert sorted(seen(told, "train", 1, left)) == list(range(54))
+    assert not any("is missing in it" in text for each in left.values() for text in each["logged"])
+
+
+def test_one_who_inherits_of_a_stream_is_lost_too(tmp_path: Path) -> None:
+    told, left = train(tmp_path, {"1": ["step", 0, 4], "2": ["step", 0, 10]}, stream="in turn")
+    assert set(left) == {"0"}
+    assert once(told, 0, left, {"1": 3, "2": 9}) == list(range(54))
+    assert len(seen(told, "train", 0, ["2"])) == 20
+    assert sorted(seen(told, "train", 1, left)) == list(range(54))
+
+
 def test_where_nobody_can_tell_what_the_lost_had_it_is_said_and_missing(tmp_path: Path) -> None:
     told, left = train(tmp_path, {"1": ["step", 0, 4]}, iterable=True)
     assert {len(seen(told, "train", 0, [name])) for name in left} == {18}
     assert sorted(seen(told, "train", 1, left)) == list(range(54))  # it has asked who is there
-    assert any("What rank 1 had of epoch 0 and did not train on is missing" in text for text in left["0"]["logged"])
+    lost = "What rank 1 had of epoch 0 and did not train on is missing in it, from its batch 3 on"
+    assert any(lost in text for text in left["0"]["logged"])
 
 
 @pytest.mark.parametrize(("victim", "workers"), [(0, 0), (2, 2)])
