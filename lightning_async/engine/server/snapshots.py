@@ -8,6 +8,7 @@ A snapshot is there when its second file is. Of two, the older one is deleted wh
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import threading
@@ -71,18 +72,15 @@ class Shelf:
         Raises:
             OSError: it cannot be written.
         """
-        number = self._number = self._number + 1
-        data, told = self._path(number, ".bin"), self._path(number, ".json")
-        names = {name: part.numel() for name, part in snapshot.parts.items()}
-        arrays: list[Any] = [part.numpy() for part in snapshot.parts.values() if part.numel()]
-        file = self._files.write(data, [memoryview(each).cast("B") for each in arrays])
-        self._files.sync(self._folder)
-        value = {"format": _FORMAT, "record": dict(snapshot.record), "parts": names, "file": asdict(file)}
-        self._files.write(told, [seal(value)])
-        self._files.sync(self._folder)
+        number = self._number + 1
+        try:
+            self._write(number, snapshot)
+        except OSError:
+            self._delete(number)  # half of one would take the room that the next one needs
+            raise
+        self._number = number
         for old in [each for each in self._numbers(".json") if each <= number - _KEPT]:
-            self._files.unlink(self._path(old, ".json"))
-            self._files.unlink(self._path(old, ".bin"))
+            self._delete(old)
 
     def newest(self) -> Snapshot | None:
         """The newest one that is whole; what is damaged is said, and passed over."""
@@ -97,6 +95,21 @@ class Shelf:
         """Let others have it."""
         if self._lock is not None:
             self._lock.close()
+
+    def _write(self, number: int, snapshot: Snapshot) -> None:
+        data, told = self._path(number, ".bin"), self._path(number, ".json")
+        names = {name: part.numel() for name, part in snapshot.parts.items()}
+        arrays: list[Any] = [part.numpy() for part in snapshot.parts.values() if part.numel()]
+        file = self._files.write(data, [memoryview(each).cast("B") for each in arrays])
+        self._files.sync(self._folder)
+        value = {"format": _FORMAT, "record": dict(snapshot.record), "parts": names, "file": asdict(file)}
+        self._files.write(told, [seal(value)])
+        self._files.sync(self._folder)
+
+    def _delete(self, number: int) -> None:
+        with contextlib.suppress(OSError):  # what cannot be deleted now is in nobody's way but the disk's
+            self._files.unlink(self._path(number, ".json"))
+            self._files.unlink(self._path(number, ".bin"))
 
     def _read(self, number: int) -> Snapshot:
         told, data = self._path(number, ".json"), self._path(number, ".bin")

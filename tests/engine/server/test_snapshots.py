@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_async.engine.files import LocalFiles
 from lightning_async.engine.server.agreement import Agreement
 from lightning_async.engine.server.remembered import restored
 from lightning_async.engine.server.snapshots import Shelf, Snapshot, Snapshots
@@ -104,6 +106,52 @@ def test_two_are_kept_and_the_newest_that_is_whole_is_taken(tmp_path: Path, capf
     again.put(Snapshot({"version": 6}, {"params": torch.full((1000,), 6.0)}))
     again.close()
     assert (folder / "00000006.json").exists()
+
+
+class FullDisk:
+    """``os``, on a disk with room for so many bytes more."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        count = os.write(descriptor, data[: self.room])
+        self.room -= count
+        return count
+
+
+@pytest.mark.parametrize(
+    "room", [0, 2000, 4000, 4100]
+)  # of nothing, of half the weights, of those alone, of half the words
+def test_a_snapshot_that_a_full_disk_had_no_room_for_takes_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+):
+    disk = FullDisk(1 << 20)
+    monkeypatch.setattr("lightning_async.engine.server.snapshots.files_at", lambda folder: (LocalFiles(disk), folder))
+    shelf, folder = Shelf(str(tmp_path), 0), tmp_path / "server-0"
+
+    def put(version: int) -> None:
+        shelf.put(Snapshot({"version": version}, {"params": torch.full((1000,), float(version))}))
+
+    put(1)
+    put(2)
+    there = sorted(os.listdir(folder))
+    for _ in range(3):
+        disk.room = room
+        with pytest.raises(OSError, match="No space left"):
+            put(3)
+        assert sorted(os.listdir(folder)) == there and (found := shelf.newest()) and found.record["version"] == 2
+    disk.room = 1 << 20
+    put(4)  # and the one before is kept, however many have failed between them
+    found = shelf.newest()
+    assert found and found.record["version"] == 4
+    assert sorted(os.listdir(folder)) == ["00000002.bin", "00000002.json", "00000003.bin", "00000003.json", "lock"]
+    shelf.close()
 
 
 def test_a_folder_is_one_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
