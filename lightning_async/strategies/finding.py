@@ -112,7 +112,7 @@ def join(strategy: Finding, averager: BackgroundAverager) -> Tables:
             rank_zero_info(f"{owner}, {group.name}: {plan}{_replicas(strategy, plan)}")
         dials = servers.dials(plan, number)
         how = strategy.compression, strategy.consistent_pull and strategy.mode != "sync"
-        workers.append(Worker(name, named, plan, dials, 2 * _REQUEST_S, *how, table=number))
+        workers.append(Worker(name, named, plan, dials, 2 * _REQUEST_S, *how, number, strategy.overlap))
     if begins and strategy.global_rank == 0:  # the weights and the optimizers' state of a checkpoint are rank 0's
         for group, worker in zip(strategy.groups, workers, strict=True):
             state: Any = ({}, {})

@@ -48,3 +48,8 @@ def test_temporary_files_elsewhere(tmp_path: Path):
 @pytest.mark.parametrize("fork", [False, True])
 def test_a_writer_outlives_its_trainer_and_not_for_long(tmp_path: Path, fork: bool):
     assert run("save_once_and_die", folder=str(tmp_path), fork=fork) == 1
+
+
+def test_what_a_dying_writer_holds_is_left_until_it_is_dead(tmp_path: Path):
+    """That it has no command line any more is no proof of that."""
+    assert run("die_slowly", folder=str(tmp_path)) == {"held": True, "cleaned": True, "left": False}

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import platform
 import random
 import signal
+import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +24,8 @@ from tests.checkpoint.states import assert_loaded, job_of
 
 NUMEL = 500_000  # 4 MB a save
 KEEP = 3
+_PR_SET_CHILD_SUBREAPER = 36
+_SYS_EXIT = {"x86_64": 60, "aarch64": 93}
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,7 @@ def save_for_ever(folder: str, run: str, number: int, rank: int, ranks: tuple[in
 def kill_often(folder: str, kills: int, seed: int, ranks: int = 1, tmpdir: str | None = None) -> dict[str, int]:
     """Start trainers and kill them at random moments; what was seen."""
     torch.set_num_threads(1)  # nothing that a fork would miss
+    adopt()
     if tmpdir is not None:
         os.environ["TMPDIR"] = tmpdir
     chance, newest, seen = random.Random(seed), 0, {"committed": 0, "left": 0, "after": 0}
@@ -86,8 +92,7 @@ def kill_often(folder: str, kills: int, seed: int, ranks: int = 1, tmpdir: str |
             stop_while_one_is_written(folder, trainers)
         kill(trainers, chance, writers_too=i % 4 == 3, writer_first=i % 5 == 4)
         said = max(trainer.committed() for trainer in trainers)
-        for trainer in trainers:
-            wait_until_gone(trainer)
+        wait_until_gone()
         seen["left"] += bool(store.clean("none"))
         newest = check(store, max(newest, said), ranks)
         seen["committed"] += newest >= first
@@ -137,24 +142,23 @@ def kill(trainers: list[Trainer], chance: random.Random, writers_too: bool, writ
         assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL, "the trainer has failed before it was killed"
 
 
-def wait_until_gone(trainer: Trainer) -> None:
-    """The writer ends with its trainer, when it has finished what it had; the one that has replaced it, too."""
+def adopt() -> None:
+    """What trainers have started is this process's once they are gone, see `wait_until_gone`."""
+    assert ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+
+
+def wait_until_gone(pid: int = -1) -> None:
+    """One writer whose trainer is dead, or all of them: each ends when it has finished what it had.
+
+    Whoever can be waited for has let go of all. ``/proc`` tells less: a process that is dying has no command line any
+    more while its memory is given back, and holds its locks until that is done.
+    """
     deadline = time.monotonic() + 60.0
-    while writers := writers_of(trainer.pid):
-        assert time.monotonic() < deadline, f"writers {writers} still run"
-        time.sleep(0.005)
-
-
-def writers_of(trainer: int) -> list[int]:
-    """Living processes that were started to write for a trainer: it is in their command line."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            with contextlib.suppress(OSError):
-                command = (folder / "cmdline").read_bytes()
-                if b"writes the checkpoints" in command and b", %d]" % trainer in command:
-                    found.append(int(folder.name))
-    return found
+    with contextlib.suppress(ChildProcessError):  # there are no others
+        while (found := os.waitpid(pid, os.WNOHANG)[0]) != pid:
+            assert time.monotonic() < deadline, "writers still run"
+            if not found:
+                time.sleep(0.005)
 
 
 def check(store: CheckpointStore, committed: int, ranks: int) -> int:
@@ -179,6 +183,7 @@ def save_once_and_die(folder: str, fork: bool) -> int:
         folder: of the checkpoints.
         fork: a fork of the trainer lives on, with all that it had open, as loaders' workers do for a while.
     """
+    adopt()
     read, write = os.pipe()
     pid = os.fork()
     if not pid:
@@ -198,8 +203,43 @@ def save_once_and_die(folder: str, fork: bool) -> int:
     assert not CheckpointStore(folder).entries()
     os.kill(writer, signal.SIGCONT)
     try:
-        wait_until_gone(Trainer(pid, writer, read))
+        wait_until_gone(writer)
     finally:
         if worker:
             os.kill(worker, signal.SIGKILL)
     return check(CheckpointStore(folder), 1, 1)
+
+
+def die_slowly(folder: str) -> dict[str, bool]:
+    """A writer that is dying as nobody looks for it: nothing is in its command line, and it holds a save. What was seen
+    of it while it died, and what is left afterwards.
+
+    So it is of one that is killed, while the kernel gives its memory back, for some milliseconds; here its first thread
+    has ended, and another one has not, for as long as the test will.
+    """
+    adopt()
+    store = CheckpointStore(folder)
+    temporary = store.temporary(1, 1, "run")
+    (told, tell), (gate, open_gate) = os.pipe(), os.pipe()
+    if not (trainer := os.fork()):
+        if not os.fork():
+            os.close(open_gate)
+            threading.Thread(target=hold_until, args=(store, temporary, tell, gate)).start()
+            ctypes.CDLL(None).syscall(_SYS_EXIT[platform.machine()], 0)  # this thread's end, and no more
+        signal.pause()
+    writer = int(os.read(told, 16))
+    os.kill(trainer, signal.SIGKILL)
+    os.waitpid(trainer, 0)
+    while Path(f"/proc/{writer}/cmdline").read_bytes():
+        time.sleep(0.005)
+    seen = {"held": not store.clean()}
+    threading.Timer(0.2, os.close, [open_gate]).start()  # no sooner than it is looked for, and no matter when
+    wait_until_gone()
+    return {**seen, "cleaned": store.clean() == [Path(temporary).name], "left": bool(os.listdir(folder))}
+
+
+def hold_until(store: CheckpointStore, temporary: str, tell: int, gate: int) -> None:
+    with store.hold(temporary):
+        os.write(tell, b"%d" % os.getpid())
+        os.read(gate, 1)  # until its other end is closed
+    os._exit(0)

@@ -15,6 +15,7 @@ import torch
 
 from lightning_async import ParameterServerStrategy
 from lightning_async.comm.membership.signing import SECRET
+from lightning_async.engine.server.line import Line
 from lightning_async.engine.server.quorum import Terms
 from lightning_async.strategies.servers import Servers
 from lightning_async.trainer.namespace import pl, pytorch
@@ -94,7 +95,18 @@ def asynchronous() -> Any:
 
 @scenario
 def overlapped() -> Any:
-    return fit(ParameterServerStrategy("async", overlap=True), optimizer=adam, max_epochs=4)
+    """And how many gradients were said to be of what was pulled before the last pull."""
+    ask, earlier = Line.ask, []
+
+    def noted(line: Line, header: Any, size: int) -> None:
+        last = line._spare  # pyright: ignore[reportPrivateUsage]
+        ask(line, header, size)
+        earlier.append(header["do"] == "push" and line._request[0]["of"] != last)  # pyright: ignore[reportPrivateUsage]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Line, "ask", noted)
+        fitted = fit(ParameterServerStrategy("async", overlap=True), optimizer=adam, max_epochs=4)
+    return {**fitted, "earlier": sum(earlier)}
 
 
 @scenario

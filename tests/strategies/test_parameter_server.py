@@ -82,6 +82,12 @@ def test_it_learns(outcomes: Outcomes, name: str) -> None:
     assert loss(told[0]["values"]) < 0.6 * start
 
 
+def test_servers_hear_that_an_overlapped_gradient_is_of_the_pull_before_the_last(outcomes: Outcomes) -> None:
+    """But for the first one of an epoch, as all have met before it."""
+    told = outcomes("overlapped")
+    assert all(0 < rank["earlier"] <= 4 * 11 for rank in told), told
+
+
 @pytest.mark.parametrize(("mode", "victim"), [("sync", 1), ("async", 0), ("ssp", 2)])
 def test_workers_are_killed_and_the_others_go_on(mode: str, victim: int, tmp_path: Path) -> None:
     """Rank 0 has started the server, which goes on without it."""

@@ -82,9 +82,8 @@ class Client:
             so that they see first to a worker that all wait for. Default: 180.
         absent_s: for a server to be reached, when it is not; then it is lost. Default: 180.
         compression: of pushes. Default: none, they are fp32.
-        consistent: whether all that is pulled is of one version of all servers, see `cut`; pushes wait meanwhile.
-            Default: each server has its own.
-        table: of those that each server has, by number. Default: the first.
+        consistent: whether all that is pulled is of one version of all servers, see `cut`. Default: each has its own.
+        table, overlap: of those that each server has, by number; see `Line`. Default: the first, and no.
     """
 
     def __init__(
@@ -97,10 +96,11 @@ class Client:
         compression: PushCompression | None = None,
         consistent: bool = False,
         table: int = 0,
+        overlap: bool = False,
     ) -> None:
         self.worker, self._timeout_s = worker, timeout_s
         hello = {"worker": worker, "client": secrets.token_hex(3), "fingerprint": fingerprint, "table": table}
-        self._lines = [Line(server, dial, hello, absent_s) for server, dial in enumerate(dials)]
+        self._lines = [Line(server, dial, hello, absent_s, overlap) for server, dial in enumerate(dials)]
         self._fingerprint, self._compression, self._at_a_cut = fingerprint, compression, consistent and len(dials) > 1
         self.feedback: list[Feedback] = []
         """What compression has yet to deliver, one for each server; empty without."""
@@ -278,7 +278,7 @@ class Client:
         versions = tuple(reply["version"] for reply in replies)
         if pulled:
             for line, version in zip(self._lines, versions, strict=True):
-                line.base = version
+                line.pulled(version)
         told = {"lag": 0, "dropped": False, "durable": -1, "restored": 0}
         lags, dropped, durable, restored = (tuple(reply.get(*each) for reply in replies) for each in told.items())
         lost, resent = (sum(getattr(line, name) for line in self._lines) for name in ("lost", "resent"))

@@ -51,15 +51,15 @@ class Exchange:
         values, lag = gradient.floats(self._decoded), self._store.version - header["base"]
         target = self._target(channel) if header["pull"] else None
         with memory_for(worker, self._terms):
-            there = self._store.push(worker, header["number"], values, lag, header["lr"], target)
+            there = self._store.push(worker, header["number"], values, lag, header["lr"], target, header["of"])
         return self._store.version if there else None
 
-    def give(self, worker: str, channel: Channel, field: str | None = None, there: bool = False) -> int:
+    def give(self, worker: str, channel: Channel, header: Mapping[str, Any], there: bool = False) -> int:
         """Put what a worker pulls into the channel, unless it is there, or a field in its place; how many bytes."""
-        target = self._target(channel)
+        target, field = self._target(channel), header.get("field")
         if not there:
             with memory_for(worker, self._terms):
-                self._store.pull(worker, target)
+                self._store.pull(worker, target, header["to"])
         return target.nbytes if field is None else self.read(channel, field)
 
     def read(self, channel: Channel, field: str) -> int:

@@ -2,7 +2,8 @@
 
 Whatever is updated has two places, and a record says which of them count: what is new is there with it, whole. The
 weights that a worker has pulled have one place. They are written before the worker is answered, and a worker that was
-not answered asks again before it pushes: none is ever weighed by what is there in part.
+not answered asks again before it pushes: none is ever weighed by what is there in part. A worker that pulls while it
+computes a gradient at what it had before has two of them, and says which one it means.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_async.engine.server.journal import SIZE, Journal
-from lightning_async.engine.server.remembered import free_slot, slots_of
+from lightning_async.engine.server.remembered import BOTH, free_slot, slots_of
 from lightning_async.engine.server.shard import Arrays, Shard, mapped
 from lightning_async.engine.server.steps import ServerOptimizer
 from lightning_async.engine.server.update import (
@@ -76,6 +77,8 @@ class Holding:
         parts = dict(self.before().old)
         for slot, bank in slots_of(self.record).items():
             parts |= {f"{name} {slot}": array for name, array in self.shard.slot(slot)[bank].items()}
+        for slot in (told["slot"] for told in self.record["workers"].values() if told.get("bank", 0) & BOTH):
+            parts |= {f"{name} {slot}, spare": array for name, array in self.shard.spare(slot).items()}
         return parts
 
     def map(self, numel: int, policy: StalenessPolicy, optimizer: ServerOptimizer) -> None:
@@ -128,8 +131,11 @@ class Holding:
         scalars, means = dict(self.record["scalars"]), Means(*self.record["means"])
         return Before(old, new, scalars, means, self.record["gathered"])
 
-    def own(self, worker: str) -> tuple[Arrays, Arrays]:
+    def own(self, worker: str, spare: bool = False) -> tuple[Arrays, Arrays]:
         """What a worker has of its own, in memory from now on until it is not remembered any more.
+
+        Args:
+            spare: with the other one of the two places of what it has pulled. Default: with the first one.
 
         Raises:
             OSError: there is no memory.
@@ -145,7 +151,15 @@ class Holding:
             if PULLED in first:
                 first[PULLED].copy_(self.visible)
             self.commit({**self.record, "workers": {**self.record["workers"], worker: told}})
-        return self.shard.slot(told["slot"])
+        old, new = self.shard.slot(told["slot"])
+        if not (spare and self._kept):
+            return old, new
+        other = self.shard.spare(told["slot"])
+        if not told["bank"] & BOTH:
+            other[PULLED].copy_(old[PULLED])
+            told = {**told, "bank": told["bank"] | BOTH}
+            self.commit({**self.record, "workers": {**self.record["workers"], worker: told}})
+        return {**old, **other}, {**new, **other}
 
     def free(self) -> None:
         """Give back what is nobody's."""

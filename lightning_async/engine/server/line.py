@@ -32,10 +32,15 @@ class Line:
         dial: the line's from now on.
         hello: that servers are told first: the ``worker`` whose line it is, and whatever else says who that is.
         absent_s: a server that cannot be reached for so long is lost.
+        overlap: gradients may be of what was pulled before the last pull: the server has two places for that. Default:
+            they are of the last one.
     """
 
-    def __init__(self, server: int, dial: Dial, hello: Mapping[str, Any], absent_s: float) -> None:
+    def __init__(
+        self, server: int, dial: Dial, hello: Mapping[str, Any], absent_s: float, overlap: bool = False
+    ) -> None:
         self.dial, self.base, self._began = dial, 0, False
+        self._overlap, self._spare, self._pushed_then = overlap, False, 0  # where the last pull is, and when that was
         self._places = dial if isinstance(dial, Places) else None
         self.resent = self.pushed = self.lost = 0
         self._server, self._worker, self._hello = server, hello["worker"], hello
@@ -55,9 +60,16 @@ class Line:
 
     def ask(self, header: Mapping[str, Any], size: int) -> None:
         """Say it, if there is somebody; `reply` sees to the rest."""
-        self._request, self._asked_at, self.resent = (header, size), time.monotonic(), 0
+        pushes, before = header["do"] == "push", header.get("base", self.base) < self.base
+        flips = pushes or self.pushed > self._pushed_then  # a pull after a pull is in its place: nothing is of that one
+        places = {"of": self._spare ^ (self._overlap and before), "to": self._spare ^ (self._overlap and flips)}
+        self._request, self._asked_at, self.resent = ({**header, **places}, size), time.monotonic(), 0
         if self._channel is not None:
             self._try(self._channel)
+
+    def pulled(self, version: int) -> None:
+        """The last request has brought weights, of this version."""
+        self.base, self._spare, self._pushed_then = version, self._request[0]["to"], self.pushed
 
     @property
     def began(self) -> bool:

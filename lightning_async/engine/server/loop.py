@@ -184,10 +184,9 @@ class Server:
             self._cuts.hold(worker, header["limit_s"])
             return {"cut": cut.plain(cut.applied_by(self._store.known))}, 0
         if do == "pull" and "cut" in header:
-            return self._pull_at(worker, channel, cut.from_plain(header["cut"]), header.get("field"))
+            return self._pull_at(worker, channel, header)
         if do in ("snapshot", "pull"):
-            field = header.get("field")
-            return self._version(), self._exchange.give(worker, channel, field) if do == "pull" else 0
+            return self._version(), self._exchange.give(worker, channel, header) if do == "pull" else 0
         if do == "lags":
             told, lost = self._version(), self._store.record.get("lost", 0)
             kept = {} if self.snapshots is None else {"durable": told["durable"], "lost": lost}
@@ -219,10 +218,11 @@ class Server:
         reply = {**self._version(), "number": number, **{key: told.get(key, False) for key in _OF_A_PUSH}}
         if not header["pull"]:
             return reply, 0
-        return reply, self._exchange.give(worker, channel, there=filled == self._store.version)
+        return reply, self._exchange.give(worker, channel, header, filled == self._store.version)
 
-    def _pull_at(self, worker: str, channel: Channel, wanted: cut.Cut, field: str | None) -> tuple[dict[str, Any], int]:
-        """The weights with all these pushes, and no others; nothing, where its hold is over."""
+    def _pull_at(self, worker: str, channel: Channel, header: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+        """The weights with all pushes of its cut, and no others; nothing, where its hold is over."""
+        wanted = cut.from_plain(header["cut"])
         self._cuts.wants(worker, wanted)
         self._changed.notify_all()
 
@@ -231,7 +231,7 @@ class Server:
 
         self._until(worker, channel, there)
         held = self._cuts.holds(worker)
-        length = self._exchange.give(worker, channel, field) if held else 0
+        length = self._exchange.give(worker, channel, header) if held else 0
         self._cuts.release(worker)
         self._changed.notify_all()
         return {**self._version(), "again": not held}, length

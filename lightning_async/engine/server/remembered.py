@@ -2,9 +2,9 @@
 
 Of each name: its ``life``; its ``client``'s own name; the ``push`` that was applied last, its ``lag``, whether it was
 ``dropped``, and whether all were ``called`` with it; its ``clock``; whether it is ``live``, waited for by others, and
-at which gate it ``rests``; the ``slot`` of memory that it has of its own, and which ``bank`` of that counts. Where the
-server's memory was lost, the push that it had ``said`` was applied. Beside them ``lives``:
-the highest that one has had.
+at which gate it ``rests``; the ``slot`` of memory that it has of its own, and which ``bank`` of that counts, with
+`BOTH` added where it has both places of what it has pulled. Where the server's memory was lost, the push that it had
+``said`` was applied. Beside them ``lives``: the highest that one has had.
 """
 
 from __future__ import annotations
@@ -17,8 +17,20 @@ from typing import Any
 
 from lightning_async.engine.server.journal import ROOM
 
-__all__ = ["LOST_LIVES", "check_room", "first_record", "free_slot", "restored", "said", "slots_of", "with_pushes"]
+__all__ = [
+    "BOTH",
+    "LOST_LIVES",
+    "check_room",
+    "first_record",
+    "free_slot",
+    "restored",
+    "said",
+    "slots_of",
+    "with_pushes",
+]
 
+BOTH = 2
+"""In ``bank``: both places of what a worker has pulled are there."""
 LOST_LIVES = 1 << 32
 """Lives that may have been given after a snapshot: nobody is to have one of these again."""
 _TOLD, _SPARE = 214, 2048  # bytes that a worker may take beside its name, and that the rest may grow by
@@ -74,7 +86,7 @@ def said(told: Mapping[str, Any]) -> int:
 
 def slots_of(record: Record) -> dict[int, int]:
     """The slots that are some worker's, and the bank of each that counts."""
-    return {told["slot"]: told["bank"] for told in record["workers"].values() if "slot" in told}
+    return {told["slot"]: told["bank"] & ~BOTH for told in record["workers"].values() if "slot" in told}
 
 
 def free_slot(record: Record) -> int:

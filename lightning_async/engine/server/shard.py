@@ -1,9 +1,10 @@
 """Where the arrays of a shard lie in the file that outlives its server.
 
-    journal | params 0, params 1, momentum 0, momentum 1, ... | a worker's own: pulled, momentum 0, momentum 1 | ...
+    journal | params 0, params 1, momentum 0, momentum 1, ... | a worker's own: momentum 0, momentum 1, pulled, spare |
 
 What is updated has two places: who writes fills the other one, and the journal says which one counts. What each worker
-has of its own is mapped when it is first needed, and its memory given back when the worker is gone for good.
+has of its own is mapped when it is first needed, and its memory given back when the worker is gone for good; the spare
+place of what has one only is mapped for those who ask for it.
 """
 
 from __future__ import annotations
@@ -67,8 +68,9 @@ class Shard:
         self._own, self._kept = tuple(own), tuple(kept)
         self._array_bytes = -(-max(1, numel * torch.float32.itemsize) // mmap.PAGESIZE) * mmap.PAGESIZE
         self._slots_at = SIZE + 2 * len(shared) * self._array_bytes
-        self._slot_bytes = (2 * len(self._own) + len(self._kept)) * self._array_bytes
+        self._slot_bytes = 2 * (len(self._own) + len(self._kept)) * self._array_bytes
         self._slots: dict[int, tuple[Arrays, Arrays]] = {}
+        self._spares: dict[int, Arrays] = {}
         self.banks = self._pair(mapped(descriptor, SIZE, self._slots_at - SIZE), shared)
         """The shared arrays, twice."""
 
@@ -79,18 +81,28 @@ class Shard:
             OSError: there is no memory.
         """
         if number not in self._slots:
-            memory = mapped(self._descriptor, self._slots_at + number * self._slot_bytes, self._slot_bytes)
+            size = self._slot_bytes - len(self._kept) * self._array_bytes
+            memory = mapped(self._descriptor, self._slots_at + number * self._slot_bytes, size)
             pair = self._pair(memory, self._own)
             rest = memory[2 * len(self._own) * self._array_bytes :]
             kept = {name: self._array(rest, place) for place, name in enumerate(self._kept)}
             self._slots[number] = ({**pair[0], **kept}, {**pair[1], **kept})
         return self._slots[number]
 
+    def spare(self, number: int) -> Arrays:
+        """A second place of those that have one only, beside that of `slot`; OSError as there."""
+        if number not in self._spares:
+            size = len(self._kept) * self._array_bytes
+            memory = mapped(self._descriptor, self._slots_at + (number + 1) * self._slot_bytes - size, size)
+            self._spares[number] = {name: self._array(memory, place) for place, name in enumerate(self._kept)}
+        return self._spares[number]
+
     def keep_only(self, slots: Collection[int]) -> None:
         """Give back the memory of all other slots."""
         size, end = os.fstat(self._descriptor).st_size, self._slots_at + (max(slots, default=-1) + 1) * self._slot_bytes
         for number in set(self._slots) - set(slots):
             del self._slots[number]
+            self._spares.pop(number, None)
         if size > end:
             os.ftruncate(self._descriptor, end)
         for number in set(range(max(slots, default=0))) - set(slots):
@@ -116,6 +128,7 @@ class Shard:
         """Let go of the memory; the file is another's."""
         self.banks = ({}, {})
         self._slots.clear()
+        self._spares.clear()
 
     def _pair(self, memory: Tensor, names: Sequence[str]) -> tuple[Arrays, Arrays]:
         places = [self._array(memory, place) for place in range(2 * len(names))]

@@ -21,7 +21,7 @@ from lightning_async.engine.server.copied import Copying, copied
 from lightning_async.engine.server.holding import Holding
 from lightning_async.engine.server.lags import counted
 from lightning_async.engine.server.optimizers import begun, make_optimizer
-from lightning_async.engine.server.remembered import check_room, first_record, restored, slots_of, with_pushes
+from lightning_async.engine.server.remembered import BOTH, check_room, first_record, restored, slots_of, with_pushes
 from lightning_async.engine.server.steps import Dana, ServerOptimizer
 from lightning_async.engine.server.update import AHEAD, BUFFER, MOMENTUM, PULLED, Means, Updates, own_arrays
 from lightning_async.rules.staleness.choose import described, make_policy
@@ -125,8 +125,7 @@ class Store:
 
         Args:
             optimizer, arguments: see `make_optimizer`.
-            fingerprint: of the plan. Default: none.
-            policy: of staleness. Default: nothing is done about it.
+            fingerprint, policy: of the plan, and of staleness. Default: none, and nothing is done about it.
             state, scalars: of the optimizer, as it is to begin; momenta of workers' own begin anew. Default: none.
 
         Raises:
@@ -172,8 +171,9 @@ class Store:
 
     @copied
     def push(
-        self, worker: str, number: int, gradient: Tensor, lag: int, lr: float | None = None, reply: Tensor | None = None
-    ) -> bool:
+        self, worker: str, number: int, gradient: Tensor, lag: int, lr: float | None = None,
+        reply: Tensor | None = None, spare: bool = False,
+    ) -> bool:  # fmt: skip
         """One worker's push, as the policy will have it; whether `reply` has what its worker is to pull now.
 
         Args:
@@ -183,15 +183,16 @@ class Store:
             lr: in place of the optimizer's own. Default: that one.
             reply: memory of the shard's size, which may be filled with what `pull` would fill it with, as that comes
                 at no cost then. Default: none.
+            spare: it was computed at what was pulled to the worker's spare place. Default: the first one.
 
         Raises:
             OSError: there is no memory for what is kept of the worker.
         """
-        policy, updates, own = self._policy, self._updates(), self._held.own(worker)
+        policy, updates, own = self._policy, self._updates(), self._held.own(worker, spare)
         if PULLED in own[0]:  # what is kept of a pull counts with it, and not before the push is there
             reply = None
         bank = self.known[worker].get("bank", 0)
-        before = self._held.before(own, bank)
+        before = self._held.before(own, bank & ~BOTH)
         weight = updates.weigh(before, gradient, lag)
         means = before.means.with_lag(lag, policy.decay)
         changes: dict[str, Any] = {"lags": counted(self.record["lags"], lag, dropped=weight is None), "means": means}
@@ -204,7 +205,7 @@ class Store:
             changes.update(self._stepped(scalars), means=means, gathered=0)
         applied = {"lag": lag, "dropped": weight is None}
         if own_arrays(policy) and weight is not None:
-            applied["bank"] = 1 - bank
+            applied["bank"] = bank ^ 1
         workers = with_pushes(self.known, {worker: number}, applied)
         self._held.commit({**self.record, **changes, "workers": workers})
         return weight is not None and reply is not None
@@ -228,17 +229,17 @@ class Store:
         """These pushes have come, with nothing in them."""
         self.remember(with_pushes(self.known, pushes, {"lag": 0, "dropped": False, "called": called}))
 
-    def pull(self, worker: str, target: Tensor) -> None:
-        """What a worker is to compute its next gradient at, to memory of the shard's size; OSError as of `push`."""
+    def pull(self, worker: str, target: Tensor, spare: bool = False) -> None:
+        """What a worker is to compute its next gradient at, to memory of the shard's size; else as of `push`."""
         if self._held.personal:
-            self.keep(worker, target)
+            self.keep(worker, target, spare)
         else:
             self._held.shard.copy((target, self._held.visible))
 
     @copied
-    def keep(self, worker: str, target: Tensor | None = None) -> None:
+    def keep(self, worker: str, target: Tensor | None = None, spare: bool = False) -> None:
         """The same where something is kept of each worker's last pull."""
-        found = (target, self._held.own(worker)[0].get(PULLED))
+        found = (target, self._held.own(worker, spare)[0].get(PULLED))
         self._held.shard.copy(*((each, self._held.visible) for each in found if each is not None))
 
     @copied

@@ -32,7 +32,7 @@ class Worker:
         plan: see `plan_of`.
         dials: one for each server.
         timeout_s: for each request. Default: 180.
-        compression, consistent, table: see `Client`. Default: none, no, and the first.
+        compression, consistent, table, overlap: see `Client`. Default: none, no, the first, and no.
     """
 
     def __init__(
@@ -45,11 +45,13 @@ class Worker:
         compression: PushCompression | None = None,
         consistent: bool = False,
         table: int = 0,
+        overlap: bool = False,
     ) -> None:
         self.plan, self.params = plan, list(named.values())
         self._client = Client(
-            name, dials, plan.fingerprint(), timeout_s, compression=compression, consistent=consistent, table=table
-        )
+            name, dials, plan.fingerprint(), timeout_s, compression=compression, consistent=consistent, table=table,
+            overlap=overlap,
+        )  # fmt: skip
         self.ahead = Ahead(self.params, plan, self._client, self._put_gradients)
         """Gradients that leave while the backward pass makes others."""
         self._written = Written(list(named), self.params)
