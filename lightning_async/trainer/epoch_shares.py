@@ -132,9 +132,8 @@ class EpochShares:
                 position = {} if found is None else found.position(before=True, ended=False)  # one is held
                 told, skipped = position.get("share") or told, position.get("taken", 0)
             loaders.append((told, count))
-        unsized = first + any(
-            told is None or told["kind"] == "stream" for told, _ in loaders
-        )  # how much there is, nobody knows; or there is none
+        # How much there is, nobody knows; or there is none.
+        unsized = first + any(told is None or told["kind"] == "stream" for told, _ in loaders)
         end = unsized if math.isinf(fit.max_batches) else fit.max_batches
         if own and trainer.limit_train_batches == 1.0:  # smaller batches may be more than a loader's own
             end = max(end, first + own - skipped)

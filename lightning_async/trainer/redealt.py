@@ -31,9 +31,8 @@ def go_on_with(trainer: Any, share: Share, steps: int | None = None) -> list[Und
     epoch, fetcher, combined = fit.epoch_loop, fit._data_fetcher, fit._combined_loader
     undo = end_at(trainer, share.end)
     interval = trainer.val_check_interval
-    if isinstance(interval, float) and not math.isinf(
-        share.end
-    ):  # of an epoch; one that comes within it leaves those on the way to the others
+    is_sized = not math.isinf(share.end)
+    if is_sized and isinstance(interval, float):  # of an epoch; who comes within it leaves those on the way to others
         at_end = interval == 1.0 if steps is not None else share.first == 0
         every = share.end if at_end else max(1, int((steps or share.end) * interval))
         undo.append(set_for_now(trainer, "val_check_batch", every))
@@ -42,11 +41,11 @@ def go_on_with(trainer: Any, share: Share, steps: int | None = None) -> list[Und
             source = sources_of([loader])[0]
             undo += [source.detach, lambda loader=loader: setattr(loader, "_iterator", None)]
         loader._iterator = None  # of workers that persist
-        if math.isinf(share.end):  # they have a copy of a stream, as it is for now
+        if not is_sized:  # they have a copy of a stream, as it is for now
             undo.append(lambda loader=loader: setattr(loader, "_iterator", None))
         source.begin_at({"taken": 0, "made": 0, "drawn": {}, "share": told})
     iter(fetcher)
-    fetcher.length, fetcher.done = None if math.isinf(share.end) else share.end - share.first, False
+    fetcher.length, fetcher.done = share.end - share.first if is_sized else None, False
     epoch.batch_progress.is_last_batch = False
     return undo
 
