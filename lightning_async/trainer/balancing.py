@@ -265,7 +265,7 @@ class Balancing:
         if sizes != self.sizes:
             self._tell(sizes)
         self.sizes = sizes
-        steps = max(each.end for each in dealt.values())
+        steps = int(max(each.end for each in dealt.values()))
         self._until_end += go_on_with(trainer, dealt[self.name], steps)
         return True
 

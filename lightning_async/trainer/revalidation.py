@@ -93,7 +93,7 @@ class Revalidation:
             if left and not dealt and any(share.end for share, _ in left):
                 self._tell(lost)
             if name in dealt:
-                done = sum(share.end - share.first for share in self._shares[name][number])
+                done = sum(int(share.end) - share.first for share in self._shares[name][number])
                 self._validate(dealt[name], number, done)
             for each, share in dealt.items():
                 self._shares[each][number].append(share)
