@@ -18,7 +18,6 @@ from lightning_async.callbacks.steps import (
     mean_of,
     ranks_of,
     show,
-    told_of,
 )
 from lightning_async.rules.accumulation import AccumulationPolicy, LrScaling
 from lightning_async.trainer.batch import batch_size
@@ -220,7 +219,7 @@ class AdaptiveGradientAccumulation(Callback):
             ranks = ranks_of(trainer.strategy) if self._lent or in_lockstep(trainer.strategy) else 1
             is_full = (windows.samples, windows.batches) == (planned.samples, planned.batches) and windows.whole
             if self._lent:  # the mean that has arrived is of windows as large as this one
-                is_full &= getattr(told_of(trainer.strategy), "samples", 0.0) == planned.samples * ranks
+                is_full &= self._sizes.arrived == planned.samples * ranks
             self._probe.end_window(is_full, planned.samples / planned.batches, planned.samples * ranks)
         if planned.batches != self._shown:
             self._show(trainer, pl_module)

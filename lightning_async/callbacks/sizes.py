@@ -36,6 +36,8 @@ class Sizes:
         self._base = float(callback.base_batch_size or 0)
         self.seen: dict[str, Any] = {}
         """What was measured, when that was last asked for."""
+        self.arrived = 0.0
+        """Samples behind the gradients of the last step, of all ranks: of an earlier window, with a delay."""
 
     @property
     def first(self) -> int:
@@ -45,12 +47,14 @@ class Sizes:
     def state_dict(self) -> dict[str, Any]:
         return {
             "size": self._size, "age": self._age, "base": self._base, "ranks": self._ranks, "wanted": self._wanted,
+            "arrived": self.arrived,
             "seen": {name: list(value) for name, value in self.seen.items() if value is not None},
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._size, self._age, self._base = state["size"], state["age"], state["base"]
         self._ranks, self._wanted = state["ranks"], state.get("wanted", state["size"])
+        self.arrived = state.get("arrived", 0.0)
         self.seen = {name: _SEEN[name](*value) for name, value in state["seen"].items()}
 
     # ---- with other ranks ----
@@ -62,6 +66,7 @@ class Sizes:
     def hear(self) -> None:
         """Of a step that is taken now: what all have told with its gradients."""
         told = told_of(self._trainer.strategy)
+        self.arrived = 0.0 if told is None else told.samples
         if told is not None and told.size:
             self._base = told.base
             if self._probe is not None and ranks_of(self._trainer.strategy) > 1:

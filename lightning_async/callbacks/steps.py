@@ -186,10 +186,10 @@ def _check_windows(callback: Any, strategy: Any) -> None:
             f"`{name}` with `{policy!r}` and `{owner}({what})`: noise is measured of the mean of a window as all have "
             "made it, which is not what arrives there. Leave both out, or take a number or a schedule."
         )
-    if measures != "nothing" and strategy.delay:
+    if measures == "times" and strategy.delay:
         raise ValueError(
-            f"`{name}` with `{policy!r}` and `{owner}(delay=1)`: what arrives is of an earlier window, and "
-            "of communication nothing is to be seen: its time `accumulate='until_reduced'` fills. Take `delay=0`."
+            f"`{name}` with `{policy!r}` and `{owner}(delay=1)`: behind the next window nothing is to be seen of "
+            "communication. `accumulate='until_reduced'`, without this callback, fills its time; or take `delay=0`."
         )
 
 

@@ -81,7 +81,7 @@ class Course:
         connection = strategy.connection
         if connection is None:
             strategy.summary = RunSummary(rank=strategy.global_rank, world_size=strategy.world_size)
-            strategy.saved.take()  # it goes with weights that this training leaves behind
+            strategy.saved.leave_behind()  # it goes with weights that this training leaves behind
             began = started(strategy)
             lost = f": {began - 1} of {began} were lost before"
             hint = lost if began > 1 else f". {how_to_have_more(strategy.transport)}"

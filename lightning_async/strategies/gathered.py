@@ -62,7 +62,7 @@ def take(window: Window, gradients: SynchronousGradients, size: float, ends_epoc
     if ends_epoch:
         held["ends_epoch"] = True
     if window.batches or gradients.unstepped() is not None:
-        held |= {"size": size, "window": window.state_dict()}
+        held |= {"size": size, "asks": list(gradients.asks), "window": window.state_dict()}
     return held or None
 
 
@@ -73,4 +73,6 @@ def put(saved: dict[str, Any], window: Window, gradients: SynchronousGradients) 
     if "window" not in saved:
         return None
     window.load_state_dict(saved["window"])
+    if "asks" in saved:  # it may leave at a gate, before a batch begins that says so
+        gradients.asks = saved["asks"][0], saved["asks"][1]
     return float(saved["size"])

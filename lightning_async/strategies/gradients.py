@@ -229,7 +229,7 @@ class AsyncGradientStrategy(DriftingStrategy):
     @property
     def in_step(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """See `Drifting`."""
-        return isinstance(self.accumulate, int) and (self.sizes is None or self.sizes.least == 0.0)
+        return isinstance(self.accumulate, int) and (self.sizes is None or self.sizes.least == 0.0 or self.sizes.even)
 
     @property
     def gathers(self) -> bool:

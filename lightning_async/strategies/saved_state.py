@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Iterable
 from typing import Any
@@ -15,6 +16,8 @@ from lightning_async.trainer.absent import without_own
 
 __all__ = ["SavedState", "state_of"]
 
+log = logging.getLogger(__name__)
+
 
 class SavedState:
     """What a checkpoint holds of averaging: loaded by this run, or left by the last one.
@@ -27,7 +30,8 @@ class SavedState:
         self._key = key
         self.origin = "none"
         """Says which checkpoint this run goes on from; equal on all ranks that go on from the same one."""
-        self._has_loaded = False
+        self._has_loaded = self._is_read = False
+        """Read: what there is to go on from is a checkpoint's, and not handed over by those who train."""
         self._loaded: dict[str, Any] | None = None
         self._last: dict[str, Any] | None = None
         self._replica: dict[str, Any] | None = None
@@ -53,6 +57,7 @@ class SavedState:
     def load(self, checkpoint: dict[str, Any]) -> None:
         """A checkpoint was read."""
         self._has_loaded, self._loaded, self._last = True, checkpoint.get(self._key), None
+        self._is_read = True
         self.origin = (self._loaded or {}).get("origin") or _describe(checkpoint, self._loaded)
 
     def leave_rule(self, rule: str) -> None:
@@ -82,7 +87,7 @@ class SavedState:
 
     def go_on(self, state: dict[str, Any], gathered: Any = None) -> None:
         """What averaging is to go on from, as if it had been loaded; with what this rank has ``gathered``."""
-        self._loaded, self._gathered = state, gathered
+        self._loaded, self._gathered, self._is_read = state, gathered, False
 
     def keep(self, state: dict[str, Any]) -> None:
         """The state at the end of a fit, for checkpoints that are saved after it."""
@@ -100,17 +105,39 @@ class SavedState:
         if state is not None:
             checkpoint[self._key] = {**state, "origin": origin} if origin else state
 
+    def leave_behind(self) -> None:
+        """A world of one goes on from the weights alone."""
+        if (saved := self.take()) is not None:
+            self._warn_of_windows(saved)
+
     def resume(self, averager: BackgroundAverager, rank: int, world_size: int) -> None:
         """Let the averager go on from what was loaded, if anything was. Of another number of ranks: from rank 0's."""
         saved = self.take()
         if saved is not None:
             replicas = saved["replicas"]
             own = replicas[rank] if len(replicas) == world_size else without_own(replicas[0])
+            if rank == 0 and len(replicas) != world_size:
+                self._warn_of_windows(saved)
             if "mean_steps" in saved:
                 own = {**own, "mean_steps": saved["mean_steps"]}
             averager.load_state_dict(saved, own)
             self._replica, self._alike = saved.get("replica"), replicas[0].get("alike")
             self._gathered = own.get("gathered") or self._gathered
+
+    def _warn_of_windows(self, saved: dict[str, Any]) -> None:
+        """Those that nobody goes on with: each rank's is its own, and these are not the ranks that had them."""
+        windows = [(each.get("gathered") or {}).get("window") for each in saved["replicas"]]
+        samples = [float(window["samples"]) for window in windows if window is not None]
+        if not self._is_read or not any(samples):
+            return
+        alone = len(windows) == 1  # it was saved between gates, where a rank knows of itself
+        log.warning(
+            "The checkpoint of %s was saved within windows of gradients: %g samples that %s had gathered are in no "
+            "step%s, and are dropped. `FaultTolerantCheckpoint` keeps them for the same number of ranks; so does "
+            "`trainer.save_checkpoint` where all ranks meet, as in `on_validation_end`.",
+            self.origin, sum(samples), "the rank that saved it" if alone else f"its {len(windows)} ranks",
+            ", nor is what the others had, which it does not hold" if alone else "",
+        )  # fmt: skip
 
 
 def state_of(averager: BackgroundAverager, world: World | None) -> dict[str, Any]:

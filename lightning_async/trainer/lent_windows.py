@@ -18,6 +18,9 @@ class LentWindows(Windows):
         trainer, plan, mean, count: see `Windows`; nothing is patched.
     """
 
+    even = True
+    """All batches of this epoch were of equal size: ranks come to each step after as many of them."""
+
     def install(self) -> list[Undo]:
         trainer: Any = self._trainer
         return [
@@ -54,9 +57,18 @@ class LentWindows(Windows):
             self.is_open = True
             self.show()
         self.batches, self.samples = self.batches + 1, self.samples + samples
+        begins = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready == 1
+        self.even = (begins or self.even) and samples * self.planned.batches == self.planned.samples
 
     def end_batch(self) -> bool:
         if self.away or not self.is_open or not self._trainer.strategy.between_windows:
             return False
         self.is_open = False
         return True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "even": self.even}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.even = state.get("even", True)

@@ -21,11 +21,12 @@ from lightning_async import (
 from lightning_async.callbacks.probes import TimesProbe
 from lightning_async.data.partitioned import PartitionedSampler
 from lightning_async.data.partitions import Partition, Sequential, Weighted
+from lightning_async.engine.header import Vote
 from lightning_async.rules.accumulation import ByEpoch, ByStep, CommunicationShare, NoiseScale, Times
 from lightning_async.trainer.namespace import pl
 from tests.callbacks.problem import Line, values
 from tests.callbacks.ranks import ddp
-from tests.strategies.workers import PATIENT, rank, scenario, together
+from tests.strategies.workers import PATIENT, make_trainer, rank, scenario, together
 
 SIZES = [[4, 4, 4, 4, 4, 4, 4, 3], [4, 4, 4, 4, 4, 4, 4, 1]]
 """Of the batches of each rank."""
@@ -223,9 +224,47 @@ def gathered_by_unequal_samples() -> Any:
 
 @scenario
 def gathered_by_noise() -> Any:
-    policy = NoiseScale(minimum=16, maximum=64, every=1, decay=0.0)
-    accumulation = AdaptiveGradientAccumulation(base_batch_size=4, target_batch_size=policy, lr_scaling="linear")
-    return gathered(accumulation, rows(rank(), [4] * 24), delay=0)
+    """Without delay, and with it."""
+    told = []
+    for delay in (0, 1):
+        policy = NoiseScale(minimum=16, maximum=64, every=1, decay=0.0)
+        accumulation = AdaptiveGradientAccumulation(base_batch_size=4, target_batch_size=policy, lr_scaling="linear")
+        told.append(gathered(accumulation, rows(rank(), [4] * 24), delay=delay))
+    return told
+
+
+class Validated(pl.Callback):
+    """The batches behind which this rank validates. At the end of its second one rank 0 has heard that rank 1, which is
+    ahead, stands at a validation."""
+
+    def __init__(self) -> None:
+        self.at: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if rank() == 0 and batch_idx == 1:
+            box = trainer.strategy.gates._box
+            with box.changed:
+                box.agreed |= Vote.VALIDATE
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self.at.append(pl_module.steps)
+
+
+class Evaluated(Line):
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None: ...
+
+
+@scenario
+def gathered_and_validated() -> Any:
+    """Rank 0 is between two windows as it hears of it, and its own clock comes to it with the next batch."""
+    accumulation = AdaptiveGradientAccumulation(base_batch_size=4, target_batch_size=16)
+    strategy, validated = AsyncGradientStrategy(min_replicas=2, deadlines=PATIENT), Validated()
+    trainer: Any = make_trainer(
+        strategy, callbacks=[accumulation, validated], max_epochs=1, val_check_interval=3, use_distributed_sampler=False
+    )
+    data: Any = [DataLoader(rows(rank(), [4] * count), batch_size=None) for count in (8, 1)]  # type: ignore[arg-type]
+    trainer.fit(Evaluated(), *data)
+    return validated.at
 
 
 @scenario

@@ -484,10 +484,9 @@ def test_arguments_are_checked(arguments: dict[str, Any], error: type[Exception]
         ({}, {"split_on_oom": True}, "(split_on_oom=True)` is for other strategies than `AsyncGradientStrategy`"),
         ({"correction": EstimateCommit()}, {"lr_scaling": "sqrt"}, "with `AsyncGradientStrategy(correction=Estimate"),
         ({"correction": WeightPrediction()}, {"lr_scaling": "linear"}, "steps at the rates that optimizers have"),
-        ({}, {"noise": True}, "`AsyncGradientStrategy(delay=1)`: what arrives is of an earlier window"),
         ({"compression": "int8"}, {"noise": True}, "compression='int8', correction=None)`: noise is measured of the"),
         ({"correction": DelayCompensation()}, {"noise": True}, "is not what arrives there"),
-        ({}, {"accumulation_steps": CommunicationShare()}, "`AsyncGradientStrategy(delay=1)`: what arrives is of"),
+        ({}, {"accumulation_steps": CommunicationShare()}, "`AsyncGradientStrategy(delay=1)`: behind the next window"),
     ],
 )
 def test_a_strategy_that_accumulates_by_itself_refuses_what_it_cannot_be_told(

@@ -116,12 +116,18 @@ def test_windows_in_the_background_may_have_unequal_numbers_of_batches(ranks: Ou
     assert first["values"] == second["values"]
 
 
+def test_windows_by_samples_of_equal_batches_are_validated_after_as_many_of_them_on_each_rank(ranks: Outcomes):
+    """Behind which batch a slower rank validated depended on time: with other buffers, and in another window."""
+    assert ranks("gathered_and_validated") == [[3, 6], [3, 6]]
+
+
 def test_windows_in_the_background_have_sizes_that_are_measured(ranks: Outcomes):
     """Of the means of all ranks, which are of twice the samples."""
-    ours, theirs = ranks("gathered_by_noise")
-    assert (ours["steps"], ours["rates"], ours["values"]) == (theirs["steps"], theirs["rates"], theirs["values"])
-    assert len({*ours["rates"]}) > 1
-    assert ours["seen"]["probe"]["sizes"] in ([4.0, 16.0], [4.0, 32.0])
+    first, second = ranks("gathered_by_noise")
+    for ours, theirs in zip(first, second, strict=True):
+        assert (ours["steps"], ours["rates"], ours["values"]) == (theirs["steps"], theirs["rates"], theirs["values"])
+        assert len({*ours["rates"]}) > 1
+        assert ours["seen"]["probe"]["sizes"] in ([4.0, 16.0], [4.0, 32.0])
     told = alike(ranks("gathered_by_communication"))
     assert told["steps"] == [1, 3, 6, 9, 12, 15]
     assert told["rates"] == pytest.approx([0.2, 0.2, *[0.3] * 4])

@@ -35,6 +35,7 @@ def outcomes(folder: Path) -> Outcomes:
         ("without_delay", None),
         ("of_sizes_by_step", None),
         ("of_sizes_by_noise", None),
+        ("of_sizes_by_noise_delayed", None),
     ],
 )
 def test_what_follows_a_kill_is_equal_to_the_bit(outcomes: Outcomes, name: str, size: int | None) -> None:
@@ -50,6 +51,20 @@ def test_what_follows_a_kill_is_equal_to_the_bit(outcomes: Outcomes, name: str, 
         assert rank["losses"] == [True] * (BATCHES * EPOCHS - rank["first"]), told
         assert {tensor: value for tensor, value in rank["tensors"].items() if value} == {}
         assert rank["steps"][0] == rank["steps"][1] > 0
+    assert told[0]["digest"] == told[1]["digest"]
+
+
+@pytest.mark.parametrize("name", ["of_sizes_by_noise_between_epochs", "of_sizes_held_at_a_gate"])
+def test_what_a_gate_has_stepped_with_or_sends_is_told_after_a_resume_as_it_was_before(
+    outcomes: Outcomes, name: str
+) -> None:
+    """How many samples the last mean had, and which rate is for the window that leaves before a batch begins."""
+    told = outcomes(name)
+    for rank in told:
+        assert rank["first"] >= BATCHES
+        assert rank["losses"] == [True] * (BATCHES * EPOCHS - rank["first"]), told
+        assert {tensor: value for tensor, value in rank["tensors"].items() if value} == {}
+        assert rank["steps"][0] == rank["steps"][1]
     assert told[0]["digest"] == told[1]["digest"]
 
 

@@ -142,11 +142,45 @@ def of_sizes_by_step(folder: Path) -> Any:
     return goes_on(folder, windows, STOP, lambda: AdaptiveGradientAccumulation(sizes, lr_scaling="sqrt"))
 
 
+def by_noise() -> AdaptiveGradientAccumulation:
+    policy = NoiseScale(minimum=16, maximum=48, every=1, decay=0.5)
+    return AdaptiveGradientAccumulation(base_batch_size=4, target_batch_size=policy)
+
+
 @scenario
 def of_sizes_by_noise(folder: Path) -> Any:
-    policy = NoiseScale(minimum=16, maximum=48, every=1, decay=0.5)
-    make: Any = lambda: AdaptiveGradientAccumulation(base_batch_size=4, target_batch_size=policy)  # noqa: E731
-    return goes_on(folder, lambda: windows(delay=0), STOP, make)
+    return goes_on(folder, lambda: windows(delay=0), STOP, by_noise)
+
+
+@scenario
+def of_sizes_by_noise_delayed(folder: Path) -> Any:
+    return goes_on(folder, windows, STOP, by_noise)
+
+
+@scenario
+def of_sizes_by_noise_between_epochs(folder: Path) -> Any:
+    """The last step of an epoch, taken at its end, is compared with the first window of the next one."""
+    return goes_on(folder, windows, BATCHES + 1, by_noise)
+
+
+class AtStep(pl.Callback):
+    """Interrupts where this step is about to be taken."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if trainer.global_step == self.step:
+            interrupt()
+
+
+@scenario
+def of_sizes_held_at_a_gate(folder: Path) -> Any:
+    """What is saved last has a full window, which leaves at the validation; its step has the rate of all samples."""
+    make: Any = lambda: AdaptiveGradientAccumulation(ByStep({0: 2, 2: 5}), lr_scaling="sqrt")  # noqa: E731
+    with contextlib.suppress(Interrupted, PeerLost):
+        train(folder, windows(), make(), AtStep(10))  # of the window that is full ahead of the last validation
+    return told(folder, windows, make)
 
 
 def killed(folder: str) -> Any:

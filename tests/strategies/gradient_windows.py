@@ -12,7 +12,19 @@ import torch
 from lightning_async import AsyncGradientStrategy, DelayCompensation, EstimateCommit, PowerSGD, TopK, WeightPrediction
 from lightning_async.trainer.namespace import pl, pytorch
 from tests.strategies import problem
-from tests.strategies.workers import PATIENT, Net, Recorder, fit, loader, make_trainer, rank, report, scenario, shard
+from tests.strategies.workers import (
+    PATIENT,
+    Net,
+    Recorder,
+    fit,
+    loader,
+    logged,
+    make_trainer,
+    rank,
+    report,
+    scenario,
+    shard,
+)
 
 
 def momentum(params: Any) -> torch.optim.Optimizer:
@@ -442,6 +454,31 @@ def resumed_with(path: Path, **options: Any) -> Any:
 @scenario
 def resumed(folder: Path) -> Any:
     return resumed_with(folder / "saved.ckpt")
+
+
+class SavesBetweenGates(pl.Callback):
+    """By hand, at the end of the sixth batch: a window of four is on its way, and two batches are in the next one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 5:
+            trainer.save_checkpoint(self.path)
+
+
+@scenario
+def saved_between_gates(folder: Path) -> Any:
+    data, told = loader(shard((10, 10))), {}
+    for delay in (0, 1):
+        path = folder / f"{delay}.ckpt"
+        fit(strategy(4, delay), data, Net(optimizer=momentum), callbacks=[SavesBetweenGates(path)])
+        module, trainer = Net(optimizer=momentum), make_trainer(strategy(4, delay), max_epochs=2)
+        trainer.strategy.barrier()
+        with logged() as said:
+            trainer.fit(module, data, ckpt_path=path)
+        told[delay] = [each for each in said if "windows of gradients" in each]
+    return told
 
 
 COMPRESSIONS: list[Any] = ["bf16", "fp8", "int8", TopK(0.2), PowerSGD(2)]

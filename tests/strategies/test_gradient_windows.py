@@ -16,7 +16,7 @@ from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
 from tests.strategies.gradient_windows import adam, momentum
 from tests.strategies.problem import Batch, batches, distance, flat, joined, train_alone
-from tests.strategies.workers import Net, Outcomes, loader, make_trainer
+from tests.strategies.workers import Net, Outcomes, loader, logged, make_trainer
 
 SCENARIOS = "tests.strategies.gradient_windows"
 Shards = Sequence[Sequence[Batch]]
@@ -285,6 +285,27 @@ def test_lightnings_checkpoints_hold_the_open_window(ranks: Outcomes) -> None:
     for told in ranks("resumed"):
         assert told["resumed"] == told["straight"]
         assert told["window"] == [[2, 8.0]] * 2
+
+
+def test_windows_that_a_checkpoint_by_hand_drops_are_told_at_the_resume(ranks: Outcomes) -> None:
+    """Between gates a rank knows of its own only: without a delay two batches, with one the four on their way, too."""
+    told, nothing = ranks("saved_between_gates")
+    assert nothing == {"0": [], "1": []}
+    for delay, samples in (("0", 8), ("1", 24)):
+        (words,) = told[delay]
+        assert f"{samples} samples that the rank that saved it had gathered are in no step, nor is what" in words
+        assert "epoch 0, step " in words and "`FaultTolerantCheckpoint` keeps them" in words
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("alone")
+def test_windows_of_more_ranks_than_go_on_are_told_at_the_resume(ranks: Outcomes) -> None:
+    ranks("resumed")
+    trainer = make_trainer(AsyncGradientStrategy(4), devices=1)
+    with logged() as said:
+        trainer.fit(Net(optimizer=momentum), loader(batches(0, 10)), ckpt_path=ranks.folder("resumed") / "saved.ckpt")
+    (words,) = (each for each in said if "windows of gradients" in each)
+    assert "16 samples that its 2 ranks had gathered are in no step, and are dropped." in words
 
 
 def test_compressed_windows_stay_near_those_that_are_not(ranks: Outcomes) -> None:
