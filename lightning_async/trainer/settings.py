@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -39,6 +39,7 @@ _LIMITS = (
 _HOW = ("foreach", "fused", "capturable", "differentiable")
 """Arguments of optimizers that decide by which kernels the same numbers are made: devices may differ."""
 _COLLECTIVE = ("Checkpoint", "EarlyStopping", "LearningRateFinder", "StochasticWeightAveraging", "WeightAveraging")
+_WHOSE = ("params", "param_names")
 
 Settings = dict[str, str]
 
@@ -96,11 +97,31 @@ def settings_of_optimizers(module: Any, optimizers: Sequence[Optimizer]) -> Sett
     """What must be equal on all ranks where each steps with the gradients of all: else replicas part without a word."""
     kinds = []
     for each in optimizers:
-        plain = {name: v.tolist() if isinstance(v, torch.Tensor) else v for name, v in each.defaults.items()}
-        arguments = ", ".join(f"{name}={value!r}" for name, value in plain.items() if name not in _HOW)
-        kinds.append(f"{type(each).__name__}({arguments}) of {[len(group['params']) for group in each.param_groups]}")
-    values = {"automatic_optimization": module.automatic_optimization, "optimizers": "; ".join(kinds)}
+        defaults, sizes = _plain(each.defaults), [len(group["params"]) for group in each.param_groups]
+        kinds.append(f"{type(each).__name__}({_arguments(defaults)}) of {sizes}")
+        groups = [_plain(group) for group in each.param_groups]
+        others = [_arguments({n: v for n, v in group.items() if v != defaults.get(n)}) for group in groups]
+        if any(others):  # a rate of its own, say, and that which a scheduler begins with
+            kinds[-1] += f" with {others}"
+    schedulers = [
+        f"{type(each.scheduler).__name__} by {each.frequency} {each.interval}"
+        for each in module.trainer.lr_scheduler_configs
+    ]
+    values = {
+        "automatic_optimization": module.automatic_optimization,
+        "optimizers": "; ".join(kinds),
+        "schedulers": schedulers,
+    }
     return {name: _text(value) for name, value in values.items()}
+
+
+def _plain(values: Mapping[str, object]) -> dict[str, str]:
+    told = {name: value for name, value in values.items() if name not in (*_HOW, *_WHOSE)}
+    return {name: repr(v.tolist() if isinstance(v, torch.Tensor) else v) for name, v in told.items()}
+
+
+def _arguments(values: Mapping[str, str]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in values.items())
 
 
 def check_newcomer(theirs: Settings, mine: Settings) -> None:

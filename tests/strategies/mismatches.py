@@ -82,6 +82,14 @@ class Manual(Net):
         self.automatic_optimization = False
 
 
+class Scheduled(Net):
+    """A network with a scheduler."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
 @scenario
 def optimizers() -> Any:
     """Of windows of gradients, and of synchronous steps: what would make replicas part that step with the same ones."""
@@ -89,6 +97,8 @@ def optimizers() -> Any:
         "kind": lambda: Net(optimizer=lambda ps: torch.optim.Adam(ps, lr=0.05)),
         "rate": lambda: Net(optimizer=lambda ps: torch.optim.SGD(ps, lr=0.25)),
         "groups": lambda: Net(optimizer=lambda ps: torch.optim.SGD([{"params": [p]} for p in ps], lr=0.05)),
+        "own rate": lambda: Net(optimizer=lambda ps: torch.optim.SGD([{"params": [*ps], "lr": 0.25}], lr=0.05)),
+        "scheduler": Scheduled,
         "manual": Manual,
     }
     told, in_step = {}, lightning_async.Synchronous()

@@ -31,6 +31,11 @@ def test_optimizers_that_differ_are_refused_where_all_step_with_the_same_gradien
         assert all(each.startswith(f"SettingsMismatch: Rank {rank}: ") for each in told.values()), told
         assert "`optimizers` is SGD(lr=0.05, " in told["kind"] and "Adam(lr=0.05, " in told["kind"]
         assert "on rank 0, SGD(lr=0.25, " in told["rate"] and "on rank 0, SGD(lr=0.25, " in told["synchronous"]
+        assert (
+            " of [4] on rank 0, SGD(lr=0.05, " in told["own rate"]
+            and "of [4] with ['lr=0.25'] on rank" in told["own rate"]
+        )
+        assert "`schedulers` is [] on rank 0, ['StepLR by 1 epoch'] on rank 1." in told["scheduler"]
         assert " of [4] on rank 0, " in told["groups"] and " of [1, 1, 1, 1] on rank 1." in told["groups"]
         assert "`automatic_optimization` is True on rank 0, False on rank 1." in told["manual"]
 
