@@ -49,7 +49,7 @@ def test_a_step_has_the_samples_that_it_has_with_equal_batches(length: int, shuf
 def test_again_and_again_each_sample_is_taken_once(length: int, sizes: list[int], chance: random.Random) -> None:
     """By ranks that are not equally far, and others that come."""
     held = shares(length, 3, 2, shuffle=True)
-    left, counted = [(each, chance.randint(0, each.end)) for each in held.values()], []
+    left, counted = [(each, chance.randint(0, int(each.end))) for each in held.values()], []
     counted += [i for each, place in left for i in samples(each, end=place)]
     for _ in range(3):
         chance.shuffle(sizes)
@@ -58,7 +58,7 @@ def test_again_and_again_each_sample_is_taken_once(length: int, sizes: list[int]
         if not dealt:
             assert sum(len(samples(each, place)) for each, place in left) < sum(sizes)
             break
-        left = [(each, chance.randint(each.first, each.end)) for each in dealt.values()]
+        left = [(each, chance.randint(each.first, int(each.end))) for each in dealt.values()]
         counted += [i for each, place in left for i in samples(each, each.first, place)]
     counted += [i for each, place in left for i in samples(each, place)]
     assert sorted(counted) == list(range(length))

@@ -56,20 +56,20 @@ def test_whoever_is_lost_each_sample_is_taken_once(length: int, shuffle: bool, d
     if not drop_last:
         assert everything == list(range(length))
     counted: list[int] = []
-    ready, there = {name: each.end for name, each in held.items()}, set(held)
+    ready, there = {name: int(each.end) for name, each in held.items()}, set(held)
     while held:
         lost = set(chance.sample(sorted(there), min(chance.choice([0, 1, 2]), len(there) - 1)))
         there -= lost
         left = []
         for name, each in held.items():
-            place = chance.randint(each.first, each.end) if name in lost else each.end
+            place = chance.randint(each.first, int(each.end)) if name in lost else int(each.end)
             counted += samples(each, end=place)
             left += [(each, place)] if name in lost else []
         held = inherited(left, {name: ready[name] for name in sorted(there)})
         assert {each.first for each in held.values()} <= {ready[name] for name in held}
         sizes = {each.end - each.first for each in held.values()} | ({0} if len(held) < len(there) else set())
         assert not held or max(sizes) - min(sizes) <= 1
-        ready |= {name: each.end for name, each in held.items()}
+        ready |= {name: int(each.end) for name, each in held.items()}
     assert sorted(counted) == everything
 
 
@@ -109,7 +109,7 @@ def test_batches_of_several_loaders_stay_together(cycles: bool) -> None:
     long, short = shares(60, 3, size=4, shuffle=False)["1"], shares(12, 3, size=1, shuffle=False)["1"]
     both = Share(0, 5 if cycles else 4, 0, cycles, [*long.loaders, *short.loaders])
     own = [share({"share": each.loaders[0][0]}) for each in (long, short)]
-    expected = [(own[0][4 * k : 4 * k + 4], [own[1][k % 4]]) for k in range(both.end)]
+    expected = [(own[0][4 * k : 4 * k + 4], [own[1][k % 4]]) for k in range(int(both.end))]
     assert batches_of(both, 0) == expected
     dealt = inherited([(both, 1)], {"0": 5, "2": 5})
     assert [batch for each in dealt.values() for batch in batches_of(each, 0)] == expected[1::2] + expected[2::2]

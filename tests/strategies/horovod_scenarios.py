@@ -176,7 +176,8 @@ class Normed(pl.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1))
+        self.norm = nn.BatchNorm1d(4)
+        self.layers = nn.Sequential(self.norm, nn.Linear(4, 1))
         self.seen: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -195,7 +196,7 @@ def validated_with_buffers() -> Any:
     trainer = make_trainer(HorovodStrategy(), devices=1, max_epochs=2)
     trainer.fit(module, loader(shard((4, 4))), val)
     trainer.validate(module, val)
-    return {"seen": module.seen, "mean": module.layers[0].running_mean.tolist()}
+    return {"seen": module.seen, "mean": module.norm.running_mean.tolist()}  # pyright: ignore
 
 
 @scenario
