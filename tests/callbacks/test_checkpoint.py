@@ -260,8 +260,8 @@ def test_nan_rolls_back_to_a_good_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"every_n_train_steps": 0}, "EveryNTrainSteps(n=0)"),
-        ({"train_time_interval": timedelta(0)}, "EveryInterval"),
+        ({"every_n_train_steps": 0}, "FaultTolerantCheckpoint(every_n_train_steps=0)"),
+        ({"train_time_interval": timedelta(0)}, "FaultTolerantCheckpoint(train_time_interval="),
         ({"save": 5}, "save=5"),
         ({"keep": "all"}, "keep='all'"),
         ({"recover": "newest"}, "recover='newest'"),
