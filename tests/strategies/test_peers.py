@@ -114,6 +114,6 @@ def test_it_is_for_ranks_that_come_back(alone: None, tmp_path: Path, caplog: pyt
 def test_arguments() -> None:
     with pytest.raises(TypeError, match=r"`PeerMemory\(save="):
         PeerMemory(save=3)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"`EveryNTrainSteps\(n=0\)`"):
+    with pytest.raises(ValueError, match=r"`PeerMemory\(every_n_train_steps=0\)`"):
         PeerMemory(0)
     assert repr(PeerMemory()) == "PeerMemory(save=Adaptive(share=0.05))"
