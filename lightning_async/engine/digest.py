@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_async import ops
 
-__all__ = ["all_finite", "digest", "digests", "is_finite", "real"]
+__all__ = ["all_finite", "digest", "digests", "is_finite", "real", "strided"]
 
 _BLOCK = 1 << 18
 _PRIME = (1 << 61) - 1
@@ -20,6 +20,11 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 def real(tensor: Tensor) -> Tensor:
     """The same memory as real numbers: a complex tensor as pairs of them, others as they are."""
     return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
+
+
+def strided(gradient: Tensor) -> Tensor:
+    """The same as a dense one, that has in its memory what it is."""
+    return gradient.resolve_conj() if gradient.layout is torch.strided else gradient.to_dense()
 
 
 def digest(tensors: Iterable[Tensor]) -> int:

@@ -15,7 +15,7 @@ from lightning_async.strategies.drifting import DriftingStrategy
 from lightning_async.trainer import refusals
 from lightning_async.trainer.namespace import name as namespace
 from lightning_async.trainer.namespace import pytorch
-from lightning_async.trainer.settings import check_equal, settings_of_optimizers
+from lightning_async.trainer.settings import check_optimizers
 from lightning_async.transports.choose import TransportName
 from lightning_async.transports.transport import Transport
 
@@ -102,7 +102,7 @@ class AsyncAveragingStrategy(DriftingStrategy):
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
         if trainer.state.fn == "fit" and self.world is not None and isinstance(self.schedule, Synchronous):
-            check_equal(self.world, settings_of_optimizers(self.module, self.optimizers))
+            check_optimizers(self.world, self.module, self.optimizers)
 
     def settings(self) -> dict[str, object]:
         """What must be equal on all ranks in a fit."""

@@ -27,7 +27,7 @@ from lightning_async.trainer.names import is_newcomer
 from lightning_async.trainer.namespace import name as namespace
 from lightning_async.trainer.namespace import pytorch
 from lightning_async.trainer.patches import Undo, callbacks_of, set_for_now, take_back
-from lightning_async.trainer.settings import check_equal, settings_of_optimizers
+from lightning_async.trainer.settings import check_optimizers
 from lightning_async.trainer.updates import Updates
 from lightning_async.transports.choose import TransportName
 from lightning_async.transports.transport import Transport
@@ -186,7 +186,7 @@ class AsyncGradientStrategy(DriftingStrategy):
                 self._undo += self.updates.install()
         super().setup(trainer)
         if trainer.state.fn == "fit" and self.world is not None:
-            check_equal(self.world, settings_of_optimizers(self.module, self.optimizers))
+            check_optimizers(self.world, self.module, self.optimizers)
         for optimizer in self.optimizers if trainer.state.fn == "fit" else ():
             if isinstance(optimizer, LBFGS):
                 raise ValueError(

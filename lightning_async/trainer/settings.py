@@ -23,8 +23,8 @@ from lightning_async.trainer.namespace import pl, pytorch
 from lightning_async.trainer.patches import callbacks_of
 
 __all__ = [
-    "Compared", "Settings", "check_checkpoint", "check_equal", "check_newcomer", "check_settings", "settings_of",
-    "settings_of_optimizers", "version",
+    "Compared", "Settings", "check_checkpoint", "check_equal", "check_newcomer", "check_optimizers", "check_settings",
+    "settings_of", "version",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -93,37 +93,6 @@ def settings_of(strategy: Compared, trainer: Any) -> Settings:
     return same
 
 
-def settings_of_optimizers(module: Any, optimizers: Sequence[Optimizer]) -> Settings:
-    """What must be equal on all ranks where each steps with the gradients of all: else replicas part without a word."""
-    kinds = []
-    for each in optimizers:
-        defaults, sizes = _plain(each.defaults), [len(group["params"]) for group in each.param_groups]
-        kinds.append(f"{type(each).__name__}({_arguments(defaults)}) of {sizes}")
-        groups = [_plain(group) for group in each.param_groups]
-        others = [_arguments({n: v for n, v in group.items() if v != defaults.get(n)}) for group in groups]
-        if any(others):  # a rate of its own, say, and that which a scheduler begins with
-            kinds[-1] += f" with {others}"
-    schedulers = [
-        f"{type(each.scheduler).__name__} by {each.frequency} {each.interval}"
-        for each in module.trainer.lr_scheduler_configs
-    ]
-    values = {
-        "automatic_optimization": module.automatic_optimization,
-        "optimizers": "; ".join(kinds),
-        "schedulers": schedulers,
-    }
-    return {name: _text(value) for name, value in values.items()}
-
-
-def _plain(values: Mapping[str, object]) -> dict[str, str]:
-    told = {name: value for name, value in values.items() if name not in (*_HOW, *_WHOSE)}
-    return {name: repr(v.tolist() if isinstance(v, torch.Tensor) else v) for name, v in told.items()}
-
-
-def _arguments(values: Mapping[str, str]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in values.items())
-
-
 def check_newcomer(theirs: Settings, mine: Settings) -> None:
     """Compare what a newcomer was started with to what those have who train.
 
@@ -153,6 +122,32 @@ def check_equal(world: World, settings: Settings) -> None:
         SettingsMismatch: on every rank; names each setting that differs, and its values.
     """
     _refuse(world, world.gather_objects(settings))
+
+
+def check_optimizers(world: World, module: Any, optimizers: Sequence[Optimizer]) -> None:
+    """Compare them where each rank steps with the gradients of all: else replicas part without a word.
+
+    Raises:
+        SettingsMismatch: on every rank; names each setting that differs, and its values.
+    """
+    kinds = []
+    for each in optimizers:
+        defaults, sizes = _plain(each.defaults), [len(group["params"]) for group in each.param_groups]
+        kinds.append(f"{type(each).__name__}({_arguments(defaults)}) of {sizes}")
+        groups = [_plain(group) for group in each.param_groups]
+        others = [_arguments({n: v for n, v in group.items() if v != defaults.get(n)}) for group in groups]
+        if any(others):  # a rate of its own, say, and that which a scheduler begins with
+            kinds[-1] += f" with {others}"
+    schedulers = [
+        f"{type(each.scheduler).__name__} by {each.frequency} {each.interval}"
+        for each in module.trainer.lr_scheduler_configs
+    ]
+    values = {
+        "automatic_optimization": module.automatic_optimization,
+        "optimizers": "; ".join(kinds),
+        "schedulers": schedulers,
+    }
+    check_equal(world, {name: _text(value) for name, value in values.items()})
 
 
 def _refuse(world: World, told: list[Settings]) -> None:
@@ -200,6 +195,15 @@ def _texts(values: dict[str, object], trainer: Any, arguments: tuple[str, ...]) 
 def _text(value: object) -> str:
     """The value as it was written; without the address in memory of an object that has no text of its own."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", value if isinstance(value, str) else repr(value))
+
+
+def _plain(values: Mapping[str, object]) -> dict[str, str]:
+    told = {name: value for name, value in values.items() if name not in (*_HOW, *_WHOSE)}
+    return {name: repr(v.tolist() if isinstance(v, torch.Tensor) else v) for name, v in told.items()}
+
+
+def _arguments(values: Mapping[str, str]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in values.items())
 
 
 def _differences(told: list[Settings]) -> str:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from lightning_async import ops
-from lightning_async.engine.digest import real
+from lightning_async.engine.digest import real, strided
 from lightning_async.engine.replica import Replica
 from lightning_async.engine.transfer import Transfer
 from lightning_async.flat import FlatLayout
 
-__all__ = ["Plans", "divide_", "gradients_of", "mask_of", "pack_", "strided", "unpack_", "used_by"]
+__all__ = ["Plans", "divide_", "gradients_of", "mask_of", "pack_", "unpack_", "used_by"]
 
 
 def used_by(params: Sequence[Any]) -> Tensor:
@@ -89,11 +89,6 @@ def divide_(layout: FlatLayout, mean: Tensor, behind: Tensor | None, share: floa
     for view, part in zip(layout.views(mean), total.tolist(), strict=True):
         if part > 0.0:
             view.div_(part)
-
-
-def strided(gradient: Tensor) -> Tensor:
-    """The same as a dense one, that has in its memory what it is."""
-    return gradient.resolve_conj() if gradient.layout is torch.strided else gradient.to_dense()
 
 
 def _places(trained: Iterable[Any]) -> list[Tensor]:

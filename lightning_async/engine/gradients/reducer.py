@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_async.comm.protocols import Collectives, Pending
 from lightning_async.engine.backward import Backward, Span, spans
-from lightning_async.engine.gradients.packing import strided
+from lightning_async.engine.digest import strided
 from lightning_async.flat import FlatLayout
 
 __all__ = ["GradientReducer"]

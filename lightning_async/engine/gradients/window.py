@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_async import ops
-from lightning_async.engine.digest import real
-from lightning_async.engine.gradients.packing import strided
+from lightning_async.engine.digest import real, strided
 from lightning_async.engine.gradients.records import Before
 from lightning_async.engine.gradients.synchronous import SynchronousGradients
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_async.comm.channel import Dial
-from lightning_async.engine.digest import real
+from lightning_async.engine.digest import real, strided
 from lightning_async.engine.server.ahead import Ahead
 from lightning_async.engine.server.client import Answer, Client
 from lightning_async.engine.server.plan import Plan
@@ -264,7 +264,7 @@ class Worker:
 def _put(tensors: Sequence[Tensor | None], places: Sequence[Parts]) -> None:
     """The elements of parameters where they belong; zeros for none."""
     given = [(t, parts) for t, parts in zip(tensors, places, strict=True) if t is not None]
-    flat = [real(t.to_dense() if t.is_sparse else t.resolve_conj()).reshape(-1) for t, _ in given]
+    flat = [real(strided(t)).reshape(-1) for t, _ in given]
     elements, pieces = _paired(flat, [parts for _, parts in given])
     if pieces:
         torch._foreach_copy_(pieces, elements)
