@@ -9,7 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["FlatLayout"]
+__all__ = ["ROOM", "FlatLayout", "with_tag"]
+
+ROOM = 16
+"""Elements in front of a bucket, for `with_tag`: after fewer than 64 bytes it would not lie well for vector units."""
 
 
 class FlatLayout:
@@ -86,3 +89,14 @@ class FlatLayout:
             if left != right:
                 return f"tensor {i}: {left} | {right}"
         return None
+
+
+def with_tag(part: Tensor) -> Tensor:
+    """``part``, which a bucket with `ROOM` begins with, and ahead of it one number that travels along.
+
+    >>> bucket = torch.zeros(ROOM + 3)[ROOM:]
+    >>> with_tag(bucket[:2])[0] = 7.0
+    >>> with_tag(bucket).tolist()
+    [7.0, 0.0, 0.0, 0.0]
+    """
+    return part.as_strided((1 + part.numel(),), (1,), part.storage_offset() - 1)

@@ -26,6 +26,7 @@ from torch import Tensor
 from lightning_async.engine.header import Mark
 from lightning_async.engine.mailbox import Mailbox
 from lightning_async.engine.replica import Replica
+from lightning_async.flat import ROOM
 
 __all__ = ["Buckets", "Exchange", "Kind", "Message", "Owner", "side_stream"]
 
@@ -97,6 +98,8 @@ class Exchange:
         exchange_s: moving and committing the payload.
         mark: the checkpoint that belongs to it, if one does.
         places: by name, how far the data of each rank that takes part has gone into it.
+        at_once: commits where the payload is, as the rule's part of ``target`` stays what it is until all have it, see
+            `Held`. On all ranks, or on none.
         void: nobody commits it, as all have heard.
     """
 
@@ -111,6 +114,7 @@ class Exchange:
     exchange_s: float = 0.0
     mark: Mark | None = None
     places: dict[str, float] = field(default_factory=dict)
+    at_once: bool = False
     void: bool = False
 
 
@@ -154,10 +158,13 @@ class Buckets:
         replica = self.replica
         self.sent = self.received = torch.empty(0)  # the old ones go first: there is not room for four
         pin = replica.device.type == "cpu" and any(p.is_cuda for p in replica.parameters)
-        self.sent, self.received = (
-            registered(torch.zeros(replica.numel, device=replica.device, pin_memory=pin)) for _ in range(2)
-        )
+        self.sent, self.received = (self._bucket(registered, pin) for _ in range(2))
         replica.pack_(self.received)
+
+    def _bucket(self, registered: Callable[[Tensor], Tensor] = lambda bucket: bucket, pin: bool = False) -> Tensor:
+        """Zeros, with `ROOM` in front."""
+        numel, device = ROOM + self.replica.numel, self.replica.device
+        return registered(torch.zeros(numel, device=device, pin_memory=pin))[ROOM:]
 
     def release(self) -> None:
         """The engine is done with its header. Under the lock."""
@@ -235,7 +242,7 @@ class Buckets:
             sent_is_free = self.message is None and self.arrived is None
         # `received` holds the last target: this rank moves from there. If `sent` is taken too (by a message of another
         # kind, or a result that is not merged yet), a third bucket is borrowed until the training thread is back.
-        return self.sent if sent_is_free else torch.zeros_like(self.sent)
+        return self.sent if sent_is_free else self._bucket()
 
     def turn(self, target: Tensor) -> Tensor:
         """A round that this rank was absent from has landed: its target is the last one now. Returns the one before."""

@@ -157,4 +157,4 @@ class ControlPlane:
 
     def forget(self) -> None:
         """The buckets were laid out anew: nothing of the old ones is used any more."""
-        self._loop.prepared = None
+        self._loop.held.forget()

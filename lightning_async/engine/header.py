@@ -100,6 +100,7 @@ class Header(NamedTuple):
         saved: the last save that it knows of, by number.
         loss: of its last batch; infinite where that is not known, or not finite.
         place: how far it is in its data: with what its message holds, or, without one, with its last step.
+        held: the exchange whose payload it has, where others may not; 0 for none.
         pace: seconds that a batch takes of its own time, for data, compute and communication, and its samples.
     """
 
@@ -121,4 +122,5 @@ class Header(NamedTuple):
     saved: int = 0
     loss: float = math.inf
     place: float = 0.0
+    held: int = 0
     pace: tuple[float, ...] = (0.0,) * 4  # stays the last: a tuple is laid out behind the rest

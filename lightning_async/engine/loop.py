@@ -4,8 +4,8 @@
     any of these --(an operation fails)--> FAILED --(the groups are formed anew)--> IDLE
 
 An exchange commits in two steps: after the payload every rank says whether it has it, and only when all do is it
-applied. So a failed exchange forks nothing. A rank that loses the last answer holds the exchange as *prepared*; in the
-next generation's first header a higher id tells it that others committed.
+applied. Or, where whoever has the payload can still give it to the others later, at once. So a failed exchange forks
+nothing: in the next generation's first header a higher id tells a rank that others committed, see `Held`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_async.engine.deadlines import Deadlines
 from lightning_async.engine.header import Gate, Header, Vote
 from lightning_async.engine.mailbox import Mailbox
 from lightning_async.engine.regroup import Regroup
-from lightning_async.engine.transfer import Closed, Transfer
+from lightning_async.engine.transfer import Closed, Held, Transfer, source_of
 from lightning_async.errors import CollectiveError, GenerationChanged, PeerLost
 
 __all__ = ["Loop", "Stage"]
@@ -73,7 +73,7 @@ class Loop:
         self.stage = Stage.IDLE
         self.seq = _first_seq(membership.generation.number)
         """Number of the next header."""
-        self.prepared: Exchange | None = None
+        self.held = Held(buckets, transfer)
         self.on_mark: Callable[[Exchange], Any] = lambda exchange: None  # what a marked one has made is copied
         self._wings, self._buckets, self._box, self._transfer = wings, buckets, mailbox, transfer
         self._membership, self._regroup, self._deadlines, self._now = membership, regroup, deadlines, now
@@ -155,11 +155,11 @@ class Loop:
         waited_s = self._now() - started
         self._note(verdict, header, headers)
         if verdict.common.catch_up is not None:
-            self._catch_up(verdict.common.catch_up)
+            self._catch_up(verdict.common.catch_up, headers)
         elif verdict.plan is not None and verdict.plan.kind is not None:
             self._exchange(verdict.plan.kind, verdict.plan, everyones[verdict.wing], headers, waited_s)
         else:
-            self.prepared = None
+            self.held.forget()
         self._to(Stage.IDLE)
         with box.changed:
             if verdict.plan is not None and verdict.plan.kind is None:
@@ -188,6 +188,7 @@ class Loop:
             saved=box.saved,
             loss=box.loss,
             place=box.place if message is None else message.place,
+            held=self.held.id,
             pace=box.pace,
         )
 
@@ -223,7 +224,7 @@ class Loop:
     def _exchange(self, kind: Kind, plan: Plan, parts: Sequence[Any], headers: Sequence[Header], waited: float) -> None:
         """Move a payload, and apply it if every rank has it: a rank that has not does not come to the last gather."""
         self._to(Stage.PAYLOAD)
-        self.prepared = None
+        self.held.forget()
         self._buckets.claim()
         started = self._now()
         exchange = kind.begin(plan, self._box.next_exchange, parts)
@@ -231,27 +232,20 @@ class Loop:
         if kind.takes_marks:
             members = self._membership.generation.members
             exchange.mark, exchange.places = mark_of(headers, members), places_of(headers, members)
+        if exchange.at_once:
+            self.held.behind = exchange
         kind.move(exchange)
         exchange.exchange_s = self._now() - started  # what is known, should the answer to the commit be lost
         self._to(Stage.COMMIT)
-        self.prepared = exchange
-        while (tally := self._transfer.all_have(exchange.tally, exchange.doubt)) is None:
-            self.prepared = None
-            exchange.settle()
-            if exchange.void:
-                return
-            self.prepared = exchange
-        exchange.tally, exchange.exchange_s = tally, self._now() - started
-        self._apply(exchange)
+        if exchange.at_once or self.held.all_have(exchange):
+            exchange.exchange_s = self._now() - started
+            self._apply(exchange)
 
-    def _catch_up(self, id: int) -> None:
-        """Some ranks committed an exchange whose last answer others lost; those hold it prepared."""
-        if self._box.next_exchange > id:
-            return
-        if self.prepared is None or self.prepared.id != id:
-            raise RuntimeError(f"Rank {self._transfer.rank} is told to commit round {id}, but holds none prepared.")
-        log.warning("Rank %d: round %d was committed elsewhere; committing it here too.", self._transfer.rank, id)
-        self._apply(self.prepared)
+    def _catch_up(self, id: int, headers: Sequence[Header]) -> None:
+        """Some ranks committed an exchange whose last answer, or payload, others lost."""
+        if (exchange := self.held.catch_up(id, source_of(headers, id), self._box.next_exchange <= id)) is not None:
+            log.warning("Rank %d: round %d was committed elsewhere; committing it here too.", self._transfer.rank, id)
+            self._apply(exchange)
 
     def _apply(self, exchange: Exchange) -> None:
         with self._box.committing:
@@ -266,7 +260,7 @@ class Loop:
                 self._box.saved = max(self._box.saved, exchange.mark.number)
                 self._box.asked &= ~Vote.SAVE
             exchange.kind.hand_over(exchange)  # from here on the training thread may go on
-        self.prepared = None
+        self.held.committed(exchange)
         self._regroup.attempts = 0
 
     # ---- failing ----

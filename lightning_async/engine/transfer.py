@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
@@ -12,10 +12,12 @@ from torch import Tensor
 
 from lightning_async.comm.membership.membership import Membership
 from lightning_async.comm.protocols import Collectives, Pending, ReduceOp
+from lightning_async.engine.buckets import Buckets, Exchange
+from lightning_async.engine.header import Header
 from lightning_async.engine.mailbox import Mailbox
 from lightning_async.flat import FlatLayout
 
-__all__ = ["Closed", "Transfer"]
+__all__ = ["Closed", "Held", "Transfer", "source_of"]
 
 T = TypeVar("T")
 _BEAT = timedelta(seconds=0.1)
@@ -134,3 +136,91 @@ class Transfer:
     def registered(self, buffer: Tensor) -> Tensor:
         """A copy of a bucket in memory that the transport moves best, or the bucket itself."""
         return self.large.registered(buffer)
+
+
+class Held:
+    """What this rank has of an exchange that others may have committed, or may lack.
+
+    two steps    all say that they have the payload, then each commits: whoever loses the last answer is `behind`,
+                 with the payload, and commits when it hears of that
+    at once      each commits when it has the payload: whoever is `behind` may lack it, and is given it by one that is
+                 `ahead`, which keeps it where it landed until a header has met everyone beyond it
+
+    Of both, nobody is behind by more than one exchange: a header meets all before the next begins.
+
+    Args:
+        buckets: where payloads land.
+        transfer: moves them.
+    """
+
+    def __init__(self, buckets: Buckets, transfer: Transfer) -> None:
+        self._buckets, self._transfer = buckets, transfer
+        self.behind: Exchange | None = None
+        """Not committed here; others may have. In two steps: the payload is there."""
+        self.ahead: Exchange | None = None
+        """Committed here, at once; others may lack it."""
+
+    @property
+    def id(self) -> int:
+        """Of the exchange whose payload this rank has; 0: there is none that others could need."""
+        if self.behind is not None and not self.behind.at_once:
+            return self.behind.id
+        return 0 if self.ahead is None else self.ahead.id
+
+    def all_have(self, exchange: Exchange) -> bool:
+        """All ranks say whether they have the payload, until none has doubts; whether it is to be committed."""
+        self.behind = exchange
+        while (tally := self._transfer.all_have(exchange.tally, exchange.doubt)) is None:
+            self.behind = None
+            exchange.settle()
+            if exchange.void:
+                return False
+            self.behind = exchange
+        exchange.tally = tally
+        return True
+
+    def committed(self, exchange: Exchange) -> None:
+        """Here."""
+        self.behind, self.ahead = None, exchange if exchange.at_once else None
+
+    def forget(self) -> None:
+        """Nobody needs it any more."""
+        self.behind = self.ahead = None
+
+    def catch_up(self, id: int, source: int | None, is_behind: bool) -> Exchange | None:
+        """Some ranks committed an exchange and others did not: what this one is to commit now. All call this together.
+
+        Args:
+            id: of the exchange.
+            source: see `source_of`.
+            is_behind: whether this rank is.
+        """
+        mine = self.behind if is_behind else self.ahead
+        if mine is not None and mine.id != id:
+            mine = None
+        if is_behind and mine is None:
+            raise RuntimeError(f"Rank {self._transfer.rank} is told to commit round {id}, but holds none prepared.")
+        if source is not None:
+            if is_behind:
+                self._buckets.claim()
+            bucket = torch.empty_like(self._buckets.sent) if mine is None else mine.target  # all ranks are to call
+            self._transfer.broadcast_(self._buckets.replica.of_rule(bucket), source)
+        return mine if is_behind else None
+
+
+def source_of(headers: Sequence[Header], id: int) -> int | None:
+    """The rank that gives all others the payload of an exchange which some have yet to commit; None: nobody lacks it.
+
+    Raises:
+        RuntimeError: somebody does, and nobody has it.
+
+    >>> source_of([Header(exchange=7, held=7), Header(exchange=8)], 7)
+    >>> source_of([Header(exchange=7), Header(exchange=8, held=7)], 7)
+    1
+    """
+    if all(h.exchange > id or h.held == id for h in headers):
+        return None
+    source = next((rank for rank, h in enumerate(headers) if h.held == id), None)
+    if source is None:
+        raise RuntimeError(f"Round {id} was committed, and no rank that is left holds it for those that have not.")
+    return source

@@ -11,6 +11,7 @@ from torch import nn
 from lightning_async.engine.buckets import Buckets, Exchange, Message, Owner
 from lightning_async.engine.mailbox import Mailbox
 from lightning_async.engine.replica import Replica
+from lightning_async.flat import ROOM
 
 WAIT = 10.0
 
@@ -156,5 +157,5 @@ def test_a_new_layout_begins_with_the_parameters_as_they_are() -> None:
         return bucket.clone()
 
     buckets.lay_out(registered)
-    assert moved == [3, 3]
+    assert moved == [ROOM + 3] * 2
     assert buckets.received.tolist() == [3.0] * 3

@@ -216,8 +216,8 @@ def test_a_reduction_that_fails_within_the_backward_pass_is_repeated(op: str, na
             assert steps == 4
 
 
-def test_ranks_meet_twice_in_a_step_that_is_like_the_one_before() -> None:
-    """For the header, and for the commit; a third and a fourth time where what they use is another."""
+def test_ranks_meet_once_in_a_step_that_is_like_the_one_before() -> None:
+    """For the header; twice more to commit, and to say which, where what they use is another."""
 
     def body(rank: FaultyRank, net: Any) -> Any:
         small, counts = rank.averager.control.transfer.small, []
@@ -237,12 +237,61 @@ def test_ranks_meet_twice_in_a_step_that_is_like_the_one_before() -> None:
         return [tuple(each.values()) for each in counts], grads(net)
 
     for counts, last in on_ranks(2, body):
-        assert counts == [(3, 1), (2, 0), (3, 1), (3, 1), (2, 0)]
+        assert counts == [(3, 1), (1, 0), (3, 1), (3, 1), (1, 0)]
         assert last == [None, 3.0, None, None, None]
 
 
 class Crash(RuntimeError):
     pass
+
+
+def last_part_of_the_second_step() -> list[Fault]:
+    """It fails on the way back."""
+    parts = len(spans(FlatLayout(list(Net().p))))
+    return [Fault(op="all_reduce", nth=2 * parts, action=Fail(after=True), name=PAYLOAD)]
+
+
+@pytest.mark.parametrize("lack", [(0,), (2,), (0, 2), (1, 2)])
+def test_a_mean_that_some_have_and_others_lost_is_given_to_these(lack: tuple[int, ...], caplog: Any) -> None:
+    """In the second step, whose mean nobody waits for all to have: those that have it step with it, at most."""
+
+    def body(rank: FaultyRank, net: Any) -> Any:
+        told = []
+        for i in range(4):
+            step(rank, net, every(float(rank.number + i)), scale=2.0**rank.number)
+            told.append([g / 2.0**rank.number for g in grads(net) if g is not None])
+        assert rank.meet() is Arrival.OPEN
+        return told, rank.averager.summary.synchronous_steps
+
+    for told, steps in on_ranks(3, body, scripts=dict.fromkeys(lack, last_part_of_the_second_step())):
+        assert told == [[1.0 + i] * len(SHAPES) for i in range(4)]
+        assert steps == 4
+    for rank in lack:
+        assert f"Rank {rank}: round 2 was committed elsewhere" in caplog.text
+    assert caplog.text.count("committed elsewhere") == len(lack)
+
+
+@pytest.mark.parametrize(("lack", "mean"), [((1,), 2.0), ((1, 2), 2.5)])
+def test_whoever_has_a_mean_gives_it_after_another_one_has_died_with_it(lack: tuple[int, ...], mean: float) -> None:
+    """Where nobody that is left has it, these take the step by themselves."""
+
+    def body(rank: FaultyRank) -> Any:
+        net: Any = rank.module
+        step(rank, net, every(1.0))
+        step(rank, net, every(1.0 + rank.number))
+        if rank.number == 0:
+            raise Crash
+        told = grads(net)
+        step(rank, net, every(1.0))
+        assert rank.meet() is Arrival.OPEN
+        return told, grads(net)
+
+    scripts = dict.fromkeys(lack, last_part_of_the_second_step())
+    ended = outcomes(3, body, module=Net, min_replicas=1, schedule=Synchronous(), scripts=scripts)
+    assert isinstance(ended[0].error, Crash), ended[0].error
+    for number in (1, 2):
+        assert ended[number].error is None, ended[number].error
+        assert ended[number].value == ([mean] * len(SHAPES), [1.0] * len(SHAPES))
 
 
 def test_one_that_dies_within_the_backward_pass_is_done_without() -> None:

@@ -59,9 +59,10 @@ def pack_(gradients: Sequence[Tensor], part: Tensor, scale: float) -> None:
 
 
 @torch.no_grad()
-def unpack_(replica: Replica, bucket: Tensor, used: Tensor, scale: float, plans: Plans) -> None:
-    """Gradients from ``bucket`` times ``scale``; those that no replica used stay None, sparse ones become dense."""
-    part, trained = replica.of_rule(bucket), replica.tensors.trained.values()
+def unpack_(replica: Replica, part: Tensor, used: Tensor, scale: float, plans: Plans) -> None:
+    """Gradients from the parameters' part of a bucket times ``scale``, which it is multiplied by; those that no replica
+    used stay None, sparse ones become dense."""
+    trained = replica.tensors.trained.values()
     if scale != 1.0:
         part.mul_(scale)
     gradients = _places(trained)

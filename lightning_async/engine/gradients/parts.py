@@ -17,7 +17,7 @@ from lightning_async.comm.protocols import Pending
 from lightning_async.engine.backward import spans
 from lightning_async.engine.gradients.packing import Plans, pack_
 from lightning_async.engine.transfer import Transfer
-from lightning_async.flat import FlatLayout
+from lightning_async.flat import FlatLayout, with_tag
 
 __all__ = ["InParts", "Outgoing"]
 
@@ -72,6 +72,11 @@ class Outgoing:
         pack_(self.gradients, flat, self._scale)
         return flat if self.base is None else flat.add_(self.base)
 
+    def has(self) -> Tensor:
+        """1.0 for every parameter that has a gradient here, once all are filled."""
+        assert self.flags is not None
+        return self.flags[: len(self.gradients)]
+
     @property
     def ready(self) -> bool:
         """Whether others can count on these gradients. Under the lock of the mailbox."""
@@ -120,11 +125,12 @@ class InParts:
         self._flags = torch.zeros(2 * len(layout) + 1)
         """Of `Outgoing`; then 1.0 where the gradients are withdrawn or late."""
 
-    def sum_(self, expected: Tensor) -> bool:
+    def sum_(self, expected: Tensor, tagged: bool = False) -> bool:
         """Each part leaves as soon as it is filled; whether this replica has more to say, for `settle_`.
 
         Args:
             expected: 1.0 for every parameter that is used, as all replicas take it.
+            tagged: with the last part goes whether it has: what is returned is whether any replica has.
         """
         transfer, out = self._transfer, self._out
         there, pending = out is not None, list[Pending[Tensor]]()
@@ -134,17 +140,31 @@ class InParts:
             for each in pending:
                 each.done()  # what goes in pieces goes on
 
-        for number, span in enumerate(spans(self._layout)):
+        all_ = spans(self._layout)
+        for number, span in enumerate(all_):
             there = there and out is not None and out.wait(lambda n=number: out.filled > n, check)
             part = self._put_(span.first, span.last, span.start, span.end, there)
+            if tagged and number == len(all_) - 1:
+                there, part = self._hear(there, check), with_tag(part)
+                part[0] = self._doubts(expected)
             pending += [transfer.large.all_reduce(each) for each in FlatLayout.parts(part, transfer.part_bytes)]
-        if there and out is not None and out.wait(lambda: out.flags is not None, check):
-            assert out.flags is not None
+        if not tagged:
+            self._hear(there, check)
+        for each in pending:
+            transfer.result(each)
+        return bool(with_tag(self._target)[0]) if tagged else self._doubts(expected)
+
+    def _hear(self, there: bool, check: Callable[[], None]) -> bool:
+        """Whether all gradients are there; notes which were used, and which changed late."""
+        out = self._out
+        there = there and out is not None and out.wait(lambda: out.flags is not None, check)
+        if there and out is not None and out.flags is not None:
             self._flags[:-1] = out.flags
         else:
             self._flags[-1] = float(out is not None)
-        for each in pending:
-            transfer.result(each)
+        return there
+
+    def _doubts(self, expected: Tensor) -> bool:
         count = len(expected)
         return bool(self._flags[count:].any()) or not torch.equal(self._flags[:count], expected)
 

@@ -27,6 +27,7 @@ class Part(NamedTuple):
         in_parts: 1 where they leave while they are computed, so that the mask is what is expected.
         samples: behind them.
         base, size: see `Told`, as this rank would have it; 0 where it does not ask.
+        keeps: 1 where their mean stays in its bucket as it is.
     """
 
     weight: float = 0.0
@@ -36,6 +37,7 @@ class Part(NamedTuple):
     samples: float = 0.0
     base: float = 0.0
     size: float = 0.0
+    keeps: int = 0
 
 
 class Told(NamedTuple):
@@ -74,6 +76,7 @@ class GradientMessage(Message):
         since: steps that had been taken when the first of them was computed.
         behind: of these samples, the part that each parameter's gradient is of; None: all. See `Window`.
         out: how far they are there, where they leave while they are computed.
+        keeps: their mean stays in its bucket as it is, until other gradients are there.
         asks: `Told.base` and `Told.size`, as this replica would have them.
     """
 
@@ -82,6 +85,7 @@ class GradientMessage(Message):
     since: int
     behind: Tensor | None = None
     out: Outgoing | None = None
+    keeps: bool = False
     asks: tuple[float, float] = (0.0, 0.0)
 
     @property

@@ -40,6 +40,7 @@ class GradientRounds:
     def begin(self, plan: GradientPlan, id: int, parts: Sequence[Part]) -> Reduction:
         buckets, message = self._buckets, self._buckets.offered
         mine = message if isinstance(message, GradientMessage) else None
+        differ = len({p.mask for p in parts if p.mask or self.follows}) > 1
         return Reduction(
             id=id,
             kind=self,
@@ -48,10 +49,11 @@ class GradientRounds:
             share=plan.weights[self._transfer.rank],
             used=torch.zeros(len(self._replica.layout)) if mine is None else mine.used.clone(),
             since=min((p.since for p in parts if p.weight > 0.0), default=0),
-            masks_differ=len({p.mask for p in parts if p.mask or self.follows}) > 1,
+            masks_differ=differ,
             told=Told.by(parts),
             gates=self._box.num_opened,
             in_parts=any(p.in_parts for p in parts),
+            at_once=not differ and all(p.in_parts and p.keeps for p in parts),
         )
 
     def move(self, exchange: Reduction) -> None:
@@ -77,7 +79,9 @@ class GradientRounds:
             views = replica.of_rule(self._buckets.sent).split(replica.layout.sizes)
             out = message.out or Outgoing.whole(self._box.changed, views, message.used)
         sums = InParts(self._transfer, replica.layout, replica.of_rule(exchange.target), exchange.share, out)
-        exchange.doubt = sums.sum_(exchange.used) or exchange.masks_differ
+        doubts = sums.sum_(exchange.used, exchange.at_once)
+        exchange.doubt = doubts or exchange.masks_differ
+        exchange.at_once &= not doubts
         exchange.settle = lambda: self._settle(exchange, sums)
 
     def _settle(self, exchange: Reduction, sums: InParts) -> None:

@@ -89,7 +89,8 @@ class SynchronousGradients:
         """
         if not self._overlap.under_way and self._can_overlap:
             self._buckets.take_when(self._buckets.can_pack, self._control.see)
-            self._begin(GradientMessage(GRADIENTS, self._step, samples, self._expected, self._step), 1.0 / scale)
+            message = GradientMessage(GRADIENTS, self._step, samples, self._expected, self._step, keeps=True)
+            self._begin(message, 1.0 / scale)
 
     def begin_last(self, before: Before, samples: float, weight: float) -> bool:
         """The last of several backward passes begins: its gradients leave as it makes them, and with them what those
@@ -225,10 +226,7 @@ class SynchronousGradients:
             return None
         if (out := message.out) is None:
             return message, self.replica.of_rule(self._buckets.sent)
-        return None if out.flags is None else (replace(message, used=self._used_of(out.flags), out=None), out.all())
-
-    def _used_of(self, flags: Tensor) -> Tensor:
-        return flags[: len(self.replica.layout)]
+        return None if out.flags is None else (replace(message, used=out.has(), out=None), out.all())
 
     def wait(self) -> None:
         """Stand still until nothing is in flight, or others' step, that this replica was late for, comes first."""
@@ -238,7 +236,7 @@ class SynchronousGradients:
         if isinstance(message, GradientMessage) and message.out is not None and message.out.flags is not None:
             # No header speaks of it before that step is taken, which needs the gradients' place.
             self.replica.of_rule(buckets.sent).copy_(message.out.all())
-            message.used, message.out = self._used_of(message.out.flags), None
+            message.used, message.out = message.out.has(), None
 
     def take_(self, scale: float = 1.0, change: Callable[[Tensor, Reduction], None] | None = None) -> None:
         """The mean that has arrived, if one has, becomes the gradients; `stepped` follows.
@@ -251,9 +249,11 @@ class SynchronousGradients:
         if isinstance(arrived := buckets.arrived, Reduction):  # else no replica had a weight
             buckets.to_training.take()
             self.told = arrived.told
+            mean, changes = self.replica.of_rule(arrived.target), scale != 1.0 or change is not None
+            mean = mean.clone() if changes and arrived.at_once else mean  # others may need it as it is
             if change is not None:
-                change(self.replica.of_rule(arrived.target), arrived)
-            unpack_(self.replica, arrived.target, arrived.used, scale, self._back)
+                change(mean, arrived)
+            unpack_(self.replica, mean, arrived.used, scale, self._back)
         self._taken = True
 
     def stepped(self) -> None:
@@ -274,7 +274,8 @@ class SynchronousGradients:
         if not isinstance(message, GradientMessage):
             return part
         out, weight = int(message.out is not None), self._weigh(message.samples)
-        return Part(weight, mask_of(message.used), message.since, out, message.samples, *message.asks)
+        used, since, samples = mask_of(message.used), message.since, message.samples
+        return Part(weight, used, since, out, samples, *message.asks, int(message.keeps))
 
     def is_due(self, parts: Sequence[Part]) -> bool:
         return any(p.weight > 0.0 for p in parts)
