@@ -72,7 +72,7 @@ class Operation(Generic[T]):
         seq: int,
         timeout: timedelta,
         on_expire: Callable[[CollectiveError], None],
-        poll: Callable[[], None] | None = None,
+        poll: Callable[[], object] | None = None,
     ) -> None:
         self.where, self.kind, self.seq = where, kind, seq
         self.timeout = timeout
@@ -81,6 +81,8 @@ class Operation(Generic[T]):
         self.poll_s = _POLL_S
         self.told = False
         """The transport completes it by itself, and `poll` is for what goes wrong: no hurry."""
+        self.sleep: Callable[[float], object] = self.ended_in
+        """Waits for so many seconds at most, until there is something to `poll`."""
         self._on_expire = on_expire
         self._ended = threading.Event()
         self._lock = threading.Lock()
@@ -119,6 +121,10 @@ class Operation(Generic[T]):
     def ended(self) -> bool:
         """Like `done`, but neither polls nor looks at the deadline."""
         return self._ended.is_set()
+
+    def ended_in(self, seconds: float) -> bool:
+        """The same, after so many seconds at most."""
+        return self._ended.wait(seconds)
 
     def succeeded(self) -> bool:
         return self._ended.is_set() and self._error is None
@@ -159,11 +165,11 @@ class Operation(Generic[T]):
             self._ended.wait(max(until - time.monotonic(), 0.0))
             return
         if self.told:
-            self._ended.wait(min(self.poll_s, max(until - time.monotonic(), 0.0)))
+            self.sleep(min(self.poll_s, max(until - time.monotonic(), 0.0)))
         while not self._ended.is_set():
             self.poll()
             left = until - time.monotonic()
             if self._ended.is_set() or left <= 0:
                 return
             soon = self.poll_s if self.told else max(0.1 * self.elapsed_s(), self.poll_s / 25)  # a tenth late, at most
-            self._ended.wait(min(soon, self.poll_s, left))
+            self.sleep(min(soon, self.poll_s, left))

@@ -5,6 +5,7 @@ A row holds float64 numbers (exact for integers below 2**53): a header's common 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -247,11 +248,7 @@ def mark_of(headers: Sequence[Header], members: Sequence[str]) -> Mark | None:
 
 
 def _check_layouts(headers: Sequence[Header]) -> None:
-    """Unequal sizes would abort the process inside the transport.
-
-    Raises:
-        LayoutMismatch: names every rank's fingerprint.
-    """
+    """Raise LayoutMismatch where they differ: unequal sizes would abort the process inside the transport."""
     if len({h.layout for h in headers}) > 1:
         raise LayoutMismatch(
             f"The replicas' parameters differ: layout fingerprints by rank are {[h.layout for h in headers]}. Were "
@@ -289,8 +286,13 @@ def _flat(part: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _like(blank: tuple[Any, ...], row: Sequence[float]) -> Any:
     """A part of the blank's type, with the row's numbers as what they were."""
-    has_tail = isinstance(blank[-1], tuple)
-    fixed = blank[:-1] if has_tail else blank
-    values = [x if isinstance(old, float) else type(old)(int(x)) for old, x in zip(fixed, row, strict=not has_tail)]
+    values = [x if cast is None else cast(int(x)) for cast, x in zip(_casts(blank), row, strict=True)]
+    fixed = len(blank) - isinstance(blank[-1], tuple)
     kind: Any = type(blank)
-    return kind(*values, *((tuple(row[len(fixed) :]),) if has_tail else ()))
+    return kind(*values) if fixed == len(blank) else kind(*values[:fixed], tuple(values[fixed:]))
+
+
+@functools.lru_cache(maxsize=32)
+def _casts(blank: tuple[Any, ...]) -> list[Any]:
+    """Of each number, the type that it had; None for a float."""
+    return [None if isinstance(x, float) else type(x) for x in _flat(blank)]

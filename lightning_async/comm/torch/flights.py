@@ -39,7 +39,7 @@ class Flights:
         self._pending: dict[int, Operation[Any]] = {}
 
     def __len__(self) -> int:
-        return len(self._pending)
+        return sum(not operation.done() for operation in list(self._pending.values()))
 
     def over(self, group: Group) -> None:
         """From now on, operations go over this group."""
@@ -68,7 +68,7 @@ class Flights:
             landed = self.group is not group
             if not landed:
                 self._pending[operation.seq] = operation
-                group.in_flight[operation.seq] = tensors
+                group.in_flight[operation.seq] = tensors, None
         if landed:
             operation.fail(_landed(operation))
             return

@@ -74,7 +74,7 @@ def form(
         CollectiveError: the store is out of reach, or ``cancelled`` became true.
     """
     if backend == "mpi":
-        return Group(dist.new_group(backend="mpi"), {}, callbacks=False)
+        return Group(dist.new_group(backend="mpi"), {}, waits=False)
     sweep()
     try:
         meeting = _Meeting(store, where, timeout, cancelled, terms)
@@ -83,7 +83,7 @@ def form(
         meeting.meet("ready", [])
         # NCCL's own threads use the store for as long as the group lives.
         client = PrefixStore(meeting.base, own_client(store, timeout))
-        return Group(nccl.connect(client, where, timeout, device, max_ctas), {}, callbacks=False, aborts=True)
+        return Group(nccl.connect(client, where, timeout, device, max_ctas), {}, waits=False, aborts=True)
     except AsyncTrainingError:
         raise
     except RuntimeError as error:
@@ -167,7 +167,7 @@ def _gloo(meeting: _Meeting, host: str | None) -> Group:
         meeting.say("formed", None)
         meeting.check()  # torch may have lost the type of what this raised
         raise
-    group = Group(pg, connections.sockets(), callbacks=True)
+    group = Group(pg, connections.sockets(), waits=True)
     try:
         # Torch returns when this rank has connected. One that closed now would fail a peer that still connects.
         everyones = meeting.meet("formed", ports)

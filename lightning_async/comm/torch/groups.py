@@ -40,14 +40,16 @@ class Group:
     Args:
         pg: torch's object.
         sockets: file descriptors with their inode; shut down to break the group off.
-        callbacks: whether work objects have a future with callbacks (Gloo), or must be polled (NCCL, MPI).
+        waits: whether a thread may wait in torch for a work, with a deadline that ends nothing else (Gloo); else works
+            are only looked at (NCCL, MPI).
         aborts: whether torch's object can cancel what is under way (NCCL).
     """
 
-    def __init__(self, pg: Any, sockets: dict[int, int], callbacks: bool, aborts: bool = False) -> None:
+    def __init__(self, pg: Any, sockets: dict[int, int], waits: bool, aborts: bool = False) -> None:
         self.pg: Any = pg
-        self.callbacks, self.aborts = callbacks, aborts
-        self.in_flight: dict[int, object] = {}  # what the transport may still read or write, by sequence number
+        self.waits, self.aborts = waits, aborts
+        # By sequence number: what the transport may still read or write, and its works, once it has begun.
+        self.in_flight: dict[int, tuple[object, tuple[Any, ...] | None]] = {}
         self.helpers: set[threading.Thread] = set()
         self._sockets = sockets
         self._broken = False
@@ -80,21 +82,25 @@ class Group:
             ended(error)
             self.in_flight.pop(operation.seq, None)
 
-        if not self.callbacks:
-            self.in_flight[operation.seq] = (self.in_flight[operation.seq], all_)
+        tensors, _ = self.in_flight[operation.seq]
+        if not self.waits:
+            self.in_flight[operation.seq] = tensors, all_
             operation.poll = lambda: _poll(all_, let_go)
             return
         self._lets_go_at = max(self._lets_go_at, time.monotonic() + backstop.total_seconds())
-        operation.poll, operation.poll_s, operation.told = lambda: self._look(operation, ended), _LOOK_S, True
+        operation.poll_s, operation.told = _LOOK_S, True
         if isinstance(works, tuple):
+            operation.poll = lambda: self._look(operation, ended)
             # Gloo's send and recv have no future, and are not complete before somebody waits.
             helper = threading.Thread(target=self._wait, args=(works, let_go, backstop), daemon=True)
             helper.name = f"lightning_async {operation.kind} #{operation.seq}"
             self.helpers.add(helper)
             helper.start()
         else:
-            # Called on a thread of the group.
-            works.get_future().add_done_callback(lambda future: let_go(_error(future.value)))
+            # Whoever waits does so in torch: a callback, on a thread of the group's, would wait for Python first.
+            self.in_flight[operation.seq] = tensors, all_
+            operation.poll = lambda: _poll(self._works(operation), let_go) or self._look(operation, ended)
+            operation.sleep = lambda seconds: self._sleep(operation, seconds)
 
     def _wait(self, works: tuple[Any, ...], ended: Callable[[Exception | None], None], backstop: timedelta) -> None:
         first: Exception | None = None
@@ -106,6 +112,18 @@ class Group:
                 self.break_off()  # the other half would wait for its timeout otherwise
         ended(first)
         self.helpers.discard(threading.current_thread())
+
+    def _works(self, operation: Operation[Any]) -> tuple[Any, ...] | None:
+        """What torch does for it, here alone: who keeps an operation shall keep no group."""
+        return self.in_flight.get(operation.seq, (None, None))[1]
+
+    def _sleep(self, operation: Operation[Any], seconds: float) -> None:
+        """Until the operation's work has ended, for so long at most."""
+        if (works := self._works(operation)) is None:
+            operation.ended_in(seconds)
+            return
+        seconds = max(seconds, 0.001)  # zero would mean torch's own timeout
+        _error(lambda: works[0].wait(timedelta(seconds=seconds)))
 
     def _look(self, operation: Operation[Any], ended: Callable[[Exception | None], None]) -> None:
         """Fail an operation that goes on waiting although a connection is gone."""
@@ -150,11 +168,17 @@ class Group:
         if self.busy():
             _undead.append(self)
         else:
-            self.pg = None
+            self.free()
 
     def busy(self) -> bool:
         """Whether torch still works in, or waits with, this group's tensors."""
-        return self.callbacks and bool(self.in_flight or self.helpers)
+        works = [works for _, works in list(self.in_flight.values())]
+        return self.waits and (bool(self.helpers) or any(each is None or not _completed(each) for each in works))
+
+    def free(self) -> None:
+        """Let go of torch's objects."""
+        self.pg = None
+        self.in_flight.clear()
 
     def lets_go_in_s(self) -> float:
         return self._lets_go_at - time.monotonic()
@@ -164,7 +188,7 @@ def sweep() -> None:
     """Let go of groups in which torch works no more."""
     for group in [group for group in _undead if not group.busy() and not group.inherited]:
         _undead.remove(group)
-        group.pg = None
+        group.free()
 
 
 def _error(do: Callable[[], object]) -> Exception | None:
@@ -175,12 +199,19 @@ def _error(do: Callable[[], object]) -> Exception | None:
     return None
 
 
-def _poll(works: tuple[Any, ...], ended: Callable[[Exception | None], None]) -> None:
-    if all(work.is_completed() for work in works):
-        # Complete already, so this does not block: it orders the current CUDA stream behind the work, and raises
-        # what went wrong.
-        errors = [_error(work.wait) for work in works]
-        ended(next((error for error in errors if error is not None), None))
+def _completed(works: tuple[Any, ...]) -> bool:
+    return all(work.is_completed() for work in works)
+
+
+def _poll(works: tuple[Any, ...] | None, ended: Callable[[Exception | None], None]) -> bool:
+    """Whether they have ended."""
+    if works is None or not _completed(works):
+        return False
+    # Complete already, so this does not block: it orders the current CUDA stream behind the work, and raises what went
+    # wrong.
+    errors = [_error(work.wait) for work in works]
+    ended(next((error for error in errors if error is not None), None))
+    return True
 
 
 def swap(

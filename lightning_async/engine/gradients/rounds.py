@@ -75,9 +75,9 @@ class GradientRounds:
     def _move_in_parts(self, exchange: Reduction) -> None:
         replica, message = self._replica, exchange.message
         out = None
-        if isinstance(message, GradientMessage):
+        if isinstance(message, GradientMessage) and (out := message.out) is None:
             views = replica.of_rule(self._buckets.sent).split(replica.layout.sizes)
-            out = message.out or Outgoing.whole(self._box.changed, views, message.used)
+            out = Outgoing.whole(self._box.changed, views, message.used)
         sums = InParts(self._transfer, replica.layout, replica.of_rule(exchange.target), exchange.share, out)
         doubts = sums.sum_(exchange.used, exchange.at_once)
         exchange.doubt = doubts or exchange.masks_differ
