@@ -170,12 +170,17 @@ def fill_state(optimizer: Optimizer, worker: Worker) -> None:
     """Put what the servers' optimizer holds of a worker's parameters where torch has its own."""
     told, _ = worker.read("params")
     begun = told["version"] or told["scalars"]
-    scalars = {key: torch.tensor(value) for key, value in told["scalars"].items() if key not in _OF_SERVERS}
+    scalars = {key: torch.tensor(float(value)) for key, value in told["scalars"].items() if key not in _OF_SERVERS}
     fields = {name: worker.read(name)[1] for name in told["fields"] if name != "params"} if begun else {}
     for number, p in enumerate(worker.params):
-        found = {name: tensors[number].to(p.device) for name, tensors in fields.items()}
+        found = {name: _as(p, tensors[number].to(p.device)) for name, tensors in fields.items()}
         if found or scalars:
             optimizer.state[p] = {**{key: value.clone() for key, value in scalars.items()}, **found}
+
+
+def _as(p: Tensor, state: Tensor) -> Tensor:
+    """Servers have both parts of complex numbers, torch has such numbers in the state, too."""
+    return torch.view_as_complex(state) if p.is_complex() else state
 
 
 def _plain(value: Any) -> Any:

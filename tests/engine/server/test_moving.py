@@ -117,6 +117,35 @@ def test_weights_and_state_are_equal_to_the_bit_and_go_on_so(
             worker.close()
 
 
+@pytest.mark.parametrize("name", ["Adam", "Adagrad"])
+def test_state_of_complex_parameters_is_as_torch_has_it(name: str):
+    """And the steps that were taken: else no checkpoint of servers could be gone on with elsewhere, on a GPU."""
+    kind: Any = getattr(torch.optim, name)
+    start = torch.view_as_complex(torch.arange(8.0).view(2, 2, 2))
+    gradients = [
+        torch.view_as_complex(torch.randn(2, 2, 2, generator=torch.Generator().manual_seed(n))) for n in (0, 1)
+    ]
+    alone = start.clone().requires_grad_()
+    torchs = kind([alone], lr=0.02)
+    with running() as one, running() as other:
+        worker = joined([one, other], {"numbers": start.clone().requires_grad_()})
+        worker.start(name, {"lr": 0.02})
+        for gradient in gradients:
+            alone.grad = worker.params[0].grad = gradient
+            torchs.step()
+            worker.fill_gradients()
+            worker.push(lr=0.02)
+            worker.take_()
+        saved = held(worker, kind(worker.params, lr=0.02))
+        worker.close()
+    state, own = saved["optimizer"]["state"][0], torchs.state[alone]
+    assert state.keys() == own.keys()
+    for key, value in state.items():
+        assert (value.dtype, value.shape) == (own[key].dtype, own[key].shape)
+        torch.testing.assert_close(value, own[key])
+    torch.testing.assert_close(saved["weights"][0], alone.detach())
+
+
 def test_weights_may_begin_anew_on_servers_that_have_some():
     """As where training goes back: nobody else is there, and the optimizer's state is what is brought."""
     arguments = {"lr": 0.5, "momentum": 0.5}
