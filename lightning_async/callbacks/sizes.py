@@ -88,7 +88,7 @@ class Sizes:
         callback, strategy = self._callback, self._trainer.strategy
         together = in_lockstep(strategy)
         if not self._base:
-            self._base = float(strategy.broadcast(samples)) if together else samples
+            self._base = mean_of(strategy, samples)
         if self._by_samples and not self._size and callback.count is None and samples != self._base:
             raise ValueError(
                 f"Rank {self._trainer.global_rank}: `AdaptiveGradientAccumulation(base_batch_size="

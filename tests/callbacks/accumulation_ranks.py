@@ -85,6 +85,12 @@ def ddp_by_samples() -> Any:
 
 
 @scenario
+def ddp_of_unequal_batches() -> Any:
+    accumulation = AdaptiveGradientAccumulation(2, lr_scaling="linear")
+    return fit(ddp(), accumulation, rows(rank(), [6, 6, 6, 3] if rank() == 0 else [2, 2, 2, 1]))
+
+
+@scenario
 def synchronous_by_samples() -> Any:
     strategy = together(schedule=Synchronous(), deadlines=PATIENT)
     return fit(strategy, AdaptiveGradientAccumulation(base_batch_size=4, target_batch_size=24))

@@ -59,6 +59,11 @@ def test_ddp_has_the_mean_over_the_samples_of_all_ranks(ranks: Outcomes):
     assert told["values"] == pytest.approx(by_hand([3, 3, 2], linear=True), rel=1e-5)
 
 
+def test_rates_under_ddp_are_by_the_first_batches_of_all_ranks(ranks: Outcomes):
+    """As those of the engine's: of 6 and 2 samples, where rank 0 alone has 6."""
+    assert alike(ranks("ddp_of_unequal_batches"))["rates"] == pytest.approx([0.2, 0.15])
+
+
 def test_synchronous_steps_of_the_engine_have_the_same_mean(ranks: Outcomes):
     told = alike(ranks("synchronous_by_samples"))
     assert told["steps"] == [2, 5, 7]
