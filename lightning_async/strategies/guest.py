@@ -64,7 +64,7 @@ class Guest:
         try:
             self._join()
         except (DistNetworkError, DistStoreError, ConnectionError) as error:
-            said = str(error).splitlines()[0]
+            said = str(error).splitlines()[0].rstrip(".")
             raise StoreLost(
                 f"rank {self._number}: while it waited to be taken in, the store failed ({said}). Without it nobody "
                 "can be. Start all again from the last checkpoint."
