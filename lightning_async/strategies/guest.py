@@ -11,11 +11,13 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from torch.distributed import DistNetworkError, DistStoreError
+
 from lightning_async.comm.launched import came_back
 from lightning_async.comm.membership.door import Door
 from lightning_async.comm.membership.generation import Generation
 from lightning_async.engine.world import World
-from lightning_async.errors import AsyncTrainingError, CollectiveError, CollectiveTimeout
+from lightning_async.errors import AsyncTrainingError, CollectiveError, CollectiveTimeout, StoreLost
 from lightning_async.strategies.connecting import PATIENCE, Ready, connect, release
 from lightning_async.strategies.host import Hosting, digest
 from lightning_async.strategies.survivors import Survivors, count_run
@@ -57,7 +59,18 @@ class Guest:
             SettingsMismatch, ValueError: what they train is something else, or over another transport.
             SIGTERMException: told to end while waiting.
             CollectiveTimeout: nobody trains, or nobody takes it in, for 30 minutes.
+            StoreLost: the store is.
         """
+        try:
+            self._join()
+        except (DistNetworkError, DistStoreError, ConnectionError) as error:
+            said = str(error).splitlines()[0].rstrip(".")
+            raise StoreLost(
+                f"rank {self._number}: while it waited to be taken in, the store failed ({said}). Without it nobody "
+                "can be. Start all again from the last checkpoint."
+            ) from error
+
+    def _join(self) -> None:
         transport = self._strategy.transport
         if not isinstance(transport, ElasticTransport):
             raise ValueError(f"{transport!r} takes nobody in: start all ranks together.")

@@ -147,7 +147,7 @@ class Servers:
         """Memory for talking to them of one table, for the shards of its plan."""
         self._tables = max(self._tables, table + 1)
         if self._door is not None:
-            return [self._places(server, table, 4 * size, self._door) for server, size in enumerate(plan.sizes)]
+            return [self._places(server, table, 4 * size, self._door, True) for server, size in enumerate(plan.sizes)]
         sizes = zip(self.addresses, plan.sizes, strict=True)
         dials = [dial(address, 4 * size, 4 * size) for address, size in sizes]
         return [CheckedDial(each, partial(self._check_there, server)) for server, each in enumerate(dials)]
@@ -164,18 +164,37 @@ class Servers:
                 "checkpoint."
             ) from error
 
+    def _check_either(self, servers: tuple[int, int], server: int, whole: bool, error: PeerLost) -> None:
+        """The same of a shard that has a replica: who finds nobody at one of its servers asks the other one, too."""
+        if not self._of_this_run or not nobody_listens(error):
+            return
+        if self._refused_for(server) and whole and all(map(self._is_gone, servers)):
+            raise AsyncTrainingError(
+                f"servers {servers[0]} and {servers[1]} are gone for good, and with them a shard and its replica: "
+                f"{error} The processes that supervised them were killed, or their hosts were. Start again from the "
+                "last checkpoint."
+            ) from error
+
     def _refused_for(self, server: int) -> bool:
         """Whether nobody has listened there for a while, in which another one would have come."""
         now = time.monotonic()
         first, last = self._refused.get(server, (now, now))
         self._refused[server] = (first if now - last < _GONE_S else now), now
-        return now - self._refused[server][0] >= (_BACK_S if self._come_back else _GONE_S)
+        return self._is_gone(server)
 
-    def _places(self, server: int, table: int, size: int, door: Door) -> Places:
+    def _is_gone(self, server: int) -> bool:
+        first, last = self._refused.get(server, (0.0, -1.0))
+        return last - first >= (_BACK_S if self._come_back else _GONE_S)
+
+    def _places(self, server: int, table: int, size: int, door: Door, checked: bool = False) -> Places:
         servers = server, neighbour(server, len(self.addresses))
 
         def way(address: Mapping[str, Any], whole: bool) -> Dial:
-            return dial(address, size * whole, size * whole)
+            found = dial(address, size * whole, size * whole)
+            if not checked:
+                return found
+            at = self.addresses.index(dict(address))
+            return CheckedDial(found, partial(self._check_either, servers, at, whole))
 
         views = Views(door, f"{self.addresses[server]['name']}/{table}")
         addresses = [self.addresses[each] for each in servers]

@@ -27,6 +27,7 @@ START_TIMEOUT = timedelta(minutes=30)
 _stores: list[Any] = []  # of this process: one, from its first run on
 _processes: list[StoreProcess] = []  # of this process: the one that serves, where it is rank 0
 _early: list[Any] = []  # the store, where it is open and no group is yet
+_assembled: list[Any] = []  # what the ranks have assembled in: another that came in its place would know nothing of it
 
 
 def store_of(environment: Any, rank: int, apart: bool = False) -> Any:
@@ -56,6 +57,7 @@ def assemble(environment: Any) -> Found:
     store = open_store(address, environment.main_port, False, patience)
     assembly = Assembly(store, rank, environment.world_size(), os.environ.get(SECRET))
     found = assembly.find(patience)
+    _assembled[:] = [store]
     atexit.register(_say_how_it_ends, assembly)
     return found
 
@@ -103,7 +105,7 @@ def _open_store(environment: Any, rank: int, apart: bool) -> Any:
         with listen(address, port) as listening:
             port = listening.getsockname()[1]
             _processes.append(StoreProcess(listening))
-    store = open_store(address, port, serves and not apart, _patience(rank))
+    store = _assembled[0] if _assembled else open_store(address, port, serves and not apart, _patience(rank))
     if launcher_serves:  # it may outlive the ranks, and start them again
         store = distributed_c10d.PrefixStore(f"lightning_async/attempt{attempt()}", store)
     if not is_loopback(address) and not seal.signs:

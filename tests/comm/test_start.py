@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from lightning_async.comm.membership import start
 from lightning_async.comm.membership.signing import Seal
 from lightning_async.comm.membership.start import Patience, greet, is_loopback, open_store
 from lightning_async.comm.membership.stores import HashStore
@@ -167,6 +168,27 @@ def test_an_address_where_nobody_answers_is_named() -> None:
     port = free_port()
     with pytest.raises(CollectiveTimeout, match=rf"127.0.0.1, port {port} \(.*refused\): is that rank running"):
         open_store("127.0.0.1", port, False, patience(0.2))
+
+
+@pytest.mark.parametrize("stays", [False, True], ids=["it goes", "it says nothing"])
+def test_what_answers_a_call_and_then_no_client_is_waited_for_in_words(
+    stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that goes as a client connects, or what is none: torch would try alone, as long as requests may take."""
+    monkeypatch.setattr(start, "_CONNECTS", timedelta(seconds=0.3))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        def listen() -> list[socket.socket]:
+            heard = [server.accept()[0]]
+            return heard if stays else [*heard, server.close()]  # type: ignore[list-item]
+
+        join = in_thread(listen)
+        with pytest.raises(CollectiveTimeout, match=rf"127.0.0.1, port {port} \(.+\): is that rank running") as raised:
+            open_store("127.0.0.1", port, False, patience(1.0), timeout=timedelta(seconds=30))
+        assert "\n" not in str(raised.value)
+        for heard in join()[:1]:
+            heard.close()
 
 
 def test_a_name_that_leads_nowhere_is_named() -> None:

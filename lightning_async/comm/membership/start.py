@@ -11,17 +11,20 @@ import json
 import logging
 import os
 import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistError
 
 from lightning_async.comm.membership.roster import new_life
 from lightning_async.comm.membership.signing import Seal
-from lightning_async.comm.torch.forks import opening, serves_at
-from lightning_async.comm.torch.sockets import connects
+from lightning_async.comm.torch.forks import Opening, opening, serves_at
+from lightning_async.comm.torch.sockets import connects, shut_down
 from lightning_async.errors import AsyncTrainingError, CollectiveTimeout
 
 __all__ = ["Patience", "greet", "is_loopback", "listen", "open_store"]
@@ -29,6 +32,8 @@ __all__ = ["Patience", "greet", "is_loopback", "listen", "open_store"]
 _log = logging.getLogger(__name__)
 _FIRST_WARNING_S, _LONGEST_SILENCE_S = 10.0, 300.0
 _PROBE_S = 2.0
+_CONNECTS = timedelta(seconds=60)  # many at once stand in a queue while the server looks up their names
+_LATER = timedelta(seconds=0.5)  # or torch would try once more
 _LINGER_S = 1.0
 _BACKLOG = 2048
 _GOES_S = 3.0
@@ -110,9 +115,7 @@ def open_store(
                 f"the store at {address} is to be found by its port, and MASTER_PORT is 0. Export one that is free, "
                 "the same on all ranks (`torchrun --standalone` finds one)."
             )
-        _wait_for_server(address, port, patience)
-        with opening(lambda fd: connects(fd, set(), {port})):
-            return TCPStore(address, port, None, False, timeout, wait_for_workers=False)
+        return _client(address, port, patience, timeout)
     with listen(address, port) as server:
         port = server.getsockname()[1]
         listening: Any = {"master_listen_fd": os.dup(server.fileno())}
@@ -149,23 +152,47 @@ def _listen(address: str, port: int) -> socket.socket:
     return socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
 
 
-def _wait_for_server(address: str, port: int, patience: Patience) -> None:
-    error: OSError | None = None
+def _client(address: str, port: int, patience: Patience, timeout: timedelta) -> Store:
+    """A client of the server there, when that answers. Where it goes just as a client connects, torch tries for as long
+    as it may, in C, where nobody hears of a signal, or that it is in vain."""
+    error: Exception | None = None
 
     def what() -> str:
+        said = str(error).split("\n", 1)[0]
         return (
-            f"waiting for the store of rank 0 (or of the launcher) at {address}, port {port} ({error}): is that rank "
+            f"waiting for the store of rank 0 (or of the launcher) at {address}, port {port} ({said}): is that rank "
             "running, and are MASTER_ADDR and MASTER_PORT right"
         )
 
     while True:
         try:
             socket.create_connection((address, port), _PROBE_S).close()
-        except OSError as caught:
+            within = min(_CONNECTS, timeout)
+            with opening(lambda fd: connects(fd, set(), {port})) as opened, _broken_off(opened, within):
+                store = TCPStore(address, port, None, False, within, wait_for_workers=False)
+        except (OSError, DistError) as caught:
             error = caught
         else:
-            return
+            store.set_timeout(timeout)
+            return store
         patience.wait(what)
+
+
+@contextmanager
+def _broken_off(opened: Opening, within: timedelta) -> Iterator[None]:
+    """Where a server has the connection and says nothing, torch waits without an end: the connection has one."""
+
+    def end() -> None:
+        for fd, inode in opened.sockets().items():
+            shut_down(fd, inode)
+
+    timer = threading.Timer((within + _LATER).total_seconds(), end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def greet(store: Store, rank: int, world_size: int, job: str, seal: Seal, patience: Patience) -> None:

@@ -1,4 +1,4 @@
-"""What a server's starter says to its supervisor, and that one to the server: a byte each."""
+"""What a server's starter says to its supervisor, and that one to the server: a byte each. How it has ended."""
 
 STOP = b"s"
 """End now."""
@@ -8,3 +8,5 @@ DRAIN = b"d"
 """The same as soon as nobody is connected any more."""
 ORPHANED = b"o"
 """Who started it is gone: the same once nobody has been connected for a while."""
+UNSAVED = 74
+"""The exit code of a server that has ended as it was to, without the last snapshot: another one would have no more."""

@@ -20,7 +20,7 @@ from lightning_async.comm.reach import seal_of_servers
 from lightning_async.comm.shm import answer
 from lightning_async.comm.torch.dialling import answer_pair
 from lightning_async.engine.server.hosting import Hosting, Keeping
-from lightning_async.engine.server.orders import DRAIN, END
+from lightning_async.engine.server.orders import DRAIN, END, UNSAVED
 from lightning_async.engine.server.plan import MEMORIES
 from lightning_async.engine.server.quorum import Terms
 from lightning_async.errors import AsyncTrainingError, PeerLost
@@ -81,7 +81,7 @@ def _end(server: Hosting) -> None:
         server.take_last()
     except (OSError, AsyncTrainingError) as error:
         print(f"A parameter server ends without a last snapshot: {error}", file=sys.stderr, flush=True)
-        os._exit(_CRASHED)
+        os._exit(UNSAVED)
     os._exit(0)
 
 

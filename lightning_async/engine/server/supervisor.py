@@ -20,7 +20,7 @@ import time
 from typing import Any
 
 from lightning_async.bare import bare_command
-from lightning_async.engine.server.orders import END, ORPHANED, STOP
+from lightning_async.engine.server.orders import END, ORPHANED, STOP, UNSAVED
 
 __all__ = ["main"]
 
@@ -53,8 +53,8 @@ def main(control: int, handed: list[int], settings: dict[str, Any]) -> None:
             os.close(life)
             stop, orphaned = _watch(server, orders, ours, orphaned)
             os.close(ours)
-            if stop or server.returncode == 0:
-                sys.exit(int(stop == "ended" and server.returncode != 0))
+            if stop or server.returncode in (0, UNSAVED):
+                sys.exit(int(stop != "killed" and server.returncode != 0))
             quick = quick + 1 if time.monotonic() - began < _QUICK_S else 1
             print(f"A parameter server, process {server.pid}, has ended with {server.returncode}.", file=sys.stderr)
             if server.returncode > 0 and quick >= _QUICK_DEATHS:
