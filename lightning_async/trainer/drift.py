@@ -46,7 +46,7 @@ class DriftPatches:
         self._inheritance = Inheritance(strategy, trainer, self._rates)
         self._newcomers = Newcomers(strategy, trainer, self._inheritance.epoch, self._rates)
         self._validation = Validation(strategy, trainer, self._meeting, self._inheritance)
-        saving = Saving(strategy, trainer)
+        self._saving = saving = Saving(strategy, trainer)
         self._meeting.on_model_changed += [
             self._validation.model_changed,
             saving.model_changed,
@@ -135,6 +135,7 @@ class DriftPatches:
     def _end_training(self, original: Any) -> Any:
         def on_run_end() -> None:
             self._meeting.rendezvous(Gate.TRAIN_END)
+            self._saving.catch_up()
             self._strategy.summarise()
             original()
 

@@ -38,6 +38,7 @@ class Saving:
         undo = []
         for checkpoint in self._checkpoints():
             undo.append(replace(checkpoint, "_monitor_candidates", self._from_rank_zero))
+            undo.append(replace(checkpoint, "on_train_batch_start", self._count_from(checkpoint)))
             undo.append(replace(checkpoint, "on_train_batch_end", self._when_due(checkpoint)))
         return undo
 
@@ -53,6 +54,18 @@ class Saving:
         for callback in self._checkpoints():
             callback._last_global_step_saved = -1
 
+    def _count_from(self, checkpoint: Any) -> Callable[[Any], Any]:
+        """Before the first batch: the steps that are there were another training's."""
+
+        def wrap(original: Any) -> Any:
+            def on_train_batch_start(*args: Any, **kwargs: Any) -> None:
+                self._saves.setdefault(id(checkpoint), self._turns(checkpoint))
+                original(*args, **kwargs)
+
+            return on_train_batch_start
+
+        return wrap
+
     def _when_due(self, checkpoint: Any) -> Callable[[Any], Any]:
         """After a batch: ask all others to come, instead of saving alone."""
 
@@ -61,7 +74,6 @@ class Saving:
                 if self._strategy.gates is None:
                     original(*args, **kwargs)
                     return
-                self._saves.setdefault(id(checkpoint), self._turns(checkpoint, before=1))
                 if self._is_due(checkpoint) and self.call_together is not None:
                     self.call_together()
 
@@ -69,14 +81,15 @@ class Saving:
 
         return wrap
 
-    def _turns(self, checkpoint: Any, before: int = 0) -> int:
+    def _turns(self, checkpoint: Any) -> int:
         n = checkpoint._every_n_train_steps
-        return max(0, self._trainer.global_step - before) // n if n > 0 else 0
+        return self._trainer.global_step // n if n > 0 else 0
 
     def _is_due(self, checkpoint: Any) -> bool:
         interval, before = checkpoint._train_time_interval, checkpoint._last_time_checked
         by_time = interval is not None and before is not None and time.monotonic() - before >= interval.total_seconds()
-        return by_time or self._turns(checkpoint) > self._saves.get(id(checkpoint), 0)
+        turns = self._turns(checkpoint)
+        return by_time or turns > self._saves.get(id(checkpoint), turns)
 
     def decide(self, world: World) -> bool:
         """All ranks are here and hold one model: save what is due on any of them."""
@@ -89,6 +102,12 @@ class Saving:
             if any(due for due, _ in said):
                 self._save(checkpoint, max(world.gather_objects(self._trainer.global_step)))
         return False
+
+    def catch_up(self) -> None:
+        """All ranks have ended training: save what they would have met for at their next batch."""
+        world = self._strategy.world
+        if world is not None and self._strategy.gates is not None and not self._strategy.failed:
+            self.decide(world)
 
     def _save(self, checkpoint: Any, step: int) -> None:
         """Named by the ``step`` of the replica that is ahead: rank 0 may have finished."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_async.trainer.common_rates import CommonRates
-from lightning_async.trainer.patches import Undo, replace
+from lightning_async.trainer.patches import Undo, callbacks_of, replace
 
 __all__ = ["Updates", "updates_of"]
 
@@ -42,6 +42,8 @@ class Updates:
         manual = self._loop.manual_optimization
         self._begin_step, self._end_step = manual._on_before_step, manual._on_after_step
         self._within_batch = False
+        self._started_at = -1
+        """What loggers call the step before which the last batch has started."""
         self.rates = CommonRates(trainer)
         self.each = 1
         """Steps that are taken at once, as each of several optimizers does."""
@@ -77,7 +79,7 @@ class Updates:
 
     def _run(self, original: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
-            self.taken = False
+            self.taken, self._started_at = False, self._loop._batches_that_stepped
             with self._batch():
                 output = original(*args, **kwargs)
             self._within_batch = True
@@ -139,8 +141,24 @@ class Updates:
 
     def _follow(self) -> None:
         """What the loop does with a step at the end of its batch."""
+        self._log()
         self._loop.update_lr_schedulers("step", update_plateau_schedulers=False)
         self._loop._batches_that_stepped += 1
+
+    def _log(self) -> None:
+        """Where loggers are due with this step: what the last batch has logged, as Lightning does at the end of a batch
+        that steps, and the rates, as at the start of one, if none has started since the step before."""
+        trainer, n = self._trainer, self._loop._batches_that_stepped
+        every = trainer.log_every_n_steps
+        if every == 0 or not ((n + 1) % every == 0 or trainer.should_stop):
+            return
+        trainer._logger_connector.log_metrics(self._loop._results.metrics(on_step=True)["log"])
+        if n == self._started_at:
+            return
+        for monitor in callbacks_of(trainer, "LearningRateMonitor"):
+            if monitor.logging_interval != "epoch":
+                rates = monitor._extract_stats(trainer, "step" if monitor.logging_interval is None else "any")
+                trainer._logger_connector.log_metrics(rates)
 
 
 def _begin_scaling(trainer: Any) -> None:

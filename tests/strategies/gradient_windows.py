@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import math
 import time
 from pathlib import Path
@@ -268,6 +269,34 @@ def scheduled(folder: Path) -> Any:
             {"rates": module.rates, "digest": done["digest"], "shown": loop._batches_that_stepped}
             | {"saved": sorted(int(each.stem[5:]) for each in path.iterdir()), "steps": done["global_step"]}
         )
+    return told
+
+
+class Tells(Watched):
+    """Logs the number of its batch, from 0 in each epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("batch", float(batch_idx))
+        return super().training_step(batch, batch_idx)
+
+
+@scenario
+def told_at_gates(folder: Path) -> Any:
+    """Six steps an epoch: each sixth step, which loggers are due with, and the last of all are taken at a gate."""
+    told = {}
+    for name, every, epochs, begins in (("straight", 6, 2, None), ("resumed", 1, 3, folder / "straight/step=12.ckpt")):
+        path, module, log = folder / name, Tells(), pytorch("loggers").CSVLogger(folder, name="log", version=name)
+        saves = pl.callbacks.ModelCheckpoint(path, every_n_train_steps=4, save_top_k=-1, filename="{step}")
+        trainer = make_trainer(
+            strategy(2), callbacks=[saves, pl.callbacks.LearningRateMonitor("step")], max_epochs=epochs, logger=log,
+            log_every_n_steps=every, enable_checkpointing=True,
+        )  # fmt: skip
+        trainer.fit(module, loader(shard((12, 12))), ckpt_path=begins)
+        told[name] = {"saved": sorted(int(each.stem[5:]) for each in path.iterdir()), "steps": trainer.global_step}
+        if trainer.is_global_zero:
+            rows = list(csv.DictReader((folder / "log" / name / "metrics.csv").open()))
+            for key in ("batch", "lr-SGD"):
+                told[name][key] = [(int(row["step"]), float(row[key])) for row in rows if row.get(key)]
     return told
 
 

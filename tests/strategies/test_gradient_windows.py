@@ -210,6 +210,25 @@ def test_saves_by_steps_are_due_with_steps(ranks: Outcomes) -> None:
         assert told["saved"][0] in (4, 5) and len(told["saved"]) <= 3, told["saved"]
 
 
+def test_steps_at_gates_are_logged_as_others(ranks: Outcomes) -> None:
+    """With the last batch's metrics, once, and the rate that each was taken with."""
+    told = ranks("told_at_gates")[0]
+    assert told["straight"]["batch"] == [[5, 11.0], [11, 11.0]]
+    assert dict(told["straight"]["lr-SGD"]) == {5: 0.05 / 2**2, 11: 0.05 / 2**5}
+    resumed = told["resumed"]
+    assert [step for step, _ in resumed["batch"]] == list(range(12, 18))
+    assert dict(resumed["lr-SGD"]) == {step: 0.05 / 2 ** (step // 2) for step in range(12, 18)}
+
+
+def test_a_save_that_is_due_with_the_last_step_is_made(ranks: Outcomes) -> None:
+    """Steps that were saved before are due no more in a training that goes on from there."""
+    for told in ranks("told_at_gates"):
+        assert (told["straight"]["steps"], told["resumed"]["steps"]) == (12, 18)
+        first, second, last = told["straight"]["saved"]
+        assert first in (4, 5) and second in (8, 9) and last == 12
+        assert len(told["resumed"]["saved"]) == 1 and told["resumed"]["saved"][0] in (16, 17)
+
+
 @pytest.mark.parametrize("name", ["until_reduced", "until_reduced_uneven"])
 def test_windows_as_long_as_a_reduction(ranks: Outcomes, name: str) -> None:
     a, b = ranks(name)
