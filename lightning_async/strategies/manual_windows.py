@@ -14,6 +14,7 @@ from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.gradients.synchronous import SynchronousGradients
 from lightning_async.engine.header import Arrival, Gate
 from lightning_async.strategies.accumulating import Accumulating
+from lightning_async.strategies.behind import Behind
 from lightning_async.strategies.corrections import Change
 from lightning_async.strategies.gathered import Windows
 from lightning_async.trainer.batch import batch_size, pulled
@@ -60,50 +61,38 @@ class ManualWindows(Accumulating):
         gradients.rounds.apart = True
         self.steps = False
         """An optimizer takes a step, in place of asking for one."""
-        self._params = [{p for group in each.param_groups for p in group["params"]} for each in strategy.optimizers]
-        self._behind = [0.0] * len(self._params)
-        """Samples behind the gradients of each optimizer's parameters."""
-        self._counted: set[int] = set()
-        """Optimizers for which the batch under way is counted."""
+        self._behind = Behind(strategy.optimizers)
         self._uncounted = 0.0
         """Samples since any optimizer has asked for a step."""
         self._asked = False
         super().__init__(strategy, averager, gradients, meet)
-        self._terms.updates.each = len(self._params)
+        self._terms.updates.each = len(self._behind.params)
         window = averager.gathered
         averager.gathered = lambda: self._pending() | (window() or {}) or None
 
     def _pending(self) -> dict[str, Any]:
-        return {"behind": list(self._behind), "uncounted": self._uncounted} if any(self._behind) else {}
+        behind = self._behind.samples
+        return {"behind": list(behind), "uncounted": self._uncounted} if any(behind) else {}
 
     def _load(self, saved: dict[str, Any], alike: Any) -> None:
         super()._load(saved, alike)
-        if len(saved.get("behind", ())) == len(self._behind):
-            self._behind, self._uncounted = list(saved["behind"]), float(saved["uncounted"])
+        if len(saved.get("behind", ())) == len(self._behind.samples):
+            self._behind.samples, self._uncounted = list(saved["behind"]), float(saved["uncounted"])
 
     # ---- batches ----
 
     def start_batch(self, batch: Any) -> None:
         super().start_batch(batch)
-        self._counted.clear()
+        self._behind.start_batch()
         self._asked = False
 
     @contextmanager
     def backward(self) -> Iterator[None]:
         """A backward pass: its samples are behind all gradients that are there after it."""
-        for number in range(len(self._params)):
-            if not self._has_gradients(number):
-                self._behind[number] = 0.0
-                self._counted.discard(number)
+        self._behind.begin_pass()
         yield
         self._see_batch()
-        for number in range(len(self._params)):
-            if number not in self._counted and self._has_gradients(number):
-                self._behind[number] += self._batch_samples
-                self._counted.add(number)
-
-    def _has_gradients(self, number: int) -> bool:
-        return any(p.grad is not None for p in self._params[number])
+        self._behind.end_pass(self._batch_samples)
 
     def after_backward(self) -> None:
         """Gradients stay where they are, until their optimizer asks for a step."""
@@ -114,9 +103,8 @@ class ManualWindows(Accumulating):
         number = self._strategy.optimizers.index(optimizer)
         if not self._window.batches:
             self._size = self._terms.size
-        samples, self._behind[number] = self._behind[number] or self._batch_samples, 0.0
-        self._counted.discard(number)
-        self._window.add_(samples, self._terms.scale, self._averager.step, self._params[number])
+        samples = self._behind.take(number) or self._batch_samples
+        self._window.add_(samples, self._terms.scale, self._averager.step, self._behind.params[number])
         self._asked = True
 
     def after_batch(self) -> None:
@@ -161,7 +149,7 @@ class ManualWindows(Accumulating):
         used = {
             p for p, any_used in zip(replica.tensors.trained.values(), arrived.used.tolist(), strict=True) if any_used
         }
-        for optimizer, params in zip(self._strategy.optimizers, self._params, strict=True):
+        for optimizer, params in zip(self._strategy.optimizers, self._behind.params, strict=True):
             if mine := used & params:
                 yield partial(self._step, optimizer, mine, scale)
 

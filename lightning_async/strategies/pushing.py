@@ -22,6 +22,7 @@ from lightning_async.engine.server.progress import Progress
 from lightning_async.engine.server.tables import Tables
 from lightning_async.engine.server.totals import PushTotals
 from lightning_async.rules.schedules.protocol import Action, Step
+from lightning_async.strategies.behind import Samples
 from lightning_async.strategies.requests import Requests
 from lightning_async.strategies.saved_state import SavedState
 from lightning_async.strategies.stepping import Steps, is_scaled, learning_rate
@@ -80,13 +81,12 @@ class Pushing:
         meet: Callable[[Gate], Arrival],
     ) -> None:
         self._strategy, self._averager, self._agreement = strategy, averager, Agreement(averager.control)
-        self._totals, self._samples, self._told = cast(PushTotals, averager.summary.totals), 0.0, 0.0
-        own = not strategy.update_on_server or not strategy.module.automatic_optimization
+        self._totals, by_hand = cast(PushTotals, averager.summary.totals), not strategy.module.automatic_optimization
+        self._samples = Samples(strategy.optimizers if by_hand else ())
+        own = not strategy.update_on_server or by_hand
         # A scaler takes its scale out of gradients without a trace.
         changed = is_scaled(strategy) or changes_gradients(strategy.module, until_step=True)
         self._overlaps = not own and not changed
-        self._spent = False
-        """There was a step since these samples began to be counted: the next batch begins anew."""
         self._stepped = self._steps = self.pushes = 0
         self._requests = Requests(averager, self._totals)
         self.calls = self.called = False
@@ -122,11 +122,9 @@ class Pushing:
         """The training thread has a batch."""
         self.finish_batch()
         self._averager.gates.resume()
-        if self._spent:
-            if self._requests.answered:
-                self._finish()  # newer weights have come by now
-            self._samples, self._told, self._spent = 0.0, 0.0, False
-        self._samples += self._strategy.count(batch)
+        if self._samples.spent and self._requests.answered:
+            self._finish()  # newer weights have come by now
+        self._samples.start_batch(self._strategy.count(batch))
         if self._strategy.buffers == "recompute":
             self.recent.append(batch)
 
@@ -158,7 +156,7 @@ class Pushing:
     def step(self, closure: Callable[[], Any], run: Callable[[Callable[[], Any]], Any]) -> Any:
         """Automatic optimization: ``run`` the optimizer's step, in which gradients leave, or after which changes do."""
         output = run(closure)
-        self._spent = True
+        self._samples.spent = True
         if not self._strategy.update_on_server:
             self._push_change()
         return output
@@ -170,11 +168,13 @@ class Pushing:
 
     def backward(self) -> AbstractContextManager[None]:
         """A backward pass: gradients leave as it makes them, where they are the step's."""
+        self._samples.begin_pass()
         leaves = self._overlaps and not self._requests.under_way and not self._strategy.gathers
         return self.tables.backward(self._requests.submit if leaves else None)
 
     def after_backward(self) -> None:
-        """Nothing is done then."""
+        """Gradients are there."""
+        self._samples.end_pass()
 
     def _count(self, *_: Any) -> None:
         """After every step of the worker's own optimizers."""
@@ -188,6 +188,7 @@ class Pushing:
     def _step_of(self, optimizer: Optimizer) -> Callable[..., Any]:
         """In place of ``optimizer.step``."""
         groups, tables = self._strategy.groups, self._tables_of(optimizer)
+        number = self._strategy.optimizers.index(optimizer)
 
         def step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
             loss = None if closure is None else closure()
@@ -197,7 +198,7 @@ class Pushing:
             rates = rates_of(optimizer, groups, tables)
             empty = not self.tables.has_gradients(tables)  # somebody has dropped them all: as torch, no step
             together = self.tables.in_step
-            self._push(rates, 0.0 if empty else self._samples)
+            self._push(rates, 0.0 if empty else self._samples.take(number))
             optimizer._opt_called = True
             self._tick(stepped=not empty or together)
             return loss
@@ -241,7 +242,7 @@ class Pushing:
         return (self._strategy.num_runs << 32) + self._averager.gates.opened
 
     def _tick(self, stepped: bool = True) -> None:
-        samples, self._told, self._spent = self._samples - self._told, self._samples, True
+        samples = self._samples.tell()
         self._averager.tick(_STEP, samples, stepped=stepped, lr=learning_rate(self._strategy.optimizers))
 
     def _finish(self) -> Any:

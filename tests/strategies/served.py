@@ -149,6 +149,33 @@ def two_by_hand() -> Any:
     return fit(ParameterServerStrategy("sync"), module=Adversaries())
 
 
+class Apart(pl.LightningModule):
+    """One parameter is stepped in each batch, one with the gradients of both, and one with those of the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.each, self.both, self.second = (torch.nn.Parameter(torch.zeros(())) for _ in range(3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        each, both, second = self.optimizers()  # pyright: ignore
+        for optimizer in (each, second):
+            optimizer.zero_grad()
+        self.manual_backward((self.each + self.both + self.second) * (1 + rank()))
+        for optimizer in (each, both, second) if batch_idx else (each,):
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD([p], lr=1.0) for p in (self.each, self.both, self.second)]
+
+
+@scenario
+def apart_by_hand() -> Any:
+    """Of 6 and 2 samples, and of 2 and 6."""
+    sizes = (2, 6) if rank() else (6, 2)
+    return fit(ParameterServerStrategy("sync"), [torch.zeros(n, 1) for n in sizes], module=Apart(), max_epochs=1)
+
+
 def goes_on(folder: Path, strategy: Any, epochs: int, checkpoint: Path | None = None, **options: Any) -> Any:
     """With a checkpoint after every epoch."""
     net = Net(optimizer=adam)

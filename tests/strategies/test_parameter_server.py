@@ -26,7 +26,7 @@ from tests.strategies.workers import SCENARIOS, Outcomes
 
 FEATURES = (
     "sync", "sync_scaled", "sync_adam_two_servers", "sync_uneven", "asynchronous", "overlapped", "bounded", "changes",
-    "two_by_hand", "server_killed", "server_stopped",
+    "two_by_hand", "apart_by_hand", "server_killed", "server_stopped",
 )  # fmt: skip
 USERS = (
     "resumed", "as_users_do", "finds_a_rate", "other_settings", "fails", "several_fits",
@@ -127,6 +127,14 @@ def test_each_optimizer_and_each_group_has_its_own_settings(outcomes: Outcomes) 
                 optimizer.step()
     for rank in told:
         assert distance(rank["values"], flat(net)) < 1e-6
+
+
+def test_each_optimizer_has_the_samples_behind_its_own_gradients(outcomes: Outcomes) -> None:
+    """Gradients are 1 on rank 0 and 2 on rank 1, in each batch: of both there are as many samples on either."""
+    each = (6 * 1 + 2 * 2) / 8 + (2 * 1 + 6 * 2) / 8
+    both, second = (8 * 2 + 8 * 4) / 16, (2 * 1 + 6 * 2) / 8
+    for rank in outcomes("apart_by_hand"):
+        assert rank["values"] == [-each, -both, -second]
 
 
 def test_an_ordinary_checkpoint_holds_what_servers_have(users: Outcomes) -> None:
