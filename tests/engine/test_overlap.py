@@ -19,7 +19,7 @@ from lightning_async.engine.deadlines import Deadlines
 from lightning_async.engine.gradients.window import Window
 from lightning_async.engine.header import Arrival
 from lightning_async.flat import FlatLayout
-from lightning_async.rules import Synchronous
+from lightning_async.rules import EveryNSteps, Synchronous, Warmup
 from tests.engine.fault_ranks import HEADER, LIMIT_S, PAYLOAD, FaultyRank, Turnstile, outcomes, values
 
 SHAPES = ((3, 2), (5,), (2, 2), (7,), ())
@@ -269,6 +269,33 @@ def test_a_mean_that_some_have_and_others_lost_is_given_to_these(lack: tuple[int
     for rank in lack:
         assert f"Rank {rank}: round 2 was committed elsewhere" in caplog.text
     assert caplog.text.count("committed elsewhere") == len(lack)
+
+
+def test_a_mean_that_some_lack_is_there_still_when_others_have_left_synchronous_steps() -> None:
+    """What these begin their local steps from is written where it was."""
+    turn = Turnstile()
+
+    def body(rank: FaultyRank, net: Any) -> Any:
+        def after(error: Any) -> int:
+            if rank.number == 2:
+                turn.wait("0 has left")
+                turn.wait("1 has left")
+            return reform(error)
+
+        regroup = rank.averager.control.regroup
+        reform, regroup.after = regroup.after, after
+        told = []
+        for i in range(2):
+            step(rank, net, every(float(rank.number + i)))
+            told.append(grads(net))
+        rank.averager.tick(rank.averager.plan(), 1.0)
+        turn.set(f"{rank.number} has left")
+        assert rank.meet() is Arrival.OPEN
+        return told
+
+    schedule, scripts = Warmup(EveryNSteps(10), steps=2), {2: last_part_of_the_second_step()}
+    for told in values(3, lambda rank: body(rank, rank.module), module=Net, schedule=schedule, scripts=scripts):
+        assert told == [[1.0] * len(SHAPES), [2.0] * len(SHAPES)]
 
 
 @pytest.mark.parametrize(("lack", "mean"), [((1,), 2.0), ((1, 2), 2.5)])
