@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -269,6 +269,39 @@ def test_a_mean_that_some_have_and_others_lost_is_given_to_these(lack: tuple[int
     for rank in lack:
         assert f"Rank {rank}: round 2 was committed elsewhere" in caplog.text
     assert caplog.text.count("committed elsewhere") == len(lack)
+
+
+places = st.tuples(
+    st.integers(0, 2),
+    st.sampled_from([("all_reduce", PAYLOAD), ("all_gather", HEADER), ("broadcast", PAYLOAD)]),
+    st.integers(1, 16),
+    st.booleans(),
+)
+
+
+@few
+@given(faults=st.lists(places, min_size=1, max_size=4, unique_by=lambda fault: fault[:3]))
+def test_wherever_steps_fail_each_is_taken_once_with_the_mean_of_all(faults: Any) -> None:
+    """In sums, in headers, and as a mean is given to those that lack it."""
+
+    def body(rank: FaultyRank, net: Any) -> Any:
+        told = []
+        for i in range(5):
+            step(rank, net, every(float(rank.number + i)))
+            told.append(grads(net))
+        assert rank.meet() is Arrival.OPEN
+        return told, rank.averager.summary.synchronous_steps
+
+    scripts: dict[int, Sequence[Fault]] = {
+        rank: [
+            Fault(op=op, nth=nth, action=Fail(after=after), name=name)
+            for r, (op, name), nth, after in faults
+            if r == rank
+        ]
+        for rank in range(3)
+    }
+    for told, steps in on_ranks(3, body, scripts=scripts):
+        assert (told, steps) == ([[1.0 + i] * len(SHAPES) for i in range(5)], 5)
 
 
 def test_a_mean_that_some_lack_is_there_still_when_others_have_left_synchronous_steps() -> None:
