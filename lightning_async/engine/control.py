@@ -8,6 +8,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from torch import Tensor
+
 from lightning_async.comm.membership.membership import Membership
 from lightning_async.comm.protocols import Collectives
 from lightning_async.engine.ballot import Wing
@@ -154,6 +156,11 @@ class ControlPlane:
         """Something outside the mailbox has changed."""
         with self.mailbox.changed:
             self.mailbox.changed.notify_all()
+
+    def vacated(self) -> Tensor:
+        """`Buckets.received`, to be overwritten while no header is under way: what others may lack is elsewhere now."""
+        self._loop.held.keep()
+        return self.buckets.received
 
     def forget(self) -> None:
         """The buckets were laid out anew: nothing of the old ones is used any more."""

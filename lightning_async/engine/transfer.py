@@ -183,6 +183,11 @@ class Held:
         """Here."""
         self.behind, self.ahead = None, exchange if exchange.at_once else None
 
+    def keep(self) -> None:
+        """What others may lack stays what it is, elsewhere; on the training thread, which uses the buckets."""
+        if self.ahead is not None:
+            self.ahead.target = self.ahead.target.clone()
+
     def forget(self) -> None:
         """Nobody needs it any more."""
         self.behind = self.ahead = None

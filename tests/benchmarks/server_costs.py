@@ -6,12 +6,15 @@ import multiprocessing
 import os
 import signal
 import statistics
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed
 import torch.multiprocessing
 
 from lightning_async.comm.channel import Channel
@@ -29,45 +32,72 @@ from tests.engine.server.kills import work
 __all__ = ["floor", "messages", "noticed", "rates_of_others"]
 
 _WARM, _LIMIT_S = 3, 120.0
+_LIMIT = timedelta(seconds=_LIMIT_S)
 
 
-def floor(optimizer: str, numel: int, repeats: int) -> float:
-    """Seconds, the median, of two bare processes: a copy, a byte, the same op, a byte, a copy."""
+def floor(optimizer: str, via: str, numel: int, repeats: int) -> float:
+    """Seconds, the median, of two bare processes that do the same, with nothing around it.
+
+    Args:
+        via: "shm": a copy, a byte, the same op, a byte, a copy; "gloo": torch's send, the same op, torch's send.
+    """
     spawn = torch.multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()  # a pair of sockets
-    memories = [torch.zeros(numel).share_memory_() for _ in range(2)]
-    process = spawn.Process(target=_bare, args=(theirs, optimizer, *memories), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        gradient, weights, seconds = torch.full((numel,), 1e-3), torch.empty(numel), []
-        for _ in range(repeats + _WARM):
-            began = time.perf_counter()
-            memories[0].copy_(gradient)
-            ours.send_bytes(b"1")
-            assert ours.poll(_LIMIT_S), "the other process does not answer"
-            ours.recv_bytes()
-            weights.copy_(memories[1])
-            seconds.append(time.perf_counter() - began)
-        return statistics.median(seconds[_WARM:])
-    finally:
-        ours.close()
-        process.join(_LIMIT_S)
+    memories = [torch.zeros(numel).share_memory_() for _ in range(2)] if via == "shm" else None
+    with tempfile.TemporaryDirectory() as folder:
+        ours, theirs = spawn.Pipe()  # a pair of sockets
+        given = (theirs, optimizer, numel, memories, f"{folder}/meet", repeats + _WARM)
+        process = spawn.Process(target=_bare, args=given, daemon=True)
+        process.start()
+        theirs.close()
+        try:
+            gradient, weights, seconds = torch.full((numel,), 1e-3), torch.zeros(numel), []
+            group = None if memories else _pair(f"{folder}/meet", 0)
+            for _ in range(repeats + _WARM):
+                began = time.perf_counter()
+                if group is not None:
+                    coming, sent = group.recv([weights], 1, 0), group.send([gradient], 1, 0)
+                    coming.wait(_LIMIT)
+                    sent.wait(_LIMIT)
+                elif memories is not None:
+                    memories[0].copy_(gradient)
+                    _call(ours)
+                    weights.copy_(memories[1])
+                seconds.append(time.perf_counter() - began)
+            assert weights.any(), "the other process has answered with nothing"
+            return statistics.median(seconds[_WARM:])
+        finally:
+            ours.close()
+            process.join(_LIMIT_S)
 
 
-def _bare(line: Any, optimizer: str, gradient: torch.Tensor, reply: torch.Tensor) -> None:
+def _call(line: Any) -> None:
+    line.send_bytes(b"1")
+    assert line.poll(_LIMIT_S), "the other process does not answer"
+    line.recv_bytes()
+
+
+def _pair(path: str, rank: int) -> Any:
+    return torch.distributed.ProcessGroupGloo(torch.distributed.FileStore(path, 2), rank, 2, _LIMIT)
+
+
+def _bare(line: Any, optimizer: str, numel: int, memories: list[torch.Tensor] | None, path: str, rounds: int) -> None:
     torch.set_num_threads(1)
     how = make_optimizer(optimizer, OPTIMIZERS[optimizer])
-    banks = [{name: torch.zeros_like(gradient) for name in ("params", *how.fields)} for _ in range(2)]
+    banks = [{name: torch.zeros(numel) for name in ("params", *how.fields)} for _ in range(2)]
+    gradient, reply = memories or (torch.zeros(numel), torch.zeros(numel))
+    group = None if memories else _pair(path, 1)
     scalars: dict[str, float] = {}
-    while True:
-        try:
+    for _ in range(rounds):
+        if group is None:
             line.recv_bytes()
-        except EOFError:
-            return
-        scalars = how.step(Span(banks[0], banks[1], gradient, reply, gradient.numel()), scalars, Rates())
+        else:
+            group.recv([gradient], 0, 0).wait(_LIMIT)
+        scalars = how.step(Span(banks[0], banks[1], gradient, reply, numel), scalars, Rates())
         banks.reverse()
-        line.send_bytes(b"1")
+        if group is None:
+            line.send_bytes(b"1")
+        else:
+            group.send([reply], 0, 0).wait(_LIMIT)
 
 
 class _Counting:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +19,7 @@ from lightning_async.engine.deadlines import Deadlines
 from lightning_async.engine.gradients.window import Window
 from lightning_async.engine.header import Arrival
 from lightning_async.flat import FlatLayout
-from lightning_async.rules import Synchronous
+from lightning_async.rules import EveryNSteps, Synchronous, Warmup
 from tests.engine.fault_ranks import HEADER, LIMIT_S, PAYLOAD, FaultyRank, Turnstile, outcomes, values
 
 SHAPES = ((3, 2), (5,), (2, 2), (7,), ())
@@ -269,6 +269,66 @@ def test_a_mean_that_some_have_and_others_lost_is_given_to_these(lack: tuple[int
     for rank in lack:
         assert f"Rank {rank}: round 2 was committed elsewhere" in caplog.text
     assert caplog.text.count("committed elsewhere") == len(lack)
+
+
+places = st.tuples(
+    st.integers(0, 2),
+    st.sampled_from([("all_reduce", PAYLOAD), ("all_gather", HEADER), ("broadcast", PAYLOAD)]),
+    st.integers(1, 16),
+    st.booleans(),
+)
+
+
+@few
+@given(faults=st.lists(places, min_size=1, max_size=4, unique_by=lambda fault: fault[:3]))
+def test_wherever_steps_fail_each_is_taken_once_with_the_mean_of_all(faults: Any) -> None:
+    """In sums, in headers, and as a mean is given to those that lack it."""
+
+    def body(rank: FaultyRank, net: Any) -> Any:
+        told = []
+        for i in range(5):
+            step(rank, net, every(float(rank.number + i)))
+            told.append(grads(net))
+        assert rank.meet() is Arrival.OPEN
+        return told, rank.averager.summary.synchronous_steps
+
+    scripts: dict[int, Sequence[Fault]] = {
+        rank: [
+            Fault(op=op, nth=nth, action=Fail(after=after), name=name)
+            for r, (op, name), nth, after in faults
+            if r == rank
+        ]
+        for rank in range(3)
+    }
+    for told, steps in on_ranks(3, body, scripts=scripts):
+        assert (told, steps) == ([[1.0 + i] * len(SHAPES) for i in range(5)], 5)
+
+
+def test_a_mean_that_some_lack_is_there_still_when_others_have_left_synchronous_steps() -> None:
+    """What these begin their local steps from is written where it was."""
+    turn = Turnstile()
+
+    def body(rank: FaultyRank, net: Any) -> Any:
+        def after(error: Any) -> int:
+            if rank.number == 2:
+                turn.wait("0 has left")
+                turn.wait("1 has left")
+            return reform(error)
+
+        regroup = rank.averager.control.regroup
+        reform, regroup.after = regroup.after, after
+        told = []
+        for i in range(2):
+            step(rank, net, every(float(rank.number + i)))
+            told.append(grads(net))
+        rank.averager.tick(rank.averager.plan(), 1.0)
+        turn.set(f"{rank.number} has left")
+        assert rank.meet() is Arrival.OPEN
+        return told
+
+    schedule, scripts = Warmup(EveryNSteps(10), steps=2), {2: last_part_of_the_second_step()}
+    for told in values(3, lambda rank: body(rank, rank.module), module=Net, schedule=schedule, scripts=scripts):
+        assert told == [[1.0] * len(SHAPES), [2.0] * len(SHAPES)]
 
 
 @pytest.mark.parametrize(("lack", "mean"), [((1,), 2.0), ((1, 2), 2.5)])

@@ -127,7 +127,7 @@ class BackgroundAverager:
     def _leave_synchronous(self) -> None:
         """Replicas part from here: this is where they come from, should one miss the next round."""
         with self._buckets.alone(self.control.see):
-            self.replica.pack_(self._buckets.received)
+            self.replica.pack_(self.control.vacated())
         self.ledger.part()
         self._buckets.at_target = True
 
