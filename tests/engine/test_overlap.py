@@ -245,7 +245,7 @@ class Crash(RuntimeError):
     pass
 
 
-def last_part_of_the_second_step() -> list[Fault]:
+def last_part_of_the_second_step() -> Sequence[Fault]:
     """It fails on the way back."""
     parts = len(spans(FlatLayout(list(Net().p))))
     return [Fault(op="all_reduce", nth=2 * parts, action=Fail(after=True), name=PAYLOAD)]
