@@ -14,7 +14,7 @@ from typing import Any
 from torch.distributed import DistNetworkError, DistStoreError
 
 from lightning_async.comm.launched import came_back
-from lightning_async.comm.membership.door import Door
+from lightning_async.comm.membership.asking import AskingDoor
 from lightning_async.comm.membership.generation import Generation
 from lightning_async.engine.world import World
 from lightning_async.errors import AsyncTrainingError, CollectiveError, CollectiveTimeout, StoreLost
@@ -59,7 +59,7 @@ class Guest:
             SettingsMismatch, ValueError: what they train is something else, or over another transport.
             SIGTERMException: told to end while waiting.
             CollectiveTimeout: nobody trains, or nobody takes it in, for 30 minutes.
-            StoreLost: the store is.
+            StoreLost: the store is, also where it only says nothing for `Deadlines(dead_after=)`.
         """
         try:
             self._join()
@@ -74,7 +74,11 @@ class Guest:
         transport = self._strategy.transport
         if not isinstance(transport, ElasticTransport):
             raise ValueError(f"{transport!r} takes nobody in: start all ranks together.")
-        door = transport.door(self._strategy.cluster_environment)
+        dead_after, door = (
+            self._strategy.config.deadlines.dead_after,
+            transport.door(self._strategy.cluster_environment),
+        )
+        door = AskingDoor(door, self._number, dead_after, self._end_if_told)
         log.warning("Rank %d was started again, and waits to be taken in by those who train.", self._number)
         while True:
             notice = self._wait(door.read_notice)
@@ -116,15 +120,15 @@ class Guest:
                 "buffers differ in number, name, shape or type. Build the same model on every rank."
             )
 
-    def _visit(self, transport: ElasticTransport, door: Door, room: str) -> bool:
+    def _visit(self, transport: ElasticTransport, door: AskingDoor, room: str) -> bool:
         """Beat beside a run until it invites this rank, connect, and go on with it; False where that came to nothing
         before this rank had anything of theirs."""
         strategy, self._attempts = self._strategy, self._attempts + 1
         guest = f"{self._number}.{came_back()}.{self._attempts}"
         dead_after = strategy.config.deadlines.dead_after
         membership = transport.visit(strategy.cluster_environment, room, guest, dead_after)
-        membership.start()
         try:
+            door.ask(membership.start)
             place = self._wait(lambda: door.read_invitation(guest), lambda: door.read_notice().get("room") == room)
             ready = self._connect(guest, place, door) if place else None
         finally:
@@ -139,7 +143,7 @@ class Guest:
         self._take_part(ready, state, lambda: door.read_answer(guest))
         return True
 
-    def _connect(self, guest: str, place: dict[str, Any], door: Door) -> Ready | None:
+    def _connect(self, guest: str, place: dict[str, Any], door: AskingDoor) -> Ready | None:
         """With all who train; None where they could not come, and train on."""
 
         def check() -> None:
@@ -152,6 +156,8 @@ class Guest:
         own = course.patches.place(place["names"][rank], comes=True)
         try:
             return connect(self._strategy, rank, guest, place, check, own=own)
+        except StoreLost:
+            raise
         except AsyncTrainingError as error:
             log.warning("Rank %d could not be taken in, and waits again: %s", self._number, error)
             return None
@@ -175,7 +181,7 @@ class Guest:
             return {**own, **of_all, "averaging": {**own["averaging"], **of_all["averaging"]}}
         except BaseException as error:
             release(connection, in_words(error))
-            if not isinstance(error, AsyncTrainingError):
+            if not isinstance(error, AsyncTrainingError) or isinstance(error, StoreLost):
                 raise
             until = time.monotonic() + _ANSWER_S
             if not self._wait(answer, lambda: time.monotonic() < until).get("again", True):

@@ -13,11 +13,13 @@ answer(guest, admitted)
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any
 
 from lightning_async.comm.membership.signing import Seal
-from lightning_async.comm.membership.stores import PrefixStore, Store, TCPStore, base_of
+from lightning_async.comm.membership.stores import PrefixStore, Store, TCPStore, base_of, connect
+from lightning_async.comm.torch.sockets import shut_down
 
 __all__ = ["Door"]
 
@@ -34,7 +36,7 @@ class Door:
 
     def __init__(self, store: Store, seal: Seal) -> None:
         self._store: Any = PrefixStore("lightning_async/door", store)
-        self._seal = seal.within("door")
+        self.seal = seal.within("door")
 
     def pin(self, notice: Mapping[str, Any]) -> None:
         """Say which run goes on, and what a newcomer must have in common with it. Empty: none that takes anybody in."""
@@ -64,12 +66,12 @@ class Door:
     def keep_at(self, name: str, note: Mapping[str, Any]) -> None:
         """Say where a rank keeps what others leave with it, see `Keeper`; by its name for life."""
         self.write(f"keeper/{name}", note)
-        self._store.append(_KEEPERS, "\n" + self._seal.sign(_KEEPERS, name.encode()).decode() + "\n")
+        self._store.append(_KEEPERS, "\n" + self.seal.sign(_KEEPERS, name.encode()).decode() + "\n")
 
     def keepers(self) -> list[str]:
         """The names of all that have ever said so."""
         lines = self._store.get(_KEEPERS).split(b"\n") if self._store.check([_KEEPERS]) else []
-        names = [self._seal.open(_KEEPERS, line) for line in lines if line]
+        names = [self.seal.open(_KEEPERS, line) for line in lines if line]
         return sorted({name.decode(errors="replace") for name in names if name is not None})
 
     def read_keeper(self, name: str) -> dict[str, Any]:
@@ -82,20 +84,30 @@ class Door:
         base = base_of(self._store)
         return (base.host, base.port) if isinstance(base, TCPStore) else ("127.0.0.1", 1)
 
+    def connect(self, timeout: timedelta) -> tuple[Store, Callable[[], None]]:
+        """A client of the store for the calling thread alone, and what ends a request of it that hangs."""
+        store, sockets = connect(self._store, timeout)
+
+        def hang_up() -> None:
+            for fd, inode in sockets.items():
+                shut_down(fd, inode)
+
+        return store, hang_up
+
     def write(self, key: str, note: Mapping[str, Any]) -> None:
         """Any other note."""
-        self._store.set(key, self._seal.sign(key, json.dumps(dict(note)).encode()))
+        self._store.set(key, self.seal.sign(key, json.dumps(dict(note)).encode()))
 
     def claim(self, key: str, note: Mapping[str, Any]) -> dict[str, Any]:
         """Any other note, where there is none under this key; the one that is there: of whoever came first."""
-        self._store.compare_set(key, "", self._seal.sign(key, json.dumps(dict(note)).encode()).decode())
+        self._store.compare_set(key, "", self.seal.sign(key, json.dumps(dict(note)).encode()).decode())
         return self.read(key)
 
     def read(self, key: str) -> dict[str, Any]:
         """The note that is there; empty where there is none."""
         if not self._store.check([key]):
             return {}
-        value = self._seal.open(key, self._store.get(key))
+        value = self.seal.open(key, self._store.get(key))
         try:
             note = {} if value is None else json.loads(value)
         except (ValueError, RecursionError):
