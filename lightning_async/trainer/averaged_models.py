@@ -15,14 +15,24 @@ import torch
 from torch import Tensor
 
 from lightning_async.engine.world import World
+from lightning_async.trainer.namespace import pytorch
 from lightning_async.trainer.patches import callbacks_of
 
-__all__ = ["AveragedModels", "averages_of"]
+__all__ = ["AveragedModels", "averages_of", "follow_step"]
 
 
 def averages_of(trainer: Any) -> list[Any]:
     """The averages that `WeightAveraging` keeps (EMA and others), there since Lightning 2.6."""
     return [callback._average_model for callback in callbacks_of(trainer, "WeightAveraging")]
+
+
+def follow_step(trainer: Any) -> None:
+    """`WeightAveraging` looks for one step at the end of each batch: this is one that it would not see there."""
+    for callback in callbacks_of(trainer, "WeightAveraging"):
+        # Its own: what a class of the user's has made of it may want a batch
+        pytorch("callbacks").WeightAveraging.on_train_batch_end(
+            callback, trainer, trainer.lightning_module, None, None, -1
+        )
 
 
 class AveragedModels:

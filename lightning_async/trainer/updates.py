@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_async.trainer.averaged_models import follow_step
 from lightning_async.trainer.common_rates import CommonRates
 from lightning_async.trainer.patches import Undo, callbacks_of, replace
 
@@ -140,8 +141,9 @@ class Updates:
             self.on_step_between()
 
     def _follow(self) -> None:
-        """What the loop does with a step at the end of its batch."""
+        """What the loop, and Lightning's averages over time, do with a step at the end of its batch."""
         self._log()
+        follow_step(self._trainer)
         self._loop.update_lr_schedulers("step", update_plateau_schedulers=False)
         self._loop._batches_that_stepped += 1
 

@@ -300,6 +300,49 @@ def told_at_gates(folder: Path) -> Any:
     return told
 
 
+class Stepping(Net):
+    """Notes the model behind each step."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer=momentum)
+        self.models: list[list[float]] = []
+
+    def optimizer_step(self, *args: Any, **options: Any) -> None:
+        super().optimizer_step(*args, **options)
+        self.models.append(problem.flat(self))
+
+
+class Average(pl.callbacks.WeightAveraging):
+    """A user's, which looks at batches, and notes what is validated instead of the model, behind how many steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.validated: list[tuple[int, list[float]]] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert len(batch[0]) > 0 and "loss" in outputs and batch_idx >= 0
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        super().on_validation_epoch_start(trainer, pl_module)
+        self.validated.append((trainer.global_step, problem.flat(pl_module)))
+
+
+@scenario
+def averages_over_time() -> Any:
+    """Steps at gates in mid-epoch, at its end and at the last, on ranks of unequal data, and two in a batch."""
+    told, limits = [], {"max_epochs": -1, "max_steps": 3}
+    for size, numbers, options in ((4, (14, 14), {"val_check_interval": 8}), (2, (5, 12), {}), (2, (12, 12), limits)):
+        module, average = Stepping(), Average()
+        done = fit(
+            strategy(size), loader(shard(numbers)), module, val=loader(shard((1, 1))), callbacks=[average],
+            **{"max_epochs": 2, **options},
+        )  # fmt: skip
+        kept: Any = average._average_model
+        told.append({"models": module.models, "validated": average.validated, "count": int(kept.n_averaged)} | done)
+    return told
+
+
 def one_cycle(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=6)
 

@@ -220,6 +220,18 @@ def test_steps_at_gates_are_logged_as_others(ranks: Outcomes) -> None:
     assert dict(resumed["lr-SGD"]) == {step: 0.05 / 2 ** (step // 2) for step in range(12, 18)}
 
 
+@pytest.mark.parametrize(("case", "steps", "validations"), [(0, 8, 2), (1, 12, 2), (2, 3, 0)])
+def test_averages_over_time_follow_every_step(ranks: Outcomes, case: int, steps: int, validations: int) -> None:
+    """Also those that no batch's end follows, before anything is validated, and at the end."""
+    told = [each[case] for each in ranks("averages_over_time")]
+    assert told[0]["digest"] == told[1]["digest"]
+    for rank in told:
+        assert rank["count"] == rank["global_step"] == len(rank["models"]) == steps
+        assert len(rank["validated"]) == validations
+        for step, seen in [*rank["validated"], (steps, rank["flat"])]:
+            assert distance(seen, torch.tensor(rank["models"][:step]).mean(0).tolist()) < 1e-6
+
+
 def test_a_save_that_is_due_with_the_last_step_is_made(ranks: Outcomes) -> None:
     """Steps that were saved before are due no more in a training that goes on from there."""
     for told in ranks("told_at_gates"):
