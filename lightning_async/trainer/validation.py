@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -110,16 +112,17 @@ class Validation:
             gates, world = self._strategy.gates, self._strategy.world
             updates, watch = updates_of(self._trainer), lambda: None
             if self.gates_epochs and gates is not None and world is not None:
-                self._meeting.rendezvous(Gate.EPOCH_END, self._trainer.current_epoch)
+                self._meet()
                 while self._inheritance.rest():  # first: who comes within the rest finds all others here
-                    self._meeting.rendezvous(Gate.EPOCH_END, self._trainer.current_epoch)
+                    self._meet()
                 world = self._strategy.world or world  # another one, where averaging has begun anew meanwhile
                 if updates is not None:
                     watch = updates.rates.end_epoch(world)
                 mine = [float(self._due_at_end), float(self._is_last())]
                 due, last = world.reduce(torch.tensor(mine), "max").tolist()
                 if due > 0.0 and not self._validated:
-                    join_validation(self._trainer)
+                    with _at_last_step(self._trainer):
+                        join_validation(self._trainer)
                 if last > mine[1]:  # another rank's, which has taken more steps: nobody goes on without it
                     self._trainer.should_stop = True
                 self._due_at_end = False
@@ -130,8 +133,35 @@ class Validation:
 
         return on_advance_end
 
+    def _meet(self) -> None:
+        with _at_last_step(self._trainer):
+            self._meeting.rendezvous(Gate.EPOCH_END, self._trainer.current_epoch)
+
     def _is_last(self) -> bool:
         """Whether this rank has come to its limits with the epoch that ends, where all do not come to them alike."""
         fit = self._trainer.fit_loop
         epochs, steps = fit.epoch_progress.current.processed + 1, fit.epoch_loop.global_step
         return self._strategy.shrinks and (epochs == fit.max_epochs or -1 < fit.epoch_loop.max_steps <= steps)
+
+
+@contextlib.contextmanager
+def _at_last_step(trainer: Any) -> Iterator[None]:
+    """Loggers show validations with the step before, as Lightning's, which come ahead of its count, and as an epoch's
+    metrics. What is counted stays: saves within a validation are of it."""
+    epoch = trainer.fit_loop.epoch_loop
+
+    def shown(original: Any) -> Any:
+        def log_eval_end_metrics(metrics: Any) -> None:
+            epoch._batches_that_stepped -= 1
+            try:
+                original(metrics)
+            finally:
+                epoch._batches_that_stepped += 1
+
+        return log_eval_end_metrics
+
+    undo = replace(trainer._logger_connector, "log_eval_end_metrics", shown)
+    try:
+        yield
+    finally:
+        undo()

@@ -659,7 +659,7 @@ def telemetry(folder: Path) -> Any:
 
     trainer.callbacks.append(Shown())
     with logged() as messages:
-        trainer.fit(module, loader(shard((30, 30))))
+        trainer.fit(module, loader(shard((30, 30))), loader(shard((1, 1))))
     told = report(trainer, module) | {
         "summaries": [m for m in messages if m.startswith("Asynchronous averaging")],
         "shown": sorted(shown),

@@ -291,11 +291,11 @@ def told_at_gates(folder: Path) -> Any:
             strategy(2), callbacks=[saves, pl.callbacks.LearningRateMonitor("step")], max_epochs=epochs, logger=log,
             log_every_n_steps=every, enable_checkpointing=True,
         )  # fmt: skip
-        trainer.fit(module, loader(shard((12, 12))), ckpt_path=begins)
+        trainer.fit(module, loader(shard((12, 12))), loader(shard((1, 1))), ckpt_path=begins)
         told[name] = {"saved": sorted(int(each.stem[5:]) for each in path.iterdir()), "steps": trainer.global_step}
         if trainer.is_global_zero:
             rows = list(csv.DictReader((folder / "log" / name / "metrics.csv").open()))
-            for key in ("batch", "lr-SGD"):
+            for key in ("batch", "lr-SGD", "val_loss"):
                 told[name][key] = [(int(row["step"]), float(row[key])) for row in rows if row.get(key)]
     return told
 

@@ -389,6 +389,11 @@ def test_metrics_reach_the_logger(ranks: Outcomes) -> None:
     assert max(float(row["averaging/spread"]) for row in rows) > 0.0  # a round with one contributor has none
 
 
+def test_a_validation_at_the_end_of_an_epoch_is_shown_with_its_last_step(ranks: Outcomes) -> None:
+    """As Lightning shows it."""
+    assert [row["step"] for row in ranks("telemetry")[0]["rows"] if row["val_loss"]] == ["29"]
+
+
 def test_one_summary_and_the_progress_bar(ranks: Outcomes) -> None:
     first, second = ranks("telemetry")
     assert len(first["summaries"]) == 1

@@ -215,8 +215,10 @@ def test_steps_at_gates_are_logged_as_others(ranks: Outcomes) -> None:
     told = ranks("told_at_gates")[0]
     assert told["straight"]["batch"] == [[5, 11.0], [11, 11.0]]
     assert dict(told["straight"]["lr-SGD"]) == {5: 0.05 / 2**2, 11: 0.05 / 2**5}
+    assert [step for step, _ in told["straight"]["val_loss"]] == [5, 11]
     resumed = told["resumed"]
     assert [step for step, _ in resumed["batch"]] == list(range(12, 18))
+    assert [step for step, _ in resumed["val_loss"]] == [17]
     assert dict(resumed["lr-SGD"]) == {step: 0.05 / 2 ** (step // 2) for step in range(12, 18)}
 
 
