@@ -74,11 +74,10 @@ class Guest:
         transport = self._strategy.transport
         if not isinstance(transport, ElasticTransport):
             raise ValueError(f"{transport!r} takes nobody in: start all ranks together.")
-        dead_after, door = (
-            self._strategy.config.deadlines.dead_after,
-            transport.door(self._strategy.cluster_environment),
+        dead_after = self._strategy.config.deadlines.dead_after
+        door = AskingDoor(
+            transport.door(self._strategy.cluster_environment), self._number, dead_after, self._end_if_told
         )
-        door = AskingDoor(door, self._number, dead_after, self._end_if_told)
         log.warning("Rank %d was started again, and waits to be taken in by those who train.", self._number)
         while True:
             notice = self._wait(door.read_notice)

@@ -146,7 +146,10 @@ def test_one_that_comes_within_the_rest_of_an_epoch_ends_it_as_the_others_do() -
         fit = SimpleNamespace(epoch_loop=epoch, epoch_progress=progress, max_epochs=9, restarting=False)
         fit.on_advance_end = lambda: stepped.append("ended")
         strategy: Any = SimpleNamespace(begin_again=lambda: None, end_epoch=lambda: None, gates=True, shrinks=True)
-        trainer = SimpleNamespace(fit_loop=fit, strategy=strategy, current_epoch=0, should_stop=False)
+        loggers = SimpleNamespace(log_eval_end_metrics=None)
+        trainer = SimpleNamespace(
+            fit_loop=fit, strategy=strategy, current_epoch=0, should_stop=False, _logger_connector=loggers
+        )
         rates = CommonRates(trainer)
         strategy.updates, strategy.world = SimpleNamespace(rates=rates), World(InProcessWorld(1).collectives(0))
         rates.ends_epoch, left = there, [True, False] if there else [False]
