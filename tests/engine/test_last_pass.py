@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_async.comm.simulated.faulty import Fail, Fault
 from lightning_async.engine import backward
 from lightning_async.engine.deadlines import Deadlines
+from lightning_async.engine.gradients import parts
 from lightning_async.engine.gradients.window import Window
 from lightning_async.engine.header import Arrival
 from lightning_async.rules import Synchronous
@@ -31,6 +32,7 @@ Batch = tuple[float, dict[int, float]]
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backward, "_FIRST_BYTES", 8)
     monkeypatch.setattr(backward, "_PART_BYTES", 48)
+    monkeypatch.setattr(parts, "_LINE", 1)
 
 
 def on_ranks(world_size: int, body: Callable[[FaultyRank, Any, Window], Any], **options: Any) -> list[Any]:

@@ -16,9 +16,10 @@ from lightning_async.comm.simulated.faulty import Fail, Fault
 from lightning_async.engine import backward
 from lightning_async.engine.backward import spans
 from lightning_async.engine.deadlines import Deadlines
+from lightning_async.engine.gradients import parts
 from lightning_async.engine.gradients.window import Window
 from lightning_async.engine.header import Arrival
-from lightning_async.flat import FlatLayout
+from lightning_async.flat import ROOM, FlatLayout
 from lightning_async.rules import EveryNSteps, Synchronous, Warmup
 from tests.engine.fault_ranks import HEADER, LIMIT_S, PAYLOAD, FaultyRank, Turnstile, outcomes, values
 
@@ -42,6 +43,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that five small parameters leave in three parts."""
     monkeypatch.setattr(backward, "_FIRST_BYTES", 8)
     monkeypatch.setattr(backward, "_PART_BYTES", 48)
+    monkeypatch.setattr(parts, "_LINE", 1)
 
 
 def grads(net: Any) -> list[float | None]:
@@ -98,6 +100,30 @@ def test_the_first_parts_sum_is_there_before_the_backward_pass_is_over() -> None
 
     for found, seen in on_ranks(2, body):
         assert (found, seen) == ([1.5] * len(SHAPES), 1)
+
+
+@pytest.mark.parametrize("line", [4, 16, 64])
+def test_parts_begin_on_lines_and_what_lies_before_goes_with_the_next(line: int, monkeypatch: Any) -> None:
+    monkeypatch.setattr(parts, "_LINE", line)
+
+    def body(rank: FaultyRank, net: Any) -> Any:
+        large, starts = rank.averager.control.transfer.large, []
+
+        def told(buffer: Tensor, *args: Any) -> Any:
+            starts.append(buffer.storage_offset() - ROOM)
+            return all_reduce(buffer, *args)
+
+        all_reduce = large.all_reduce
+        large.all_reduce = told  # pyright: ignore[reportAttributeAccessIssue]
+        step(rank, net, {i: i + rank.number for i in range(len(SHAPES))})
+        starts.clear()
+        step(rank, net, {i: 2.0 * i + rank.number for i in range(len(SHAPES))})
+        return grads(net), starts
+
+    for found, starts in on_ranks(2, body):
+        assert found == [2.0 * i + 0.5 for i in range(len(SHAPES))]
+        assert [start % line for start in starts[:-1]] == [0] * (len(starts) - 1)
+        assert starts[-1] == -ROOM  # with the tag
 
 
 few = settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
@@ -247,8 +273,8 @@ class Crash(RuntimeError):
 
 def last_part_of_the_second_step() -> Sequence[Fault]:
     """It fails on the way back."""
-    parts = len(spans(FlatLayout(list(Net().p))))
-    return [Fault(op="all_reduce", nth=2 * parts, action=Fail(after=True), name=PAYLOAD)]
+    count = len(spans(FlatLayout(list(Net().p))))
+    return [Fault(op="all_reduce", nth=2 * count, action=Fail(after=True), name=PAYLOAD)]
 
 
 @pytest.mark.parametrize("lack", [(0,), (2,), (0, 2), (1, 2)])
