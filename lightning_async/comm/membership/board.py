@@ -150,8 +150,7 @@ class Board:
 
     def hang_up(self) -> None:
         """End a request that hangs; any thread may call it. No other request is possible then."""
-        for fd, inode in self._sockets.items():
-            shut_down(fd, inode)
+        shut_down(self._sockets)
 
     def _speak_for(self, name: str, record: Record | None) -> Record:
         """Pin the dead one's last record, unless there is another one by now: it may have been started again."""

@@ -87,12 +87,7 @@ class Door:
     def connect(self, timeout: timedelta) -> tuple[Store, Callable[[], None]]:
         """A client of the store for the calling thread alone, and what ends a request of it that hangs."""
         store, sockets = connect(self._store, timeout)
-
-        def hang_up() -> None:
-            for fd, inode in sockets.items():
-                shut_down(fd, inode)
-
-        return store, hang_up
+        return store, lambda: shut_down(sockets)
 
     def write(self, key: str, note: Mapping[str, Any]) -> None:
         """Any other note."""

@@ -216,8 +216,7 @@ class Publisher:
             self._client.set(key, self._seal.sign(key, value))
 
     def _hang_up(self) -> None:
-        for fd, inode in self._sockets.items():
-            shut_down(fd, inode)
+        shut_down(self._sockets)
 
 
 def publish(store: Store, look: Callable[[], Standing], secret: str | None) -> Publisher:

@@ -182,11 +182,7 @@ def _client(address: str, port: int, patience: Patience, timeout: timedelta) -> 
 def _broken_off(opened: Opening, within: timedelta) -> Iterator[None]:
     """Where a server has the connection and says nothing, torch waits without an end: the connection has one."""
 
-    def end() -> None:
-        for fd, inode in opened.sockets().items():
-            shut_down(fd, inode)
-
-    timer = threading.Timer((within + _LATER).total_seconds(), end)
+    timer = threading.Timer((within + _LATER).total_seconds(), lambda: shut_down(opened.sockets()))
     timer.daemon = True
     timer.start()
     try:

@@ -149,8 +149,7 @@ class Group:
         if self._broken or self.inherited:
             return
         self._broken = True
-        for fd, inode in self._sockets.items():
-            shut_down(fd, inode)
+        shut_down(self._sockets)
         if self.aborts:
             self.pg.abort()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
+from collections.abc import Mapping
 
 __all__ = ["connects", "is_open", "listening_port", "opened_since", "own_address", "shut_down", "snapshot"]
 
@@ -73,7 +74,13 @@ def is_open(fd: int, inode: int) -> bool:
         return False
 
 
-def shut_down(fd: int, inode: int) -> None:
+def shut_down(sockets: Mapping[int, int]) -> None:
+    """File descriptors with their inodes: whoever waits in them, here and at the peers, hears that they have ended."""
+    for fd, inode in sockets.items():
+        _shut_down(fd, inode)
+
+
+def _shut_down(fd: int, inode: int) -> None:
     if (sock := _borrow(fd)) is None:
         return
     with sock:

@@ -17,13 +17,13 @@ from lightning_async.comm.protocols import Pending
 from lightning_async.engine.backward import spans
 from lightning_async.engine.gradients.packing import Plans, pack_
 from lightning_async.engine.transfer import Transfer
-from lightning_async.flat import FlatLayout, with_tag
+from lightning_async.flat import ROOM, FlatLayout, with_tag
 
 __all__ = ["InParts", "Outgoing"]
 
 _BEAT_S = 0.1
-_LINE = 16
-"""Elements: a part begins on 64 bytes of its bucket, as memory that lies otherwise takes longer to move."""
+_LINE = ROOM
+"""Elements: a part begins on a multiple of these in its bucket, as that does behind its room."""
 
 
 class Outgoing:
