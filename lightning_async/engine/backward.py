@@ -16,7 +16,7 @@ from lightning_async.flat import FlatLayout
 
 __all__ = ["Backward", "Span", "spans"]
 
-_FIRST_BYTES, _PART_BYTES = 1 << 20, 8 << 20
+_FIRST_BYTES, _PART_BYTES = 1 << 20, 25 << 20
 
 
 class Span(NamedTuple):
@@ -34,11 +34,12 @@ def spans(layout: FlatLayout, part_bytes: int | None = None, kinds: tuple[object
 
     Args:
         layout: of fp32 elements, or of those that they are of.
-        part_bytes: of a part, at most, unless one parameter has more; 0: each parameter is by itself. Default: 8 MiB.
+        part_bytes: of a part, at most, unless one parameter has more; 0: each parameter is by itself. Default: 25 MiB,
+            as in DDP.
         kinds: of the parameters: those of another one do not leave together. Default: all are of one.
 
     >>> import torch
-    >>> [span[:2] for span in spans(FlatLayout([torch.empty(1 << 20), torch.empty(1 << 21), torch.empty(8)]))]
+    >>> [span[:2] for span in spans(FlatLayout([torch.empty(1 << 20), torch.empty(6 << 20), torch.empty(8)]))]
     [(2, 3), (1, 2), (0, 1)]
     """
     found: list[Span] = []
