@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.strategies import problem
-from tests.strategies.problem import batches, distance, flat, joined, train_alone
+from tests.strategies.problem import batches, distance, flat, joined, train_alone, uneven
 from tests.strategies.workers import Outcomes
 
 SCENARIOS = "tests.strategies.numerics"
@@ -24,6 +24,7 @@ def adam(params: object) -> torch.optim.Optimizer:
 
 
 EQUAL = joined(batches(0, 12), batches(1, 12))
+TAKEN = joined(uneven(0, 12), uneven(1, 12))
 UNEQUAL = joined(batches(0, 12, 3), batches(1, 12, 9))
 
 
@@ -33,8 +34,10 @@ UNEQUAL = joined(batches(0, 12, 3), batches(1, 12, 9))
         ("delta_mean_every_step", lambda: train_alone(EQUAL, epochs=2)),
         ("mean_every_step", lambda: train_alone(EQUAL, epochs=2)),
         ("mean_of_unequal_batches", lambda: train_alone(UNEQUAL)),
+        ("mean_of_batches_taken", lambda: train_alone(TAKEN, epochs=2)),
         ("mean_with_accumulation", lambda: train_alone(EQUAL[:10], epochs=2, accumulate=3)),
         ("synchronous", lambda: train_alone(EQUAL, optimizer=momentum)),
+        ("synchronous_batches_taken", lambda: train_alone(TAKEN, epochs=2, optimizer=momentum)),
         ("synchronous_adam", lambda: train_alone(EQUAL, optimizer=adam)),
         (
             "synchronous_clipped_and_accumulated",
