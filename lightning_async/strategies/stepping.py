@@ -76,7 +76,7 @@ class Stepping:
     ) -> None:
         self._strategy, self._averager, self._gradients, self._meet = strategy, averager, gradients, meet
         averager.on_healed = self._forget_state
-        self._samples = 0.0
+        self._samples = self._of_batch = 0.0
         self._batch_step: Step | None = None
         self._seen = self._counted = 0
         self._reduced = False
@@ -99,13 +99,15 @@ class Stepping:
         """The training thread has a batch."""
         self.finish_batch()
         self._averager.gates.resume()
+        self._batches.see()  # the one before, where nobody has asked
+        self._of_batch = 0.0
         self._batches.start(batch)
         if not self._strategy.module.automatic_optimization:
             self._batch_step = self._averager.plan(self._meet)
             self._counted = self._seen
 
     def _count_samples(self, samples: float) -> None:
-        self._samples += samples
+        self._samples, self._of_batch = self._samples + samples, self._of_batch + samples
 
     def sum_up(self) -> None:
         """All replicas are at the last gate: hear of the run what others count."""
@@ -134,7 +136,7 @@ class Stepping:
         """A backward pass: where its gradients are to be averaged, they leave as it makes them."""
         self._batches.see()
         if self._overlaps and (self._in_step or self._is_synchronous()):
-            self._gradients.begin_backward(self._samples, loss_scale(self._strategy))
+            self._gradients.begin_backward(self._behind, loss_scale(self._strategy))
         try:
             yield
         except BaseException:
@@ -170,7 +172,13 @@ class Stepping:
 
     def _reduce_gradients(self) -> None:
         self._batches.see()
-        self._gradients.reduce_(self._samples, loss_scale(self._strategy))
+        self._gradients.reduce_(self._behind, loss_scale(self._strategy))
+
+    @property
+    def _behind(self) -> float:
+        """Samples behind what gradients are each replica's own. In manual optimization each backward pass is averaged:
+        what batches before have made in accumulation is a mean already."""
+        return self._samples if self._strategy.module.automatic_optimization else self._of_batch
 
     def _tick(self, planned: Step, stepped: bool) -> None:
         self._batches.see()

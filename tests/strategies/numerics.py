@@ -68,6 +68,27 @@ def synchronous_adam() -> Any:
     return fit(AsyncAveragingStrategy(schedule=Synchronous()), loader(shard((12, 12))), Net(optimizer=adam))
 
 
+class ByHand(Net):
+    """Steps with the gradients of two batches."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer=momentum)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(problem.loss_of(self, batch))
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@scenario
+def synchronous_by_hand() -> Any:
+    strategy, data = AsyncAveragingStrategy(schedule=Synchronous()), loader(problem.uneven(rank(), 12))
+    return fit(strategy, data, ByHand(), max_epochs=2)
+
+
 @scenario
 def synchronous_batches_taken() -> Any:
     strategy, data = AsyncAveragingStrategy(schedule=Synchronous()), loader(problem.uneven(rank(), 12))

@@ -28,6 +28,18 @@ TAKEN = joined(uneven(0, 12), uneven(1, 12))
 UNEQUAL = joined(batches(0, 12, 3), batches(1, 12, 9))
 
 
+def sums_of_two() -> nn.Module:
+    """Steps with the sum of two batches' gradients."""
+    module = train_alone([])
+    stepper = momentum(module.parameters())
+    for number, batch in enumerate([*TAKEN, *TAKEN]):
+        problem.loss_of(module, batch).backward()
+        if number % 2:
+            stepper.step()
+            stepper.zero_grad()
+    return module
+
+
 @pytest.mark.parametrize(
     ("name", "alone"),
     [
@@ -38,6 +50,7 @@ UNEQUAL = joined(batches(0, 12, 3), batches(1, 12, 9))
         ("mean_with_accumulation", lambda: train_alone(EQUAL[:10], epochs=2, accumulate=3)),
         ("synchronous", lambda: train_alone(EQUAL, optimizer=momentum)),
         ("synchronous_batches_taken", lambda: train_alone(TAKEN, epochs=2, optimizer=momentum)),
+        ("synchronous_by_hand", sums_of_two),
         ("synchronous_adam", lambda: train_alone(EQUAL, optimizer=adam)),
         (
             "synchronous_clipped_and_accumulated",
