@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
@@ -11,18 +10,17 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_async.engine.averaging.averager import BackgroundAverager
-from lightning_async.engine.averaging.batch_norm import RECENT_BATCHES
 from lightning_async.engine.gradients.synchronous import SynchronousGradients
 from lightning_async.engine.gradients.totals import WindowTotals
 from lightning_async.engine.gradients.window import Window
 from lightning_async.engine.header import Arrival, Gate
 from lightning_async.rules.schedules.protocol import Action, Step
+from lightning_async.strategies.batches import Batches
 from lightning_async.strategies.corrections import Change, correcting
 from lightning_async.strategies.gathered import Windows, put, take
 from lightning_async.strategies.last_pass import LastPass
 from lightning_async.strategies.stepping import learning_rate
 from lightning_async.strategies.terms import Terms
-from lightning_async.trainer.batch import batch_size, pulled, pulls
 
 __all__ = ["Accumulating"]
 
@@ -58,11 +56,11 @@ class Accumulating:
         self._pass = LastPass(strategy, self._terms, gradients, self._window)
         self._size = self._batch_samples = self._sent_samples = 0.0
         self._totals = cast(WindowTotals, averager.summary.totals)
-        self._seen, self._pulls = 0, pulls(strategy.module)
+        self._seen, self._batches = 0, Batches(strategy, self._count_samples)
         self._made = self._held = self._restored = False
         """Held: the window is full, and leaves with the next batch: first a checkpoint is made that has it."""
         self._correcting = correcting(strategy.correction, gradients, self)
-        self.recent: deque[Any] = deque(maxlen=RECENT_BATCHES)
+        self.recent = self._batches.recent
         averager.gates.add(self)
         averager.gathered = lambda: take(self._window, gradients, self._size, self._terms.updates.rates.ends_epoch)
         averager.alike = self._correcting.state
@@ -97,9 +95,11 @@ class Accumulating:
         self._averager.gates.resume()
         if self._held:
             self._go()
-        self._batch_samples, self._made = self._strategy.count(batch), False
-        if self._strategy.buffers == "recompute":
-            self.recent.append(batch)
+        self._made = False
+        self._batches.start(batch)
+
+    def _count_samples(self, samples: float) -> None:
+        self._batch_samples = samples
 
     def finish_batch(self) -> None:
         """Nothing is put off to the end of a batch."""
@@ -132,8 +132,7 @@ class Accumulating:
             self._made = False
             if not self._window.batches:
                 self._size = self._terms.size
-            if self._pulls:
-                self._batch_samples = batch_size(pulled(self._strategy.module.trainer))
+            self._batches.see()
             if not self._pass.under_way:
                 self._window.add_(self._batch_samples, self._terms.batch_scale, self._averager.step)
             self._terms.updates.on_gathered()

@@ -66,13 +66,16 @@ class Samples:
         self.spent = False
         """There was a step since these samples began to be counted: the next batch begins anew."""
 
-    def start_batch(self, samples: float) -> None:
-        """There is a batch of so many."""
+    def start_batch(self) -> None:
+        """A batch begins."""
         if self.spent:
             self._since, self._told, self.spent = 0.0, 0.0, False
+        self._behind.start_batch()
+
+    def count(self, samples: float) -> None:
+        """It has so many."""
         self._batch = samples
         self._since += samples
-        self._behind.start_batch()
 
     def begin_pass(self) -> None:
         """See `Behind`."""

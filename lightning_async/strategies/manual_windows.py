@@ -17,7 +17,6 @@ from lightning_async.strategies.accumulating import Accumulating
 from lightning_async.strategies.behind import Behind
 from lightning_async.strategies.corrections import Change
 from lightning_async.strategies.gathered import Windows
-from lightning_async.trainer.batch import batch_size, pulled
 
 __all__ = ["ManualWindows", "check_apart"]
 
@@ -91,7 +90,7 @@ class ManualWindows(Accumulating):
         """A backward pass: its samples are behind all gradients that are there after it."""
         self._behind.begin_pass()
         yield
-        self._see_batch()
+        self._batches.see()
         self._behind.end_pass(self._batch_samples)
 
     def after_backward(self) -> None:
@@ -99,7 +98,7 @@ class ManualWindows(Accumulating):
 
     def gather(self, optimizer: Optimizer) -> None:
         """This optimizer asks for a step."""
-        self._see_batch()
+        self._batches.see()
         number = self._strategy.optimizers.index(optimizer)
         if not self._window.batches:
             self._size = self._terms.size
@@ -108,7 +107,7 @@ class ManualWindows(Accumulating):
         self._asked = True
 
     def after_batch(self) -> None:
-        self._see_batch()
+        self._batches.see()
         if self._asked:
             self._window.count(self._uncounted + self._batch_samples)
             self._uncounted = 0.0
@@ -117,10 +116,6 @@ class ManualWindows(Accumulating):
             self._uncounted += self._batch_samples
         if self._asked or self._terms.updates.ends_epoch:
             super().after_batch()
-
-    def _see_batch(self) -> None:
-        if self._pulls:
-            self._batch_samples = batch_size(pulled(self._strategy.module.trainer))
 
     # ---- steps ----
 

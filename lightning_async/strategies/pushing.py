@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -12,7 +11,6 @@ from typing import Any, Protocol, cast
 from torch.optim import Optimizer
 
 from lightning_async.engine.averaging.averager import BackgroundAverager
-from lightning_async.engine.averaging.batch_norm import RECENT_BATCHES
 from lightning_async.engine.gradients.synchronous import SynchronousGradients
 from lightning_async.engine.header import Arrival, Gate
 from lightning_async.engine.server.agreement import Agreement
@@ -22,6 +20,7 @@ from lightning_async.engine.server.progress import Progress
 from lightning_async.engine.server.tables import Tables
 from lightning_async.engine.server.totals import PushTotals
 from lightning_async.rules.schedules.protocol import Action, Step
+from lightning_async.strategies.batches import Batches
 from lightning_async.strategies.behind import Samples
 from lightning_async.strategies.requests import Requests
 from lightning_async.strategies.saved_state import SavedState
@@ -91,7 +90,8 @@ class Pushing:
         self._requests = Requests(averager, self._totals)
         self.calls = self.called = False
         """The next push is to call all; somebody has, with the last one."""
-        self.recent: deque[Any] = deque(maxlen=RECENT_BATCHES)
+        self._batches = Batches(strategy, self._samples.count)
+        self.recent = self._batches.recent
         self.tables = strategy.join_servers(averager)
         self._agreement.pulled(self.tables.versions, self.tables.restored)
         saved, _ = strategy.saved.take_gathered()
@@ -124,9 +124,8 @@ class Pushing:
         self._averager.gates.resume()
         if self._samples.spent and self._requests.answered:
             self._finish()  # newer weights have come by now
-        self._samples.start_batch(self._strategy.count(batch))
-        if self._strategy.buffers == "recompute":
-            self.recent.append(batch)
+        self._samples.start_batch()
+        self._batches.start(batch)
 
     def fetch_state(self, optimizer: Optimizer) -> None:
         """Have the servers' state where torch keeps its own."""
@@ -168,6 +167,7 @@ class Pushing:
 
     def backward(self) -> AbstractContextManager[None]:
         """A backward pass: gradients leave as it makes them, where they are the step's."""
+        self._batches.see()
         self._samples.begin_pass()
         leaves = self._overlaps and not self._requests.under_way and not self._strategy.gathers
         return self.tables.backward(self._requests.submit if leaves else None)
@@ -192,6 +192,7 @@ class Pushing:
 
         def step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
             loss = None if closure is None else closure()
+            self._batches.see()
             self._writes.refuse(coming=self._requests.under_way)
             self._finish()
             self.tables.fill_gradients(tables)
@@ -242,6 +243,7 @@ class Pushing:
         return (self._strategy.num_runs << 32) + self._averager.gates.opened
 
     def _tick(self, stepped: bool = True) -> None:
+        self._batches.see()
         samples = self._samples.tell()
         self._averager.tick(_STEP, samples, stepped=stepped, lr=learning_rate(self._strategy.optimizers))
 

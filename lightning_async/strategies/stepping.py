@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 from lightning_async.engine.averaging.averager import BackgroundAverager
-from lightning_async.engine.averaging.batch_norm import RECENT_BATCHES
 from lightning_async.engine.averaging.optimizer_state import reset
 from lightning_async.engine.gradients.synchronous import SynchronousGradients
 from lightning_async.engine.header import Arrival, Gate
 from lightning_async.engine.replica import BufferPolicy, OptimizerPolicy
 from lightning_async.rules.schedules.protocol import Action, Schedule, Step
+from lightning_async.strategies.batches import Batches
 from lightning_async.trainer.own_gradients import changes_gradients
 
 __all__ = ["Stepping", "Steps", "is_scaled", "learning_rate", "loss_scale"]
@@ -77,7 +76,7 @@ class Stepping:
     ) -> None:
         self._strategy, self._averager, self._gradients, self._meet = strategy, averager, gradients, meet
         averager.on_healed = self._forget_state
-        self._samples = 0.0
+        self._samples = self._of_batch = 0.0
         self._batch_step: Step | None = None
         self._seen = self._counted = 0
         self._reduced = False
@@ -85,8 +84,8 @@ class Stepping:
         self._overlaps = not changes_gradients(strategy.module)
         self._in_step = False
         """Automatic optimization: the closure of a synchronous step runs."""
-        self.recent: deque[Any] = deque(maxlen=RECENT_BATCHES)
-        """Batches for recomputing BatchNorm's statistics, where that is asked for."""
+        self._batches = Batches(strategy, self._count_samples)
+        self.recent = self._batches.recent
         self._hooks = [optimizer.register_step_post_hook(self._count) for optimizer in strategy.optimizers]
 
     def close(self) -> None:
@@ -100,12 +99,15 @@ class Stepping:
         """The training thread has a batch."""
         self.finish_batch()
         self._averager.gates.resume()
-        self._samples += self._strategy.count(batch)
-        if self._strategy.buffers == "recompute":
-            self.recent.append(batch)
+        self._batches.see()  # the one before, where nobody has asked
+        self._of_batch = 0.0
+        self._batches.start(batch)
         if not self._strategy.module.automatic_optimization:
             self._batch_step = self._averager.plan(self._meet)
             self._counted = self._seen
+
+    def _count_samples(self, samples: float) -> None:
+        self._samples, self._of_batch = self._samples + samples, self._of_batch + samples
 
     def sum_up(self) -> None:
         """All replicas are at the last gate: hear of the run what others count."""
@@ -132,8 +134,9 @@ class Stepping:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """A backward pass: where its gradients are to be averaged, they leave as it makes them."""
+        self._batches.see()
         if self._overlaps and (self._in_step or self._is_synchronous()):
-            self._gradients.begin_backward(self._samples, loss_scale(self._strategy))
+            self._gradients.begin_backward(self._behind, loss_scale(self._strategy))
         try:
             yield
         except BaseException:
@@ -168,9 +171,17 @@ class Stepping:
         return wrapped
 
     def _reduce_gradients(self) -> None:
-        self._gradients.reduce_(self._samples, loss_scale(self._strategy))
+        self._batches.see()
+        self._gradients.reduce_(self._behind, loss_scale(self._strategy))
+
+    @property
+    def _behind(self) -> float:
+        """Samples behind what gradients are each replica's own. In manual optimization each backward pass is averaged:
+        what batches before have made in accumulation is a mean already."""
+        return self._samples if self._strategy.module.automatic_optimization else self._of_batch
 
     def _tick(self, planned: Step, stepped: bool) -> None:
+        self._batches.see()
         strategy, samples = self._strategy, self._samples
         if stepped or strategy.module.automatic_optimization:  # else: manual accumulation, the step is yet to come
             self._samples = 0.0

@@ -106,8 +106,9 @@ class Pacing:
     _samples = 1.0
 
     def start_batch(self, batch: Any) -> None:
-        """It is about to be trained on."""
-        self._samples = batch_size(batch)
+        """It is about to be trained on; None where `training_step` has yet to take its first one."""
+        if batch is not None:
+            self._samples = batch_size(batch)
 
     def _add(self, batch: Pace) -> None:
         self._batches += 1

@@ -16,6 +16,7 @@ from tests.strategies import problem
 from tests.strategies.workers import (
     PATIENT,
     Net,
+    Pulls,
     Recorder,
     fit,
     loader,
@@ -199,14 +200,6 @@ def limited() -> Any:
 def uneven() -> Any:
     """Rank 0 has no data for long, and takes every step that rank 1 takes."""
     return watch(strategy(3), loader(shard((4, 13))), val=loader(shard((2, 2))), max_epochs=2, gradient_clip_val=0.2)
-
-
-class Pulls(Net):
-    """Takes its batches by itself."""
-
-    def training_step(self, dataloader_iter: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        batch, _, _ = next(dataloader_iter)
-        return problem.loss_of(self, batch)
 
 
 @scenario

@@ -9,7 +9,7 @@ import torch
 from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, EveryNSteps, Mean, Synchronous, Warmup
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
-from tests.strategies.workers import PATIENT, Net, fit, loader, logged, make_trainer, scenario, shard
+from tests.strategies.workers import PATIENT, Net, Pulls, fit, loader, logged, make_trainer, rank, scenario, shard
 
 
 def every_step(rule: Any, **options: Any) -> AsyncAveragingStrategy:
@@ -40,6 +40,11 @@ def mean_of_unequal_batches() -> Any:
 
 
 @scenario
+def mean_of_batches_taken() -> Any:
+    return fit(every_step(Mean()), loader(problem.uneven(rank(), 12)), Pulls(), max_epochs=2)
+
+
+@scenario
 def mean_with_accumulation() -> Any:
     return fit(every_step(Mean()), loader(shard((10, 10))), accumulate_grad_batches=3, max_epochs=2)
 
@@ -61,6 +66,33 @@ def synchronous() -> Any:
 @scenario
 def synchronous_adam() -> Any:
     return fit(AsyncAveragingStrategy(schedule=Synchronous()), loader(shard((12, 12))), Net(optimizer=adam))
+
+
+class ByHand(Net):
+    """Steps with the gradients of two batches."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer=momentum)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(problem.loss_of(self, batch))
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@scenario
+def synchronous_by_hand() -> Any:
+    strategy, data = AsyncAveragingStrategy(schedule=Synchronous()), loader(problem.uneven(rank(), 12))
+    return fit(strategy, data, ByHand(), max_epochs=2)
+
+
+@scenario
+def synchronous_batches_taken() -> Any:
+    strategy, data = AsyncAveragingStrategy(schedule=Synchronous()), loader(problem.uneven(rank(), 12))
+    return fit(strategy, data, Pulls(optimizer=momentum), max_epochs=2)
 
 
 @scenario

@@ -30,6 +30,11 @@ def batches(rank: int, number: int, size: int = 4, offset: int = 0) -> list[Batc
     return made
 
 
+def uneven(rank: int, number: int) -> list[Batch]:
+    """The same of 1 to 5 samples each, of which ranks have unequal ones at the same time."""
+    return [batches(rank, 1, 1 + (2 * rank + i) % 5, offset=i)[0] for i in range(number)]
+
+
 def joined(*shards: Sequence[Batch]) -> list[Batch]:
     """Batch by batch, the union of all ranks' samples."""
     return [(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])) for parts in zip(*shards, strict=True)]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.strategies import problem
-from tests.strategies.problem import batches, distance, flat, joined, train_alone
+from tests.strategies.problem import batches, distance, flat, joined, train_alone, uneven
 from tests.strategies.workers import Outcomes
 
 SCENARIOS = "tests.strategies.numerics"
@@ -24,7 +24,20 @@ def adam(params: object) -> torch.optim.Optimizer:
 
 
 EQUAL = joined(batches(0, 12), batches(1, 12))
+TAKEN = joined(uneven(0, 12), uneven(1, 12))
 UNEQUAL = joined(batches(0, 12, 3), batches(1, 12, 9))
+
+
+def sums_of_two() -> nn.Module:
+    """Steps with the sum of two batches' gradients."""
+    module = train_alone([])
+    stepper = momentum(module.parameters())
+    for number, batch in enumerate([*TAKEN, *TAKEN]):
+        problem.loss_of(module, batch).backward()
+        if number % 2:
+            stepper.step()
+            stepper.zero_grad()
+    return module
 
 
 @pytest.mark.parametrize(
@@ -33,8 +46,11 @@ UNEQUAL = joined(batches(0, 12, 3), batches(1, 12, 9))
         ("delta_mean_every_step", lambda: train_alone(EQUAL, epochs=2)),
         ("mean_every_step", lambda: train_alone(EQUAL, epochs=2)),
         ("mean_of_unequal_batches", lambda: train_alone(UNEQUAL)),
+        ("mean_of_batches_taken", lambda: train_alone(TAKEN, epochs=2)),
         ("mean_with_accumulation", lambda: train_alone(EQUAL[:10], epochs=2, accumulate=3)),
         ("synchronous", lambda: train_alone(EQUAL, optimizer=momentum)),
+        ("synchronous_batches_taken", lambda: train_alone(TAKEN, epochs=2, optimizer=momentum)),
+        ("synchronous_by_hand", sums_of_two),
         ("synchronous_adam", lambda: train_alone(EQUAL, optimizer=adam)),
         (
             "synchronous_clipped_and_accumulated",

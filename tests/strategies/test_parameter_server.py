@@ -25,8 +25,8 @@ from tests.strategies.test_survivors import survivors, three_ranks
 from tests.strategies.workers import SCENARIOS, Outcomes
 
 FEATURES = (
-    "sync", "sync_scaled", "sync_adam_two_servers", "sync_uneven", "asynchronous", "overlapped", "bounded", "changes",
-    "two_by_hand", "apart_by_hand", "server_killed", "server_stopped",
+    "sync", "sync_scaled", "sync_adam_two_servers", "sync_batches_taken", "sync_uneven", "asynchronous", "overlapped",
+    "bounded", "changes", "two_by_hand", "apart_by_hand", "server_killed", "server_stopped",
 )  # fmt: skip
 USERS = (
     "resumed", "as_users_do", "finds_a_rate", "other_settings", "fails", "several_fits",
@@ -58,6 +58,13 @@ def test_synchronous_training_is_that_of_one_process(outcomes: Outcomes, name: s
         assert distance(rank["values"], alone) < 1e-6
         assert rank["step"] == 2 * BATCHES
     assert told[0]["digest"] == told[1]["digest"]
+
+
+def test_batches_that_a_module_takes_by_itself_count_their_samples(outcomes: Outcomes) -> None:
+    data = joined(problem.uneven(0, BATCHES), problem.uneven(1, BATCHES))
+    alone = flat(train_alone(data, epochs=2, optimizer=momentum))
+    for rank in outcomes("sync_batches_taken"):
+        assert distance(rank["values"], alone) < 1e-6
 
 
 @pytest.mark.parametrize("name", ["sync_uneven", "asynchronous", "overlapped", "bounded", "changes"])

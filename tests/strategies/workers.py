@@ -178,6 +178,14 @@ class Net(pl.LightningModule):
         return self.make_optimizer(self.parameters())
 
 
+class Pulls(Net):
+    """Takes its batches by itself."""
+
+    def training_step(self, dataloader_iter: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        batch, _, _ = next(dataloader_iter)
+        return problem.loss_of(self, batch)
+
+
 class Recorder(pl.Callback):
     """What a rank's model was, and when."""
 
