@@ -77,6 +77,8 @@ class DivergenceMonitor(Callback):
     Source: skipping batches around spikes as in PaLM (Chowdhery et al., 2022), https://arxiv.org/abs/2204.02311
     """
 
+    of_all_ranks = True
+
     def __init__(
         self,
         *,
@@ -98,6 +100,7 @@ class DivergenceMonitor(Callback):
         if rollback is not None:
             check_protocol(owner, "rollback", rollback, RollsBack, "something with a `roll_back(trainer)`")
         self.max_rollbacks, self.lr_factor, self.skip_batches = max_rollbacks, lr_factor, skip_batches
+        self.compared = f"{owner}({lr_factor=}, {skip_batches=})"  # what all do alike, whoever asks for it
         check_int(self, "max_rollbacks", at_least=0)
         check_int(self, "skip_batches", at_least=1)
         check_real(self, "lr_factor", above=0.0, below=1.0)
@@ -111,8 +114,7 @@ class DivergenceMonitor(Callback):
         self._rollback: RollsBack | None = None
         self._observer = Observer((), {}, history, skips=False)
         self._escalation = Escalation((), history, 0)
-        self._to_skip, self._asked, self._words = 0, Remedy.NONE, ""
-        self._served = False
+        self._to_skip, self._asked, self._words, self._served = 0, Remedy.NONE, "", False
         self._trainer: Any = None
         self._undo: list[Callable[[], None]] = []
         self._clean_everywhere = 0

@@ -11,7 +11,16 @@ from unittest import mock
 import torch
 
 import lightning_async
-from lightning_async import DeltaMean, DiLoCo, EveryNSteps, EverySeconds, PeerMemory, Synchronous, Warmup
+from lightning_async import (
+    DeltaMean,
+    DiLoCo,
+    DivergenceMonitor,
+    EveryNSteps,
+    EverySeconds,
+    PeerMemory,
+    Synchronous,
+    Warmup,
+)
 from lightning_async.errors import AsyncTrainingError
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
@@ -166,7 +175,7 @@ def callbacks_of_all_ranks(folder: Path) -> Any:
     for stage in ("fit", "validate"):
         callbacks: list[Any] = [pl.callbacks.EarlyStopping("val_loss")]
         if rank() == 0:
-            callbacks += [pl.callbacks.ModelCheckpoint(dirpath=folder), PeerMemory()]
+            callbacks += [pl.callbacks.ModelCheckpoint(dirpath=folder), PeerMemory(), DivergenceMonitor()]
         trainer = make_trainer(callbacks=callbacks, enable_checkpointing=rank() == 0)
         told[stage] = _error(getattr(trainer, stage), Evaluated(), loader(shard((2, 2))))
     return told
