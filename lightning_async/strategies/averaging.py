@@ -101,8 +101,9 @@ class AsyncAveragingStrategy(DriftingStrategy):
 
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
-        if trainer.state.fn == "fit" and self.world is not None and isinstance(self.schedule, Synchronous):
-            check_optimizers(self.world, self.module, self.optimizers)
+        if trainer.state.fn == "fit" and self.world is not None:
+            apart = not isinstance(self.schedule, Synchronous)  # what replicas make of their own steps is averaged
+            check_optimizers(self.world, self.module, self.optimizers, usual=apart)
 
     def settings(self) -> dict[str, object]:
         """What must be equal on all ranks in a fit."""

@@ -79,8 +79,7 @@ def check_settings(strategy: Compared, trainer: Any, world: World) -> None:
         calls = ", ".join(f"rank {rank} calls `trainer.{stage}`" for rank, stage in enumerate(stages))
         raise SettingsMismatch(f"Rank {world.rank}: {calls}. All ranks must call the same, in the same order.")
     _refuse(world, [settings["same"] for settings in told])
-    if world.rank == 0 and (different := _differences([settings["usual"] for settings in told])):
-        log.warning("The ranks were started with different settings: %s. Is that meant?", different)
+    _warn(world, [settings["usual"] for settings in told])
 
 
 def settings_of(strategy: Compared, trainer: Any) -> Settings:
@@ -124,8 +123,11 @@ def check_equal(world: World, settings: Settings) -> None:
     _refuse(world, world.gather_objects(settings))
 
 
-def check_optimizers(world: World, module: Any, optimizers: Sequence[Optimizer]) -> None:
-    """Compare them where each rank steps with the gradients of all: else replicas part without a word.
+def check_optimizers(world: World, module: Any, optimizers: Sequence[Optimizer], usual: bool = False) -> None:
+    """Compare them: where each rank steps with the gradients of all, replicas would else part without a word.
+
+    Args:
+        usual: they need not be equal, but commonly are: a warning says where they are not.
 
     Raises:
         SettingsMismatch: on every rank; names each setting that differs, and its values.
@@ -147,7 +149,13 @@ def check_optimizers(world: World, module: Any, optimizers: Sequence[Optimizer])
         "optimizers": "; ".join(kinds),
         "schedulers": schedulers,
     }
-    check_equal(world, {name: _text(value) for name, value in values.items()})
+    told = world.gather_objects({name: _text(value) for name, value in values.items()})
+    _warn(world, told) if usual else _refuse(world, told)
+
+
+def _warn(world: World, told: list[Settings]) -> None:
+    if world.rank == 0 and (different := _differences(told)):
+        log.warning("The ranks were started with different settings: %s. Is that meant?", different)
 
 
 def _refuse(world: World, told: list[Settings]) -> None:

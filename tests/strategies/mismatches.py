@@ -206,7 +206,8 @@ def usual_settings() -> Any:
     """What may differ: it trains, and rank 0 says what does."""
     options: tuple[dict[str, Any], ...] = ({}, {"limit_train_batches": 3, "callbacks": [pl.callbacks.Timer()]})
     with logged() as messages:
-        told = fit(None, loader(shard((6, 6))), **options[rank()])
+        module = Net(optimizer=lambda ps: torch.optim.SGD(ps, lr=0.25)) if rank() else Net()
+        told = fit(None, loader(shard((6, 6))), module, **options[rank()])
     return told | {"warnings": [m for m in messages if "different settings" in m]}
 
 

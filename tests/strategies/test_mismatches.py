@@ -84,9 +84,10 @@ def test_limits_may_differ_and_are_told(ranks: Outcomes) -> None:
     first, second = ranks("usual_settings")
     assert first["digest"] == second["digest"]
     assert [first["samples"], second["samples"]] == [6 * 4, 3 * 4]
-    (warning,) = first["warnings"]
+    warning, of_optimizers = first["warnings"]
     assert "`limit_train_batches` is 1.0 on rank 0, 3 on rank 1" in warning
     assert "Timer" in warning and "max_epochs" not in warning
+    assert "`optimizers` is SGD(lr=0.05, " in of_optimizers and "on rank 0, SGD(lr=0.25, " in of_optimizers
     assert second["warnings"] == []
 
 
