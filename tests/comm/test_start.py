@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,8 +19,9 @@ import pytest
 from lightning_async.comm.membership import start
 from lightning_async.comm.membership.signing import Seal
 from lightning_async.comm.membership.start import Patience, greet, is_loopback, open_store
-from lightning_async.comm.membership.stores import HashStore
+from lightning_async.comm.membership.stores import HashStore, TCPStore, connect
 from lightning_async.errors import AsyncTrainingError, CollectiveTimeout
+from tests.comm.end_within_a_request import HOST
 from tests.comm.test_membership import Clock, in_thread, until
 from tests.support import free_port
 
@@ -199,3 +204,19 @@ def test_a_name_that_leads_nowhere_is_named() -> None:
 def test_a_store_at_no_port_is_not_waited_for() -> None:
     with pytest.raises(AsyncTrainingError, match="MASTER_PORT is 0"):
         open_store("127.0.0.1", 0, False, patience())
+
+
+def test_another_client_of_a_store_that_stands_still_is_not_waited_for_in_torch() -> None:
+    """Its host has the connection, and says nothing: torch waited without an end."""
+    with subprocess.Popen([sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as host:
+        try:
+            assert host.stdout is not None
+            port = int(host.stdout.readline())
+            store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60), wait_for_workers=False)
+            os.kill(host.pid, signal.SIGSTOP)
+            began = time.monotonic()
+            with pytest.raises(RuntimeError):
+                connect(store, timedelta(seconds=0.2))
+            assert time.monotonic() - began < 20.0
+        finally:
+            host.kill()

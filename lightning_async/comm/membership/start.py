@@ -11,10 +11,8 @@ import json
 import logging
 import os
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -23,8 +21,8 @@ from torch.distributed import DistError
 
 from lightning_async.comm.membership.roster import new_life
 from lightning_async.comm.membership.signing import Seal
-from lightning_async.comm.torch.forks import Opening, opening, serves_at
-from lightning_async.comm.torch.sockets import connects, shut_down
+from lightning_async.comm.torch.forks import opening, serves_at
+from lightning_async.comm.torch.sockets import connects
 from lightning_async.errors import AsyncTrainingError, CollectiveTimeout
 
 __all__ = ["Patience", "greet", "is_loopback", "listen", "open_store"]
@@ -33,7 +31,6 @@ _log = logging.getLogger(__name__)
 _FIRST_WARNING_S, _LONGEST_SILENCE_S = 10.0, 300.0
 _PROBE_S = 2.0
 _CONNECTS = timedelta(seconds=60)  # many at once stand in a queue while the server looks up their names
-_LATER = timedelta(seconds=0.5)  # or torch would try once more
 _LINGER_S = 1.0
 _BACKLOG = 2048
 _GOES_S = 3.0
@@ -168,7 +165,7 @@ def _client(address: str, port: int, patience: Patience, timeout: timedelta) -> 
         try:
             socket.create_connection((address, port), _PROBE_S).close()
             within = min(_CONNECTS, timeout)
-            with opening(lambda fd: connects(fd, set(), {port})) as opened, _broken_off(opened, within):
+            with opening(lambda fd: connects(fd, set(), {port}), within):
                 store = TCPStore(address, port, None, False, within, wait_for_workers=False)
         except (OSError, DistError) as caught:
             error = caught
@@ -176,19 +173,6 @@ def _client(address: str, port: int, patience: Patience, timeout: timedelta) -> 
             store.set_timeout(timeout)
             return store
         patience.wait(what)
-
-
-@contextmanager
-def _broken_off(opened: Opening, within: timedelta) -> Iterator[None]:
-    """Where a server has the connection and says nothing, torch waits without an end: the connection has one."""
-
-    timer = threading.Timer((within + _LATER).total_seconds(), lambda: shut_down(opened.sockets()))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def greet(store: Store, rank: int, world_size: int, job: str, seal: Seal, patience: Patience) -> None:

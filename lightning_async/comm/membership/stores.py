@@ -95,7 +95,7 @@ def connect(store: Store, timeout: timedelta) -> tuple[Store, dict[int, int]]:
         if usual is not None:
             known.set_timeout(timeout)  # or torch would try for as long as that, should its host go at this moment
         try:
-            with opening(lambda fd: connects(fd, set(), ports)) as opened:
+            with opening(lambda fd: connects(fd, set(), ports), timeout) as opened:
                 client = client.clone()
         finally:
             if usual is not None:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 
-from lightning_async.comm.torch.sockets import connects, is_open, opened_since, snapshot
+from lightning_async.comm.torch.sockets import connects, is_open, opened_since, shut_down, snapshot
 
 __all__ = ["Opening", "keep_from_forks", "opening", "serves_at"]
 
+_LATER_S = 0.5  # than torch's own end, or it would try once more
 _private: dict[int, int] = {}  # descriptor to inode; of those that were closed since, the inode tells
 _served: set[int] = set()
 _under_way: list[Opening] = []
@@ -36,15 +39,30 @@ class Opening:
 
 
 @contextlib.contextmanager
-def opening(ours: Callable[[int], bool]) -> Iterator[Opening]:
-    """What is opened within is kept from forks, those that begin meanwhile, too; see `Opening`."""
+def opening(ours: Callable[[int], bool], within: timedelta | None = None) -> Iterator[Opening]:
+    """What is opened within is kept from forks, those that begin meanwhile, too; see `Opening`.
+
+    Args:
+        within: it is shut down soon after so long: where a server has a connection and says nothing, torch waits in it
+            without an end. Default: never.
+    """
     opened = Opening(ours)
     _under_way.append(opened)
+    end = None if within is None else threading.Timer(within.total_seconds() + _LATER_S, _shut_down, [opened])
+    if end is not None:
+        end.daemon = True
+        end.start()
     try:
         yield opened
     finally:
+        if end is not None:
+            end.cancel()
         keep_from_forks(opened.sockets())
         _under_way.remove(opened)
+
+
+def _shut_down(opened: Opening) -> None:
+    shut_down(opened.sockets())
 
 
 def keep_from_forks(sockets: Mapping[int, int]) -> None:
