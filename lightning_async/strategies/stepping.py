@@ -135,6 +135,9 @@ class Stepping:
     def backward(self) -> Iterator[None]:
         """A backward pass: where its gradients are to be averaged, they leave as it makes them."""
         self._batches.see()
+        trained = self._gradients.replica.tensors.trained.values()
+        if self._strategy.module.automatic_optimization and all(p.grad is None for p in trained):
+            self._samples = self._of_batch  # whatever came before is in no gradient
         if self._overlaps and (self._in_step or self._is_synchronous()):
             self._gradients.begin_backward(self._behind, loss_scale(self._strategy))
         try:
