@@ -99,15 +99,13 @@ class Stepping:
         """The training thread has a batch."""
         self.finish_batch()
         self._averager.gates.resume()
-        self._batches.see()  # the one before, where nobody has asked
-        self._of_batch = 0.0
         self._batches.start(batch)
         if not self._strategy.module.automatic_optimization:
             self._batch_step = self._averager.plan(self._meet)
             self._counted = self._seen
 
     def _count_samples(self, samples: float) -> None:
-        self._samples, self._of_batch = self._samples + samples, self._of_batch + samples
+        self._samples, self._of_batch = self._samples + samples, samples
 
     def sum_up(self) -> None:
         """All replicas are at the last gate: hear of the run what others count."""
