@@ -57,11 +57,11 @@ class Samples:
     """What a worker's pushes weigh.
 
     Args:
-        by_hand: optimizers that are stepped in manual optimization; in automatic optimization there are none.
+        optimizers: that are stepped with them.
     """
 
-    def __init__(self, by_hand: Sequence[Optimizer]) -> None:
-        self._behind = Behind(by_hand)
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._behind = Behind(optimizers)
         self._batch = self._since = self._told = 0.0
         self.spent = False
         """There was a step since these samples began to be counted: the next batch begins anew."""
@@ -87,8 +87,8 @@ class Samples:
 
     def take(self, number: int) -> float:
         """Those behind the gradients of this optimizer, which are pushed; where nobody has told of a pass
-        (`loss.backward()`), and in automatic optimization, those since the last batch with a step of any."""
-        return (self._behind.take(number) if self._behind.params else 0.0) or self._since
+        (`loss.backward()`) those since the last batch with a step of any."""
+        return self._behind.take(number) or self._since
 
     def tell(self) -> float:
         """A step is told of; those that no other was told with."""

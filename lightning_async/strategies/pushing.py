@@ -81,7 +81,7 @@ class Pushing:
     ) -> None:
         self._strategy, self._averager, self._agreement = strategy, averager, Agreement(averager.control)
         self._totals, by_hand = cast(PushTotals, averager.summary.totals), not strategy.module.automatic_optimization
-        self._samples = Samples(strategy.optimizers if by_hand else ())
+        self._samples = Samples(strategy.optimizers)
         own = not strategy.update_on_server or by_hand
         # A scaler takes its scale out of gradients without a trace.
         changed = is_scaled(strategy) or changes_gradients(strategy.module, until_step=True)
@@ -162,6 +162,7 @@ class Pushing:
 
     def skip(self, optimizer: Optimizer) -> None:
         """Mixed precision has skipped its step: the others do not wait for it."""
+        self._samples.take(self._strategy.optimizers.index(optimizer))
         if self._strategy.update_on_server and self.tables.in_step:
             self._push(dict.fromkeys(self._tables_of(optimizer)), 0.0)
 

@@ -99,15 +99,13 @@ class Stepping:
         """The training thread has a batch."""
         self.finish_batch()
         self._averager.gates.resume()
-        self._batches.see()  # the one before, where nobody has asked
-        self._of_batch = 0.0
         self._batches.start(batch)
         if not self._strategy.module.automatic_optimization:
             self._batch_step = self._averager.plan(self._meet)
             self._counted = self._seen
 
     def _count_samples(self, samples: float) -> None:
-        self._samples, self._of_batch = self._samples + samples, self._of_batch + samples
+        self._samples, self._of_batch = self._samples + samples, samples
 
     def sum_up(self) -> None:
         """All replicas are at the last gate: hear of the run what others count."""
@@ -135,6 +133,9 @@ class Stepping:
     def backward(self) -> Iterator[None]:
         """A backward pass: where its gradients are to be averaged, they leave as it makes them."""
         self._batches.see()
+        trained = self._gradients.replica.tensors.trained.values()
+        if self._strategy.module.automatic_optimization and all(p.grad is None for p in trained):
+            self._samples = self._of_batch  # whatever came before is in no gradient
         if self._overlaps and (self._in_step or self._is_synchronous()):
             self._gradients.begin_backward(self._behind, loss_scale(self._strategy))
         try:

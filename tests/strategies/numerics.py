@@ -9,7 +9,7 @@ import torch
 from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, EveryNSteps, Mean, Synchronous, Warmup
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
-from tests.strategies.workers import PATIENT, Net, Pulls, fit, loader, logged, make_trainer, rank, scenario, shard
+from tests.strategies.workers import PATIENT, Net, Pulls, Some, fit, loader, logged, make_trainer, rank, scenario, shard
 
 
 def every_step(rule: Any, **options: Any) -> AsyncAveragingStrategy:
@@ -87,6 +87,12 @@ class ByHand(Net):
 def synchronous_by_hand() -> Any:
     strategy, data = AsyncAveragingStrategy(schedule=Synchronous()), loader(problem.uneven(rank(), 12))
     return fit(strategy, data, ByHand(), max_epochs=2)
+
+
+@scenario
+def synchronous_some_batches() -> Any:
+    strategy, data = AsyncAveragingStrategy(schedule=Synchronous()), loader(problem.uneven(rank(), 12))
+    return fit(strategy, data, Some(optimizer=momentum), max_epochs=2)
 
 
 @scenario

@@ -21,7 +21,7 @@ from lightning_async.strategies.servers import Servers
 from lightning_async.trainer.namespace import pl, pytorch
 from tests.commands.test_serve import SECRET_OF_JOB, free_ports, serving
 from tests.strategies import problem
-from tests.strategies.workers import Net, Pulls, Recorder, loader, make_trainer, rank, scenario, shard
+from tests.strategies.workers import Net, Pulls, Recorder, Some, loader, make_trainer, rank, scenario, shard
 
 BATCHES = 12
 
@@ -65,6 +65,11 @@ def sync() -> Any:
 @scenario
 def sync_batches_taken() -> Any:
     return fit(ParameterServerStrategy("sync"), problem.uneven(rank(), BATCHES), module=Pulls(optimizer=momentum))
+
+
+@scenario
+def sync_some_batches() -> Any:
+    return fit(ParameterServerStrategy("sync"), problem.uneven(rank(), BATCHES), module=Some(optimizer=momentum))
 
 
 class Scaled(pytorch("plugins").MixedPrecision):

@@ -51,6 +51,7 @@ def sums_of_two() -> nn.Module:
         ("synchronous", lambda: train_alone(EQUAL, optimizer=momentum)),
         ("synchronous_batches_taken", lambda: train_alone(TAKEN, epochs=2, optimizer=momentum)),
         ("synchronous_by_hand", sums_of_two),
+        ("synchronous_some_batches", lambda: train_alone(TAKEN[1:8:2], epochs=2, optimizer=momentum)),
         ("synchronous_adam", lambda: train_alone(EQUAL, optimizer=adam)),
         (
             "synchronous_clipped_and_accumulated",

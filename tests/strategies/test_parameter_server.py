@@ -25,8 +25,9 @@ from tests.strategies.test_survivors import survivors, three_ranks
 from tests.strategies.workers import SCENARIOS, Outcomes
 
 FEATURES = (
-    "sync", "sync_scaled", "sync_adam_two_servers", "sync_batches_taken", "sync_uneven", "asynchronous", "overlapped",
-    "bounded", "changes", "two_by_hand", "apart_by_hand", "server_killed", "server_stopped",
+    "sync", "sync_scaled", "sync_adam_two_servers", "sync_batches_taken", "sync_some_batches", "sync_uneven",
+    "asynchronous", "overlapped", "bounded", "changes", "two_by_hand", "apart_by_hand", "server_killed",
+    "server_stopped",
 )  # fmt: skip
 USERS = (
     "resumed", "as_users_do", "finds_a_rate", "other_settings", "fails", "several_fits",
@@ -64,6 +65,13 @@ def test_batches_that_a_module_takes_by_itself_count_their_samples(outcomes: Out
     data = joined(problem.uneven(0, BATCHES), problem.uneven(1, BATCHES))
     alone = flat(train_alone(data, epochs=2, optimizer=momentum))
     for rank in outcomes("sync_batches_taken"):
+        assert distance(rank["values"], alone) < 1e-6
+
+
+def test_batches_whose_gradients_were_dropped_count_in_no_step(outcomes: Outcomes) -> None:
+    data = joined(problem.uneven(0, BATCHES), problem.uneven(1, BATCHES))[1:8:2]
+    alone = flat(train_alone(data, epochs=2, optimizer=momentum))
+    for rank in outcomes("sync_some_batches"):
         assert distance(rank["values"], alone) < 1e-6
 
 

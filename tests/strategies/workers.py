@@ -186,6 +186,19 @@ class Pulls(Net):
         return problem.loss_of(self, batch)
 
 
+class Some(Net):
+    """Steps with every second batch, by whose gradients alone, and leaves out the rest of an epoch from batch 8 on."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 8 else None
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx % 2:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+
 class Recorder(pl.Callback):
     """What a rank's model was, and when."""
 
