@@ -83,6 +83,7 @@ class Mustered(Protocol):
 
     config: AveragerConfig
     quorum: Quorum
+    roles: Any
     survivors: Survivors | None
     transport: Any
 
@@ -134,6 +135,7 @@ def muster(strategy: Mustered, owner: str) -> None:
         run, survives, wanted = next_run(), strategy.config.survives(world_size), strategy.config.fewest(world_size)
         started = Survivors(Generation.first(0, world_size), run, survives, wanted=wanted)
         strategy.survivors = started.begun_by(workers.index(rank), [str(number) for number in workers], run)
+        strategy.roles.expects_more = True
 
 
 def _check(strategy: Mustered, owner: str, world_size: int) -> None:

@@ -53,6 +53,8 @@ class ServerRoles:
             )
         self._told: RoleEnvironment | None = None
         """What the environment says."""
+        self.expects_more = False
+        """Workers that begin do so without others, which are to be taken in."""
 
     def environment(self, lightnings: Any) -> Any:
         """The one that says who this rank is, given the one that Lightning has chosen.
@@ -99,7 +101,7 @@ class ServerRoles:
         return "torch" if transport == "auto" and self.placement == "dedicated" else transport
 
     def is_alone(self, world_size: int) -> bool:
-        return world_size == 1 and not self.dedicated and not self._elsewhere
+        return world_size == 1 and not (self.expects_more or self.dedicated or self._elsewhere)
 
     def take_part(self, strategy: Any) -> None:
         role, number = self.of(strategy.cluster_environment)

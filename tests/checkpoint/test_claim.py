@@ -96,6 +96,24 @@ def test_a_program_whose_first_rank_is_lost_keeps_the_directory(tmp_path: Path):
         taken(store, "second").release()
 
 
+def test_a_rank_joins_where_the_first_one_was_stopped_when_the_others_lost_it_and_is_gone(tmp_path: Path):
+    store = CheckpointStore(tmp_path / "run")
+    with forked(lambda: taken(store)) as pid:
+        ours = taken(store)
+        ours.keep()  # that one has it still
+        kill(pid)
+    newcomer = Claim(store, "first")
+    newcomer.join()
+    with pytest.raises(CheckpointError, match="is no directory that the other ranks train into"):
+        Claim(store, "second").join()
+    ours.release()
+    with pytest.raises(CheckpointError, match="is in use"):
+        taken(store, "second")
+    newcomer.release()
+    with pytest.raises(CheckpointError, match="is no directory that the other ranks train into"):
+        Claim(store, "first").join()
+
+
 def test_what_a_killed_program_has_forked_keeps_nothing(tmp_path: Path):
     """Workers of a loader live on for a while."""
     store, worker = CheckpointStore(tmp_path / "run"), []

@@ -187,16 +187,16 @@ class UntilAllTrain(pl.Callback):
         trainer.should_stop = self.epochs == 3
 
 
-def comes_late(folder: str, dedicated: bool, wait_for_workers: Any) -> dict[str, Any]:
-    """Rank 1 of three workers comes when the others train."""
+def comes_late(folder: str, dedicated: bool, wait_for_workers: Any, workers: int = 3) -> dict[str, Any]:
+    """Rank 1 of the workers comes when the others train."""
     torch.set_num_threads(1)
-    until = UntilAllTrain(Path(folder), 3)
+    until = UntilAllTrain(Path(folder), workers)
     strategy = ParameterServerStrategy(
         "sync", placement="dedicated" if dedicated else "colocated", wait_for_workers=wait_for_workers
     )
     while os.environ["RANK"] == "1" and not (Path(folder) / "trains").exists():
         time.sleep(0.01)
-    told = fit(strategy, Data(Path(folder)), 3 + dedicated, callbacks=[until], max_epochs=1000)
+    told = fit(strategy, Data(Path(folder)), workers + dedicated, callbacks=[until], max_epochs=1000)
     return told | {"sizes": until.sizes}
 
 

@@ -112,6 +112,13 @@ def test_training_begins_with_enough_workers_and_one_that_comes_late_joins(dedic
     assert told[2]["sizes"] == [3, 3, 3]
 
 
+def test_one_worker_begins_alone_and_takes_in_the_one_that_comes_late(tmp_path: Path) -> None:
+    first, late = ranks("comes_late", 2, tmp_path, dedicated=False, wait_for_workers=1, workers=2)
+    assert first.value is not None and late.value is not None, [first, late]
+    assert first.value["sizes"][0] == 1 and first.value["sizes"][-1] == late.value["sizes"][0] == 2
+    assert first.value["digest"] == late.value["digest"]
+
+
 def test_workers_begin_without_one_that_has_not_come_in_time(tmp_path: Path) -> None:
     first, _, third = ranks("never_comes", 3, tmp_path)
     alone = flat(train_alone(joined(batches(0, BATCHES), batches(1, BATCHES)), epochs=2, optimizer=adam))

@@ -83,12 +83,19 @@ class Claim:
         except BlockingIOError:
             theirs = self._holder().get("program") == self._program
         else:
-            theirs = lock is None  # the file system has no locks
+            # The file system has no locks; or the rank that had said so was stopped when the others lost it, and has
+            # let go since.
+            theirs = lock is None or self._is_left()
             if lock is not None:
                 lock.close()
         if not theirs:
             raise CheckpointError(f"{self._store.dirpath} is no directory that the other ranks train into.")
         self.take()
+
+    def _is_left(self) -> bool:
+        """Whether ranks of this program train there, though none says so any more."""
+        shared = _is_free(self._store.files, self._shared_path) is False
+        return shared and self._holder().get("program") == self._program
 
     def keep(self) -> None:
         """Ranks are lost: where the one that said who trains there is among them, this one does. Waits for nobody."""
