@@ -16,8 +16,9 @@ from torch.distributed import DistNetworkError, DistStoreError
 from lightning_async.comm.launched import came_back
 from lightning_async.comm.membership.asking import AskingDoor
 from lightning_async.comm.membership.generation import Generation
+from lightning_async.comm.membership.start import Patience
 from lightning_async.engine.world import World
-from lightning_async.errors import AsyncTrainingError, CollectiveError, CollectiveTimeout, StoreLost
+from lightning_async.errors import AsyncTrainingError, CollectiveError, StoreLost
 from lightning_async.strategies.connecting import PATIENCE, Ready, connect, release
 from lightning_async.strategies.host import Hosting, digest
 from lightning_async.strategies.survivors import Survivors, count_run
@@ -32,6 +33,10 @@ __all__ = ["Guest"]
 log = logging.getLogger(__name__)
 _LOOK_S, _HEAR_S = 0.05, 0.002  # while the others train, and while they stand and wait
 _ANSWER_S = 5.0
+_WAITS = (
+    "waiting to be taken in by those who train: do they? If not, start all ranks again. If so, they may be as many as "
+    "their `max_replicas` already, or on the way to a gate"
+)
 
 
 class Guest:
@@ -78,7 +83,7 @@ class Guest:
         door = AskingDoor(
             transport.door(self._strategy.cluster_environment), self._number, dead_after, self._end_if_told
         )
-        log.warning("Rank %d was started again, and waits to be taken in by those who train.", self._number)
+        log.warning("Rank %d comes while others train, and waits to be taken in by them.", self._number)
         while True:
             notice = self._wait(door.read_notice)
             self._compare(notice)
@@ -89,16 +94,11 @@ class Guest:
         self, look: Callable[[], dict[str, Any]], worthwhile: Callable[[], bool] = lambda: True, look_s: float = _LOOK_S
     ) -> dict[str, Any]:
         """What is found, or nothing where it is no longer worthwhile to wait."""
-        until = time.monotonic() + self.patience.total_seconds()
+        patience = Patience(
+            self._number, self.patience, self._end_if_told, sleep=lambda seconds: time.sleep(min(seconds, look_s))
+        )
         while not (found := look()) and worthwhile():
-            if time.monotonic() > until:
-                raise CollectiveTimeout(
-                    f"Rank {self._number} was started again to join those who train, and nobody has taken it in for "
-                    f"{self.patience}. Do the others still train? If not, start all ranks again. If so, they may be as "
-                    "many as their `max_replicas` already."
-                )
-            self._end_if_told()
-            time.sleep(look_s)
+            patience.wait(lambda: _WAITS)
         return found
 
     def _end_if_told(self) -> None:

@@ -16,12 +16,14 @@ import pytest
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed import TCPStore
 
+from lightning_async.comm.membership import start
 from lightning_async.comm.membership.door import Door
 from lightning_async.comm.membership.signing import Seal
 from lightning_async.engine.deadlines import Deadlines
 from lightning_async.errors import StoreLost
 from lightning_async.strategies.guest import Guest
 from lightning_async.transports.torch import TorchTransport
+from tests.comm.test_membership import until
 
 
 class Waits:
@@ -130,3 +132,15 @@ def test_one_that_waits_hears_a_signal_while_the_store_stands_still() -> None:
         newcomer.trainer.received_sigterm = True
         with pytest.raises(SIGTERMException):
             raise newcomer.ends()
+
+
+def test_one_that_waits_says_so_again_and_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(start, "_FIRST_WARNING_S", 0.01)
+    server: Any = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    newcomer = Waits(server.port, dead_after=600.0)
+    until(lambda: caplog.text.count("waiting to be taken in by those who train: do they?") >= 2)
+    newcomer.trainer.received_sigterm = True
+    with pytest.raises(SIGTERMException):
+        raise newcomer.ends()
