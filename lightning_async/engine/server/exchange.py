@@ -59,7 +59,7 @@ class Exchange:
         target, field = self._target(channel), header.get("field")
         if not there:
             with memory_for(worker, self._terms):
-                self._store.pull(worker, target, header["to"])
+                self._store.pull(worker, target, header["to"], plain=field == "params")
         return target.nbytes if field is None else self.read(channel, field)
 
     def read(self, channel: Channel, field: str) -> int:

@@ -229,18 +229,18 @@ class Store:
         """These pushes have come, with nothing in them."""
         self.remember(with_pushes(self.known, pushes, {"lag": 0, "dropped": False, "called": called}))
 
-    def pull(self, worker: str, target: Tensor, spare: bool = False) -> None:
-        """What a worker is to compute its next gradient at, to memory of the shard's size; else as of `push`."""
+    def pull(self, worker: str, target: Tensor, spare: bool = False, plain: bool = False) -> None:
+        """What a worker computes its next gradient at, or ``plain`` weights, to memory of their size; as of `push`."""
         if self._held.personal:
-            self.keep(worker, target, spare)
+            self.keep(worker, target, spare, plain)
         else:
-            self._held.shard.copy((target, self._held.visible))
+            self._held.shard.copy((target, self.params if plain else self._held.visible))
 
     @copied
-    def keep(self, worker: str, target: Tensor | None = None, spare: bool = False) -> None:
+    def keep(self, worker: str, target: Tensor | None = None, spare: bool = False, plain: bool = False) -> None:
         """The same where something is kept of each worker's last pull."""
-        found = (target, self._held.own(worker, spare)[0].get(PULLED))
-        self._held.shard.copy(*((each, self._held.visible) for each in found if each is not None))
+        kept, seen = self._held.own(worker, spare)[0].get(PULLED), self.params if plain else self._held.visible
+        self._held.shard.copy(*((each, seen) for each in (target, kept) if each is not None))
 
     @copied
     def remember(self, workers: Mapping[str, Mapping[str, Any]]) -> None:

@@ -25,6 +25,7 @@ from lightning_async.rules import (
     Uncorrected,
     WeightPrediction,
 )
+from tests.engine.server.running import running
 from tests.engine.server.test_store import (
     WORKER,
     Killed,
@@ -164,6 +165,8 @@ class Oracle:
                 g = g * min(1.0, policy.max_norm / g.norm().item())
             case GapAware() if lag and self.steps:
                 rate = 1 / (1 + moved.norm().item() / (sum(self.steps) / len(self.steps)))
+            case Dana(policy=DelayCompensation(strength=strength)):
+                g = g + strength * g * g * moved
             case Dana(policy=GapAware()) if lag and self.steps:
                 g = g / (1 + moved.norm().item() / (sum(self.steps) / len(self.steps)))
             case Buffered():
@@ -223,6 +226,27 @@ def test_several_workers_have_what_the_equation_says(policy: StalenessPolicy, st
     assert mine.store.lags["mean"] == pytest.approx(sum(oracle.lags) / len(oracle.lags))
     expected = len(ORDER) // 3 if policy.buffer_size > 1 else len(ORDER) - dropped
     assert mine.store.version == expected
+
+
+@pytest.mark.parametrize("policy", [Dana(GapAware("gradient")), Dana(DelayCompensation(0.5))], ids=str)
+def test_what_was_computed_at_the_weights_that_a_gate_shows_is_late_from_there(policy: StalenessPolicy):
+    """Elsewhere workers pull what is ahead of these."""
+    oracle = Oracle(policy)
+    with running(N, staleness=policy) as server:
+        clients = {name: server.worker(name) for name in NAMES}
+        for client in clients.values():
+            client.gradients[0].copy_(fill(N, 0))
+            client.start(*SGD)
+        for turn, name in enumerate(ORDER):
+            if turn % 4 == 3:
+                for each, client in clients.items():
+                    client.pull("params")
+                    oracle.pulled[each] = oracle.x.clone()
+            client, gradient = clients[name], fill(N, turn + 1, 0.5)
+            client.gradients[0].copy_(gradient)
+            answer = client.push()
+            oracle.push(name, gradient, answer.lags[0])
+            torch.testing.assert_close(client.weights[0].double(), oracle.pull(name), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
