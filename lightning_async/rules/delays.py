@@ -70,7 +70,7 @@ DelayCorrection: TypeAlias = GradientCorrection | Prediction | Estimation
 
 
 @dataclass(frozen=True)
-class EstimateCommit:
+class EstimateCommit(Estimation):
     r"""A step has two windows: it is estimated with the first one, and taken again, from its start, with both.
 
     .. math::

@@ -6,7 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jsonargparse import ArgumentParser
 
+from lightning_async import AsyncGradientStrategy
 from lightning_async.rules import DelayCompensation, EstimateCommit, WeightPrediction
 from tests.rules.replicas import fill
 
@@ -89,3 +91,13 @@ def test_a_step_taken_again_with_the_same_is_the_same(seed, weight) -> None:
 def test_arguments_that_cannot_be(make, value, error) -> None:
     with pytest.raises(error, match=f"{make.__name__}\\(st"):
         make(value)
+
+
+@pytest.mark.parametrize("name", ["DelayCompensation", "WeightPrediction", "EstimateCommit"])
+def test_a_command_line_takes_a_correction_by_its_short_name(name) -> None:
+    for value in (name, {"class_path": name}):
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_argument("--strategy", type=AsyncGradientStrategy)
+        given = {"class_path": "AsyncGradientStrategy", "init_args": {"correction": value}}
+        parsed = parser.parse_object({"strategy": given}).strategy
+        assert parsed.init_args.correction.class_path == f"lightning_async.{name}"

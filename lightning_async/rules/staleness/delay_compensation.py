@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from lightning_async.arguments import check_real
+from lightning_async.rules.delays import GradientCorrection
 from lightning_async.rules.staleness.protocol import StalenessPolicy
 
 __all__ = ["AdaptiveDelayCompensation", "DelayCompensation"]
 
 
 @dataclass(frozen=True)
-class DelayCompensation(StalenessPolicy):
+class DelayCompensation(StalenessPolicy, GradientCorrection):
     r"""A Taylor expansion to the parameters of now, with the gradient's square in place of the Hessian.
 
     .. math:: g \leftarrow g + \lambda\, g \odot g \odot (x_{\text{now}} - x_{\text{then}})

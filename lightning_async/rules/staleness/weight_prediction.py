@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from lightning_async.arguments import check_real
+from lightning_async.rules.delays import Prediction
 from lightning_async.rules.staleness.protocol import StalenessPolicy
 
 __all__ = ["WeightPrediction"]
 
 
 @dataclass(frozen=True)
-class WeightPrediction(StalenessPolicy):
+class WeightPrediction(StalenessPolicy, Prediction):
     r"""Gradients that will be late are computed where the last step, taken again, would lead.
 
     .. math:: \hat x = x_t + s\,\tau\,(x_t - x_{t-1})
