@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from lightning_async.transports.transport import Connection, Transport
 
 __all__ = ["Course", "Fitted"]
 
+log = logging.getLogger(__name__)
 _GOODBYE_S = 40.0  # longer than a connection takes to close
 
 
@@ -82,10 +84,14 @@ class Course:
         if connection is None:
             strategy.summary = RunSummary(rank=strategy.global_rank, world_size=strategy.world_size)
             strategy.saved.leave_behind()  # it goes with weights that this training leaves behind
-            began = started(strategy)
-            lost = f": {began - 1} of {began} were lost before"
-            hint = lost if began > 1 else f". {how_to_have_more(strategy.transport)}"
-            strategy.tell_alone(strategy.alone + hint)
+            if (began := started(strategy)) == 1:
+                strategy.tell_alone(f"{strategy.alone}. {how_to_have_more(strategy.transport)}")
+                return
+            log.warning(
+                "%s: this rank trains on alone, with all of the data: %d of %d were lost before, or have raised what "
+                "the program has caught. `min_replicas=%d` ends training on all ranks instead.",
+                type(strategy).__name__, began - 1, began, began,
+            )  # fmt: skip
             return
         self.patches.begin(connection.world)
         self._go_on(connection)

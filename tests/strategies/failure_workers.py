@@ -23,6 +23,7 @@ from lightning_async import AsyncAveragingStrategy, AsyncGradientStrategy, Deadl
 from lightning_async.errors import StoreLost
 from lightning_async.trainer.namespace import pl
 from lightning_async.transports import torch as torch_transport
+from tests.strategies.workers import logged
 
 pl_rank = "LOCAL_RANK"
 
@@ -137,6 +138,20 @@ def train(
             "absent": summary.absent_rounds,
         }
         print("ENDED " + json.dumps(told), flush=True)
+
+
+def left_alone() -> None:
+    """Rank 1 is lost in the first of two fits; what rank 0 says in the second."""
+
+    def fit(module: Tiny) -> int:
+        strategy = AsyncAveragingStrategy(schedule=EveryNSteps(2), min_replicas=1)
+        make_trainer(strategy, 2).fit(module, loader(8))
+        return module.taken
+
+    fit(Tiny(at=(1, 3, "die")))
+    with logged() as messages:
+        taken = fit(Tiny())
+    print("ENDED " + json.dumps({"said": messages, "taken": taken}), flush=True)
 
 
 def without_the_store(gate: str, **kwargs: Any) -> None:

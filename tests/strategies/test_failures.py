@@ -70,6 +70,16 @@ def all_well(results: list[RankResult]) -> list[dict[str, Any]]:
 # ---- a rank that dies ----
 
 
+def test_the_next_training_of_one_that_is_left_alone_begins_with_a_warning() -> None:
+    with start_ranks("tests.strategies.failure_workers:left_alone", 2, timeout=LIMIT_S) as group:
+        first, second = group.join()
+    assert (first.returncode, second.returncode) == (0, -signal.SIGKILL), first
+    told = ended(first)
+    (said,) = [each for each in told["said"] if "trains on alone" in each]
+    assert "with all of the data: 1 of 2 were lost before" in said and "`min_replicas=2` ends training" in said
+    assert told["taken"] == 8
+
+
 @pytest.mark.parametrize(
     ("victim", "world_size", "overlap"),
     [
