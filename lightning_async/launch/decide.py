@@ -82,7 +82,7 @@ def decide(policy: Policy, state: State, event: Event) -> Decision:
 
 def _due(policy: Policy, state: State) -> Decision:
     if state.phase is Phase.BACKING_OFF:
-        again = State(living=policy.all, restarts=state.restarts + 1)
+        again = State(living=policy.all, restarts=state.restarts + 1, anew=state.anew + 1)
         return again, [Start(policy.all)]
     if state.phase is Phase.RUNNING:  # the others have gone on since
         return state, []
@@ -176,7 +176,7 @@ def _all_ended(policy: Policy, state: State) -> Decision:
     code = _exit_code(state)
     again = state.asked is None and code not in (0, TRY_AGAIN) and state.restarts < policy.max_restarts
     if again:
-        return replace(state, phase=Phase.BACKING_OFF), [Wait(policy.pause_s(state.restarts))]
+        return replace(state, phase=Phase.BACKING_OFF), [Wait(policy.pause_s(state.anew))]
     return replace(state, phase=Phase.FINISHED), [Finish(code)]
 
 

@@ -72,9 +72,9 @@ class Policy:
     def all(self) -> frozenset[int]:
         return frozenset(range(self.ranks))
 
-    def pause_s(self, restarts: int) -> float:
-        """Before the next restart, when there have been so many."""
-        return min(self.first_pause_s * 2.0 ** min(restarts, 60), _LONGEST_PAUSE_S)
+    def pause_s(self, before: int) -> float:
+        """Before all ranks are started again, when they have been so often before."""
+        return min(self.first_pause_s * 2.0 ** min(before, 60), _LONGEST_PAUSE_S)
 
     def pause_alone_s(self, in_vain: int) -> float:
         """Before a rank is started again alone, when it has been so often since it last trained with the others."""
@@ -240,6 +240,7 @@ class State:
         asked_at: when, by the launchers that were sent such a signal, each for the first time.
         killed: those that live have been sent SIGKILL.
         restarts: so far, of all ranks and of single ones.
+        anew: those of all ranks.
     """
 
     phase: Phase = Phase.RUNNING
@@ -256,6 +257,7 @@ class State:
     asked_at: Mapping[str, float] = field(default_factory=dict)
     killed: bool = False
     restarts: int = 0
+    anew: int = 0
 
     @property
     def trains(self) -> bool:

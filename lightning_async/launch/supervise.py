@@ -284,7 +284,7 @@ class Supervisor:
             say("All others are done: those that have not joined them end too.")
         elif state.phase is Phase.BACKING_OFF:
             say(report(self._endings, state.first, None, state.lost))
-            pause = self._policy.pause_s(state.restarts)
+            pause = self._policy.pause_s(state.anew)
             number = f"restart {state.restarts + 1} of {self._policy.max_restarts}"
             say(f"All ranks start again in {pause:g} s ({number}).")
         elif state.phase is Phase.FINISHED:

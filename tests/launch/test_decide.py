@@ -134,7 +134,7 @@ def test_all_start_again_after_growing_pauses_until_there_were_enough():
 
 def test_a_new_start_knows_nothing_of_the_one_before():
     state, _ = run(AGAIN, StoreLost(), *all_end(1, -TERM, -TERM), Due())
-    assert state == State(living=ALL, restarts=1)
+    assert state == State(living=ALL, restarts=1, anew=1)
 
 
 def test_pauses_grow_to_a_minute():

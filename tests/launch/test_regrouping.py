@@ -196,7 +196,7 @@ def test_a_restart_begins_with_all_and_knows_of_nobody_lost():
     state, actions = run(AGAIN, *LOST, done(0, 1, status=1))
     assert (state.phase, actions) == (Phase.BACKING_OFF, [Wait(1.0)])
     state, actions = decide(AGAIN, state, Due())
-    assert (state, actions) == (State(living=ALL, restarts=1), [Start(ALL)])
+    assert (state, actions) == (State(living=ALL, restarts=1, anew=1), [Start(ALL)])
     assert decide(AGAIN, state, Ended(2, 1))[1] == [Send(TERM, frozenset({0, 1})), Wait(5.0)]
 
 
