@@ -195,6 +195,7 @@ def test_a_checkpoint_between_gates_holds_a_state_that_was_there() -> None:
             rank.meet()
             return seen.tolist(), torch.equal(anchor, seen)
         rank.train(4)
+        assert entered.wait(60)  # at a gate it would ring, and while a header is served rank 0 packs nothing
         rank.meet()
         return None
 
