@@ -171,6 +171,10 @@ CHECKS: tuple[Check, ...] = (
 
 WHOLE = {
     "AveragingRule": "the interface: a rule of the user's need not inherit `RuleBase`",
+    **dict.fromkeys(
+        ("Estimation", "GradientCorrection", "Prediction"),
+        "an interface that a correction of the user's has, too; one that inherits it has a short name on command lines",
+    ),
     "Topology": "one subclass per choice of weights; the engine serves one so far",
 }
 """Classes with one heir in their room that are not one class cut in two, and why."""
