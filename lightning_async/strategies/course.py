@@ -86,12 +86,12 @@ class Course:
             strategy.saved.leave_behind()  # it goes with weights that this training leaves behind
             if (began := started(strategy)) == 1:
                 strategy.tell_alone(f"{strategy.alone}. {how_to_have_more(strategy.transport)}")
-                return
-            log.warning(
-                "%s: this rank trains on alone, with all of the data: %d of %d were lost before, or have raised what "
-                "the program has caught. `min_replicas=%d` ends training on all ranks instead.",
-                type(strategy).__name__, began - 1, began, began,
-            )  # fmt: skip
+            else:
+                log.warning(
+                    "%s: this rank trains on alone, with all of the data: %d of %d were lost before, or have raised "
+                    "what the program has caught. `min_replicas=%d` ends training on all ranks instead.",
+                    type(strategy).__name__, began - 1, began, began,
+                )  # fmt: skip
             return
         self.patches.begin(connection.world)
         self._go_on(connection)

@@ -68,6 +68,12 @@ def synchronous_adam() -> Any:
     return fit(AsyncAveragingStrategy(schedule=Synchronous()), loader(shard((12, 12))), Net(optimizer=adam))
 
 
+def uneven_in_step(module: Net) -> Any:
+    """Two epochs of synchronous steps, of batches of unequal size."""
+    strategy, data = AsyncAveragingStrategy(schedule=Synchronous()), loader(problem.uneven(rank(), 12))
+    return fit(strategy, data, module, max_epochs=2)
+
+
 class ByHand(Net):
     """Steps with the gradients of two batches."""
 
@@ -85,20 +91,17 @@ class ByHand(Net):
 
 @scenario
 def synchronous_by_hand() -> Any:
-    strategy, data = AsyncAveragingStrategy(schedule=Synchronous()), loader(problem.uneven(rank(), 12))
-    return fit(strategy, data, ByHand(), max_epochs=2)
+    return uneven_in_step(ByHand())
 
 
 @scenario
 def synchronous_some_batches() -> Any:
-    strategy, data = AsyncAveragingStrategy(schedule=Synchronous()), loader(problem.uneven(rank(), 12))
-    return fit(strategy, data, Some(optimizer=momentum), max_epochs=2)
+    return uneven_in_step(Some(optimizer=momentum))
 
 
 @scenario
 def synchronous_batches_taken() -> Any:
-    strategy, data = AsyncAveragingStrategy(schedule=Synchronous()), loader(problem.uneven(rank(), 12))
-    return fit(strategy, data, Pulls(optimizer=momentum), max_epochs=2)
+    return uneven_in_step(Pulls(optimizer=momentum))
 
 
 @scenario

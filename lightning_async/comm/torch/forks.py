@@ -48,10 +48,7 @@ def opening(ours: Callable[[int], bool], within: timedelta | None = None) -> Ite
     """
     opened = Opening(ours)
     _under_way.append(opened)
-    end = None if within is None else threading.Timer(within.total_seconds() + _LATER_S, _shut_down, [opened])
-    if end is not None:
-        end.daemon = True
-        end.start()
+    end = None if within is None else _in(within, lambda: shut_down(opened.sockets()))
     try:
         yield opened
     finally:
@@ -61,8 +58,11 @@ def opening(ours: Callable[[int], bool], within: timedelta | None = None) -> Ite
         _under_way.remove(opened)
 
 
-def _shut_down(opened: Opening) -> None:
-    shut_down(opened.sockets())
+def _in(within: timedelta, end: Callable[[], None]) -> threading.Timer:
+    timer = threading.Timer(within.total_seconds() + _LATER_S, end)
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 def keep_from_forks(sockets: Mapping[int, int]) -> None:
