@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import time
 from datetime import timedelta
@@ -96,12 +97,16 @@ def server_rank_killed(folder: str) -> dict[str, Any]:
 
 
 class KillsSupervisor(pl.Callback):
-    """Rank 0 kills what holds the servers' memory."""
+    """Rank 0 kills what holds the server's memory, and goes on when that has ended with its server."""
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_rank == 0 and trainer.global_step == 3:
-            (pid,) = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline") if supervises(path)]
-            os.kill(pid, signal.SIGKILL)
+            (supervisor,) = supervisors()
+            (server,) = map(int, Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split())
+            ended = os.pidfd_open(server)
+            os.kill(supervisor, signal.SIGKILL)
+            assert select.select([ended], [], [], 60)[0]  # it answers nobody from now on
+            os.close(ended)
 
 
 def supervises(command: Path) -> bool:
