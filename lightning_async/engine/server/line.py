@@ -42,7 +42,9 @@ class Line:
         self.dial, self.base, self._began = dial, 0, False
         self._overlap, self._spare, self._pushed_then = overlap, False, 0  # where the last pull is, and when that was
         self._places = dial if isinstance(dial, Places) else None
-        self.resent = self.pushed = self.lost = 0
+        self.resent = self.pushed = 0
+        self._missing: list[tuple[int, int]] = []
+        """Pushes that were answered, and are lost since: behind one number, up to another."""
         self._server, self._worker, self._hello = server, hello["worker"], hello
         self._channel: Channel | None = None
         self._life: int | None = None
@@ -70,6 +72,11 @@ class Line:
     def pulled(self, version: int) -> None:
         """The last request has brought weights, of this version."""
         self.base, self._spare, self._pushed_then = version, self._request[0]["to"], self.pushed
+
+    @property
+    def lost(self) -> int:
+        """How many pushes were answered, and are in no weights any more."""
+        return sum(end - start for start, end in self._missing)
 
     @property
     def began(self) -> bool:
@@ -210,7 +217,9 @@ class Line:
 
     def _go_back(self, told: Mapping[str, Any]) -> None:
         """The server had lost its memory, and has a snapshot: of what was said to it, less counts than was answered."""
-        self.lost += max(0, self.pushed - told["push"])
+        kept = told["push"]
+        known = [(start, min(end, kept)) for start, end in self._missing if start < kept]
+        self._missing = [*known, (kept, max(kept, self.pushed))]
         header, size = self._request
         self.base = min(self.base, told["version"])
         if "base" in header:

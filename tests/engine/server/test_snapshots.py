@@ -223,6 +223,22 @@ def test_pushes_after_the_snapshot_are_lost_with_the_host_and_the_workers_go_on(
         assert [told[name] for name in ("life", "push", "clock", "live")] == [1, 7, 4, True]
 
 
+@pytest.mark.parametrize("snapshots_between", [0, 1])
+def test_a_push_that_is_lost_counts_once_however_often_the_host_is_lost(tmp_path: Path, snapshots_between: int):
+    with running(snapshots=tmp_path) as server:
+        a = server.started("a")
+        a.snapshot()
+        push(a, 1.0)
+        push(a, 1.0)
+        for lost in (2, 3 - snapshots_between):
+            lose_host(server)
+            assert (a.pull().lost, a.lags()[0]["lost"]) == (lost, lost)
+            push(a, 1.0)
+            for _ in range(snapshots_between):
+                a.snapshot()
+        assert a.weights[0].tolist() == [1.0 + snapshots_between] * 8
+
+
 def test_a_worker_that_the_snapshot_does_not_know_goes_on_too(tmp_path: Path):
     with running(snapshots=tmp_path) as server:
         a = server.started("a")
