@@ -57,10 +57,11 @@ class Exchange:
     def give(self, worker: str, channel: Channel, header: Mapping[str, Any], there: bool = False) -> int:
         """Put what a worker pulls into the channel, unless it is there, or a field in its place; how many bytes."""
         target, field = self._target(channel), header.get("field")
+        plain = field == "params"
         if not there:
             with memory_for(worker, self._terms):
-                self._store.pull(worker, target, header["to"], plain=field == "params")
-        return target.nbytes if field is None else self.read(channel, field)
+                self._store.pull(worker, target, header["to"], plain)
+        return target.nbytes if field is None or plain else self.read(channel, field)
 
     def read(self, channel: Channel, field: str) -> int:
         """Put a field into the channel; how many bytes. Refused, where there is none."""

@@ -120,7 +120,7 @@ class Tables:
         self._asked = range(len(self.workers))
         for worker in self.workers:
             worker.meet()
-            self._totals.moved(0, 2 * worker.traffic[1])  # what workers compute at, and what there is
+            self._totals.moved(0, worker.traffic[1])
 
     def rest(self, gate: int) -> None:
         """See `Client.rest`."""
