@@ -234,7 +234,7 @@ class Accumulating:
             )
         for p in gradients.replica.tensors.trained.values():
             p.grad = None
-        self._totals.arrive(arrived, averager.gates, gradients.rounds.feedback)
+        self._totals.arrive(arrived, averager.gates, gradients.rounds.message_bytes)
         stepped, lr = self._seen > before, learning_rate(strategy.optimizers)
         averager.tick(_GRADIENTS, samples, stepped=stepped, lr=lr, again=not is_new)
         gradients.stepped()

@@ -173,7 +173,10 @@ class Stepping:
 
     def _reduce_gradients(self) -> None:
         self._batches.see()
-        self._gradients.reduce_(self._behind, loss_scale(self._strategy))
+        gradients = self._gradients
+        gradients.reduce_(self._behind, loss_scale(self._strategy))
+        if gradients.told is not None and gradients.told.weight > 0.0:  # else no rank had any, and nothing has moved
+            self._averager.summary.payload_bytes += gradients.rounds.message_bytes
 
     @property
     def _behind(self) -> float:

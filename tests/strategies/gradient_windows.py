@@ -423,7 +423,9 @@ class Odd(Net):
 def odd_tensors() -> Any:
     module = Odd()
     told = fit(strategy(4), loader(shard((12, 12))), module, val=loader(shard((2, 2))))
+    totals: Any = module.trainer.strategy.summary.totals  # pyright: ignore[reportAttributeAccessIssue]
     return {
+        "windows": totals.own, "window_bytes": totals.sent_bytes / totals.own,
         "digest": told["digest"], "steps": told["steps"], "missing": module.missing, "unused": module.unused.tolist(),
         "frozen": module.frozen.tolist(), "ones": module.ones.tolist(), "waves": module.waves.abs().tolist(),
         "short": module.short.tolist(), "counted": int(module.get_buffer("net.0.num_batches_tracked")),

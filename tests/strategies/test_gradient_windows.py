@@ -285,6 +285,8 @@ def test_tensors_of_unusual_kinds(ranks: Outcomes) -> None:
     assert a["waves"] == pytest.approx([0.3125**0.5 * late(0.05 * 2)] * 2)
     assert a["short"] == pytest.approx([0.5 * late(0.05 * 2)] * 2, rel=2e-2)
     assert a["counted"] == 12
+    trained = 2 * problem.FEATURES + 65 + 3 + 2 + 2 * 2 + 2  # each in fp32 as it travels; no buffers
+    assert (a["windows"], a["window_bytes"]) == (3, 4 * trained)
 
 
 def test_a_window_that_is_not_finite_is_dropped_on_all_ranks(ranks: Outcomes) -> None:

@@ -99,6 +99,7 @@ def test_a_round_for_every_step(ranks: Outcomes, name: str) -> None:
 def test_synchronous_steps_are_no_rounds(ranks: Outcomes) -> None:
     for told in ranks("synchronous"):
         assert (told["synchronous_steps"], told["rounds"]) == (12, 0)
+        assert told["sent_bytes"] == 12 * 4 * len(told["flat"])
     for told in ranks("synchronous_clipped_and_accumulated"):
         assert told["synchronous_steps"] == told["steps"] == 2 * 4
         assert told["samples_by_rank"] == [2 * 10 * 3, 2 * 10 * 9]

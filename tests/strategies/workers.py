@@ -255,6 +255,7 @@ def report(trainer: Any, module: Any, recorder: Recorder | None = None) -> dict[
         "steps": summary.steps,
         "rounds": summary.rounds,
         "synchronous_steps": summary.synchronous_steps,
+        "sent_bytes": summary.sent_bytes,
         "failed_rounds": summary.failed_rounds,
         "samples": summary.samples,
         "samples_by_rank": summary.samples_by_rank,

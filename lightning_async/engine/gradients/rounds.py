@@ -37,6 +37,12 @@ class GradientRounds:
         self.used = torch.empty(0)
         """1.0 for every parameter that any replica used in the step before."""
 
+    @property
+    def message_bytes(self) -> int:
+        """Of one rank's gradients, as they travel."""
+        plain = torch.float32.itemsize * self._replica.layout.numel
+        return plain if self.feedback is None else self.feedback.message_bytes
+
     def begin(self, plan: GradientPlan, id: int, parts: Sequence[Part]) -> Reduction:
         buckets, message = self._buckets, self._buckets.offered
         mine = message if isinstance(message, GradientMessage) else None

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lightning_async.engine.gates import Gates
-from lightning_async.engine.gradients.feedback import Feedback
 from lightning_async.engine.gradients.records import Reduction
 
 __all__ = ["WindowTotals"]
@@ -43,8 +42,8 @@ class WindowTotals:
         """One of so many batches is about to leave."""
         self.left = batches, gates.waited_s
 
-    def arrive(self, arrived: Reduction, gates: Gates, feedback: Feedback | None) -> None:
-        """A reduced one is about to be stepped with."""
+    def arrive(self, arrived: Reduction, gates: Gates, message_bytes: int) -> None:
+        """A reduced one is about to be stepped with, of which this replica's part has travelled in so many bytes."""
         self.number += 1
         self.exchange_s += arrived.exchange_s
         batches, before_s = self.left
@@ -53,8 +52,7 @@ class WindowTotals:
         self.waited_s += min(standing_s, arrived.exchange_s)
         if arrived.message is not None:
             self.own, self.batches = self.own + 1, self.batches + batches
-            numel = arrived.target.numel() if arrived.target is not None else 0
-            self.sent_bytes += 4 * numel if feedback is None else feedback.message_bytes
+            self.sent_bytes += message_bytes
 
     @property
     def each_s(self) -> float:
