@@ -113,7 +113,7 @@ class DriftingStrategy(ReplicatedStrategy):
         self.saved.begin_stage(trainer.lightning_module, fitting)
         if self.world is not None and fitting:
             check_checkpoint(self.world, self.saved.origin)
-            refusals.check_setup(trainer, self._layer_sync)
+            refusals.check_setup(trainer, self._layer_sync, self.buffers)
         self.setup_replica(trainer)
         if fitting:
             self.num_fits = next(_fits)

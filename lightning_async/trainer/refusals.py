@@ -12,12 +12,13 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_async.arguments import check_choice, check_protocol
 from lightning_async.data.partitioned import PartitionedSampler
+from lightning_async.engine.averaging.batch_norm import tracking
 from lightning_async.engine.replica import BufferPolicy, OptimizerPolicy
 from lightning_async.engine.world import World
 from lightning_async.rules.averaging.protocol import AveragingRule
 from lightning_async.rules.schedules.protocol import Schedule
 from lightning_async.trainer.epoch_shares import EpochShares
-from lightning_async.trainer.namespace import pytorch
+from lightning_async.trainer.namespace import pl, pytorch
 from lightning_async.trainer.patches import searches_lr
 from lightning_async.trainer.updates import updates_of
 
@@ -88,11 +89,12 @@ def check_survival(owner: str, min_replicas: int | None, max_replicas: int | Non
         raise ValueError(f"`{owner}(max_replicas={max_replicas})`: there are {world_size} ranks.")
 
 
-def check_setup(trainer: Any, layer_sync: Any) -> None:
+def check_setup(trainer: Any, layer_sync: Any, buffers: str) -> None:
     """Before the model is set up.
 
     Raises:
-        ValueError: something that waits for all ranks at every step, or between two gates.
+        ValueError: something that waits for all ranks at every step, or between two gates; or statistics that are to
+            be recomputed of a model that passes nothing on.
     """
     module = trainer.lightning_module
     batch_norms = [name for name, child in module.named_modules() if isinstance(child, nn.SyncBatchNorm)]
@@ -101,6 +103,12 @@ def check_setup(trainer: Any, layer_sync: Any) -> None:
         raise ValueError(
             f"{what} waits for all replicas in every forward pass, and replicas run at their own pace here. Use plain "
             'BatchNorm with `AsyncAveragingStrategy(buffers="average")` or `"recompute"`.'
+        )
+    bare = type(module).forward is pl.LightningModule.forward and "forward" not in vars(module)
+    if buffers == "recompute" and bare and tracking(module):
+        raise ValueError(
+            f"`buffers='recompute'` passes batches through `{type(module).__name__}.forward` for BatchNorm's "
+            "statistics, and it has none. Define `forward`, or pass `buffers='average'`."
         )
     from torchmetrics import Metric
 

@@ -29,6 +29,27 @@ def sync_batchnorm_argument() -> Any:
     )
 
 
+class Bare(Net):
+    """All is in `training_step`."""
+
+    forward = pl.LightningModule.forward
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return problem.loss_of(self.net, batch)
+
+
+@scenario
+def recomputed_without_forward() -> Any:
+    module = Bare(network=lambda: nn.Sequential(nn.BatchNorm1d(problem.FEATURES), problem.network()))
+    return fit(AsyncAveragingStrategy(buffers="recompute"), loader(shard((2, 2))), module)
+
+
+@scenario
+def nothing_to_recompute() -> Any:
+    """There are no statistics, and nothing is passed on."""
+    return fit(AsyncAveragingStrategy(buffers="recompute"), loader(shard((2, 2))), Bare())
+
+
 @scenario
 def more_survivors_than_ranks() -> Any:
     return fit(AsyncAveragingStrategy(min_replicas=3), loader(shard((2, 2))))

@@ -186,6 +186,7 @@ def test_without_horovod_the_advice_can_be_followed(monkeypatch: pytest.MonkeyPa
     [
         ("sync_batchnorm_argument", ("ValueError", "sync_batchnorm=True", "buffers=")),
         ("sync_batchnorm_module", ("ValueError", "SyncBatchNorm", "net.0")),
+        ("recomputed_without_forward", ("ValueError", "buffers='recompute'", "`Bare.forward`", "'average'")),
         ("metric_on_step", ("ValueError", "`metric`", "dist_sync_on_step=True")),
         ("more_survivors_than_ranks", ("ValueError", "min_replicas=3", "2 ranks")),
         ("more_ranks_than_at_most", ("ValueError", "max_replicas=1", "2 ranks")),
@@ -202,6 +203,11 @@ def test_without_horovod_the_advice_can_be_followed(monkeypatch: pytest.MonkeyPa
 def test_refused_on_every_rank(ranks: Outcomes, name: str, texts: tuple[str, ...]) -> None:
     for error in ranks.errors(name):
         assert all(text in error for text in texts), error
+
+
+def test_without_statistics_nothing_is_recomputed(ranks: Outcomes) -> None:
+    first, second = ranks("nothing_to_recompute")
+    assert first["digest"] == second["digest"] and first["steps"] == 2
 
 
 def test_processes_that_saw_errors_still_train(ranks: Outcomes) -> None:
