@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import DistributedSampler
 
 from lightning_async.data.partitioned import PartitionedSampler, PartitionedStream, yet_to_be_numbered
-from lightning_async.trainer.patches import Undo, replace, set_for_now, take_back
+from lightning_async.trainer.patches import Undo, replace, set_for_now, take_back, validation_interval
 from lightning_async.trainer.protocols import Drifting
 
 __all__ = ["Dealing"]
@@ -83,7 +83,7 @@ class Dealing:
                 original()
         except ValueError:
             trainer, survivors = self._trainer, self._strategy.survivors
-            interval, batches = trainer.val_check_interval, loop.max_batches
+            interval, batches = validation_interval(trainer), loop.max_batches
             grown = survivors is not None and trainer.world_size > survivors.started
             if loop is not trainer.fit_loop or not grown or not isinstance(interval, int) or interval <= batches:
                 raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 from lightning_async.engine.world import World
@@ -77,6 +78,12 @@ def callbacks_of(trainer: Any, kind: str) -> list[Any]:
     """The Trainer's callbacks of one of Lightning's classes; none where this Lightning has no such class."""
     wanted = getattr(pytorch("callbacks"), kind, ())
     return [callback for callback in trainer.callbacks if isinstance(callback, wanted)]
+
+
+def validation_interval(trainer: Any) -> int | float | timedelta:
+    """``val_check_interval``: batches, a share of an epoch, or a time, of which the Trainer has no such attribute."""
+    seconds = getattr(trainer, "_val_check_time_interval", None)
+    return trainer.val_check_interval if seconds is None else timedelta(seconds=seconds)
 
 
 def sync_metrics_through(world: Callable[[], World | None], module: Any) -> list[Undo]:

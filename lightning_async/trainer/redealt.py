@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_async.data.shares import Share
 from lightning_async.data.source import Source, sources_of
-from lightning_async.trainer.patches import Undo, callbacks_of, replace, set_for_now, take_back
+from lightning_async.trainer.patches import Undo, callbacks_of, replace, set_for_now, take_back, validation_interval
 
 __all__ = ["end_at", "follower", "go_on_with", "train_on"]
 
@@ -30,7 +30,7 @@ def go_on_with(trainer: Any, share: Share, steps: int | None = None) -> list[Und
     fit = trainer.fit_loop
     epoch, fetcher, combined = fit.epoch_loop, fit._data_fetcher, fit._combined_loader
     undo = end_at(trainer, share.end)
-    interval = trainer.val_check_interval
+    interval = validation_interval(trainer)
     is_sized = not math.isinf(share.end)
     if is_sized and isinstance(interval, float):  # of an epoch; who comes within it leaves those on the way to others
         at_end = interval == 1.0 if steps is not None else share.first == 0

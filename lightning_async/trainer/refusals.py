@@ -19,7 +19,7 @@ from lightning_async.rules.averaging.protocol import AveragingRule
 from lightning_async.rules.schedules.protocol import Schedule
 from lightning_async.trainer.epoch_shares import EpochShares
 from lightning_async.trainer.namespace import pl, pytorch
-from lightning_async.trainer.patches import searches_lr
+from lightning_async.trainer.patches import searches_lr, validation_interval
 from lightning_async.trainer.updates import updates_of
 
 __all__ = [
@@ -220,7 +220,7 @@ def _epoch_end_users(trainer: Any) -> list[str]:
         if isinstance(callback, callbacks.EarlyStopping):
             at_epoch_end = callback._check_on_train_epoch_end
             if at_epoch_end is None:
-                at_epoch_end = trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1
+                at_epoch_end = validation_interval(trainer) == 1.0 and trainer.check_val_every_n_epoch == 1
             if at_epoch_end:
                 users.append("EarlyStopping")
         if isinstance(callback, callbacks.StochasticWeightAveraging):

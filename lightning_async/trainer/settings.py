@@ -20,7 +20,7 @@ from lightning_async.engine.world import World
 from lightning_async.errors import SettingsMismatch
 from lightning_async.trainer.namespace import name as namespace
 from lightning_async.trainer.namespace import pl, pytorch
-from lightning_async.trainer.patches import callbacks_of
+from lightning_async.trainer.patches import callbacks_of, validation_interval
 
 __all__ = [
     "Compared", "Settings", "check_checkpoint", "check_equal", "check_newcomer", "check_optimizers", "check_settings",
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 _PRECISION = ("precision", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
 _LIMITS = (
     "max_epochs", "max_steps", "min_epochs", "min_steps", "limit_train_batches", "limit_val_batches", "overfit_batches",
-    "val_check_interval", "check_val_every_n_epoch", "reload_dataloaders_every_n_epochs", "num_sanity_val_steps",
+    "check_val_every_n_epoch", "reload_dataloaders_every_n_epochs", "num_sanity_val_steps",
     "enable_validation",
 )  # fmt: skip
 
@@ -189,6 +189,7 @@ def _usual(strategy: Compared, trainer: Any) -> Settings:
     values: dict[str, object] = {
         "version of Lightning": ".".join(pl.__version__.split(".")[:2]),
         "callbacks": sorted(type(callback).__name__ for callback in trainer.callbacks),
+        "val_check_interval": validation_interval(trainer),
         **strategy.usual_settings(),
     }
     return _texts(values, trainer, _LIMITS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from lightning_async.engine.header import Gate, Vote
 from lightning_async.trainer.inheritance import Inheritance
 from lightning_async.trainer.meeting import Meeting, join_validation
-from lightning_async.trainer.patches import Undo, replace
+from lightning_async.trainer.patches import Undo, replace, validation_interval
 from lightning_async.trainer.protocols import Drifting
 from lightning_async.trainer.updates import updates_of
 
@@ -76,7 +77,7 @@ class Validation:
             if due and self.gates_epochs and (epoch._is_training_done or stops):
                 self._due_at_end = True
                 return False
-            if due and self._trainer._val_check_time_interval is None:
+            if due and not isinstance(validation_interval(self._trainer), timedelta):
                 self._due += 1
                 due = self._due > self._held
             asked = Vote.VALIDATE in gates.agreed and self._strategy.between_windows and not self._comes()
@@ -88,7 +89,7 @@ class Validation:
         """Where ranks step together: this one's clock comes to that validation, too, after as many batches."""
         trainer, fit = self._trainer, self._trainer.fit_loop
         every, count = trainer.val_check_batch, fit.epoch_loop.batch_progress
-        by_number = trainer._val_check_time_interval is None and not math.isinf(every)
+        by_number = not isinstance(validation_interval(trainer), timedelta) and not math.isinf(every)
         if not self._strategy.in_step or not by_number or self._due != self._held:
             return False
         clock = count.total if trainer.check_val_every_n_epoch is None else count.current

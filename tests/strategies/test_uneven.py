@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 
+from lightning_async.trainer.patches import validation_interval
 from tests.strategies import problem
 from tests.strategies.problem import batches, distance, flat, train_alone
 from tests.strategies.workers import Outcomes
@@ -101,6 +104,19 @@ def test_one_validation_per_interval(ranks: Outcomes) -> None:
     told = ranks("one_validation_per_interval")
     assert_agreed(told)
     assert [len(rank["validations"]) for rank in told] == [4, 4]
+
+
+def test_validations_by_the_clock_are_of_all_ranks(ranks: Outcomes) -> None:
+    told = ranks("validations_by_time")
+    assert_agreed(told)
+    first, second = (len(rank["validations"]) for rank in told)
+    assert first == second >= 2
+
+
+def test_an_interval_of_validations_is_batches_or_a_time_also_where_lightning_knows_no_times() -> None:
+    assert validation_interval(SimpleNamespace(val_check_interval=10)) == 10
+    assert validation_interval(SimpleNamespace(val_check_interval=0.5, _val_check_time_interval=None)) == 0.5
+    assert validation_interval(SimpleNamespace(_val_check_time_interval=90.0)) == timedelta(seconds=90)
 
 
 @pytest.mark.parametrize("name", ["empty_shard", "empty_shard_synchronous"])

@@ -221,6 +221,19 @@ def one_validation_per_interval() -> Any:
 
 
 @scenario
+def validations_by_time() -> Any:
+    """Equal shards; which rank's clock asks first is the machine's matter."""
+    return fit(
+        None,
+        loader(shard((30, 30))),
+        Net(pause_s=(0.02, 0.02)),
+        val=loader(shard((1, 1))),
+        val_check_interval=timedelta(seconds=0.1),
+        max_epochs=1,
+    )
+
+
+@scenario
 def empty_shard() -> Any:
     return fit(
         AsyncAveragingStrategy(schedule=EveryNSteps(3)),
