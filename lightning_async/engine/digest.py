@@ -55,10 +55,15 @@ def is_finite(tensors: Iterable[Tensor]) -> bool:
 
 def all_finite(tensors: Iterable[Tensor]) -> Tensor:
     """Whether all elements are finite as they are now, as a bool where the tensors are: no GPU is waited for."""
-    present = [real(tensor.detach()) for tensor in tensors if tensor.numel()]
+    present = [real(_stored(tensor.detach())) for tensor in tensors if tensor.numel()]
     on_cpu = torch.tensor(all(ops.all_finite(tensor) for tensor in present if tensor.device.type == "cpu"))
     on_gpu = [torch.isfinite(tensor).all() for tensor in present if tensor.device.type != "cpu"]
     return torch.stack(on_gpu).all() & on_cpu if on_gpu else on_cpu
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    """The elements that it has: a sparse one, as momentum of sparse gradients is, has others, which are zero."""
+    return tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor
 
 
 @functools.cache

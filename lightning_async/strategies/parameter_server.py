@@ -73,8 +73,8 @@ class ParameterServerStrategy(DriftingStrategy):
 
     Args:
         mode: ``"async"`` (default): each push is applied as it comes. ``"sync"``: see above. ``"ssp"``: as they come,
-            and weights lack at most ``max_staleness`` of the slowest one's pushes, of as many as their worker has made.
-            MXNet's names ("dist_async", "dist_sync", "dist_sync_device" and others) are taken, too.
+            and weights lack at most ``max_staleness`` of the slowest one's pushes, of as many as their worker has made
+            since a gate. MXNet's names ("dist_async", "dist_sync", "dist_sync_device" and others) are taken, too.
         num_servers: that share out each group of parameters. None (default): one on each host; of those that are ranks,
             one, or as many as the environment says.
         shard_replicas: 1: each shard has a replica on the next server, which takes over when its server is lost (with

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_async.comm.simulated.faulty import Fail, Fault
-from lightning_async.engine.digest import real
+from lightning_async.engine.digest import is_finite, real
 from lightning_async.engine.header import Arrival, Gate, Vote
 from lightning_async.engine.replica import Replica
 from lightning_async.errors import AsyncTrainingError, LayoutMismatch
@@ -99,6 +99,13 @@ def test_where_no_replica_is_finite_nobody_is_healed() -> None:
         return healed, rank.averager.summary.healed
 
     assert on_ranks(Model, body, schedule=NEVER) == [([], 0), ([], 0)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_momentum_of_sparse_gradients_is_looked_at(dtype) -> None:
+    momentum = torch.zeros(3, 2, dtype=dtype).index_fill(0, torch.tensor([1]), 2.0).to_sparse(1)
+    assert is_finite([momentum, momentum + momentum, torch.zeros(3, 2, dtype=dtype).to_sparse(1)])
+    assert not is_finite([momentum, momentum * torch.inf])
 
 
 def test_a_frozen_parameter_of_one_replica_that_is_not_finite_reaches_no_other() -> None:

@@ -114,9 +114,13 @@ class Presence:
         self._store.remember(workers)
 
     def rest(self, worker: str, gate: int) -> None:
-        """Nobody waits for it until somebody comes from beyond that gate."""
+        """Nobody waits for it until somebody comes from beyond that gate. Beyond one that all rest at, where they have
+        the same weights, nobody is ahead of anybody."""
         workers = self._store.workers
         workers[worker]["rests"] = gate
+        if not live(workers, gate):
+            ahead = max(told["clock"] for told in workers.values())
+            workers = {name: {**told, "clock": ahead} for name, told in workers.items()}
         self._store.remember(workers)
 
     def leave(self, worker: str) -> None:
