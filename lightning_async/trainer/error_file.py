@@ -28,9 +28,9 @@ def note_end(exception: BaseException) -> None:
     if type(exception) is not SystemExit or exception.code:  # what serves ends by that; a signal is a class below it
         _ends.append(type(exception).__name__)
     if isinstance(exception, Exception) and _VARIABLE in os.environ:
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+        with contextlib.suppress(Exception):  # it cannot be written, has no words, or no file can be opened any more
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-        with contextlib.suppress(Exception):  # it cannot be written, or has no words
             get_error_handler().record_exception(exception)
     if isinstance(exception, PeerLost):  # who lost it is not to blame, and where it stood says nothing
         shorten(exception)

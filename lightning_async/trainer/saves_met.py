@@ -49,7 +49,8 @@ def save(met: Met, reason: str, wanted: bool = True, queue: bool = False) -> tup
     wishes, known, steps, ranks = zip(*strategy.world.gather_objects(mine), strict=True)
     if not any(wishes):
         return None
-    number, step = max(known) + 1, max(steps)
+    alone = len(ranks) < names.started  # one that is lost may have saved alone, as the next number, at this very step
+    number, step = max(known) + 1 + alone, max(steps)
     averager.marks.begin(number)
     ranks = [rank for rank in sorted(ranks) if rank in met.group]
     strategy.world.drifting, before = True, strategy.world.drifting  # metrics are this rank's: no other computes them

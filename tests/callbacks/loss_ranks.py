@@ -67,7 +67,8 @@ class Counted(pl.LightningModule):
 
 class Dies(pl.Callback):
     """At a place, from the fifth step on: "step", where it has seen a mark of a save ("mark"), when it has handed over
-    its part of one ("handed over"), when it is to ("part"), at the end ("end"), or with its last part ("last")."""
+    its part of one ("handed over"), when it is to ("part"), at the end ("end"), there by an exception, with
+    which it saves alone ("raises"), or with its last part ("last")."""
 
     def __init__(self, place: str) -> None:
         self.place, self.saves = place, 0
@@ -90,6 +91,8 @@ class Dies(pl.Callback):
     def on_train_end(self, trainer: Any, *_: Any) -> None:
         if self.place == "end":
             die()
+        if self.place == "raises":
+            raise Interrupted
         if self.place == "last":
             trainer.callbacks[-1]._now.saver.save = die
 
@@ -129,7 +132,7 @@ def train(
         deadlines=Deadlines(dead_after=timedelta(seconds=3)),
     )  # fmt: skip
     saves = FaultTolerantCheckpoint(
-        folder, every_n_train_steps=3, keep=Latest(99), save_on_exception=False, max_failures=9, busy="wait"
+        folder, every_n_train_steps=3, keep=Latest(99), save_on_exception=place == "raises", max_failures=9, busy="wait"
     )
     dies, stops = [Dies(place)] * (victim == NUMBER), [Stops(stops_in, *stops_at)] * (stops_in >= 0)
     trainer = pl.Trainer(

@@ -83,6 +83,21 @@ def test_a_save_whose_part_does_not_come_is_given_up_and_the_next_one_is_whole(
     assert all(saver.costs.failed == 0 for saver in left), "it is no failure of theirs"
 
 
+@pytest.mark.parametrize("dead", [1, 2])
+def test_a_rank_that_leaves_by_an_exception_and_says_so_fails_no_save_of_those_that_are_left(
+    dead: int, tmp_path: Path, make: Make, lost: set[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    left, leaves = [make(rank) for rank in EVERYBODY if rank != dead], make(dead)
+    for saver in left:
+        save(saver, 1)
+    leaves.give_up(1, 10, "its training ended before its next batch boundary", EVERYBODY)
+    lost.add(dead)
+    poll(*left, until=lambda: left[0].gave_up)
+    assert "could not be saved" not in caplog.text
+    assert all(saver.costs.failed == 0 for saver in left), "it is no failure of theirs"
+    assert [name for name in os.listdir(tmp_path) if ".tmp" in name] == []
+
+
 @pytest.mark.parametrize("dead", [0, 1])
 def test_what_a_lost_rank_has_handed_over_is_waited_for(dead: int, tmp_path: Path, make: Make, lost: set[int]) -> None:
     """Its writer outlives it, and has yet to begin."""

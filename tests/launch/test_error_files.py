@@ -95,6 +95,15 @@ def test_one_that_cannot_be_put_into_words_ends_the_rank_as_any_other(tmp_path: 
     assert in_words(Mute()) == "Mute, which does not say why"
 
 
+def test_where_no_module_can_be_read_any_more_the_error_stays_what_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "rank-0.error.json"))
+    monkeypatch.setitem(sys.modules, "torch.distributed.elastic.multiprocessing.errors", None)  # as without descriptors
+    fail(ValueError("too many open files"))
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("place", [None, "no/such/folder/file"])
 def test_where_nothing_can_be_written_nothing_is(place: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(ERROR_FILE, raising=False)

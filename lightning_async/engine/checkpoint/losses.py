@@ -64,12 +64,16 @@ class Losses:
         for old in sorted(self._open)[:-_KEPT]:
             del self._open[old]
 
-    def written(self, number: int, committed: bool) -> bool:
-        """This rank has heard what became of its part; whether the save was given up, as others are lost."""
+    def written(self, number: int, committed: bool, failed: bool = False) -> bool:
+        """This rank has heard what became of its part; whether the save was given up, as others are lost.
+
+        One that has ``failed`` is, where a rank that takes part is lost: that one may have said so as it left.
+        """
         save = self._open.get(number)
         if save is None:
             return False
         save.mine = False
+        save.given_up |= failed and bool(save.gone)
         if committed:
             del self._open[number]
         return save.given_up and not committed

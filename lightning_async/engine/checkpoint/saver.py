@@ -254,7 +254,10 @@ class Saver:
 
     def _hear(self, result: Result) -> None:
         costs, step = self.costs, self._shared.pop(result.number, None)
-        if self._losses.written(result.number, result.committed):
+        if result.lost and result.error is not None and step is not None:
+            self.give_up(result.number, step, result.error)
+        self._losses.concerned(self._lost())  # a rank that has left may have said so, in time for this save to fail
+        if self._losses.written(result.number, result.committed, result.error is not None):
             self._begun_at.pop(result.number, None)
             return
         if result.error is not None:
@@ -264,8 +267,6 @@ class Saver:
             costs.failed_in_a_row += 1
             self._last_error = result.error
             self._begun_at.pop(result.number, None)
-            if result.lost and step is not None:
-                self.give_up(result.number, step, result.error)
             goes_on = "" if result.number == self._alone else "; training goes on"
             words = f"A checkpoint could not be saved{goes_on}. {result.error}"
             tell("save_failed", logging.ERROR, words, rank=self._rank, number=result.number)
