@@ -40,9 +40,10 @@ class AsyncAveragingStrategy(DriftingStrategy):
         buffers: floating-point buffers (BatchNorm statistics): ``"average"`` (default), ``"keep"`` each replica's,
             ``"broadcast"`` rank 0's, or ``"recompute"`` BatchNorm's from recent batches at every gate. Integer
             buffers take the largest value of all replicas at every gate.
-        optimizer_state: ``"keep"`` each replica's (default), ``"average"`` it, or ``"reset"`` it after each round.
+        optimizer_state: ``"keep"`` each replica's (default), ``"average"`` it, or ``"reset"`` it after each round. Who
+            has missed synchronous steps, being out of data, takes over the others' at the next gate in any case.
         lr_clock: learning-rate schedulers that step per batch follow the replica's own steps (``"local"``,
-            default), or the mean over all replicas (``"global"``).
+            default), or the mean over all replicas (``"global"``). Under `Synchronous` there is one: steps are all's.
         compression: of the messages: ``"int8"`` or ``"fp8"`` (a quarter of the bytes; for rules that send differences,
             such as `DiLoCo`), ``"bf16"`` (half), or ``"none"`` (default). Nothing is lost: what a message cannot hold
             stays in the replica's parameters and goes with the next one. Gates exchange fp32.
@@ -104,6 +105,23 @@ class AsyncAveragingStrategy(DriftingStrategy):
         if trainer.state.fn == "fit" and self.world is not None:
             apart = not isinstance(self.schedule, Synchronous)  # what replicas make of their own steps is averaged
             check_optimizers(self.world, self.module, self.optimizers, usual=apart)
+
+    @property
+    def shared_steps(self) -> tuple[int, int] | None:
+        """See `Drifting`."""
+        return None if isinstance(self.schedule, Synchronous) else super().shared_steps
+
+    @property
+    def missed_steps(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """See `Drifting`."""
+        if self.averager is None or not (self.averager.ledger.synchronous or isinstance(self.schedule, Synchronous)):
+            return None
+        return self.averager.ledger.missed
+
+    @missed_steps.setter
+    def missed_steps(self, missed: int) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if self.averager is not None:
+            self.averager.ledger.missed = missed
 
     def settings(self) -> dict[str, object]:
         """What must be equal on all ranks in a fit."""

@@ -95,6 +95,7 @@ class Course:
             return
         self.patches.begin(connection.world)
         self._go_on(connection)
+        self.patches.begin_steps(connection.world)
 
     def start_over(self) -> None:
         """All ranks are here, and the next training begins on a connection of its own."""

@@ -79,14 +79,13 @@ class DriftingStrategy(ReplicatedStrategy):
     ) -> None:
         dead_after = config.deadlines.dead_after
         super().__init__(transport=transport, dead_after=dead_after, gloo_timeout=dead_after)
-        self.rule, self.schedule, self.config = rule, schedule, config
+        self.rule, self.schedule, self.config, self.num_fits = rule, schedule, config, 0
         self.host = Host(self) if isinstance(self.transport, ElasticTransport) else None
         if config.deadlines.replicas and not isinstance(self.transport, ElasticTransport):
             raise ValueError(
                 f"`Deadlines(replicas={config.deadlines.replicas!r})`: over {self.transport!r} nobody comes back to be "
                 "waited for. Use `TorchTransport()`, or leave it out."
             )
-        self.num_fits = 0
         self.buffers: BufferPolicy = buffers
         self.optimizer_state_policy: OptimizerPolicy = optimizer_state
         self.lr_clock: refusals.LrClock = lr_clock
@@ -226,6 +225,7 @@ class DriftingStrategy(ReplicatedStrategy):
 
     alone, between_windows, count = "so there is nothing to average", True, staticmethod(batch_size)
     in_step = served = called = False
+    missed_steps: int | None = None
 
     def call_with_step(self) -> bool:
         return False

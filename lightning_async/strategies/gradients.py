@@ -226,6 +226,8 @@ class AsyncGradientStrategy(DriftingStrategy):
         """See `Drifting`."""
         return self._session is None or self._session.stepping.between_windows
 
+    missed_steps = 0
+
     @property
     def in_step(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """See `Drifting`."""

@@ -23,6 +23,7 @@ from lightning_async.trainer.protocols import Drifting
 from lightning_async.trainer.revalidation import Revalidation
 from lightning_async.trainer.saving import Saving
 from lightning_async.trainer.shortage import Shortage
+from lightning_async.trainer.step_state import StepState
 from lightning_async.trainer.stopping import Stopping
 from lightning_async.trainer.succession import Succession
 from lightning_async.trainer.validation import Validation
@@ -47,6 +48,7 @@ class DriftPatches:
         self._newcomers = Newcomers(strategy, trainer, self._inheritance.epoch, self._rates)
         self._validation = Validation(strategy, trainer, self._meeting, self._inheritance)
         self._saving = saving = Saving(strategy, trainer)
+        self._meeting.on_met = StepState(strategy, trainer, self._rates).make_equal
         self._meeting.on_model_changed += [
             self._validation.model_changed,
             saving.model_changed,
@@ -83,6 +85,10 @@ class DriftPatches:
         self._validation.gates_epochs = refusals.check_fit(self._trainer, world)
         self._succession.begin(world)
         self._meeting.begin(world)
+
+    def begin_steps(self, world: World) -> None:
+        """Replicas are about to take steps: all ranks call this together."""
+        self._meeting.on_met(world)
 
     def for_newcomers(self) -> dict[str, Any]:
         """What a newcomer must know of this fit, see `go_on`."""

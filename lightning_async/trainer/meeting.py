@@ -29,6 +29,8 @@ class Meeting:
         self._averaged_models: AveragedModels | None = None
         self.on_model_changed: list[Callable[[], None]] = []
         """Called, on all ranks together, when a gate has given all replicas another model."""
+        self.on_met: Callable[[World], None] = lambda world: None
+        """The same; not where a step needs a gate, at which those who need it are alone."""
         self.on_called: Callable[[], None] = lambda: None
         """Goes to `Gate.DECIDE`, because another rank has called all together."""
 
@@ -58,6 +60,8 @@ class Meeting:
                 self.rendezvous(gate, index)
                 return
         self._opened(gates, world, share_averages)
+        if gates.moved_at_gate:
+            self.on_met(world)
 
     def within_batch(self, gate: Gate) -> Arrival:
         """Wait at a gate that a step needs. What others ask for instead has to wait for the end of the batch."""

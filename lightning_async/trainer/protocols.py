@@ -93,6 +93,9 @@ class Drifting(Protocol):
         """Before a gate: the last batch is done with."""
         ...
 
+    missed_steps: int | None
+    """Synchronous steps of the others that this replica's optimizers have not taken; None where it takes none."""
+
     def on_model_changed(self) -> None:
         """A gate has given all replicas another model."""
         ...

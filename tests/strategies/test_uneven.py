@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from lightning_async.trainer.patches import validation_interval
 from tests.strategies import problem
 from tests.strategies.problem import batches, distance, flat, train_alone
+from tests.strategies.uneven import adam, momentum
 from tests.strategies.workers import Outcomes
 
 SCENARIOS = "tests.strategies.uneven"
@@ -139,6 +143,47 @@ def test_synchronous_steps_go_on_without_a_rank_that_is_through(ranks: Outcomes)
     for rank in told:
         assert distance(rank["flat"], expected) < 1e-6
     assert [rank["steps"] for rank in told] == [4, 10]
+
+
+@pytest.mark.parametrize("name", ["momentum", "adam", "averaged", "one clock", "pairs"])
+def test_a_rank_that_was_out_of_data_goes_on_with_what_the_others_optimizers_remember(
+    ranks: Outcomes, name: str
+) -> None:
+    first, second = (told[name] for told in ranks("synchronous_uneven_state"))
+    assert_agreed([first, second])
+    pairs = 2 if name == "pairs" else 1
+    make = momentum if name in ("momentum", "one clock") else adam
+    expected = _in_step(make, [batches(0, 4), batches(1, 10)], pairs, epochs=3)
+    for number, where in enumerate(expected):
+        epoch, step = divmod(number, 10 // pairs)
+        assert distance(second["history"][(number + 1) * pairs - 1], where) < 1e-5
+        if step < 4 // pairs:
+            at = epoch * 4 + (step + 1) * pairs - 1
+            assert first["history"][at] == second["history"][(number + 1) * pairs - 1], "to the bit, at each step"
+
+
+def _in_step(make: Callable[..., Any], data: Sequence[Any], each: int, epochs: int) -> list[list[float]]:
+    """Where one process is after each step, of ``each`` batches of all ranks that have some left; in float64."""
+    module = problem.network().double()
+    optimizer, seen = make(module.parameters()), []
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.8)
+    for _ in range(epochs):
+        for at in range(0, max(map(len, data)), each):
+            taken = [batch for of_rank in data for batch in of_rank[at : at + each]]
+            x, y = (torch.cat(parts).double() for parts in zip(*taken, strict=True))
+            optimizer.zero_grad()
+            problem.loss_of(module, (x, y)).backward()
+            optimizer.step()
+            scheduler.step()
+            seen.append(flat(module))
+    return seen
+
+
+@pytest.mark.parametrize("name", ["synchronous", "windows"])
+def test_replicas_that_come_with_momentum_of_their_own_step_together_with_one(ranks: Outcomes, name: str) -> None:
+    first, second = (told[name] for told in ranks("in_step_from_apart"))
+    assert first["history"] == second["history"]
+    assert distance(first["history"][-1], _in_step(momentum, [batches(0, 4), batches(1, 4)], 1, epochs=1)[-1]) < 1e-5
 
 
 @pytest.mark.parametrize(

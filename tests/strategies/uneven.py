@@ -19,6 +19,7 @@ from lightning_async import (
     EveryNSteps,
     EverySeconds,
     Mean,
+    Synchronous,
 )
 from lightning_async.rules.pace import straggler
 from lightning_async.trainer.namespace import pl
@@ -253,9 +254,63 @@ def empty_shard_synchronous() -> Any:
 @scenario
 def synchronous_uneven() -> Any:
     """The shorter shard's rank contributes zeros once it is through."""
-    from lightning_async import Synchronous
-
     return fit(AsyncAveragingStrategy(schedule=Synchronous()), loader(shard((4, 10))))
+
+
+def momentum(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=0.01)
+
+
+class Scheduled(Net):
+    """Its learning rate changes with the batches."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make_optimizer(self.parameters())
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.8), "interval": "step"}]
+
+
+@scenario
+def synchronous_uneven_state() -> Any:
+    """What optimizers remember, and schedulers, beyond the end of an epoch."""
+    asked: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+        "momentum": (momentum, {}, {}),
+        "adam": (adam, {}, {"val_check_interval": 3}),
+        "averaged": (adam, {"optimizer_state": "average"}, {}),
+        "one clock": (momentum, {"lr_clock": "global"}, {}),
+        "pairs": (adam, {}, {"accumulate_grad_batches": 2}),
+    }
+    told = {}
+    for name, (optimizer, settings, options) in asked.items():
+        strategy = AsyncAveragingStrategy(schedule=Synchronous(), deadlines=PATIENT, **settings)
+        val = loader(shard((2, 2)))
+        told[name] = fit(
+            strategy, loader(shard((4, 10))), Scheduled(optimizer=optimizer), val=val, max_epochs=3, **options
+        )
+    return told
+
+
+class Apart(pl.Callback):
+    """Each rank begins with momentum of its own, as from a checkpoint of replicas that drifted."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        for p in pl_module.parameters():
+            trainer.optimizers[0].state[p]["momentum_buffer"] = torch.full_like(p, float(rank()))
+
+
+@scenario
+def in_step_from_apart() -> Any:
+    strategies = {
+        "synchronous": AsyncAveragingStrategy(schedule=Synchronous(), deadlines=PATIENT),
+        "windows": AsyncGradientStrategy(1, delay=0, deadlines=PATIENT),
+    }
+    return {
+        name: fit(strategy, loader(shard((4, 4))), Scheduled(optimizer=momentum), callbacks=[Apart()])
+        for name, strategy in strategies.items()
+    }
 
 
 @scenario

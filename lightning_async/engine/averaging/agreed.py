@@ -58,6 +58,8 @@ class Ledger:
     synchronous: bool = False
     """The replica takes synchronous steps: nobody goes on without it, and it is not excused for being slow."""
 
+    missed: int = 0
+    """Synchronous steps of the others that this replica had no part in: its optimizers have not taken them."""
     before_s: float = 0.0
     """Seconds since the last round, where training goes on from a checkpoint."""
 
@@ -84,6 +86,7 @@ class Ledger:
     def synchronous_step(self, work: Work | None) -> None:
         """Gradients are averaged; ``work`` is this replica's share, None where it has gone on to local steps."""
         self.fresh, self.last_round = True, self.now()
+        self.missed += work is None and self.synchronous
         if work is not None or self.synchronous:
             # Shared already: what is kept is only who has the newest model, should a rendezvous come next.
             self.work, self.reported, self.since_round = work or Work(), Work(), 0.0
@@ -95,13 +98,14 @@ class Ledger:
 
     def part(self) -> None:
         """Synchronous steps are over: replicas part from here."""
-        self.work, self.since_round = Work(), 0.0
+        self.work, self.since_round, self.missed = Work(), 0.0, 0
 
     def state_dict(self) -> dict[str, Any]:
         """The clock, and whether steps are synchronous."""
         return {
             "synchronous": self.synchronous,
             "fresh": self.fresh,
+            "missed": self.missed,
             "steps_since_round": self.since_round,
             "seconds_since_round": self.now() - self.last_round,
         }
@@ -109,6 +113,7 @@ class Ledger:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Go on from there; before `start`."""
         self.synchronous, self.fresh = bool(saved["synchronous"]), bool(saved["fresh"])
+        self.missed = int(saved.get("missed", 0))
         self.since_round = float(saved.get("steps_since_round", 0.0))
         self.before_s = float(saved.get("seconds_since_round", 0.0))
 

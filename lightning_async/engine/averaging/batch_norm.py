@@ -14,14 +14,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_async.engine.world import World
 
-__all__ = ["RECENT_BATCHES", "recompute_batch_norm", "tracking"]
+__all__ = ["RECENT_BATCHES", "recompute_batch_norm"]
 
 RECENT_BATCHES = 16
-
-
-def tracking(module: nn.Module) -> list[_BatchNorm]:
-    """The layers that have statistics."""
-    return [m for m in module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
 
 
 def recompute_batch_norm(module: nn.Module, batches: list[Any], world: World) -> None:
@@ -35,7 +30,8 @@ def recompute_batch_norm(module: nn.Module, batches: list[Any], world: World) ->
         batches: this rank's; other ranks may have more, fewer, or none.
         world: of all ranks, which call this together.
     """
-    if not (layers := tracking(module)):
+    layers = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+    if not layers:
         return
     momenta, modes = [layer.momentum for layer in layers], {m: m.training for m in module.modules()}
     counters = [

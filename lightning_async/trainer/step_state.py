@@ -1,0 +1,66 @@
+"""Steps on averaged gradients are the same on all replicas where what optimizers remember is, and learning rates are.
+
+A rank that is out of data takes no part in the others' steps, and one that comes from steps of its own has momentum of
+its own. At the next gate, or as training begins, it takes over what one of the others has.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from lightning_async.engine.digest import digest, strided
+from lightning_async.engine.world import World
+from lightning_async.trainer.learning_rates import LearningRates
+from lightning_async.trainer.protocols import Drifting
+
+__all__ = ["StepState"]
+
+
+class StepState:
+    """What a step needs beside gradients: optimizers' state, and schedulers.
+
+    Args:
+        strategy: says how many of the others' steps this replica has missed.
+        trainer: has the optimizers and schedulers.
+        rates: what schedulers have taken.
+    """
+
+    def __init__(self, strategy: Drifting, trainer: Any, rates: LearningRates) -> None:
+        self._strategy, self._trainer, self._rates = strategy, trainer, rates
+
+    def make_equal(self, world: World) -> None:
+        """Of those that take synchronous steps: as the one of all ranks has it that has missed the fewest. All ranks
+        call this together."""
+        missed = self._strategy.missed_steps
+        mine = 0 if missed is None else self._digest()
+        told = world.gather_objects([missed is not None, missed or 0, mine])
+        source = min(range(len(told)), key=lambda rank: (told[rank][1], not told[rank][0]))
+        if any(steps and held != told[source][2] for steps, _, held in told):
+            state = world.broadcast(self._take() if world.rank == source else None, source)
+            if missed is not None and mine != told[source][2] and state is not None:
+                self._put(state)
+        if missed is not None:
+            self._strategy.missed_steps = 0
+
+    def _digest(self) -> int:
+        leaves = tree_leaves(self._take())
+        plain = repr([leaf for leaf in leaves if not isinstance(leaf, Tensor)]).encode()
+        return digest([strided(leaf.detach()) for leaf in leaves if isinstance(leaf, Tensor)]) ^ zlib.crc32(plain)
+
+    def _take(self) -> dict[str, Any]:
+        return {
+            "optimizers": [optimizer.state_dict() for optimizer in self._trainer.optimizers],
+            "schedulers": [config.scheduler.state_dict() for config in self._trainer.lr_scheduler_configs],
+            "stepped": self._rates.stepped,
+        }
+
+    def _put(self, state: dict[str, Any]) -> None:
+        for optimizer, theirs in zip(self._trainer.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(theirs)
+        for config, theirs in zip(self._trainer.lr_scheduler_configs, state["schedulers"], strict=True):
+            config.scheduler.load_state_dict(theirs)
+        self._rates.stepped.update(state["stepped"])
