@@ -30,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", choices=COMMANDS, metavar="command")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the command")
+    rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the command")
+    rest.required = False  # else argparse asks for some, where there is no command either
     options = parser.parse_args(arguments)
     module = import_module(f"lightning_async.commands.{options.command.replace('-', '_')}")
     return module.main(options.arguments)

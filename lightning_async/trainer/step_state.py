@@ -33,18 +33,24 @@ class StepState:
         self._strategy, self._trainer, self._rates = strategy, trainer, rates
 
     def make_equal(self, world: World) -> None:
-        """Of those that take synchronous steps: as the one of all ranks has it that has missed the fewest. All ranks
+        """Those that take synchronous steps have what the one of all ranks has that has missed the fewest. All ranks
         call this together."""
         missed = self._strategy.missed_steps
         mine = 0 if missed is None else self._digest()
-        told = world.gather_objects([missed is not None, missed or 0, mine])
-        source = min(range(len(told)), key=lambda rank: (told[rank][1], not told[rank][0]))
-        if any(steps and held != told[source][2] for steps, _, held in told):
-            state = world.broadcast(self._take() if world.rank == source else None, source)
-            if missed is not None and mine != told[source][2] and state is not None:
-                self._put(state)
+        if (state := world.in_one_generation(lambda: self._others(world, missed, mine))) is not None:
+            self._put(state)
         if missed is not None:
             self._strategy.missed_steps = 0
+
+    def _others(self, world: World, missed: int | None, mine: int) -> dict[str, Any] | None:
+        """What that one has; None where this rank has it, too, or takes no synchronous steps."""
+        told = world.gather_objects([missed is not None, missed or 0, mine])
+        source = min(range(len(told)), key=lambda rank: (told[rank][1], not told[rank][0]))
+        held = told[source][2]
+        if not any(steps and others != held for steps, _, others in told):
+            return None
+        state = world.broadcast(self._take() if world.rank == source else None, source)
+        return None if missed is None or mine == held else state
 
     def _digest(self) -> int:
         leaves = tree_leaves(self._take())

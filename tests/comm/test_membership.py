@@ -15,7 +15,7 @@ import pytest
 from lightning_async.comm.membership import roster
 from lightning_async.comm.membership.generation import Generation
 from lightning_async.comm.membership.membership import Membership
-from lightning_async.comm.membership.stores import HashStore, PrefixStore
+from lightning_async.comm.membership.stores import Contact, HashStore, PrefixStore
 from lightning_async.errors import CollectiveTimeout, Evicted, GenerationChanged, PeerLost
 
 DEAD = timedelta(seconds=20)
@@ -354,6 +354,13 @@ def test_a_store_that_is_gone_is_named() -> None:
         store.dead = False  # only out of reach for a while
         until(lambda: ranks[1]._contact.refusals == 0)
         ranks[1].check()
+
+
+def test_a_store_that_says_nothing_at_all_is_named_so() -> None:
+    contact, said = Contact(0.0, dead_s=4.0), None
+    for now in range(1, 9):
+        said = said or contact.lost(float(now))
+    assert said is not None and said.startswith("the store has not answered for 4.0 s (no answer, and no error). ")
 
 
 def test_wrong_arguments_raise() -> None:

@@ -66,10 +66,10 @@ class Contact:
         refuses = self.refusals >= _REFUSALS and now - self._answered_at >= self._dead_s / 4
         if not refuses and self._silent_s < self._dead_s:
             return None
+        what = f"{self.refusals} attempts, last error: {self._error}" if self.refusals else "no answer, and no error"
         return (
-            f"the store has not answered for {now - self._answered_at:.1f} s ({self.refusals} attempts, last error: "
-            f"{self._error}). Its host, rank 0 or the launcher, is gone; without it no group can be formed. Start "
-            "again from the last checkpoint."
+            f"the store has not answered for {now - self._answered_at:.1f} s ({what}). Its host, rank 0 or the "
+            "launcher, is gone; without it no group can be formed. Start again from the last checkpoint."
         )
 
 
