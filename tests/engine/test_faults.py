@@ -389,8 +389,21 @@ def test_a_replica_that_is_not_finite_does_not_poison_a_consensus() -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_replicas_of_which_none_is_finite_do_not_hang(rule) -> None:
+    """No message of before is under way, from which one would be healed by the other, and that one by it."""
     for overlap in (False, True):
-        ended = values(2, poisoned(Gate.TRAIN_END, 5, (0, 1), steps=20), rule=rule, overlap=overlap)
+        turnstile = Turnstile()
+
+        def body(rank: FaultyRank, turnstile: Turnstile = turnstile) -> Any:
+            rank.train(5)
+            assert rank.meet(Gate.VALIDATE) is Arrival.OPEN
+            rank.x.fill_(float("nan"))
+            turnstile.set(f"poisoned {rank.number}")
+            turnstile.wait(f"poisoned {1 - rank.number}")
+            rank.train(15)
+            assert rank.meet(Gate.TRAIN_END) is Arrival.OPEN
+            return rank.x.clone()
+
+        ended = values(2, body, rule=rule, overlap=overlap)
         assert all(x.isnan().all() for x in ended)
 
 
