@@ -7,12 +7,13 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_async.engine.digest import is_finite, real
 from lightning_async.errors import AsyncTrainingError
 from lightning_async.flat import FlatLayout
 
-__all__ = ["BufferPolicy", "ModuleTensors", "alike", "describe", "same"]
+__all__ = ["BufferPolicy", "ModuleTensors", "alike", "describe", "same", "with_statistics"]
 
 BufferPolicy = Literal["average", "keep", "broadcast", "recompute"]
 _KINDS = frozenset(
@@ -160,6 +161,11 @@ def same(left: Iterable[Tensor], right: Iterable[Tensor]) -> bool:
 def alike(left: Tensor, right: Tensor) -> bool:
     """Whether one tensor can stand in the other's place."""
     return left.shape == right.shape and left.dtype == right.dtype and left.device == right.device
+
+
+def with_statistics(module: nn.Module) -> list[_BatchNorm]:
+    """The BatchNorm layers that keep running statistics."""
+    return [m for m in module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
 
 
 def _check_kinds(module: nn.Module, policy: BufferPolicy) -> None:

@@ -7,13 +7,13 @@ import math
 from typing import Any, Literal, get_args
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_async.arguments import check_choice, check_protocol
 from lightning_async.data.partitioned import PartitionedSampler
 from lightning_async.engine.replica import BufferPolicy, OptimizerPolicy
+from lightning_async.engine.tensors import with_statistics
 from lightning_async.engine.world import World
 from lightning_async.rules.averaging.protocol import AveragingRule
 from lightning_async.rules.schedules.protocol import Schedule
@@ -105,8 +105,7 @@ def check_setup(trainer: Any, layer_sync: Any, buffers: str) -> None:
             'BatchNorm with `AsyncAveragingStrategy(buffers="average")` or `"recompute"`.'
         )
     bare = type(module).forward is pl.LightningModule.forward and "forward" not in vars(module)
-    tracks = any(isinstance(child, _BatchNorm) and child.track_running_stats for child in module.modules())
-    if buffers == "recompute" and bare and tracks:
+    if buffers == "recompute" and bare and with_statistics(module):
         raise ValueError(
             f"`buffers='recompute'` passes batches through `{type(module).__name__}.forward` for BatchNorm's "
             "statistics, and it has none. Define `forward`, or pass `buffers='average'`."

@@ -14,8 +14,7 @@ import torch
 from torch.cuda import nccl
 
 from tests.comm.contract import ALL_CHECKS
-from tests.strategies.numerics import momentum
-from tests.strategies.problem import batches, distance, flat, joined, train_alone
+from tests.strategies.problem import batches, distance, flat, joined, momentum, train_alone
 from tests.strategies.test_failures import ENDLESS, LIMIT_S, survivor_of_two
 from tests.strategies.workers import Outcomes
 from tests.support import RankResult, run_ranks

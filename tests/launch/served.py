@@ -12,7 +12,8 @@ from lightning_async import ParameterServerStrategy
 from lightning_async.comm.reach import machine_name
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
-from tests.strategies.served import BATCHES, adam
+from tests.strategies.problem import adam
+from tests.strategies.served import BATCHES
 from tests.strategies.workers import Net, loader
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from lightning_async.launch.wire import SILENCE_S
 from tests.benchmarks.link import Link, shaped, shaping_problem
 from tests.launch.conftest import Launched
 from tests.launch.test_survivors import ENVIRONMENT, SCRIPT, Ranks
-from tests.strategies.problem import batches, distance, flat, joined, train_alone
-from tests.strategies.served import BATCHES, adam
+from tests.strategies.problem import adam, batches, distance, flat, joined, train_alone
+from tests.strategies.served import BATCHES
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the launcher needs Linux")
 

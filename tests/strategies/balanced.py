@@ -32,6 +32,7 @@ from lightning_async.engine.header import Vote
 from lightning_async.errors import PeerLost
 from lightning_async.trainer.namespace import pytorch
 from tests.strategies import problem
+from tests.strategies.problem import momentum
 from tests.strategies.workers import PATIENT, Net, logged, make_trainer, rank, scenario
 
 RANKS, SIZE, LENGTH = 4, 8, 1003
@@ -113,10 +114,6 @@ def until(condition: Callable[[], bool]) -> None:
 
 def _fail(gradient: Tensor) -> None:
     raise torch.OutOfMemoryError("no room for so many gradients")
-
-
-def momentum(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
 
 
 def train(strategy: Any, callback: Any, module: Noted | None = None, length: int = LENGTH, **options: Any) -> Any:

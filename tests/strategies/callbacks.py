@@ -153,7 +153,7 @@ def average_of_unlike_starts() -> Any:
 @scenario
 def swa_with_batch_norm() -> Any:
     """The epoch after the last takes no step, and fills BatchNorm's statistics from the batches of all ranks."""
-    module = Net(network=lambda: nn.Sequential(nn.BatchNorm1d(problem.FEATURES), problem.network()))
+    module = Net(network=problem.normalised)
     callback = pl.callbacks.StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=1)
     told = fit(
         together(schedule=EveryNSteps(2)), loader(shard((4, 6), (3, 5))), module, callbacks=[callback],

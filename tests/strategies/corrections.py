@@ -10,7 +10,8 @@ import torch
 from lightning_async import DelayCompensation, EstimateCommit, WeightPrediction
 from lightning_async.trainer.namespace import pl, pytorch
 from tests.strategies import problem
-from tests.strategies.gradient_windows import Saves, adam, momentum, strategy
+from tests.strategies.gradient_windows import Saves, strategy
+from tests.strategies.problem import adam, momentum
 from tests.strategies.workers import Net, fit, loader, make_trainer, rank, scenario, shard
 
 CORRECTIONS = {"predicted": WeightPrediction(1.5), "estimated": EstimateCommit()}

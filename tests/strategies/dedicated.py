@@ -15,7 +15,8 @@ import torch
 from lightning_async import ParameterServerStrategy
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
-from tests.strategies.served import adam, momentum, rows_of
+from tests.strategies.problem import adam, momentum
+from tests.strategies.served import rows_of
 from tests.strategies.workers import Net, Recorder, loader, make_trainer
 
 BATCHES = 12

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_async import AsyncAveragingStrategy, DeltaMean, EveryNSteps, Synchronous, TorchTransport
 from lightning_async.rules.schedules.protocol import Schedule
-from tests.strategies.numerics import momentum
+from tests.strategies.problem import momentum
 from tests.strategies.workers import Net, fit, loader, scenario, shard
 
 ACCELERATOR = os.environ.get("SCENARIO_ACCELERATOR", "cpu")

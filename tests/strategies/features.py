@@ -414,16 +414,12 @@ def odd_parameters() -> Any:
     return told
 
 
-def _normalised() -> nn.Module:
-    return nn.Sequential(nn.BatchNorm1d(problem.FEATURES), problem.network())
-
-
 @scenario
 def buffers() -> Any:
     """No round before the only gate."""
     told = {}
     for policy in ("average", "keep", "broadcast", "recompute"):
-        module, local = Net(network=_normalised), []
+        module, local = Net(network=problem.normalised), []
         norm: Any = module.net[0]  # pyright: ignore[reportIndexIssue]
 
         class Local(pl.Callback):

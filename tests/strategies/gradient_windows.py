@@ -13,6 +13,7 @@ import torch
 from lightning_async import AsyncGradientStrategy, DelayCompensation, EstimateCommit, PowerSGD, TopK, WeightPrediction
 from lightning_async.trainer.namespace import pl, pytorch
 from tests.strategies import problem
+from tests.strategies.problem import adam, momentum
 from tests.strategies.workers import (
     PATIENT,
     Net,
@@ -27,14 +28,6 @@ from tests.strategies.workers import (
     scenario,
     shard,
 )
-
-
-def momentum(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
-
-
-def adam(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(params, lr=0.01)
 
 
 def strategy(*args: Any, **options: Any) -> AsyncGradientStrategy:
@@ -403,7 +396,7 @@ class Odd(Net):
     """A parameter that is never used, a frozen one, one that only rank 1 uses; complex and of 16 bits; BatchNorm."""
 
     def __init__(self) -> None:
-        super().__init__(network=lambda: torch.nn.Sequential(torch.nn.BatchNorm1d(problem.FEATURES), problem.network()))
+        super().__init__(network=problem.normalised)
         self.unused = torch.nn.Parameter(torch.full((3,), 0.3))
         self.frozen = torch.nn.Parameter(torch.full((2,), 0.7), requires_grad=False)
         self.ones = torch.nn.Parameter(torch.full((2,), 0.5))

@@ -19,7 +19,7 @@ from lightning_async import (
 )
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
-from tests.strategies.numerics import adam, momentum
+from tests.strategies.problem import adam, momentum
 from tests.strategies.workers import Net, loader, make_trainer, rank, scenario, shard
 
 

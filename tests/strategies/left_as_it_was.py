@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import MeanMetric
 
 from lightning_async import Mean
@@ -158,7 +158,7 @@ class Stateful(Net):
     def __init__(self) -> None:
         super().__init__(
             optimizer=lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9),
-            network=lambda: nn.Sequential(nn.BatchNorm1d(problem.FEATURES), problem.network()),
+            network=problem.normalised,
         )
         self.begins_with: list[Any] = []
 

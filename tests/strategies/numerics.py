@@ -9,19 +9,12 @@ import torch
 from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, EveryNSteps, Mean, Synchronous, Warmup
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
+from tests.strategies.problem import adam, momentum
 from tests.strategies.workers import PATIENT, Net, Pulls, Some, fit, loader, logged, make_trainer, rank, scenario, shard
 
 
 def every_step(rule: Any, **options: Any) -> AsyncAveragingStrategy:
     return AsyncAveragingStrategy(rule, EveryNSteps(1), overlap=False, deadlines=PATIENT, **options)
-
-
-def momentum(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
-
-
-def adam(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(params, lr=0.01)
 
 
 @scenario

@@ -20,6 +20,19 @@ def network(width: int = 8) -> nn.Sequential:
         return nn.Sequential(nn.Linear(FEATURES, width), nn.Tanh(), nn.Linear(width, 1))
 
 
+def normalised() -> nn.Sequential:
+    """The same behind BatchNorm."""
+    return nn.Sequential(nn.BatchNorm1d(FEATURES), network())
+
+
+def momentum(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=0.01)
+
+
 def batches(rank: int, number: int, size: int = 4, offset: int = 0) -> list[Batch]:
     """Deterministic batches of one rank."""
     made = []

@@ -24,9 +24,7 @@ def _fit(module: Any = None, **options: Any) -> Any:
 
 @scenario
 def sync_batchnorm_argument() -> Any:
-    return _fit(
-        Net(network=lambda: nn.Sequential(nn.BatchNorm1d(problem.FEATURES), problem.network())), sync_batchnorm=True
-    )
+    return _fit(Net(network=problem.normalised), sync_batchnorm=True)
 
 
 class Bare(Net):
@@ -40,7 +38,7 @@ class Bare(Net):
 
 @scenario
 def recomputed_without_forward() -> Any:
-    module = Bare(network=lambda: nn.Sequential(nn.BatchNorm1d(problem.FEATURES), problem.network()))
+    module = Bare(network=problem.normalised)
     return fit(AsyncAveragingStrategy(buffers="recompute"), loader(shard((2, 2))), module)
 
 

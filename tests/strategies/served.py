@@ -21,17 +21,10 @@ from lightning_async.strategies.servers import Servers
 from lightning_async.trainer.namespace import pl, pytorch
 from tests.commands.test_serve import SECRET_OF_JOB, free_ports, serving
 from tests.strategies import problem
+from tests.strategies.problem import adam, momentum
 from tests.strategies.workers import Net, Pulls, Recorder, Some, loader, make_trainer, rank, scenario, shard
 
 BATCHES = 12
-
-
-def momentum(ps: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(ps, lr=0.05, momentum=0.9)
-
-
-def adam(ps: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(ps, lr=0.01)
 
 
 def fit(

@@ -9,7 +9,8 @@ import torch
 from lightning_async import AsyncAveragingStrategy, ParameterServerStrategy, Synchronous
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
-from tests.strategies.served import BATCHES, fit, momentum
+from tests.strategies.problem import momentum
+from tests.strategies.served import BATCHES, fit
 from tests.strategies.workers import Net, loader, make_trainer, scenario, shard
 
 DECAY = 0.8

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from lightning_async import ParameterServerStrategy, TopK, TwoBit
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
-from tests.strategies.served import BATCHES, Adversaries, Kills, adam, fit, momentum
+from tests.strategies.problem import adam, momentum
+from tests.strategies.served import BATCHES, Adversaries, Kills, fit
 from tests.strategies.workers import Net, loader, make_trainer, rank, scenario, shard
 
 WARMUP = 6

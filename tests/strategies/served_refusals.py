@@ -8,7 +8,8 @@ import torch
 
 from lightning_async import ParameterServerStrategy
 from tests.strategies import problem
-from tests.strategies.served import adam, fit, momentum
+from tests.strategies.problem import adam, momentum
+from tests.strategies.served import fit
 from tests.strategies.workers import Net, rank, scenario
 
 

@@ -15,7 +15,8 @@ import torch
 
 from lightning_async import Deadlines, ParameterServerStrategy
 from lightning_async.trainer.namespace import pl
-from tests.strategies.served import BATCHES, adam, fit, rows_of
+from tests.strategies.problem import adam
+from tests.strategies.served import BATCHES, fit, rows_of
 from tests.strategies.workers import Net, rank, scenario, shard
 
 LOST_AFTER = timedelta(seconds=4)

@@ -11,7 +11,8 @@ import torch
 
 from lightning_async import BalancedBatchSizes
 from tests.strategies import problem
-from tests.strategies.balanced import COSTS, LENGTH, RANKS, SIZE, dataset, momentum
+from tests.strategies.balanced import COSTS, LENGTH, RANKS, SIZE, dataset
+from tests.strategies.problem import momentum
 from tests.strategies.workers import Outcomes
 
 STEP, SIZES = RANKS * SIZE, [10, 10, 9, 3]

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.strategies import problem
-from tests.strategies.gradient_windows import adam, momentum
-from tests.strategies.problem import Batch, batches, distance, flat
+from tests.strategies.problem import Batch, adam, batches, distance, flat, momentum
 from tests.strategies.workers import Outcomes
 
 SCENARIOS = "tests.strategies.corrections"

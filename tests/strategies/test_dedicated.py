@@ -15,8 +15,7 @@ from lightning_async import HorovodTransport, ParameterServerStrategy, TorchTran
 from lightning_async.strategies.muster import Quorum, muster
 from tests.horovod import needs_horovod
 from tests.strategies.dedicated import BATCHES
-from tests.strategies.problem import batches, distance, flat, joined, train_alone
-from tests.strategies.served import adam
+from tests.strategies.problem import adam, batches, distance, flat, joined, train_alone
 from tests.strategies.workers import make_trainer
 from tests.support import RankResult, run_ranks
 

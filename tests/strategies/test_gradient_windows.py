@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from lightning_async import AsyncGradientStrategy, DelayCompensation, TopK
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
-from tests.strategies.gradient_windows import adam, momentum
-from tests.strategies.problem import Batch, batches, distance, flat, joined, train_alone
+from tests.strategies.problem import Batch, adam, batches, distance, flat, joined, momentum, train_alone
 from tests.strategies.workers import Net, Outcomes, loader, logged, make_trainer
 
 SCENARIOS = "tests.strategies.gradient_windows"

@@ -14,8 +14,7 @@ from lightning_async import AsyncAveragingStrategy, Deadlines, HorovodStrategy, 
 from lightning_async.strategies import base
 from tests.horovod import horovod_environment, needs_horovod
 from tests.strategies import problem
-from tests.strategies.problem import batches, distance, flat, joined, train_alone
-from tests.strategies.test_numerics import adam, momentum
+from tests.strategies.problem import adam, batches, distance, flat, joined, momentum, train_alone
 from tests.strategies.workers import Outcomes
 
 pytestmark = needs_horovod

@@ -9,18 +9,10 @@ import torch
 from torch import nn
 
 from tests.strategies import problem
-from tests.strategies.problem import batches, distance, flat, joined, train_alone, uneven
+from tests.strategies.problem import adam, batches, distance, flat, joined, momentum, train_alone, uneven
 from tests.strategies.workers import Outcomes
 
 SCENARIOS = "tests.strategies.numerics"
-
-
-def momentum(params: object) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.05, momentum=0.9)  # pyright: ignore[reportArgumentType]
-
-
-def adam(params: object) -> torch.optim.Optimizer:
-    return torch.optim.Adam(params, lr=0.01)  # pyright: ignore[reportArgumentType]
 
 
 EQUAL = joined(batches(0, 12), batches(1, 12))

@@ -15,8 +15,8 @@ from lightning_async.engine.checkpoint.store import CheckpointStore
 from lightning_async.rules.staleness import AdaptiveLr, Bounded, Buffered, Uncorrected
 from lightning_async.strategies.lateness import ahead
 from tests.strategies import problem
-from tests.strategies.problem import batches, distance, flat, joined, train_alone
-from tests.strategies.served import BATCHES, adam, momentum, two_optimizers
+from tests.strategies.problem import adam, batches, distance, flat, joined, momentum, train_alone
+from tests.strategies.served import BATCHES, two_optimizers
 from tests.strategies.survivor_workers import SAMPLES
 from tests.strategies.test_failures import ended
 from tests.strategies.test_joining import assert_saved_by_all, ranks

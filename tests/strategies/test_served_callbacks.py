@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.strategies import problem
-from tests.strategies.problem import batches, distance, flat, joined
-from tests.strategies.served import BATCHES, momentum
+from tests.strategies.problem import batches, distance, flat, joined, momentum
+from tests.strategies.served import BATCHES
 from tests.strategies.served_callbacks import BOUND, DECAY, WINDOWS
 from tests.strategies.workers import Outcomes
 

@@ -12,8 +12,8 @@ from torch import nn
 from lightning_async.engine.server.feedback import Feedback
 from lightning_async.rules import Int8, TwoBit
 from tests.strategies import problem
-from tests.strategies.problem import batches, distance, flat, joined, train_alone
-from tests.strategies.served import BATCHES, momentum
+from tests.strategies.problem import batches, distance, flat, joined, momentum, train_alone
+from tests.strategies.served import BATCHES
 from tests.strategies.served_pushes import Odd, half_loss, plain_sgd
 from tests.strategies.test_parameter_server import loss
 from tests.strategies.workers import SCENARIOS, Outcomes

@@ -14,8 +14,8 @@ from lightning_async import HorovodTransport, ParameterServerStrategy
 from lightning_async.strategies.finding import _replicas
 from tests.horovod import needs_horovod
 from tests.strategies import problem
-from tests.strategies.problem import batches, distance, flat, joined, train_alone
-from tests.strategies.served import BATCHES, adam
+from tests.strategies.problem import adam, batches, distance, flat, joined, train_alone
+from tests.strategies.served import BATCHES
 from tests.strategies.served_replicas import FEWER, STEP
 from tests.strategies.survivor_workers import SAMPLES
 from tests.strategies.test_survivors import survivors, three_ranks

@@ -13,8 +13,7 @@ import torch
 
 from lightning_async.trainer.patches import validation_interval
 from tests.strategies import problem
-from tests.strategies.problem import batches, distance, flat, train_alone
-from tests.strategies.uneven import adam, momentum
+from tests.strategies.problem import adam, batches, distance, flat, momentum, train_alone
 from tests.strategies.workers import Outcomes
 
 SCENARIOS = "tests.strategies.uneven"

@@ -24,6 +24,7 @@ from lightning_async import (
 from lightning_async.rules.pace import straggler
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
+from tests.strategies.problem import adam, momentum
 from tests.strategies.workers import PATIENT, Net, fit, loader, logged, rank, scenario, shard
 
 SHARDS = (20, 60)
@@ -255,14 +256,6 @@ def empty_shard_synchronous() -> Any:
 def synchronous_uneven() -> Any:
     """The shorter shard's rank contributes zeros once it is through."""
     return fit(AsyncAveragingStrategy(schedule=Synchronous()), loader(shard((4, 10))))
-
-
-def momentum(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
-
-
-def adam(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(params, lr=0.01)
 
 
 class Scheduled(Net):

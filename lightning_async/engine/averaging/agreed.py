@@ -57,9 +57,9 @@ class Ledger:
     """Synchronous steps were taken since the rule's state was begun: that begins anew with the next round."""
     synchronous: bool = False
     """The replica takes synchronous steps: nobody goes on without it, and it is not excused for being slow."""
-
     missed: int = 0
     """Synchronous steps of the others that this replica had no part in: its optimizers have not taken them."""
+
     before_s: float = 0.0
     """Seconds since the last round, where training goes on from a checkpoint."""
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_async.engine.tensors import with_statistics
 from lightning_async.engine.world import World
 
 __all__ = ["RECENT_BATCHES", "recompute_batch_norm"]
@@ -30,8 +30,7 @@ def recompute_batch_norm(module: nn.Module, batches: list[Any], world: World) ->
         batches: this rank's; other ranks may have more, fewer, or none.
         world: of all ranks, which call this together.
     """
-    layers = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
-    if not layers:
+    if not (layers := with_statistics(module)):
         return
     momenta, modes = [layer.momentum for layer in layers], {m: m.training for m in module.modules()}
     counters = [
