@@ -118,8 +118,13 @@ def build(numel: int, device: torch.device) -> nn.Sequential:
 
 
 def probe(module: nn.Module) -> list[float]:
-    """A few elements of every parameter."""
-    return torch.cat([p.detach().flatten()[:16].float().cpu() for p in module.parameters()]).tolist()
+    """Return a few elements of every parameter.
+
+    They come through pinned memory: while the driver copies to other memory, it lets no other thread of the process
+    reach the GPU, so a round would advance only between steps.
+    """
+    few = torch.cat([p.detach().flatten()[:16].float() for p in module.parameters()])
+    return torch.empty_like(few, device="cpu", pin_memory=few.is_cuda).copy_(few).tolist()
 
 
 class Switch:

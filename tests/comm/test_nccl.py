@@ -6,6 +6,7 @@ gone.
 
 from __future__ import annotations
 
+import signal
 from functools import partial
 from typing import Any
 
@@ -15,9 +16,9 @@ from torch.cuda import nccl
 
 from tests.comm.contract import ALL_CHECKS
 from tests.strategies.problem import batches, distance, flat, joined, momentum, train_alone
-from tests.strategies.test_failures import ENDLESS, LIMIT_S, survivor_of_two
+from tests.strategies.test_failures import ENDLESS, LIMIT_S, TRAIN, all_well, survivor_of_two, wait_for_step
 from tests.strategies.workers import Outcomes
-from tests.support import RankResult, run_ranks
+from tests.support import RankResult, run_ranks, start_ranks
 
 NEEDS_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))
 GPU = pytest.param("cuda", marks=NEEDS_GPU)
@@ -72,6 +73,15 @@ def test_averaging_is_the_same_over_gloo(ranks: Outcomes) -> None:
         assert distance(told["flat"], over_gloo["flat"]) < 1e-6
 
 
+def test_compressed_rounds_end_with_one_model_near_the_uncompressed_one(ranks: Outcomes) -> None:
+    first, second = ranks("compressed")
+    assert first["digest"] == second["digest"]
+    for told, plain in zip((first, second), ranks("averaged"), strict=True):
+        assert (told["rounds"], told["failed_rounds"]) == (6, 0)
+        assert told["sent_bytes"] < plain["sent_bytes"]
+        assert 0 < distance(told["flat"], plain["flat"]) < 1e-2
+
+
 def test_overlapped_rounds_end_with_one_model(ranks: Outcomes) -> None:
     first, second = ranks("overlapped")
     assert first["digest"] == second["digest"]
@@ -96,6 +106,18 @@ def test_a_killed_rank_ends_the_other_with_its_name(accelerator: str) -> None:
     assert told["error"].startswith("PeerLost") and "rank 1" in told["error"]
 
 
+@pytest.mark.parametrize("accelerator", ["cpu", GPU])
+def test_two_ranks_go_on_without_a_killed_third(accelerator: str) -> None:
+    kwargs = {"batches": [300, 300, ENDLESS], "deadlines": {"dead_after": 3.0}, "fewest": 2}
+    kwargs |= {"accelerator": accelerator, "devices": 1, "num_nodes": 3}
+    with start_ranks(TRAIN, 3, kwargs=kwargs, timeout=LIMIT_S, env=environment(accelerator)) as group:
+        wait_for_step(group, 30, 3)
+        group.signal(2, signal.SIGKILL)
+        *live, _ = group.join()
+    for told in all_well(live):
+        assert told["taken"] == 300 and told["rounds"] > 60
+
+
 # ---- the contract ----
 
 
@@ -104,7 +126,7 @@ def contract(request: pytest.FixtureRequest) -> list[RankResult]:
     """One launch; what a rank has kept is read from what it printed, which a later hang takes nothing of."""
     kwargs = {"backend": "nccl", "device": "cuda", "peers_hear": False, "without": [SOCKETS_ONLY]}
     env = environment("cuda")
-    return run_ranks("tests.comm.workers:contract", request.param, kwargs=kwargs, timeout=50.0, env=env, check=False)
+    return run_ranks("tests.comm.workers:contract", request.param, kwargs=kwargs, timeout=60.0, env=env, check=False)
 
 
 @pytest.mark.gpu

@@ -38,7 +38,7 @@ stage() {
   local name=$1 limit=$2 status started=$SECONDS
   shift 2
   echo "== $name (at most $limit s)"
-  timeout --kill-after=5 "$limit" "$@" >"$out/$name.log" 2>&1
+  timeout --signal=INT --kill-after=5 "$limit" "$@" >"$out/$name.log" 2>&1
   status=$?
   echo "$name,$status,$((SECONDS - started))" >>"$out/stages.csv"
   results
@@ -89,11 +89,11 @@ if ! stage probe 30 "$PYTHON" -c "$probe"; then
 fi
 stage driver 5 nvidia-smi
 stage build 70 "$PYTHON" cuda_ext/build.py cuda
-stage doctor 15 "$PYTHON" -m lightning_async.commands.doctor doctor
+stage doctor 15 "$PYTHON" -m lightning_async.commands.main doctor
 stage tests 50 "$PYTHON" -m pytest -m gpu tests/ops -p no:cacheprovider
 stage benchmark 30 "$PYTHON" -m tests.benchmarks.ops_gpu --out "$out"
-stage overlap 100 "$PYTHON" -m tests.benchmarks.overlap_gpu --seconds 85 --out "$out"
-stage nccl 110 "$PYTHON" -m pytest -m gpu -v tests/comm -p no:cacheprovider
+stage overlap 85 "$PYTHON" -m tests.benchmarks.overlap_gpu --seconds 72 --out "$out"
+stage nccl 150 "$PYTHON" -m pytest -m gpu -v tests/comm -p no:cacheprovider
 cuobjdump=$(tool cuobjdump)
 if [ -n "$cuobjdump" ]; then
   nvdisasm=$(tool nvdisasm)

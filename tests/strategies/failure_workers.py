@@ -107,12 +107,13 @@ def train(
     at: tuple[int, int, str] | None = None,
     gate: str = "",
     windows: int | None = None,
+    fewest: int | None = None,
     **options: Any,
 ) -> None:
-    """Train; ``batches`` by rank. ``windows`` of gradients of so many batches, in place of averaging."""
+    """Train; ``batches`` by rank; at least ``fewest`` ranks, else all. ``windows`` of gradients of so many batches, in place of averaging."""
     own = int(os.environ["RANK"])
     times = {name: timedelta(seconds=s) for name, s in (deadlines or {}).items()}
-    limits: Any = {"min_replicas": len(batches), "deadlines": Deadlines(**times)}  # pyright: ignore
+    limits: Any = {"min_replicas": fewest or len(batches), "deadlines": Deadlines(**times)}  # pyright: ignore
     if windows is None:
         strategy = AsyncAveragingStrategy(schedule=EveryNSteps(period), overlap=overlap, **limits)
     else:
