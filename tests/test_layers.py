@@ -16,7 +16,7 @@ import pytest
 from tests.support import ROOT
 
 PACKAGE = "lightning_async"
-MAX_LINES = 300
+MAX_LINES = 800
 
 GROUND = {"errors", "flat", "arguments", "events", "bare"}
 HALL = {"engine", "comm", "ops", *GROUND}
