@@ -167,7 +167,7 @@ def _check_windows(callback: Any, strategy: Any) -> None:
     name, owner = type(callback).__name__, type(strategy).__name__
     policy, correction = callback.policy, strategy.correction
     measures = getattr(policy, "measures", "nothing")
-    if strategy.accumulate != 4:
+    if strategy.accumulate != 1:
         raise ValueError(
             f"`{owner}(accumulate={strategy.accumulate!r})` beside `{name}`: one says how large a window is. Leave "
             f"`accumulate` out, or `{name}`."

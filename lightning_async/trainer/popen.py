@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -9,12 +10,13 @@ import select
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from lightning_async.comm.membership.neighbours import STARTER
 from lightning_async.comm.membership.signing import SECRET, new_secret
+from lightning_async.comm.membership.start import listen
 from lightning_async.errors import AsyncTrainingError, PeerLost
 from lightning_async.trainer.namespace import fabric, pytorch
 
@@ -31,6 +33,7 @@ __all__ = ["ProcessLauncher", "ScriptLauncher", "check_launcher"]
 
 log = logging.getLogger(__name__)
 _AFTER_THE_CAUSE_S = 2.0
+_PORT = "MASTER_PORT"
 
 
 def check_launcher() -> None:
@@ -64,6 +67,20 @@ def _introduce(num_nodes: int) -> None:
         os.environ.setdefault(SECRET, new_secret())
 
 
+@contextlib.contextmanager
+def _given_back(*names: str) -> Iterator[None]:
+    """Environment variables are at the end what they were at the beginning."""
+    before = {name: os.environ.get(name) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
 class ProcessLauncher(_MultiProcessingLauncher):
     """Lightning's launcher for "spawn", "fork" and "forkserver", but for what it does not hear from the processes.
 
@@ -78,9 +95,25 @@ class ProcessLauncher(_MultiProcessingLauncher):
         super().__init__(strategy, start_method)
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """See Lightning's."""
-        _introduce(self._strategy.num_nodes)  # pyright: ignore[reportAttributeAccessIssue]
-        return super().launch(function, *args, trainer=trainer, **kwargs)
+        """Run the function in new processes. The next launch of this process finds nothing of this one.
+
+        The store of ranks that failed serves for a moment longer. So each launch has a port of its own; where the user
+        has set one, a launch that failed waits until that is free.
+        """
+        environment: Any = self._strategy.cluster_environment
+        is_users_port = _PORT in os.environ
+        with _given_back(_PORT, STARTER, SECRET):
+            _introduce(self._strategy.num_nodes)  # pyright: ignore[reportAttributeAccessIssue]
+            try:
+                return super().launch(function, *args, trainer=trainer, **kwargs)
+            except BaseException:
+                if is_users_port:
+                    with contextlib.suppress(AsyncTrainingError):
+                        listen(environment.main_address, environment.main_port).close()
+                raise
+            finally:
+                if hasattr(environment, "_main_port") and not is_users_port:
+                    environment._main_port = -1  # as Lightning's constructor leaves it: none is chosen
 
     def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
         try:

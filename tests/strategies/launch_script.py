@@ -62,15 +62,24 @@ def main(how: str, devices: str, *what: str) -> None:
             except ValueError as error:
                 os.write(1, f"\nREFUSED {error}\n".encode())
             continue
-        if each in ("fit", "refit", "killed", "fails"):
+        if each == "variables":
+            found = sorted(name for name in os.environ if name.startswith(("MASTER_", "LIGHTNING_ASYNC_")))
+            os.write(1, f"\nVARIABLES {' '.join(found)}\n".encode())
+            continue
+        if each in ("fit", "refit", "killed", "fails", "caught"):
             named: dict[str, Any] = {"popen": "auto", "horovod": "horovod"}  # "auto" starts them so where nobody has
             transport: Any = named.get(how) or TorchTransport(start=cast(Any, how))
             strategy = AsyncAveragingStrategy(schedule=EveryNSteps(4), min_replicas=int(devices), transport=transport)
             trainer = make_trainer(strategy, int(devices))
         if each == "fit":
             module = SaysHow()
-        module.dies, module.fails = each == "killed", each == "fails"
-        if each == "test":
+        module.dies, module.fails = each == "killed", each in ("fails", "caught")
+        if each == "caught":
+            try:
+                trainer.fit(module, loader(100_000))  # pyright: ignore[reportPossiblyUnboundVariable]
+            except Exception as error:
+                os.write(1, f"\nCAUGHT {type(error).__name__}\n".encode())
+        elif each == "test":
             trainer.test(module, loader(5))  # pyright: ignore[reportPossiblyUnboundVariable]
         else:
             trainer.fit(module, loader(20 if each in ("fit", "refit") else 100_000))  # pyright: ignore[reportPossiblyUnboundVariable]

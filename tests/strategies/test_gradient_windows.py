@@ -422,7 +422,9 @@ def test_what_is_not_there_is_refused_by_name(
         trainer.fit(module(), loader(batches(0, 2)), loader(batches(0, 1)))
 
 
-@pytest.mark.parametrize(("accumulate", "steps"), [(4, [3, 7, 9]), ("until_reduced", list(range(10)))])
+@pytest.mark.parametrize(
+    ("accumulate", "steps"), [((), list(range(10))), ((4,), [3, 7, 9]), (("until_reduced",), list(range(10)))]
+)
 def test_a_world_of_one_accumulates(accumulate: Any, steps: list[int], alone: None) -> None:
     stepped: list[int] = []
 
@@ -431,8 +433,8 @@ def test_a_world_of_one_accumulates(accumulate: Any, steps: list[int], alone: No
             if trainer.strategy.is_update_step:
                 stepped.append(batch_idx)
 
-    trainer, module = make_trainer(AsyncGradientStrategy(accumulate), devices=1, callbacks=[Says()]), Net()
+    trainer, module = make_trainer(AsyncGradientStrategy(*accumulate), devices=1, callbacks=[Says()]), Net()
     trainer.fit(module, loader(batches(0, 10)), loader(batches(0, 1)))
-    alike = train_alone(batches(0, 10), accumulate=4 if accumulate == 4 else 1)
+    alike = train_alone(batches(0, 10), accumulate=4 if accumulate == (4,) else 1)
     assert flat(module) == flat(alike)
     assert stepped == steps and trainer.global_step == len(steps)

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -48,9 +48,11 @@ def launch(command: Sequence[str], cwd: Path) -> str:
     return text
 
 
-def run(*what: str, cwd: Path, script: str = SCRIPT) -> RankResult:
+def run(*what: str, cwd: Path, script: str = SCRIPT, env: Mapping[str, str] | None = None) -> RankResult:
     """The script as a user's one process, without the seconds in which it, and those it starts, import Lightning."""
-    (result,) = run_ranks(Path(script), 1, args=what, cwd=cwd, launched=False, forks=True, timeout=LIMIT_S, check=False)
+    (result,) = run_ranks(
+        Path(script), 1, args=what, cwd=cwd, env=env, launched=False, forks=True, timeout=LIMIT_S, check=False
+    )
     return result
 
 
@@ -143,6 +145,18 @@ def test_an_exception_on_one_rank_ends_all_at_once_whatever_started_them(method:
         r"ProcessRaisedException: \s*-- Process 1 terminated.*ValueError: the data ran dry", text, re.DOTALL
     ), text
     assert "forcefully exiting via SIGKILL" not in text, text
+
+
+@pytest.mark.parametrize("users_port", [False, True])
+def test_a_fit_after_a_failed_one_trains_and_finds_nothing_of_it(users_port: bool, tmp_path: Path) -> None:
+    """Notebooks, sweeps and retries do this. The store of a failed run serves for a moment longer."""
+    env = {"MASTER_PORT": str(free_port())} if users_port else {}
+    result = run("fork", "2", "caught", "fit", "variables", cwd=tmp_path, env=env)
+    text = result.stdout + result.stderr
+    assert result.returncode == 0, text[-4000:]
+    assert lines(text, "CAUGHT") == [["ProcessRaisedException"]]
+    assert_two_ranks_fitted(text)
+    assert lines(text, "VARIABLES") == [sorted(env)]
 
 
 def test_a_watcher_goes_on_although_the_others_cannot_be_told(caplog: pytest.LogCaptureFixture) -> None:
