@@ -22,7 +22,7 @@ from lightning_async.callbacks.steps import (
 from lightning_async.rules.accumulation import AccumulationPolicy, LrScaling
 from lightning_async.trainer.batch import batch_size
 from lightning_async.trainer.lent_windows import LentWindows
-from lightning_async.trainer.namespace import pytorch
+from lightning_async.trainer.namespace import check_object, pytorch
 from lightning_async.trainer.patches import replace, set_for_now, take_back
 from lightning_async.trainer.pieces import Pieces
 from lightning_async.trainer.windows import Windows
@@ -112,6 +112,7 @@ class AdaptiveGradientAccumulation(Callback):
     # ---- life ----
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        check_object(self, trainer)
         self._end()
         self._windows = self._probe = self._trainer = None
         if stage != "fit":

@@ -14,7 +14,7 @@ from lightning_async.engine.world import World
 from lightning_async.trainer.balancing import Balancing, Bounds
 from lightning_async.trainer.batch import batch_size
 from lightning_async.trainer.names import is_newcomer
-from lightning_async.trainer.namespace import pytorch
+from lightning_async.trainer.namespace import check_object, pytorch
 from lightning_async.trainer.patches import replace, take_back
 from lightning_async.trainer.pieces import Pieces
 from lightning_async.trainer.refusals import check_loaders
@@ -107,6 +107,7 @@ class BalancedBatchSizes(Callback):
     # ---- life ----
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        check_object(self, trainer)
         take_back(self._undo)
         self._balancing = self._windows = None
         if stage != "fit":

@@ -24,7 +24,7 @@ from lightning_async.rules.saving import (
 )
 from lightning_async.trainer.checkpointing import Checkpointing
 from lightning_async.trainer.due import Settings
-from lightning_async.trainer.namespace import pytorch
+from lightning_async.trainer.namespace import check_object, pytorch
 from lightning_async.trainer.preemption import TRY_AGAIN
 
 if TYPE_CHECKING:
@@ -132,6 +132,7 @@ class FaultTolerantCheckpoint(Checkpoint):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """The ranks have met, and nothing is restored yet."""
+        check_object(self, trainer)
         strategy = type(trainer.strategy).__name__
         if any(kind.__name__ in _SHARDED for kind in type(trainer.strategy).__mro__):
             raise ValueError(

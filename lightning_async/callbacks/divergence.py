@@ -25,7 +25,7 @@ from lightning_async.callbacks.remedies import (
 from lightning_async.engine.digest import is_finite
 from lightning_async.engine.world import World
 from lightning_async.rules.divergence import Escalation, Finding, History, Relative, Remedy, Threshold
-from lightning_async.trainer.namespace import pytorch
+from lightning_async.trainer.namespace import check_object, pytorch
 from lightning_async.trainer.patches import searches_lr, take_back
 from lightning_async.trainer.updates import updates_of
 
@@ -131,6 +131,7 @@ class DivergenceMonitor(Callback):
     # ---- life ----
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        check_object(self, trainer)
         self.rollbacks = 0
         self._rollback = self._given_rollback or rollback_of(trainer.callbacks)
         if stage == "fit" and self._rollback is None and Remedy.ROLL_BACK in (self._remedies or ()):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_async.arguments import check_number, check_protocol
 from lightning_async.errors import Dismissed
 from lightning_async.rules.saving import Adaptive, AnySave, EveryNTrainSteps, SavePolicy
-from lightning_async.trainer.namespace import pytorch
+from lightning_async.trainer.namespace import check_object, pytorch
 from lightning_async.trainer.patches import rank_zero_info, searches_lr
 from lightning_async.trainer.peers import Peers
 
@@ -68,6 +68,7 @@ class PeerMemory(Callback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """The ranks have met, and nothing is restored yet."""
+        check_object(self, trainer)
         self._now, strategy = None, trainer.strategy
         if stage != "fit" or trainer.fast_dev_run:
             return

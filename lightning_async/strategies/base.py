@@ -25,7 +25,7 @@ from lightning_async.strategies.survivors import (
 )
 from lightning_async.trainer.compiled import CompiledMark
 from lightning_async.trainer.names import is_newcomer
-from lightning_async.trainer.namespace import fabric, pytorch
+from lightning_async.trainer.namespace import check_object, fabric, pytorch
 from lightning_async.trainer.one_model import make_equal
 from lightning_async.trainer.patches import rank_zero_info, searches_lr
 from lightning_async.transports.choose import TransportName, choose_transport, register
@@ -94,6 +94,7 @@ class ReplicatedStrategy(ParallelStrategy):
     def cluster_environment(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, environment: Any
     ) -> None:
+        check_object(self, environment)
         self._environment = numbered_last(self.roles.environment(self.transport.environment(environment)))
         self.roles.check_transport(self.transport)
 

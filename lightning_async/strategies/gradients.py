@@ -52,9 +52,10 @@ class AsyncGradientStrategy(DriftingStrategy):
     window. In manual optimization ``optimizer.step()`` asks for a step, see `ManualWindows`.
 
     Args:
-        accumulate: batches in a window. Default 1: as many steps as DDP takes. ``"until_reduced"``: each window lasts until
-            the one before is reduced, at least one batch, so that no rank waits for another; `BalancedWindows`: a slow
-            rank has fewer batches in each. An `AdaptiveGradientAccumulation` among the callbacks says it in place of a number.
+        accumulate: batches in a window. Default 1: as many steps as DDP takes. ``"until_reduced"``: each window lasts
+            until the one before is reduced, at least one batch, so that no rank waits for another; `BalancedWindows`:
+            a slow rank has fewer batches in each. An `AdaptiveGradientAccumulation` among the callbacks says it in
+            place of a number.
         delay: 1 (default): a window's step is taken when the next one is full; 0: training waits for it.
         warmup_steps: so many steps have no delay at first. Default 0.
         correction: what is done about the delay: None (default), nothing; `DelayCompensation` changes gradients that

@@ -15,7 +15,7 @@ from lightning_async.comm.horovod.collectives import HorovodCollectives
 from lightning_async.engine.gradients.reducer import GradientReducer
 from lightning_async.strategies.base import ReplicatedStrategy
 from lightning_async.trainer.error_file import note_end
-from lightning_async.trainer.namespace import pytorch
+from lightning_async.trainer.namespace import pytorch, refuse_elsewhere
 from lightning_async.trainer.patches import sync_metrics_through, take_back
 from lightning_async.transports.choose import how_to_have_more
 
@@ -88,6 +88,7 @@ class HorovodStrategy(ReplicatedStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """One name: Horovod's launchers start the ranks."""
+        refuse_elsewhere(cls, [cls.strategy_name])
         strategy_registry.register(cls.strategy_name, cls, description=cls.__name__, override=True)
 
     def setup_environment(self) -> None:

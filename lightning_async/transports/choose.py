@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any, Literal, get_args
 
 from lightning_async.trainer.environments import HorovodEnvironment
+from lightning_async.trainer.namespace import refuse_elsewhere
 from lightning_async.transports.horovod import HorovodTransport
 from lightning_async.transports.torch import TorchTransport
 from lightning_async.transports.transport import Transport
@@ -26,6 +27,7 @@ REGISTERED: dict[str, Transport | TransportName] = {
 
 def register(strategy: Any, registry: Any) -> None:
     """A class of strategies by its name in Lightning's registry, and with the ways to start ranks from a notebook."""
+    refuse_elsewhere(strategy, [strategy.strategy_name + suffix for suffix in REGISTERED])
     for suffix, transport in REGISTERED.items():
         description = f"{strategy.__name__}(transport={transport!r})"
         name = strategy.strategy_name + suffix

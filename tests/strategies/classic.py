@@ -23,3 +23,26 @@ def train() -> dict[str, Any]:
         "namespace": namespace.name,
         "other": "lightning.pytorch" in sys.modules,
     }
+
+
+def both(first: str, second: str) -> dict[str, Any]:
+    """Import both namespaces, then the package; what the Trainers of both say."""
+    import importlib
+
+    trainers = [importlib.import_module(each).Trainer for each in (first, second)]
+    import lightning_async
+    from lightning_async.trainer import namespace
+
+    def say(trainer: Any, **options: Any) -> str:
+        try:
+            trainer(accelerator="cpu", devices=1, logger=False, **options)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "accepted"
+
+    given = ["async_averaging", "async_gradients_fork", "horovod", lightning_async.ParameterServerStrategy()]
+    return {
+        "namespace": namespace.name,
+        "first": [say(trainers[0], strategy=each) for each in given[:2]],
+        "second": [say(trainers[1], strategy=each) for each in given],
+    }

@@ -110,7 +110,10 @@ def train(
     fewest: int | None = None,
     **options: Any,
 ) -> None:
-    """Train; ``batches`` by rank; at least ``fewest`` ranks, else all. ``windows`` of gradients of so many batches, in place of averaging."""
+    """Train; ``batches`` by rank; ``windows`` of gradients of so many batches, in place of averaging.
+
+    At least ``fewest`` ranks go on where others are lost; by default all are needed.
+    """
     own = int(os.environ["RANK"])
     times = {name: timedelta(seconds=s) for name, s in (deadlines or {}).items()}
     limits: Any = {"min_replicas": fewest or len(batches), "deadlines": Deadlines(**times)}  # pyright: ignore

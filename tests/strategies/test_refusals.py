@@ -262,3 +262,19 @@ def test_the_older_namespace() -> None:
         assert rank["samples_by_rank"] == [2 * 5 * 4, 2 * 9 * 4]
     assert told[0]["digest"] == told[1]["digest"]
     assert told[0]["validations"] == told[1]["validations"]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("lightning.pytorch", "pytorch_lightning"), ("pytorch_lightning", "lightning.pytorch")]
+)
+def test_where_both_namespaces_are_imported_the_first_works_and_the_other_says_what_to_do(
+    first: str, second: str
+) -> None:
+    kwargs = {"first": first, "second": second}
+    (result,) = run_ranks("tests.strategies.classic:both", 1, kwargs=kwargs, launched=False, fresh=True)
+    told = result.value
+    assert told["namespace"] == first and told["first"] == ["accepted"] * 2
+    owners = ["AsyncAveragingStrategy", "AsyncGradientStrategy", "HorovodStrategy", "ParameterServerStrategy"]
+    for said, owner in zip(told["second"], owners, strict=True):
+        assert said.startswith(f"TypeError: `{owner}` works with the Trainer of `{first}`"), said
+        assert f"Import `{second}` before everything else" in said

@@ -21,8 +21,8 @@ _UNREGISTERED = "NCCL moves memory that it does not know, which may cost it a co
 _VARIABLES = {
     # Deadlines are ours; torch's watchdog would end the process.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    # When a peer breaks off, torch's watchdog would otherwise wait a minute for a dump that no default group writes, and
-    # whoever destroys the group waits for the watchdog.
+    # When a peer breaks off, torch's watchdog would otherwise wait a minute for a dump that no default group writes,
+    # and whoever destroys the group waits for the watchdog.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     # Connect when the group is formed: at its first use, the call would wait for the peers, and no deadline end it.
     "NCCL_RUNTIME_CONNECT": "0",
