@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from lightning_async.engine.averaging.config import AveragerConfig, Weighting
@@ -13,6 +14,7 @@ from lightning_async.rules.averaging.protocol import AveragingRule
 from lightning_async.rules.schedules.protocol import Schedule
 from lightning_async.strategies.drifting import DriftingStrategy
 from lightning_async.trainer import refusals
+from lightning_async.trainer.batch import counting
 from lightning_async.trainer.namespace import name as namespace
 from lightning_async.trainer.namespace import pytorch
 from lightning_async.trainer.settings import check_optimizers
@@ -36,7 +38,8 @@ class AsyncAveragingStrategy(DriftingStrategy):
         schedule: when: `EveryNSteps` (default: 32), `EverySeconds`, `Synchronous`, `Warmup`.
         overlap: rounds run while training goes on; False: training stands still for each.
         weighting: what a replica's contribution is weighted by: its ``"samples"`` since its last round (default),
-            its ``"steps"``, or ``"equal"``.
+            its ``"steps"``, ``"equal"``, or a function of a batch that says what it counts, such as its tokens: a
+            number >= 0.
         buffers: floating-point buffers (BatchNorm statistics): ``"average"`` (default), ``"keep"`` each replica's,
             ``"broadcast"`` rank 0's, or ``"recompute"`` BatchNorm's from recent batches at every gate. Integer
             buffers take the largest value of all replicas at every gate.
@@ -74,7 +77,7 @@ class AsyncAveragingStrategy(DriftingStrategy):
         schedule: Schedule | None = None,
         overlap: bool = True,
         *,
-        weighting: Weighting = "samples",
+        weighting: Weighting | Callable[[Any], float] = "samples",
         buffers: BufferPolicy = "average",
         optimizer_state: OptimizerPolicy = "keep",
         lr_clock: refusals.LrClock = "local",
@@ -90,8 +93,12 @@ class AsyncAveragingStrategy(DriftingStrategy):
         refusals.check_arguments(rule, schedule, overlap)
         owner = type(self).__name__
         refusals.check_policies(owner, buffers, optimizer_state, lr_clock, part_mb)
+        counts = callable(weighting)
+        if counts:
+            self.count = counting(owner, weighting)
+        self.weighting = weighting
         config = AveragerConfig(
-            overlap=overlap, weighting=weighting, compression=compression, deadlines=Deadlines.or_default(deadlines),
+            overlap=overlap, weighting="samples" if counts else weighting, compression=compression, deadlines=Deadlines.or_default(deadlines),
             part_bytes=max(4, int(part_mb * 2**20)), min_replicas=min_replicas, max_replicas=max_replicas,
         )  # fmt: skip
         config.check_rule(owner, rule)
@@ -128,6 +135,7 @@ class AsyncAveragingStrategy(DriftingStrategy):
         return {
             **super().settings(), "rule": self.rule, "schedule": self.schedule,
             "optimizer_state": self.optimizer_state_policy, "lr_clock": self.lr_clock,
+            "weighting": getattr(self.weighting, "__qualname__", self.weighting),
         }  # fmt: skip
 
     def __repr__(self) -> str:

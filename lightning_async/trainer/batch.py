@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
+from collections.abc import Callable
 from typing import Any
 
 from lightning_async.trainer.namespace import pytorch
 
-__all__ = ["batch_size", "pulled", "pulls"]
+__all__ = ["batch_size", "counting", "pulled", "pulls"]
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +22,25 @@ def batch_size(batch: Any) -> float:
     except Exception:  # Lightning raises what it likes on types that it does not know
         _warn(type(batch).__name__)
         return 1.0
+
+
+def counting(owner: str, function: Callable[[Any], float]) -> Callable[[Any], float]:
+    """Return a user's function of a batch as one that returns a finite number >= 0, or raises.
+
+    Args:
+        owner: the strategy's name, for messages.
+        function: what a batch counts.
+    """
+
+    def count(batch: Any) -> float:
+        counted = float(function(batch))
+        if not 0.0 <= counted < math.inf:
+            raise ValueError(
+                f"`{owner}(weighting={function!r})` returned {counted} for a batch: a weight must be a number >= 0."
+            )
+        return counted
+
+    return count
 
 
 def pulls(module: Any) -> bool:

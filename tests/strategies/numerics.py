@@ -130,9 +130,9 @@ def warm_up() -> Any:
 
 
 @scenario
-def weighted_consensus() -> Any:
+def weighted_consensus(**options: Any) -> Any:
     """No round before the gate: each replica goes its own way for an epoch."""
-    strategy = AsyncAveragingStrategy(schedule=EveryNSteps(1000))
+    strategy = AsyncAveragingStrategy(schedule=EveryNSteps(1000), **options)
     seen: list[list[float]] = []
 
     class Look(pl.Callback):
@@ -141,6 +141,19 @@ def weighted_consensus() -> Any:
 
     told = fit(strategy, loader(shard((10, 20), (3, 5))), callbacks=[Look()])
     return told | {"agreed": seen}
+
+
+@scenario
+def weighted_by_a_function() -> Any:
+    return weighted_consensus(weighting=lambda batch: len(batch[0]) ** 2)
+
+
+@scenario
+def weighted_by_a_wrong_function() -> Any:
+    try:
+        return weighted_consensus(weighting=lambda batch: 4 - len(batch[0]), min_replicas=2)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 
 
 class ValidateAgain(pl.Callback):

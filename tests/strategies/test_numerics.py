@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -145,14 +146,24 @@ def test_after_a_synchronous_warm_up_diloco_starts_from_the_model_at_the_switch(
         assert (told["synchronous_steps"], told["rounds"]) == (6, 2)
 
 
-def test_a_gate_shows_the_work_weighted_mean(ranks: Outcomes) -> None:
-    first, second = ranks("weighted_consensus")
-    weights = (10 * 3 / 130, 20 * 5 / 130)
+@pytest.mark.parametrize(
+    ("name", "counted"), [("weighted_consensus", [30, 100]), ("weighted_by_a_function", [90, 500])]
+)
+def test_a_gate_shows_the_work_weighted_mean(ranks: Outcomes, name: str, counted: list[int]) -> None:
+    first, second = ranks(name)
+    weights = [each / sum(counted) for each in counted]
     mean = [weights[0] * a + weights[1] * b for a, b in zip(first["history"][-1], second["history"][-1], strict=True)]
     assert distance(first["history"][-1], second["history"][-1]) > 1e-2
     for told in (first, second):
         assert distance(told["agreed"][0], mean) < 1e-6
-        assert told["samples_by_rank"] == [30, 100]
+        assert told["samples_by_rank"] == counted
+
+
+def test_a_weight_below_zero_ends_training_with_the_function_and_what_it_returned(ranks: Outcomes) -> None:
+    _, wrong = ranks("weighted_by_a_wrong_function")
+    assert re.match(
+        r"ValueError: `AsyncAveragingStrategy\(weighting=<function .*>\)` returned -1\.0 for a batch", wrong
+    )
 
 
 @pytest.mark.parametrize("name", ["validate_again_delta_mean", "validate_again_diloco"])
