@@ -93,12 +93,12 @@ class AsyncAveragingStrategy(DriftingStrategy):
         refusals.check_arguments(rule, schedule, overlap)
         owner = type(self).__name__
         refusals.check_policies(owner, buffers, optimizer_state, lr_clock, part_mb)
-        counts = callable(weighting)
-        if counts:
-            self.count = counting(owner, weighting)
         self.weighting = weighting
+        if callable(weighting):
+            self.count = counting(owner, weighting)
+            weighting = "samples"
         config = AveragerConfig(
-            overlap=overlap, weighting="samples" if counts else weighting, compression=compression, deadlines=Deadlines.or_default(deadlines),
+            overlap=overlap, weighting=weighting, compression=compression, deadlines=Deadlines.or_default(deadlines),
             part_bytes=max(4, int(part_mb * 2**20)), min_replicas=min_replicas, max_replicas=max_replicas,
         )  # fmt: skip
         config.check_rule(owner, rule)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -28,6 +29,7 @@ from lightning_async.trainer.names import is_newcomer
 from lightning_async.trainer.namespace import check_object, fabric, pytorch
 from lightning_async.trainer.one_model import make_equal
 from lightning_async.trainer.patches import rank_zero_info, searches_lr
+from lightning_async.trainer.settings import check_saved
 from lightning_async.transports.choose import TransportName, choose_transport, register
 from lightning_async.transports.transport import Connection, Transport
 
@@ -190,6 +192,11 @@ class ReplicatedStrategy(ParallelStrategy):
     def bucket_device(self) -> torch.device:
         """Where payloads are staged."""
         return self.transport.bucket_device(self.root_device)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restore the optimizers' state, or say that it is that of others; see Lightning's."""
+        check_saved(self.optimizers, checkpoint["optimizer_states"])
+        super().load_optimizer_state_dict(checkpoint)
 
     # ---- registration ----
 

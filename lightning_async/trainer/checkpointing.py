@@ -26,6 +26,7 @@ from lightning_async.trainer.resume import Resume
 from lightning_async.trainer.saves import FAILED_S, Together
 from lightning_async.trainer.saves_apart import Apart
 from lightning_async.trainer.saves_called import Called
+from lightning_async.trainer.settings import check_saved
 from lightning_async.trainer.whole_state import ALIKE, collect, left_out, put_back, whole
 
 __all__ = ["Checkpointing"]
@@ -77,6 +78,7 @@ class Checkpointing:
             replace(trainer.fit_loop, "run", self._run_fit),
             replace(trainer._checkpoint_connector, "resume_start", self._resume_start),
             replace(trainer._checkpoint_connector, "resume_end", self._recovery.end),
+            replace(strategy, "load_optimizer_state_dict", self._load_optimizers),
             replace(strategy, "on_train_start", self._begin),
             *self._preempted.install(),
         ]
@@ -90,6 +92,13 @@ class Checkpointing:
             original(checkpoint_path or self._recovery.choose(), *args, **kwargs)
 
         return resume_start
+
+    def _load_optimizers(self, original: Any) -> Any:
+        def load_optimizer_state_dict(checkpoint: Any) -> None:
+            check_saved(self._trainer.optimizers, checkpoint["optimizer_states"])
+            original(checkpoint)
+
+        return load_optimizer_state_dict
 
     def start(self) -> None:
         """Training begins: agree on numbers, start the writer, and have its memory.

@@ -123,6 +123,10 @@ def check_equal(world: World, settings: Settings) -> None:
     _refuse(world, world.gather_objects(settings))
 
 
+_NEWER = {"foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay"}
+"""Arguments that torch's optimizers have come to have, and add to the groups of older checkpoints."""
+
+
 def check_optimizers(world: World, module: Any, optimizers: Sequence[Optimizer], usual: bool = False) -> None:
     """Compare them: where each rank steps with the gradients of all, replicas would else part without a word.
 
@@ -151,6 +155,23 @@ def check_optimizers(world: World, module: Any, optimizers: Sequence[Optimizer],
     }
     told = world.gather_objects({name: _text(value) for name, value in values.items()})
     _warn(world, told) if usual else _refuse(world, told)
+
+
+def check_saved(optimizers: Sequence[Optimizer], states: Sequence[dict[str, Any]]) -> None:
+    """Refuse a checkpoint of other optimizers than training has now, before torch fails on what they lack.
+
+    Raises:
+        ValueError: names the optimizer, what its groups need, and what the saved ones have.
+    """
+    for index, (optimizer, state) in enumerate(zip(optimizers, states, strict=False)):
+        for saved in state["param_groups"]:
+            if lacks := sorted(set(optimizer.defaults) - set(saved) - _NEWER):
+                own = sorted(set(saved) - set(optimizer.defaults) - {"params", "initial_lr"})
+                raise ValueError(
+                    f"`configure_optimizers` returns {type(optimizer).__name__} as optimizer {index}, and the "
+                    f"checkpoint holds the state of another one: its groups lack {', '.join(lacks)}, and have {', '.join(own)}. "
+                    "Return the optimizer that the checkpoint was saved with, or begin from its weights only."
+                )
 
 
 def _warn(world: World, told: list[Settings]) -> None:

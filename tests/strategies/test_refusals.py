@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_async import (
     AsyncAveragingStrategy,
@@ -23,6 +24,7 @@ from lightning_async import (
 )
 from lightning_async.rules import AllMean
 from lightning_async.trainer.namespace import pytorch
+from lightning_async.trainer.settings import check_saved
 from tests.strategies import problem
 from tests.strategies.workers import Outcomes, fit, loader, logged
 from tests.support import run_ranks
@@ -278,3 +280,42 @@ def test_where_both_namespaces_are_imported_the_first_works_and_the_other_says_w
     for said, owner in zip(told["second"], owners, strict=True):
         assert said.startswith(f"TypeError: `{owner}` works with the Trainer of `{first}`"), said
         assert f"Import `{second}` before everything else" in said
+
+
+OPTIMIZERS: list[Any] = [
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+]
+
+
+@pytest.mark.parametrize("saved", OPTIMIZERS)
+@pytest.mark.parametrize("returned", OPTIMIZERS)
+def test_another_optimizer_than_the_saved_one_is_refused_unless_it_can_go_on(saved: Any, returned: Any) -> None:
+    def stepped(kind: Any) -> Any:
+        parameter = torch.nn.Parameter(torch.ones(2))
+        parameter.grad = torch.ones(2)
+        optimizer = kind([parameter], lr=0.1)
+        optimizer.step()
+        return optimizer
+
+    state, optimizer = stepped(saved).state_dict(), stepped(returned)
+    try:
+        check_saved([optimizer], [state])
+    except ValueError as error:
+        assert saved is not returned
+        assert f"`configure_optimizers` returns {returned.__name__} as optimizer 0" in str(error)
+        return
+    optimizer.load_state_dict(state)
+    optimizer.step()
+    if saved is returned:  # as an older torch saved it
+        for name in ("foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay"):
+            state["param_groups"][0].pop(name, None)
+        check_saved([optimizer], [state])
