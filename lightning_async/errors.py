@@ -23,10 +23,25 @@ __all__ = [
     "SettingsMismatch",
     "StoreLost",
     "TrainingDiverged",
+    "in_brief",
 ]
 
 START_AGAIN = ", and start again from the last checkpoint"
 """What is to be done where training ends; nothing of it where it goes on."""
+
+
+def in_brief(text: str, limit: int = 500) -> str:
+    """Return what other ranks are told of an error: its first line and its last one, without a traceback between them.
+
+    >>> in_brief("KeyError: Caught KeyError in worker process 0.\\nOriginal Traceback:\\n  ...\\nKeyError: 'x'")
+    "KeyError: Caught KeyError in worker process 0. KeyError: 'x'"
+
+    Args:
+        text: of any number of lines.
+        limit: characters of each of the two.
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return " ".join(line[:limit] for line in dict.fromkeys(lines[:1] + lines[-1:]))
 
 
 class AsyncTrainingError(RuntimeError):

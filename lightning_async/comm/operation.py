@@ -6,6 +6,7 @@ on them for a late peer to be noticed.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +22,8 @@ __all__ = ["Operation", "Where"]
 T = TypeVar("T")
 
 _POLL_S = 0.005
+_SOURCE = re.compile(r"\[[^\[\]\s]+\.(cc|cpp|h|hpp):\d+\]\s*")
+"""Where in a library's source an error was raised: of no use to who reads it."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,8 @@ class Operation(Generic[T]):
     def failure(self, error: Exception) -> CollectiveError:
         """The transport's own error, in words of this package."""
         kind = CollectiveTimeout if "timed out" in str(error).lower() else CollectiveError
-        return kind(f"{self} failed after {self.elapsed_s():.2f} s: {str(error).rstrip('.')}. {self.remedy}")
+        said = _SOURCE.sub("", str(error).split("\n", 1)[0]).rstrip(".")
+        return kind(f"{self} failed after {self.elapsed_s():.2f} s: {said}. {self.remedy}")
 
     def ended(self) -> bool:
         """Like `done`, but neither polls nor looks at the deadline."""

@@ -15,7 +15,7 @@ import torch
 from lightning_async.engine.checkpoint.claim import Claim
 from lightning_async.engine.checkpoint.manifest import Manifest
 from lightning_async.engine.checkpoint.retention import doomed
-from lightning_async.engine.checkpoint.store import CheckpointStore
+from lightning_async.engine.checkpoint.store import MANIFEST, CheckpointStore
 from lightning_async.engine.files import files_at
 from lightning_async.errors import CheckpointError, DamagedCheckpoint
 from lightning_async.rules.saving.keep import Best, EveryNth, KeepAny, KeepPolicy, Latest
@@ -30,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     store = CheckpointStore(options.dirpath)
     try:
+        store = _directory(store, options)
         if not store.files.exists(store.dirpath):
             raise FileNotFoundError(f"There is no directory {store.dirpath}.")
         return options.run(store, options)
@@ -38,13 +39,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
+def _directory(store: CheckpointStore, options: argparse.Namespace) -> CheckpointStore:
+    """Return the directory of checkpoints; where the path is of one checkpoint in it, that is the only one."""
+    path = store.dirpath.rstrip("/")
+    if not store.files.exists(f"{path}/{MANIFEST}"):
+        return store
+    parent, _, name = path.rpartition("/")
+    around = CheckpointStore(parent or ".")
+    entry = next(iter(around.entries(name=name)), None)
+    if entry is None:
+        return store
+    if not hasattr(options, "number"):
+        raise ValueError(f"{store.dirpath} is one checkpoint: give the directory that it is in, {around.dirpath}.")
+    options.number = entry.number
+    return around
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lightning-async checkpoint", description="Checkpoints of a directory.")
     commands = parser.add_subparsers(required=True, metavar="list | verify | export | prune")
 
     def command(name: str, run: object, what: str) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=what, description=what)
-        made.add_argument("dirpath", help="a directory, or a URL that fsspec knows")
+        made.add_argument(
+            "dirpath",
+            help="a directory, or a URL that fsspec knows; for verify and export also that of one checkpoint in it",
+        )
         made.set_defaults(run=run)
         return made
 

@@ -109,7 +109,7 @@ class Regroup:
             words = f"Rank {rank}: round {round_id} failed: {error}"
             tell("round_failed", logging.INFO, words, rank=rank, round=round_id)
             try:
-                generation = self._meet(box.next_exchange)
+                generation = self._meet()
             except (PeerLost, CollectiveError) as again:
                 error = again
                 box.failed += not isinstance(error, PeerLost)
@@ -131,7 +131,7 @@ class Regroup:
                 f"row; the last time: {error} If the network is slow, raise `Deadlines(payload=...)`."
             ) from error
 
-    def _meet(self, round_id: int) -> int:
+    def _meet(self) -> int:
         """The new generation, once all ranks are in it and their training threads' calls go on there."""
         started, members = self._now(), self._membership.generation.members
         if self._calls is not None:
@@ -147,7 +147,7 @@ class Regroup:
                     raise
         missing = [name for name in members if name not in generation.members]
         if missing:
-            self._go_on_without(missing, round_id)
+            self._go_on_without(missing)
         for root in self._roots:
             root.reconfigure(generation)
         self._mailbox.trouble = None
@@ -178,7 +178,7 @@ class Regroup:
         if self._calls is not None:
             self._calls.abandon()
 
-    def _go_on_without(self, missing: list[str], round_id: int) -> None:
+    def _go_on_without(self, missing: list[str]) -> None:
         """Some ranks are not in the next generation.
 
         Raises:
@@ -198,7 +198,7 @@ class Regroup:
             return
         missing = [rank for rank in missing if rank not in left] or missing  # those that left may have lost a peer too
         raise PeerLost(
-            f"Rank {self._transfer.rank}: lost in round {round_id}: {self._membership.why(missing)}. Training ends "
-            f"here; see the logs of rank(s) {listed(missing)} and resume from the last checkpoint.",
+            f"Rank {self._transfer.rank} ends: {self._membership.why(missing)}. See the log of rank(s) "
+            f"{listed(missing)}{START_AGAIN}.",
             tuple(map(int, missing)),  # of the first generation, which all of these were in
         )

@@ -122,6 +122,13 @@ def test_export_is_an_ordinary_checkpoint(tmp_path: Path, capsys: pytest.Capture
     assert there.optimizers[0].state[again.layers[0].weight]["step"] == 6
     assert there.optimizers[0].param_groups[0]["initial_lr"] == 0.1
 
+    older = store.entries()[1]
+    assert main(["checkpoint", "export", older.path, output]) == 0  # the path of one checkpoint
+    assert capsys.readouterr().out.startswith(f"{older.name} is in {output}, ")
+    assert torch.load(output, weights_only=True)["global_step"] == 3
+    assert main(["checkpoint", "prune", older.path, "--latest", "1"]) == 1
+    assert f"is one checkpoint: give the directory that it is in, {store.dirpath}" in capsys.readouterr().err
+
     damage(store, newest.number, "rank-0.bin")
     assert main(["checkpoint", "export", store.dirpath, output]) == 0
     said = capsys.readouterr()

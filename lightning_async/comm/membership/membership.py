@@ -26,7 +26,7 @@ from lightning_async.comm.membership.heart import Heart
 from lightning_async.comm.membership.roster import FAILED, LEFT, OUTSIDE, UP, VISITING, Record, describe, new_life
 from lightning_async.comm.membership.signing import Seal
 from lightning_async.comm.membership.stores import Contact, Store
-from lightning_async.errors import CollectiveTimeout, Evicted, GenerationChanged, PeerLost, StoreLost
+from lightning_async.errors import CollectiveTimeout, Evicted, GenerationChanged, PeerLost, StoreLost, in_brief
 
 __all__ = ["HEARTBEAT", "Membership"]
 
@@ -133,7 +133,7 @@ class Membership:
 
     def fail(self, text: str) -> None:
         """Tell the peers that this rank ends in an error; blocks until that is written, a few seconds at most."""
-        self._publish_end(FAILED, text[:2000])
+        self._publish_end(FAILED, in_brief(text))
 
     def report_death(self, name: str, text: str) -> None:
         """Tell all ranks that a peer's process has ended in an error; RuntimeError where the store is out of reach."""
