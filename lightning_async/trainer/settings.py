@@ -170,7 +170,8 @@ def check_saved(optimizers: Sequence[Optimizer], states: Sequence[dict[str, Any]
                 raise ValueError(
                     f"`configure_optimizers` returns {type(optimizer).__name__} as optimizer {index}, and the "
                     f"checkpoint holds the state of another one: its groups lack {', '.join(lacks)}, and have "
-                    f"{', '.join(own)}. Return the optimizer that the checkpoint was saved with, or begin from its weights only."
+                    f"{', '.join(own)}. Return the optimizer that the checkpoint was saved with, or begin from its "
+                    "weights only."
                 )
 
 

@@ -307,12 +307,12 @@ def test_another_optimizer_than_the_saved_one_is_refused_unless_it_can_go_on(sav
         return optimizer
 
     state, optimizer = stepped(saved).state_dict(), stepped(returned)
-    try:
-        check_saved([optimizer], [state])
-    except ValueError as error:
-        assert saved is not returned
-        assert f"`configure_optimizers` returns {returned.__name__} as optimizer 0" in str(error)
+    lacks = set(optimizer.defaults) - set(state["param_groups"][0])
+    if lacks - {"decoupled_weight_decay"}:
+        with pytest.raises(ValueError, match=f"`configure_optimizers` returns {returned.__name__} as optimizer 0"):
+            check_saved([optimizer], [state])
         return
+    check_saved([optimizer], [state])
     optimizer.load_state_dict(state)
     optimizer.step()
     if saved is returned:  # as an older torch saved it
