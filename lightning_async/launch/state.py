@@ -230,7 +230,7 @@ class State:
         statuses: of the ranks of this start that have ended, in this order.
         told: the last generation that each rank has told, in its present life.
         lost: ranks that have died, and without which training goes on. Those of them that live have been started again,
-            and have not joined yet.
+            and have not joined yet; or they were left behind by others, who have ended or are told to end.
         rejoins: how often each rank was to be started again alone, in this start.
         in_vain: the same, since it last trained with the others.
         pausing: ranks that will be.
@@ -294,3 +294,11 @@ class State:
         (generation,) = newest
         here = all(self.told.get(rank) == generation for rank in generation.members & self.living)
         return generation if here else None
+
+    @property
+    def left_behind(self) -> frozenset[int]:
+        """Ranks that trained with the others and live, and without which the others have told that they went on."""
+        agreed = self.agreed
+        if agreed is None:
+            return frozenset()
+        return (self.living & self.told.keys()) - agreed.members - self.lost
