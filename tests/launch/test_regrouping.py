@@ -197,7 +197,8 @@ LOST = [FIRST, dies(2), tell(1, 0, 1)]
         pytest.param([*STOPPED, done(0, 1, status=75), dies(2)], TRY_AGAIN, id="the others are preempted"),
         pytest.param([*STOPPED, TOLD_TO_END, done(0, 1, status=75), DUE, dies(2)], TRY_AGAIN, id="told, they save"),
         pytest.param(
-            [FIRST, dies(1), TOLD_TO_END, tell(1, 0), done(0, status=75), DUE, dies(2)], TRY_AGAIN,
+            [FIRST, dies(1), TOLD_TO_END, tell(1, 0), done(0, status=75), DUE, dies(2)],
+            TRY_AGAIN,
             id="told while regrouping, and one is left behind",
         ),
         pytest.param([*STOPPED, done(0), dies(1, 3), DUE, dies(2)], 3, id="the last of the others fails"),
