@@ -1,4 +1,4 @@
-"""The trainer's side of the process that writes checkpoints: hand over, hear of it, replace it if it dies or is stopped.
+"""The trainer's side of the process that writes checkpoints: hand over, hear, replace it if it dies or is stopped.
 
     save --- copied into a free buffer, told by a message ---> the writer --- poll: its answer ---> the buffer is free
 
