@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         policy = Policy(
             ranks=options.n, max_restarts=options.max_restarts, grace_s=options.grace,
             standbys=int(options.max_restarts > 0) if options.standby is None else options.standby,
-            hang_after_s=options.hang_after,
+            hang_after_s=options.hang_after, hang_after_start_s=options.hang_after_start,
         )  # fmt: skip
         wanted, place = _several(options)
         secret = None if place is None else secret_of(options.secret_file, os.environ)
@@ -126,6 +126,11 @@ def _parser() -> argparse.ArgumentParser:
         "--hang-after", type=float, metavar="S",
         help="seconds without a step of any rank after which all are killed, as if each had died; for "
         "this package's strategies, which tell of steps (default: never)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--hang-after-start", type=float, metavar="S",
+        help="the same before the first step of a training: imports, compilation, the first batch "
+        "(default: 1800, or as --hang-after, where that is more)",
     )  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="print what would be started")
     parser.add_argument("--nnodes", metavar="MIN:MAX", help="how many hosts, each with a launcher of its own; or N")

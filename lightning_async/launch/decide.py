@@ -9,7 +9,8 @@
     BACKING_OFF - the pause is over ------------------------> RUNNING
 
 A death before anybody has told a generation ends the others at once. What becomes of a rank that is lost and started
-again changes nothing for those who train, until it has joined them; where they have ended, it is told to end.
+again changes nothing for those who train, until it has joined them; where they have ended, it is told to end. So is a
+rank that is left behind: the others went on without it, and its process lives (it is stopped, or cut off).
 """
 
 from __future__ import annotations
@@ -116,6 +117,8 @@ def _without_the_lost(state: State) -> State:
     agreed = state.agreed if state.trains or state.asked is not None else None
     if agreed is None:
         return state
+    if state.asked is not None:
+        state = replace(state, lost=state.lost | state.left_behind)
     dead = {rank for rank, status in state.statuses.items() if status not in (0, TRY_AGAIN)}
     joined = state.lost & state.living & agreed.members
     in_vain = {rank: times for rank, times in state.in_vain.items() if rank not in joined}
@@ -149,12 +152,15 @@ def _pause_is_over(state: State, rank: int) -> Decision:
 
 
 def _ended(policy: Policy, state: State, event: Ended) -> Decision:
+    left_behind = state.left_behind - {event.rank}  # as all have told who lived until now
     statuses = {**state.statuses, event.rank: event.status}
     state = _without_the_lost(replace(state, living=state.living - {event.rank}, statuses=statuses))
     if not state.living:
         return _all_ended(policy, state)
     if not state.trains:
         return state, []
+    if event.status == 0 and state.living <= state.lost | left_behind:
+        state = replace(state, lost=state.lost | left_behind)
     if state.living <= state.lost:  # nobody trains any more whom these could join
         return replace(state, phase=Phase.STOPPING), [Send(signal.SIGTERM, state.living), Wait(policy.grace_s)]
     if event.status == 0:
@@ -165,6 +171,7 @@ def _ended(policy: Policy, state: State, event: Ended) -> Decision:
         return state, [*told, *actions]
     if event.status == TRY_AGAIN:
         # All ranks save together. A second SIGTERM would end those that are still at it.
+        state = replace(state, lost=state.lost | left_behind)
         joining = [Send(signal.SIGTERM, state.living & state.lost)] if state.living & state.lost else []
         return replace(state, phase=Phase.STOPPING), [*joining, Wait(policy.grace_s)]
     if told:
@@ -205,7 +212,8 @@ def _signalled(policy: Policy, state: State, event: Signalled) -> Decision:
             return state, []
         # The second Ctrl-C kills. A second SIGTERM goes on to the ranks, which end at once.
         return _kill(state) if event.number == signal.SIGINT else (state, [Send(signal.SIGTERM, state.living)])
-    state = replace(state, asked=event.number, asked_at={event.by: event.at})
+    lost = state.lost | (state.left_behind if state.trains else frozenset())  # the others' saves count without them
+    state = replace(state, asked=event.number, asked_at={event.by: event.at}, lost=lost)
     if not state.living:  # between two starts
         return replace(state, phase=Phase.FINISHED), [Finish(128 + event.number)]
     sent = [Send(_STOPS[signal.Signals(event.number)], state.living)] if state.trains else []

@@ -41,7 +41,7 @@ def main(
     logs: str | None,
     numbers: tuple[int, int],
     grace_s: float,
-    hang_after_s: float | None = None,
+    limits: Sequence[float] | None = None,
 ) -> None:
     """Keep the store until the launcher has ended, and its ranks.
 
@@ -51,7 +51,7 @@ def main(
         logs: the directory of the ranks' files.
         numbers: of the first of these ranks, and of all ranks.
         grace_s: that ranks have to end, when the launcher was killed.
-        hang_after_s: the launcher is told where no rank takes a step for so long; None: never.
+        limits: the launcher is told where no rank takes a step for so long, see `Progress`; None: never.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)  # meant for the launcher, which tells the ranks
@@ -62,7 +62,7 @@ def main(
             if said["what"] == "store":
                 # On a thread: meanwhile the launcher can be killed, and imports take seconds.
                 threading.Thread(
-                    target=_open, args=(said["host"], said["port"], *descriptors, launcher, numbers[1], hang_after_s),
+                    target=_open, args=(said["host"], said["port"], *descriptors, launcher, numbers[1], limits),
                     daemon=True,
                 ).start()  # fmt: skip
             elif said["what"] == "started":
@@ -80,34 +80,35 @@ def _next(launcher: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
 
 
 def _open(
-    host: str, port: int, listener: int, launcher: socket.socket, world_size: int, hang_after_s: float | None
+    host: str, port: int, listener: int, launcher: socket.socket, world_size: int, limits: Sequence[float] | None
 ) -> None:
     listening: Any = {"master_listen_fd": listener}
     try:
         from torch._C._distributed_c10d import TCPStore
 
         _stores.append(TCPStore(host, port, None, True, wait_for_workers=False, **listening))
-        if hang_after_s is not None:
-            _look_for_progress(_stores[-1], launcher, port, world_size, hang_after_s)
+        if limits is not None:
+            _look_for_progress(_stores[-1], launcher, port, world_size, limits)
     except BaseException:
         traceback.print_exc()
         os._exit(1)
 
 
-def _look_for_progress(store: Any, launcher: socket.socket, port: int, world_size: int, hang_after_s: float) -> None:
+def _look_for_progress(
+    store: Any, launcher: socket.socket, port: int, world_size: int, limits: Sequence[float]
+) -> None:
     """Until the ranks start again, with another store. It says so again where a hang goes on: the launcher does nothing
     while it deals with a death."""
     from lightning_async.comm.membership.standing import read_standings
     from lightning_async.launch.progress import Progress, Watched
 
     clock = Watched(time.monotonic())
-    progress = Progress(hang_after_s, world_size, clock.now)
+    progress = Progress(limits, world_size, clock.now)
     while _stores[-1] is store:
         standings = read_standings(store, None)
         if (words := progress.look(standings, clock.tick(time.monotonic()))) is not None:
             with contextlib.suppress(OSError):  # it was killed
                 launcher.send(f"{port} {words}".encode())
-            progress = Progress(hang_after_s, world_size, clock.now)
         time.sleep(_LOOKS_S)
 
 

@@ -172,8 +172,8 @@ class Node:
     def _kept(self) -> Keeper:
         if self._keeper is None:
             readers = [reader for reader, _ in self._pipes]
-            seconds = self._policy.grace_s, self._policy.hang_after_s
-            self._keeper = keeper = Keeper(readers, self._logs, self._job.place, *seconds)
+            policy = self._policy
+            self._keeper = keeper = Keeper(readers, self._logs, self._job.place, policy.grace_s, policy.hang_limits)
             self._loop.watch(keeper.pidfd, lambda: self._lose(keeper))
             self._loop.watch(keeper.channel, lambda: self._hear(keeper))
             for process in self._processes.values():

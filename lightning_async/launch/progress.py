@@ -32,19 +32,22 @@ class Progress:
     """What all ranks of one start have told.
 
     Args:
-        hang_after_s: so long without a step, of any of them, is a hang.
+        limits: so many seconds without a step, of any of them, are a hang: before the first step of a training, while
+            programs import, compile and read their data; and after it.
         world_size: how many there are.
         now: seconds, of which clock ever.
     """
 
-    def __init__(self, hang_after_s: float, world_size: int, now: float) -> None:
-        self._hang_after_s, self._world_size = hang_after_s, world_size
+    def __init__(self, limits: Sequence[float], world_size: int, now: float) -> None:
+        self._limits, self._world_size = limits, world_size
         self._since = now
+        self._first: dict[tuple[str, int, int], int] = {}
+        """The step at which each training of each process was first heard of."""
         self._reached: dict[tuple[str, int], tuple[int, bool]] = {}
         self._heard: dict[tuple[str, int], tuple[float, float]] = {}
 
     def look(self, standings: Sequence[Standing], now: float) -> str | None:
-        """Where each rank stands, in words, where that is a hang; None where it is none.
+        """Where each rank stands, in words, where that is a hang, from which on it counts anew; None where it is none.
 
         Args:
             standings: of all processes, in the order in which they came.
@@ -57,13 +60,20 @@ class Progress:
                 self._heard[key] = each.at, now
         last = {each.name: each for each in standings}
         newest = max(((s.run, s.generation) for s in last.values()), default=(0, 0))
+        begun = False
+        for each in last.values():
+            first = self._first.setdefault((each.name, each.process, each.run), each.step)
+            begun |= each.run == newest[0] and each.step > first
         members = {name for s in last.values() if (s.run, s.generation) == newest for name in s.members}
         done = bool(members) and all(reached[s.name, s.process][1] for s in last.values() if s.name in members)
         if reached != self._reached or done:  # what a script does after training is its own business
             self._reached, self._since = reached, now
-        if now - self._since < self._hang_after_s:
+        silent_s, limit_s = now - self._since, self._limits[begun]
+        if silent_s < limit_s:
             return None
-        lines = [f"No rank has taken a step for {now - self._since:.0f} s (--hang-after {self._hang_after_s:g}):"]
+        self._since = now
+        what, option = ("a step for", "--hang-after") if begun else ("its first step within", "--hang-after-start")
+        lines = [f"No rank has taken {what} {silent_s:.0f} s ({option} {limit_s:g}):"]
         for name in map(str, range(self._world_size)):
             lines.append(f"rank {name} {self._where(last.get(name), now)}")
         return "\n".join(lines)

@@ -29,6 +29,8 @@ CANNOT_START = 71
 """EX_OSERR: the system did not let a rank or the store start, or a file be written."""
 
 _LONGEST_PAUSE_S = 60.0
+_LONGEST_START_S = 1800.0
+"""Until a first step: imports, downloads and compilation have taken half an hour at most, unless somebody says more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,8 @@ class Policy:
         standbys: processes that have imported what the program does, and are to be the next ranks that are started
             again. Default: 0.
         hang_after_s: without a step of any rank for so long all are killed, as if each had died. Default: None, never.
+        hang_after_start_s: the same, before the first step of a training. Default: half an hour, or ``hang_after_s``
+            where that is longer.
 
     Raises:
         TypeError, ValueError: an argument is out of range.
@@ -58,6 +62,7 @@ class Policy:
     first_pause_s: float = 1.0
     standbys: int = 0
     hang_after_s: float | None = None
+    hang_after_start_s: float | None = None
 
     def __post_init__(self) -> None:
         check_int(self, "ranks", at_least=1)
@@ -67,10 +72,24 @@ class Policy:
             check_real(self, name, at_least=0.0)
         if self.hang_after_s is not None:
             check_real(self, "hang_after_s", above=0.0)
+        if self.hang_after_start_s is not None:
+            check_real(self, "hang_after_start_s", above=0.0)
+            if self.hang_after_s is None:
+                raise ValueError(
+                    f"`Policy(hang_after_start_s={self.hang_after_start_s:g})` needs `hang_after_s`: without it nobody "
+                    "looks for hangs (--hang-after)."
+                )
 
     @property
     def all(self) -> frozenset[int]:
         return frozenset(range(self.ranks))
+
+    @property
+    def hang_limits(self) -> tuple[float, float] | None:
+        """Seconds without a step that are a hang: before the first one of a training, and then; None for no limit."""
+        if self.hang_after_s is None:
+            return None
+        return self.hang_after_start_s or max(_LONGEST_START_S, self.hang_after_s), self.hang_after_s
 
     def pause_s(self, before: int) -> float:
         """Before all ranks are started again, when they have been so often before."""
@@ -230,7 +249,7 @@ class State:
         statuses: of the ranks of this start that have ended, in this order.
         told: the last generation that each rank has told, in its present life.
         lost: ranks that have died, and without which training goes on. Those of them that live have been started again,
-            and have not joined yet.
+            and have not joined yet; or they were left behind by others, who have ended or are told to end.
         rejoins: how often each rank was to be started again alone, in this start.
         in_vain: the same, since it last trained with the others.
         pausing: ranks that will be.
@@ -294,3 +313,11 @@ class State:
         (generation,) = newest
         here = all(self.told.get(rank) == generation for rank in generation.members & self.living)
         return generation if here else None
+
+    @property
+    def left_behind(self) -> frozenset[int]:
+        """Ranks that trained with the others and live, and without which the others have told that they went on."""
+        agreed = self.agreed
+        if agreed is None:
+            return frozenset()
+        return (self.living & self.told.keys()) - agreed.members - self.lost

@@ -33,7 +33,7 @@ class Keeper:
         logs: the directory of the ranks' files, if there is one.
         place: of the ranks.
         grace_s: that ranks have then.
-        hang_after_s: it says where no rank takes a step for so long; None: never.
+        limits: it says where no rank takes a step for so long, see `Progress`; None: never.
 
     Raises:
         OSError: the system does not let it start.
@@ -45,11 +45,11 @@ class Keeper:
         logs: Path | None,
         place: Place,
         grace_s: float,
-        hang_after_s: float | None = None,
+        limits: Sequence[float] | None = None,
     ) -> None:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         folder, numbers = None if logs is None else str(logs.absolute()), (place.first, place.world)
-        arguments = [theirs.fileno(), list(readers), folder, numbers, grace_s, hang_after_s]
+        arguments = [theirs.fileno(), list(readers), folder, numbers, grace_s, limits]
         title = f"keeps the store of launcher {os.getpid()}"
         variables = {**os.environ, "OMP_NUM_THREADS": "1"}  # of the user's, meant for ranks, libgomp may complain
         try:

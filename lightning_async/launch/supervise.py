@@ -192,7 +192,7 @@ class Supervisor:
         if self._state.phase is Phase.RUNNING and before.trains:
             self._tell_of_the_lost(before, actions)
         if self._state.phase is not before.phase:
-            self._tell(actions)
+            self._tell(before, actions)
         self._perform(actions)
         if self._state.settled:
             for ranks in self._everywhere():
@@ -274,13 +274,16 @@ class Supervisor:
             number = f"restart {restart} of {self._policy.max_restarts}"
             say(f"Rank {action.rank} starts again in {action.seconds:g} s, to join the others ({number}).")
 
-    def _tell(self, actions: list[Action]) -> None:
+    def _tell(self, before: State, actions: list[Action]) -> None:
         """What has changed, in words."""
         state, say = self._state, self.say
+        for rank in sorted((state.lost - before.lost) & state.living) if state.phase is Phase.STOPPING else ():
+            process = f"rank {rank} (process {self._living[rank][0]})"
+            say(f"{process} lives, and the others went on without it: in {self._policy.grace_s:g} s it is killed.")
         if state.phase is Phase.STOPPING and state.first is not None:
             first = [ending for ending in self._endings if ending.rank == state.first][-1:]
             say(f"{report(first, None, None)}: the others end too.")
-        elif state.phase is Phase.STOPPING and state.living <= state.lost and not state.asked and not state.store_lost:
+        elif state.phase is Phase.STOPPING and state.living <= before.lost and not state.asked and not state.store_lost:
             say("All others are done: those that have not joined them end too.")
         elif state.phase is Phase.BACKING_OFF:
             say(report(self._endings, state.first, None, state.lost))

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from lightning_async.bare import _BOOT
+from lightning_async.engine.checkpoint import process
 from lightning_async.engine.checkpoint.process import Job, Result, SaveBusy, Writer
 from lightning_async.engine.checkpoint.shards import load
 from lightning_async.engine.checkpoint.store import CheckpointStore
@@ -159,6 +160,25 @@ def test_a_writer_that_is_stopped_holds_up_nobody(tmp_path: Path, make: MakeWrit
     os.kill(pid, signal.SIGCONT)
     assert_gone(pid)
     assert committed_numbers(tmp_path) == [1]
+
+
+def test_a_writer_that_stays_stopped_is_replaced_and_nothing_lost(
+    tmp_path: Path, make: MakeWriter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """Also while training ends, and waits for it."""
+    monkeypatch.setattr(process, "_STOPPED_S", 0.6)
+    writer = make()
+    pid = pid_of(writer)
+    os.kill(pid, signal.SIGSTOP)
+    writer.save(job_of(1))
+    writer.save(job_of(2), queue=True)
+    results = writer.close(60.0)
+    assert [(result.number, result.committed) for result in results] == [(1, True), (2, True)]
+    assert_gone(pid)
+    assert committed(tmp_path) == [2, 1]
+    stopped, ended = caplog.messages
+    assert f"the process {pid} that writes checkpoints has been stopped (SIGSTOP) for " in stopped
+    assert ended == f"Rank 0: the process {pid} that writes checkpoints has ended (signal 9)."
 
 
 def test_a_writer_that_dies_is_replaced_and_nothing_lost(
@@ -383,7 +403,7 @@ def test_a_folder_that_somebody_deletes_is_not_waited_for(tmp_path: Path, make: 
     while not declared.exists():
         assert time.monotonic() < until
         time.sleep(0.01)
-    shutil.rmtree(declared.parent)
+    shutil.rmtree(declared.parent.rename(tmp_path / "gone"))  # at once: it makes the folder anew, to say so in it
     (result,) = first.wait(20.0)
     assert "was deleted while it was written" in str(result.error)
 

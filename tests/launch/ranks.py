@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -165,6 +166,51 @@ def hangs_at_first() -> None:
     say("start", os.environ["TORCHELASTIC_RESTART_COUNT"])
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         sleep()
+
+
+def in_container() -> None:
+    """What the launcher is PID 1 for: orphans. Each rank leaves one that ends at once, and rank 0 one that outlives the
+    launcher by a moment. Then it sends SIGTERM to PID 1, upon which the ranks save."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(75))
+    while lives(orphan(lambda: None)):
+        time.sleep(0.01)
+    say("reaped")
+    meet()
+    if RANK == 0:
+        orphan(outlive)
+        os.kill(1, signal.SIGTERM)
+    sleep()
+
+
+def outlive() -> None:
+    """The launcher; its number is the first one after PID 1."""
+    while lives(2):
+        time.sleep(0.01)
+    time.sleep(0.3)
+    Path("outlived").touch()
+
+
+def orphan(do: Callable[[], object]) -> int:
+    """A process in a session of its own, whose parent has ended."""
+    read, write = os.pipe()
+    if parent := os.fork():
+        os.waitpid(parent, 0)
+        return int(os.read(read, 20))
+    os.setsid()
+    if child := os.fork():
+        os.write(write, str(child).encode())
+        os._exit(0)
+    do()
+    os._exit(0)
+
+
+def lives(pid: int) -> bool:
+    """Or nobody has asked for its status yet."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def group() -> None:

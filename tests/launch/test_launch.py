@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -273,6 +274,38 @@ def test_the_launcher_imports_no_torch(launch: Launch):
     assert "libtorch" not in Path(f"/proc/{job.process.pid}/maps").read_text()
     job.signal(signal.SIGINT)
     assert job.end() == 130
+
+
+@pytest.fixture
+def first_process() -> list[str]:
+    """A command that has another one be PID 1, as it is in a container."""
+    command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    if shutil.which("unshare") is None or subprocess.run([*command, "true"], capture_output=True).returncode:
+        pytest.skip("only root can make a namespace of processes")
+    return command
+
+
+def test_a_launcher_that_is_the_first_process_reaps_orphans_and_its_own_ranks_are_its_own(
+    launch: Launch, first_process: list[str]
+):
+    job = launch("-n", "2", SCRIPT, "in_container", prefix=first_process)
+    assert job.end() == 75, job.out + job.err
+    assert job.out.count("reaped") == 2
+    assert job.err.count("has saved and ended with exit code 75") == 2
+    assert (job.folder / "outlived").exists()
+
+
+def test_a_launcher_that_is_the_first_process_hears_signals_before_it_has_handlers(
+    tmp_path: Path, first_process: list[str]
+):
+    early = tmp_path / "lightning-async"
+    source, last = Path(CONSOLE).read_text(), "sys.exit(main())"
+    assert last in source
+    early.write_text(source.replace(last, "import os, signal, time\nos.kill(1, signal.SIGTERM)\ntime.sleep(60.0)"))
+    began = time.monotonic()
+    ended = subprocess.run([*first_process, sys.executable, early], env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert ended.returncode == 128 + signal.SIGTERM
+    assert time.monotonic() - began < 50.0, "it was not heard"
 
 
 def test_what_the_system_refuses_is_said(launch: Launch, tmp_path: Path):

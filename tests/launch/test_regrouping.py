@@ -94,7 +94,6 @@ def test_the_others_are_waited_for_and_go_on(dead: int):
         pytest.param([FIRST, dies(2), done(0), tell(1, 1)], {2}, id="one is done meanwhile"),
         pytest.param([tell(0, 0, 1, 2, by=(0,)), dies(2), tell(1, 0, 1)], {2}, id="not all had told the first"),
         pytest.param([FIRST, tell(1, 0, 1), dies(2, 1)], {2}, id="one that was left behind, and ends because of it"),
-        pytest.param([FIRST, dies(2), tell(1, 0)], {2}, id="another one was left behind, and lives"),
         pytest.param([FIRST, dies(2), tell(1, 0), dies(1, 1)], {1, 2}, id="which ends because of it"),
         pytest.param([tell(7, 0, 1, 2), tell(0, 0, 1, 2), dies(2), tell(1, 0, 1)], {2}, id="another fit counts anew"),
     ],
@@ -105,6 +104,37 @@ def test_who_is_lost(steps: list[list[Event]], lost: set[int]):
     state, actions = run(PLAIN, *steps, done(*state.living))
     assert actions == [Finish(0)]
     assert state.lost == lost
+
+
+STOPPED = [FIRST, tell(1, 0, 1)]
+"""Rank 2 is stopped, and the others have gone on without it."""
+ENDS = [Send(TERM, frozenset({2})), Wait(30.0)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "actions", "lost"),
+    [
+        pytest.param([], [], set(), id="while others train it may wake, and end by itself"),
+        pytest.param([done(0)], [], set(), id="one of them is done"),
+        pytest.param([done(0, 1)], ENDS, {2}, id="all others are done"),
+        pytest.param([done(1, 0)], ENDS, {2}, id="in another order"),
+        pytest.param([dies(1), tell(2, 0), done(0)], ENDS, {1, 2}, id="one has died, the last one is done"),
+        pytest.param([done(0, status=75)], ENDS, {2}, id="the others save: it is not waited for any longer"),
+        pytest.param([done(0, 1), DUE], [Send(KILL, frozenset({2})), Wait(10.0)], {2}, id="it does not end"),
+        pytest.param([TOLD_TO_END], [Send(TERM, ALL), Wait(30.0)], {2}, id="told to end"),
+        pytest.param([tell(2, 0), done(0)], [Send(TERM, frozenset({1, 2})), Wait(30.0)], {1, 2}, id="two of them"),
+        pytest.param([tell(2, 0, 1, 2), done(0, 1)], [], set(), id="it is among them again: its script goes on"),
+        pytest.param([tell(2, 0, 1, 2, by=(0,)), done(0)], [], set(), id="not all say the same"),
+    ],
+)
+def test_who_is_left_behind_is_not_waited_for(steps: list[list[Event]], actions: list[Action], lost: set[int]):
+    state, taken = run(PLAIN, *STOPPED, *steps)
+    assert (taken, state.lost) == (actions, lost)
+
+
+def test_who_has_never_trained_with_the_others_is_not_left_behind():
+    """A rank that serves them is in none of their generations, and ends by itself."""
+    assert run(PLAIN, tell(0, 0, 1), tell(1, 0), dies(1), done(0))[1] == []
 
 
 @pytest.mark.parametrize(
@@ -162,6 +192,16 @@ LOST = [FIRST, dies(2), tell(1, 0, 1)]
         pytest.param([*LOST, [StoreLost()], done(0, 1, status=75)], STORE_LOST, id="the store is lost"),
         pytest.param([FIRST, dies(2), [StoreLost()], done(0, 1)], STORE_LOST, id="the store is lost while regrouping"),
         pytest.param([*LOST, tell(2, 0), done(0), dies(1)], 0, id="who was left behind ends when the others are done"),
+        pytest.param([*STOPPED, done(0, 1), DUE, dies(2)], 0, id="or is killed"),
+        pytest.param([*STOPPED, done(0, 1), DUE, DUE], 0, id="or cannot be"),
+        pytest.param([*STOPPED, done(0, 1, status=75), dies(2)], TRY_AGAIN, id="the others are preempted"),
+        pytest.param([*STOPPED, TOLD_TO_END, done(0, 1, status=75), DUE, dies(2)], TRY_AGAIN, id="told, they save"),
+        pytest.param(
+            [FIRST, dies(1), TOLD_TO_END, tell(1, 0), done(0, status=75), DUE, dies(2)],
+            TRY_AGAIN,
+            id="told while regrouping, and one is left behind",
+        ),
+        pytest.param([*STOPPED, done(0), dies(1, 3), DUE, dies(2)], 3, id="the last of the others fails"),
         pytest.param([FIRST, *[done(rank) for rank in (0, 1)], dies(2)], 137, id="one dies when the others are done"),
     ],
 )

@@ -254,6 +254,25 @@ def test_one_that_has_not_joined_when_all_others_are_done_is_told_to_end(begin: 
     ]
 
 
+def test_one_that_is_stopped_and_was_left_behind_is_killed_when_all_others_are_done(begin: Begin):
+    ranks = begin(3, "--grace", "0.5", "--max-restarts", "1")
+    job = ranks.job
+    os.kill(ranks.pids[0], signal.SIGSTOP)
+    ranks.tell(1, 1, 2)
+    ranks.end(2, 0)
+    ranks.end(1, 0)
+    assert job.end() == 0
+    assert not lives(ranks.pids[0])
+    assert said(job) == [
+        "rank 0 lives, and the others went on without it: in 0.5 s it is killed.",
+        "rank 2 ended in order",
+        "rank 1 ended in order",
+        "rank 0 was killed by SIGKILL, by the launcher; training went on without it",
+        "2 of 3 ranks have ended in order",
+        "exit code 0",
+    ]
+
+
 def test_told_to_end_after_a_loss_the_others_save(begin: Begin):
     ranks = begin(2)
     ranks.kill(0)

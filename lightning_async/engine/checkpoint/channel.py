@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import socket
 import subprocess
+import time
+from pathlib import Path
 from typing import Any, ClassVar
 
 from lightning_async.bare import bare_command
@@ -15,9 +18,34 @@ from lightning_async.engine.checkpoint.writer import MESSAGE, wait_for
 from lightning_async.engine.files import Lock
 from lightning_async.errors import CheckpointError
 
-__all__ = ["Channel"]
+__all__ = ["Channel", "Standstill"]
 
 _EXIT_S = 1.0  # a writer that has nothing to do ends at once; one that is stopped is not waited for
+_LOOK_S = 0.5
+_LONGEST_LOOK_S = 10.0
+
+
+class Standstill:
+    """Seconds for which a process has been stopped (SIGSTOP), by looks at it.
+
+    Between two looks at most some seconds count: a job that is suspended stops who looks, too, and when it goes on, the
+    process that is looked at may do so a moment later.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._last: float | None = None
+
+    def look(self, stopped: bool, now: float) -> float:
+        """Whether it is stopped, at that many monotonic seconds; for how long it has been.
+
+        >>> still = Standstill()
+        >>> [still.look(True, now) for now in (100.0, 104.0, 3704.0)], still.look(False, 3705.0)
+        ([0.0, 4.0, 14.0], 0.0)
+        """
+        before, self._last = self._last, now if stopped else None
+        self.seconds = 0.0 if before is None or not stopped else self.seconds + min(now - before, _LONGEST_LOOK_S)
+        return self.seconds
 
 
 class Channel:
@@ -37,6 +65,7 @@ class Channel:
         self.died = False
         """Whether it has ended, as far as `answers` knows."""
         self._received = b""
+        self._standstill, self._looks_at = Standstill(), -math.inf
         try:
             with contextlib.ExitStack() as opened:
                 self._start(rank, lock, opened)
@@ -83,6 +112,19 @@ class Channel:
         """Until there is an answer, or the process has ended, or so many seconds are over."""
         wait_for(self._channel, timeout)
 
+    def stopped_s(self) -> float:
+        """For how long it has been stopped, by looks at it twice a second; 0 where the system does not say."""
+        now = time.monotonic()
+        if now >= self._looks_at:
+            self._looks_at = now + _LOOK_S
+            self._standstill.look(_is_stopped(self.pid), now)
+        return self._standstill.seconds
+
+    def kill(self) -> None:
+        """End it, also where it is stopped; `answers` notices that it has ended."""
+        self._popen.kill()
+        self._standstill = Standstill()
+
     def close(self) -> str:
         """There are no more jobs; how it has ended, if it has."""
         with contextlib.suppress(OSError):
@@ -97,3 +139,11 @@ class Channel:
             said = os.pread(self._errors, 1 << 16, 0).decode(errors="replace").strip()
             os.close(self._errors)
         return f"signal {-code}" if code < 0 else f"exit status {code}: {said[-1000:]}"
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, and not by a debugger, which would go on with it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
+    except (OSError, IndexError):
+        return False

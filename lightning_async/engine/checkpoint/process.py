@@ -1,4 +1,4 @@
-"""The trainer's side of the process that writes checkpoints: hand over, ask what became of it, replace it if it dies.
+"""The trainer's side of the process that writes checkpoints: hand over, hear, replace it if it dies or is stopped.
 
     save --- copied into a free buffer, told by a message ---> the writer --- poll: its answer ---> the buffer is free
 
@@ -32,6 +32,8 @@ __all__ = ["Job", "Result", "SaveBusy", "Writer"]
 log = logging.getLogger(__name__)
 
 _ATTEMPTS = 2  # of writers at one job: one that kills its writer would kill the next one, too
+_STOPPED_S, _LOOK_S = 20.0, 0.5
+"""A writer that is stopped for so long is replaced; how often a wait looks whether it is."""
 
 
 class SaveBusy(CheckpointError):
@@ -206,7 +208,7 @@ class Writer:
         self._growth.wait(timeout)
         self._take_answers()
         while self._flights and self._process and (left := until - time.monotonic()) > 0:
-            self._process.wait(left)
+            self._process.wait(min(left, _LOOK_S))
             self._take_answers()
         return self.poll()
 
@@ -267,6 +269,13 @@ class Writer:
                 self._done.append(Result(flight.number, _since(flight), written, committed))
         if self._process.died:
             self._replace(self._process)
+        elif self._flights and (stopped_s := self._process.stopped_s()) >= _STOPPED_S:
+            # Nothing is saved while it stands still. What it had begun is finished as after any other death.
+            log.warning(
+                "Rank %d: the process %d that writes checkpoints has been stopped (SIGSTOP) for %.0f s, with a save to "
+                "write. It is killed, and another one writes that.", self._rank, self._process.pid, stopped_s,
+            )  # fmt: skip
+            self._process.kill()
 
     def _replace(self, dead: Channel) -> None:
         """Have another process write what the dead one had: it is all still in memory."""
