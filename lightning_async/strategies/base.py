@@ -210,12 +210,14 @@ class ReplicatedStrategy(ParallelStrategy):
     @property
     def module(self) -> LightningModule:
         """The user's module, which is there from `connect` on."""
-        return cast("LightningModule", self._lightning_module)
+        return cast("LightningModule", self._users_module)
 
     @property
     def lightning_module(self) -> LightningModule | None:
-        self._compiled.hide_from_trainer(self._lightning_module)
-        return self._lightning_module
+        module = self._users_module
+        if getattr(module, "_compiler_ctx", None) is not None:  # Lightning asks for the module fifty times a step
+            self._compiled.hide_from_trainer(module)
+        return module
 
     @property
     def _lightning_module(self) -> LightningModule | None:

@@ -216,12 +216,14 @@ class DriftingStrategy(ReplicatedStrategy):
     @property
     def averager(self) -> BackgroundAverager | None:
         """What averages this replica with the others, while it trains."""
-        return None if self._session is None else self._session.averager
+        session = self._session
+        return None if session is None else session.averager
 
     @property
     def gates(self) -> Gates | None:
         """See `Drifting`."""
-        return None if self.averager is None else self.averager.gates
+        session = self._session
+        return None if session is None else session.averager.gates
 
     alone, between_windows, count = "so there is nothing to average", True, staticmethod(batch_size)
     in_step = served = called = False

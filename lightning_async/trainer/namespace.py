@@ -7,6 +7,7 @@ other one's Trainer says why it cannot use this package, and what to do.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import sys
@@ -40,11 +41,13 @@ pl = importlib.import_module(name)
 """The package itself."""
 
 
+@functools.cache
 def pytorch(module: str) -> ModuleType:
     """A module below ``lightning.pytorch`` (or ``pytorch_lightning``), by its path there."""
     return importlib.import_module(f"{name}.{module}")
 
 
+@functools.cache
 def fabric(module: str) -> ModuleType:
     """A module below ``lightning.fabric`` (or ``lightning_fabric``), by its path there."""
     root = "lightning.fabric" if name == "lightning.pytorch" else "lightning_fabric"
