@@ -4,6 +4,7 @@
 # in the folder is written anew after each stage, and can be committed as it is.
 #
 #   bash tests/gpu/run.sh [FOLDER]        PYTHON=python: which Python, with torch and the test tools installed
+#                                         FOLDER: one that outlives the machine: each stage's log is there at once
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python)}
@@ -25,7 +26,7 @@ results() {
     echo "|---|---|---:|"
     tail -n +2 "$out/stages.csv" | sed 's/,/ | /g; s/^/| /; s/$/ |/'
     local log
-    for log in tests nccl sanitizer; do
+    for log in tests nccl contract sanitizer; do
       if [ -s "$out/$log.log" ]; then echo && echo "- $log: $(tail -n 1 "$out/$log.log" | tr -d '=')"; fi
     done
     for log in ops_gpu.md overlap_gpu.md sass.log; do
@@ -93,7 +94,8 @@ stage doctor 15 "$PYTHON" -m lightning_async.commands.main doctor
 stage tests 50 "$PYTHON" -m pytest -m gpu tests/ops -p no:cacheprovider
 stage benchmark 30 "$PYTHON" -m tests.benchmarks.ops_gpu --out "$out"
 stage overlap 85 "$PYTHON" -m tests.benchmarks.overlap_gpu --seconds 72 --out "$out"
-stage nccl 150 "$PYTHON" -m pytest -m gpu -v tests/comm -p no:cacheprovider
+stage nccl 90 "$PYTHON" -m pytest -m gpu -v tests/comm -k "not test_contract" -p no:cacheprovider
+stage contract 150 "$PYTHON" -m pytest -m gpu -v --tb=short tests/comm/test_nccl.py -k test_contract -p no:cacheprovider
 cuobjdump=$(tool cuobjdump)
 if [ -n "$cuobjdump" ]; then
   nvdisasm=$(tool nvdisasm)

@@ -24,6 +24,7 @@ _VARIABLES = {
     # When a peer breaks off, torch's watchdog would otherwise wait a minute for a dump that no default group writes,
     # and whoever destroys the group waits for the watchdog.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
     # Connect when the group is formed: at its first use, the call would wait for the peers, and no deadline end it.
     "NCCL_RUNTIME_CONNECT": "0",
 }
