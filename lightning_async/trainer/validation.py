@@ -52,6 +52,7 @@ class Validation:
         if (updates := updates_of(self._trainer)) is not None:
             updates.rates.epochs_meet = lambda: self.gates_epochs and self._strategy.gates is not None
         return [
+            replace(fit.epoch_loop, "on_run_start", self._begin_epoch),
             replace(fit.epoch_loop, "_should_check_val_fx", self._should_validate),
             replace(fit.epoch_loop.val_loop, "run", self._validate),
             replace(fit, "on_advance_end", self._end_epoch),
@@ -66,6 +67,18 @@ class Validation:
     def model_changed(self) -> None:
         """What was validated is not the model any more."""
         self._validated = False
+
+    def _begin_epoch(self, original: Any) -> Any:
+        """A fit that goes on from behind the last batch of an epoch has the validation before it that is due then."""
+
+        def on_run_start(data_fetcher: Any) -> None:
+            original(data_fetcher)
+            epoch = self._trainer.fit_loop.epoch_loop
+            goes_on = epoch.batch_progress.current.ready > 0 and not epoch.restarting
+            if goes_on and self.gates_epochs and self._strategy.gates is not None and epoch._is_training_done:
+                epoch._should_check_val_fx(data_fetcher)  # which puts it off until all ranks are there
+
+        return on_run_start
 
     def _should_validate(self, original: Any) -> Any:
         """When to validate: on this rank's clock, or because another rank asks.
