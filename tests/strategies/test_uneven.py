@@ -79,6 +79,8 @@ def test_checkpoints_by_steps_and_by_time_hold_one_model(ranks: Outcomes) -> Non
     assert first["files"]["steps"] in (3, 4), "every ten steps of the one that is ahead, which has forty"
     assert first["files"]["time"] >= 1
     assert len(first["digests"]) >= first["files"]["steps"] + first["files"]["time"]
+    names = {name: f"step={step}" for name, step in first["steps_in_files"].items()}
+    assert {name: name.partition("-")[0] for name in names} == names
 
 
 @pytest.mark.parametrize("name", ["default_checkpoint", "default_checkpoint_without_validation"])

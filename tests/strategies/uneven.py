@@ -163,6 +163,9 @@ def checkpoints_by_steps_and_time(folder: Path) -> Any:
     )
     told["digests"] = saves.digests
     told["files"] = {kind: len(list((folder / kind).glob("*.ckpt"))) for kind in ("steps", "time")}
+    told["steps_in_files"] = {
+        path.stem: torch.load(path, weights_only=True)["global_step"] for path in (folder / "steps").glob("*.ckpt")
+    }
     return told
 
 
