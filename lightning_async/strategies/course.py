@@ -16,6 +16,7 @@ from lightning_async.trainer.dealing import Dealing
 from lightning_async.trainer.drift import DriftPatches
 from lightning_async.trainer.patches import Undo, searches_lr, take_back
 from lightning_async.trainer.protocols import Drifting
+from lightning_async.trainer.validation import ShortEpochs
 from lightning_async.transports.choose import how_to_have_more
 from lightning_async.transports.transport import Connection, Transport
 
@@ -68,6 +69,7 @@ class Course:
         """Patch the loops; all ranks call this together. One that is left alone only has to have all of the data."""
         if world is None:
             self.undo += Dealing(self._drifting, self._trainer).install()
+            self.undo += ShortEpochs(self._trainer).install()
             return
         self.come()
         AveragedModels(self._trainer, world).make_equal()

@@ -17,6 +17,7 @@ from lightning_async.strategies.base import ReplicatedStrategy
 from lightning_async.trainer.error_file import note_end
 from lightning_async.trainer.namespace import pytorch, refuse_elsewhere
 from lightning_async.trainer.patches import sync_metrics_through, take_back
+from lightning_async.trainer.validation import ShortEpochs
 from lightning_async.transports.choose import how_to_have_more
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class HorovodStrategy(ReplicatedStrategy):
         if self.world_size == 1:
             self.tell_alone(f"whatever `devices` says. {how_to_have_more(self.transport)}")
             return
-        self._undo = sync_metrics_through(lambda: self.world, self.module)
+        self._undo += sync_metrics_through(lambda: self.world, self.module)
         if trainer.state.fn == "fit":
             self._reducer = self._make_reducer()
             # Where a user calls `loss.backward()`, no hook of the strategy's tells that the pass is over.
@@ -112,6 +113,11 @@ class HorovodStrategy(ReplicatedStrategy):
                 optimizer.register_step_pre_hook(lambda *_: self._finish_begun()).remove
                 for optimizer in self.optimizers
             ]
+
+    def setup_replica(self, trainer: Any) -> None:
+        super().setup_replica(trainer)
+        if trainer.state.fn == "fit":
+            self._undo += ShortEpochs(trainer).install()
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Parameters that were unfrozen since, on all ranks alike, are averaged from now on."""

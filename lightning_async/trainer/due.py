@@ -14,8 +14,9 @@ import torch
 from lightning_async.engine.checkpoint.costs import Costs
 from lightning_async.rules.saving import Best, KeepPolicy, Progress, SavePolicy
 from lightning_async.trainer.names import names_of
-from lightning_async.trainer.patches import callbacks_of, in_words
+from lightning_async.trainer.patches import in_words
 from lightning_async.trainer.settings import version
+from lightning_async.trainer.unsaved import limits_of
 
 __all__ = ["Clock", "Settings", "is_last", "manifest_of", "was_stopped"]
 
@@ -126,17 +127,12 @@ def manifest_of(trainer: Any, reason: str, exception: BaseException | None = Non
 def _notes(trainer: Any, exception: BaseException | None) -> dict[str, Any]:
     if exception is not None:
         return {"exception": in_words(exception)[:_LONGEST]}
-    return {"stopped": _limits(trainer)} if trainer.should_stop else {}
+    return {"stopped": limits_of(trainer)} if trainer.should_stop else {}
 
 
 def was_stopped(trainer: Any, notes: Mapping[str, Any]) -> bool:
     """Whether a callback had stopped the training that has left these notes, and its limits are the same now."""
-    return notes.get("stopped") == _limits(trainer)
-
-
-def _limits(trainer: Any) -> list[float | None]:
-    timers = [getattr(timer, "_duration", None) for timer in callbacks_of(trainer, "Timer")]
-    return [trainer.max_epochs, trainer.max_steps, *timers]
+    return notes.get("stopped") == limits_of(trainer)
 
 
 def is_last(trainer: Any) -> bool:
@@ -144,4 +140,4 @@ def is_last(trainer: Any) -> bool:
     fit = trainer.fit_loop
     epochs = fit.max_epochs is not None and 0 <= fit.max_epochs <= fit.epoch_progress.current.processed
     steps = 0 <= fit.max_steps <= trainer.global_step
-    return epochs or steps or trainer.should_stop
+    return epochs or steps or (trainer.should_stop and fit._can_stop_early)  # else `min_epochs` have yet to come

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -61,6 +62,8 @@ class Resume:
             self._end,
             *self.points.whereabouts.install(),
             replace(fit, "_load_combined_loader_states", self._load_loaders),
+            replace(fit, "setup_data", self._ask_for_loaders(fit, "reloaded")),
+            replace(epoch.val_loop, "setup_data", self._ask_for_loaders(epoch.val_loop, "val_reloaded")),
             replace(fit, "reset", self._reset_fit),
             replace(fit, "on_run_start", self._start_fit),
             replace(fit, "on_advance_end", self._end_epoch),
@@ -179,6 +182,28 @@ class Resume:
         return evaluation_step
 
     # ------------------------------------------------------------------ what puts it there
+
+    def _ask_for_loaders(self, loop: Any, of_epoch: str) -> Callable[[Any], Any]:
+        """Where ``reload_dataloaders_every_n_epochs`` had loaders made in an earlier epoch than the one under way, the
+        program is asked for the loaders of that epoch."""
+
+        def wrap(original: Any) -> Any:
+            def setup_data() -> None:
+                made = self._pending["unsaved"][of_epoch] if self._active and self._pending is not None else -math.inf
+                if loop._combined_loader is not None or math.isinf(made):
+                    original()
+                    return
+                epoch = self._trainer.fit_loop.epoch_progress.current
+                now = epoch.completed
+                epoch.completed = made  # what `trainer.current_epoch` says
+                try:
+                    original()
+                finally:
+                    epoch.completed = now
+
+            return setup_data
+
+        return wrap
 
     def _load_loaders(self, original: Any) -> Any:
         def load() -> None:

@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from lightning_async.engine.world import World
 from lightning_async.trainer.patches import Undo, callbacks_of, replace
 from lightning_async.trainer.protocols import Drifting
@@ -100,7 +98,7 @@ class Saving:
         for checkpoint, said in zip(timed, zip(*told, strict=True), strict=True):
             self._saves[id(checkpoint)] = max(turns for _, turns in said)
             if any(due for due, _ in said):
-                self._save(checkpoint, max(world.gather_objects(self._trainer.global_step)))
+                self._save(checkpoint)
         return False
 
     def catch_up(self) -> None:
@@ -109,11 +107,15 @@ class Saving:
         if world is not None and self._strategy.gates is not None and not self._strategy.failed:
             self.decide(world)
 
-    def _save(self, checkpoint: Any, step: int) -> None:
-        """Named by the ``step`` of the replica that is ahead: rank 0 may have finished."""
+    def _save(self, checkpoint: Any) -> None:
+        """Named by the step of rank 0, whose loops are in the file, although another replica may be ahead."""
         trainer = self._trainer
         checkpoint._last_time_checked, checkpoint._last_global_step_saved = time.monotonic(), -1
-        candidates = {**checkpoint._monitor_candidates(trainer), "step": torch.tensor(step)}
+        candidates = checkpoint._monitor_candidates(trainer)
+        if checkpoint.monitor is None and checkpoint.save_top_k == -1:
+            # Where rank 0 has finished its steps stay the same, and the model does not: Lightning would overwrite the
+            # last file that it knows of, and gives another one a version.
+            checkpoint.best_model_path = ""
         if checkpoint.monitor is None or checkpoint.monitor in candidates:
             checkpoint._save_topk_checkpoint(trainer, candidates)
             checkpoint._save_last_checkpoint(trainer, candidates)

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from lightning_async.trainer.inheritance import inheritance_of
+from lightning_async.trainer.patches import callbacks_of
 from lightning_async.trainer.updates import updates_of
 
-__all__ = ["put_unsaved", "take_plain", "take_unsaved"]
+__all__ = ["limits_of", "put_unsaved", "take_plain", "take_unsaved"]
 
 
 def take_unsaved(trainer: Any) -> dict[str, Any]:
@@ -24,6 +25,8 @@ def take_plain(trainer: Any) -> dict[str, Any]:
     fit, epoch, inheritance = trainer.fit_loop, trainer.fit_loop.epoch_loop, inheritance_of(trainer)
     return {
         "left": inheritance.left() if inheritance is not None else [],  # by ranks that were lost
+        # `EarlyStopping` may have said so before `min_epochs`: training ends there, whatever has become of its metric
+        "stopped": limits_of(trainer) if trainer.should_stop else None,
         "reloaded": fit._last_train_dl_reload_epoch,
         "stepped": epoch._batches_that_stepped,
         "is_last_batch": epoch.batch_progress.is_last_batch,
@@ -39,6 +42,7 @@ def take_plain(trainer: Any) -> dict[str, Any]:
 def put_unsaved(trainer: Any, state: dict[str, Any]) -> None:
     """As it was when ``state`` was taken; after the gradients were zeroed, and DDP has made all ranks alike."""
     epoch, module = trainer.fit_loop.epoch_loop, trainer.lightning_module
+    trainer.should_stop |= state.get("stopped") == limits_of(trainer)  # older checkpoints do not say
     epoch._batches_that_stepped = state["stepped"]
     if epoch.val_loop._combined_loader is not None:
         epoch.val_loop._last_val_dl_reload_epoch = state["val_reloaded"]
@@ -52,6 +56,12 @@ def put_unsaved(trainer: Any, state: dict[str, Any]) -> None:
         parameters[name].grad = gradient.to(parameters[name].device, copy=True)
     for name, value in state["buffers"].items():
         _put_buffer(module, name, value, trainer.strategy.root_device)
+
+
+def limits_of(trainer: Any) -> list[float | None]:
+    """What ends training: where it is another one at a resume, training goes on although it was stopped."""
+    timers = [getattr(timer, "_duration", None) for timer in callbacks_of(trainer, "Timer")]
+    return [trainer.max_epochs, trainer.max_steps, *timers]
 
 
 def _put_buffer(module: nn.Module, name: str, value: torch.Tensor, device: torch.device) -> None:

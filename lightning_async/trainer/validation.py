@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -13,11 +14,14 @@ import torch
 from lightning_async.engine.header import Gate, Vote
 from lightning_async.trainer.inheritance import Inheritance
 from lightning_async.trainer.meeting import Meeting, join_validation
+from lightning_async.trainer.namespace import fabric
 from lightning_async.trainer.patches import Undo, replace, validation_interval
 from lightning_async.trainer.protocols import Drifting
 from lightning_async.trainer.updates import updates_of
 
-__all__ = ["Validation"]
+__all__ = ["ShortEpochs", "Validation"]
+
+log = logging.getLogger(__name__)
 
 
 class Validation:
@@ -37,6 +41,8 @@ class Validation:
         self._due = self._held = 0
         """Validations within this epoch: that this rank's clock has asked for, and that all have run."""
         self._due_at_end = False
+        self._missed = 0
+        """Validations that this rank's clock would have asked for, had its data not ended before its epoch."""
         self._validated = False
         """The model has not changed since it was validated."""
 
@@ -46,19 +52,33 @@ class Validation:
         if (updates := updates_of(self._trainer)) is not None:
             updates.rates.epochs_meet = lambda: self.gates_epochs and self._strategy.gates is not None
         return [
+            replace(fit.epoch_loop, "on_run_start", self._begin_epoch),
             replace(fit.epoch_loop, "_should_check_val_fx", self._should_validate),
             replace(fit.epoch_loop.val_loop, "run", self._validate),
             replace(fit, "on_advance_end", self._end_epoch),
+            *ShortEpochs(self._trainer, self._end_early).install(),
         ]
 
     def start_over(self) -> None:
         """Training begins anew within this fit."""
-        self._due = self._held = 0
+        self._due = self._held = self._missed = 0
         self._due_at_end = self._validated = False
 
     def model_changed(self) -> None:
         """What was validated is not the model any more."""
         self._validated = False
+
+    def _begin_epoch(self, original: Any) -> Any:
+        """A fit that goes on from behind the last batch of an epoch has the validation before it that is due then."""
+
+        def on_run_start(data_fetcher: Any) -> None:
+            original(data_fetcher)
+            epoch = self._trainer.fit_loop.epoch_loop
+            goes_on = epoch.batch_progress.current.ready > 0 and not epoch.restarting
+            if goes_on and self.gates_epochs and self._strategy.gates is not None and epoch._is_training_done:
+                epoch._should_check_val_fx(data_fetcher)  # which puts it off until all ranks are there
+
+        return on_run_start
 
     def _should_validate(self, original: Any) -> Any:
         """When to validate: on this rank's clock, or because another rank asks.
@@ -95,6 +115,13 @@ class Validation:
         clock = count.total if trainer.check_val_every_n_epoch is None else count.current
         return count.current.ready + every - clock.ready % every <= fit.max_batches
 
+    def _end_early(self, missed: int) -> None:
+        """Validate what this rank's clock misses, see `ShortEpochs`: where all ranks meet at the end of the epoch."""
+        if self.gates_epochs and self._strategy.gates is not None:
+            self._missed += missed
+        else:
+            _validate_at_end(self._trainer, missed)
+
     def _validate(self, original: Any) -> Any:
         def run() -> Any:
             if self._strategy.gates is None:  # the sanity check, before training
@@ -119,7 +146,9 @@ class Validation:
                 world = self._strategy.world or world  # another one, where averaging has begun anew meanwhile
                 if updates is not None:
                     watch = updates.rates.end_epoch(world)
-                mine = [float(self._due_at_end), float(self._is_last())]
+                # Others may have come to what this rank has missed: it has taken part in that.
+                missed = self._missed > 0 and self._due + self._missed > self._held
+                mine = [float(self._due_at_end or missed), float(self._is_last())]
                 due, last = world.reduce(torch.tensor(mine), "max").tolist()
                 if due > 0.0 and not self._validated:
                     with _at_last_step(self._trainer):
@@ -127,7 +156,7 @@ class Validation:
                 if last > mine[1]:  # another rank's, which has taken more steps: nobody goes on without it
                     self._trainer.should_stop = True
                 self._due_at_end = False
-                self._due = self._held = 0
+                self._due = self._held = self._missed = 0
             original()
             watch()
             self._strategy.end_epoch()
@@ -143,6 +172,95 @@ class Validation:
         fit = self._trainer.fit_loop
         epochs, steps = fit.epoch_progress.current.processed + 1, fit.epoch_loop.global_step
         return self._strategy.shrinks and (epochs == fit.max_epochs or -1 < fit.epoch_loop.max_steps <= steps)
+
+
+class ShortEpochs:
+    """Patches how an epoch ends whose data is shorter than the loader's length: at the ``StopIteration`` of a fetch.
+
+    Lightning leaves out what belongs to the last batch, as no batch was known to be that one. Here schedulers that
+    step with an epoch do so, and the validations run that the missing batches would have brought.
+
+    Args:
+        trainer: its epoch loop is patched.
+        end_early: Validates, once, if the number of missed validations that it is called with is positive. Default: at
+            once.
+    """
+
+    def __init__(self, trainer: Any, end_early: Callable[[int], None] | None = None) -> None:
+        self._trainer = trainer
+        self._end_early = end_early
+        self._warned = False
+
+    def install(self) -> list[Undo]:
+        """Patch; returns what takes it back."""
+        return [replace(self._trainer.fit_loop.epoch_loop, "advance", self._advance)]
+
+    def _advance(self, original: Any) -> Any:
+        def advance(data_fetcher: Any) -> None:
+            try:
+                original(data_fetcher)
+            except StopIteration as ended:
+                fit = self._trainer.fit_loop
+                has_data = not math.isinf(fit.max_batches) or _completed(self._trainer) > 0  # see `EmptyShards`
+                # `on_train_batch_start` that returns -1 has ended the epoch as a last batch does: that is asked for.
+                if has_data and not fit.epoch_loop._num_ready_batches_reached():
+                    self._end()
+                # One that has come from a loader's worker is a part of a cycle that holds the workers.
+                ended.__traceback__ = None
+                raise StopIteration from None
+
+        return advance
+
+    def _end(self) -> None:
+        trainer, epoch = self._trainer, self._trainer.fit_loop.epoch_loop
+        self._warn()
+        missed = _missed_validations(trainer)
+        if _completed(trainer) > 0:  # else no optimizer has stepped, which schedulers follow
+            epoch.batch_progress.is_last_batch = True
+            if trainer.lr_scheduler_configs:
+                epoch.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        if self._end_early is None:
+            _validate_at_end(trainer, missed)
+        else:
+            self._end_early(missed)
+
+    def _warn(self) -> None:
+        trainer, fit = self._trainer, self._trainer.fit_loop
+        sized_len = fabric("utilities.data").sized_len
+        promised = any(sized_len(loader) is not None for loader in fit._combined_loader.flattened)
+        if self._warned or not promised:  # a stream without a length may end before `limit_train_batches`
+            return
+        self._warned = True
+        log.warning(
+            "Rank %d: epoch %d has ended after %d of %d batches, which is the length of the train dataloader (or "
+            "`limit_train_batches`): its dataset or sampler yields fewer samples than its length says, or has raised "
+            "StopIteration. Validation and schedulers follow as at the end of any epoch; gradients that "
+            "`accumulate_grad_batches` has not stepped with by then are dropped. Correct the length, or what has "
+            "raised. Later epochs are not named.",
+            trainer.global_rank, trainer.current_epoch, _completed(trainer), fit.max_batches,
+        )  # fmt: skip
+
+
+def _completed(trainer: Any) -> int:
+    return trainer.fit_loop.epoch_loop.batch_progress.current.completed
+
+
+def _missed_validations(trainer: Any) -> int:
+    """How many validations the batches would have brought that are missing in this epoch."""
+    fit, every = trainer.fit_loop, trainer.val_check_batch
+    by_time = isinstance(validation_interval(trainer), timedelta)
+    # Without `check_val_every_n_epoch` batches count on in the next epoch: none is missed.
+    if by_time or trainer.check_val_every_n_epoch is None or not fit.epoch_loop._should_check_val_epoch():
+        return 0
+    if math.isinf(every):  # it is due at the end of the epoch
+        return 1
+    return 0 if math.isinf(fit.max_batches) else int(fit.max_batches // every - _completed(trainer) // every)
+
+
+def _validate_at_end(trainer: Any, missed: int) -> None:
+    if missed > 0:
+        with _at_last_step(trainer):
+            join_validation(trainer)
 
 
 @contextlib.contextmanager

@@ -108,11 +108,13 @@ class Whereabouts:
 
     def _update_lr_schedulers(self, original: Any) -> Any:
         def update_lr_schedulers(interval: str, update_plateau_schedulers: bool) -> None:
-            began, self.within = self.within is not Within.NOTHING, Within.STEP
+            before = self.within
+            self.within = Within.STEP
             original(interval, update_plateau_schedulers)
-            if not began:
+            at_end = interval == "epoch" and before is Within.BATCH  # of an epoch, and in no batch, see `ShortEpochs`
+            if before is Within.NOTHING:
                 self.within = Within.NOTHING
-            elif not update_plateau_schedulers:
+            elif not update_plateau_schedulers and not at_end:
                 self.within = Within.BATCH_END
 
         return update_lr_schedulers

@@ -214,7 +214,7 @@ class Training:
             callbacks=[*self.callbacks(), follow], **settings,
         )  # fmt: skip
         loader = self.loader()
-        validation = DataLoader(Sized(5), batch_size=3)
+        validation = DataLoader(Sized(5), batch_size=3) if loader is not None else None  # else the module has both
         trainer.fit(module, loader, validation, ckpt_path=folder / "point.ckpt" if start is not None else None)
         weights = torch.cat([t.detach().double().flatten() for t in module.state_dict().values()])
         module.rows.append(("weights", weights.tolist()))

@@ -10,22 +10,31 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_async import DeltaMean, EveryNSteps, Mean, Synchronous
-from tests.resume.problem import Sized, Training, goes_on
+from tests.resume.problem import FEATURES, Net, Sized, Training, goes_on
 from tests.strategies.workers import rank, scenario, together
 
 POINTS = ["batch 1:2", "validation 0:2", "epoch 1:4"]
+LAST_BATCH = ["batch 0:4"]
 
 
 def epoch_loader() -> Any:
     return DataLoader(Sized(), batch_size=3, shuffle=True)
 
 
-def _goes_on(folder: Path, strategy: Any, **settings: Any) -> list[str]:
+class Plain(Net):
+    """Without a part that differs between ranks that step together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(FEATURES, 5), torch.nn.LayerNorm(5), torch.nn.Linear(5, 1))
+
+
+def _goes_on(folder: Path, strategy: Any, module: Any = Net, points: list[str] = POINTS, **settings: Any) -> list[str]:
     own = folder / str(rank())
     own.mkdir()
     trainer = {"devices": 2, "val_check_interval": 2, "max_epochs": 2, **settings}
-
-    return goes_on(Training(epoch_loader, trainer=trainer, strategy=strategy, seed=1 + rank()), own, POINTS)
+    training = Training(epoch_loader, module, trainer=trainer, strategy=strategy, seed=1 + rank())
+    return goes_on(training, own, points)
 
 
 @scenario
@@ -41,6 +50,12 @@ def ddp_accumulates(folder: Path) -> list[str]:
 @scenario
 def synchronous(folder: Path) -> list[str]:
     return _goes_on(folder, lambda: together(DeltaMean(), Synchronous()))
+
+
+@scenario
+def synchronous_last_batch(folder: Path) -> list[str]:
+    """The validation that is due with it is yet to come, where all ranks have ended the epoch."""
+    return _goes_on(folder, lambda: together(DeltaMean(), Synchronous()), Plain, LAST_BATCH)
 
 
 @scenario

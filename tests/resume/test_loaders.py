@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,46 @@ def test_a_setting(setting: str, tmp_path: Path) -> None:
 )
 def test_limited_where_batches_are_fetched_ahead(make: Any, tmp_path: Path) -> None:
     goes_on(Training(make, trainer={"limit_train_batches": 5}), tmp_path, ["batch 1:4", "batch 0:5", "epoch 0:5"])
+
+
+class Shifted(Sized):
+    def __init__(self, length: int, by: int) -> None:
+        super().__init__(length)
+        self.by = by
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return super().__getitem__(index) + self.by
+
+
+class Reloads(Net):
+    """Makes its loaders for the epoch that they are asked for in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[int] = []
+
+    def train_dataloader(self) -> Any:
+        self.asked.append(self.current_epoch)
+        return DataLoader(Shifted(23, self.current_epoch), batch_size=3, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Shifted(5, self.current_epoch), batch_size=3)
+
+
+def test_loaders_that_are_made_every_second_epoch_are_those_of_the_epoch_that_they_were_made_in(tmp_path: Path) -> None:
+    training = Training(lambda: None, Reloads, trainer={"reload_dataloaders_every_n_epochs": 2, "max_epochs": 5})
+    goes_on(training, tmp_path, ["batch 1:4", "batch 3:4", "epoch 2:8", "epoch 3:8"])
+    asked: dict[str, list[int]] = {}
+
+    def module() -> Reloads:
+        made = Reloads()
+        asked["last"] = made.asked
+        return made
+
+    _, follow, _ = replace(training, module=module).fit(tmp_path, wanted=lambda name: name == "batch 3:4")
+    assert asked["last"] == [0, 2, 4]
+    replace(training, module=module).fit(tmp_path, follow.points[0], wanted=lambda name: False)
+    assert asked["last"] == [2, 4]
 
 
 def test_manual_optimization(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.resume.problem import Point, Training
-from tests.resume.ranks import POINTS, epoch_loader
+from tests.resume.ranks import LAST_BATCH, POINTS, epoch_loader
 from tests.strategies.conftest import ranks as ranks
 from tests.strategies.workers import Outcomes
 
@@ -19,6 +19,11 @@ SCENARIOS = "tests.resume.ranks"
 def test_two_ranks(scenario: str, ranks: Outcomes) -> None:
     for names in ranks(scenario):
         assert set(names) == set(POINTS)
+
+
+def test_the_validation_that_is_due_with_the_last_batch_of_an_epoch(ranks: Outcomes) -> None:
+    for names in ranks("synchronous_last_batch"):
+        assert names == LAST_BATCH
 
 
 def test_a_rank_less(ranks: Outcomes, tmp_path: Path) -> None:

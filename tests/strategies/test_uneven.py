@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_async import AsyncAveragingStrategy
 from lightning_async.trainer.patches import validation_interval
 from tests.strategies import problem
 from tests.strategies.problem import adam, batches, distance, flat, momentum, train_alone
+from tests.strategies.uneven import SHORT, Raises, fit_short
 from tests.strategies.workers import Outcomes
 
 SCENARIOS = "tests.strategies.uneven"
@@ -77,6 +79,8 @@ def test_checkpoints_by_steps_and_by_time_hold_one_model(ranks: Outcomes) -> Non
     assert first["files"]["steps"] in (3, 4), "every ten steps of the one that is ahead, which has forty"
     assert first["files"]["time"] >= 1
     assert len(first["digests"]) >= first["files"]["steps"] + first["files"]["time"]
+    names = {name: f"step={step}" for name, step in first["steps_in_files"].items()}
+    assert {name: name.partition("-")[0] for name in names} == names
 
 
 @pytest.mark.parametrize("name", ["default_checkpoint", "default_checkpoint_without_validation"])
@@ -240,3 +244,70 @@ def test_a_replica_that_waits_for_its_data_is_named_and_takes_fewer_steps_per_ro
         name, slower, reason, share = told["straggler"]
         assert (name, reason) == ("0", "data") and slower > 1.5 and share > 0.5
     assert fast["rounds"] == slow["rounds"] > 36 // 12 + 2  # with 12 steps on both there would be about so many
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("number", "options", "validated"),
+    [
+        (6, {}, [6, 12]),
+        (0, {}, [0, 0]),
+        (6, {"val_check_interval": 0.5}, [4, 6, 10, 12]),
+        (3, {"val_check_interval": 0.25}, [2, 3, 5, 6]),
+        (5, {"val_check_interval": 3}, [3, 5, 8, 10]),
+        (6, {"val_check_interval": 3}, [3, 6, 9, 12]),
+        (7, {"val_check_interval": 3}, [3, 6, 10, 13]),
+        (6, {"check_val_every_n_epoch": 2}, [12]),
+        (6, {"check_val_every_n_epoch": None, "val_check_interval": 4}, [4, 8, 12]),
+        (6, {"val_check_interval": timedelta(hours=1)}, []),
+        (6, {"limit_val_batches": 0}, []),
+        (5, {"limit_train_batches": 6}, [5, 10]),
+        (8, {}, [8, 16]),
+    ],
+)
+def test_an_epoch_that_is_shorter_than_its_loader_says_is_validated(
+    number: int, options: dict[str, Any], validated: list[int]
+) -> None:
+    data = torch.utils.data.DataLoader(Raises(batches(0, number), 8), batch_size=None)
+    told = fit_short(AsyncAveragingStrategy(), data, devices=1, **options)
+    assert told["batches"] == validated
+    assert told["rates"] == [0.05, 0.025, 0.0125] if number else [0.05] * 3, "schedulers step with an epoch"
+    counts = f"Rank 0: epoch 0 has ended after {number} of {options.get('limit_train_batches', 8)} batches"
+    assert [text[: len(counts)] for text in told["warnings"]] == [counts] * (number < 8)
+
+
+@pytest.mark.usefixtures("alone")
+def test_workers_that_raise_stop_iteration_end_an_epoch_as_its_last_batch_does() -> None:
+    data = torch.utils.data.DataLoader(Raises(batches(0, 6), 8), batch_size=None, num_workers=2)
+    told = fit_short(AsyncAveragingStrategy(), data, devices=1, val_check_interval=0.5)
+    assert told["batches"] == [4, 6, 10, 12]
+    assert told["rates"] == [0.05, 0.025, 0.0125]
+    assert len(told["warnings"]) == 1
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_stream_without_a_length_may_end_before_its_limit() -> None:
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(batches(0, 6))
+
+    data = torch.utils.data.DataLoader(Stream(), batch_size=None)
+    told = fit_short(AsyncAveragingStrategy(), data, devices=1, limit_train_batches=8)
+    assert told["batches"] == [6, 12]
+    assert told["warnings"] == []
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_short_epochs_are_validated_by_all_ranks(ranks: Outcomes, name: str) -> None:
+    """What a full rank's clock has asked for is not asked for again by the clock of a short one."""
+    _, interval, other = SHORT[name]
+    told = [each[name] for each in ranks("short_epochs")]
+    expected = 2 * 2 if interval == 0.5 else 2
+    assert [len(each["batches"]) for each in told] == [expected] * 2
+    if interval != 7:
+        assert [each["batches"][-1] for each in told] == [2 * 6, 2 * other], "at the end of the epoch"
+    assert told[0]["models"] == told[1]["models"]
+    assert told[0]["digest"] == told[1]["digest"]
+    for each, number in zip(told, (6, other), strict=True):
+        assert each["rates"] == [0.05, 0.025, 0.0125]
+        assert len(each["warnings"]) == (number < 8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,14 @@ from lightning_async import (
     EveryNSteps,
     EverySeconds,
     Mean,
+    ParameterServerStrategy,
     Synchronous,
 )
 from lightning_async.rules.pace import straggler
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
 from tests.strategies.problem import adam, momentum
-from tests.strategies.workers import PATIENT, Net, fit, loader, logged, rank, scenario, shard
+from tests.strategies.workers import PATIENT, Net, fit, loader, logged, make_trainer, rank, scenario, shard
 
 SHARDS = (20, 60)
 
@@ -161,6 +163,9 @@ def checkpoints_by_steps_and_time(folder: Path) -> Any:
     )
     told["digests"] = saves.digests
     told["files"] = {kind: len(list((folder / kind).glob("*.ckpt"))) for kind in ("steps", "time")}
+    told["steps_in_files"] = {
+        path.stem: torch.load(path, weights_only=True)["global_step"] for path in (folder / "steps").glob("*.ckpt")
+    }
     return told
 
 
@@ -401,3 +406,90 @@ def slow_data() -> Any:
     strategy = AsyncAveragingStrategy(schedule=DyLU(12), min_replicas=2)
     told = fit(strategy, torch.utils.data.DataLoader(data, batch_size=None), Net(pause_s=(0.002, 0.002)))
     return told_of_pace(told, strategy.summary)
+
+
+class Promises(torch.utils.data.IterableDataset[Any]):
+    """A stream that says another length than it has."""
+
+    def __init__(self, data: Any, length: int) -> None:
+        self.data = data
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Any:
+        return iter(self.data)
+
+
+class Raises(torch.utils.data.Dataset[Any]):
+    """A dataset that has no such samples, and says so by the wrong exception."""
+
+    def __init__(self, data: Any, length: int) -> None:
+        self.data = data
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, i: int) -> Any:
+        return self.data[i] if i < len(self.data) else next(iter(()))
+
+
+class Epochal(Net):
+    """Its learning rate is halved with each epoch."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make_optimizer(self.parameters())
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class BatchesBefore(pl.Callback):
+    """How many batches this rank has trained on before each validation, and with which learning rates epochs began."""
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+        self.rates: list[float] = []
+        self.models: list[str] = []
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self.batches.append(trainer.fit_loop.epoch_loop.batch_progress.total.completed)
+        self.models.append(problem.digest(pl_module))
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+def fit_short(strategy: Any, data: Any, **options: Any) -> dict[str, Any]:
+    """Train for two epochs whose loader says more batches than there are."""
+    seen = BatchesBefore()
+    module = Epochal()
+    trainer = make_trainer(strategy, callbacks=[seen], max_epochs=2, **options)
+    with logged() as messages:
+        trainer.fit(module, data, loader(problem.batches(0, 1)))
+    return {
+        "batches": seen.batches,
+        "rates": [*seen.rates, trainer.optimizers[0].param_groups[0]["lr"]],
+        "models": seen.models,
+        "digest": problem.digest(module),
+        "warnings": [text for text in messages if "has ended after" in text],
+    }
+
+
+SHORT: dict[str, tuple[Callable[[], Any], float, int]] = {
+    "averaging": (lambda: AsyncAveragingStrategy(schedule=EveryNSteps(3)), 0.5, 8),
+    "averaging, by number": (lambda: AsyncAveragingStrategy(schedule=EveryNSteps(3)), 7, 8),
+    "synchronous, by number": (lambda: AsyncAveragingStrategy(schedule=Synchronous()), 7, 8),
+    "windows": (lambda: AsyncGradientStrategy(2), 0.5, 8),
+    "servers": (lambda: ParameterServerStrategy("sync"), 0.5, 8),
+}
+"""By name: a strategy, the interval of validations, and how many of 8 batches rank 1 has. Rank 0 has 6."""
+
+
+@scenario
+def short_epochs() -> Any:
+    told = {}
+    for name, (strategy, interval, other) in SHORT.items():
+        data = torch.utils.data.DataLoader(Promises(shard((6, other)), 8), batch_size=None)
+        told[name] = fit_short(strategy(), data, val_check_interval=interval)
+    return told
