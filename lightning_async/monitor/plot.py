@@ -36,7 +36,7 @@ PANELS = {
     "samples": "samples",
 }
 """Titles of this package's own metrics, in the order of their panels; those of one title share one."""
-_NOT_DRAWN = ("failed_rounds",)
+_NOT_DRAWN = ("failed_rounds", "dropped_gradients")
 
 MAX_OWN_PANELS = 4
 _SETTINGS = ("lr-", "accumulation/", "batch_size/")

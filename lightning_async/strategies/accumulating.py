@@ -126,6 +126,12 @@ class Accumulating:
         """A batch's gradients are there; or those of a piece of it, where there is no memory for more at once."""
         self._made = True
 
+    def skip_batch(self) -> None:
+        """`training_step` has made no loss of the batch under way. It counts for the window's size, so that windows of
+        all replicas stay as long as each other, and brings no samples."""
+        self._batches.see()
+        self._batch_samples, self._made = 0.0, True
+
     def after_batch(self) -> None:
         """Its gradients go into the window: close that, if it is time."""
         if self._made:
@@ -202,9 +208,12 @@ class Accumulating:
             self._arrive()
 
     def _leave(self) -> bool:
-        """Send the window, if the buckets are free; without samples, or after ``max_steps``, it is dropped."""
+        """Send the window, if the buckets are free; without batches, or after ``max_steps``, it is dropped.
+
+        One without samples leaves, too: the others wait for it, and steps stay the same on all replicas.
+        """
         window = self._window
-        if self._terms.updates.left <= 0 or window.samples <= 0.0:
+        if self._terms.updates.left <= 0 or not window.batches:
             window.clear()
             return True
         if not self._gradients.free:
@@ -225,6 +234,7 @@ class Accumulating:
         before, samples = self._seen, 0.0
         if arrived.message is not None:
             samples, self._sent_samples = self._sent_samples, 0.0
+            samples = 0.0 if getattr(arrived.message, "dropped", False) else samples
         is_new = self._correcting.step(arrived)
         if gradients.arrived is not None:
             raise RuntimeError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_async.engine.world import World
 from lightning_async.strategies.assembling import come_together
@@ -28,7 +29,8 @@ from lightning_async.trainer.compiled import CompiledMark
 from lightning_async.trainer.names import is_newcomer
 from lightning_async.trainer.namespace import check_object, fabric, pytorch
 from lightning_async.trainer.one_model import make_equal
-from lightning_async.trainer.patches import rank_zero_info, searches_lr
+from lightning_async.trainer.own_steps import OwnSteps
+from lightning_async.trainer.patches import Undo, rank_zero_info, searches_lr, take_back
 from lightning_async.trainer.settings import check_saved
 from lightning_async.transports.choose import TransportName, choose_transport, register
 from lightning_async.transports.transport import Connection, Transport
@@ -84,6 +86,8 @@ class ReplicatedStrategy(ParallelStrategy):
         """Who is left, where training goes on without those that are lost."""
         self.host: Any = None
         """Takes newcomers in; None where nobody can come, as the transport is no `ElasticTransport`."""
+        self.own_steps = OwnSteps(self)
+        self._own_steps_undo: list[Undo] = []
 
     # ---- ranks and processes ----
 
@@ -250,9 +254,32 @@ class ReplicatedStrategy(ParallelStrategy):
         self.make_equal()
         if fitting:
             self.setup_optimizers(trainer)
+            self._own_steps_undo += self.own_steps.install(trainer)
         self.setup_precision_plugin()
         if fitting:
             fabric("utilities.optimizer")._optimizers_to_device(self.optimizers, self.root_device)
+
+    def teardown(self) -> None:
+        take_back(self._own_steps_undo)
+        super().teardown()
+
+    # ---- steps ----
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().training_step(*args, **kwargs)
+        self.own_steps.skipped = output is None
+        if output is None and self.module.automatic_optimization:
+            self.skip_batch()
+        return output
+
+    def skip_batch(self) -> None:
+        """`training_step` has returned None, in automatic optimization: the batch under way counts for nothing."""
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        with self.own_steps.taking(optimizer):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    # ---- one model ----
 
     def model_to_device(self) -> None:
         self.module.to(self.root_device)

@@ -77,6 +77,10 @@ class Samples:
         self._batch = samples
         self._since += samples
 
+    def skip(self) -> None:
+        """There is no loss of the batch under way."""
+        self._since, self._batch = self._since - self._batch, 0.0
+
     def begin_pass(self) -> None:
         """See `Behind`."""
         self._behind.begin_pass()
@@ -84,6 +88,10 @@ class Samples:
     def end_pass(self) -> None:
         """See `Behind`."""
         self._behind.end_pass(self._batch)
+
+    def drop(self) -> None:
+        """Gradients are dropped: what no step was told with yet is in none."""
+        self._told = self._since
 
     def take(self, number: int) -> float:
         """Those behind the gradients of this optimizer, which are pushed; where nobody has told of a pass

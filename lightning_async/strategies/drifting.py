@@ -180,6 +180,10 @@ class DriftingStrategy(ReplicatedStrategy):
             return run(closure)
         return self._session.stepping.step(closure, run)
 
+    def skip_batch(self) -> None:
+        if self._session is not None:
+            self._session.stepping.skip_batch()
+
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self._session is None:
             return super().backward(closure_loss, *args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -9,11 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_async.arguments import check_choice
 from lightning_async.comm.horovod.collectives import HorovodCollectives
 from lightning_async.engine.gradients.reducer import GradientReducer
 from lightning_async.strategies.base import ReplicatedStrategy
+from lightning_async.strategies.stepping import begin_scaling, is_scaled
 from lightning_async.trainer.error_file import note_end
 from lightning_async.trainer.namespace import pytorch, refuse_elsewhere
 from lightning_async.trainer.patches import sync_metrics_through, take_back
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HorovodStrategy"]
 
+log = logging.getLogger(__name__)
 Compression = Literal["none", "fp16"]
 Reduction = Literal["mean", "adasum"]
 
@@ -82,6 +86,10 @@ class HorovodStrategy(ReplicatedStrategy):
         self._bucket_bytes = int(bucket_mb * 2**20)
         self.weight = 1.0
         """What this rank's next backward pass counts in the mean over ranks, where their batches are unequal."""
+        self.dropped_gradients = 0
+        """Means of gradients that were not finite, with which no rank has stepped."""
+        self._reduced = False
+        """Gradients were averaged in the closure under way."""
         self._reducer: GradientReducer | None = None
         self._averaged: set[int] = set()
         self._undo: list[Callable[[], None]] = []
@@ -149,7 +157,17 @@ class HorovodStrategy(ReplicatedStrategy):
             wire=torch.float16 if self.compression == "fp16" else None,
             mean=not adasum,
             all_reduce=HorovodCollectives.adasum if adasum else HorovodCollectives.all_reduce,  # type: ignore[arg-type]
+            on_drop=None if is_scaled(self) else self._count_drop,
         )
+
+    def _count_drop(self) -> None:
+        self.dropped_gradients += 1
+        if self.dropped_gradients == 1:
+            log.warning(
+                "The mean of all ranks' gradients is not finite (NaN or infinite): it is dropped, on all ranks, and no "
+                "step is taken with it. This is said once; `trainer.strategy.dropped_gradients` counts on. Look at the "
+                "data, lower the learning rate, or clip gradients."
+            )
 
     def on_train_start(self) -> None:
         """The optimizers begin alike: after a resume, with rank 0's state."""
@@ -196,6 +214,23 @@ class HorovodStrategy(ReplicatedStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         if self._reducer is not None:
             self._reducer.finish()
+            self._reduced = True
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """The others wait for this rank, too, where `training_step` has returned None."""
+        reducer = self._reducer
+
+        def with_all() -> Any:
+            self._reduced = False
+            output = closure()
+            if reducer is None or self._reduced or not self.own_steps.skipped:
+                return output
+            reducer.finish(absent=self.weight)
+            has_any = any(p.grad is not None for p in self.module.parameters())
+            return begin_scaling(self) if has_any else output
+
+        taken = with_all if self.module.automatic_optimization else closure
+        return super().optimizer_step(optimizer, taken, model, **kwargs)
 
     def _finish_begun(self) -> None:
         if self._reducer is not None and self._reducer.begun:

@@ -11,6 +11,7 @@ from typing import Any, Protocol, cast
 from torch.optim import Optimizer
 
 from lightning_async.engine.averaging.averager import BackgroundAverager
+from lightning_async.engine.averaging.optimizer_state import reset
 from lightning_async.engine.gradients.synchronous import SynchronousGradients
 from lightning_async.engine.header import Arrival, Gate
 from lightning_async.engine.server.agreement import Agreement
@@ -27,6 +28,7 @@ from lightning_async.strategies.saved_state import SavedState
 from lightning_async.strategies.stepping import Steps, is_scaled, learning_rate
 from lightning_async.strategies.writes import Writes
 from lightning_async.trainer.own_gradients import changes_gradients
+from lightning_async.trainer.own_steps import OwnSteps
 from lightning_async.trainer.patches import Undo, replace, take_back
 
 __all__ = ["Pushing", "Served"]
@@ -46,6 +48,7 @@ class Served(Steps, Protocol):
     groups: list[Group]
     progress: Progress
     course: Any
+    own_steps: OwnSteps
 
     @property
     def gathers(self) -> bool: ...
@@ -87,6 +90,8 @@ class Pushing:
         changed = is_scaled(strategy) or changes_gradients(strategy.module, until_step=True)
         self._overlaps = not own and not changed
         self._stepped = self._steps = self.pushes = 0
+        self._brings = False
+        """A local step since the last push had a gradient."""
         self._requests = Requests(averager, self._totals)
         self.calls = self.called = False
         """The next push is to call all; somebody has, with the last one."""
@@ -103,7 +108,9 @@ class Pushing:
         for optimizer in strategy.optimizers:
             self._undo.append(replace(optimizer, "add_param_group", refuse_groups))
             if strategy.update_on_server:
-                self._undo.append(replace(optimizer, "step", lambda original, o=optimizer: self._step_of(o)))
+                step = self._step_of(optimizer)
+                led = strategy.own_steps.led(optimizer, step)
+                self._undo.append(replace(optimizer, "step", lambda original, led=led: led))
             else:
                 self._undo.append(optimizer.register_step_post_hook(self._count).remove)
 
@@ -166,6 +173,11 @@ class Pushing:
         if self._strategy.update_on_server and self.tables.in_step:
             self._push(dict.fromkeys(self._tables_of(optimizer)), 0.0)
 
+    def skip_batch(self) -> None:
+        """Automatic optimization: `training_step` has made no loss of the batch under way."""
+        self._batches.see()
+        self._samples.skip()
+
     def backward(self) -> AbstractContextManager[None]:
         """A backward pass: gradients leave as it makes them, where they are the step's."""
         self._batches.see()
@@ -177,9 +189,10 @@ class Pushing:
         """Gradients are there."""
         self._samples.end_pass()
 
-    def _count(self, *_: Any) -> None:
+    def _count(self, optimizer: Optimizer, *_: Any) -> None:
         """After every step of the worker's own optimizers."""
         self._stepped += 1
+        self._brings |= any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
     # ---- pushes ----
 
@@ -199,6 +212,11 @@ class Pushing:
             self.tables.fill_gradients(tables)
             rates = rates_of(optimizer, groups, tables)
             empty = not self.tables.has_gradients(tables)  # somebody has dropped them all: as torch, no step
+            if not empty and not self.tables.is_finite(tables):
+                empty = True
+                self._samples.take(number)
+                self._samples.drop()
+                self._averager.summary.drop()
             together = self.tables.in_step
             self._push(rates, 0.0 if empty else self._samples.take(number))
             optimizer._opt_called = True
@@ -223,7 +241,15 @@ class Pushing:
         self._finish()
         self._steps = self._stepped = 0
         self.tables.fill_change()
-        self._requests.begin(partial(self.tables.push_change, weight=1.0, **self._how()))
+        # Steps without a gradient have moved nothing: in the mean of all workers they count for nothing.
+        how = {"weight": float(self._brings or self.tables.has_change), **self._how()}
+        self._brings = False
+        healthy = self.tables.is_finite(range(len(self._strategy.groups)))
+        if not healthy:  # nothing of it leaves, and the servers' weights take its place
+            how |= {"weight": 0.0, "pull": True}
+            self._averager.summary.drop()
+            reset(self._strategy.optimizers)
+        self._requests.begin(partial(self.tables.push_change, **how))
         self._finish()
 
     def _push(self, rates: Mapping[int, float | None], weight: float) -> None:

@@ -26,7 +26,7 @@ from lightning_async.rules.averaging.protocol import AveragingRule
 from lightning_async.rules.pace import Pace
 from lightning_async.strategies.saved_state import SavedState, state_of
 from lightning_async.strategies.standing import standing_of
-from lightning_async.strategies.stepping import Steps
+from lightning_async.strategies.stepping import Steps, is_scaled
 from lightning_async.strategies.survivors import Survivors, started
 from lightning_async.trainer.pacing import Pacing
 from lightning_async.trainer.patches import rank_zero_info
@@ -120,6 +120,8 @@ class Session:
         self.gradients = gradients = SynchronousGradients(
             control, averager.gates, averager.synchronous_step, averager.wing.weigh_step
         )
+        gradients.rounds.drops = not is_scaled(strategy)  # a scaler sees them, skips on all ranks, and lowers its scale
+        gradients.rounds.on_drop = averager.summary.drop
         self.averager.summary.totals = None if strategy.make_totals is None else strategy.make_totals()
         self._saved = saved
         saved.resume(self.averager, strategy.global_rank, strategy.world_size)

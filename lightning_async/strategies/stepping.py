@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
+from torch import Tensor
+
 from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.optimizer_state import reset
 from lightning_async.engine.gradients.synchronous import SynchronousGradients
@@ -15,7 +18,7 @@ from lightning_async.rules.schedules.protocol import Action, Schedule, Step
 from lightning_async.strategies.batches import Batches
 from lightning_async.trainer.own_gradients import changes_gradients
 
-__all__ = ["Stepping", "Steps", "is_scaled", "learning_rate", "loss_scale"]
+__all__ = ["Stepping", "Steps", "begin_scaling", "is_scaled", "learning_rate", "loss_scale"]
 
 
 def learning_rate(optimizers: Iterable[Any]) -> float:
@@ -46,7 +49,7 @@ class Steps(Protocol):
     def precision_plugin(self) -> Any: ...
 
 
-def is_scaled(strategy: Steps) -> bool:
+def is_scaled(strategy: Any) -> bool:
     """Whether mixed precision multiplies losses, and so gradients until the step."""
     scaler = getattr(strategy.precision_plugin, "scaler", None)
     return scaler is not None and scaler.is_enabled()
@@ -55,6 +58,12 @@ def is_scaled(strategy: Steps) -> bool:
 def loss_scale(strategy: Steps) -> float:
     """What mixed precision multiplies losses by."""
     return float(strategy.precision_plugin.scaler.get_scale()) if is_scaled(strategy) else 1.0
+
+
+def begin_scaling(strategy: Any) -> Tensor:
+    """In place of a loss: a gradient scaler makes its scale with the first one, and a rank may have had none yet."""
+    zero = torch.zeros((), device=strategy.module.device)
+    return strategy.precision_plugin.scaler.scale(zero) if is_scaled(strategy) else zero
 
 
 class Stepping:
@@ -78,7 +87,7 @@ class Stepping:
         averager.on_healed = self._forget_state
         self._samples = self._of_batch = 0.0
         self._batch_step: Step | None = None
-        self._seen = self._counted = 0
+        self._seen = self._counted = self._dropped = 0
         self._reduced = False
         """Manual optimization: gradients were averaged since the last batch with a step."""
         self._overlaps = not changes_gradients(strategy.module)
@@ -124,10 +133,16 @@ class Stepping:
     def step(self, closure: Callable[[], Any], run: Callable[[Callable[[], Any]], Any]) -> Any:
         """Automatic optimization: ``run`` the optimizer's step with this ``closure``, or its synchronous kind."""
         planned, self._gradients.told = self._averager.plan(self._meet), None
-        before = self._seen
-        output = run(self._synchronised(closure) if planned.action is Action.GRADIENTS else closure)
-        self._tick(planned, stepped=self._seen > before)
+        synchronous, before = planned.action is Action.GRADIENTS, self._seen
+        output = run(self._synchronised(closure) if synchronous else closure)
+        empty = synchronous and self._gradients.told is not None and not self._gradients.told.weight
+        self._tick(planned, stepped=self._seen > before and not empty)
         return output
+
+    def skip_batch(self) -> None:
+        """Automatic optimization: `training_step` has made no loss of the batch under way."""
+        self._batches.see()
+        self._samples, self._of_batch = self._samples - self._of_batch, 0.0
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -167,6 +182,10 @@ class Stepping:
             finally:
                 self._in_step = False
             self._reduce_gradients()
+            told = self._gradients.told
+            if result is None and told is not None and told.weight > 0.0:
+                # `training_step` has returned None here: the others' mean is stepped with all the same.
+                return begin_scaling(self._strategy)
             return result
 
         return wrapped
@@ -189,6 +208,8 @@ class Stepping:
         strategy, samples = self._strategy, self._samples
         if stepped or strategy.module.automatic_optimization:  # else: manual accumulation, the step is yet to come
             self._samples = 0.0
+        if self._gradients.rounds.dropped > self._dropped:
+            self._dropped, samples = self._gradients.rounds.dropped, 0.0
         report = self._averager.tick(planned, samples, stepped=stepped, lr=learning_rate(strategy.optimizers))
         if report is not None and strategy.optimizer_state_policy == "reset":
             reset(strategy.optimizers)

@@ -205,3 +205,58 @@ def test_after_closing_gradients_stay_each_replicas_own() -> None:
         return grads(module)
 
     assert on_ranks(2, body) == [[1.0, 2.0, None, None], [2.0, 4.0, None, None]]
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 25 << 20])
+def test_a_replica_without_a_pass_does_not_count(bucket_bytes: int) -> None:
+    """Three replicas of unequal weights, which add up to three; then one of them has no pass, then nobody."""
+
+    def body(module: Branches, reducer: GradientReducer, rank: int) -> Any:
+        found, weight = [], (0.5, 1.5, 1.0)[rank]
+        for absent in ((), (1,), (0, 1, 2)):
+            module.zero_grad(set_to_none=True)
+            if rank in absent:
+                reducer.finish(absent=weight)
+            else:
+                (module(1.0 + rank, module.first) * weight).backward()
+                reducer.finish()
+            found.append(grads(module))
+        return found
+
+    for found in on_ranks(3, body, bucket_bytes=bucket_bytes):
+        assert found == [
+            [pytest.approx((0.5 + 3.0 + 3.0) / 3.0), pytest.approx(13.0 / 3.0), None, None],
+            [pytest.approx((0.5 + 3.0) / 1.5), pytest.approx(7.0 / 1.5), None, None],
+            [None] * 4,
+        ]
+
+
+@pytest.mark.parametrize("wire", [None, torch.float16])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
+def test_a_mean_that_is_not_finite_is_dropped_on_all(bad: float, wire: Any) -> None:
+    """Also where it has overflowed on its way only. The steps before and after it are as always."""
+    told: list[int] = []
+
+    def body(module: Branches, reducer: GradientReducer, rank: int) -> Any:
+        found = []
+        for number in range(3):
+            module.zero_grad(set_to_none=True)
+            module(bad if number == 1 and rank else 1.0, module.first).backward()
+            reducer.finish()
+            found.append(grads(module))
+        return found
+
+    fits = bad == 1e30 and wire is None
+    for found in on_ranks(2, body, wire=wire, on_drop=lambda: told.append(1)):
+        assert found[0] == found[2] == [1.0, 2.0, None, None]
+        assert found[1] == ([pytest.approx(5e29), pytest.approx(1e30), None, None] if fits else [None] * 4)
+    assert len(told) == (0 if fits else 2)
+
+
+def test_without_anybody_to_tell_it_reaches_the_scaler() -> None:
+    def body(module: Branches, reducer: GradientReducer, rank: int) -> Any:
+        module(float("inf") if rank else 1.0, module.first).backward()
+        reducer.finish()
+        return grads(module)
+
+    assert on_ranks(2, body) == [[float("inf"), float("inf"), None, None]] * 2

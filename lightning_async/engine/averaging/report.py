@@ -62,6 +62,7 @@ class RunSummary:
     failed_rounds: int = 0
     absent_rounds: int = 0
     healed: int = 0
+    dropped_gradients: int = 0
     samples: float = 0.0
     steps: int = 0
     payload_bytes: int = 0
@@ -93,6 +94,18 @@ class RunSummary:
         self.healed += report.healed
         self.merge_s += report.merge_s
         self.payload_bytes += report.payload_bytes
+
+    def drop(self) -> None:
+        """Count gradients of this replica that were dropped; the first time with a warning."""
+        self.dropped_gradients += 1
+        if self.dropped_gradients == 1:
+            log.warning(
+                "Rank %d: its gradients are not finite (NaN or infinite) behind %d steps. They are dropped: no step is "
+                "taken with them, and those of the other ranks count as always. This is said once; the metric "
+                "`dropped_gradients` and the summary count on. Look at this rank's data, lower the learning rate, or "
+                "clip gradients.",
+                self.rank, self.steps,
+            )  # fmt: skip
 
     @property
     def hidden_share(self) -> float:
@@ -147,6 +160,7 @@ class RunSummary:
             **{f"samples/rank_{rank}": samples for rank, samples in enumerate(self.samples_by_rank)},
             "idle_s": self.idle_s,
             "failed_rounds": float(self.failed_rounds),
+            "dropped_gradients": float(self.dropped_gradients),
         }
         return {f"{prefix}/{name}": value for name, value in told.items()}
 
@@ -190,6 +204,7 @@ class RunSummary:
     def __str__(self) -> str:
         replicas = f"{self.world_size}" + (f", {self.lost} lost" if self.lost else "")
         others = {
+            **({"gradients dropped": f"{self.dropped_gradients}, not finite"} if self.dropped_gradients else {}),
             "waiting at rendezvous": f"{self.idle_s:.2f} s of {self.elapsed_s:.1f} s",
             **({"straggler": str(straggler(self.paces) or "none")} if self.paces else {}),
         }

@@ -89,8 +89,9 @@ class AveragingWing:
         return part._replace(digest=whole, digest_rest=rest, healthy=healthy, sound=sound)
 
     def weigh_step(self, samples: float) -> float:
-        """What gradients of so many samples weigh in a synchronous step: what a local step of as many would."""
-        return Work(samples, 1.0).weight(self._config.weighting)
+        """What gradients of so many samples weigh in a synchronous step: what a local step of as many would; of none,
+        nothing."""
+        return Work(samples, 1.0).weight(self._config.weighting) if samples > 0.0 else 0.0
 
     # ---- what all headers ask for ----
 

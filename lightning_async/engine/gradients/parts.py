@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from lightning_async import ops
 from lightning_async.comm.protocols import Pending
 from lightning_async.engine.backward import spans
 from lightning_async.engine.gradients.packing import Plans, pack_
@@ -73,6 +74,11 @@ class Outgoing:
         flat = torch.empty(sum(gradient.numel() for gradient in self.gradients))
         pack_(self.gradients, flat, self._scale)
         return flat if self.base is None else flat.add_(self.base)
+
+    def all_finite(self) -> bool:
+        """Whether none of them is infinite or NaN, once all are filled."""
+        held = self.gradients if self.base is None else [*self.gradients, self.base]
+        return all(ops.all_finite(gradient) for gradient in held)
 
     def has(self) -> Tensor:
         """1.0 for every parameter that has a gradient here, once all are filled."""

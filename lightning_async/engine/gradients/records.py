@@ -28,6 +28,7 @@ class Part(NamedTuple):
         samples: behind them.
         base, size: see `Told`, as this rank would have it; 0 where it does not ask.
         keeps: 1 where their mean stays in its bucket as it is.
+        there: 1 where there is a message, be its weight 0.
     """
 
     weight: float = 0.0
@@ -38,6 +39,7 @@ class Part(NamedTuple):
     base: float = 0.0
     size: float = 0.0
     keeps: int = 0
+    there: int = 0
 
 
 class Told(NamedTuple):
@@ -77,6 +79,7 @@ class GradientMessage(Message):
         behind: of these samples, the part that each parameter's gradient is of; None: all. See `Window`.
         out: how far they are there, where they leave while they are computed.
         keeps: their mean stays in its bucket as it is, until other gradients are there.
+        dropped: they are not finite, and have no weight; see `GradientRounds`.
         asks: `Told.base` and `Told.size`, as this replica would have them.
     """
 
@@ -86,6 +89,7 @@ class GradientMessage(Message):
     behind: Tensor | None = None
     out: Outgoing | None = None
     keeps: bool = False
+    dropped: bool = False
     asks: tuple[float, float] = (0.0, 0.0)
 
     @property

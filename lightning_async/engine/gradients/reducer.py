@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_async.comm.protocols import Collectives, Pending
 from lightning_async.engine.backward import Backward, Span, spans
-from lightning_async.engine.digest import strided
+from lightning_async.engine.digest import is_finite, strided
 from lightning_async.flat import FlatLayout
 
 __all__ = ["GradientReducer"]
@@ -60,6 +60,8 @@ class GradientReducer:
     the rest of the backward pass runs. `finish` waits for all; until then its parameters have no gradients, so that
     their memory serves the rest of the pass. What a second pass makes of them is added to the mean, and averaged with
     it once more. A parameter that no replica used keeps ``None``; one that some used counts as zero on the others.
+    A mean that is not finite is dropped, on all replicas alike: no parameter has a gradient then. What travels is the
+    mean already, so that nobody can repeat it without the replica that has spoilt it.
 
     Args:
         params: what is trained, in the order of the forward pass.
@@ -68,6 +70,7 @@ class GradientReducer:
         wire: the type that travels (``torch.float16`` halves the bytes). Default: that of the gradients.
         mean: whether gradients are scaled by one over the number of replicas, before they travel.
         all_reduce: how a bucket is reduced. Default: a sum.
+        on_drop: called when a mean was dropped. None: whatever it is goes to the parameters, for a gradient scaler.
     """
 
     def __init__(
@@ -79,8 +82,10 @@ class GradientReducer:
         wire: torch.dtype | None = None,
         mean: bool = True,
         all_reduce: AllReduce = lambda collectives, flat: collectives.all_reduce(flat),
+        on_drop: Callable[[], None] | None = None,
     ) -> None:
         self._params, self._mean, self._collectives, self._all_reduce = list(params), mean, collectives, all_reduce
+        self._on_drop = on_drop
         self._used: set[int] = set()
         self._mask = collectives.fork("used")
         layout, kinds = FlatLayout(self._params), tuple((p.dtype, p.device) for p in self._params)
@@ -118,8 +123,11 @@ class GradientReducer:
         """Whether there are gradients that `finish` has yet to average."""
         return self._backward.begun
 
-    def finish(self) -> None:
+    def finish(self, absent: float = 0.0) -> None:
         """The backward pass is over: wait for the gradients, and give them to the parameters.
+
+        Args:
+            absent: what this replica would have counted in the mean, where it has had no pass: the others count for it.
 
         Raises:
             CollectiveError: an operation failed or was late.
@@ -128,7 +136,8 @@ class GradientReducer:
             return
         late = {i for i in self._backward.finish() if self._params[i].requires_grad}
         self._used |= late
-        mask = torch.zeros(len(self._params) + len(self._buckets))
+        mask = torch.zeros(len(self._params) + len(self._buckets) + 1)
+        mask[-1] = 0.0 if self._used else absent
         mask[list(self._used)] = 1.0
         for number, bucket in enumerate(self._buckets, start=len(self._params)):
             mask[number] = float(not late.isdisjoint(bucket.places))
@@ -136,8 +145,14 @@ class GradientReducer:
         for bucket in self._buckets:
             bucket.wait()
         told = everyones.result().tolist()
-        again = told[len(self._params) :]
+        again, missing = told[len(self._params) : -1], told[-1]
         self._average_again([bucket for bucket, late in zip(self._buckets, again, strict=True) if late])
+        if self._mean and 0.0 < missing < self._collectives.world_size:
+            for bucket in self._buckets:
+                bucket.flat.mul_(self._collectives.world_size / (self._collectives.world_size - missing))
+        if self._on_drop is not None and not is_finite(bucket.flat for bucket in self._buckets):
+            told = [0.0] * len(told)
+            self._on_drop()
         for bucket in self._buckets:
             for place, param, view in zip(bucket.places, bucket.params, bucket.views, strict=True):
                 if told[place]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from lightning_async import ops
 from lightning_async.engine.control import ControlPlane
 from lightning_async.engine.gradients.feedback import Feedback
 from lightning_async.engine.gradients.packing import divide_
@@ -17,6 +18,10 @@ __all__ = ["GradientRounds"]
 
 class GradientRounds:
     """One kind of round, see `Kind`.
+
+    A mean that is not finite is never handed over. It has the same bits on all ranks, so that all see it at once and
+    nobody commits it. Then each rank looks at what it has sent. Gradients that are not finite lose their weight, and
+    the round is repeated without them. A step of finite gradients costs one look at its mean, on the engine's thread.
 
     Args:
         control: the control plane.
@@ -36,6 +41,12 @@ class GradientRounds:
         """Of compressed gradients; None: they travel as they are."""
         self.used = torch.empty(0)
         """1.0 for every parameter that any replica used in the step before."""
+        self.drops = True
+        """Means that are not finite are dropped; False where a gradient scaler is to see them, on all ranks."""
+        self.dropped = 0
+        """Messages of this replica that were dropped."""
+        self.on_drop: Callable[[], None] = lambda: None
+        """Called when one more was dropped."""
 
     @property
     def message_bytes(self) -> int:
@@ -77,6 +88,8 @@ class GradientRounds:
         if self.apart:
             behind = getattr(exchange.message, "behind", None)
             divide_(self._replica.layout, target, behind, exchange.share, self._transfer)
+        exchange.doubt = self._is_polluted(exchange)
+        exchange.settle = lambda: self._drop(exchange)
 
     def _move_in_parts(self, exchange: Reduction) -> None:
         replica, message = self._replica, exchange.message
@@ -86,20 +99,49 @@ class GradientRounds:
             out = Outgoing.whole(self._box.changed, views, message.used)
         sums = InParts(self._transfer, replica.layout, replica.of_rule(exchange.target), exchange.share, out)
         doubts = sums.sum_(exchange.used, exchange.at_once)
-        exchange.doubt = doubts or exchange.masks_differ
-        exchange.at_once &= not doubts
+        polluted = self._is_polluted(exchange)
+        exchange.doubt = doubts or exchange.masks_differ or polluted
+        exchange.at_once &= not (doubts or polluted)
         exchange.settle = lambda: self._settle(exchange, sums)
 
     def _settle(self, exchange: Reduction, sums: InParts) -> None:
         exchange.doubt, used = False, sums.settle_()
         if used is not None:
             exchange.used = used
+            if self._is_polluted(exchange):  # behind what has changed late: that may have mended it, or not
+                self._drop(exchange)
             return
         exchange.void, message = True, exchange.message
         out = message.out if isinstance(message, GradientMessage) else None
         with self._box.changed:
             if out is not None and out.withdrawn and self._buckets.message is message:
                 self._buckets.message = None
+
+    def _is_polluted(self, exchange: Reduction) -> bool:
+        """Whether the mean is not finite; the same on all ranks."""
+        return self.drops and not ops.all_finite(self._replica.of_rule(exchange.target))
+
+    def _drop(self, exchange: Reduction) -> None:
+        """The mean is not finite: the gradients that have made it so lose their weight. All ranks call this together.
+
+        Where all gradients are finite their sum has overflowed: then all of them do.
+        """
+        exchange.void, message = True, exchange.message
+        mine = message if isinstance(message, GradientMessage) and exchange.share > 0.0 else None
+        sent = self._replica.of_rule(self._buckets.sent)
+        is_bad = False
+        if mine is not None:
+            is_bad = not ops.all_finite(sent) if mine.out is None else not mine.out.all_finite()
+        any_bad = torch.tensor([float(is_bad)])
+        self._transfer.largest_(any_bad)
+        if mine is None or not (is_bad or not any_bad.item()):
+            return
+        sent.zero_()  # checkpoints may hold what has left
+        with self._box.changed:
+            mine.dropped, mine.samples = True, 0.0
+            mine.out, mine.used = None, torch.zeros_like(exchange.used)
+            self.dropped += 1
+        self.on_drop()
 
     def commit(self, exchange: Reduction) -> None:
         """Of a step nothing is kept, but what its messages lacked."""

@@ -254,6 +254,9 @@ class SynchronousGradients:
             if change is not None:
                 change(mean, arrived)
             unpack_(self.replica, mean, arrived.used, scale, self._back)
+        elif buckets.arrived is None:  # what is left here was dropped, or is of no samples
+            for p in self.replica.tensors.trained.values():
+                p.grad = None
         self._taken = True
 
     def stepped(self) -> None:
@@ -275,10 +278,10 @@ class SynchronousGradients:
             return part
         out, weight = int(message.out is not None), self._weigh(message.samples)
         used, since, samples = mask_of(message.used), message.since, message.samples
-        return Part(weight, used, since, out, samples, *message.asks, int(message.keeps))
+        return Part(weight, used, since, out, samples, *message.asks, int(message.keeps), there=1)
 
     def is_due(self, parts: Sequence[Part]) -> bool:
-        return any(p.weight > 0.0 for p in parts)
+        return any(p.there for p in parts)
 
     def plan(self, priority: int, headers: Sequence[Header], parts: Sequence[Part]) -> GradientPlan | None:
         if priority != GRADIENTS:

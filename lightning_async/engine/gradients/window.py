@@ -88,7 +88,7 @@ class Window:
     def leave(self) -> bool:
         """Be on its way, and empty again, if the one before has arrived and was taken; whether that was done."""
         self._follow_layout()
-        weight = 1.0 / self.samples
+        weight = 1.0 / self.samples if self.samples > 0.0 else 0.0
         if not self._gradients.post(
             lambda part: ops.scale_(part, self._sum, weight),
             self.samples,

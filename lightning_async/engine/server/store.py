@@ -213,6 +213,7 @@ class Store:
     @copied
     def apply(self, gradient: Tensor, pushes: Mapping[str, int], lr: float | None = None, called: bool = False) -> int:
         """The next version, of what several workers have made together, and that their pushes are in it; the version.
+        What is not finite changes nothing, and the pushes count as come.
 
         Args:
             gradient: as of `push`.
@@ -220,9 +221,12 @@ class Store:
             lr: in place of the optimizer's own. Default: that one.
             called: with one of them, all were called. Default: False.
         """
-        scalars, means = self._updates().step(self._held.before(), gradient, Weight(), lr, late=False)
-        workers = with_pushes(self.known, pushes, {"lag": 0, "dropped": False, "called": called})
-        self._held.commit({**self.record, **self._stepped(scalars), "means": means, "workers": workers})
+        updates, changes = self._updates(), dict[str, Any]()
+        if updates.is_finite(gradient):
+            scalars, means = updates.step(self._held.before(), gradient, Weight(), lr, late=False)
+            changes = {**self._stepped(scalars), "means": means}
+        workers = with_pushes(self.known, pushes, {"lag": 0, "dropped": not changes, "called": called})
+        self._held.commit({**self.record, **changes, "workers": workers})
         return self.version
 
     def count(self, pushes: Mapping[str, int], called: bool = False) -> None:

@@ -100,6 +100,10 @@ class Tables:
         """Whether any parameter of these tables has one."""
         return any(p.grad is not None for table in tables for p in self.workers[table].params)
 
+    def is_finite(self, tables: Sequence[int]) -> bool:
+        """Whether all that these tables have been filled with is, for the next push."""
+        return all(self.workers[table].is_finite for table in tables)
+
     def push(self, rates: Mapping[int, float | None], **how: Any) -> None:
         """Gradients of these tables, with their learning rates."""
         self._asked = list(rates)
@@ -109,6 +113,11 @@ class Tables:
         """See `Worker`."""
         for worker in self.workers:
             worker.fill_change()
+
+    @property
+    def has_change(self) -> bool:
+        """Whether `fill_change` has found any."""
+        return any(worker.has_change for worker in self.workers)
 
     def push_change(self, **how: Any) -> None:
         """Changes of all tables."""

@@ -89,8 +89,17 @@ class Updates:
     optimizer: ServerOptimizer
     pieces: Pieces
 
+    def is_finite(self, gradient: Tensor) -> bool:
+        """Whether no element is infinite or NaN."""
+        return all(self.pieces(lambda here: ops.all_finite(piece_of(gradient, here))))
+
     def weigh(self, before: Before, gradient: Tensor, lag: int) -> Weight | None:
-        """How much a push counts; None: it does not."""
+        """Return how much a push counts. None: it does not, as the policy has it too late, or as it is not finite.
+
+        Workers push nothing that is not finite, but a server does not rely on them.
+        """
+        if not self.is_finite(gradient):
+            return None
         policy, measures, old = self.policy, self.policy.measures, before.old
         moved = norm = 0.0
         if "moved" in measures and lag:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_async import ops
 from lightning_async.comm.channel import Dial
 from lightning_async.engine.digest import real, strided
 from lightning_async.engine.server.ahead import Ahead
@@ -130,6 +131,11 @@ class Worker:
         else:
             self._put_gradients(range(len(self.params)))
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether all is that leaves with the next push. It is fp32, in memory of the host."""
+        return all(ops.all_finite(outgoing) for outgoing in self._client.gradients)
+
     def fill_change(self) -> None:
         """What has become of the parameters since `take_` leaves with the next push."""
         self._bases = None
@@ -137,6 +143,11 @@ class Worker:
         for outgoing, base in zip(self._client.gradients, self._client.weights, strict=True):
             outgoing.sub_(base)
         self._written.end("pushed")
+
+    @property
+    def has_change(self) -> bool:
+        """Whether `fill_change` has found any."""
+        return any(bool(outgoing.any()) for outgoing in self._client.gradients)
 
     def written(self, coming: bool, every: bool) -> list[str]:
         """Names of parameters that hold other values than were pulled, see `Written`; ``coming``: more is under way."""

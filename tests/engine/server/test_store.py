@@ -211,6 +211,29 @@ def test_memory_is_that_of_two_banks_and_a_journal_and_does_not_grow(file: int):
     store.close()
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("together", [True, False])
+def test_what_is_not_finite_changes_no_weight_and_counts_as_come(file: int, bad: float, together: bool):
+    """A server does not rely on its workers for that."""
+    store = opened(file)
+    store.remember({"a": WORKER})
+    store.initialise(torch.zeros(70_000), "SGD", {"lr": 0.5, "momentum": 0.9})
+    spoilt = torch.ones(70_000)
+    spoilt[69_999] = bad
+    for number, gradient in enumerate((torch.ones(70_000), spoilt, torch.ones(70_000)), start=1):
+        if together:
+            store.apply(gradient, {"a": number})
+        else:
+            assert not store.push("a", number, gradient, 0)
+        assert store.workers["a"]["push"] == number
+        assert store.workers["a"]["dropped"] == (number == 2)
+    assert store.version == 2
+    assert torch.equal(store.params, torch.full((70_000,), -0.5 - 0.5 * 1.9))
+    assert torch.equal(store.state["momentum_buffer"], torch.full((70_000,), 1.9))
+    assert store.lags["dropped"] == (0 if together else 1)
+    store.close()
+
+
 OPTIMIZERS = [
     ("SGD", {"lr": 0.1}),
     ("SGD", {"lr": 0.1, "momentum": 0.9}),

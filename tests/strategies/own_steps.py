@@ -1,0 +1,288 @@
+"""Scenarios of what a module decides by itself: batches without a loss, gradients that are not finite, raw steps."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import torch
+
+from lightning_async import AsyncGradientStrategy, ParameterServerStrategy, Synchronous
+from lightning_async.trainer.namespace import pytorch
+from tests.strategies import problem
+from tests.strategies.problem import adam, momentum
+from tests.strategies.workers import (
+    PATIENT,
+    SCENARIOS,
+    Net,
+    fit,
+    loader,
+    logged,
+    make_trainer,
+    rank,
+    scenario,
+    shard,
+    together,
+)
+
+BATCHES = 12
+ALIKE = {"min_replicas": 2, "deadlines": PATIENT}
+
+
+def in_step() -> Any:
+    return together(schedule=Synchronous())
+
+
+def windows(**options: Any) -> Any:
+    return AsyncGradientStrategy(2, delay=0, **ALIKE, **options)
+
+
+def servers(**options: Any) -> Any:
+    return ParameterServerStrategy("sync", min_replicas=2, **options)
+
+
+def scaling(init_scale: float) -> Any:
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)  # pyright: ignore
+    return pytorch("plugins").MixedPrecision("16-mixed", "cpu", scaler)
+
+
+def is_odd(batch_idx: int) -> bool:
+    """Whether there is something about this batch, which rank 1 has."""
+    return rank() == 1 and batch_idx % 3 == 1
+
+
+class Without(Net):
+    """Makes no loss of some batches."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"optimizer": momentum, **options})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if is_odd(batch_idx) else super().training_step(batch, batch_idx)
+
+
+class NotFinite(Without):
+    """Has a loss that is no number in their place."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = problem.loss_of(self, batch)
+        return loss * float("nan") if is_odd(batch_idx) else loss
+
+
+def train(strategy: Any, module: Any, **options: Any) -> dict[str, Any]:
+    with logged() as messages:
+        told = fit(strategy, loader(shard((BATCHES, BATCHES))), module, **options)
+    summary = strategy.summary
+    metrics = {name.partition("/")[2]: value for name, value in summary.metrics().items()}
+    return told | {
+        "dropped": [summary.dropped_gradients, metrics["dropped_gradients"], "gradients dropped" in str(summary)],
+        "warnings": sum("are not finite" in message for message in messages),
+    }
+
+
+@scenario
+def none_in_step() -> Any:
+    return train(in_step(), Without())
+
+
+@scenario
+def none_in_accumulation() -> Any:
+    return train(in_step(), Without(), accumulate_grad_batches=2)
+
+
+@scenario
+def none_in_windows() -> Any:
+    return train(windows(), Without())
+
+
+@scenario
+def none_on_servers() -> Any:
+    return train(servers(), Without())
+
+
+@scenario
+def none_between_rounds() -> Any:
+    return train(together(), Without())
+
+
+@scenario
+def none_with_a_scaler() -> Any:
+    """The rank without a loss steps with the others' mean; its first batch has none."""
+
+    class WithoutTheFirst(Without):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx + 1)
+
+    return train(in_step(), WithoutTheFirst(), plugins=[scaling(64.0)])
+
+
+@scenario
+def none_as_they_come() -> Any:
+    return train(ParameterServerStrategy(min_replicas=2), Without())
+
+
+@scenario
+def none_anywhere() -> Any:
+    """No rank has a loss in batch 4."""
+
+    class Never(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx == 4 else problem.loss_of(self, batch)
+
+    made: Any = {"in step": in_step, "windows": lambda: AsyncGradientStrategy(1, delay=0, **ALIKE), "servers": servers}
+    return {name: train(make(), Never(optimizer=momentum)) for name, make in made.items()}
+
+
+@scenario
+def nan_in_step() -> Any:
+    return train(in_step(), NotFinite())
+
+
+@scenario
+def nan_in_step_by_hand() -> Any:
+    class ByHand(NotFinite):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+    return train(in_step(), ByHand())
+
+
+@scenario
+def nan_in_windows() -> Any:
+    return train(windows(), NotFinite())
+
+
+@scenario
+def nan_in_compressed_windows() -> Any:
+    return train(windows(compression="int8"), NotFinite())
+
+
+@scenario
+def nan_on_servers() -> Any:
+    return train(servers(), NotFinite())
+
+
+@scenario
+def nan_on_servers_compressed() -> Any:
+    return train(servers(compression="int8"), NotFinite())
+
+
+@scenario
+def nan_as_they_come() -> Any:
+    return train(ParameterServerStrategy(min_replicas=2, overlap=True), NotFinite(optimizer=adam))
+
+
+@scenario
+def nan_in_changes() -> Any:
+    """The worker has stepped with it: the change is dropped, and the servers' weights take its place."""
+    strategy = ParameterServerStrategy(update_on_server=False, update_frequency=2, pull_every=3, min_replicas=2)
+    return train(strategy, NotFinite(optimizer=adam))
+
+
+@scenario
+def overflow_with_a_scaler() -> Any:
+    """The scaler's first scale is too large for fp16: it skips on all ranks, and finds one that is not."""
+
+    class Large(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return problem.loss_of(self, batch) * (50.0 if rank() else 1.0)
+
+    plugin = scaling(65536.0)
+    told = train(in_step(), Large(optimizer=lambda ps: torch.optim.SGD(ps, lr=1e-5)), plugins=[plugin])
+    return told | {"scale": plugin.scaler.get_scale()}
+
+
+class Raw(Net):
+    """Steps its optimizer by itself, and copies it meanwhile."""
+
+    def __init__(self, bound: bool = False) -> None:
+        super().__init__(optimizer=momentum)
+        self.automatic_optimization, self.bound = False, bound
+
+    def configure_optimizers(self) -> Any:
+        self.own = super().configure_optimizers()
+        self.step = self.own.step
+        return self.own
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        own = self.optimizers(use_pl_optimizer=False) if batch_idx % 2 else self.own
+        own.zero_grad()  # pyright: ignore
+        self.manual_backward(problem.loss_of(self, batch))
+        self.step() if self.bound else own.step()  # pyright: ignore
+        for copied in (copy.deepcopy(own), pickle.loads(pickle.dumps(own))):
+            assert isinstance(copied, torch.optim.SGD)
+
+
+def raw(strategy: Any) -> Any:
+    """Two epochs, of which ``max_steps`` ends the second one in its midst."""
+    module = Raw()
+    told = train(strategy, module, max_epochs=2, max_steps=BATCHES + BATCHES // 2)
+    return told | {"left behind": "step" in vars(module.own) or bool(module.own._optimizer_step_pre_hooks)}
+
+
+@scenario
+def raw_in_step() -> Any:
+    return raw(in_step())
+
+
+@scenario
+def raw_in_windows() -> Any:
+    return raw(AsyncGradientStrategy(1, delay=0, **ALIKE))
+
+
+@scenario
+def raw_on_servers() -> Any:
+    return raw(servers())
+
+
+@scenario
+def raw_between_rounds() -> Any:
+    return raw(together())
+
+
+@scenario
+def raw_with_a_closure() -> Any:
+    """`optimizer.step(closure)`, and what it returns."""
+
+    class WithClosure(Raw):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            def closure() -> Any:
+                self.own.zero_grad()
+                loss = problem.loss_of(self, batch)
+                self.manual_backward(loss)
+                return loss
+
+            assert float(self.own.step(closure)) > 0.0
+
+    return train(in_step(), WithClosure(), max_epochs=2, max_steps=BATCHES + BATCHES // 2)
+
+
+def refused(strategy: Any) -> Any:
+    make_trainer(strategy).fit(Raw(bound=True), loader(shard((BATCHES, BATCHES))))
+
+
+@scenario
+def bound_in_step() -> Any:
+    return refused(in_step())
+
+
+@scenario
+def bound_in_windows() -> Any:
+    return refused(AsyncGradientStrategy(1, **ALIKE))
+
+
+@scenario
+def bound_on_servers() -> Any:
+    return refused(servers())
+
+
+RAW = tuple(name for name in SCENARIOS[__name__] if name.startswith(("raw", "bound")))
+OTHERS = tuple(name for name in SCENARIOS[__name__] if name not in RAW)

@@ -1,0 +1,173 @@
+"""Batches without a loss, gradients that are not finite, and raw steps, in every strategy: the numbers are those of one
+process that has left out what one rank has left out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from tests.strategies import problem
+from tests.strategies.own_steps import BATCHES, OTHERS, RAW
+from tests.strategies.problem import Batch, batches, distance, flat, joined, momentum, train_alone
+from tests.strategies.workers import Outcomes
+
+MODULE = "tests.strategies.own_steps"
+ODD = [i for i in range(BATCHES) if i % 3 == 1]
+FIRST, SECOND = batches(0, BATCHES), batches(1, BATCHES)
+SAMPLES = 4
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return Outcomes(MODULE, tmp_path_factory.mktemp("batches"), only=OTHERS)
+
+
+@pytest.fixture(scope="module")
+def raw(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return Outcomes(MODULE, tmp_path_factory.mktemp("raw"), only=RAW)
+
+
+def together(parts: Sequence[Batch]) -> Batch:
+    return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
+
+
+def steps_of(size: int, whole_windows: bool) -> list[Batch]:
+    """All samples of each step of two ranks' windows of so many batches; rank 1's odd ones are left out, with all of
+    their window where ``whole_windows`` says so."""
+    steps = []
+    for start in range(0, BATCHES, size):
+        numbers = range(start, start + size)
+        odd = [i for i in numbers if i in ODD]
+        mine = [] if odd and whole_windows else [i for i in numbers if i not in odd]
+        steps.append(together([*(FIRST[i] for i in numbers), *(SECOND[i] for i in mine)]))
+    return steps
+
+
+def accumulated() -> list[float]:
+    """As Lightning has it: each loss is divided by the number of batches, be there one of each or not."""
+    module = problem.network()
+    stepper, params = momentum(module.parameters()), list(module.parameters())
+    for start in range(0, BATCHES, 2):
+        numbers = (start, start + 1)
+        mine = [i for i in numbers if i not in ODD]
+        total = SAMPLES * (len(numbers) + len(mine))
+        for data, chosen in ((FIRST, numbers), (SECOND, mine)):
+            for i in chosen:
+                loss = problem.loss_of(module, data[i]) / 2 * (SAMPLES * len(chosen) / total)
+                loss.backward(inputs=params)
+        stepper.step()
+        stepper.zero_grad()
+    return flat(module)
+
+
+@pytest.mark.parametrize(
+    "name", ["none_in_step", "none_on_servers", "nan_in_step", "nan_in_step_by_hand", "nan_on_servers"]
+)
+def test_a_step_is_the_mean_over_what_there_is(ranks: Outcomes, name: str) -> None:
+    expected, told = flat(train_alone(steps_of(1, whole_windows=False), optimizer=momentum)), ranks(name)
+    for number, each in enumerate(told):
+        assert distance(each["flat"], expected) < 1e-6
+        assert each["global_step"] == each["steps"] == BATCHES
+        assert each["samples"] == SAMPLES * (BATCHES - number * len(ODD))
+        _check_told(each, number and name.startswith("nan") and len(ODD))
+    assert told[0]["digest"] == told[1]["digest"]
+
+
+@pytest.mark.parametrize("name", ["none_in_windows", "nan_in_windows"])
+def test_windows_of_ranks_stay_as_long_as_each_other(ranks: Outcomes, name: str) -> None:
+    """A batch without a loss counts for its length only; one that is not finite takes its window along."""
+    is_nan = name.startswith("nan")
+    expected, told = flat(train_alone(steps_of(2, whole_windows=is_nan), optimizer=momentum)), ranks(name)
+    for number, each in enumerate(told):
+        assert distance(each["flat"], expected) < 1e-6
+        assert each["global_step"] == each["steps"] == BATCHES // 2
+        left_out = number * len(ODD) * (2 if is_nan else 1)
+        assert each["samples"] == SAMPLES * (BATCHES - left_out)
+        _check_told(each, number and is_nan and len(ODD))
+    assert told[0]["digest"] == told[1]["digest"]
+
+
+def test_in_accumulation_the_batch_counts_for_nothing(ranks: Outcomes) -> None:
+    for number, told in enumerate(ranks("none_in_accumulation")):
+        assert distance(told["flat"], accumulated()) < 1e-6
+        assert told["samples"] == SAMPLES * (BATCHES - number * len(ODD))
+        assert told["global_step"] == BATCHES // 2
+
+
+def test_where_no_rank_has_a_loss_nothing_is_stepped_with(ranks: Outcomes) -> None:
+    data = [batch for i, batch in enumerate(joined(FIRST, SECOND)) if i != 4]
+    expected = flat(train_alone(data, optimizer=momentum))
+    for told in ranks("none_anywhere"):
+        for name, each in told.items():
+            assert distance(each["flat"], expected) < 1e-6, name
+            assert each["samples"] == SAMPLES * (BATCHES - 1), name
+
+
+@pytest.mark.parametrize(
+    "name", ["nan_in_compressed_windows", "nan_on_servers_compressed", "nan_as_they_come", "nan_in_changes"]
+)
+def test_nothing_that_is_not_finite_is_in_the_model(ranks: Outcomes, name: str) -> None:
+    told = ranks(name)
+    for number, each in enumerate(told):
+        assert torch.tensor(each["flat"]).isfinite().all()
+        assert distance(each["flat"], flat(problem.network())) > 1e-2
+        _check_told(each, number * len(ODD))
+    assert told[0]["digest"] == told[1]["digest"]
+
+
+@pytest.mark.parametrize("name", ["none_between_rounds", "none_as_they_come", "none_with_a_scaler"])
+def test_ranks_with_and_without_a_loss_end_with_one_model(ranks: Outcomes, name: str) -> None:
+    told = ranks(name)
+    assert told[0]["digest"] == told[1]["digest"]
+    for number, each in enumerate(told):
+        assert each["global_step"] == BATCHES
+        assert each["samples"] == SAMPLES * (BATCHES - number * len(ODD))
+        assert distance(each["flat"], flat(problem.network())) > 1e-2
+        _check_told(each, 0)
+
+
+def test_a_scaler_hears_of_what_overflows_and_lowers_its_scale(ranks: Outcomes) -> None:
+    """Nothing is dropped: it skips those steps itself, the same on all ranks."""
+    told = ranks("overflow_with_a_scaler")
+    assert told[0]["digest"] == told[1]["digest"]
+    for each in told:
+        assert 0 < each["steps"] < BATCHES
+        assert each["global_step"] == BATCHES
+        assert each["scale"] == 65536.0 / 2 ** (BATCHES - each["steps"])
+        _check_told(each, 0)
+
+
+def _check_told(told: dict[str, Any], dropped: int) -> None:
+    """How many were dropped is in the summary, and in one metric; there is one warning."""
+    assert told["dropped"] == [dropped, float(dropped), dropped > 0]
+    assert told["warnings"] == (dropped > 0)
+
+
+@pytest.mark.parametrize("name", ["raw_in_step", "raw_in_windows", "raw_on_servers", "raw_with_a_closure"])
+def test_a_raw_step_is_lightnings(raw: Outcomes, name: str) -> None:
+    both = joined(FIRST, SECOND)
+    expected, told = flat(train_alone([*both, *both[: BATCHES // 2]], optimizer=momentum)), raw(name)
+    for each in told:
+        assert distance(each["flat"], expected) < 1e-6
+        assert each["global_step"] == each["steps"] == BATCHES + BATCHES // 2
+        assert not each.get("left behind")
+    assert told[0]["digest"] == told[1]["digest"]
+
+
+def test_raw_steps_between_rounds_count(raw: Outcomes) -> None:
+    told = raw("raw_between_rounds")
+    assert told[0]["digest"] == told[1]["digest"]
+    for each in told:
+        assert each["global_step"] == each["steps"] == BATCHES + BATCHES // 2
+        assert each["samples"] == SAMPLES * each["steps"]
+        assert not each["left behind"]
+
+
+@pytest.mark.parametrize("name", ["bound_in_step", "bound_in_windows", "bound_on_servers"])
+def test_a_step_that_cannot_be_led_is_refused_by_name(raw: Outcomes, name: str) -> None:
+    for error in raw.errors(name):
+        assert error.startswith(("RuntimeError: `SGD.step` (optimizer 0) was called in a way that", "PeerLost: "))
+    assert any("`self.optimizers()`" in error for error in raw.errors(name))
