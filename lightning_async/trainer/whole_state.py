@@ -51,10 +51,11 @@ def collect(
     if "optimizer_states" in alike and "optimizer_states" in own:
         shared["optimizer_states"] = own.pop("optimizer_states")
     if "parameters" in alike:
-        state = own["state_dict"]
+        key = _model_in(own)
+        state = own[key]
         names = {name for name, _ in trainer.lightning_module.named_parameters(remove_duplicate=False)}
         shared["parameters"] = {name: value for name, value in state.items() if name in names}
-        own["state_dict"] = _like(state, {name: value for name, value in state.items() if name not in names})
+        own[key] = _like(state, {name: value for name, value in state.items() if name not in names})
     return shared, own
 
 
@@ -64,8 +65,14 @@ def joined(shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     if "optimizer_states" in shared:
         checkpoint["optimizer_states"] = shared["optimizer_states"]
     if "parameters" in shared:
-        checkpoint["state_dict"] = _like(own["state_dict"], {**shared["parameters"], **own["state_dict"]})
+        key = _model_in(own)
+        checkpoint[key] = _like(own[key], {**shared["parameters"], **own[key]})
     return checkpoint
+
+
+def _model_in(checkpoint: dict[str, Any]) -> str:
+    """Where the model's own values are: `WeightAveraging` puts its averages, which are each rank's, in their place."""
+    return "current_model_state" if "current_model_state" in checkpoint else "state_dict"
 
 
 def whole(
@@ -90,8 +97,7 @@ def whole(
     checkpoint = joined(loaded.shared, own["checkpoint"])
     averaging: Any = loaded.shared.get("averaging") or own.get("averaging")
     replica = None
-    # `WeightAveraging` puts its averages in the place of the model's values.
-    state = checkpoint.get("current_model_state", checkpoint["state_dict"])
+    state = checkpoint[_model_in(checkpoint)]
     if took_part and "replica" in own:
         tensors = {name: value.clone() for name, value in state.items() if isinstance(value, Tensor)}
         replica = {**own["replica"], "state_dict": tensors}
@@ -107,6 +113,7 @@ def whole(
             **averaging,
             "replicas": [clocks] * len(names.left),
             "replica": replica,
+            "own": took_part,
             "origin": f"save {entry.number} at step {entry.step}",
         }
     return checkpoint, own["resume"] if took_part else None
