@@ -35,6 +35,7 @@ else:
 __all__ = ["Busy", "FaultTolerantCheckpoint"]
 
 Busy = Literal["latest", "wait", "skip"]
+Objects = Literal["refuse", "pickle"]
 _SHARDED = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
 
 
@@ -44,7 +45,7 @@ class FaultTolerantCheckpoint(Checkpoint):
     State is copied into memory of another process, which writes it: training stands still for the copy only, and what
     was copied is written even if training is killed. A checkpoint is a directory ``dirpath/000017-step-1200``, which is
     there whole or not at all. Before one is resumed from, every byte of it is verified; damaged ones are set aside by
-    name, and the next one is taken. Files are read without executing anything in them.
+    name, and the next one is taken. Files are read without executing anything in them, unless ``objects="pickle"``.
 
     It holds parameters, optimizers, schedulers, scaler, loops, callbacks, random states, positions of data loaders and
     gradients in accumulation, of every rank its own. What follows a resume is equal, to the bit, to what would have
@@ -72,6 +73,10 @@ class FaultTolerantCheckpoint(Checkpoint):
             was out of bounds. Default: 20.
         save_on_exception: when training ends by an exception, save what was trained until then; a rank alone, without
             waiting for others. Default: True.
+        objects: what becomes of objects that are no plain values or tensors, such as one that a module puts into the
+            checkpoint in ``on_save_checkpoint``. ``"refuse"`` (default): an error names the first one as training
+            begins; hyper-parameters are left out, and a warning names them. ``"pickle"``: they are pickled, and
+            checkpoints that hold such are loaded, which executes code in them.
 
     Raises:
         TypeError: a policy lacks what one must answer, or an argument is of another type.
@@ -97,6 +102,7 @@ class FaultTolerantCheckpoint(Checkpoint):
         max_failures: int = 3,
         good_after: int = 20,
         save_on_exception: bool = True,
+        objects: Objects = "refuse",
     ) -> None:
         owner = type(self).__name__
         policies: list[SavePolicy] = [] if save is None else [save]
@@ -112,6 +118,7 @@ class FaultTolerantCheckpoint(Checkpoint):
         check_protocol(owner, "keep", keep, KeepPolicy, "a policy such as `Latest(3)`")
         check_choice(owner, "busy", busy, get_args(Busy))
         check_choice(owner, "buffers", buffers, (1, 2))
+        check_choice(owner, "objects", objects, get_args(Objects))
         best = _best(keep)
         if recover is not None and not (recover.startswith("step=") and recover[5:].isdecimal()):
             check_choice(owner, "recover", recover, (*STRATEGIES, "step=N", None))
@@ -124,7 +131,7 @@ class FaultTolerantCheckpoint(Checkpoint):
         self.settings = Settings(
             os.fspath(dirpath), policies[0] if len(policies) == 1 else AnySave(*(policies or [Adaptive()])), keep,
             recover, busy, buffers, max_failures, good_after, best,
-            save_on_exception,
+            save_on_exception, objects,
         )  # fmt: skip
         self.call_together: Callable[[], None] | None = None
         """See `Saves`."""

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_async.comm.reductions import as_bytes
+from lightning_async.errors import CheckpointError
 
 __all__ = ["DTYPES", "decode", "dtype_name", "encode", "flatten", "unflatten"]
 
@@ -44,7 +45,9 @@ _Path = tuple[Any, ...]
 """Where in the tree: ``(path of the container, what is asked of it)``; put into words only for an error."""
 
 
-def flatten(value: object, *, exact: bool = False) -> tuple[Any, list[Tensor]]:
+def flatten(
+    value: object, *, exact: bool = False, dump: Callable[[object], bytes] | None = None
+) -> tuple[Any, list[Tensor]]:
     """``value`` in JSON's terms, and its tensors, by reference: ``unflatten(*flatten(value))`` equals it.
 
     A tensor that occurs twice, or another one over just the same memory, is listed once and comes back as one.
@@ -55,29 +58,38 @@ def flatten(value: object, *, exact: bool = False) -> tuple[Any, list[Tensor]]:
             but tensors (a defaultdict comes back as a dict); sizes, dtypes, devices, timedeltas, datetimes and paths.
             A subclass of int, float or str comes back as its base.
         exact: refuse what would come back as another type.
+        dump: makes bytes of any other object, which `unflatten` needs a ``load`` for. Default: such are refused.
 
     Raises:
-        TypeError: there is something else in it; names its type and where it is.
+        TypeError: there is something else in it, or something that ``dump`` fails at; names its type and where it is.
         ValueError: it contains itself.
 
     >>> flatten({"steps": (3, None), "x": torch.tensor([1.5])})
     ({'dict': [['steps', {'tuple': [3, None]}], ['x', {'tensor': 0}]]}, [tensor([1.5000])])
     """
-    flattening = _Flattening(exact)
+    flattening = _Flattening(exact, dump)
     try:
         return flattening.plain(value, ()), flattening.tensors
     except RecursionError:
         raise ValueError(f"a {type(value).__name__} cannot travel: it is nested too deeply, or in itself.") from None
 
 
-def unflatten(plain: Any, tensors: Sequence[Tensor]) -> Any:
+def unflatten(plain: Any, tensors: Sequence[Tensor], load: Callable[[bytes], Any] | None = None) -> Any:
     """The value that `flatten` took apart; its tensors are these very ones.
 
+    Args:
+        plain: in JSON's terms.
+        tensors: that `flatten` has listed.
+        load: makes an object of the bytes that ``dump`` made of it. Default: such objects are refused.
+
     Raises:
-        ValueError: this is not what `flatten` makes.
+        CheckpointError: ``load`` has raised it.
+        ValueError: this is not what `flatten` makes, or there are such objects.
     """
     try:
-        return _value(plain, tensors)
+        return _value(plain, tensors, load)
+    except CheckpointError:
+        raise
     except _MALFORMED as error:
         raise ValueError(f"this is no flattened value: {error}") from error
 
@@ -132,9 +144,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 class _Flattening:
     """One value on its way into JSON's terms; its tensors are listed beside it."""
 
-    def __init__(self, exact: bool) -> None:
+    def __init__(self, exact: bool, dump: Callable[[object], bytes] | None) -> None:
         self.tensors: list[Tensor] = []
-        self._exact = exact
+        self._exact, self._dump = exact, dump
         self._numbers: dict[object, int] = {}
 
     def plain(self, value: Any, path: _Path) -> Any:
@@ -146,6 +158,8 @@ class _Flattening:
         if kind is float:
             return value if math.isfinite(value) else {"float": str(value)}
         if isinstance(value, Tensor):
+            if self._dump is not None and not self._is_plain(value):
+                return {"object": self._of_object(value, path, self._dump)}
             return {"tensor": self._tensor(value, path)}
         if kind is list:
             return self._all(value, path)
@@ -173,10 +187,13 @@ class _Flattening:
         versions = getattr(value, "_metadata", None)  # of a module's `state_dict`: `load_state_dict` looks at it
         return {"ordered": pairs} if versions is None else {"ordered": pairs, "metadata": self.plain(versions, path)}
 
-    def _tensor(self, tensor: Tensor, path: _Path) -> int:
+    def _is_plain(self, tensor: Tensor) -> bool:
         kinds = (Tensor,) if self._exact else (Tensor, Parameter)
         dense = tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
-        if type(tensor) not in kinds or not dense or dtype_name(tensor.dtype) not in DTYPES:
+        return type(tensor) in kinds and dense and dtype_name(tensor.dtype) in DTYPES
+
+    def _tensor(self, tensor: Tensor, path: _Path) -> int:
+        if not self._is_plain(tensor):
             what = f"a {type(tensor).__name__} of {tensor.dtype}, {tensor.layout}, on {tensor.device}"
             raise TypeError(f"{_shown(path)} is {what}, and cannot travel: only dense tensors, and no subclasses, can.")
         whole = tensor.detach().resolve_conj().resolve_neg()
@@ -198,10 +215,21 @@ class _Flattening:
             for base in (int, float, str):
                 if isinstance(value, base):
                     return self.plain(_BASES[base](value), path)
+        if self._dump is not None:
+            return {"object": self._of_object(value, path, self._dump)}
         raise TypeError(
             f"{_shown(path)} is a {kind.__module__}.{kind.__qualname__}, and cannot travel: only plain "
             "values, tensors, arrays, lists, tuples, sets and dicts can."
         )
+
+    def _of_object(self, value: object, path: _Path, dump: Callable[[object], bytes]) -> int:
+        """The number of a tensor that holds an object's bytes."""
+        try:
+            data = dump(value)
+        except Exception as error:  # of the object's class
+            kind = f"{type(value).__module__}.{type(value).__qualname__}"
+            raise TypeError(f"{_shown(path)} is a {kind}, and cannot be pickled: {error}") from error
+        return self._tensor(torch.frombuffer(bytearray(data), dtype=torch.uint8), ())
 
     def _of_numpy(self, value: Any, numpy: Any) -> Any:
         if isinstance(value, numpy.generic):
@@ -243,9 +271,9 @@ _WRITERS: dict[type, tuple[str, Callable[[Any], Any]]] = {
 """Of each type that holds no others: its tag, and what stands behind that."""
 
 
-def _value(plain: Any, tensors: Sequence[Tensor]) -> Any:
+def _value(plain: Any, tensors: Sequence[Tensor], load: Callable[[bytes], Any] | None = None) -> Any:
     if isinstance(plain, list):
-        return [_value(each, tensors) for each in plain]
+        return [_value(each, tensors, load) for each in plain]
     if not isinstance(plain, dict):
         return plain
     tag, body = next(iter(plain.items()), ("", []))
@@ -254,10 +282,14 @@ def _value(plain: Any, tensors: Sequence[Tensor]) -> Any:
     if tag == "array":
         return _array(body[0], body[1], tensors[_index(body[2])])
     if tag in _HOLDERS:
-        value = _HOLDERS[tag](_value(body, tensors))
+        value = _HOLDERS[tag](_value(body, tensors, load))
         if "metadata" in plain:
-            value._metadata = _value(plain["metadata"], tensors)
+            value._metadata = _value(plain["metadata"], tensors, load)
         return value
+    if tag == "object":
+        if load is None:
+            raise ValueError("there is a pickled object in it, which is not to be loaded")
+        return load(tensors[_index(body)].numpy().tobytes())
     return _READERS[tag](body)
 
 

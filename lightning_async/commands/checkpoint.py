@@ -79,6 +79,10 @@ def _parser() -> argparse.ArgumentParser:
     export = command("export", _export, "Write an ordinary checkpoint of Lightning, one file with the agreed model.")
     export.add_argument("output", help="the file, or a URL that fsspec knows")
     export.add_argument("--number", type=int, help="of the one to export (default: the newest that is whole)")
+    export.add_argument(
+        "--objects", choices=("refuse", "pickle"), default="refuse",
+        help="whether to load pickled objects, which executes code in them, and write them (default: refuse)",
+    )  # fmt: skip
     prune = command("prune", _prune, "Delete what is not to be kept; never the newest, nor the last good one.")
     prune.add_argument("--latest", type=int, metavar="N", help="keep the N newest")
     prune.add_argument("--every", type=int, metavar="N", help="keep every N-th")
@@ -109,7 +113,8 @@ def _told(manifest: Manifest) -> str:
     metrics = "".join(f"  {name} {value:.4g}" for name, value in sorted(manifest.metrics.items()))
     absent = "" if len(manifest.ranks) == manifest.world_size else f" of {manifest.world_size}"
     ranks = f"{len(manifest.ranks)}{absent} rank{'s' * (len(manifest.ranks) != 1)}"
-    return f"{created}  epoch {manifest.epoch}  {ranks}  {_bytes(size)}  {manifest.reason}{metrics}"
+    pickles = "  with pickled objects" if manifest.pickles else ""
+    return f"{created}  epoch {manifest.epoch}  {ranks}  {_bytes(size)}  {manifest.reason}{metrics}{pickles}"
 
 
 def _standing(store: CheckpointStore, name: str) -> str:
@@ -155,17 +160,22 @@ def _export(store: CheckpointStore, options: argparse.Namespace) -> int:
             print(f"{entry.name} {_trouble(error)}", file=sys.stderr)
             continue
         # Of no rank in particular: what all agreed on, with the first rank's progress.
-        checkpoint, _ = whole(store, entry, NOBODY)
+        # What is pickled is loaded after `trouble` has read every byte.
+        pickles = options.objects == "pickle"
+        checkpoint, _ = whole(store, entry, NOBODY, pickles=pickles)
         data = io.BytesIO()
         torch.save(checkpoint, data)
         data.seek(0)
-        torch.load(data, weights_only=True)  # whoever reads it shall need no trust in it
+        has_pickles = entry.manifest is not None and entry.manifest.pickles
+        if not has_pickles:
+            torch.load(data, weights_only=True)  # whoever reads it shall need no trust in it
         files, output = files_at(options.output)
         written = f"{output}.part" if files.atomic else output
         files.write(written, [data.getbuffer()])
         if files.atomic:  # whoever watches for it sees the whole file
             files.rename(written, output)
-        print(f"{entry.name} is in {options.output}, {_bytes(data.getbuffer().nbytes)}.")
+        needs = " It holds pickled objects: to load it takes `weights_only=False`." if has_pickles else ""
+        print(f"{entry.name} is in {options.output}, {_bytes(data.getbuffer().nbytes)}.{needs}")
         return 0
     raise ValueError(f"{store.dirpath} has no checkpoint to export that is whole.")
 

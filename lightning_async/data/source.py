@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -119,7 +120,7 @@ class _OfDataLoader(Source):
     def __init__(self, loader: DataLoader[Any], name: str) -> None:
         super().__init__(loader, name)
         self._here: Here | None = None
-        vars(loader)["_get_iterator"] = self._iterator
+        vars(loader)["_get_iterator"] = _IteratorsOf(loader, self._iterator)
         loader._iterator = None  # workers that persist from an earlier fit were made without us
 
     def generators(self) -> dict[str, Any]:
@@ -179,6 +180,19 @@ class _OfDataLoader(Source):
             self._tell(start["taken"])
         self._here = Here(self.loader, Generators(self.generators()), start, self.ahead)
         return iterate(self.loader, self._here)
+
+
+class _IteratorsOf:
+    """In the place of a loader's `_get_iterator`. Pickles and deep copies of the loader have its own."""
+
+    def __init__(self, loader: DataLoader[Any], make: Callable[[], Iterator[Any]]) -> None:
+        self._loader, self._make = loader, make
+
+    def __call__(self) -> Iterator[Any]:
+        return self._make()
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._loader, "_get_iterator")
 
 
 class _OfIterable(Source):
@@ -290,3 +304,6 @@ class _Followed:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
+
+    def __reduce__(self) -> Any:
+        return operator.itemgetter(0), ((self._loader,),)  # a copy is one of the loader: what follows this one stays

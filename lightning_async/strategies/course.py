@@ -72,7 +72,7 @@ class Course:
             self.undo += ShortEpochs(self._trainer).install()
             return
         self.come()
-        AveragedModels(self._trainer, world).make_equal()
+        AveragedModels(self._trainer, world).make_equal(self._strategy.saved.own)
 
     def come(self) -> None:
         """The same, of one that comes while the others train, and is told what they have."""

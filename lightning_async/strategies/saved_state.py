@@ -30,6 +30,8 @@ class SavedState:
         self._key = key
         self.origin = "none"
         """Says which checkpoint this run goes on from; equal on all ranks that go on from the same one."""
+        self.own = False
+        """What was read is this rank's own, and not what one rank has written for all."""
         self._has_loaded = self._is_read = False
         """Read: what there is to go on from is a checkpoint's, and not handed over by those who train."""
         self._loaded: dict[str, Any] | None = None
@@ -43,6 +45,7 @@ class SavedState:
         """A run begins: what an earlier one has loaded is not its own."""
         self.origin, self._has_loaded, self._loaded, self._replica = "none", False, None, None
         self._gathered = self._alike = None
+        self.own = False
 
     def begin_stage(self, module: Any, fitting: bool) -> None:
         """The run has loaded its checkpoint, if any: a fit goes on from it, evaluation leaves it with the weights."""
@@ -58,6 +61,7 @@ class SavedState:
         """A checkpoint was read."""
         self._has_loaded, self._loaded, self._last = True, checkpoint.get(self._key), None
         self._is_read = True
+        self.own = bool((self._loaded or {}).get("own"))
         self.origin = (self._loaded or {}).get("origin") or _describe(checkpoint, self._loaded)
 
     def leave_rule(self, rule: str) -> None:

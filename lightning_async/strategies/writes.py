@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from lightning_async.engine.server.tables import Tables
 from lightning_async.errors import AsyncTrainingError
-from lightning_async.trainer.patches import Undo, callbacks_of, replace
+from lightning_async.trainer.patches import Undo, callbacks_of, replace_for_users
 
 __all__ = ["Writes"]
 
@@ -76,7 +76,8 @@ class Writes:
         Returns what takes that back."""
         swas = callbacks_of(self._strategy.module.trainer, "StochasticWeightAveraging")
         return [
-            replace(swa, "on_train_epoch_start", lambda original, swa=swa: self._after(swa, original)) for swa in swas
+            replace_for_users(swa, "on_train_epoch_start", lambda original, swa=swa: self._after(swa, original))
+            for swa in swas
         ]
 
     def _after(self, swa: Any, original: Callable[..., None]) -> Callable[..., None]:

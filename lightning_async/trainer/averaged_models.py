@@ -18,7 +18,12 @@ from lightning_async.engine.world import World
 from lightning_async.trainer.namespace import pytorch
 from lightning_async.trainer.patches import callbacks_of
 
-__all__ = ["AveragedModels", "averages_of", "follow_step"]
+__all__ = ["AveragedModels", "averaged_models_of", "averages_of", "follow_step"]
+
+
+def averaged_models_of(trainer: Any) -> AveragedModels | None:
+    """Those of the training under way; None where replicas do not drift, whose averages are equal by themselves."""
+    return vars(trainer.strategy).get("averaged_models")
 
 
 def averages_of(trainer: Any) -> list[Any]:
@@ -49,10 +54,29 @@ class AveragedModels:
         self._swa = callbacks_of(trainer, "StochasticWeightAveraging")
         self._agreed = [int(average.n_averaged) for average in self._averages]
 
-    def make_equal(self) -> None:
-        """Begin all ranks' averages with rank 0's: the callbacks copied the model before the ranks compared theirs."""
+    def make_equal(self, restored: bool) -> None:
+        """Begin all ranks' averages with rank 0's: the callbacks copied the model before the ranks compared theirs.
+
+        Ranks that go on from averages of their own keep them until the next gate.
+
+        Args:
+            restored: this rank has its own from a checkpoint. One that has not, beside others that have, has those of
+                another rank.
+        """
+        if not self._averages or any(self._world.gather_objects(restored)):
+            return
         for average in self._averages:
             self._world.make_equal_([*average.parameters(), *average.buffers()])
+
+    def updates(self) -> list[int]:
+        """How many updates of each average no gate has seen yet: what they weigh at the next one, for checkpoints."""
+        return [int(average.n_averaged) - agreed for average, agreed in zip(self._averages, self._agreed, strict=True)]
+
+    def go_on(self, updates: list[int]) -> None:
+        """Averages were restored that had so many updates since the last gate."""
+        if len(updates) == len(self._averages):
+            counts = zip(self._averages, updates, strict=True)
+            self._agreed = [int(average.n_averaged) - count for average, count in counts]
 
     def before_gate(self) -> Callable[[], None]:
         """A rank comes to a gate. Returns what all do once it is open."""

@@ -117,14 +117,16 @@ class Checkpointing:
         trainer, settings, rank = self._trainer, self._settings, self._names.mine
         for problem in self.resume.problems():
             log.warning("Rank %d: this training cannot be resumed exactly: %s", rank, problem)
-        if names := left_out(trainer.lightning_module, trainer.datamodule):
+        pickles = settings.objects == "pickle"
+        if not pickles and (names := left_out(trainer.lightning_module, trainer.datamodule)):
             log.warning("Hyper-parameters that checkpoints do not hold, as reading them would execute code: %s.", names)
         resumed = self._recovery.entry
         self._watcher = next((c for c in trainer.callbacks if hasattr(c, "clean_steps")), None)
         self.saver = Saver(
             self.store, rank, self._directory.program, settings.keep, resumed_from=resumed and resumed.number,
             good_after=settings.good_after if self._watcher else None,
-            buffers=settings.buffers, max_failures=settings.max_failures, lost=lambda: self._names.lost,
+            buffers=settings.buffers, max_failures=settings.max_failures, pickles=pickles,
+            lost=lambda: self._names.lost,
         )  # fmt: skip
         self.saver.start()
 
@@ -150,7 +152,8 @@ class Checkpointing:
             trainer = self._trainer
             if self.saver is not None:
                 apart = getattr(trainer.strategy, "averager", None) is not None
-                shared, own = collect(trainer, ALIKE)  # what cannot be saved is named now, and memory is there
+                # What cannot be saved is named now, and memory is there.
+                shared, own = collect(trainer, ALIKE, pickles=self.saver.pickles)
                 self.saver.reserve(trainer.global_step, self._directory.group, shared, own)
                 self._first_step = trainer.global_step
                 common = trainer, self.saver, self._settings, self._number, self._directory.group
@@ -198,7 +201,7 @@ class Checkpointing:
             return None
         if entry is None:
             return None
-        checkpoint, _ = whole(self.store, entry, self._names)
+        checkpoint, _ = whole(self.store, entry, self._names, pickles=self._settings.objects == "pickle")
         put_back(self._trainer, checkpoint)
         return entry.step
 

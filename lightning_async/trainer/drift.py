@@ -70,6 +70,7 @@ class DriftPatches:
             for undo in part.install():
                 self._undo.append(undo)
         self._undo.append(replace(self._trainer.fit_loop, "on_run_end", self._end_training))
+        self._undo.append(lambda: vars(self._trainer.strategy).pop("averaged_models", None))
         self._undo += sync_metrics_through(lambda: self._strategy.world, self._trainer.lightning_module)
 
     def remove(self) -> None:

@@ -38,6 +38,7 @@ class Settings:
         good_after: steps without harm, after which a checkpoint is good.
         best: what "best" means.
         on_exception: whether to save when training ends by an exception.
+        objects: what becomes of objects in the state, "refuse" or "pickle".
     """
 
     dirpath: str
@@ -50,6 +51,7 @@ class Settings:
     good_after: int
     best: Best | None
     on_exception: bool
+    objects: str
 
     def compared(self) -> str:
         """What must be equal on all ranks, in words; directories of hosts may have different names."""

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from lightning_async.trainer.namespace import pytorch
-from lightning_async.trainer.patches import Undo, replace
+from lightning_async.trainer.patches import Undo, replace_for_users
 
 __all__ = ["Continued", "keep_whole", "kinds", "places", "take_places", "unknown"]
 
@@ -153,7 +153,11 @@ def keep_whole(trainer: Any) -> list[Undo]:
     undo: list[Undo] = []
     for writer in writers:
         if isinstance(writer, ExperimentWriter) and not isinstance(writer, Continued):
-            undo.append(replace(writer, "save", lambda original, writer=writer: partial(_save, writer, original)))
+            undo.append(
+                replace_for_users(writer, "save", lambda original, writer=writer: partial(_save, writer, original))
+            )
             rewrite = partial(_rewrite, writer)
-            undo.append(replace(writer, "_rewrite_with_new_header", lambda _, now=rewrite: lambda fieldnames: now()))
+            undo.append(
+                replace_for_users(writer, "_rewrite_with_new_header", lambda _, now=rewrite: lambda fieldnames: now())
+            )
     return undo

@@ -37,6 +37,7 @@ class Meeting:
     def begin(self, world: World) -> None:
         """Training begins, or begins anew: the callbacks' averages over time are equal on all ranks."""
         self._averaged_models = AveragedModels(self._trainer, world)
+        vars(self._trainer.strategy)["averaged_models"] = self._averaged_models  # for checkpoints
 
     def rendezvous(self, gate: Gate, index: int = 0) -> None:
         """Wait until every rank is at this gate with the same model; join what others ask for meanwhile."""

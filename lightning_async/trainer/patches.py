@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -16,6 +17,7 @@ __all__ = [
     "in_words",
     "rank_zero_info",
     "replace",
+    "replace_for_users",
     "searches_lr",
     "set_for_now",
     "shorten",
@@ -74,6 +76,40 @@ def replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Undo:
     return set_for_now(owner, name, wrap(getattr(owner, name)))
 
 
+class _InPlaceOf:
+    """What an object calls for now, in place of what it had.
+
+    Users pickle and copy their objects in mid-fit: a pickle and a deep copy have what the object had.
+
+    Args:
+        had: what stood there.
+        call: what is called.
+    """
+
+    def __init__(self, had: Any, call: Callable[..., Any]) -> None:
+        self._had, self._call = had, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        # No function of this package: whoever reads the pickle need not have it.
+        return operator.itemgetter(0), ((self._had,),)
+
+
+class _InPlaceOfAll(_InPlaceOf):
+    """The same for what says nothing of the object itself: a deep copy goes on with it, a pickle does not."""
+
+    def __deepcopy__(self, memo: Any) -> _InPlaceOfAll:
+        return self
+
+
+def replace_for_users(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Undo:
+    """`replace`, on an object that a user may pickle or copy meanwhile: a callback, a logger."""
+    original = getattr(owner, name)
+    return set_for_now(owner, name, _InPlaceOf(original, wrap(original)))
+
+
 def callbacks_of(trainer: Any, kind: str) -> list[Any]:
     """The Trainer's callbacks of one of Lightning's classes; none where this Lightning has no such class."""
     wanted = getattr(pytorch("callbacks"), kind, ())
@@ -98,6 +134,10 @@ def sync_metrics_through(world: Callable[[], World | None], module: Any) -> list
         there = world()
         return there.gather_uneven(tensor) if there is not None else [tensor]
 
+    # Modules keep metrics in their hyper-parameters, which checkpoints pickle while training runs.
     metrics = [child for child in module.modules() if isinstance(child, Metric)]
-    undo = [set_for_now(metric, "dist_sync_fn", gather) for metric in metrics]
-    return undo + [set_for_now(metric, "distributed_available_fn", available) for metric in metrics]
+    return [
+        set_for_now(metric, name, _InPlaceOfAll(getattr(metric, name), function))
+        for metric in metrics
+        for name, function in (("dist_sync_fn", gather), ("distributed_available_fn", available))
+    ]

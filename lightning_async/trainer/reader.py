@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from lightning_async.arguments import check_choice
 from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
 from lightning_async.errors import CheckpointError
 from lightning_async.trainer.checkpoint_io import entry_at
@@ -35,16 +36,21 @@ class CheckpointReader(StorageReader):
     ``{"optimizer_states": [optimizer.state_dict()]}``. Of replicas that drift it is what all had agreed on, with the
     first rank's optimizer. Targets may be whole tensors or `DTensor`, on any number of ranks: each reads the parts that
     it needs, out of files that are mapped into memory. The coordinating rank verifies every byte before.
-    Nothing in a checkpoint is executed.
+    Nothing in a checkpoint is executed, unless ``objects="pickle"``.
 
     Args:
         path: of the checkpoint: ``runs/checkpoints/000017-step-1200``, or such a URL.
+        objects: ``"pickle"``: load pickled objects, too, which executes code in them. Default: ``"refuse"``, a
+            checkpoint that holds some is an error.
 
     Raises:
         CheckpointError: there is none.
+        ValueError: ``objects`` is something else.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, objects: Literal["refuse", "pickle"] = "refuse") -> None:
+        check_choice(type(self).__name__, "objects", objects, ("refuse", "pickle"))
+        self._pickles = objects == "pickle"
         self.checkpoint_id = os.fspath(path)
         self._store, self._entry = _found(self.checkpoint_id)
         self._values: dict[str, Any] = {}
@@ -58,7 +64,10 @@ class CheckpointReader(StorageReader):
 
     def read_metadata(self) -> Metadata:
         """What there is, by key."""
-        checkpoint, _ = whole(self._store, self._entry, NOBODY, mapped=True)
+        manifest = self._entry.manifest
+        if self._pickles and manifest is not None and manifest.pickles:
+            self._store.verify(self._entry)  # on every rank: each loads them, and verification by one comes later
+        checkpoint, _ = whole(self._store, self._entry, NOBODY, mapped=True, pickles=self._pickles)
         self._values, paths = flatten_state_dict(checkpoint)
         return Metadata({key: _described(value) for key, value in self._values.items()}, planner_data=paths)
 

@@ -67,7 +67,8 @@ class Recovery:
         """This rank's Lightning checkpoint out of one of ours; in a fit, it goes on from there."""
         if entry.path != self._verified:
             store.verify(entry)
-        checkpoint, resume = whole(store, entry, names_of(self._trainer))
+        pickles = self._settings.objects == "pickle"
+        checkpoint, resume = whole(store, entry, names_of(self._trainer), pickles=pickles)
         if self._trainer.state.fn == "fit":
             self._go_on(resume, store, entry)
             self.entry = entry
@@ -80,7 +81,7 @@ class Recovery:
         if resume is not None and among(resume, trained) == ranks:
             self._resume.restore(resume)
             return
-        states = _all_of(store, entry)
+        states = _all_of(store, entry, self._settings.objects == "pickle")
         alike = trained == names_of(self._trainer).started
         if not states or (alike and resume is None):
             resume = beside(states, rank, entry.path)
@@ -116,8 +117,9 @@ class Recovery:
             )  # fmt: skip
 
 
-def _all_of(store: CheckpointStore, entry: Entry) -> dict[int, dict[str, Any]]:
+def _all_of(store: CheckpointStore, entry: Entry, pickles: bool) -> dict[int, dict[str, Any]]:
     """What `Resume` has of every rank that has a state of its own, and a part of the epoch, by its name."""
     assert entry.manifest is not None
-    states: dict[int, Any] = {rank: load_own(store, entry, rank, "resume") for rank in entry.manifest.ranks}
+    ranks = entry.manifest.ranks
+    states: dict[int, Any] = {rank: load_own(store, entry, rank, "resume", pickles=pickles) for rank in ranks}
     return {rank: state for rank, state in states.items() if state is not None and not has_none(state)}

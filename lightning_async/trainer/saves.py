@@ -48,7 +48,7 @@ class Together:
 
     def expect(self, resume: Resume) -> None:
         """Optimizers have stepped, and have their state now: have memory for saves of it."""
-        shared, checkpoint = collect(self._trainer, ALIKE)
+        shared, checkpoint = collect(self._trainer, ALIKE, pickles=self._saver.pickles)
         own = {"checkpoint": checkpoint, "resume": resume.capture()}
         self._saver.expect(self._trainer.global_step, self._group, shared, own)
 
@@ -93,7 +93,7 @@ class Together:
     def _save(self, reason: str, resume: Resume) -> None:
         trainer = self._trainer
         self._number, step = self._number + 1, trainer.global_step
-        shared, checkpoint = collect(trainer, ALIKE)
+        shared, checkpoint = collect(trainer, ALIKE, pickles=self._saver.pickles)
         own = {"checkpoint": checkpoint, "resume": resume.capture()}
         self._saver.save(self._number, step, self._group, shared, own, manifest_of(trainer, reason))
         self._clock.saved(step)
@@ -110,7 +110,7 @@ class Together:
         with resume.points.as_it_was(ending=True) as state:
             if state is None:
                 return refuse(trainer, resume)
-            shared, checkpoint = collect(trainer, ALIKE, state.callbacks)
+            shared, checkpoint = collect(trainer, ALIKE, state.callbacks, self._saver.pickles)
             own = {"checkpoint": checkpoint, "resume": state.resume}
             manifest = manifest_of(trainer, "exception", exception)
             return self._saver.save_alone(self._number + 1, trainer.global_step, shared, own, manifest, FAILED_S)

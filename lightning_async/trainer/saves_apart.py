@@ -87,7 +87,7 @@ class Apart:
 
     def expect(self, resume: Resume) -> None:
         """Optimizers have stepped, and have their state now: have memory for saves of it, and of what was agreed on."""
-        _, checkpoint = collect(self._trainer, frozenset())
+        _, checkpoint = collect(self._trainer, frozenset(), pickles=self._saver.pickles)
         own = {"checkpoint": checkpoint, "resume": resume.capture(), "replica": self._averager.marks.replica()}
         rule = sum(
             value.nbytes
@@ -147,7 +147,7 @@ class Apart:
         ranks = self._ranks(members)
         self._saved(number)
         with self._resume.as_it_was() as state:
-            _, checkpoint = collect(self._trainer, frozenset(), state.callbacks)
+            _, checkpoint = collect(self._trainer, frozenset(), state.callbacks, self._saver.pickles)
             own = {
                 "checkpoint": checkpoint,
                 "resume": state.resume,
@@ -174,7 +174,7 @@ class Apart:
         with resume.points.as_it_was(ending=True) as state:
             if state is None:
                 return refuse(trainer, resume)
-            shared, checkpoint = collect(trainer, REPLICAS, state.callbacks)
+            shared, checkpoint = collect(trainer, REPLICAS, state.callbacks, self._saver.pickles)
             shared["averaging"] = averager.state_dict()
             own = {"checkpoint": checkpoint, "resume": state.resume, "clocks": averager.clocks()}
             number, step = max(self._known, averager.marks.saved) + 1, averager.global_step()

@@ -97,7 +97,7 @@ class Called:
         """Optimizers have stepped, and have their state now: have memory for saves of it."""
         strategy = self._trainer.strategy
         with strategy.states_here():
-            shared, checkpoint = collect(self._trainer, strategy.alike)
+            shared, checkpoint = collect(self._trainer, strategy.alike, pickles=self._saver.pickles)
             own = {"checkpoint": checkpoint, "resume": resume.capture()}
             self._saver.expect(self._trainer.global_step, self._group, shared, own)
 
@@ -143,7 +143,7 @@ class Called:
             if state is None:
                 return refuse(trainer, resume)
             with trainer.strategy.states_here(alone_s=FAILED_S):
-                shared, checkpoint = collect(trainer, trainer.strategy.alike, state.callbacks)
+                shared, checkpoint = collect(trainer, trainer.strategy.alike, state.callbacks, self._saver.pickles)
                 shared["averaging"] = averager.state_dict()
                 own = {"checkpoint": checkpoint, "resume": state.resume, "clocks": averager.clocks()}
                 number, step = self.known + 1, averager.global_step()

@@ -58,7 +58,7 @@ def save(met: Met, reason: str, wanted: bool = True, queue: bool = False) -> tup
         states = strategy.states_here() if strategy.served else nullcontext()
         with met.resume.as_it_was() as state, states:
             alike = strategy.alike if strategy.served else REPLICAS
-            shared, checkpoint = collect(trainer, alike, state.callbacks)
+            shared, checkpoint = collect(trainer, alike, state.callbacks, saver.pickles)
             shared["averaging"] = averager.state_dict()
             own = {"checkpoint": checkpoint, "resume": state.resume, "clocks": averager.clocks()}
             saver.save(number, step, ranks, shared, own, manifest_of(trainer, reason), queue)

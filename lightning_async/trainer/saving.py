@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_async.engine.world import World
-from lightning_async.trainer.patches import Undo, callbacks_of, replace
+from lightning_async.trainer.patches import Undo, callbacks_of, replace_for_users
 from lightning_async.trainer.protocols import Drifting
 
 __all__ = ["Saving"]
@@ -35,9 +35,9 @@ class Saving:
         """Patch; returns what takes it back."""
         undo = []
         for checkpoint in self._checkpoints():
-            undo.append(replace(checkpoint, "_monitor_candidates", self._from_rank_zero))
-            undo.append(replace(checkpoint, "on_train_batch_start", self._count_from(checkpoint)))
-            undo.append(replace(checkpoint, "on_train_batch_end", self._when_due(checkpoint)))
+            undo.append(replace_for_users(checkpoint, "_monitor_candidates", self._from_rank_zero))
+            undo.append(replace_for_users(checkpoint, "on_train_batch_start", self._count_from(checkpoint)))
+            undo.append(replace_for_users(checkpoint, "on_train_batch_end", self._when_due(checkpoint)))
         return undo
 
     def _checkpoints(self) -> list[Any]:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from lightning_async.engine.world import World
-from lightning_async.trainer.patches import callbacks_of, set_for_now
+from lightning_async.trainer.patches import callbacks_of, replace_for_users
 
 __all__ = ["Spikes"]
 
@@ -35,8 +35,8 @@ class Spikes:
         """Patch; returns what takes it back."""
         undo = []
         for callback in self._callbacks:
-            undo.append(set_for_now(callback, "_handle_spike", self._note))
-            undo.append(set_for_now(callback, "on_train_batch_end", self._alone(callback.on_train_batch_end)))
+            undo.append(replace_for_users(callback, "_handle_spike", lambda original: self._note))
+            undo.append(replace_for_users(callback, "on_train_batch_end", self._alone))
         return undo
 
     def raise_agreed(self, world: World) -> None:

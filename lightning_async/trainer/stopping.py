@@ -13,7 +13,7 @@ from typing import Any
 from lightning_async.engine.gates import Gates
 from lightning_async.engine.header import Gate, Vote
 from lightning_async.trainer.namespace import pytorch
-from lightning_async.trainer.patches import Undo, callbacks_of, replace
+from lightning_async.trainer.patches import Undo, callbacks_of, replace, replace_for_users
 from lightning_async.trainer.protocols import Drifting
 from lightning_async.trainer.spikes import Spikes
 
@@ -49,7 +49,7 @@ class Stopping:
         if hasattr(epoch, "_broadcast_sigterm_tensor"):
             undo.append(replace(epoch, "_broadcast_sigterm_tensor", lambda original: lambda: None))
         for timer in callbacks_of(self._trainer, "Timer"):
-            undo.append(replace(timer, "_check_time_remaining", self._time_remaining(timer)))
+            undo.append(replace_for_users(timer, "_check_time_remaining", self._time_remaining(timer)))
         return undo
 
     def pass_on(self, gates: Gates) -> None:

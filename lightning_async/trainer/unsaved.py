@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_async.trainer.averaged_models import averaged_models_of
 from lightning_async.trainer.inheritance import inheritance_of
 from lightning_async.trainer.patches import callbacks_of
 from lightning_async.trainer.updates import updates_of
@@ -23,7 +24,9 @@ def take_unsaved(trainer: Any) -> dict[str, Any]:
 def take_plain(trainer: Any) -> dict[str, Any]:
     """Of these the plain values."""
     fit, epoch, inheritance = trainer.fit_loop, trainer.fit_loop.epoch_loop, inheritance_of(trainer)
+    averages = averaged_models_of(trainer)
     return {
+        "averaged": averages.updates() if averages is not None else [],
         "left": inheritance.left() if inheritance is not None else [],  # by ranks that were lost
         # `EarlyStopping` may have said so before `min_epochs`: training ends there, whatever has become of its metric
         "stopped": limits_of(trainer) if trainer.should_stop else None,
@@ -51,6 +54,8 @@ def put_unsaved(trainer: Any, state: dict[str, Any]) -> None:
         trainer._last_val_time = time.monotonic() - state["since_validation_s"]
     if state["syncs_buffers"] is not None and hasattr(trainer.model, "require_forward_param_sync"):
         trainer.model.require_forward_param_sync = state["syncs_buffers"]
+    if (averages := averaged_models_of(trainer)) is not None:
+        averages.go_on(state["averaged"])
     parameters = dict(module.named_parameters())
     for name, gradient in state["gradients"].items():
         parameters[name].grad = gradient.to(parameters[name].device, copy=True)

@@ -29,7 +29,7 @@ _HPARAMS = {"hyper_parameters": "hparams_type", "datamodule_hyper_parameters": "
 
 
 def collect(
-    trainer: Any, alike: frozenset[str], callbacks: dict[str, Any] | None = None
+    trainer: Any, alike: frozenset[str], callbacks: dict[str, Any] | None = None, pickles: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """``(shared, own)`` of a Trainer's state; tensors by reference.
 
@@ -38,6 +38,7 @@ def collect(
         alike: what is shared, of ``"parameters"`` and ``"optimizer_states"``. Buffers never are: a BatchNorm's
             statistics differ between ranks under every strategy.
         callbacks: their states, where these are of an earlier moment. Default: as they are.
+        pickles: whoever saves it pickles objects. Default: hyper-parameters that are objects are left out.
     """
     own = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     if callbacks is not None:
@@ -45,15 +46,16 @@ def collect(
     for key, type_key in _HPARAMS.items():
         own.pop(type_key, None)  # a class, such as OmegaConf's: the values are plain ones here
         if key in own:
-            own[key] = _travelling(own[key])
+            own[key] = dict(own[key]) if pickles else _travelling(own[key])
     shared: dict[str, Any] = {}
     if "optimizer_states" in alike and "optimizer_states" in own:
         shared["optimizer_states"] = own.pop("optimizer_states")
     if "parameters" in alike:
-        state = own["state_dict"]
+        key = _model_in(own)
+        state = own[key]
         names = {name for name, _ in trainer.lightning_module.named_parameters(remove_duplicate=False)}
         shared["parameters"] = {name: value for name, value in state.items() if name in names}
-        own["state_dict"] = _like(state, {name: value for name, value in state.items() if name not in names})
+        own[key] = _like(state, {name: value for name, value in state.items() if name not in names})
     return shared, own
 
 
@@ -63,35 +65,44 @@ def joined(shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     if "optimizer_states" in shared:
         checkpoint["optimizer_states"] = shared["optimizer_states"]
     if "parameters" in shared:
-        checkpoint["state_dict"] = _like(own["state_dict"], {**shared["parameters"], **own["state_dict"]})
+        key = _model_in(own)
+        checkpoint[key] = _like(own[key], {**shared["parameters"], **own[key]})
     return checkpoint
 
 
-def whole(store: CheckpointStore, entry: Entry, names: Names, mapped: bool = False) -> tuple[dict[str, Any], Any]:
+def _model_in(checkpoint: dict[str, Any]) -> str:
+    """Where the model's own values are: `WeightAveraging` puts its averages, which are each rank's, in their place."""
+    return "current_model_state" if "current_model_state" in checkpoint else "state_dict"
+
+
+def whole(
+    store: CheckpointStore, entry: Entry, names: Names, mapped: bool = False, pickles: bool = False
+) -> tuple[dict[str, Any], Any]:
     """``(checkpoint, resume)``: Lightning's checkpoint for one rank, and what `Resume` is to restore.
 
     A rank that took no part in the save, or has none of the epoch, begins from what all agreed on, with the first one's
-    progress; so do all where another number of ranks was started. With ``mapped``, tensors are read when they are used,
-    see `shards.load`.
+    progress; so do all where another number of ranks was started. With ``mapped``, tensors are read when they are used;
+    with ``pickles``, pickled objects are loaded, and the checkpoint was verified before: see `shards.load`.
     """
-    loaded = load(store, entry, names.mine, mapped)
+    loaded = load(store, entry, names.mine, mapped, pickles)
     ranks = loaded.manifest.ranks
     own: Any = loaded.own
     if own is None or has_none(own["resume"]):
-        resumes: dict[int, Any] = {rank: load_own(store, entry, rank, "resume", mapped=mapped) for rank in ranks}
+        resumes: dict[int, Any] = {
+            rank: load_own(store, entry, rank, "resume", mapped=mapped, pickles=pickles) for rank in ranks
+        }
         first = next((rank for rank in ranks if not has_none(resumes[rank])), ranks[0])
-        own = load_own(store, entry, first, mapped=mapped)
+        own = load_own(store, entry, first, mapped=mapped, pickles=pickles)
     took_part = loaded.manifest.world_size == names.started and own is loaded.own
     checkpoint = joined(loaded.shared, own["checkpoint"])
     averaging: Any = loaded.shared.get("averaging") or own.get("averaging")
     replica = None
-    # `WeightAveraging` puts its averages in the place of the model's values.
-    state = checkpoint.get("current_model_state", checkpoint["state_dict"])
+    state = checkpoint[_model_in(checkpoint)]
     if took_part and "replica" in own:
         tensors = {name: value.clone() for name, value in state.items() if isinstance(value, Tensor)}
         replica = {**own["replica"], "state_dict": tensors}
     if own.get("agreed") is not None:
-        shares: list[Any] = [load_own(store, entry, each, "agreed", mapped=mapped) for each in ranks]
+        shares: list[Any] = [load_own(store, entry, each, "agreed", mapped=mapped, pickles=pickles) for each in ranks]
         averaging, model = _assembled(shares)
         for name, value in model.items():
             target = torch.view_as_real(state[name]) if state[name].is_complex() else state[name]
@@ -102,6 +113,7 @@ def whole(store: CheckpointStore, entry: Entry, names: Names, mapped: bool = Fal
             **averaging,
             "replicas": [clocks] * len(names.left),
             "replica": replica,
+            "own": took_part,
             "origin": f"save {entry.number} at step {entry.step}",
         }
     return checkpoint, own["resume"] if took_part else None

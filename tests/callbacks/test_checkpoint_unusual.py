@@ -13,12 +13,14 @@ import pytest
 import torch
 
 from lightning_async import DivergenceMonitor, FaultTolerantCheckpoint
+from lightning_async.commands.main import main
 from lightning_async.engine.checkpoint.store import CheckpointStore
-from lightning_async.errors import CheckpointError
+from lightning_async.errors import CheckpointError, DamagedCheckpoint
 from lightning_async.rules.divergence import History
 from lightning_async.rules.saving import AnySave, AtEpochEnd, Best, EveryNTrainSteps, Latest
 from lightning_async.trainer import checkpointing
 from lightning_async.trainer.namespace import pl
+from lightning_async.trainer.reader import CheckpointReader
 from tests.callbacks.checkpoint_ranks import At, Interrupted, Noisy, interrupt
 from tests.callbacks.test_checkpoint import BATCHES, EPOCHS, data, every, steps_in, train, trainer_of, whole_data
 
@@ -176,6 +178,79 @@ def test_a_kind_of_hyper_parameters_is_left_out(tmp_path: Path) -> None:
 
     train(every(tmp_path, 12), module=Typed())
     assert steps_in(tmp_path) == [24, 24]
+
+
+class Normalizer:
+    """An object of a user's, as a module puts it into a checkpoint; counts how often it was loaded."""
+
+    loaded = 0
+
+    def __init__(self, mean: float) -> None:
+        self.mean = torch.tensor(mean)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        Normalizer.loaded += 1
+
+
+class Described(Noisy):
+    def __init__(self, scale: Normalizer | None = None) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.found: Any = None
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["dataset_parameters"] = {"normalizer": Normalizer(2.5)}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.found = checkpoint["dataset_parameters"]["normalizer"].mean.item()
+
+
+def test_objects_are_saved_and_loaded_where_both_are_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with contextlib.suppress(Interrupted):
+        train(every(tmp_path / "run", objects="pickle"), At(9, interrupt), module=Described(Normalizer(1.5)))
+    newest, before = CheckpointStore(tmp_path / "run").entries()
+    assert all(entry.manifest is not None and entry.manifest.pickles for entry in (newest, before))
+
+    # Nothing is loaded without being asked for: by training, by another program, by the command.
+    output, module = str(tmp_path / "model.ckpt"), Described(Normalizer(1.5))
+    Normalizer.loaded = 0  # Lightning has copied the hyper-parameters
+    with pytest.raises(CheckpointError, match="holds pickled objects"):
+        train(every(tmp_path / "run"), module=module)
+    with pytest.raises(CheckpointError, match="holds pickled objects"):
+        CheckpointReader(newest.path).read_metadata()
+    assert main(["checkpoint", "export", str(tmp_path / "run"), output]) == 1
+    assert "holds pickled objects" in capsys.readouterr().err
+    assert Normalizer.loaded == 0
+
+    # Nothing is loaded that is damaged: every byte is verified before.
+    data = Path(newest.path, "rank-0.bin")
+    data.write_bytes(bytes([data.read_bytes()[0] ^ 1]) + data.read_bytes()[1:])
+    with pytest.raises(DamagedCheckpoint, match=r"rank-0\.bin has the checksum"):
+        CheckpointReader(newest.path, objects="pickle").read_metadata()
+    assert Normalizer.loaded == 0
+    assert main(["checkpoint", "export", str(tmp_path / "run"), output, "--objects", "pickle"]) == 0
+    assert f"{before.name} is in {output}" in (said := capsys.readouterr().out)
+    assert "to load it takes `weights_only=False`" in said
+    exported = torch.load(output, weights_only=False)
+    assert exported["dataset_parameters"]["normalizer"].mean == 2.5
+    assert exported["hyper_parameters"]["scale"].mean == 1.5
+    assert CheckpointReader(before.path, objects="pickle").read_metadata().state_dict_metadata
+    assert main(["checkpoint", "list", str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out.count("with pickled objects") == 2
+
+    module = train(every(tmp_path / "run", objects="pickle"), module=Described(Normalizer(1.5)))
+    assert module.found == 2.5
+    assert min(module.losses) == before.step
+
+
+def test_a_setting_that_is_none_of_the_two_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"FaultTolerantCheckpoint\(objects='unpickle'\)"):
+        every(tmp_path, objects="unpickle")
+    with pytest.raises(ValueError, match=r"CheckpointReader\(objects='unpickle'\)"):
+        CheckpointReader(tmp_path, objects="unpickle")  # pyright: ignore[reportArgumentType]
 
 
 def test_who_has_failed_does_not_wait_long_for_a_writer_that_does_not_write(

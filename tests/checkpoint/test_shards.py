@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +17,40 @@ from lightning_async.engine.checkpoint.buffers import ALIGNMENT, layout
 from lightning_async.engine.checkpoint.manifest import Manifest, RankManifest
 from lightning_async.engine.checkpoint.shards import load, load_own, plan, shard
 from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
-from lightning_async.errors import DamagedCheckpoint
+from lightning_async.errors import CheckpointError, DamagedCheckpoint
 from tests.checkpoint.states import assert_equal, assert_loaded, own_of, shared_of
 
 
-def commit(folder: Path, number: int, ranks: tuple[int, ...], shared: dict[int, Any] | None = None) -> Entry:
+class Scale:
+    """An object of a user's, with a tensor in it; remembers that it was loaded."""
+
+    loaded = 0
+
+    def __init__(self, factor: float) -> None:
+        self.factor, self.mean = factor, torch.full((3,), factor)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        Scale.loaded += 1
+
+
+def commit(
+    folder: Path,
+    number: int,
+    ranks: tuple[int, ...],
+    shared: dict[int, Any] | None = None,
+    own: dict[int, Any] | None = None,
+    pickles: bool = False,
+) -> Entry:
     """What the writers do, in one process and without their memory."""
     store = CheckpointStore(folder)
     temporary = store.temporary(number, number * 10, "run")
     for rank in ranks:
-        part = shard((shared or {}).get(rank, shared_of(number, 1000)), own_of(number, rank), rank, ranks)
+        common, mine = (
+            (shared or {}).get(rank, shared_of(number, 1000)),
+            own_of(number, rank) | (own or {}).get(rank, {}),
+        )
+        part = shard(common, mine, rank, ranks, pickles)
         offsets, end = layout(part.tensors)
         data = bytearray(end)
         for tensor, at in zip(part.tensors, offsets, strict=True):
@@ -33,7 +59,7 @@ def commit(folder: Path, number: int, ranks: tuple[int, ...], shared: dict[int, 
             f"rank-{rank}.bin": store.files.write(f"{temporary}/rank-{rank}.bin", [data]),
             f"rank-{rank}.json": store.files.write(f"{temporary}/rank-{rank}.json", [part.text]),
         }
-        store.add_rank(temporary, RankManifest(rank, records))
+        store.add_rank(temporary, RankManifest(rank, records, part.pickles))
     return store.commit(temporary, Manifest(number, number * 10, ranks=ranks))
 
 
@@ -68,6 +94,62 @@ def test_loaded_tensors_are_the_callers(tmp_path: Path):
 def test_what_cannot_be_saved_is_named():
     with pytest.raises(TypeError, match=r"in `own`, callbacks\['X'\] is a builtins.object, and cannot"):
         shard({}, {"callbacks": {"X": object()}}, 0, (0,))
+
+
+def test_what_cannot_be_pickled_is_named():
+    with pytest.raises(TypeError, match=r"in `own`, callbacks\['X'\] is a builtins.function, and cannot be pickled: "):
+        shard({}, {"callbacks": {"X": lambda: None}}, 0, (0,), pickles=True)
+
+
+def test_objects_are_pickled_where_that_is_asked_for(tmp_path: Path):
+    """Only rank 1 has one: the checkpoint says so, and nobody loads it without asking for it."""
+    sparse = torch.tensor([[0.0, 2.0]]).to_sparse()
+    state = {"scale": Scale(2.5), "sparse": sparse, "twice": [Scale(1.0), (Scale(3.0), 4)], "plain": 7}
+    entry, store = commit(tmp_path, 3, (0, 1), own={1: state}, pickles=True), CheckpointStore(tmp_path)
+    assert entry.manifest is not None
+    assert entry.manifest.pickles
+    before = Scale.loaded
+    for refused in (lambda: load(store, entry, 0), lambda: load_own(store, entry, 1, "plain")):
+        with pytest.raises(CheckpointError, match="holds pickled objects: to load it executes code") as raised:
+            refused()
+        assert not isinstance(raised.value, DamagedCheckpoint)
+    assert Scale.loaded == before
+    assert_loaded(load(store, entry, 0, pickles=True), 3, 0)
+    own = load(store, entry, 1, pickles=True).own
+    assert own is not None
+    assert [own["scale"].factor, own["scale"].mean.tolist(), own["plain"]] == [2.5, [2.5] * 3, 7]
+    assert own["sparse"].to_dense().tolist() == [[0.0, 2.0]]
+    assert [own["twice"][0].factor, own["twice"][1][0].factor, own["twice"][1][1]] == [1.0, 3.0, 4]
+    scale: Any = load_own(store, entry, 1, "scale", mapped=True, pickles=True)
+    assert scale.factor == 2.5
+
+
+def test_a_state_without_objects_is_a_checkpoint_without_pickles(tmp_path: Path):
+    entry = commit(tmp_path, 3, (0, 1), pickles=True)
+    assert entry.manifest is not None
+    assert not entry.manifest.pickles
+    assert_loaded(load(CheckpointStore(tmp_path), entry, 1), 3, 1)
+
+
+def test_pickles_that_the_manifest_does_not_tell_of_are_not_loaded(tmp_path: Path):
+    entry = commit(tmp_path, 3, (0,), own={0: {"scale": Scale(2.5)}}, pickles=True)
+    assert entry.manifest is not None
+    silent = replace(entry, manifest=replace(entry.manifest, pickles=False))
+    before = Scale.loaded
+    for pickles in (False, True):
+        with pytest.raises(DamagedCheckpoint, match="there is a pickled object in it, which is not to be loaded"):
+            load(CheckpointStore(tmp_path), silent, 0, pickles=pickles)
+    assert Scale.loaded == before
+
+
+def test_an_object_whose_class_is_gone_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    entry = commit(tmp_path, 3, (0,), own={0: {"scale": Scale(2.5)}}, pickles=True)
+    monkeypatch.delattr(sys.modules[__name__], "Scale")
+    with pytest.raises(
+        CheckpointError, match=r"pickled object that cannot be loaded: AttributeError.*Is its class"
+    ) as error:
+        load(CheckpointStore(tmp_path), entry, 0, pickles=True)
+    assert not isinstance(error.value, DamagedCheckpoint)
 
 
 def test_states_that_were_not_equal_are_no_checkpoint(tmp_path: Path):

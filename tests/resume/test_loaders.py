@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,6 +16,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 from torch.utils.data import WeightedRandomSampler as Weighted
 
+from lightning_async.data.source import sources_of
 from lightning_async.trainer.namespace import pytorch
 from tests.resume.problem import FEATURES, Endless, Net, Saves, Sized, Training, draw, goes_on
 
@@ -211,6 +214,24 @@ def test_loaders_that_are_made_every_second_epoch_are_those_of_the_epoch_that_th
     assert asked["last"] == [0, 2, 4]
     replace(training, module=module).fit(tmp_path, follow.points[0], wanted=lambda name: False)
     assert asked["last"] == [2, 4]
+
+
+@pytest.mark.parametrize("make", [sized, Batches, SavingBatches])
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+def test_a_loader_that_is_followed_can_be_pickled_and_copied(make: Any, how: Any) -> None:
+    """Whoever has the copy reads it, and the position that is saved stays that of the loader."""
+    loader = make()
+    (source,) = sources_of([loader])
+    batches = iter(source.stand_in)
+    next(batches)
+    before = source.position(before=False, ended=False)["taken"]
+    again = how(source.stand_in)
+    assert type(again) is type(loader)
+    assert "_get_iterator" not in vars(again) or vars(again)["_get_iterator"].__self__ is again
+    assert len(list(again)) == (7 if make is SavingBatches else 8)
+    assert source.position(before=False, ended=False)["taken"] == before
+    assert len(list(batches)) == 7
+    source.detach()
 
 
 def test_manual_optimization(tmp_path: Path) -> None:

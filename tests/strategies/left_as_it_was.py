@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import pickle
 import signal
 import time
 from collections.abc import Iterator
@@ -11,9 +13,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchmetrics import MeanMetric
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics import MeanMetric, MetricCollection
 
-from lightning_async import Mean
+from lightning_async import (
+    AsyncAveragingStrategy,
+    AsyncGradientStrategy,
+    FaultTolerantCheckpoint,
+    Mean,
+    ParameterServerStrategy,
+    Synchronous,
+)
 from lightning_async.rules.schedules.protocol import Action, Clock, Step
 from lightning_async.trainer.namespace import pl, pytorch
 from tests.strategies import problem
@@ -184,3 +194,133 @@ def back_to_synchronous_steps() -> Any:
         "drifting": module.begins_with[2],
         "rank": rank(),
     }
+
+
+# ---- copies in mid-fit ----
+
+
+class Numbers(Dataset[Any]):
+    """A user's dataset, which can say where it stands."""
+
+    def __init__(self) -> None:
+        self.data, self.asked = shard((4, 4)), 0
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        self.asked += 1
+        return self.data[index]
+
+
+class Described(Net):
+    """Keeps a metric in its hyper-parameters, as pytorch-forecasting does, and one in a collection."""
+
+    def __init__(self, metric: MeanMetric) -> None:
+        super().__init__(network=problem.normalised)
+        self.save_hyperparameters()
+        self.make_optimizer = torch.optim.Adam
+        self.metric, self.more = metric, MetricCollection([MeanMetric()])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.metric(loss.detach())
+        self.log("loss", self.metric, on_step=False, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make_optimizer(self.parameters())
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+class Copies(pl.Callback):
+    """Pickles and copies all that is Lightning's or the user's in mid-fit, and notes what went wrong."""
+
+    def __init__(self) -> None:
+        self.tried: list[str] = []
+        self.wrong: list[str] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx != 2 or self.tried:
+            return
+        for where, each in self._objects(trainer, pl_module):
+            self.tried.append(where)
+            for how in (lambda value: pickle.loads(pickle.dumps(value)), copy.deepcopy, copy.copy):
+                try:
+                    again = how(each)
+                    assert type(again) is type(each)
+                    if isinstance(again, MeanMetric):
+                        again.update(1.0)
+                except Exception as error:
+                    self.wrong.append(f"{where}: {type(error).__name__}: {error}")
+
+    def _objects(self, trainer: Any, module: Any) -> Iterator[tuple[str, Any]]:
+        yield "module", module
+        yield "hyper-parameters", module.hparams
+        for name, child in module.named_modules():
+            yield f"module.{name}", child
+        for name, parameter in module.named_parameters():
+            yield f"parameter {name}", parameter
+        for i, optimizer in enumerate(trainer.optimizers):
+            yield f"optimizer {i}", optimizer
+        for i, config in enumerate(trainer.lr_scheduler_configs):
+            yield f"scheduler {i}", config.scheduler
+        for kind, train in (("train", trainer.train_dataloader), ("val", trainer.val_dataloaders)):
+            yield f"{kind} loader", train
+            for name in ("dataset", "sampler", "batch_sampler", "collate_fn", "worker_init_fn"):
+                yield f"{kind} {name}", getattr(train, name)
+        for logger in trainer.loggers:
+            yield type(logger).__name__, logger
+        for callback in trainer.callbacks:
+            if not type(callback).__module__.startswith(("lightning_async", __name__)):
+                yield type(callback).__name__, callback
+
+
+def _copies(strategy: Any, folder: Path, *callbacks: Any) -> dict[str, Any]:
+    copies, lightnings = Copies(), pl.callbacks
+    trainer = make_trainer(
+        strategy,
+        callbacks=[
+            *callbacks,
+            lightnings.ModelCheckpoint(folder / "saved", every_n_train_steps=2, save_top_k=-1),
+            lightnings.Timer("00:01:00:00"),
+            lightnings.StochasticWeightAveraging(0.01),
+            lightnings.EarlyStopping("loss"),
+            *([lightnings.SpikeDetection(finite_only=False)] if hasattr(lightnings, "SpikeDetection") else []),
+            copies,
+        ],
+        logger=pytorch("loggers").CSVLogger(str(folder)),
+        enable_checkpointing=True,
+        default_root_dir=folder,
+        max_epochs=2,
+    )
+    module = Described(MeanMetric())
+    trainer.fit(module, DataLoader(Numbers(), batch_size=None), loader(shard((1, 1))))
+    saved = [torch.load(file, weights_only=False) for file in sorted(folder.glob("saved/*.ckpt"))]
+    functions = {
+        name
+        for name in ("dist_sync_fn", "distributed_available_fn")
+        for each in saved
+        if getattr(each["hyper_parameters"]["metric"], name) is not getattr(MeanMetric(), name)
+    }
+    return {"tried": copies.tried, "wrong": copies.wrong, "saved": len(saved), "functions": sorted(functions)}
+
+
+@scenario
+def copied_under_averaging(folder: Path) -> Any:
+    return _copies(AsyncAveragingStrategy(min_replicas=1), folder)
+
+
+@scenario
+def copied_under_synchronous_steps(folder: Path) -> Any:
+    return _copies(together(schedule=Synchronous()), folder, FaultTolerantCheckpoint(folder / "saves"))
+
+
+@scenario
+def copied_under_gradients(folder: Path) -> Any:
+    return _copies(AsyncGradientStrategy(min_replicas=2), folder)
+
+
+@scenario
+def copied_beside_servers(folder: Path) -> Any:
+    return _copies(ParameterServerStrategy(), folder)

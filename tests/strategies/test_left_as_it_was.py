@@ -78,6 +78,20 @@ def test_a_compiled_module_keeps_its_mark(ranks: Outcomes) -> None:
         assert told == {"validated": [0, 1, 0, 1], "marked": True, "unmarked": True}
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["copied_under_averaging", "copied_under_synchronous_steps", "copied_under_gradients", "copied_beside_servers"],
+)
+def test_what_users_have_can_be_pickled_and_copied_in_mid_fit(ranks: Outcomes, name: str) -> None:
+    """A module that keeps a torchmetric in its hyper-parameters has it pickled with every checkpoint."""
+    for told in ranks(name):
+        assert told["wrong"] == []
+        looked_at = {"module", "hyper-parameters", "module.metric", "optimizer 0", "scheduler 0", "train loader"}
+        assert looked_at | {"CSVLogger", "ModelCheckpoint", "Timer", "StochasticWeightAveraging"} <= set(told["tried"])
+        assert told["saved"] > 0
+        assert told["functions"] == [], "whoever loads the metric has it as it is without this package"
+
+
 def test_the_gate_before_synchronous_steps_is_heard_of_like_any_other(ranks: Outcomes) -> None:
     first, second = ranks("back_to_synchronous_steps")
     for told in (first, second):

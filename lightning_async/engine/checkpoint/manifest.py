@@ -17,20 +17,21 @@ from lightning_async.errors import CheckpointError, DamagedCheckpoint
 
 __all__ = ["Manifest", "RankManifest"]
 
-FORMAT = 1
-"""Counts changes that an older version of this package could not read."""
+FORMAT = 2
+"""Counts changes that an older version of this package could not read. What has no pickles is of format 1."""
 
 
 @dataclass(frozen=True)
 class RankManifest:
-    """The files that one rank has written, all of them durable."""
+    """The files that one rank has written, all of them durable; whether there are pickled objects in them."""
 
     rank: int
     files: Mapping[str, FileRecord]
+    pickles: bool = False
 
     def to_bytes(self) -> bytes:
         """As a file."""
-        return seal({"format": FORMAT, **dataclasses.asdict(self)})
+        return _sealed(self)
 
     @classmethod
     def from_bytes(cls, data: bytes, path: str = "rank manifest") -> RankManifest:
@@ -56,6 +57,7 @@ class Manifest:
         versions: of the packages that wrote it. Default: none.
         notes: anything else of plain values. Default: none.
         files: all files beside this one; filled in when it is committed.
+        pickles: whether there are pickled objects in them, which execute code when they are loaded; filled in, too.
     """
 
     number: int
@@ -71,10 +73,11 @@ class Manifest:
     versions: Mapping[str, str] = field(default_factory=dict)
     notes: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, FileRecord] = field(default_factory=dict)
+    pickles: bool = False
 
     def to_bytes(self) -> bytes:
         """As a file."""
-        return seal({"format": FORMAT, **dataclasses.asdict(self)})
+        return _sealed(self)
 
     @classmethod
     def from_bytes(cls, data: bytes, path: str = "manifest.json") -> Manifest:
@@ -88,10 +91,19 @@ class Manifest:
         return cls(**{**value, "ranks": tuple(value["ranks"])})
 
 
+def _sealed(manifest: Manifest | RankManifest) -> bytes:
+    fields = dataclasses.asdict(manifest)
+    if not fields.pop("pickles"):
+        return seal({"format": 1, **fields})
+    return seal({"format": FORMAT, **fields, "pickles": True})
+
+
 def _known(kind: type[Manifest | RankManifest], data: bytes, path: str) -> dict[str, Any]:
     """The fields that this version knows; what a later one of the same format adds is passed over."""
     value = unseal(data, path)
     names = {each.name for each in dataclasses.fields(kind)}
+    if isinstance(value, dict):
+        value = {"pickles": False, **value}
     if not isinstance(value, dict) or not names | {"format"} <= value.keys() or not _is_number(value["format"]):
         raise DamagedCheckpoint(f"{path} does not hold what a manifest must.")
     if value["format"] > FORMAT:
@@ -125,5 +137,6 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     "versions": lambda value: isinstance(value, dict),
     "notes": lambda value: isinstance(value, dict),
     "files": lambda value: isinstance(value, dict) and all(_is_file(*item) for item in value.items()),
+    "pickles": lambda value: isinstance(value, bool),
 }
 """Whether a field is of its kind; the others are numbers, from 0 on."""

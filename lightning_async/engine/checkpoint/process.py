@@ -31,6 +31,10 @@ __all__ = ["Job", "Result", "SaveBusy", "Writer"]
 
 log = logging.getLogger(__name__)
 
+_REMEDY = (
+    "Put plain values and tensors there, or pass `FaultTolerantCheckpoint(objects='pickle')`: then whoever loads such "
+    "a checkpoint has to ask for it, as that executes code in it."
+)
 _ATTEMPTS = 2  # of writers at one job: one that kills its writer would kill the next one, too
 _STOPPED_S, _LOOK_S = 20.0, 0.5
 """A writer that is stopped for so long is replaced; how often a wait looks whether it is."""
@@ -103,6 +107,7 @@ class Writer:
         buffers: copies of the state that there is memory for. With 2, one save can be copied while another one is being
             written. Default: 2.
         deadline: how long the rank that commits waits for the parts of the others. Default: 10 minutes.
+        pickles: pickle objects that are no plain values or tensors. Default: a state that holds some is refused.
 
     Raises:
         ValueError: an argument is out of range.
@@ -110,7 +115,7 @@ class Writer:
 
     def __init__(
         self, dirpath: str | os.PathLike[str], rank: int = 0, buffers: int = 2,
-        deadline: timedelta = timedelta(minutes=10),
+        deadline: timedelta = timedelta(minutes=10), pickles: bool = False,
     ) -> None:  # fmt: skip
         if buffers not in (1, 2):
             raise ValueError(f"`Writer(buffers={buffers!r})` must be 1 or 2.")
@@ -119,6 +124,7 @@ class Writer:
         path = os.fspath(dirpath)
         self._dirpath = path if "://" in path else os.path.abspath(os.path.expanduser(path))
         self._rank, self._deadline = rank, deadline
+        self._pickles = pickles
         self._buffers = [Buffer(f"checkpoint-{rank}-{i}") for i in range(buffers)]
         self._flights: deque[_Flight] = deque()
         self._done: list[Result] = []
@@ -234,7 +240,10 @@ class Writer:
     def _shard(self, job: Job) -> Shard:
         if self._rank not in job.ranks:
             raise ValueError(f"`Job(ranks={job.ranks!r})` must hold rank {self._rank}, whose part it is.")
-        return shard(job.shared, job.own, self._rank, job.ranks)
+        try:
+            return shard(job.shared, job.own, self._rank, job.ranks, self._pickles)
+        except TypeError as error:
+            raise error if self._pickles else TypeError(f"{error} {_REMEDY}") from None
 
     def _fill(self, buffer: Buffer, job: Job, part: Shard) -> _Flight:
         ranks = sorted(job.ranks)
@@ -244,6 +253,7 @@ class Writer:
         told = {
             "dirpath": self._dirpath, "number": job.number, "step": job.step, "run": job.run, "ranks": ranks,
             "rank": self._rank, "deadline_s": self._deadline.total_seconds(), "bytes": part.size,
+            "pickles": part.pickles,
             "files": {f"rank-{self._rank}.bin": [0, end], f"rank-{self._rank}.json": [end, part.size]},
             "manifest": asdict(manifest),
         }  # fmt: skip

@@ -38,6 +38,7 @@ class Saver:
         good_after: a checkpoint is good when so many steps without harm have followed. Default: none ever is.
         buffers: copies of the state that there is memory for. Default: 2.
         max_failures: so many failed saves in a row end training. Default: 3.
+        pickles: pickle objects that are no plain values or tensors. Default: a state that holds some is refused.
         lost: the ranks without which training goes on. Default: there are none.
     """
 
@@ -52,10 +53,13 @@ class Saver:
         good_after: int | None = None,
         buffers: int = 2,
         max_failures: int = 3,
+        pickles: bool = False,
         lost: Callable[[], Collection[int]] = tuple,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.costs = Costs()
+        self.pickles = pickles
+        """Whether objects are pickled."""
         self._rank, self._run, self._good_after = rank, run, good_after
         self._max_failures, self._now = max_failures, now
         self._store, self._keeper = store, Keeper(store, keep, resumed_from)
@@ -69,7 +73,7 @@ class Saver:
         self._losses, self._lost, self._looked_at = Losses(store, rank, now), lost, -math.inf
         self._alone = -1
         """The save that other ranks may have made first."""
-        self._writer = Writer(store.dirpath, rank, buffers)
+        self._writer = Writer(store.dirpath, rank, buffers, pickles=pickles)
         self._usual, self._last_error = Usual(now()), ""
         self._warn_after_s = PATIENCE_S
 

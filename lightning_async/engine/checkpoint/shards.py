@@ -8,15 +8,18 @@ tensors are divided among the ranks that take part, whole, so that the bytes bal
 | ``rank-0.bin`` | tensors, raw, each at a multiple of 64 bytes |
 | ``rank-0.json`` | ``own`` and ``shared``: trees in the terms of `comm.frames`, and which tensor lies where |
 
-To read them executes no code.
+To read them executes no code. Where a user has asked for it, objects are among the tensors as pickles; the manifest
+says so, and who reads them has to ask for it, too: after every byte was verified.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import json
 import math
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +31,7 @@ from lightning_async.comm.frames import DTYPES, dtype_name, flatten, unflatten
 from lightning_async.engine.checkpoint.buffers import layout
 from lightning_async.engine.checkpoint.manifest import Manifest
 from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
-from lightning_async.errors import DamagedCheckpoint
+from lightning_async.errors import CheckpointError, DamagedCheckpoint
 
 __all__ = ["Loaded", "Shard", "load", "load_own", "own_of", "plan", "shard"]
 
@@ -45,10 +48,12 @@ class Shard:
     Args:
         tensors: by reference, in the order in which they lie in the file.
         text: the JSON file.
+        pickles: whether there are pickled objects among the tensors. Default: False.
     """
 
     tensors: list[Tensor]
     text: bytes
+    pickles: bool = False
 
     @property
     def size(self) -> int:
@@ -81,15 +86,23 @@ def plan(sizes: Sequence[int], ranks: Sequence[int]) -> list[int]:
     return writers
 
 
-def shard(shared: object, own: object, rank: int, ranks: Sequence[int]) -> Shard:
+def shard(shared: object, own: object, rank: int, ranks: Sequence[int], pickles: bool = False) -> Shard:
     """The part of ``rank``, one of ``ranks``.
+
+    Args:
+        shared: the tree that is equal on all ranks.
+        own: the rank's.
+        rank: whose part.
+        ranks: that take part.
+        pickles: pickle objects that are no plain values or tensors. Default: they are refused.
 
     Raises:
         TypeError: there is something in a tree that cannot be saved; names it and where it is.
     """
     ranks = sorted(ranks)
-    tree, tensors = _flat(shared, "shared")
-    own_tree, own_tensors = _flat(own, "own")
+    dump = _Dump() if pickles else None
+    tree, tensors = _flat(shared, "shared", dump)
+    own_tree, own_tensors = _flat(own, "own", dump)
     writers = plan([tensor.nbytes for tensor in tensors], ranks)
     mine = [i for i, writer in enumerate(writers) if writer == rank]
     chosen = [*(tensors[i] for i in mine), *own_tensors]
@@ -102,10 +115,10 @@ def shard(shared: object, own: object, rank: int, ranks: Sequence[int]) -> Shard
     }
     if rank == ranks[0]:
         text["shared"]["tree"] = tree
-    return Shard(chosen, json.dumps(text, allow_nan=False).encode())
+    return Shard(chosen, json.dumps(text, allow_nan=False).encode(), dump is not None and dump.used)
 
 
-def load(store: CheckpointStore, entry: Entry, rank: int, mapped: bool = False) -> Loaded:
+def load(store: CheckpointStore, entry: Entry, rank: int, mapped: bool = False, pickles: bool = False) -> Loaded:
     """Read a checkpoint that `CheckpointStore.verify` has found whole. Tensors are on the CPU, and the caller's.
 
     Args:
@@ -114,13 +127,16 @@ def load(store: CheckpointStore, entry: Entry, rank: int, mapped: bool = False) 
         rank: whose ``own`` to read.
         mapped: tensors are the files themselves where these are local, read when they are used. For as long as the
             checkpoint is there: over a network it must not be deleted meanwhile. Default: they are copies.
+        pickles: load pickled objects, which executes code in them. Default: a checkpoint that has some is refused.
 
     Raises:
+        CheckpointError: there are pickled objects in it, and they are not to be loaded or cannot be.
         DamagedCheckpoint: its parts do not fit together; names the file.
         OSError: a file cannot be read.
     """
     manifest = entry.manifest or store.verify(entry)
-    parts = [_Part.read(store, entry.path, writer, mapped) for writer in sorted(manifest.ranks)]
+    unpickle = _unpickler(entry, manifest, pickles)
+    parts = [_Part.read(store, entry.path, writer, mapped, unpickle) for writer in sorted(manifest.ranks)]
     shared: dict[int, Tensor] = {}
     for part in parts:
         shared |= part.shared()
@@ -134,7 +150,9 @@ def load(store: CheckpointStore, entry: Entry, rank: int, mapped: bool = False) 
     return Loaded(parts[0].shared_tree([shared[i] for i in range(count)]), own, manifest)
 
 
-def load_own(store: CheckpointStore, entry: Entry, rank: int, *keys: str, mapped: bool = False) -> Any | None:
+def load_own(
+    store: CheckpointStore, entry: Entry, rank: int, *keys: str, mapped: bool = False, pickles: bool = False
+) -> Any | None:
     """What is a rank's own, alone: the files of others are not read. None where it had no part in the checkpoint.
 
     Args:
@@ -143,13 +161,16 @@ def load_own(store: CheckpointStore, entry: Entry, rank: int, *keys: str, mapped
         rank: whose.
         keys: of the only thing to read, the outermost first; None where there is no such thing. Default: all.
         mapped: see `load`.
+        pickles: see `load`.
 
     Raises:
+        CheckpointError: see `load`.
         DamagedCheckpoint: its files do not fit together; names them.
         OSError: a file cannot be read.
     """
     manifest = entry.manifest or store.verify(entry)
-    return _Part.read(store, entry.path, rank, mapped).own(*keys) if rank in manifest.ranks else None
+    unpickle = _unpickler(entry, manifest, pickles)
+    return _Part.read(store, entry.path, rank, mapped, unpickle).own(*keys) if rank in manifest.ranks else None
 
 
 def own_of(tensors: memoryview, text: bytes | bytearray, name: str) -> Any:
@@ -184,16 +205,27 @@ class _Read(Sequence[Tensor]):
 class _Part:
     """The files of one rank."""
 
-    def __init__(self, rank: int, path: str, tensors: memoryview, text: bytes | bytearray, mapped: bool) -> None:
+    def __init__(
+        self,
+        rank: int,
+        path: str,
+        tensors: memoryview,
+        text: bytes | bytearray,
+        mapped: bool,
+        unpickle: Callable[[bytes], Any] | None = None,
+    ) -> None:
         self.rank, self._path, self._bytes, self._mapped = rank, path, tensors, mapped
+        self._unpickle = unpickle
         with self._naming():
             self._text: dict[str, Any] = json.loads(text)
             self.count: int = self._text["shared"]["count"]
 
     @classmethod
-    def read(cls, store: CheckpointStore, folder: str, rank: int, mapped: bool) -> _Part:
+    def read(
+        cls, store: CheckpointStore, folder: str, rank: int, mapped: bool, unpickle: Callable[[bytes], Any] | None
+    ) -> _Part:
         path, tensors = f"{folder}/rank-{rank}.json", store.files.view(f"{folder}/rank-{rank}.bin")
-        return cls(rank, path, tensors, store.files.read(path), mapped)
+        return cls(rank, path, tensors, store.files.read(path), mapped, unpickle)
 
     def shared(self) -> dict[int, Tensor]:
         """The shared tensors that this rank has written, by number."""
@@ -202,7 +234,7 @@ class _Part:
 
     def shared_tree(self, tensors: list[Tensor]) -> Any:
         with self._naming():
-            return unflatten(self._text["shared"]["tree"], tensors)
+            return unflatten(self._text["shared"]["tree"], tensors, self._unpickle)
 
     def own(self, *keys: str) -> Any:
         with self._naming():
@@ -212,7 +244,8 @@ class _Part:
                 if tree is None:
                     return None
             places = self._text["own"]["tensors"]
-            return unflatten(tree, _Read([functools.partial(self._tensor, *place) for place in places]))
+            read = _Read([functools.partial(self._tensor, *place) for place in places])
+            return unflatten(tree, read, self._unpickle)
 
     def _tensor(self, name: str, shape: list[int], at: int) -> Tensor:
         dtype = DTYPES[name]
@@ -230,12 +263,52 @@ class _Part:
     def _naming(self) -> Iterator[None]:
         try:
             yield
+        except CheckpointError:
+            raise
         except _MALFORMED as error:
             raise DamagedCheckpoint(f"{self._path} does not say what it should: {error!r}") from error
 
 
-def _flat(value: object, name: str) -> tuple[Any, list[Tensor]]:
+class _Dump:
+    """Pickles objects, with tensors in them that can be loaded where there is no such device; whether it did."""
+
+    used = False
+
+    def __call__(self, value: object) -> bytes:
+        self.used, stream = True, io.BytesIO()
+        torch.save(value, stream, pickle_protocol=pickle.DEFAULT_PROTOCOL)
+        return stream.getvalue()
+
+
+def _unpickler(entry: Entry, manifest: Manifest, pickles: bool) -> Callable[[bytes], Any] | None:
+    """What loads the pickled objects of a checkpoint; None where it has none, as its manifest says.
+
+    Raises:
+        CheckpointError: it has some, and they are not to be loaded.
+    """
+    if not manifest.pickles:
+        return None
+    if not pickles:
+        raise CheckpointError(
+            f"{entry.path} holds pickled objects: to load it executes code that is in it. If you trust everybody who "
+            "can write there, ask for it by `FaultTolerantCheckpoint(objects='pickle')`, "
+            "`CheckpointReader(objects='pickle')`, or `lightning-async checkpoint export --objects pickle`."
+        )
+
+    def unpickle(data: bytes) -> Any:
+        try:
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+        except Exception as error:  # of the object's class, which may have changed since
+            raise CheckpointError(
+                f"{entry.path} holds a pickled object that cannot be loaded: {type(error).__name__}: {error}. Is its "
+                "class where it was when the checkpoint was made?"
+            ) from error
+
+    return unpickle
+
+
+def _flat(value: object, name: str, dump: _Dump | None) -> tuple[Any, list[Tensor]]:
     try:
-        return flatten(value)
+        return flatten(value, dump=dump)
     except TypeError as error:
         raise TypeError(f"this state cannot be saved: in `{name}`, {error}") from None

@@ -133,16 +133,19 @@ class CheckpointStore:
         if missing := self.missing(temporary, manifest.ranks):
             raise CheckpointError(f"{temporary} cannot be committed: nothing is there of ranks {missing}.")
         files: dict[str, FileRecord] = {}
+        pickles = False
         for rank in manifest.ranks:
             name = _rank_manifest(rank)
             data = self.files.read(f"{temporary}/{name}")
-            listed = RankManifest.from_bytes(data, f"{temporary}/{name}").files
+            said = RankManifest.from_bytes(data, f"{temporary}/{name}")
+            listed = said.files
+            pickles |= said.pickles
             if twice := files.keys() & listed.keys():
                 raise DamagedCheckpoint(f"{temporary}/{name} names {sorted(twice)}, which another rank wrote.")
             files |= {**listed, name: FileRecord(len(data), zlib.crc32(data))}
         if gone := sorted(files.keys() - set(self.files.names(temporary))):
             raise DamagedCheckpoint(f"{temporary} had {gone}, which somebody has deleted.")
-        manifest = dataclasses.replace(manifest, files=files)
+        manifest = dataclasses.replace(manifest, files=files, pickles=pickles)
         final = self.final(manifest.number, manifest.step)
         self.files.write(f"{temporary}/{MANIFEST}", [manifest.to_bytes()])
         self.files.commit(temporary, final)

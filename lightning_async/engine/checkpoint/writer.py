@@ -155,7 +155,7 @@ def _write(store: CheckpointStore, temporary: str, job: Job, memory: memoryview)
     records = {}
     for name, (begin, end) in job["files"].items():
         records[name] = store.files.write(f"{temporary}/{name}", [memory[begin:end]])
-    store.add_rank(temporary, RankManifest(job["rank"], records))
+    store.add_rank(temporary, RankManifest(job["rank"], records, job["pickles"]))
 
 
 def _commit(store: CheckpointStore, temporary: str, job: Job, orphaned: Callable[[], bool]) -> None:
