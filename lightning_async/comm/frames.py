@@ -1,7 +1,8 @@
 """Plain values and tensors, taken apart into JSON's terms and raw memory. What arrives is read, never executed.
 
-`flatten` and `unflatten` leave the tensors where they are, for files; `encode` and `decode` make one message of all,
-for the wire. What JSON has no word for is an object there, whose first entry is its tag: ``{"tuple": [1, 2]}``.
+`flatten` and `unflatten` leave the tensors where they are, for files. For the wire `encode` and `decode` make one
+message of all; `take_apart` and `make_room` make a text, and leave the tensors to travel one by one. What JSON has no
+word for is an object there, whose first entry is its tag: ``{"tuple": [1, 2]}``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.nn import Parameter
 from lightning_async.comm.reductions import as_bytes
 from lightning_async.errors import CheckpointError
 
-__all__ = ["DTYPES", "decode", "dtype_name", "encode", "flatten", "unflatten"]
+__all__ = ["DTYPES", "decode", "dtype_name", "encode", "flatten", "make_room", "take_apart", "unflatten"]
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
@@ -103,11 +104,11 @@ def encode(value: object) -> Tensor:
     >>> decode(encode({"steps": (3, None), "x": torch.tensor([1.5])}))
     {'steps': (3, None), 'x': tensor([1.5000])}
     """
-    plain, tensors = flatten(value, exact=True)
-    head = json.dumps([plain, [[dtype_name(tensor.dtype), list(tensor.shape)] for tensor in tensors]]).encode()
+    text, tensors = take_apart(value)
+    head = text.encode()
     length = torch.tensor([len(head)], dtype=torch.int64).view(torch.uint8)
-    text = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-    return torch.cat([length, text, *(as_bytes(tensor.cpu().contiguous()) for tensor in tensors)])
+    front = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+    return torch.cat([length, front, *(as_bytes(tensor.cpu().contiguous()) for tensor in tensors)])
 
 
 def decode(data: Tensor) -> Any:
@@ -134,6 +135,37 @@ def decode(data: Tensor) -> Any:
     if at != data.numel():
         raise ValueError(f"{data.numel()} bytes are no encoded value: it ends after {at}.")
     return value
+
+
+def take_apart(value: object) -> tuple[str, list[Tensor]]:
+    """``value`` as a text and its tensors, by reference: what `encode` takes.
+
+    Raises:
+        TypeError: there is something else in it; names its type and where it is.
+
+    >>> take_apart({"x": torch.tensor([1.5])})
+    ('[{"dict": [["x", {"tensor": 0}]]}, [["float32", [1]]]]', [tensor([1.5000])])
+    """
+    plain, tensors = flatten(value, exact=True)
+    return json.dumps([plain, [[dtype_name(tensor.dtype), list(tensor.shape)] for tensor in tensors]]), tensors
+
+
+def make_room(text: str) -> tuple[Any, list[Tensor]]:
+    """For the tensors that go with a text of `take_apart`: once these are filled, `unflatten` makes the value of both.
+
+    Raises:
+        ValueError: this is no such text.
+
+    >>> plain, tensors = make_room(take_apart({"x": torch.tensor([1.5])})[0])
+    >>> _ = tensors[0].fill_(2.0)
+    >>> unflatten(plain, tensors)
+    {'x': tensor([2.])}
+    """
+    try:
+        plain, kinds = json.loads(text)
+        return plain, [torch.empty(sizes, dtype=DTYPES[name]) for name, sizes in kinds]
+    except _MALFORMED as error:
+        raise ValueError(f"this is no value taken apart: {error}") from error
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -161,6 +161,19 @@ class Buckets:
         self.sent, self.received = (self._bucket(registered, pin) for _ in range(2))
         replica.pack_(self.received)
 
+    def begin(self, registered: Callable[[Tensor], Tensor]) -> None:
+        """Training begins, with the parameters as they are now; before anything is sent.
+
+        Args:
+            registered: see `lay_out`.
+        """
+        if self.replica.device.type != "cpu":
+            self.lay_out(registered)
+            return
+        # The host's memory is all alike to transports. All stand here where a rank joins, and the pages of new memory
+        # take longer than what is written to them.
+        self.replica.pack_(self.received)
+
     def _bucket(self, registered: Callable[[Tensor], Tensor] = lambda bucket: bucket, pin: bool = False) -> Tensor:
         """Zeros, with `ROOM` in front."""
         numel, device = ROOM + self.replica.numel, self.replica.device

@@ -115,6 +115,23 @@ class Calls:
                     return self._returned(answer)
                 # The groups go: an answer that the others were not told of does not count.
 
+    def wait(self, what: str, pending: Pending[Any]) -> None:
+        """Wait for an operation that is no call: nobody keeps its answer, and nobody repeats it.
+
+        Args:
+            what: names it, for messages.
+            pending: it, over the same collectives.
+
+        Raises:
+            PeerLost, CollectiveTimeout, CollectiveError: as a call does.
+        """
+        started, formed = time.monotonic(), self._formed
+        try:
+            self._wait(pending, started)
+        except (PeerLost, CollectiveError) as error:
+            self._explain(what, error, started, formed)
+            raise
+
     @contextmanager
     def recorded(self) -> Iterator[set[int]]:
         """The generations in which the calls made within were answered; they count for what this is within, too."""

@@ -100,7 +100,7 @@ class ControlPlane:
         """Begin to serve: every replica's parameters are equal now."""
         self.mailbox.last_seen = self.now()
         self.mailbox.last_exchange = self.mailbox.next_exchange
-        self.buckets.lay_out(self.transfer.registered)
+        self.buckets.begin(self.transfer.registered)
         if self._calls is not None:
             self._calls.recovery = Recovery(self._report_trouble, self._look, self.regroup.survives)
         self._thread.start()

@@ -5,18 +5,20 @@ from __future__ import annotations
 import logging
 import pickle
 import zlib
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from lightning_async.comm.frames import decode, encode
-from lightning_async.comm.protocols import Collectives, ReduceOp
+from lightning_async.comm.frames import decode, encode, make_room, take_apart, unflatten
+from lightning_async.comm.protocols import Collectives, Pending, ReduceOp
 from lightning_async.comm.reductions import as_bytes, sum_rows
 from lightning_async.engine.calls import Calls
 from lightning_async.errors import CollectiveError, GateMismatch
+from lightning_async.flat import FlatLayout
 
 __all__ = ["Packed", "World", "packed"]
 
@@ -26,17 +28,21 @@ _ROW_BYTES, _TEXT_BYTES, _DATA_AT = 2048, 128, 160
 """What each rank shows of an operation: which one it is, three numbers, and the first bytes of its data."""
 _ROOM = _ROW_BYTES - _DATA_AT
 _NOTHING = torch.empty(0, dtype=torch.uint8)
+_PART_BYTES, _SMALL_BYTES, _AHEAD = 8 << 20, 1 << 18, 4
+"""Of what is handed over: how much travels at once, what goes along with others, and how many parts are under way."""
 
 
 class Packed(NamedTuple):
-    """An object as bytes.
+    """An object as it was, to be handed over.
 
     Args:
-        data: these.
-        is_pickle: what they are.
+        text: see `frames.take_apart`.
+        tensors: that go with it, contiguous, on the CPU, and nobody else's.
+        is_pickle: the one tensor is the object, pickled.
     """
 
-    data: Tensor
+    text: str
+    tensors: list[Tensor]
     is_pickle: bool
 
 
@@ -174,7 +180,7 @@ class World:
         """Rank ``src``'s object: plain values and tensors as they are, others of Lightning's and the user's pickled.
 
         Args:
-            obj: it, or it `packed`.
+            obj: it.
             src: whose it is.
 
         Raises:
@@ -186,7 +192,7 @@ class World:
         def broadcast() -> tuple[Tensor, bool]:
             is_source, data, pickled = self.rank == src, _NOTHING, False
             if is_source:
-                data, pickled = obj if isinstance(obj, Packed) else packed(obj)
+                data, pickled = _encoded(obj)
             numbers, rows = self._compare(f"broadcast from rank {src}", data, _checksum(data), pickled)
             size, checksum, pickled = numbers[src]
             came = rows[src, :size].clone()
@@ -194,14 +200,60 @@ class World:
                 room = data if is_source else torch.empty(size, dtype=torch.uint8)
                 came = self.calls("broadcast", lambda c: c.broadcast(room.clone(), src))
             if _checksum(came) != checksum:
-                raise CollectiveError(
-                    f"Rank {self.rank}: of {size} bytes that rank {src} has broadcast others have come than were sent. "
-                    "Its memory, this one's or the network between them has changed some: see the hosts' logs."
-                )
+                raise self._damaged(size, src, "broadcast")
             return came, bool(pickled)
 
         data, pickled = self.in_one_generation(broadcast)
         return cast(T, pickle.loads(data.numpy().tobytes()) if pickled else decode(data))
+
+    def hand_over(self, state: Packed | None, src: int = 0) -> Any:
+        """Rank ``src``'s object, as `broadcast` gives it; None on that rank, which has it.
+
+        For what is large: its tensors go from memory straight to memory, part by part. So nothing of it is kept, and it
+        is not repeated where groups are formed anew.
+
+        Args:
+            state: it, on rank ``src``.
+            src: whose it is.
+
+        Raises:
+            CollectiveError: other bytes have come than were sent.
+        """
+        text, is_pickle = self.broadcast(("", False) if state is None else (state.text, state.is_pickle), src)
+        plain, tensors = (None, state.tensors) if state is not None else make_room(text)
+        under_way: deque[tuple[list[Tensor], Tensor, Pending[Tensor]]] = deque()
+        checksum = 0
+
+        def land() -> None:
+            nonlocal checksum
+            part, data, pending = under_way.popleft()
+            self.calls.wait(f"the state of rank {src}", pending)
+            if state is None:
+                checksum = _checksum(data, checksum)
+                for tensor, bytes_ in zip(part, data.split([len(each) for each in part]), strict=True):
+                    if len(part) > 1:
+                        tensor.copy_(bytes_)
+
+        for part in _parts(tensors):
+            data = part[0] if len(part) == 1 else torch.cat(part)
+            if state is not None:
+                checksum = _checksum(data, checksum)
+            under_way.append((part, data, self._collectives.broadcast(data, src)))
+            if len(under_way) == _AHEAD:
+                land()
+        while under_way:
+            land()
+        if self.broadcast(checksum, src) != checksum:
+            raise self._damaged(sum(tensor.nbytes for tensor in tensors), src, "handed over")
+        if state is not None:
+            return None
+        return pickle.loads(tensors[0].numpy().tobytes()) if is_pickle else unflatten(plain, tensors)
+
+    def _damaged(self, size: int, src: int, how: str) -> CollectiveError:
+        return CollectiveError(
+            f"Rank {self.rank}: of {size} bytes that rank {src} has {how} others have come than were sent. "
+            "Its memory, this one's or the network between them has changed some: see the hosts' logs."
+        )
 
     def gather_objects(self, obj: T) -> list[T]:
         """Every rank's object: plain values and tensors, see `comm.frames`.
@@ -281,17 +333,53 @@ class _GatherWithGrad(torch.autograd.Function):
         return ctx.world.reduce(grad.contiguous(), "sum")[ctx.row], None
 
 
-def packed(obj: object) -> Packed:
-    """As it is now, to be sent later."""
+def packed(obj: object, copies: Callable[[list[Tensor]], list[Tensor]] | None = None) -> Packed:
+    """As it is now, to be handed over later.
+
+    Args:
+        obj: plain values and tensors; others are pickled.
+        copies: makes copies of tensors, contiguous and on the CPU. Default: each in memory of its own.
+    """
     try:
-        return Packed(encode(obj), False)
+        text, tensors = take_apart(obj)
     except TypeError:
-        return Packed(torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8), True)
+        memory = _pickled(obj)
+        return Packed(take_apart(memory)[0], [memory], True)
+    return Packed(text, [_to_cpu(tensor) for tensor in tensors] if copies is None else copies(tensors), False)
 
 
-def _checksum(data: Tensor) -> int:
+def _encoded(obj: object) -> tuple[Tensor, bool]:
+    """As bytes, and whether these are a pickle."""
+    try:
+        return encode(obj), False
+    except TypeError:
+        return _pickled(obj), True
+
+
+def _pickled(obj: object) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+
+
+def _parts(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The bytes of these, each of them once: a part of a large tensor, or several small ones whole."""
+    small: list[Tensor] = []
+    size = 0
+    for data in map(as_bytes, tensors):
+        if len(data) > _SMALL_BYTES:
+            yield from ([part] for part in FlatLayout.parts(data, _PART_BYTES))
+        elif len(data):
+            small.append(data)
+            size += len(data)
+        if size > _PART_BYTES - _SMALL_BYTES:
+            yield small
+            small, size = [], 0
+    if small:
+        yield small
+
+
+def _checksum(data: Tensor, before: int = 0) -> int:
     values: Any = data.numpy()
-    return zlib.crc32(values)
+    return zlib.crc32(values, before)
 
 
 def _to_cpu(tensor: Tensor) -> Tensor:

@@ -176,7 +176,7 @@ class Guest:
 
         world = World(ready.pair, check, self.patience)
         try:
-            own, of_all = world.broadcast({}), world.broadcast({})
+            own, of_all = world.hand_over(None), world.hand_over(None)
             return {**own, **of_all, "averaging": {**own["averaging"], **of_all["averaging"]}}
         except BaseException as error:
             release(connection, in_words(error))

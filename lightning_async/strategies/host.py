@@ -35,7 +35,7 @@ from lightning_async.strategies.reception import Reception, for_life, tell_faile
 from lightning_async.strategies.saved_state import SavedState, clocks_of
 from lightning_async.strategies.survivors import count_run
 from lightning_async.trainer.absent import without_own
-from lightning_async.trainer.latecomer import state_for_newcomers
+from lightning_async.trainer.latecomer import Copying, state_for_newcomers
 from lightning_async.trainer.patches import in_words
 from lightning_async.trainer.settings import settings_of
 from lightning_async.transports.transport import ElasticTransport
@@ -80,6 +80,7 @@ class Host:
         self._door: Door | None = None
         self._reception: Reception | None = None
         self._hands_over: threading.Thread | None = None
+        self._copying = Copying()
 
     def open(self, trainer: Any) -> None:
         """Training begins, or goes on as another run: let it be known."""
@@ -109,6 +110,7 @@ class Host:
             self._reception.close()
         if self._hands_over is not None:
             self._hands_over.join(PATIENCE.total_seconds())
+        self._copying.close()
         self._door = self._reception = self._hands_over = None
 
     @property
@@ -128,8 +130,11 @@ class Host:
             reception.look()
 
     def _foresee(self) -> None:
-        if (course := self._strategy.course) is not None:
-            course.patches.foresee()
+        if (course := self._strategy.course) is None:
+            return
+        course.patches.foresee()
+        if self._speaks and course.session is not None:
+            self._copying.foresee(self._strategy.module.trainer, course.session.averager.agreed.nbytes())
 
     def _call(self) -> None:
         if (call := self.call_together) is not None:
@@ -208,7 +213,7 @@ class Host:
         try:
             own = state_for_newcomers(self._strategy.module.trainer)
             averaging = course.session.averager.state_dict()
-            return packed({**own, **course.patches.for_newcomers(), "averaging": averaging}), ""
+            return self._copying.packed({**own, **course.patches.for_newcomers(), "averaging": averaging}), ""
         except Exception as error:  # of hooks of the user's, too: who trains goes on
             ready.connection.membership.fail(in_words(error))  # nobody waits for it
             return None, f"{type(error).__name__}: {error}"
@@ -227,7 +232,7 @@ def _hand_over(ready: Ready, *states: Packed) -> None:
     try:
         world = World(ready.pair, ready.connection.membership.check)
         for state in states:
-            world.broadcast(state)
+            world.hand_over(state)
     except Exception as error:  # it is lost, as any rank may be, or training has ended
         log.warning("Rank %s did not get what it needs to take part: %s", for_life(ready.guest), error)
 

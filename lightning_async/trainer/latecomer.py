@@ -8,12 +8,14 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from lightning_async.engine.checkpoint.buffers import Buffer
+from lightning_async.engine.world import Packed, packed
 from lightning_async.trainer.averaged_models import averages_of
 from lightning_async.trainer.logged import put_blank, take_logged
 from lightning_async.trainer.patches import Undo, replace
 
 __all__ = [
-    "Welcoming", "begin_within_epoch", "end_as_others", "how_it_ended", "state_for_newcomers", "take_over",
+    "Copying", "Welcoming", "begin_within_epoch", "end_as_others", "how_it_ended", "state_for_newcomers", "take_over",
 ]  # fmt: skip
 
 _NOT_SENT = ("hparams_name", "hyper_parameters", "datamodule_hparams_name", "datamodule_hyper_parameters")
@@ -30,6 +32,39 @@ class Welcoming(Protocol):
     def come(self, told: dict[str, Any]) -> None:
         """On the newcomer, which has that callback's state already."""
         ...
+
+
+class Copying:
+    """Copies what a newcomer takes over, while all stand, into memory that was there before: into new memory that takes
+    three times as long."""
+
+    def __init__(self) -> None:
+        self._buffer = Buffer("newcomer")
+
+    def foresee(self, trainer: Any, more: int) -> None:
+        """Have the memory, while training goes on; from any thread.
+
+        Args:
+            trainer: of the state.
+            more: bytes that come with it.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        modules = [trainer.lightning_module, *averages_of(trainer)]
+        tensors: list[Any] = [tensor for module in modules for tensor in _tensors(module).values()]
+        for optimizer in trainer.optimizers:
+            for state in list(optimizer.state.values()):  # at once: a step may add to it meanwhile
+                tensors += list(state.values()) if isinstance(state, dict) else [state]
+        self._buffer.reserve(more + sum(each.nbytes for each in tensors if isinstance(each, Tensor)))
+
+    def packed(self, state: dict[str, Any]) -> Packed:
+        """A state as it is now; the memory goes along."""
+        return packed(state, self._buffer.part_with)
+
+    def close(self) -> None:
+        """Nobody comes: give the memory back."""
+        self._buffer.release()
 
 
 def state_for_newcomers(trainer: Any) -> dict[str, Any]:
@@ -89,7 +124,7 @@ def begin_within_epoch(trainer: Any, state: dict[str, Any], has_part: Callable[[
         state: see `state_for_newcomers`.
         has_part: whether the others have dealt out what is left; asked as the epoch begins here.
     """
-    fit, done = trainer.fit_loop, False
+    fit, logged, done = trainer.fit_loop, state["logged"], False  # the rest of the state is large, and goes
     given: list[float] = []
 
     def run(original: Any) -> Any:
@@ -97,7 +132,7 @@ def begin_within_epoch(trainer: Any, state: dict[str, Any], has_part: Callable[[
             if done:
                 original(fetcher)
                 return
-            put_blank(trainer, state["logged"])
+            put_blank(trainer, logged)
             if has_part():
                 original(fetcher)
                 return

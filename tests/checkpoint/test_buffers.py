@@ -74,6 +74,17 @@ def test_no_page_is_missing_after_reserve(buffer: Buffer):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 1000  # of about 10,000 pages
 
 
+def test_copies_take_the_memory_along_that_was_there(buffer: Buffer):
+    tensors = [torch.randn(10_000_000), torch.randn(3, 2).t(), torch.tensor(2, dtype=torch.int64)]
+    buffer.reserve(40_000_100)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    copies = buffer.part_with(tensors)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 1000  # of about 10,000 pages
+    assert (buffer.size, buffer.owner, buffer.descriptor) == (0, Owner.FREE, -1)
+    buffer.part_with([torch.zeros(10_000_000)])
+    assert all(torch.equal(*pair) and pair[0].is_contiguous() for pair in zip(copies, tensors, strict=True))
+
+
 def test_released_memory_and_descriptors_are_gone():
     buffer = Buffer("test")
     before = len(os.listdir("/proc/self/fd"))

@@ -67,6 +67,16 @@ def unusual() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def test_what_comes_back_lies_where_it_has_arrived(courier: Courier, keepers: dict[str, Keeper]) -> None:
+    """It is not copied once more, and is the caller's to change."""
+    assert courier.send(keepers["2"].address, {"step": 7, "at": 1.0}, [torch.full((64,), float(i)) for i in range(3)])
+    assert sent(courier).error is None
+    tensors, _ = back(keepers)
+    assert [tensor.data_ptr() - tensors[0].data_ptr() for tensor in tensors] == [0, 256, 512]
+    tensors[1].add_(1.0)
+    assert [tensor.unique().tolist() for tensor in tensors] == [[0.0], [2.0], [2.0]]
+
+
 def test_what_has_arrived_is_of_the_moment_of_the_copy(courier: Courier, keepers: dict[str, Keeper]) -> None:
     own, expected = unusual(), unusual()
     assert courier.send(keepers["2"].address, {"step": 7, "at": 1.0}, own)

@@ -146,6 +146,16 @@ def test_waiting_for_a_header_to_be_served_hears_of_failures() -> None:
     assert buckets.owner is Owner.FREE
 
 
+def test_training_begins_with_the_parameters_as_they_are_in_the_memory_that_is_there() -> None:
+    buckets, _ = made()
+    before = buckets.sent.data_ptr(), buckets.received.data_ptr()
+    with torch.no_grad():
+        buckets.replica.parameters[0].fill_(3.0)
+    buckets.begin(torch.clone)
+    assert buckets.received.tolist() == [3.0] * 3
+    assert (buckets.sent.data_ptr(), buckets.received.data_ptr()) == before
+
+
 def test_a_new_layout_begins_with_the_parameters_as_they_are() -> None:
     buckets, _ = made()
     with torch.no_grad():

@@ -17,7 +17,7 @@ from lightning_async.comm.simulated.inprocess import InProcessWorld
 from lightning_async.engine.averaging.config import AveragerConfig
 from lightning_async.engine.header import Arrival, Gate
 from lightning_async.engine.replica import Replica
-from lightning_async.engine.world import World
+from lightning_async.engine.world import World, packed
 from lightning_async.errors import AsyncTrainingError, CollectiveError, PeerLost
 from lightning_async.rules import DeltaMean
 from lightning_async.trainer.metrics import WholeMetrics
@@ -170,6 +170,41 @@ def test_without_an_engine_a_failure_names_the_rank_that_is_gone() -> None:
     error, _ = world.run(on_rank)
     assert isinstance(error, PeerLost)
     assert "rank 1 failed: MemoryError: 3 GiB" in str(error)
+
+
+@pytest.mark.parametrize("goes", ["source", "newcomer"])
+def test_who_hands_a_state_over_and_who_waits_for_it_hear_that_the_other_one_is_gone(goes: str) -> None:
+    """Between two parts, while the others wait on."""
+    world = InProcessWorld(2)
+
+    def on_rank(collectives: Any) -> Any:
+        membership = Membership(world.store, collectives.rank, 2, interval=timedelta(seconds=0.02))
+        membership.start()
+        source = collectives.rank == 0
+        moving: Any = collectives.fork("newcomer")
+        pair = World(moving, membership.check, timedelta(seconds=20))
+        broadcast, moved = moving.broadcast, []
+
+        def leaving(buffer: torch.Tensor, src: int) -> Any:
+            moved.append(buffer)
+            if len(moved) == 3 and source == (goes == "source"):
+                membership.fail("MemoryError: 3 GiB")
+                raise EOFError
+            return broadcast(buffer, src)
+
+        moving.broadcast = leaving
+        try:
+            return pair.hand_over(packed([torch.ones(9 << 18) for _ in range(9)]) if source else None)
+        except (AsyncTrainingError, EOFError) as error:
+            return error
+        finally:
+            membership.close()
+
+    errors = world.run(on_rank)
+    gone, left = errors if goes == "source" else reversed(errors)
+    assert isinstance(gone, EOFError)
+    assert isinstance(left, PeerLost)
+    assert "failed: MemoryError: 3 GiB" in str(left)
 
 
 def test_a_failure_that_nobody_is_to_blame_for_names_the_call() -> None:

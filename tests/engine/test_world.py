@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from lightning_async.comm.simulated.inprocess import InProcessWorld
 from lightning_async.engine.world import World, packed
-from lightning_async.errors import GateMismatch
+from lightning_async.errors import CollectiveError, GateMismatch
 
 RANKS, ROOM = 3, 1888
 """Bytes that go along with the question."""
@@ -106,12 +107,83 @@ def test_an_object_is_broadcast_as_it_is(length: int, source: int) -> None:
     sent = {"text": "a" * length, "x": torch.arange(3.0), "of a class": timedelta(seconds=length)}
 
     def body(world: World) -> Any:
-        return world.broadcast(packed(sent) if world.rank == source else None, source)
+        return world.broadcast(sent if world.rank == source else None, source)
 
     for found, exchanges in on_ranks(body):
         assert (found["text"], found["of a class"]) == (sent["text"], sent["of a class"])
         assert torch.equal(found["x"], sent["x"])
         assert exchanges == (2 if length > ROOM else 1)
+
+
+class Moving:
+    """Collectives, and how large what they broadcast was."""
+
+    def __init__(self, collectives: Any) -> None:
+        self._collectives, self.moved = collectives, []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._collectives, name)
+
+    def broadcast(self, buffer: torch.Tensor, src: int) -> Any:
+        self.moved.append(buffer.nbytes)
+        return self._collectives.broadcast(buffer, src)
+
+
+def handed_over(state: Any, source: int = 0, damaged: bool = False) -> list[Any]:
+    """What each rank has of it, and the sizes of what moved."""
+
+    def on_rank(collectives: Any) -> Any:
+        moving: Any = Moving(collectives.fork("lightning"))
+        world = World(moving, deadline=timedelta(seconds=20))
+        mine = packed(state) if world.rank == source else None
+        if damaged and mine is not None:
+            broadcast = moving.broadcast
+
+            def changing(buffer: torch.Tensor, src: int) -> Any:
+                buffer[-1] ^= 1
+                return broadcast(buffer, src)
+
+            moving.broadcast = changing
+        return world.hand_over(mine, source), moving.moved
+
+    return InProcessWorld(RANKS).run(on_rank, timedelta(seconds=40))
+
+
+@pytest.mark.parametrize("source", [0, 2])
+def test_a_state_that_is_handed_over_is_as_it_was_then(source: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of large tensors in parts, of small ones together, and of none where there is nothing in them."""
+    monkeypatch.setattr("lightning_async.engine.world._PART_BYTES", 4096)
+    monkeypatch.setattr("lightning_async.engine.world._SMALL_BYTES", 1024)
+    large, half = torch.arange(2500, dtype=torch.float32).view(50, 50).T, torch.arange(300, dtype=torch.bfloat16)
+    small = [torch.full((), float(i)) for i in range(3)]
+    state = {"large": large, "again": large, "small": small, "none": torch.empty(0, 3), "half": half, "step": (3, None)}
+    for rank, (found, moved) in enumerate(handed_over(state, source)):
+        assert moved == [4096, 4096, 1808, 12 + 600]
+        if rank == source:
+            assert found is None
+            continue
+        assert torch.equal(found["large"], large) and found["again"] is found["large"]
+        assert torch.equal(found["half"], half) and found["half"].dtype is torch.bfloat16
+        assert torch.stack(found["small"]).tolist() == [0.0, 1.0, 2.0]
+        assert found["none"].shape == (0, 3) and found["step"] == (3, None)
+
+
+def test_a_state_is_what_it_was_when_it_was_packed() -> None:
+    tensor = torch.zeros(5)
+    state = packed({"x": tensor})
+    tensor.fill_(1.0)
+    assert [each.tolist() for each in state.tensors] == [[0.0] * 5]
+
+
+def test_a_state_with_an_object_of_a_class_is_handed_over_whole() -> None:
+    for found, moved in handed_over({"x": SimpleNamespace(y=torch.arange(4))})[1:]:
+        assert found["x"].y.tolist() == [0, 1, 2, 3]
+        assert len(moved) == 1
+
+
+def test_a_state_that_has_changed_on_the_way_is_an_error() -> None:
+    with pytest.raises(CollectiveError, match=r"of 4000 bytes that rank 0 has handed over others have come than were"):
+        handed_over({"x": torch.zeros(1000)}, damaged=True)
 
 
 @pytest.mark.parametrize("size", [2, 5000])

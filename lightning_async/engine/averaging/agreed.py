@@ -203,6 +203,12 @@ class Agreed:
         with self._mailbox.committing:
             return self._copied(own)
 
+    def nbytes(self) -> int:
+        """Bytes of the tensors in the rule's state; from any thread."""
+        with self._mailbox.committing:
+            state = self.rule.state_dict(self._states[0])
+        return sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
+
     def _copied(self, own: bool) -> dict[str, Any]:
         state = self.rule.state_dict(self._states[0])
         return {k: copy.deepcopy(v) for k, v in state.items() if (k in self.rule.per_replica) == own}

@@ -121,6 +121,16 @@ class Buffer:
         os.pwrite(self._descriptor, text, end)
         return end
 
+    def part_with(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copies of the tensors, in this memory, which is theirs from now on: the buffer begins without any."""
+        self.owner = Owner.FILLING
+        try:
+            self.fill(tensors, b"")
+            return self._views
+        finally:
+            self.release()
+            self.owner = Owner.FREE
+
     def view(self, size: int) -> memoryview:
         """The first bytes, in place; to be let go of before the buffer is filled again."""
         array: Any = self._whole.numpy()

@@ -174,7 +174,7 @@ def load_own(
 
 
 def own_of(tensors: memoryview, text: bytes | bytearray, name: str) -> Any:
-    """What is a rank's own, of a `Shard` in memory; tensors are copies.
+    """What is a rank's own, of a `Shard` in memory; its tensors lie there where that can be written to.
 
     Args:
         tensors: what would be its file of tensors.
@@ -184,7 +184,7 @@ def own_of(tensors: memoryview, text: bytes | bytearray, name: str) -> Any:
     Raises:
         DamagedCheckpoint: they do not fit together; names it.
     """
-    return _Part(0, name, tensors, text, mapped=False).own()
+    return _Part(0, name, tensors, text, mapped=True).own()
 
 
 class _Read(Sequence[Tensor]):
