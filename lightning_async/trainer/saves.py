@@ -99,7 +99,7 @@ class Together:
         self._clock.saved(step)
         self._stale, self._batches = trainer.world_size > 1, batches(trainer)
 
-    def fail(self, resume: Resume, exception: BaseException) -> bool:
+    def fail(self, resume: Resume, exception: BaseException, reason: str = "exception") -> bool:
         """Save alone, whatever the others do: what is equal on all ranks is whole on this one. Whether that was done.
 
         A rank that finds another one's checkpoint of the same step leaves it at that.
@@ -112,7 +112,7 @@ class Together:
                 return refuse(trainer, resume)
             shared, checkpoint = collect(trainer, ALIKE, state.callbacks)
             own = {"checkpoint": checkpoint, "resume": state.resume}
-            manifest = manifest_of(trainer, "exception", exception)
+            manifest = manifest_of(trainer, reason, exception)
             return self._saver.save_alone(self._number + 1, trainer.global_step, shared, own, manifest, FAILED_S)
 
     def end(self) -> None:

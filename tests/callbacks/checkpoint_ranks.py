@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
+import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_async import DeltaMean, DiLoCo, EveryNSteps, Synchronous
+from lightning_async import AsyncGradientStrategy, DeltaMean, DiLoCo, EveryNSteps, Synchronous
 from lightning_async.callbacks.checkpoint import FaultTolerantCheckpoint
 from lightning_async.engine.checkpoint.claim import Claim
 from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
@@ -112,6 +115,13 @@ def until(condition: Callable[[], object], what: str, seconds: float = 45.0) -> 
         time.sleep(0.005)
 
 
+def send(command: str, wait: bool = True) -> None:
+    """By a process of another group: workers forgive a signal of their parent's."""
+    shell = subprocess.Popen(["sh", "-c", command], start_new_session=True)
+    if wait:
+        shell.wait()
+
+
 def settled(folder: Path) -> list[Entry]:
     """The checkpoints, once nothing is written any more: the first rank commits, maybe after the others have ended."""
     store = CheckpointStore(folder)
@@ -119,21 +129,21 @@ def settled(folder: Path) -> list[Entry]:
     return store.entries()
 
 
-def data(batches: int = BATCHES) -> DataLoader[Any]:
+def data(batches: int = BATCHES, workers: int = 0) -> DataLoader[Any]:
     """Shuffled with this rank's random numbers."""
     generator = torch.Generator().manual_seed(rank())
     x = torch.randn(4 * batches, 4, generator=generator)
-    return DataLoader(TensorDataset(x, x.sum(dim=1, keepdim=True)), batch_size=4, shuffle=True)
+    return DataLoader(TensorDataset(x, x.sum(dim=1, keepdim=True)), batch_size=4, shuffle=True, num_workers=workers)
 
 
 def train(folder: Path, strategy: Any, *callbacks: Any, **settings: Any) -> Noisy:
-    batches = settings.pop("batches", BATCHES)
+    batches, workers = settings.pop("batches", BATCHES), settings.pop("workers", 0)
     module = settings.pop("module", None) or Noisy()
     usual = {"every_n_train_steps": 4, "busy": "wait", "save_on_exception": False}
     saved = FaultTolerantCheckpoint(folder, **{**usual, **settings})
     torch.manual_seed(100 + rank())
     make_trainer(strategy, callbacks=[saved, *callbacks], max_epochs=EPOCHS, enable_checkpointing=True).fit(
-        module, data(batches)
+        module, data(batches, workers)
     )
     return module
 
@@ -213,12 +223,38 @@ class BeforeTraining(At):
         self.action()
 
 
-def preempted(folder: Path, strategy: Callable[[], Any], who: int = 1, when: type[At] = At) -> dict[str, Any]:
-    """One rank alone is told to go."""
-    told = when(STOP, lambda: os.kill(os.getpid(), signal.SIGTERM) if rank() == who else None)
+def tell_this() -> None:
+    """This process alone."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def tell_group() -> None:
+    """All of the rank's processes, the workers of its loader among them."""
+    send(f"kill -TERM -{os.getpgid(0)}")
+
+
+def tell_group_with_pool() -> None:
+    """The same, and this rank notices it amid a step."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        pool.submit(int).result()
+        tell_group()
+        until(lambda: any(each.exitcode is not None for each in (pool._processes or {}).values()), "the pool has died")
+        pool.submit(int).result()
+
+
+def preempted(
+    folder: Path,
+    strategy: Callable[[], Any],
+    who: Collection[int] = (1,),
+    when: type[At] = At,
+    tell: Callable[[], None] = tell_this,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Some ranks are told to go."""
+    told = when(STOP, lambda: tell() if rank() in who else None)
     code: Any = None
     try:
-        train(folder, strategy(), told, every_n_train_steps=1000)
+        train(folder, strategy(), told, every_n_train_steps=1000, **settings)
     except SystemExit as error:
         code = error.code
     entries = CheckpointStore(folder).entries()
@@ -246,7 +282,50 @@ def drifting_preempted(folder: Path) -> dict[str, Any]:
 @scenario
 def told_before_training(folder: Path) -> dict[str, Any]:
     """The rank that commits."""
-    return preempted(folder, lambda: together(DiLoCo(), EveryNSteps(4)), who=0, when=BeforeTraining)
+    return preempted(folder, lambda: together(DiLoCo(), EveryNSteps(4)), who=(0,), when=BeforeTraining)
+
+
+def synchronously() -> Any:
+    return together(DeltaMean(), Synchronous())
+
+
+def in_windows() -> Any:
+    return AsyncGradientStrategy(1, min_replicas=2)
+
+
+@scenario
+def ddp_group(folder: Path) -> dict[str, Any]:
+    return preempted(folder, lambda: "ddp", (0, 1), tell=tell_group, workers=2)
+
+
+@scenario
+def synchronous_group(folder: Path) -> dict[str, Any]:
+    return preempted(folder, synchronously, (0, 1), tell=tell_group, workers=2)
+
+
+@scenario
+def drifting_group(folder: Path) -> dict[str, Any]:
+    return preempted(folder, lambda: together(DiLoCo(), EveryNSteps(4)), (0, 1), tell=tell_group, workers=2)
+
+
+@scenario
+def windows_group(folder: Path) -> dict[str, Any]:
+    return preempted(folder, in_windows, tell=tell_group, workers=2)
+
+
+@scenario
+def synchronous_pool(folder: Path) -> dict[str, Any]:
+    return preempted(folder, synchronously, tell=tell_group_with_pool)
+
+
+@scenario
+def drifting_pool(folder: Path) -> dict[str, Any]:
+    return preempted(folder, lambda: together(DiLoCo(), EveryNSteps(4)), (0, 1), tell=tell_group_with_pool)
+
+
+@scenario
+def windows_pool(folder: Path) -> dict[str, Any]:
+    return preempted(folder, in_windows, (0, 1), tell=tell_group_with_pool)
 
 
 @scenario

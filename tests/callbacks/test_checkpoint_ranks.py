@@ -51,6 +51,21 @@ def test_a_signal_to_one_rank_saves_on_all_and_ends_with_75(ranks: Outcomes, nam
     assert told[1]["first"] - STOP in range(8), "all leave a few steps later"
 
 
+@pytest.mark.parametrize("name", ["ddp_group", "synchronous_group", "drifting_group"])
+def test_signals_to_groups_with_workers_save_on_all_and_end_with_75(ranks: Outcomes, name: str) -> None:
+    told = ranks(name)
+    for rank in told:
+        assert (rank["code"], rank["reasons"], rank["ranks"]) == (75, ["preemption"], [0, 1])
+        assert rank["steps"] == BATCHES * EPOCHS - rank["first"], "no batch is lost, none comes twice"
+
+
+@pytest.mark.parametrize("name", ["windows_group", "synchronous_pool", "drifting_pool", "windows_pool"])
+def test_what_the_signal_breaks_is_no_failure(ranks: Outcomes, name: str) -> None:
+    told = ranks(name)
+    for rank in told:
+        assert (rank["code"], rank["reasons"], rank["ranks"]) == (75, ["preemption"], [0, 1])
+
+
 def test_a_signal_before_training_ends_all_ranks_after_a_batch(ranks: Outcomes) -> None:
     for rank in ranks("told_before_training"):
         assert (rank["code"], rank["reasons"], rank["ranks"]) == (75, ["preemption"], [0, 1])
