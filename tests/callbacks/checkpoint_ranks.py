@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_async import AsyncGradientStrategy, DeltaMean, DiLoCo, EveryNSteps, Synchronous
+from lightning_async import DeltaMean, DiLoCo, EveryNSteps, Synchronous
 from lightning_async.callbacks.checkpoint import FaultTolerantCheckpoint
 from lightning_async.engine.checkpoint.claim import Claim
 from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
@@ -228,20 +226,6 @@ def tell_this() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def tell_group() -> None:
-    """All of the rank's processes, the workers of its loader among them."""
-    send(f"kill -TERM -{os.getpgid(0)}")
-
-
-def tell_group_with_pool() -> None:
-    """The same, and this rank notices it amid a step."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
-        pool.submit(int).result()
-        tell_group()
-        until(lambda: any(each.exitcode is not None for each in (pool._processes or {}).values()), "the pool has died")
-        pool.submit(int).result()
-
-
 def preempted(
     folder: Path,
     strategy: Callable[[], Any],
@@ -283,49 +267,6 @@ def drifting_preempted(folder: Path) -> dict[str, Any]:
 def told_before_training(folder: Path) -> dict[str, Any]:
     """The rank that commits."""
     return preempted(folder, lambda: together(DiLoCo(), EveryNSteps(4)), who=(0,), when=BeforeTraining)
-
-
-def synchronously() -> Any:
-    return together(DeltaMean(), Synchronous())
-
-
-def in_windows() -> Any:
-    return AsyncGradientStrategy(1, min_replicas=2)
-
-
-@scenario
-def ddp_group(folder: Path) -> dict[str, Any]:
-    return preempted(folder, lambda: "ddp", (0, 1), tell=tell_group, workers=2)
-
-
-@scenario
-def synchronous_group(folder: Path) -> dict[str, Any]:
-    return preempted(folder, synchronously, (0, 1), tell=tell_group, workers=2)
-
-
-@scenario
-def drifting_group(folder: Path) -> dict[str, Any]:
-    return preempted(folder, lambda: together(DiLoCo(), EveryNSteps(4)), (0, 1), tell=tell_group, workers=2)
-
-
-@scenario
-def windows_group(folder: Path) -> dict[str, Any]:
-    return preempted(folder, in_windows, tell=tell_group, workers=2)
-
-
-@scenario
-def synchronous_pool(folder: Path) -> dict[str, Any]:
-    return preempted(folder, synchronously, tell=tell_group_with_pool)
-
-
-@scenario
-def drifting_pool(folder: Path) -> dict[str, Any]:
-    return preempted(folder, lambda: together(DiLoCo(), EveryNSteps(4)), (0, 1), tell=tell_group_with_pool)
-
-
-@scenario
-def windows_pool(folder: Path) -> dict[str, Any]:
-    return preempted(folder, in_windows, (0, 1), tell=tell_group_with_pool)
 
 
 @scenario
