@@ -15,6 +15,7 @@ A position is a dict of plain values:
 from __future__ import annotations
 
 import copy
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +39,7 @@ from lightning_async.data.workers import Carried, Carrier, Start, stateful
 __all__ = ["Here", "iterate"]
 
 Position = dict[str, Any]
-
+_LOOK_S = 0.5  # torch looks every 5 s whether a worker that says nothing lives
 
 _OF_TORCH = (DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 
@@ -55,6 +56,8 @@ class Here:
 
     def __init__(self, loader: Any, generators: Generators, start: Position | None, ahead: bool = True) -> None:
         self.generators, self.start, self._ahead = generators, start or {}, ahead
+        self.told: Callable[[], bool] = lambda: False
+        """Whether this process was told to stop, if that is known within a moment."""
         self.taken = 0
         self.exhausted = bool(self.start.get("exhausted"))
         self.seed: int | None = self.start.get("seed")
@@ -87,6 +90,11 @@ class Here:
         """The same workers begin another iteration."""
         self.start, self.taken, self.turn, self.exhausted, self._before = {}, 0, 0, False, None
         self.given, self._size, self.stream = None, 0, None
+
+    def begin_again(self) -> None:
+        """New workers take the place of those that have died: they begin where this iteration stands."""
+        self.start = self.position()
+        self._first_random = None
 
     def fetching(self) -> None:
         """The next batch is asked for."""
@@ -143,9 +151,7 @@ class _View:
 
 def iterate(loader: DataLoader[Any], here: Here) -> Any:
     """An iterator over ``loader`` that keeps ``here`` up to date, and begins at ``here.start``."""
-    start = here.start
-    told = not start.get("taken") or start.get("dataset") is not None or start.get("workers")
-    fetches_again = loader._dataset_kind == _DatasetKind.Iterable and not (stateful(loader.dataset) and told)
+    start, fetches_again = here.start, _fetches_again(loader, here.start)
     if here.exhausted:
         here.taken, fetches_again = start["taken"], False
         if not loader.persistent_workers:
@@ -154,14 +160,26 @@ def iterate(loader: DataLoader[Any], here: Here) -> Any:
         iterator: Any = _Single(loader, here, fetches_again)
     else:
         iterator = _Multi(loader, here, fetches_again)
-    if start and fetches_again:
-        random, here._first_random = here._first_random, None
-        for _ in range(start["taken"]):
-            next(iterator, None)
-        here._first_random = random
-    else:
-        here.taken = start.get("taken", 0)
+    _skip_taken(iterator, here, fetches_again)
     return iterator
+
+
+def _fetches_again(loader: Any, start: Position) -> bool:
+    """Return whether the position is found by fetching the batches before it again."""
+    told = not start.get("taken") or start.get("dataset") is not None or start.get("workers")
+    return loader._dataset_kind == _DatasetKind.Iterable and not (stateful(loader.dataset) and told)
+
+
+def _skip_taken(iterator: Any, here: Here, fetches_again: bool) -> None:
+    """Leave the iterator behind the batches that were taken before."""
+    start = here.start
+    if not start or not fetches_again:
+        here.taken = start.get("taken", 0)
+        return
+    random, here._first_random = here._first_random, None
+    for _ in range(start["taken"]):
+        next(iterator, None)
+    here._first_random = random
 
 
 def _indices(loader: Any, here: Here) -> Any:
@@ -215,7 +233,7 @@ class _Single(_SingleProcessDataLoaderIter):
 
 class _Multi(_MultiProcessingDataLoaderIter):
     def __init__(self, loader: Any, here: Here, fetches_again: bool) -> None:
-        self._here, start = here, here.start
+        self._here, self._loader, start = here, loader, here.start
         self._indices = _indices(loader, here)
         states = start.get("first" if fetches_again else "workers", {})
         if here.exhausted:  # their datasets begin again
@@ -244,14 +262,42 @@ class _Multi(_MultiProcessingDataLoaderIter):
             self._here.seed = drawn
 
     def __next__(self) -> Any:
-        self._here.fetching()
-        try:
-            batch = super().__next__()
-        except StopIteration:
-            self._here.exhausted = True
-            raise
-        self._here.taken += 1
-        return batch
+        here = self._here
+        here.fetching()
+        while True:
+            try:
+                batch = super().__next__()
+            except StopIteration:
+                here.exhausted = True
+                raise
+            except Exception:
+                if not self._were_told() or not here.told():
+                    raise
+                self._replace_workers()
+            else:
+                here.taken += 1
+                return batch
+
+    def _were_told(self) -> bool:
+        """Return whether SIGTERM has ended workers. Of their parent's torch makes an end with 0."""
+        return not self._shutdown and any(w.exitcode in (0, -signal.SIGTERM) for w in self._workers)
+
+    def _replace_workers(self) -> None:
+        """Start other workers, which begin where this iteration stands.
+
+        SIGTERM to a process group ends them all, while this process has yet to come to a step at which all ranks save.
+        """
+        here, loader = self._here, self._loader
+        here.begin_again()
+        self._shutdown_workers()
+        fetches_again = _fetches_again(loader, here.start)
+        here.taken = 0
+        with here.generators.kept():
+            _Multi.__init__(self, loader, here, fetches_again)
+            _skip_taken(self, here, fetches_again)
+
+    def _try_get_data(self, timeout: float = _LOOK_S) -> Any:
+        return super()._try_get_data(timeout)
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         if not first_iter:

@@ -75,6 +75,9 @@ class Source:
         """An iteration yields nothing: Lightning makes one at the start of fit that nobody reads."""
         self.ahead = True
         """Lightning fetches a batch ahead, as it does where it does not know the number of batches."""
+        self.told: Callable[[], bool] = lambda: False
+        """Whether this process was told to stop, if that is known within a moment: then workers that SIGTERM has ended
+        are replaced, as far as that is possible."""
         self._armed: Position | None = None
 
     def generators(self) -> dict[str, Any]:
@@ -179,6 +182,7 @@ class _OfDataLoader(Source):
         if start and self.loader._dataset_kind == _DatasetKind.Iterable and not stateful(self.loader.dataset):
             self._tell(start["taken"])
         self._here = Here(self.loader, Generators(self.generators()), start, self.ahead)
+        self._here.told = lambda: self.told()
         return iterate(self.loader, self._here)
 
 

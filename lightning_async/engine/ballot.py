@@ -18,6 +18,7 @@ __all__ = [
     "Plan",
     "Verdict",
     "Wing",
+    "between_steps",
     "decide",
     "from_rows",
     "mark_of",
@@ -210,6 +211,23 @@ def _place(headers: Sequence[Header], votes: Vote) -> Gate:
     if Vote.STOP in votes and gate is not Gate.STOP:
         return Gate.NONE  # all leave together, by that one
     return gate
+
+
+def between_steps(headers: Sequence[Header]) -> Vote:
+    """Return the votes that headers without an exchange leave for the next ones, which repeat them.
+
+    A bell calls for headers at any time, when one rank may have passed the batch boundary at which another one would
+    act: it would take the next synchronous step without that one. With an exchange all ranks in step are in one step.
+
+    >>> between_steps([Header(in_step=True), Header()]), between_steps([Header(in_step=True, excused=True), Header()])
+    (<Vote.STOP|END: 3>, <Vote.NONE: 0>)
+    >>> between_steps([Header(in_step=True), Header(gate=Gate.STOP, excused=True)])
+    <Vote.END: 2>
+    """
+    if not any(h.in_step and not h.excused for h in headers):
+        return Vote.NONE
+    leaves = any(h.gate is Gate.STOP for h in headers)  # it has heard so behind the last step: here is what others lost
+    return Vote.END if leaves else Vote.STOP | Vote.END
 
 
 def places_of(headers: Sequence[Header], names: Sequence[str]) -> dict[str, float]:

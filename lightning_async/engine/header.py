@@ -101,6 +101,7 @@ class Header(NamedTuple):
         loss: of its last batch; infinite where that is not known, or not finite.
         place: how far it is in its data: with what its message holds, or, without one, with its last step.
         held: the exchange whose payload it has, where others may not; 0 for none.
+        in_step: it takes synchronous steps.
         pace: seconds that a batch takes of its own time, for data, compute and communication, and its samples.
     """
 
@@ -123,4 +124,5 @@ class Header(NamedTuple):
     loss: float = math.inf
     place: float = 0.0
     held: int = 0
+    in_step: bool = False
     pace: tuple[float, ...] = (0.0,) * 4  # stays the last: a tuple is laid out behind the rest

@@ -20,7 +20,18 @@ from typing import Any
 import torch
 
 from lightning_async.comm.membership.membership import Membership
-from lightning_async.engine.ballot import Decision, Plan, Verdict, Wing, decide, from_rows, mark_of, places_of, to_row
+from lightning_async.engine.ballot import (
+    Decision,
+    Plan,
+    Verdict,
+    Wing,
+    between_steps,
+    decide,
+    from_rows,
+    mark_of,
+    places_of,
+    to_row,
+)
 from lightning_async.engine.buckets import Buckets, Exchange, Kind, Message, Owner, side_stream
 from lightning_async.engine.deadlines import Deadlines
 from lightning_async.engine.header import Gate, Header, Vote
@@ -189,6 +200,7 @@ class Loop:
             loss=box.loss,
             place=box.place if message is None else message.place,
             held=self.held.id,
+            in_step=box.in_step,
             pace=box.pace,
         )
 
@@ -202,7 +214,8 @@ class Loop:
             told = ((h.samples, h.loss, h.pace) for h in headers)
             box.samples_by_rank, box.losses, box.paces = zip(*told, strict=True)
             votes = common.votes.lasting if verdict.opens or common.late else common.votes
-            box.agreed |= votes & ~Vote.SAVE  # which the engine's threads carry out
+            unheard = Vote.NONE if verdict.plan is not None else between_steps(headers)
+            box.agreed |= votes & ~(Vote.SAVE | unheard)  # saves are carried out by the engine's threads
             if verdict.opens or (common.late and box.num_opened < max(h.opened for h in headers)):
                 self._open(common)
             box.changed.notify_all()

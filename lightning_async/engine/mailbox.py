@@ -47,6 +47,8 @@ class Mailbox:
     """Its batches per second, over those of the fastest; 1.0 while some are not known."""
     last_seen: float = 0.0
     """When the training thread was last heard of."""
+    in_step: bool = False
+    """It takes synchronous steps, so that all ranks act on a vote behind the same one."""
     stop_requested: bool = False
     """Set by a signal handler, which may touch nothing else: a vote for stopping follows."""
     goes: bool = False

@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from lightning_async.engine.checkpoint.saver import PATIENCE_S, Saver
 from lightning_async.engine.checkpoint.store import CheckpointStore
+from lightning_async.engine.header import Gate
 from lightning_async.engine.world import World
-from lightning_async.errors import AsyncTrainingError, CheckpointError, Dismissed, Evicted
+from lightning_async.errors import AsyncTrainingError, CheckpointError, CollectiveError, Dismissed, Evicted, PeerLost
 from lightning_async.trainer.checkpoint_io import DirectoryIO
 from lightning_async.trainer.directory import Directory
 from lightning_async.trainer.due import Settings
 from lightning_async.trainer.names import Names, names_of
 from lightning_async.trainer.namespace import pytorch
 from lightning_async.trainer.patches import Undo, in_words, replace, searches_lr, set_for_now, take_back
-from lightning_async.trainer.preemption import Preemption
+from lightning_async.trainer.preemption import TRY_AGAIN, Preemption
 from lightning_async.trainer.recovery import Recovery, gather
 from lightning_async.trainer.resume import Resume
 from lightning_async.trainer.saves import FAILED_S, Together
 from lightning_async.trainer.saves_apart import Apart
 from lightning_async.trainer.saves_called import Called
 from lightning_async.trainer.settings import check_saved
+from lightning_async.trainer.whereabouts import Within
 from lightning_async.trainer.whole_state import ALIKE, collect, left_out, put_back, whole
 
 __all__ = ["Checkpointing"]
@@ -52,6 +54,9 @@ class Checkpointing:
         self.saver: Saver | None = None
         self._pace: Together | Apart | Called | None = None
         self._preempted = Preemption(trainer)
+        self.resume.told = self._preempted.is_told
+        self._left_alone = False
+        """This rank was told to go, and could not meet the others any more."""
         self._undo: list[Undo] = []
         self._number = 0
         self._first_step, self._expected = 0, False
@@ -76,6 +81,7 @@ class Checkpointing:
         self.resume.on_boundary = self._boundary
         self._undo += [
             replace(trainer.fit_loop, "run", self._run_fit),
+            replace(trainer, "_run_sanity_check", self._run_fit),
             replace(trainer._checkpoint_connector, "resume_start", self._resume_start),
             replace(trainer._checkpoint_connector, "resume_end", self._recovery.end),
             replace(strategy, "load_optimizer_state_dict", self._load_optimizers),
@@ -215,22 +221,64 @@ class Checkpointing:
             try:
                 original()
             except BaseException as exception:
+                if self._is_preempted(exception):
+                    self._leave_preempted(exception)
                 self._save_what_was(exception)
                 raise
 
         return run
 
-    def _save_what_was(self, exception: BaseException) -> None:
+    def _is_preempted(self, exception: BaseException) -> bool:
+        """Return whether this rank was told to go: what fails from then on may be what the same signal has ended, of
+        the user's processes and of other ranks."""
+        if isinstance(exception, AsyncTrainingError):  # who says so knows what it is
+            return self._preempted.told and isinstance(exception, PeerLost | CollectiveError)
+        if not isinstance(exception, Exception) or _is_hosts_updated(exception):
+            return False
+        return self._preempted.is_told()
+
+    def _leave_preempted(self, exception: BaseException) -> NoReturn:
+        """Save with the others, where this rank can meet them, else alone, and end.
+
+        Raises:
+            SystemExit: with `TRY_AGAIN`.
+        """
+        log.warning(
+            "Rank %d was told to stop, and something that it needs has ended: %s", self._names.mine, in_words(exception)
+        )
+        self._left_alone = not self._meets(exception)
+        if self._left_alone:
+            self._save_what_was(exception, "preemption")
+        self._trainer._signal_connector.received_sigterm = True
+        raise pytorch("utilities.exceptions").SIGTERMException(TRY_AGAIN) from exception
+
+    def _meets(self, exception: BaseException) -> bool:
+        """Stand where all ranks leave, if this rank's model is whole, and the others are between gates, too."""
+        strategy, within = self._trainer.strategy, self.resume.points.whereabouts.within
+        gates, world = getattr(strategy, "gates", None), getattr(strategy, "world", None)
+        lost = isinstance(exception, AsyncTrainingError)
+        if gates is None or world is None or not world.drifting or lost or within is Within.STEP:
+            return False
+        try:
+            gates.request_stop()
+            gates.rendezvous(Gate.STOP)
+        except AsyncTrainingError as error:
+            log.error("Rank %d cannot meet the others any more: %s", self._names.mine, error)
+            return False
+        world.drifting = False
+        return True
+
+    def _save_what_was(self, exception: BaseException, reason: str = "exception") -> None:
         """Training has ended by an exception, which the user shall see, whatever becomes of this; waits for nobody."""
         in_order = pytorch("utilities.exceptions").SIGTERMException | CheckpointError
         if isinstance(exception, Evicted | Dismissed):  # the others train on, and save
             self._pace = None
-        if type(exception).__name__ == "HostsUpdatedInterrupt":  # Horovod Elastic's: all leave, for a world with others
+        if self._pace is None or _is_hosts_updated(exception) or isinstance(exception, in_order):
             return
-        if self._pace is None or not self._settings.on_exception or isinstance(exception, in_order):
+        if not self._settings.on_exception and reason == "exception":
             return
         try:
-            if self._pace.fail(self.resume, exception):
+            if self._pace.fail(self.resume, exception, reason):
                 log.warning("Rank %d saves what was trained until this: %s", self._names.mine, in_words(exception))
         except Exception as error:
             rank = self._names.mine
@@ -241,7 +289,7 @@ class Checkpointing:
         preempted = isinstance(exception, pytorch("utilities.exceptions").SIGTERMException)
         self._patience_s = PATIENCE_S if preempted else FAILED_S
         self._recovery.explain(exception)
-        if preempted and isinstance(self._pace, Apart | Called):
+        if preempted and isinstance(self._pace, Apart | Called) and not self._left_alone:
             try:
                 self._pace.end("preemption")
             except AsyncTrainingError as error:  # the signal's own exception goes on
@@ -282,3 +330,8 @@ class Checkpointing:
         """By answers of the same ranks, where some may be lost meanwhile."""
         world = getattr(self._trainer.strategy, "world", None)
         return world.in_one_generation(operation) if isinstance(world, World) else operation()
+
+
+def _is_hosts_updated(exception: BaseException) -> bool:
+    """Return whether it is Horovod Elastic's: all leave, for a world with others."""
+    return type(exception).__name__ == "HostsUpdatedInterrupt"

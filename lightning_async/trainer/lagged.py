@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -18,6 +19,7 @@ from lightning_async.comm.protocols import Collectives, Pending
 from lightning_async.comm.torch.collectives import TorchCollectives
 from lightning_async.comm.torch.forming import Terms
 from lightning_async.engine.world import World
+from lightning_async.errors import CollectiveError
 
 __all__ = ["Lagged", "lagged_of"]
 
@@ -47,6 +49,22 @@ class Lagged:
         """This rank's row; what was said before must have been heard."""
         assert self._pending is None
         self._pending = self._collectives.all_gather(torch.tensor(row, dtype=torch.float64))
+
+    def ask(self, row: Sequence[float], patience: timedelta) -> list[list[float]]:
+        """Return every rank's row, where all call this within ``patience``; none where some do not.
+
+        For ranks that cannot go on: nothing is said afterwards.
+        """
+        until = time.monotonic() + patience.total_seconds()
+        try:
+            if self._pending is not None:
+                self._pending.result(patience)
+            last = self._collectives.all_gather(torch.tensor(row, dtype=torch.float64))
+            return last.result(timedelta(seconds=max(0.0, until - time.monotonic()))).tolist()
+        except CollectiveError:
+            return []
+        finally:
+            self._pending = None
 
     def close(self) -> None:
         """Training is over."""

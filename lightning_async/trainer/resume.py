@@ -49,6 +49,8 @@ class Resume:
         """Called at every safe point: `capture` there."""
         self.where: str | None = None
         """The safe point at which the fit is; None elsewhere."""
+        self.told: Callable[[], bool] = lambda: False
+        """See `Source`."""
         self.points = SafePoints(trainer)
         self._pending: dict[str, Any] | None = None
         self._live = self._in_batch_end = self._validation_is_due = False
@@ -216,7 +218,7 @@ class Resume:
             self.points.sources = sources = sources_of(combined.flattened)
             ahead = any(fabric("utilities.data").sized_len(source.loader) is None for source in sources)
             for source in sources:
-                source.ahead = ahead
+                source.ahead, source.told = ahead, self.told
             combined.flattened = [source.stand_in for source in sources]
             self._limits.lift(self._pending is not None and self._pending["where"] != "epoch")
             if self._pending is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 from lightning_async.engine.checkpoint.saver import PATIENCE_S, Saver
@@ -23,6 +24,10 @@ log = logging.getLogger(__name__)
 
 FAILED_S = 10.0
 """For what is still being written when training has failed: the writer goes on without its trainer."""
+_TOGETHER = timedelta(seconds=5)
+"""For all ranks to notice what a signal to all of them has broken; who sends it leaves them little time."""
+_WHERE = ("batch", "batch end", "validation", "epoch")
+"""See `Resume`."""
 
 
 class Together:
@@ -99,10 +104,11 @@ class Together:
         self._clock.saved(step)
         self._stale, self._batches = trainer.world_size > 1, batches(trainer)
 
-    def fail(self, resume: Resume, exception: BaseException) -> bool:
+    def fail(self, resume: Resume, exception: BaseException, reason: str = "exception") -> bool:
         """Save alone, whatever the others do: what is equal on all ranks is whole on this one. Whether that was done.
 
-        A rank that finds another one's checkpoint of the same step leaves it at that.
+        A rank that finds another one's checkpoint of the same step leaves it at that. Where a signal has told all ranks
+        to go, and broken the same of all, they save together.
         """
         trainer = self._trainer
         if batches(trainer) == self._batches and not self._saver.costs.failed_in_a_row:
@@ -112,8 +118,23 @@ class Together:
                 return refuse(trainer, resume)
             shared, checkpoint = collect(trainer, ALIKE, state.callbacks, self._saver.pickles)
             own = {"checkpoint": checkpoint, "resume": state.resume}
-            manifest = manifest_of(trainer, "exception", exception)
-            return self._saver.save_alone(self._number + 1, trainer.global_step, shared, own, manifest, FAILED_S)
+            manifest, number, step = manifest_of(trainer, reason, exception), self._number + 1, trainer.global_step
+            if reason == "preemption" and self._all_are_here(own["resume"]):
+                self._saver.save(number, step, self._group, shared, own, manifest)
+                return True
+            return self._saver.save_alone(number, step, shared, own, manifest, FAILED_S)
+
+    def _all_are_here(self, resume: Any) -> bool:
+        """Return whether all ranks fail at this safe point, and each knows so.
+
+        It is said in the place in which others say whether they were told: these are not here.
+        """
+        if self._lagged is None:
+            return False
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress.total
+        place = 2.0 + len(_WHERE) * progress.processed + _WHERE.index(resume["where"])
+        rows = self._lagged.ask([0.0, 0.0, place], _TOGETHER)
+        return bool(rows) and all(row[-1] == place for row in rows)
 
     def end(self) -> None:
         """The last save was made at the end of the last epoch; who looks for it next finds it."""

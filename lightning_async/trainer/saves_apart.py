@@ -166,7 +166,7 @@ class Apart:
         names = members if self._survivors is None else tuple(map(self._survivors.called, members))
         return [rank for rank in map(int, names) if rank in self._group]
 
-    def fail(self, resume: Resume, exception: BaseException) -> bool:
+    def fail(self, resume: Resume, exception: BaseException, reason: str = "exception") -> bool:
         """Save this replica alone, whatever the others do; all go on from its model. Whether that was done."""
         trainer, averager = self._trainer, self._averager
         if batches(trainer) == self._began:
@@ -178,7 +178,7 @@ class Apart:
             shared["averaging"] = averager.state_dict()
             own = {"checkpoint": checkpoint, "resume": state.resume, "clocks": averager.clocks()}
             number, step = max(self._known, averager.marks.saved) + 1, averager.global_step()
-            manifest = manifest_of(trainer, "exception", exception)
+            manifest = manifest_of(trainer, reason, exception)
             return self._saver.save_alone(number, step, shared, own, manifest, FAILED_S)
 
     def end(self, reason: str = "the end") -> None:

@@ -134,7 +134,7 @@ class Called:
     def _met(self) -> Met:
         return Met(self._trainer, self._saver, self._resume, self._group)
 
-    def fail(self, resume: Resume, exception: BaseException) -> bool:
+    def fail(self, resume: Resume, exception: BaseException, reason: str = "exception") -> bool:
         """Save what the servers have, and this worker's place, whatever the others do. Whether that was done."""
         trainer, averager = self._trainer, self._averager
         if batches(trainer) == self._began:
@@ -147,7 +147,7 @@ class Called:
                 shared["averaging"] = averager.state_dict()
                 own = {"checkpoint": checkpoint, "resume": state.resume, "clocks": averager.clocks()}
                 number, step = self.known + 1, averager.global_step()
-                manifest = manifest_of(trainer, "exception", exception)
+                manifest = manifest_of(trainer, reason, exception)
                 return self._saver.save_alone(number, step, shared, own, manifest, FAILED_S)
 
     def end(self, reason: str = "the end") -> None:

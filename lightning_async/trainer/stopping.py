@@ -14,6 +14,7 @@ from lightning_async.engine.gates import Gates
 from lightning_async.engine.header import Gate, Vote
 from lightning_async.trainer.namespace import pytorch
 from lightning_async.trainer.patches import Undo, callbacks_of, replace, replace_for_users
+from lightning_async.trainer.preemption import in_this_process
 from lightning_async.trainer.protocols import Drifting
 from lightning_async.trainer.spikes import Spikes
 
@@ -39,7 +40,7 @@ class Stopping:
         epoch, signals = self._trainer.fit_loop.epoch_loop, self._trainer._signal_connector
         before = signals._sigterm_notifier_fn
         undo = [
-            replace(signals, "_sigterm_notifier_fn", self._on_sigterm),
+            replace(signals, "_sigterm_notifier_fn", lambda original: in_this_process(self._on_sigterm)),
             replace(epoch, "on_advance_end", self._after_batch),
             *self._spikes.install(),
         ]
@@ -71,17 +72,14 @@ class Stopping:
         if (gates := self._strategy.gates) is not None:
             gates.vote(Vote.STOP)
 
-    def _on_sigterm(self, original: Any) -> Any:
-        def notify(signum: int, frame: Any) -> None:
-            gates = self._strategy.gates
-            if gates is None:  # before training: Lightning's own flag would end this rank alone
-                self._told = True
-            elif self._is_spared():
-                gates.request_leave()
-            else:
-                gates.request_stop()
-
-        return notify
+    def _on_sigterm(self, number: int, frame: Any) -> None:
+        gates = self._strategy.gates
+        if gates is None:  # before training: Lightning's own flag would end this rank alone
+            self._told = True
+        elif self._is_spared():
+            gates.request_leave()
+        else:
+            gates.request_stop()
 
     def _is_spared(self) -> bool:
         """The launcher has told this rank to go, and those that stay are enough to train on."""

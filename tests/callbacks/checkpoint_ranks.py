@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,13 @@ def until(condition: Callable[[], object], what: str, seconds: float = 45.0) -> 
         time.sleep(0.005)
 
 
+def send(command: str, wait: bool = True) -> None:
+    """By a process of another group: workers forgive a signal of their parent's."""
+    shell = subprocess.Popen(["sh", "-c", command], start_new_session=True)
+    if wait:
+        shell.wait()
+
+
 def settled(folder: Path) -> list[Entry]:
     """The checkpoints, once nothing is written any more: the first rank commits, maybe after the others have ended."""
     store = CheckpointStore(folder)
@@ -119,21 +127,21 @@ def settled(folder: Path) -> list[Entry]:
     return store.entries()
 
 
-def data(batches: int = BATCHES) -> DataLoader[Any]:
+def data(batches: int = BATCHES, workers: int = 0) -> DataLoader[Any]:
     """Shuffled with this rank's random numbers."""
     generator = torch.Generator().manual_seed(rank())
     x = torch.randn(4 * batches, 4, generator=generator)
-    return DataLoader(TensorDataset(x, x.sum(dim=1, keepdim=True)), batch_size=4, shuffle=True)
+    return DataLoader(TensorDataset(x, x.sum(dim=1, keepdim=True)), batch_size=4, shuffle=True, num_workers=workers)
 
 
 def train(folder: Path, strategy: Any, *callbacks: Any, **settings: Any) -> Noisy:
-    batches = settings.pop("batches", BATCHES)
+    batches, workers = settings.pop("batches", BATCHES), settings.pop("workers", 0)
     module = settings.pop("module", None) or Noisy()
     usual = {"every_n_train_steps": 4, "busy": "wait", "save_on_exception": False}
     saved = FaultTolerantCheckpoint(folder, **{**usual, **settings})
     torch.manual_seed(100 + rank())
     make_trainer(strategy, callbacks=[saved, *callbacks], max_epochs=EPOCHS, enable_checkpointing=True).fit(
-        module, data(batches)
+        module, data(batches, workers)
     )
     return module
 
@@ -213,12 +221,24 @@ class BeforeTraining(At):
         self.action()
 
 
-def preempted(folder: Path, strategy: Callable[[], Any], who: int = 1, when: type[At] = At) -> dict[str, Any]:
-    """One rank alone is told to go."""
-    told = when(STOP, lambda: os.kill(os.getpid(), signal.SIGTERM) if rank() == who else None)
+def tell_this() -> None:
+    """This process alone."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def preempted(
+    folder: Path,
+    strategy: Callable[[], Any],
+    who: Collection[int] = (1,),
+    when: type[At] = At,
+    tell: Callable[[], None] = tell_this,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Some ranks are told to go."""
+    told = when(STOP, lambda: tell() if rank() in who else None)
     code: Any = None
     try:
-        train(folder, strategy(), told, every_n_train_steps=1000)
+        train(folder, strategy(), told, every_n_train_steps=1000, **settings)
     except SystemExit as error:
         code = error.code
     entries = CheckpointStore(folder).entries()
@@ -246,7 +266,7 @@ def drifting_preempted(folder: Path) -> dict[str, Any]:
 @scenario
 def told_before_training(folder: Path) -> dict[str, Any]:
     """The rank that commits."""
-    return preempted(folder, lambda: together(DiLoCo(), EveryNSteps(4)), who=0, when=BeforeTraining)
+    return preempted(folder, lambda: together(DiLoCo(), EveryNSteps(4)), who=(0,), when=BeforeTraining)
 
 
 @scenario

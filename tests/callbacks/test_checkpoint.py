@@ -9,21 +9,23 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_async import DivergenceMonitor, FaultTolerantCheckpoint
+from lightning_async.data import iterators
 from lightning_async.engine.checkpoint.store import CheckpointStore
 from lightning_async.errors import CheckpointError
 from lightning_async.rules.divergence import History
 from lightning_async.rules.saving import AtEpochEnd, Best, EveryNth, KeepAny, Latest
 from lightning_async.trainer.namespace import pl
-from tests.callbacks.checkpoint_ranks import At, Interrupted, Noisy, interrupt
+from tests.callbacks.checkpoint_ranks import At, Interrupted, Noisy, interrupt, send, until
 
 BATCHES, EPOCHS = 12, 2
 
@@ -122,6 +124,122 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
 
     assert in_child(lambda: train(every(tmp_path, 1000), At(9, twice))) == -signal.SIGTERM
     assert steps_in(tmp_path) == []
+
+
+class Waits(Dataset[Any]):
+    """A worker sends a signal to the group once its rank waits for this sample; the next worker does not."""
+
+    def __init__(self, folder: Path, index: int, late: bool) -> None:
+        self.asked, self.sent = folder / "asked", folder / "sent"
+        self.index, self.late = index, late
+        self.x = torch.randn(4 * BATCHES, 4, generator=torch.Generator().manual_seed(3))
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> Any:
+        if i == self.index and not self.sent.exists():
+            until(self.asked.exists, "the rank waits for a batch")
+            self.sent.touch()
+            if self.late:  # this worker dies first
+                send(f"sleep 0.3; kill -TERM {os.getppid()}", wait=False)
+                os.kill(os.getpid(), signal.SIGTERM)
+            send(f"kill -TERM -{os.getpgid(0)}")
+            until(lambda: False, "the signal has come")
+        noisy = self.x[i] + 0.01 * torch.randn(4)
+        return noisy, noisy.sum(dim=0, keepdim=True)
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("late", [False, True], ids=["all at once", "workers first"])
+def test_a_signal_to_the_group_of_a_rank_that_waits_for_its_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    def train_in(folder: str) -> Any:
+        dataset, module = Waits(tmp_path, 4 * 9 if folder == "parts" else -1, late), Noisy()
+        torch.manual_seed(11)
+        loader = DataLoader(dataset, batch_size=4, num_workers=2, prefetch_factor=1)
+        trainer_of(every(tmp_path / folder, 1000)).fit(module, loader)
+        return module
+
+    def interrupted() -> None:
+        os.setsid()
+        original = iterators._Multi._get_data
+
+        def get_data(self: Any) -> Any:
+            if self._here.taken == 9:
+                (tmp_path / "asked").touch()
+            return original(self)
+
+        monkeypatch.setattr(iterators._Multi, "_get_data", get_data)
+        train_in("parts")
+
+    assert in_child(interrupted) == 75
+    assert steps_in(tmp_path / "parts") == [10]
+    assert CheckpointStore(tmp_path / "parts").entries()[0].manifest.reason == "preemption"  # pyright: ignore
+    whole, rest = train_in("whole").losses, train_in("parts").losses
+    assert rest == {step: loss for step, loss in whole.items() if step >= 10}
+
+
+class Pooled(Noisy):
+    """Has a pool of processes, and misses it when the group is told to go."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.global_step == 9:
+            with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+                pool.submit(int).result()
+                send(f"kill -TERM -{os.getpgid(0)}")
+                until(lambda: any(each.exitcode is not None for each in (pool._processes or {}).values()), "it died")
+                pool.submit(int).result()
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.timeout(150)
+def test_a_pool_that_the_signal_ends_is_no_failure(tmp_path: Path) -> None:
+    def interrupted() -> None:
+        os.setsid()
+        train(every(tmp_path, 1000, save_on_exception=True), module=Pooled())
+
+    assert in_child(interrupted) == 75
+    assert steps_in(tmp_path) == [9], "before the batch that could not be trained on"
+    manifest = CheckpointStore(tmp_path).entries()[0].manifest
+    assert manifest is not None
+    assert (manifest.reason, manifest.ranks) == ("preemption", (0,))
+    assert manifest.notes["exception"].startswith("BrokenProcessPool")
+    assert min(train(every(tmp_path, 1000)).losses) == 9
+
+
+@pytest.mark.timeout(150)
+def test_the_users_handler_runs_once_behind_the_save_and_in_no_fork(tmp_path: Path) -> None:
+    said = tmp_path / "said"
+
+    def handle(number: int, frame: Any) -> None:
+        with said.open("a") as file:
+            file.write(f"{number} in {os.getpid()}, saved {steps_in(tmp_path / 'saves')}\n")
+        raise SystemExit(3)
+
+    def live() -> None:
+        (tmp_path / "lives").touch()
+        signal.pause()
+
+    def tell() -> None:
+        fork = multiprocessing.get_context("fork").Process(target=live)
+        fork.start()
+        until((tmp_path / "lives").exists, "the fork lives: Python drops signals that come as it begins")
+        os.kill(fork.pid or 0, signal.SIGTERM)
+        fork.join()
+        (tmp_path / "fork").write_text(str(fork.exitcode))
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def interrupted() -> None:
+        (tmp_path / "pid").write_text(str(os.getpid()))
+        signal.signal(signal.SIGTERM, handle)
+        train(every(tmp_path / "saves", 1000), At(9, tell))
+
+    assert in_child(interrupted) == 75
+    assert (tmp_path / "fork").read_text() == "-15"
+    assert said.read_text() == f"15 in {(tmp_path / 'pid').read_text()}, saved [10]\n"
 
 
 def test_an_exception_leaves_nothing_patched(tmp_path: Path) -> None:

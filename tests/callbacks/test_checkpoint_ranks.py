@@ -8,6 +8,18 @@ from tests.callbacks.checkpoint_ranks import BATCHES, EPOCHS, STOP
 from tests.strategies.workers import Outcomes
 
 SCENARIOS = "tests.callbacks.checkpoint_ranks"
+WITH_WORKERS = ("ddp_group", "synchronous_group", "drifting_group", "windows_group")
+WITH_POOLS = ("ddp_pool", "synchronous_pool", "drifting_pool", "windows_pool")
+
+
+@pytest.fixture(scope="module")
+def with_workers(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return Outcomes("tests.callbacks.group_ranks", tmp_path_factory.mktemp("workers"), only=WITH_WORKERS)
+
+
+@pytest.fixture(scope="module")
+def with_pools(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return Outcomes("tests.callbacks.group_ranks", tmp_path_factory.mktemp("pools"), only=WITH_POOLS)
 
 
 @pytest.mark.parametrize("name", ["ddp", "synchronous", "standing_still"])
@@ -49,6 +61,20 @@ def test_a_signal_to_one_rank_saves_on_all_and_ends_with_75(ranks: Outcomes, nam
         assert rank["ranks"] == [0, 1]
         assert rank["steps"] == BATCHES * EPOCHS - rank["first"], "no batch is lost, none comes twice"
     assert told[1]["first"] - STOP in range(8), "all leave a few steps later"
+
+
+@pytest.mark.parametrize("name", WITH_WORKERS)
+def test_signals_to_groups_with_workers_save_on_all_and_end_with_75(with_workers: Outcomes, name: str) -> None:
+    for rank in with_workers(name):
+        assert (rank["code"], rank["reasons"], rank["ranks"]) == (75, ["preemption"], [0, 1])
+        if name != "windows_group":  # whose batches are steps later
+            assert rank["steps"] == BATCHES * EPOCHS - rank["first"], "no batch is lost, none comes twice"
+
+
+@pytest.mark.parametrize("name", WITH_POOLS)
+def test_what_the_signal_breaks_is_no_failure(with_pools: Outcomes, name: str) -> None:
+    for rank in with_pools(name):
+        assert (rank["code"], rank["reasons"], rank["ranks"]) == (75, ["preemption"], [0, 1])
 
 
 def test_a_signal_before_training_ends_all_ranks_after_a_batch(ranks: Outcomes) -> None:

@@ -516,6 +516,41 @@ def test_a_vote_for_the_end_reaches_all_ranks() -> None:
         assert torch.equal(a, c)
 
 
+@pytest.mark.parametrize("vote", [Vote.STOP, Vote.END])
+def test_ranks_in_step_act_on_a_vote_behind_the_same_step(vote: Vote) -> None:
+    """A bell calls for a header between two steps: rank 0 has yet to look, rank 1 has looked and goes on."""
+    turn = Turnstile()
+
+    def body(rank: FaultyRank) -> Any:
+        gates, loop, name = rank.averager.gates, rank.averager.control._loop, str(rank.number)
+        rank.train(3)
+        before = loop.seq
+        turn.set(f"stepped {name}")
+        turn.wait(f"stepped {1 - rank.number}")
+        if rank.number == 0:
+            gates.request_stop() if vote is Vote.STOP else gates.vote(vote)
+            gates.resume()  # passes a signal's vote on
+        deadline = time.monotonic() + LIMIT_S
+        while loop.seq == before:  # until the header is served
+            assert time.monotonic() < deadline
+            turn.event("never").wait(0.001)
+        turn.set(f"heard {name}")
+        turn.wait(f"heard {1 - rank.number}")
+        if rank.number == 1:
+            rank.train(1)
+        while vote not in gates.agreed:
+            rank.train(1)
+        gate = Gate.STOP if vote is Vote.STOP else Gate.TRAIN_END
+        own = rank.x.clone()
+        assert rank.meet(gate) is Arrival.OPEN
+        return rank.averager.step, own, rank.x.clone()
+
+    (steps, own, met), (steps_1, own_1, met_1) = values(2, body, schedule=Synchronous())
+    assert (steps, steps_1) == (4, 4)
+    for each in (own_1, met, met_1):
+        assert torch.equal(own, each)
+
+
 def test_a_header_without_a_round_leaves_a_waiting_message_as_it_is() -> None:
     """Nothing fails here: one rank rings (a vote, a gate) while the other's message waits."""
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import os
 import random
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 from torch.utils.data import WeightedRandomSampler as Weighted
 
+from lightning_async.data.random_states import reseed
 from lightning_async.data.source import sources_of
 from lightning_async.trainer.namespace import pytorch
 from tests.resume.problem import FEATURES, Endless, Net, Saves, Sized, Training, draw, goes_on
@@ -259,3 +262,50 @@ def test_a_second_interruption(tmp_path: Path) -> None:
     last, _, _ = training.fit(tmp_path, follow.points[0])
     assert last == rows[len(rows) - len(last) :]
     assert again == rows[len(rows) - len(again) :]
+
+
+def iterated(loader: DataLoader[Any], ended: dict[int, list[int]], told: bool = True) -> list[Any]:
+    """Two epochs of batches, and what this process draws beside; SIGTERM has ended these workers ahead of fetches."""
+    (source,) = sources_of([loader])
+    source.told = lambda: told
+    reseed(5)
+    rows: list[Any] = []
+    iterators: list[Any] = []
+    for _ in range(2):
+        iterator = iter(source.stand_in)
+        while True:
+            for worker in ended.get(len(rows), ()):
+                if iterator._workers[worker].is_alive():  # else nobody has missed it yet
+                    os.kill(iterator._workers[worker].pid, signal.SIGTERM)
+                    iterator._workers[worker].join(20.0)
+            try:
+                rows.append((next(iterator).tolist(), random.random(), float(torch.rand(()))))
+            except StopIteration:
+                break
+        iterators.append(iterator)
+    for iterator in iterators:
+        iterator._shutdown_workers()  # they may persist
+    return rows
+
+
+@pytest.fixture
+def quiet_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's handler of SIGCHLD raises wherever the main thread is; in a fit see `Preemption`."""
+    monkeypatch.setattr("torch.utils.data._utils.signal_handling._error_if_any_worker_fails", lambda: None)
+
+
+ENDED = [
+    name for name in LOADERS if isinstance(LOADERS[name](), DataLoader) and LOADERS[name]().num_workers
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
+@pytest.mark.parametrize("kind", ENDED)
+def test_workers_that_a_signal_to_the_group_ends_are_replaced(kind: str, quiet_children: None) -> None:
+    whole = iterated(LOADERS[kind](), {})
+    assert iterated(LOADERS[kind](), {0: [0, 1], 3: [1], 5: [0, 1], 12: [0]}) == whole
+
+
+def test_workers_that_end_while_nobody_was_told_are_missed(quiet_children: None) -> None:
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        iterated(sized(num_workers=2), {3: [0, 1]}, told=False)

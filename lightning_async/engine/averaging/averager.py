@@ -118,7 +118,7 @@ class BackgroundAverager:
         if ledger.synchronous and not synchronous:
             self._leave_synchronous()
         with box.changed:
-            ledger.synchronous = synchronous
+            ledger.synchronous = box.in_step = synchronous
         return step
 
     def _ask(self, clock: Clock) -> Step:
