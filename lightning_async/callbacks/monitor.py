@@ -21,7 +21,7 @@ class AveragingMonitor(Callback):
     The strategy adds one for the time of a fit, unless there is one. Names: ``averaging/rounds``, ``/staleness_steps``
     (local steps between snapshot and merge, on average), ``/bytes`` (sent by this replica), ``/hidden_share`` (of
     communication), ``/spread`` (root of the work-weighted mean squared distance from the mean, at the last round),
-    ``/samples`` (of this replica; ``/samples/rank_0`` and so on: of each, at the last header; beside servers one
+    ``/samples/own`` (of this replica; ``/samples/rank_0`` and so on: of each, at the last header; beside servers one
     comes at gates only), ``/round_s``, ``/idle_s`` (waiting at gates), ``/failed_rounds``, ``/dropped_gradients`` (of
     this replica, not finite); what is of rounds, from the first one on. They are rank 0's; the summary at the end of
     training names all replicas' samples.

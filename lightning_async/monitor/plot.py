@@ -129,7 +129,7 @@ def _panels(series: Mapping[str, Series]) -> dict[str, dict[str, Series]]:
     own = dict(sorted(own.items(), key=lambda panel: next(iter(panel[1])).startswith(_SETTINGS)))
     panels = dict(list(own.items())[:MAX_OWN_PANELS])
     for key, title in PANELS.items():
-        # One metric, or one for each replica: `averaging/samples` or `averaging/samples/0`, `averaging/samples/1`.
+        # One metric, or one for each replica: `averaging/rounds`, or `averaging/samples/rank_0` and so on.
         names = tuple(f"{prefix}{key}/" for prefix in PREFIXES)
         found = {name: line for name, line in series.items() if (name + "/").startswith(names)}
         if found:

@@ -19,6 +19,16 @@ def test_each_replica_goes_on_from_its_own_parameters(ranks: Outcomes, name: str
     assert told[0]["digest"] == told[1]["digest"]
 
 
+def test_each_replica_goes_on_from_its_own_averages_over_time(ranks: Outcomes) -> None:
+    told = ranks("averages_of_each_rank")
+    assert told[0]["at_16"] != told[1]["at_16"], "each rank has its own between gates"
+    for rank in told:
+        assert [rank["saved"], rank["first"]] == [16, 16]
+        assert rank["averages"] == {str(step): True for step in range(16, 24)}
+        assert set(rank["tensors"].values()) == {0.0}, "the averages are the model at the end"
+    assert told[0]["digest"] == told[1]["digest"]
+
+
 def test_parameters_of_16_bits_are_equal_to_the_bit(ranks: Outcomes) -> None:
     for rank in ranks("mixed_standing_still"):
         assert all(rank["losses"])

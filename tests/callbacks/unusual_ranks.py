@@ -93,6 +93,36 @@ def weights_averaged(folder: Path) -> dict[str, Any]:
     return goes_on(folder, strategy, Noisy, callbacks=lambda: [pl.callbacks.EMAWeightAveraging(decay=0.9)])
 
 
+class Averages(pl.Callback):
+    """What a rank's average over time was after each of its steps."""
+
+    def __init__(self, average: Any) -> None:
+        self.average, self.seen = average, dict[int, str]()
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        self.seen[trainer.global_step] = problem.digest(self.average._average_model)
+
+
+@scenario
+def averages_of_each_rank(folder: Path) -> dict[str, Any]:
+    """Rank 1 begins to average later, in the middle of the epoch in which training goes on.
+
+    At the sync point at the end of that epoch each average weighs as many updates as were made of it since the one
+    before, those by the training that was interrupted included.
+    """
+    recorders: list[Averages] = []
+
+    def callbacks() -> list[Any]:
+        average = pl.callbacks.EMAWeightAveraging(decay=0.9, update_starting_at_step=14 * rank())
+        recorders.append(Averages(average))
+        return [average, recorders[-1]]
+
+    strategy = lambda: together(DeltaMean(), EveryNSteps(4), overlap=False)  # noqa: E731
+    told = goes_on(folder, strategy, callbacks=callbacks)
+    whole, _, rest = (each.seen for each in recorders)
+    return told | {"averages": {step: whole[step] == seen for step, seen in rest.items()}, "at_16": whole[16]}
+
+
 class Validated(Noisy):
     """Rank 1 takes the first step of an epoch when it has heard that rank 0 waits for it with a validation."""
 

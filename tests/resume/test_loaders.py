@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import os
+import pickle
 import random
 import signal
 from collections.abc import Callable, Iterator

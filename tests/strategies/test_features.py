@@ -378,10 +378,10 @@ def test_metrics_reach_the_logger(ranks: Outcomes) -> None:
     assert rounds == sorted(rounds)
     assert 0 < rounds[-1] <= first["rounds"]
     for row in rows:
-        for name in ("staleness_steps", "bytes", "hidden_share", "spread", "samples", "round_s", "idle_s"):
+        for name in ("staleness_steps", "bytes", "hidden_share", "spread", "samples/own", "round_s", "idle_s"):
             assert float(row[f"averaging/{name}"]) >= 0.0
         assert float(row["averaging/hidden_share"]) <= 1.0
-    samples = [float(row["averaging/samples"]) for row in rows]
+    samples = [float(row["averaging/samples/own"]) for row in rows]
     assert samples == sorted(samples)
     assert 0 < samples[-1] <= 30 * 4
     assert float(rows[-1]["averaging/bytes"]) == 4 * len(flat(problem.network())) * rounds[-1]

@@ -156,7 +156,8 @@ class RunSummary:
         told = {
             **own,
             "bytes": float(self.sent_bytes),
-            "samples": self.samples,
+            # No name is the beginning of another one's path: loggers that keep a file for each name could not.
+            "samples/own": self.samples,
             **{f"samples/rank_{rank}": samples for rank, samples in enumerate(self.samples_by_rank)},
             "idle_s": self.idle_s,
             "failed_rounds": float(self.failed_rounds),
