@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -70,18 +71,34 @@ class Recovery:
         pickles = self._settings.objects == "pickle"
         checkpoint, resume = whole(store, entry, names_of(self._trainer), pickles=pickles)
         if self._trainer.state.fn == "fit":
-            self._go_on(resume, store, entry)
+            reopens = self._reopens(checkpoint, resume, entry)
+            if reopens:
+                _reopen(checkpoint)
+            self._go_on(resume, store, entry, _reopened if reopens else lambda state: state)
             self.entry = entry
         return checkpoint
 
-    def _go_on(self, resume: Any, store: CheckpointStore, entry: Entry) -> None:
-        """From this rank's own state, or where there is none, from those of others."""
+    def _reopens(self, checkpoint: dict[str, Any], resume: Any, entry: Entry) -> bool:
+        """Whether training had ended within an epoch, and goes on now, as its limits are others: with the rest of that
+        epoch. All ranks call this together."""
+        if entry.manifest is None or entry.manifest.reason != "the end":
+            return False
+        limit = self._trainer.max_steps
+        goes_on = limit == -1 or checkpoint["global_step"] < limit
+        goes_on &= not was_stopped(self._trainer, entry.manifest.notes)
+        told = gather(self._trainer, [goes_on, bool(resume and resume.get("rest"))])
+        return all(goes for goes, _ in told) and any(rest for _, rest in told)
+
+    def _go_on(self, resume: Any, store: CheckpointStore, entry: Entry, opened: Callable[[Any], Any]) -> None:
+        """From this rank's own state, or where there is none, from those of others, each as ``opened``."""
         assert entry.manifest is not None
+        resume = opened(resume)
         rank, ranks, trained = self._trainer.global_rank, self._trainer.world_size, entry.manifest.world_size
         if resume is not None and among(resume, trained) == ranks:
             self._resume.restore(resume)
             return
-        states = _all_of(store, entry, self._settings.objects == "pickle")
+        saved = _all_of(store, entry, self._settings.objects == "pickle")
+        states = {name: opened(state) for name, state in saved.items()}
         alike = trained == names_of(self._trainer).started
         if not states or (alike and resume is None):
             resume = beside(states, rank, entry.path)
@@ -115,6 +132,23 @@ class Recovery:
                 "optimizers or data are not those of that training, give it a directory of its own, or `recover=None`.",
                 self._trainer.global_rank, self.entry.path,
             )  # fmt: skip
+
+
+def _reopen(checkpoint: dict[str, Any]) -> None:
+    """The last epoch counts as one that is under way."""
+    for count in checkpoint["loops"]["fit_loop"]["epoch_progress"].values():
+        count["processed"] -= 1
+        count["completed"] -= 1
+    if (averaging := checkpoint.get("lightning_async")) is not None:
+        replicas = averaging["replicas"]
+        averaging["replicas"] = [{**clocks, "epoch": clocks["epoch"] - 1} for clocks in replicas]
+
+
+def _reopened(state: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A state at the end of an epoch as one behind the epoch's last batch so far."""
+    if state is None:
+        return None
+    return {**state, "where": "batch", "loaders": state.get("rest") or state["loaders"]}
 
 
 def _all_of(store: CheckpointStore, entry: Entry, pickles: bool) -> dict[int, dict[str, Any]]:

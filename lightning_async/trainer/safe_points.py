@@ -45,6 +45,7 @@ class _Kept:
     where: str
     random: Callable[[], States]
     loaders: list[Callable[[], Any]]
+    rest: list[Any] | None
     combined: dict[str, Any]
     plain: dict[str, Any]
     logged: dict[str, Any]
@@ -117,6 +118,7 @@ class SafePoints:
             "where": where,
             **((self.began if where == "validation" else None) or self._moving()),
             "loaders": [source.position(held, ended) for source in self.sources],
+            "rest": self._rest(where, held),
             "combined": self._combined(),
             "dealt": self._parts(where),
             "unsaved": take_unsaved(self._trainer),
@@ -147,6 +149,13 @@ class SafePoints:
         ended = where == "epoch" or fit.epoch_loop._num_ready_batches_reached()
         return len(getattr(fit._data_fetcher, "batches", ())) > 0, ended
 
+    def _rest(self, where: str, held: bool) -> list[Any] | None:
+        """Where the loaders stand at the end of an epoch that `max_steps` or a callback has ended before its data."""
+        epoch = self._trainer.fit_loop.epoch_loop
+        if where != "epoch" or not epoch.batch_progress.current.ready or epoch._num_ready_batches_reached():
+            return None
+        return [source.position(held, ended=False) for source in self.sources]
+
     def _combined(self) -> dict[str, Any]:
         iterator = self._trainer.fit_loop._combined_loader._iterator
         return {name: copy.copy(value) for name, value in vars(iterator).items() if name in ("_idx", "_consumed")}
@@ -166,7 +175,8 @@ class SafePoints:
         assert self._generators is not None
         self._buffers.keep()
         self._kept = _Kept(
-            where, self._generators.hold(), [source.keep(held, ended) for source in self.sources], self._combined(),
+            where, self._generators.hold(), [source.keep(held, ended) for source in self.sources],
+            self._rest(where, held), self._combined(),
             take_plain(trainer), take_logged(trainer, self._known), self._callbacks() if ended else None,
             self.modes.take() if ended else None,
             [dict(vars(each)) for each in self._counters()],
@@ -223,6 +233,7 @@ class SafePoints:
                     "where": kept.where,
                     "random": kept.random(),
                     "loaders": [position() for position in kept.loaders],
+                    "rest": kept.rest,
                     "combined": kept.combined,
                     "dealt": self._parts(kept.where),
                     "unsaved": {**take_unsaved(self._trainer), **kept.plain},

@@ -137,12 +137,12 @@ def data(batches: int = BATCHES, workers: int = 0) -> DataLoader[Any]:
 def train(folder: Path, strategy: Any, *callbacks: Any, **settings: Any) -> Noisy:
     batches, workers = settings.pop("batches", BATCHES), settings.pop("workers", 0)
     module = settings.pop("module", None) or Noisy()
+    limits = {"max_epochs": EPOCHS, **settings.pop("limits", {})}
     usual = {"every_n_train_steps": 4, "busy": "wait", "save_on_exception": False}
     saved = FaultTolerantCheckpoint(folder, **{**usual, **settings})
     torch.manual_seed(100 + rank())
-    make_trainer(strategy, callbacks=[saved, *callbacks], max_epochs=EPOCHS, enable_checkpointing=True).fit(
-        module, data(batches, workers)
-    )
+    trainer = make_trainer(strategy, callbacks=[saved, *callbacks], enable_checkpointing=True, **limits)
+    trainer.fit(module, data(batches, workers))
     return module
 
 
@@ -196,6 +196,25 @@ def standing_still(folder: Path) -> dict[str, Any]:
 @scenario
 def drifting(folder: Path) -> dict[str, Any]:
     return goes_on(folder, lambda: together(DiLoCo(), EveryNSteps(4)))
+
+
+def _raised(folder: Path, strategy: Callable[[], Any], batches: int) -> dict[str, Any]:
+    """Training that has ended after 14 steps goes on with a limit of 16."""
+    whole, first, second = (
+        train(folder / name, strategy(), batches=batches, limits={"max_steps": steps, "max_epochs": -1}).losses
+        for name, steps in (("whole", 16), ("parts", 14), ("parts", 16))
+    )
+    epoch = [entry.manifest.epoch for entry in settled(folder / "parts") if entry.manifest is not None]
+    return {"steps": [min(second), max(second)], "equal": first | second == whole, "epoch": epoch[0]}
+
+
+@scenario
+def raised(folder: Path) -> dict[str, Any]:
+    """Epochs have 12 batches; of drifting replicas, rank 1's have 8, so that it has come to the end of one."""
+    return {
+        "synchronous": _raised(folder / "synchronous", lambda: together(DeltaMean(), Synchronous()), 12),
+        "drifting": _raised(folder / "drifting", lambda: together(DeltaMean(), EveryNSteps(3)), (12, 8)[rank()]),
+    }
 
 
 @scenario

@@ -271,6 +271,18 @@ def test_what_has_ended_is_complete_and_does_not_train_again(tmp_path: Path) -> 
     assert [min(longer.losses), max(longer.losses)] == [24, 35]
 
 
+@pytest.mark.parametrize("limits", [{"max_epochs": -1}, {"max_epochs": 2}])
+def test_training_that_had_ended_within_an_epoch_goes_on_with_the_rest_of_it(
+    limits: dict[str, Any], tmp_path: Path
+) -> None:
+    whole = train(every(tmp_path / "whole", 50), max_steps=22, **limits)
+    first = train(every(tmp_path / "parts", 50), max_steps=17, **limits)
+    assert train(every(tmp_path / "parts", 50), max_steps=17, **limits).losses == {}
+    second = train(every(tmp_path / "parts", 50), max_steps=22, **limits)
+    assert sorted(second.losses) == [17, 18, 19, 20, 21]
+    assert first.losses | second.losses == whole.losses
+
+
 def test_when_and_what_to_keep(tmp_path: Path) -> None:
     class Validated(Noisy):
         def on_train_epoch_end(self) -> None: ...

@@ -52,6 +52,13 @@ def test_a_rank_that_has_finished_resumes_as_finished(ranks: Outcomes) -> None:
         assert rank["equal"]
 
 
+def test_training_that_had_ended_within_an_epoch_goes_on_with_the_rest_of_it(ranks: Outcomes) -> None:
+    for rank in ranks("raised"):
+        assert [told["steps"] for told in rank.values()] == [[14, 15]] * 2
+        assert [told["epoch"] for told in rank.values()] == [2, 2], "the second epoch has ended once more, and no third"
+        assert rank["synchronous"]["equal"]
+
+
 @pytest.mark.parametrize("name", ["ddp_preempted", "drifting_preempted"])
 def test_a_signal_to_one_rank_saves_on_all_and_ends_with_75(ranks: Outcomes, name: str) -> None:
     told = ranks(name)
