@@ -61,6 +61,7 @@ class LocalMessage(Message):
         due: the schedule asked for it. Else it is what a replica had when it came to a gate, and is dropped with that.
         lr: the inner learning rate.
         fragment: which part of the parameters it is.
+        updates: how often buffers and the optimizers' state had been updated, see `Replica.updates`.
         state_is_finite: whether the optimizers' state is: one bool where that state is.
         scalars: the rule's.
         announced: a header has carried it: from then on the bucket holds the rule's message, not the snapshot.
@@ -73,6 +74,7 @@ class LocalMessage(Message):
     due: bool
     lr: float = 0.0
     fragment: int = 0
+    updates: tuple[list[Tensor], list[Tensor]] = field(default_factory=lambda: ([], []))
     state_is_finite: Tensor | None = None
     scalars: tuple[float, ...] = ()
     announced: bool = False
