@@ -19,9 +19,11 @@ from lightning_async.engine.tensors import BufferPolicy, ModuleTensors, same
 from lightning_async.errors import AsyncTrainingError
 from lightning_async.flat import FlatLayout
 
-__all__ = ["BufferPolicy", "OptimizerPolicy", "Replica"]
+__all__ = ["BufferPolicy", "OptimizerPolicy", "Replica", "Updates"]
 
 OptimizerPolicy = Literal["keep", "average", "reset"]
+Updates = tuple[Sequence[Tensor], Sequence[Tensor]]
+"""How often buffers, and the optimizers' state, have been updated, see `running_means.count`."""
 
 
 @dataclass
@@ -218,17 +220,17 @@ class Replica:
         if for_round:
             self._sections[1].of(bucket).sub_(self.reference)
 
-    def updates(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return how often buffers, and the optimizers' state, have been updated by now, for `merge_late_`."""
-        return count(self._buffer_means()), count(self._means_of_state())
+    def updates(self) -> Updates:
+        """Return how often buffers, and the optimizers' state, have been updated by now."""
+        _, buffers, state = self._sections
+        return (
+            count(self.tensors.running_means()) if buffers.tensors else (),
+            count(self._running_means_of_state()) if state.tensors else (),
+        )
 
-    def _buffer_means(self) -> list[RunningMean]:
-        return self.tensors.running_means() if self._sections[1].tensors else []
-
-    def _means_of_state(self) -> Sequence[RunningMean]:
-        state = self._sections[2].tensors
-        known = self._state_means() if state and self._state_means is not None else ()
-        return known or [RunningMean()] * len(state)
+    def _running_means_of_state(self) -> Sequence[RunningMean]:
+        known = () if self._state_means is None else self._state_means()
+        return known or [RunningMean()] * len(self._sections[2].tensors)
 
     def pack_parameters_(self, part: Tensor) -> None:
         """The parameters into the rule's part of a bucket, as fp32."""
@@ -287,9 +289,7 @@ class Replica:
         for p, rest in finer:
             p.add_(rest)
 
-    def merge_late_(
-        self, target: Tensor, snapshot: Tensor, updates: tuple[list[Tensor], list[Tensor]], buffers_too: bool = True
-    ) -> None:
+    def merge_late_(self, target: Tensor, snapshot: Tensor, updates: Updates, buffers_too: bool = True) -> None:
         """Let buffers and optimizer state take up a round's mean, and keep their updates since the snapshot.
 
         Args:
@@ -300,12 +300,14 @@ class Replica:
         """
         self.refresh()
         _, buffers, state = self._sections
-        if buffers_too:
+        if buffers.tensors and buffers_too:
             merge_late_(
-                buffers.tensors, buffers.of(target), buffers.of(snapshot), self._buffer_means(), updates[0],
+                buffers.tensors, buffers.of(target), buffers.of(snapshot), self.tensors.running_means(), updates[0],
                 self.reference,
             )  # fmt: skip
-        merge_late_(state.tensors, state.of(target), state.of(snapshot), self._means_of_state(), updates[1])
+        if state.tensors:
+            means = self._running_means_of_state()
+            merge_late_(state.tensors, state.of(target), state.of(snapshot), means, updates[1])
 
     def _merge_buffers(self, mean: Tensor) -> None:
         section = self._sections[1]

@@ -1,6 +1,6 @@
-"""Averages over time (BatchNorm's statistics, Adam's moments) where the mean of all replicas' arrives some updates late.
+r"""Averages over time (statistics of BatchNorm, Adam's moments) where the mean of all replicas arrives late.
 
-An average over time keeps a part of its value at each update: :math:`x \\leftarrow d\\,x + u`. After :math:`k` updates
+An average over time keeps a part of its value at each update: :math:`x \leftarrow d\,x + u`. After :math:`k` updates
 since a snapshot :math:`s` it is :math:`d^k s + U`. Had the replica held the mean :math:`m` of all at the snapshot, it
 would be :math:`d^k m + U` now, which is :math:`x + d^k (m - s)`: no update is lost, and a variance stays positive.
 """
@@ -117,7 +117,7 @@ def late_mean(
     whole = mean + reference
     moved = now + torch.where(mean == snapshot, 0.0, part * (mean - snapshot))  # infinite ones (masks) stay
     moved = torch.where(~gone & (now - reference == snapshot), whole, moved)
-    least = torch.where(gone, part * whole, torch.minimum(now, whole))
+    least = torch.where(gone, part * whole, torch.minimum(now, whole)).clamp(min=0.0)  # differences are rounded
     return torch.where(positive, torch.maximum(moved, least), moved)
 
 
@@ -140,8 +140,6 @@ def merge_late_(
         then: what `count` said at the snapshot.
         reference: what was subtracted from the snapshots. Default: nothing.
     """
-    if not tensors:
-        return
     left, device = remaining(means, then, mean.device), mean.device
     start = 0
     for group in _groups(tensors):

@@ -240,3 +240,14 @@ def test_a_replica_that_waits_for_its_data_is_named_and_takes_fewer_steps_per_ro
         name, slower, reason, share = told["straggler"]
         assert (name, reason) == ("0", "data") and slower > 1.5 and share > 0.5
     assert fast["rounds"] == slow["rounds"] > 36 // 12 + 2  # with 12 steps on both there would be about so many
+
+
+def test_statistics_of_batch_norm_are_those_of_the_newest_data(ranks: Outcomes) -> None:
+    """At the end 35 batches of mean 8, of which each counts as much as all before it: nothing else is left."""
+    first, second = ranks("statistics")
+    assert first == second
+    assert len(first) == 7
+    for name, (mean, variance, tracked) in first.items():
+        assert mean == [8.0] * 4, name
+        assert all(0.0 <= each < 1e-6 for each in variance), name
+        assert tracked == 80, name

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_async.engine.averaging.agreed import Agreed
-from lightning_async.engine.averaging.records import Merge
+from lightning_async.engine.averaging.records import LocalMessage, Merge
 from lightning_async.engine.averaging.wing import AveragingWing
 from lightning_async.engine.buckets import Buckets
 
@@ -36,8 +36,8 @@ class Merger:
         self._buckets.to_training.take(*(bucket for bucket in (arrived.target, arrived.base) if bucket is not None))
         stood_still = message.step == step and self._exact if message is not None else self._buckets.at_target
         copies = consensus or arrived.base is None or stood_still
-        # Steps that a replica took are not updates of its buffers: those are counted where they are.
-        if message is not None and arrived.base is not None and not consensus:
+        # Buffers change without a step, too (accumulated batches): whether they stood still is seen where they are.
+        if isinstance(message, LocalMessage) and arrived.base is not None and not consensus:
             replica.merge_late_(arrived.target, arrived.base, message.updates, arrived.plan.source is not None)
         target, base = arrived.target, None if copies else arrived.base
         if consensus and rule.restores_local and self._local is None:

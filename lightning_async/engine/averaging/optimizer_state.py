@@ -228,8 +228,8 @@ def _laws(optimizer: Optimizer, group: Group, param: Tensor, names: list[str]) -
         return {name: _law(optimizer, group, small, runs, name) for name in names}
     except Exception as error:
         log.warning(
-            "How the state of `%s` averages over time cannot be found out (%s): means that arrive late move it by their "
-            "difference from what was sent.", type(optimizer).__name__, error,
+            "How the state of `%s` averages over time cannot be found out (%s): means that arrive late move it by "
+            "their difference from what was sent.", type(optimizer).__name__, error,
         )  # fmt: skip
         return {}
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_async.engine.averaging.agreed import Work
 from lightning_async.engine.buckets import Exchange, Kind, Message
+from lightning_async.engine.replica import Updates
 from lightning_async.rules.averaging.protocol import Round
 
 __all__ = ["NOT_COMPARED", "ROUND", "UNLIKE", "AveragingPlan", "LocalMessage", "Merge", "Part"]
@@ -74,7 +75,7 @@ class LocalMessage(Message):
     due: bool
     lr: float = 0.0
     fragment: int = 0
-    updates: tuple[list[Tensor], list[Tensor]] = field(default_factory=lambda: ([], []))
+    updates: Updates = ((), ())
     state_is_finite: Tensor | None = None
     scalars: tuple[float, ...] = ()
     announced: bool = False
