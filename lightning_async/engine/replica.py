@@ -14,13 +14,16 @@ from torch import Tensor, nn
 
 from lightning_async import ops
 from lightning_async.engine.digest import digest, is_finite, real
+from lightning_async.engine.running_means import RunningMean, count, merge_late_
 from lightning_async.engine.tensors import BufferPolicy, ModuleTensors, same
 from lightning_async.errors import AsyncTrainingError
 from lightning_async.flat import FlatLayout
 
-__all__ = ["BufferPolicy", "OptimizerPolicy", "Replica"]
+__all__ = ["BufferPolicy", "OptimizerPolicy", "Replica", "Updates"]
 
 OptimizerPolicy = Literal["keep", "average", "reset"]
+Updates = tuple[Sequence[Tensor], Sequence[Tensor]]
+"""How often buffers, and the optimizers' state, have been updated, see `running_means.count`."""
 
 
 @dataclass
@@ -47,8 +50,8 @@ class Replica:
 
     The bucket holds, one after the other: the parameters, to which the rule applies; the floating-point
     buffers (unless they are kept); the optimizers' state (where it is averaged). The last two always take
-    the plain work-weighted mean (``"broadcast"``: one replica's values) and are overwritten by it, because sums of
-    squares and variances must not be moved by a difference. Complex numbers count as two real ones.
+    the plain work-weighted mean (``"broadcast"``: one replica's values), and keep their updates since the snapshot: see
+    `RunningMean`. Complex numbers count as two real ones.
 
     What stands apart moves at a consensus only, in its own precision, and only where replicas differ: integer and bool
     buffers, by their maximum; frozen parameters, by their mean; and what a bucket of fp32 would cut: float64.
@@ -79,16 +82,26 @@ class Replica:
         self.remainders: dict[str, Tensor] = {}
         """What parameters of 16 bits lack of their fp32 values, by name."""
         self._state: Callable[[], Sequence[Tensor]] = tuple
+        self._state_means: Callable[[], Sequence[RunningMean]] | None = None
         self.reference = torch.empty(0)
         """The buffers when replicas last agreed: in rounds they travel as differences from that, so that those that
         never change keep their bits."""
         self._sections: list[_Section] = []
         self.build()
 
-    def build(self, optimizer_state: Callable[[], Sequence[Tensor]] | None = None) -> None:
-        """Lay out a bucket anew, with what ``optimizer_state`` returns (default: as before) behind the rest."""
+    def build(
+        self,
+        optimizer_state: Callable[[], Sequence[Tensor]] | None = None,
+        running_means: Callable[[], Sequence[RunningMean]] | None = None,
+    ) -> None:
+        """Lay out a bucket anew, with what ``optimizer_state`` returns (default: as before) behind the rest.
+
+        Args:
+            optimizer_state: returns tensors as they are now.
+            running_means: returns how each of these averages over time. Default: nothing is known of them.
+        """
         if optimizer_state is not None:
-            self._state = optimizer_state
+            self._state, self._state_means = optimizer_state, running_means
         names, tensors = list(self.tensors.trained), [real(p) for p in self.tensors.trained.values()]
         for name, x in zip(names, tensors, strict=True):
             if x.dtype in (torch.bfloat16, torch.float16) and name not in self.remainders:
@@ -207,6 +220,18 @@ class Replica:
         if for_round:
             self._sections[1].of(bucket).sub_(self.reference)
 
+    def updates(self) -> Updates:
+        """Return how often buffers, and the optimizers' state, have been updated by now."""
+        _, buffers, state = self._sections
+        return (
+            count(self.tensors.running_means()) if buffers.tensors else (),
+            count(self._running_means_of_state()) if state.tensors else (),
+        )
+
+    def _running_means_of_state(self) -> Sequence[RunningMean]:
+        known = () if self._state_means is None else self._state_means()
+        return known or [RunningMean()] * len(self._sections[2].tensors)
+
     def pack_parameters_(self, part: Tensor) -> None:
         """The parameters into the rule's part of a bucket, as fp32."""
         self._sections[0].plan.pack_(part)
@@ -263,6 +288,26 @@ class Replica:
                 section.plan.apply_(section.of(target))
         for p, rest in finer:
             p.add_(rest)
+
+    def merge_late_(self, target: Tensor, snapshot: Tensor, updates: Updates, buffers_too: bool = True) -> None:
+        """Let buffers and optimizer state take up a round's mean, and keep their updates since the snapshot.
+
+        Args:
+            target: the bucket with the mean.
+            snapshot: the bucket with what this replica packed.
+            updates: what `updates` said then.
+            buffers_too: see `merge_`.
+        """
+        self.refresh()
+        _, buffers, state = self._sections
+        if buffers.tensors and buffers_too:
+            merge_late_(
+                buffers.tensors, buffers.of(target), buffers.of(snapshot), self.tensors.running_means(), updates[0],
+                self.reference,
+            )  # fmt: skip
+        if state.tensors:
+            means = self._running_means_of_state()
+            merge_late_(state.tensors, state.of(target), state.of(snapshot), means, updates[1])
 
     def _merge_buffers(self, mean: Tensor) -> None:
         section = self._sections[1]

@@ -8,8 +8,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from lightning_async.engine.digest import is_finite, real
+from lightning_async.engine.running_means import RunningMean
 from lightning_async.errors import AsyncTrainingError
 from lightning_async.flat import FlatLayout
 
@@ -43,6 +45,7 @@ class ModuleTensors:
         _check_kinds(module, policy)
         self._module, self._policy = module, policy
         self.parameters, self._buffers = dict(module.named_parameters()), dict(module.named_buffers())
+        self._layers = _with_running_means(module)
         self._shapes = {name: p.shape for name, p in self.parameters.items()}
         self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         """What the rule applies to."""
@@ -52,6 +55,15 @@ class ModuleTensors:
     def averaged(self) -> dict[str, Tensor]:
         """The buffers that take the mean."""
         return {name: b for name, b in self._buffers.items() if self._takes_mean(b)}
+
+    def running_means(self) -> list[RunningMean]:
+        """How each of `averaged` averages over time, with the number of its updates as it is now."""
+        found: dict[int, RunningMean] = {}
+        for layer in self._layers:
+            for buffer, positive in ((layer.running_mean, False), (layer.running_var, True)):
+                if buffer is not None:
+                    found[id(buffer)] = _running_mean(layer, buffer, positive)
+        return [found.get(id(buffer), RunningMean()) for buffer in self.averaged.values()]
 
     def _takes_mean(self, buffer: Tensor) -> bool:
         return self._policy != "keep" and (buffer.is_floating_point() or buffer.is_complex())
@@ -166,6 +178,23 @@ def alike(left: Tensor, right: Tensor) -> bool:
 def with_statistics(module: nn.Module) -> list[_BatchNorm]:
     """The BatchNorm layers that keep running statistics."""
     return [m for m in module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+
+
+def _with_running_means(module: nn.Module) -> list[_BatchNorm | _InstanceNorm]:
+    """Return the layers of which it is known how their statistics average over time."""
+    layers = [m for m in module.modules() if isinstance(m, _BatchNorm | _InstanceNorm)]
+    return [layer for layer in layers if layer.track_running_stats]
+
+
+def _running_mean(layer: _BatchNorm | _InstanceNorm, buffer: Tensor, positive: bool) -> RunningMean:
+    """Return how a statistic of a layer averages over time."""
+    if isinstance(layer, _InstanceNorm):
+        # It does not count its updates; torch counts the writes to the buffer, one for each.
+        return RunningMean(1.0 - (layer.momentum or 0.0), float(buffer._version), positive=positive)
+    if layer.num_batches_tracked is None:
+        return RunningMean(positive=positive)
+    decay = None if layer.momentum is None else 1.0 - layer.momentum
+    return RunningMean(decay, layer.num_batches_tracked, positive=positive)
 
 
 def _check_kinds(module: nn.Module, policy: BufferPolicy) -> None:

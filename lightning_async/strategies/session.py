@@ -88,7 +88,8 @@ class Session:
         self._strategy, self._connection, self._world = strategy, connection, connection.world
         replica = Replica(strategy.module, strategy.buffers, strategy.bucket_device)
         if strategy.optimizer_state_policy == "average":
-            replica.build(AveragedState(strategy.optimizers))
+            state = AveragedState(strategy.optimizers)
+            replica.build(state, state.running_means)
         replica.watched = lambda: every_tensor(strategy.optimizers)
         config = strategy.config
         control = ControlPlane(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from lightning_async.engine.averaging.optimizer_state import AveragedState, materialise, reset
+from lightning_async.engine.running_means import RunningMean, count, merge_late_
 
 OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "Adadelta": lambda ps: optim.Adadelta(ps, 1.0),
@@ -183,3 +186,121 @@ def test_reset_begins_as_at_first() -> None:
     with torch.no_grad():
         ps[0].copy_(params((3,))[0])
     assert all(map(torch.equal, expected, train(ps, optimizer)))
+
+
+# ---- averages over time ----
+
+LAWS: dict[str, dict[str, tuple[float, bool]]] = {
+    "Adadelta": {"acc_delta": (1.0, True), "square_avg": (0.9, True)},
+    "Adafactor": {"col_var": (1.0, True), "row_var": (1.0, True)},
+    "Adagrad": {"sum": (1.0, True)},
+    "Adam": {"exp_avg": (0.9, False), "exp_avg_sq": (0.999, True)},
+    "AMSGrad": {"exp_avg": (0.9, False), "exp_avg_sq": (0.999, True), "max_exp_avg_sq": (1.0, True)},
+    "AdamW": {"exp_avg": (0.9, False), "exp_avg_sq": (0.999, True)},
+    "Adamax": {"exp_avg": (0.9, False), "exp_inf": (1.0, True)},
+    "ASGD": {"ax": (1.0, False)},
+    "NAdam": {"exp_avg": (0.9, False), "exp_avg_sq": (0.999, True)},
+    "RAdam": {"exp_avg": (0.9, False), "exp_avg_sq": (0.999, True)},
+    "RMSprop": {"grad_avg": (0.99, False), "momentum_buffer": (0.5, False), "square_avg": (0.99, True)},
+    "Rprop": {"prev": (1.0, False), "step_size": (1.0, True)},
+    "SGD": {},
+    "momentum": {"momentum_buffer": (0.9, False)},
+}
+"""What an update leaves of each tensor of a matrix's state, 1 where that is not known; and whether it is positive."""
+OTHERS: dict[str, Callable[[Any], optim.Optimizer]] = {
+    "foreach": lambda ps: optim.Adam(ps, 0.05, foreach=True),
+    "fused": lambda ps: optim.Adam(ps, 0.05, fused=True),
+    "groups": lambda ps: optim.Adam(
+        [{"params": ps[:1], "betas": (0.5, 0.75)}, {"params": ps[1:], "betas": (0.75, 0.875)}], 0.05
+    ),
+    "momentum, foreach": lambda ps: optim.SGD(ps, 0.05, momentum=0.75, foreach=True),
+    "momentum, one by one": lambda ps: optim.SGD(ps, 0.05, momentum=0.75, foreach=False),
+    "RMSprop alone": lambda ps: optim.RMSprop(ps, 0.05),
+    "from elsewhere": lambda ps: Replacing(ps, in_place=True),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_how_each_tensor_of_the_state_averages_over_time(name: str) -> None:
+    ps = params((3, 5))
+    optimizer = OPTIMIZERS[name](ps)
+    state = AveragedState([optimizer])
+    tensors, found = state(), state.running_means()
+    names = {id(value): key for key, value in optimizer.state[ps[0]].items()}
+    assert {names[id(t)]: (m.decay, m.positive) for t, m in zip(tensors, found, strict=True)} == LAWS[name]
+
+
+@pytest.mark.parametrize("k", [0, 1, 5])
+@pytest.mark.parametrize("name", sorted((OPTIMIZERS.keys() | OTHERS.keys()) - {"SGD", "RMSprop"}))
+def test_moments_end_where_their_gradients_would_have_led_from_the_mean(name: str, k: int) -> None:
+    """Parameter 1 has no gradient meanwhile: none of its moments is updated."""
+
+    def run(steps: int, ps: list[nn.Parameter], optimizer: optim.Optimizer) -> None:
+        for i in range(steps):
+            for j, p in enumerate(ps):
+                p.grad = None if j == 1 and i >= 3 else torch.full_like(p, (-1.0) ** i * (1 + j + i))
+            optimizer.step()
+
+    shapes = ((3, 5), (4,), (2,))
+    ps = params(*shapes)
+    optimizer = {**OPTIMIZERS, **OTHERS}[name](ps)
+    if name == "from elsewhere":
+        ps = ps[:1]
+        optimizer = OTHERS[name](ps)
+    state = AveragedState([optimizer])
+    state()
+    run(3, ps, optimizer)
+    ps2 = [nn.Parameter(p.detach().clone()) for p in ps]
+    oracle = {**OPTIMIZERS, **OTHERS}[name](ps2)
+    oracle.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    expected = AveragedState([oracle])()
+    for tensor in expected:
+        tensor += 2.0
+    tensors, then = state(), count(state.running_means())
+    snapshot = torch.cat([t.reshape(-1) for t in tensors])
+    for _ in range(k):
+        for each, of in ((ps, optimizer), (ps2, oracle)):
+            for j, p in enumerate(each):
+                p.grad = None if j == 1 else torch.full_like(p, 3.0 - j)
+            of.step()
+    merge_late_(tensors, snapshot + 2.0, snapshot, state.running_means(), then)
+    for mine, other, mean in zip(tensors, expected, state.running_means(), strict=True):
+        if k == 0 or (mean.decay != 1.0 or name == "Adagrad"):
+            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+        assert not mean.positive or bool((mine > 0.0).all())
+
+
+def test_momenta_that_a_scheduler_changes_are_read_anew() -> None:
+    ps = params((3,))
+    optimizer = optim.Adam(ps, 0.05)
+    state = AveragedState([optimizer])
+    assert [mean.decay for mean in (state(), state.running_means())[1]] == [0.9, 0.999]
+    optimizer.param_groups[0]["betas"] = (0.85, 0.999)
+    assert [mean.decay for mean in state.running_means()] == [0.85, 0.999]
+
+
+def test_an_optimizer_of_which_that_cannot_be_found_out_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    class Single(Replacing):
+        def step(self) -> None:  # type: ignore[override]
+            assert self.param_groups[0]["params"][0].dtype is torch.float32, "no doubles"
+            super().step()
+
+    state = AveragedState([Single(params((3,)), in_place=True)])
+    caplog.set_level(logging.WARNING, "lightning_async")
+    assert (state(), state.running_means())[1] == [RunningMean()]
+    assert "`Single` averages over time cannot be found out (no doubles" in caplog.text
+
+
+def test_moments_of_16_bits_stay_positive() -> None:
+    p = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+    optimizer = optim.Adam([p], 0.05)
+    state = AveragedState([optimizer])
+    _, second = state()
+    second.copy_(torch.linspace(1e-3, 7.0, 64))
+    then = count(state.running_means())
+    snapshot = torch.cat([t.float() for t in state()])
+    for _ in range(200):
+        p.grad = torch.zeros_like(p)
+        optimizer.step()
+    merge_late_(state(), 0.25 * snapshot, snapshot, state.running_means(), then)
+    assert bool((second.float() >= 0.25 * 0.999**200 * snapshot[64:] * (1.0 - 2.0**-8)).all())

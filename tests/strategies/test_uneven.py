@@ -311,3 +311,14 @@ def test_short_epochs_are_validated_by_all_ranks(ranks: Outcomes, name: str) -> 
     for each, number in zip(told, (6, other), strict=True):
         assert each["rates"] == [0.05, 0.025, 0.0125]
         assert len(each["warnings"]) == (number < 8)
+
+
+def test_statistics_of_batch_norm_are_those_of_the_newest_data(ranks: Outcomes) -> None:
+    """At the end 35 batches of mean 8, of which each counts as much as all before it: nothing else is left."""
+    first, second = ranks("statistics")
+    assert first == second
+    assert len(first) == 7
+    for name, (mean, variance, tracked) in first.items():
+        assert mean == [8.0] * 4, name
+        assert all(0.0 <= each < 1e-6 for each in variance), name
+        assert tracked == 80, name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -492,4 +493,77 @@ def short_epochs() -> Any:
     for name, (strategy, interval, other) in SHORT.items():
         data = torch.utils.data.DataLoader(Promises(shard((6, other)), 8), batch_size=None)
         told[name] = fit_short(strategy(), data, val_check_interval=interval)
+    return told
+
+
+class Jumps(Net):
+    """BatchNorm, whose input is 0 at first and 8 from batch 40 on; no rank is more than four batches ahead.
+
+    Args:
+        folder: where ranks say how far they are.
+        total: batches of each rank.
+        slow: a round takes as long as 40 batches, as on a slow link.
+    """
+
+    def __init__(self, folder: Path, total: tuple[int, int], slow: bool) -> None:
+        super().__init__(network=lambda: torch.nn.BatchNorm1d(4, momentum=0.5))
+        self.folder, self.total, self.slow = folder, total, slow
+        self.seen = self.num_slow = 0
+        self.more = threading.Condition()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if not self.slow or batch_idx:
+            return
+        average = self.trainer.strategy.averager.wing.average
+        move = average.move
+
+        def move_late(exchange: Any) -> None:
+            then = self.seen
+            with self.more:
+                self.more.wait_for(lambda: self.seen >= min(then + 40, self.total[rank()]), timeout=40.0)
+            self.num_slow += 1
+            move(exchange)
+
+        average.move = move_late
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        (self.folder / f"{rank()}").write_bytes(bytes(batch_idx))
+        other, deadline = self.folder / f"{1 - rank()}", time.monotonic() + 60.0
+        least = min(batch_idx - 4, self.total[1 - rank()] - 1)
+        while (other.stat().st_size if other.exists() else -1) < least:
+            assert time.monotonic() < deadline, "the other rank does not train"
+            time.sleep(0.001)
+        loss = self.net(torch.full((4, 4), 8.0 if batch_idx >= 40 else 0.0)).pow(2).mean()
+        with self.more:
+            self.seen = batch_idx + 1
+            self.more.notify_all()
+        return loss
+
+
+STATISTICS: dict[str, tuple[Any, tuple[int, int]]] = {
+    "every step": (lambda: AsyncAveragingStrategy(schedule=EveryNSteps(1)), (80, 75)),
+    "every two steps": (lambda: AsyncAveragingStrategy(schedule=EveryNSteps(2)), (80, 80)),
+    "every two steps, broadcast": (
+        lambda: AsyncAveragingStrategy(schedule=EveryNSteps(2), buffers="broadcast"),
+        (75, 80),
+    ),
+    "by default": (AsyncAveragingStrategy, (80, 80)),
+    "by default, slow": (AsyncAveragingStrategy, (80, 75)),
+    "blocking": (lambda: AsyncAveragingStrategy(schedule=EveryNSteps(2), overlap=False), (80, 75)),
+    "gradients": (lambda: AsyncGradientStrategy(2), (80, 75)),
+}
+
+
+@scenario
+def statistics(folder: Path) -> Any:
+    """BatchNorm's statistics at the end, by strategy; some have unequal numbers of batches."""
+    told = {}
+    for name, (make, total) in STATISTICS.items():
+        own = folder / name
+        own.mkdir(exist_ok=True)
+        module = Jumps(own, total, name.endswith("slow"))
+        fit(make(), loader(shard(total)), module)
+        norm: Any = module.net
+        assert bool(module.num_slow) == module.slow
+        told[name] = [norm.running_mean.tolist(), norm.running_var.tolist(), norm.num_batches_tracked.item()]
     return told

@@ -201,6 +201,7 @@ class BackgroundAverager:
         with buckets.used(message):
             self.replica.tensors.check_unchanged()
             self.replica.pack_(buckets.sent, for_round=True)
+            message.updates = self.replica.updates()
             message.state_is_finite = all_finite(self.replica.watched())
         self._reports.merge_s += self._now() - started
         return True

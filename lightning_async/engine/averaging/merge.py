@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_async.engine.averaging.agreed import Agreed
-from lightning_async.engine.averaging.records import Merge
+from lightning_async.engine.averaging.records import LocalMessage, Merge
 from lightning_async.engine.averaging.wing import AveragingWing
 from lightning_async.engine.buckets import Buckets
 
@@ -36,6 +36,9 @@ class Merger:
         self._buckets.to_training.take(*(bucket for bucket in (arrived.target, arrived.base) if bucket is not None))
         stood_still = message.step == step and self._exact if message is not None else self._buckets.at_target
         copies = consensus or arrived.base is None or stood_still
+        # Buffers change without a step, too (accumulated batches): whether they stood still is seen where they are.
+        if isinstance(message, LocalMessage) and arrived.base is not None and not consensus:
+            replica.merge_late_(arrived.target, arrived.base, message.updates, arrived.plan.source is not None)
         target, base = arrived.target, None if copies else arrived.base
         if consensus and rule.restores_local and self._local is None:
             self._local = torch.empty_like(target)
@@ -45,7 +48,7 @@ class Merger:
         replica.merge_(
             target,
             base,
-            with_state=message is not None or consensus,
+            with_state=consensus or (message is not None and arrived.base is None),
             buffers_too=arrived.plan.source is not None,
             still=stood_still and not consensus and arrived.base is not None,
             of_round=not consensus,

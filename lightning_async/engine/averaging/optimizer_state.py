@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_async.engine.digest import real
+from lightning_async.engine.running_means import RunningMean
 
 __all__ = ["AveragedState", "every_tensor", "materialise", "reset"]
+
+log = logging.getLogger(__name__)
 
 Group = dict[str, Any]
 
@@ -56,10 +60,24 @@ class AveragedState:
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
         self._optimizers = list(optimizers)
         self._known: dict[Any, list[str]] = {}
+        self._laws: dict[Any, tuple[Any, dict[str, _Law]]] = {}
 
     def __call__(self) -> list[Tensor]:
         materialise(self._optimizers)
+        return [real(state[name]) for *_, state, name in self._each()]
+
+    def running_means(self) -> list[RunningMean]:
+        """Return how each of the tensors averages over time, with the optimizers' options as they are now."""
+        laws: dict[Any, dict[str, _Law]] = {}
         found = []
+        for optimizer, group, param, state, name in self._each():
+            kind = (id(optimizer), *_kind(group, param))
+            if kind not in laws:
+                laws[kind] = self._laws_of(kind, optimizer, group, param)
+            found.append(laws[kind].get(name, _Law()).of(state, name))
+        return found
+
+    def _each(self) -> Iterator[tuple[Optimizer, Group, Tensor, dict[str, Any], str]]:
         for optimizer in self._optimizers:
             for group, param in _params(optimizer):
                 if not (state := optimizer.state.get(param)):
@@ -67,8 +85,42 @@ class AveragedState:
                 kind = (id(optimizer), *_kind(group, param))
                 if kind not in self._known:
                     self._known[kind] = _names(optimizer, group, param)
-                found += [real(state[name]) for name in self._known[kind] if name in state]
-        return found
+                for name in self._known[kind]:
+                    if name in state:
+                        yield optimizer, group, param, state, name
+
+    def _laws_of(self, kind: Any, optimizer: Optimizer, group: Group, param: Tensor) -> dict[str, _Law]:
+        """Found out once for each set of options: schedulers change momenta, too."""
+        options = {key: value for key, value in group.items() if key not in ("params", "lr")}
+        before = self._laws.get(kind)
+        shown = repr(options)
+        if before is None or before[0] != shown:
+            self._laws[kind] = before = (shown, _laws(optimizer, group, param, self._known[kind]))
+        return before[1]
+
+
+class _Law(NamedTuple):
+    """How a tensor of a parameter's state averages over time.
+
+    Args:
+        decay: see `RunningMean`; 1 also where it is not known.
+        counter: the name of the state's entry that counts updates; None: none does.
+        writes: how often torch counts that an update writes to the tensor.
+        positive: see `RunningMean`.
+    """
+
+    decay: float = 1.0
+    counter: str | None = None
+    writes: int = 0
+    positive: bool = False
+
+    def of(self, state: Mapping[str, Any], name: str) -> RunningMean:
+        """For a parameter with this state."""
+        if self.counter is not None and self.counter in state:
+            return RunningMean(self.decay, state[self.counter], positive=self.positive)
+        if self.writes:
+            return RunningMean(self.decay, float(state[name]._version), self.writes, self.positive)
+        return RunningMean(positive=self.positive)  # nobody counts: some fused kernels
 
 
 def every_tensor(optimizers: Iterable[Optimizer]) -> list[Tensor]:
@@ -155,6 +207,75 @@ def _names(optimizer: Optimizer, group: Group, param: Tensor) -> list[str]:
         for name, value in state.items()
         if isinstance(value, Tensor) and value.numel() > 1 and (value.is_floating_point() or value.is_complex())
     )
+
+
+def _laws(optimizer: Optimizer, group: Group, param: Tensor, names: list[str]) -> dict[str, _Law]:
+    """Find out how each tensor of the state averages over time; nothing of those of which that cannot be.
+
+    Steps are taken from states that differ in that tensor only. What is left of the difference is the decay, if it is
+    the same for all elements, gradients and times: a maximum, or a step size that adapts, has none. Fp64 tells it to
+    more digits than options have.
+    """
+    small = nn.Parameter(_small(param.detach().real).detach().double())
+    signs = torch.ones_like(small)
+    signs.view(-1)[::2] = -1.0
+    large = signs * torch.arange(1, small.numel() + 1).view(small.shape).to(signs)
+    try:
+        begun = later = _begun(optimizer, group, small)
+        for gradient in (large, signs, large, signs):
+            later, _ = _stepped(optimizer, group, small, later, gradient)
+        runs = [(state, gradient) for state in (begun, later) for gradient in (large, 0.1 * signs)]
+        return {name: _law(optimizer, group, small, runs, name) for name in names}
+    except Exception as error:
+        log.warning(
+            "How the state of `%s` averages over time cannot be found out (%s): means that arrive late move it by "
+            "their difference from what was sent.", type(optimizer).__name__, error,
+        )  # fmt: skip
+        return {}
+
+
+def _law(
+    optimizer: Optimizer, group: Group, small: Tensor, runs: list[tuple[dict[str, Any], Tensor]], name: str
+) -> _Law:
+    """Return how one tensor of the state averages over time, by a step from each state with each gradient."""
+    left = []
+    positive = True
+    counters = set(runs[0][0])
+    num_writes = set()
+    for state, gradient in runs:
+        after, writes = _stepped(optimizer, group, small, state, gradient)
+        other, _ = _stepped(optimizer, group, small, {**state, name: state[name] + 1.0}, gradient)
+        left.append(other[name] - after[name])
+        positive = positive and bool((after[name] >= 0.0).all())
+        counters &= {key for key in counters if _counts(state[key], after[key])}
+        num_writes.add(writes[name])
+    decay = torch.stack(left).min().item()
+    if torch.stack(left).max().item() - decay > 1e-9 or not -1e-9 < decay < 1.0 + 1e-9:
+        return _Law(positive=positive)
+    counter = min(counters, default=None)
+    return _Law(abs(round(decay, 9)), counter, num_writes.pop() if len(num_writes) == 1 else 0, positive)
+
+
+def _counts(before: Any, after: Any) -> bool:
+    """Return whether a number of the state is one more after a step."""
+    scalars = [value for value in (before, after) if isinstance(value, Tensor | int | float)]
+    if len(scalars) < 2 or any(isinstance(value, Tensor) and value.numel() != 1 for value in scalars):
+        return False
+    return float(after) == float(before) + 1.0
+
+
+def _stepped(
+    optimizer: Optimizer, group: Group, small: Tensor, state: Mapping[str, Any], gradient: Tensor
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the state after a step, and how many writes to each of its tensors torch has counted."""
+    twin = nn.Parameter(small.detach().clone())
+    twin.grad = gradient.clone()
+    stand_in = _stand_in(optimizer, group, twin)
+    stand_in.state[twin] = copy.deepcopy(dict(state))
+    tensors = {name: value for name, value in stand_in.state[twin].items() if isinstance(value, Tensor)}
+    before = {name: tensor._version for name, tensor in tensors.items()}
+    type(optimizer).step(stand_in)
+    return stand_in.state[twin], {name: tensor._version - before[name] for name, tensor in tensors.items()}
 
 
 def _kind(group: Group, param: Tensor) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_async.engine.averaging.agreed import Work
 from lightning_async.engine.buckets import Exchange, Kind, Message
+from lightning_async.engine.replica import Updates
 from lightning_async.rules.averaging.protocol import Round
 
 __all__ = ["NOT_COMPARED", "ROUND", "UNLIKE", "AveragingPlan", "LocalMessage", "Merge", "Part"]
@@ -61,6 +62,7 @@ class LocalMessage(Message):
         due: the schedule asked for it. Else it is what a replica had when it came to a gate, and is dropped with that.
         lr: the inner learning rate.
         fragment: which part of the parameters it is.
+        updates: how often buffers and the optimizers' state had been updated, see `Replica.updates`.
         state_is_finite: whether the optimizers' state is: one bool where that state is.
         scalars: the rule's.
         announced: a header has carried it: from then on the bucket holds the rule's message, not the snapshot.
@@ -73,6 +75,7 @@ class LocalMessage(Message):
     due: bool
     lr: float = 0.0
     fragment: int = 0
+    updates: Updates = ((), ())
     state_is_finite: Tensor | None = None
     scalars: tuple[float, ...] = ()
     announced: bool = False
