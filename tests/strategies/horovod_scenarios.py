@@ -19,6 +19,7 @@ from lightning_async import (
 )
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
+from tests.strategies.own_steps import NotFinite, Without
 from tests.strategies.problem import adam, momentum
 from tests.strategies.workers import Net, loader, make_trainer, rank, scenario, shard
 
@@ -47,6 +48,17 @@ def sgd() -> Any:
 @scenario
 def with_momentum() -> Any:
     return fit(Net(optimizer=momentum))
+
+
+@scenario
+def without_a_loss_on_one_rank() -> Any:
+    return fit(Without())
+
+
+@scenario
+def not_finite_on_one_rank() -> Any:
+    strategy = HorovodStrategy()
+    return fit(NotFinite(), strategy=strategy) | {"dropped": strategy.dropped_gradients}
 
 
 @scenario

@@ -15,10 +15,12 @@ from lightning_async.strategies import base
 from tests.horovod import horovod_environment, needs_horovod
 from tests.strategies import problem
 from tests.strategies.problem import adam, batches, distance, flat, joined, momentum, train_alone
+from tests.strategies.test_own_steps import ODD, steps_of
 from tests.strategies.workers import Outcomes
 
 pytestmark = needs_horovod
 EQUAL = joined(batches(0, 12), batches(1, 12))
+FINITE = [batch for i, batch in enumerate(EQUAL) if i not in ODD]
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +34,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     [
         ("sgd", lambda: train_alone(EQUAL, epochs=2)),
         ("with_momentum", lambda: train_alone(EQUAL, optimizer=momentum)),
+        ("without_a_loss_on_one_rank", lambda: train_alone(steps_of(1, whole_windows=False), optimizer=momentum)),
+        ("not_finite_on_one_rank", lambda: train_alone(FINITE, optimizer=momentum)),
         ("with_adam_in_many_buckets", lambda: train_alone(EQUAL, optimizer=adam)),
         (
             "accumulated_and_clipped",
@@ -53,6 +57,10 @@ def test_equals_one_process_on_the_joined_batch(ranks: Outcomes, name: str, alon
     assert told[0]["digest"] == told[1]["digest"]
     assert distance(told[0]["flat"], flat(alone())) < 1e-6
     assert not told[0]["initialised"], "torch.distributed is not needed"
+
+
+def test_a_mean_that_is_not_finite_is_counted_on_all_ranks(ranks: Outcomes) -> None:
+    assert [told["dropped"] for told in ranks("not_finite_on_one_rank")] == [len(ODD)] * 2
 
 
 def test_two_players_train_as_in_one_process(ranks: Outcomes) -> None:
