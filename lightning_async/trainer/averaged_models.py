@@ -73,10 +73,9 @@ class AveragedModels:
         return [int(average.n_averaged) - agreed for average, agreed in zip(self._averages, self._agreed, strict=True)]
 
     def go_on(self, updates: list[int]) -> None:
-        """Averages were restored that had so many updates since the last gate."""
-        if len(updates) == len(self._averages):
-            counts = zip(self._averages, updates, strict=True)
-            self._agreed = [int(average.n_averaged) - count for average, count in counts]
+        """Averages were restored that had so many updates since the last gate; none where others are kept now."""
+        known = updates if len(updates) == len(self._averages) else [0] * len(self._averages)
+        self._agreed = [int(average.n_averaged) - count for average, count in zip(self._averages, known, strict=True)]
 
     def before_gate(self) -> Callable[[], None]:
         """A rank comes to a gate. Returns what all do once it is open."""

@@ -207,8 +207,8 @@ class Checkpointing:
             return None
         if entry is None:
             return None
-        checkpoint, _ = whole(self.store, entry, self._names, pickles=self._settings.objects == "pickle")
-        put_back(self._trainer, checkpoint)
+        checkpoint, resume = whole(self.store, entry, self._names, pickles=self._settings.objects == "pickle")
+        put_back(self._trainer, checkpoint, resume)
         return entry.step
 
     def end(self) -> None:

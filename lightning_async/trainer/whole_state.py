@@ -16,6 +16,7 @@ from lightning_async.comm.frames import flatten
 from lightning_async.engine.checkpoint.shards import load, load_own
 from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
 from lightning_async.trainer.absent import has_none, without_own
+from lightning_async.trainer.averaged_models import averaged_models_of
 from lightning_async.trainer.names import Names
 from lightning_async.trainer.patches import callbacks_of
 
@@ -119,14 +120,22 @@ def whole(
     return checkpoint, own["resume"] if took_part else None
 
 
-def put_back(trainer: Any, checkpoint: dict[str, Any]) -> None:
-    """Model, optimizers, schedulers and scaler of a checkpoint; loops and data go on where they are."""
+def put_back(trainer: Any, checkpoint: dict[str, Any], resume: dict[str, Any] | None) -> None:
+    """Model, optimizers, schedulers and scaler of a checkpoint; loops and data go on where they are.
+
+    Args:
+        trainer: in a fit.
+        checkpoint: of this rank, see `whole`.
+        resume: what `whole` has beside it: how much this rank's averages over time weigh; None: they are another one's.
+    """
     connector = trainer._checkpoint_connector
     connector._loaded_checkpoint = checkpoint
     try:
         connector.restore_model()
         for callback in callbacks_of(trainer, "WeightAveraging"):  # whose averages stand where the model's values do
             callback.on_load_checkpoint(trainer, trainer.lightning_module, checkpoint)
+        if (averages := averaged_models_of(trainer)) is not None:
+            averages.go_on([] if resume is None else resume["unsaved"]["averaged"])
         connector.restore_precision_plugin_state()
         connector.restore_optimizers()
         connector.restore_lr_schedulers()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -19,8 +22,10 @@ from lightning_async.errors import CheckpointError, DamagedCheckpoint
 from lightning_async.rules.divergence import History
 from lightning_async.rules.saving import AnySave, AtEpochEnd, Best, EveryNTrainSteps, Latest
 from lightning_async.trainer import checkpointing
+from lightning_async.trainer.averaged_models import AveragedModels
 from lightning_async.trainer.namespace import pl
 from lightning_async.trainer.reader import CheckpointReader
+from lightning_async.trainer.whole_state import put_back
 from tests.callbacks.checkpoint_ranks import At, Interrupted, Noisy, interrupt
 from tests.callbacks.test_checkpoint import BATCHES, EPOCHS, data, every, steps_in, train, trainer_of, whole_data
 
@@ -178,6 +183,30 @@ def test_a_kind_of_hyper_parameters_is_left_out(tmp_path: Path) -> None:
 
     train(every(tmp_path, 12), module=Typed())
     assert steps_in(tmp_path) == [24, 24]
+
+
+@pytest.mark.skipif(not hasattr(pl.callbacks, "EMAWeightAveraging"), reason="since Lightning 2.6")
+def test_what_averages_weigh_at_the_next_gate_goes_back_with_them() -> None:
+    """Else a rank that goes back had fewer updates than none."""
+    module, callback = Noisy(), pl.callbacks.EMAWeightAveraging(decay=0.9)
+    average = torch.optim.swa_utils.AveragedModel(module)
+    callback._average_model = average
+    trainer: Any = MagicMock(callbacks=[callback], lightning_module=module, strategy=SimpleNamespace())
+    averages = AveragedModels(trainer, world=MagicMock())
+    trainer.strategy.averaged_models = averages
+    for _ in range(5):
+        average.update_parameters(module)
+    assert averages.updates() == [5]
+    checkpoint: dict[str, Any] = {"state_dict": module.state_dict()}
+    callback.on_save_checkpoint(trainer, module, checkpoint)
+    checkpoint = copy.deepcopy(checkpoint)
+    taken = {"unsaved": {"averaged": averages.updates()}}
+    averages.go_on([0])  # a gate
+    for _ in range(3):
+        average.update_parameters(module)
+    for resume, updates in ((taken, 5), (None, 0)):
+        put_back(trainer, checkpoint, resume)
+        assert (int(average.n_averaged), averages.updates()) == (5, [updates])
 
 
 class Normalizer:
