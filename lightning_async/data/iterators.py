@@ -8,6 +8,7 @@ A position is a dict of plain values:
     drawn      from which random states those calls drew, see `Tape`
     dataset    the dataset's own state, where it has one
     random     the random states before the last fetch, which is made again where Lightning had fetched one batch ahead
+    epoch      as the dataset knows it, where it is told by `set_epoch`
     share      which indices this epoch has, see `samplers`
     seed, turn, workers, first    of workers: their seed, whose turn it is, their states now and before the first batch
 """
@@ -33,9 +34,9 @@ from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoader
 from lightning_async.data.random_states import Generators
 from lightning_async.data.samplers import Given, describe
 from lightning_async.data.tape import Indices, Tape
-from lightning_async.data.workers import Carried, Carrier, Start, stateful
+from lightning_async.data.workers import Carried, Carrier, Resumed, Start, resumable, stateful
 
-__all__ = ["Here", "iterate"]
+__all__ = ["Here", "epoch_of", "iterate"]
 
 Position = dict[str, Any]
 
@@ -51,9 +52,17 @@ class Here:
         generators: what the loader may draw from, in this process.
         start: the position to begin at.
         ahead: whether a batch may be held that was not trained on.
+        resumed: the loader's dataset, where this process has loaded a state into it.
     """
 
-    def __init__(self, loader: Any, generators: Generators, start: Position | None, ahead: bool = True) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        generators: Generators,
+        start: Position | None,
+        ahead: bool = True,
+        resumed: Resumed | None = None,
+    ) -> None:
         self.generators, self.start, self._ahead = generators, start or {}, ahead
         self.taken = 0
         self.exhausted = bool(self.start.get("exhausted"))
@@ -76,7 +85,9 @@ class Here:
         local = not getattr(loader, "num_workers", 0)
         self._dataset = loader.dataset if local and stateful(loader.dataset) else None
         self._first_random = self.start.get("random")
-        self._local = local
+        self._local, self._resumed = local, resumed
+        self.by_state = resumable(loader.dataset)
+        """Whether the dataset goes on from its own state."""
 
     def begin(self) -> Tape:
         """An iteration begins: the tape of its calls."""
@@ -108,7 +119,9 @@ class Here:
 
     def dataset(self) -> Any:
         """What the loader takes its samples from."""
-        return self._loader.dataset if self.stream is None else self._loader.dataset.rest(self.stream)
+        if self.stream is not None:
+            return self._loader.dataset.rest(self.stream)
+        return self._loader.dataset if self._resumed is None else self._resumed
 
     def sampler(self) -> Any:
         """What the loader takes its indices from."""
@@ -126,8 +139,16 @@ class Here:
             "workers": dict(self.workers),
             "first": self.first,
             "dataset": copy.deepcopy(self._dataset.state_dict()) if self._dataset is not None else None,
+            "epoch": epoch_of(self._loader),
             "random": self.generators.take() if self._local and random else None,
         }
+
+
+def epoch_of(loader: Any) -> int | None:
+    """The epoch that a loader's dataset was told by ``set_epoch``, where it shows it."""
+    dataset = getattr(loader, "dataset", None)
+    epoch = getattr(dataset, "epoch", None) if callable(getattr(dataset, "set_epoch", None)) else None
+    return epoch if isinstance(epoch, int) else None
 
 
 class _View:
@@ -145,7 +166,7 @@ def iterate(loader: DataLoader[Any], here: Here) -> Any:
     """An iterator over ``loader`` that keeps ``here`` up to date, and begins at ``here.start``."""
     start = here.start
     told = not start.get("taken") or start.get("dataset") is not None or start.get("workers")
-    fetches_again = loader._dataset_kind == _DatasetKind.Iterable and not (stateful(loader.dataset) and told)
+    fetches_again = loader._dataset_kind == _DatasetKind.Iterable and not (here.by_state and told)
     if here.exhausted:
         here.taken, fetches_again = start["taken"], False
         if not loader.persistent_workers:
@@ -224,10 +245,13 @@ class _Multi(_MultiProcessingDataLoaderIter):
         self._received = dict(states)
         self._turns = 0 if fetches_again else start.get("turn", 0)
         here.turn = self._turns
+        dataset = here.dataset()
+        if loader._dataset_kind == _DatasetKind.Iterable and any("dataset" in state for state in states.values()):
+            dataset = Resumed(dataset)
         view: Any = _View(
             loader,
             _index_sampler=self._indices,
-            dataset=here.dataset(),
+            dataset=dataset,
             collate_fn=Carrier(loader.collate_fn),
             worker_init_fn=Start(loader.worker_init_fn, states, loader.collate_fn),
         )

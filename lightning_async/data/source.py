@@ -10,10 +10,10 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _DatasetKind
 
-from lightning_async.data.iterators import Here, Position, iterate
+from lightning_async.data.iterators import Here, Position, epoch_of, iterate
 from lightning_async.data.random_states import Generators, generators_in
 from lightning_async.data.tape import Tape
-from lightning_async.data.workers import stateful
+from lightning_async.data.workers import Resumed, resumable, stateful
 
 __all__ = ["Source", "begin_at", "generators_of", "sources_of"]
 
@@ -105,6 +105,11 @@ class Source:
     def detach(self) -> None:
         """Leave the loader as it was."""
 
+    def _set_epoch(self, position: Position) -> None:
+        """Tell the dataset its epoch, as a hook at the epoch's start has done, which is not called again within it."""
+        if position.get("epoch") is not None and callable(getattr(self.loader.dataset, "set_epoch", None)):
+            self.loader.dataset.set_epoch(position["epoch"])
+
     def _tell(self, taken: int) -> None:
         if taken:
             log.warning(
@@ -119,6 +124,7 @@ class _OfDataLoader(Source):
     def __init__(self, loader: DataLoader[Any], name: str) -> None:
         super().__init__(loader, name)
         self._here: Here | None = None
+        self._resumed: Resumed | None = None
         vars(loader)["_get_iterator"] = self._iterator
         loader._iterator = None  # workers that persist from an earlier fit were made without us
 
@@ -130,7 +136,7 @@ class _OfDataLoader(Source):
 
     def position(self, before: bool, ended: bool) -> Position:
         if self._here is None or (ended and not self._persists):
-            return {"ended": ended, "dataset": self._dataset_state()}
+            return {"ended": ended, "dataset": self._dataset_state(), "epoch": epoch_of(self.loader)}
         return self._here.position(before)
 
     def keep(self, before: bool, ended: bool) -> Callable[[], Position]:
@@ -139,8 +145,15 @@ class _OfDataLoader(Source):
         return self._here.keep(before)
 
     def begin_at(self, position: Position) -> None:
-        if position.get("dataset") is not None and stateful(self.loader.dataset):
-            self.loader.dataset.load_state_dict(copy.deepcopy(position["dataset"]))
+        dataset: Any = self.loader.dataset
+        self._set_epoch(position)
+        if position.get("dataset") is not None and resumable(dataset):
+            state = copy.deepcopy(position["dataset"])
+            if self._is_iterable:
+                self._resumed = Resumed(dataset, ended="taken" not in position or position.get("exhausted", False))
+                self._resumed.load_state_dict(state)
+            else:
+                dataset.load_state_dict(state)
         if "taken" in position:
             self._armed = position
         else:
@@ -164,6 +177,10 @@ class _OfDataLoader(Source):
         vars(self.loader).pop("_get_iterator", None)
 
     @property
+    def _is_iterable(self) -> bool:
+        return self.loader._dataset_kind == _DatasetKind.Iterable
+
+    @property
     def _persists(self) -> bool:
         return self.loader.persistent_workers and self.loader.num_workers > 0
 
@@ -175,9 +192,9 @@ class _OfDataLoader(Source):
         if self.idle and not self._persists:
             return iter(())
         start, self._armed = self._armed, None
-        if start and self.loader._dataset_kind == _DatasetKind.Iterable and not stateful(self.loader.dataset):
+        if start and self._is_iterable and not resumable(self.loader.dataset):
             self._tell(start["taken"])
-        self._here = Here(self.loader, Generators(self.generators()), start, self.ahead)
+        self._here = Here(self.loader, Generators(self.generators()), start, self.ahead, self._resumed)
         return iterate(self.loader, self._here)
 
 
