@@ -10,6 +10,7 @@ A position is a dict of plain values:
     random     the random states before the last fetch, which is made again where Lightning had fetched one batch ahead
     epoch      as the dataset knows it, where it is told by `set_epoch`
     share      which indices this epoch has, see `samplers`
+    batch_size, length   of the loader's batches, and of its dataset where that is known; it may have others by then
     seed, turn, workers, first    of workers: their seed, whose turn it is, their states now and before the first batch
 """
 
@@ -32,7 +33,7 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
 from lightning_async.data.random_states import Generators
-from lightning_async.data.samplers import Given, describe
+from lightning_async.data.samplers import Given, describe, length_of, size_of
 from lightning_async.data.tape import Indices, Tape
 from lightning_async.data.workers import Carried, Carrier, Resumed, Start, resumable, stateful
 
@@ -71,7 +72,8 @@ class Here:
         self.workers: dict[int, dict[str, Any]] = {}
         self.first: dict[int, dict[str, Any]] = self.start.get("first", {})
         # NumPy takes its time to tell its state, and torch's samplers do not draw from it.
-        usual = ("torch",) if type(loader.sampler) in _OF_TORCH and type(loader.batch_sampler) is BatchSampler else None
+        batches = loader.batch_sampler
+        usual = ("torch",) if type(batches) is BatchSampler and type(batches.sampler) in _OF_TORCH else None
         self._drawing = Generators(generators.named, usual=usual) if usual is not None else generators
         self.tape = Tape(self._drawing)
         self._loader = loader
@@ -127,7 +129,8 @@ class Here:
         """What the loader takes its indices from."""
         if self.given is None:
             return self._loader._index_sampler
-        return BatchSampler(Given(self.given), self._size, self._loader.drop_last)
+        drops = getattr(self._loader.batch_sampler, "drop_last", self._loader.drop_last)
+        return BatchSampler(Given(self.given), self._size, drops)
 
     def _now(self, random: bool) -> Position:
         return {
@@ -140,6 +143,8 @@ class Here:
             "first": self.first,
             "dataset": copy.deepcopy(self._dataset.state_dict()) if self._dataset is not None else None,
             "epoch": epoch_of(self._loader),
+            "batch_size": size_of(self._loader),
+            "length": length_of(self._loader),
             "random": self.generators.take() if self._local and random else None,
         }
 

@@ -55,7 +55,7 @@ def resumable(dataset: Any) -> bool:
 
 
 class Resumed(IterableDataset[Any]):
-    """A dataset, or a loader, that begins one iteration at a saved state, and later ones as if it had never been loaded.
+    """A dataset that begins one iteration at a saved state, and later ones as if none had ever been loaded.
 
     Some go on from a loaded state by themselves, and begin anew at the end. Others keep it: Hugging Face's datasets
     begin every iteration at it while their epoch is the same, so that what was taken before would be missing for ever.
