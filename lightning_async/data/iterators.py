@@ -8,7 +8,9 @@ A position is a dict of plain values:
     drawn      from which random states those calls drew, see `Tape`
     dataset    the dataset's own state, where it has one
     random     the random states before the last fetch, which is made again where Lightning had fetched one batch ahead
+    epoch      as the dataset knows it, where it is told by `set_epoch`
     share      which indices this epoch has, see `samplers`
+    batch_size, length   of the loader's batches, and of its dataset where that is known; it may have others by then
     seed, turn, workers, first    of workers: their seed, whose turn it is, their states now and before the first batch
 """
 
@@ -32,11 +34,11 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
 from lightning_async.data.random_states import Generators
-from lightning_async.data.samplers import Given, describe
+from lightning_async.data.samplers import Given, describe, length_of, size_of
 from lightning_async.data.tape import Indices, Tape
-from lightning_async.data.workers import Carried, Carrier, Start, stateful
+from lightning_async.data.workers import Carried, Carrier, Resumed, Start, resumable, stateful
 
-__all__ = ["Here", "iterate"]
+__all__ = ["Here", "epoch_of", "iterate"]
 
 Position = dict[str, Any]
 _LOOK_S = 0.5  # torch looks every 5 s whether a worker that says nothing lives
@@ -52,9 +54,17 @@ class Here:
         generators: what the loader may draw from, in this process.
         start: the position to begin at.
         ahead: whether a batch may be held that was not trained on.
+        resumed: the loader's dataset, where this process has loaded a state into it.
     """
 
-    def __init__(self, loader: Any, generators: Generators, start: Position | None, ahead: bool = True) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        generators: Generators,
+        start: Position | None,
+        ahead: bool = True,
+        resumed: Resumed | None = None,
+    ) -> None:
         self.generators, self.start, self._ahead = generators, start or {}, ahead
         self.told: Callable[[], bool] = lambda: False
         """Whether this process was told to stop, if that is known within a moment."""
@@ -65,7 +75,8 @@ class Here:
         self.workers: dict[int, dict[str, Any]] = {}
         self.first: dict[int, dict[str, Any]] = self.start.get("first", {})
         # NumPy takes its time to tell its state, and torch's samplers do not draw from it.
-        usual = ("torch",) if type(loader.sampler) in _OF_TORCH and type(loader.batch_sampler) is BatchSampler else None
+        batches = loader.batch_sampler
+        usual = ("torch",) if type(batches) is BatchSampler and type(batches.sampler) in _OF_TORCH else None
         self._drawing = Generators(generators.named, usual=usual) if usual is not None else generators
         self.tape = Tape(self._drawing)
         self._loader = loader
@@ -79,7 +90,9 @@ class Here:
         local = not getattr(loader, "num_workers", 0)
         self._dataset = loader.dataset if local and stateful(loader.dataset) else None
         self._first_random = self.start.get("random")
-        self._local = local
+        self._local, self._resumed = local, resumed
+        self.by_state = resumable(loader.dataset)
+        """Whether the dataset goes on from its own state."""
 
     def begin(self) -> Tape:
         """An iteration begins: the tape of its calls."""
@@ -116,13 +129,16 @@ class Here:
 
     def dataset(self) -> Any:
         """What the loader takes its samples from."""
-        return self._loader.dataset if self.stream is None else self._loader.dataset.rest(self.stream)
+        if self.stream is not None:
+            return self._loader.dataset.rest(self.stream)
+        return self._loader.dataset if self._resumed is None else self._resumed
 
     def sampler(self) -> Any:
         """What the loader takes its indices from."""
         if self.given is None:
             return self._loader._index_sampler
-        return BatchSampler(Given(self.given), self._size, self._loader.drop_last)
+        drops = getattr(self._loader.batch_sampler, "drop_last", self._loader.drop_last)
+        return BatchSampler(Given(self.given), self._size, drops)
 
     def _now(self, random: bool) -> Position:
         return {
@@ -134,8 +150,18 @@ class Here:
             "workers": dict(self.workers),
             "first": self.first,
             "dataset": copy.deepcopy(self._dataset.state_dict()) if self._dataset is not None else None,
+            "epoch": epoch_of(self._loader),
+            "batch_size": size_of(self._loader),
+            "length": length_of(self._loader),
             "random": self.generators.take() if self._local and random else None,
         }
+
+
+def epoch_of(loader: Any) -> int | None:
+    """The epoch that a loader's dataset was told by ``set_epoch``, where it shows it."""
+    dataset = getattr(loader, "dataset", None)
+    epoch = getattr(dataset, "epoch", None) if callable(getattr(dataset, "set_epoch", None)) else None
+    return epoch if isinstance(epoch, int) else None
 
 
 class _View:
@@ -151,7 +177,7 @@ class _View:
 
 def iterate(loader: DataLoader[Any], here: Here) -> Any:
     """An iterator over ``loader`` that keeps ``here`` up to date, and begins at ``here.start``."""
-    start, fetches_again = here.start, _fetches_again(loader, here.start)
+    start, fetches_again = here.start, _fetches_again(loader, here)
     if here.exhausted:
         here.taken, fetches_again = start["taken"], False
         if not loader.persistent_workers:
@@ -164,10 +190,11 @@ def iterate(loader: DataLoader[Any], here: Here) -> Any:
     return iterator
 
 
-def _fetches_again(loader: Any, start: Position) -> bool:
+def _fetches_again(loader: Any, here: Here) -> bool:
     """Return whether the position is found by fetching the batches before it again."""
+    start = here.start
     told = not start.get("taken") or start.get("dataset") is not None or start.get("workers")
-    return loader._dataset_kind == _DatasetKind.Iterable and not (stateful(loader.dataset) and told)
+    return loader._dataset_kind == _DatasetKind.Iterable and not (here.by_state and told)
 
 
 def _skip_taken(iterator: Any, here: Here, fetches_again: bool) -> None:
@@ -242,10 +269,13 @@ class _Multi(_MultiProcessingDataLoaderIter):
         self._received = dict(states)
         self._turns = 0 if fetches_again else start.get("turn", 0)
         here.turn = self._turns
+        dataset = here.dataset()
+        if loader._dataset_kind == _DatasetKind.Iterable and any("dataset" in state for state in states.values()):
+            dataset = Resumed(dataset)
         view: Any = _View(
             loader,
             _index_sampler=self._indices,
-            dataset=here.dataset(),
+            dataset=dataset,
             collate_fn=Carrier(loader.collate_fn),
             worker_init_fn=Start(loader.worker_init_fn, states, loader.collate_fn),
         )
@@ -290,7 +320,7 @@ class _Multi(_MultiProcessingDataLoaderIter):
         here, loader = self._here, self._loader
         here.begin_again()
         self._shutdown_workers()
-        fetches_again = _fetches_again(loader, here.start)
+        fetches_again = _fetches_again(loader, here)
         here.taken = 0
         with here.generators.kept():
             _Multi.__init__(self, loader, here, fetches_again)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["Generators", "States", "generators_in", "of_another", "reseed"]
+__all__ = ["Generators", "States", "generators_in", "objects_in", "of_another", "reseed"]
 
 States = dict[str, Any]
 """State by the generator's name: bytes, numbers, and tuples and dicts of them."""
@@ -98,19 +98,25 @@ def of_another(states: dict[str, Any], rank: int) -> dict[str, Any]:
 
 def generators_in(roots: Mapping[str, Any]) -> dict[str, Any]:
     """The generators that objects hold in their attributes, by path: ``{"sampler.generator": ...}``."""
-    found: dict[str, Any] = {}
+    return {path: value for path, value in objects_in(roots) if isinstance(value, _KINDS)}
+
+
+def objects_in(roots: Mapping[str, Any], depth: int = DEPTH) -> Iterator[tuple[str, Any]]:
+    """The objects that objects hold in their attributes, with their paths; those of generators are left out.
+
+    Args:
+        depth: attributes of attributes.
+    """
     seen: set[int] = set()
     queue = deque((name, value, 0) for name, value in roots.items())
     while queue and len(seen) < OBJECTS:
-        path, value, depth = queue.popleft()
+        path, value, at = queue.popleft()
         if value is None or isinstance(value, _PLAIN) or id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, _KINDS):
-            found[path] = value
-        elif depth < DEPTH:
-            queue.extend((f"{path}.{name}", child, depth + 1) for name, child in _children(value))
-    return found
+        yield path, value
+        if at < depth and not isinstance(value, _KINDS):
+            queue.extend((f"{path}.{name}", child, at + 1) for name, child in _children(value))
 
 
 def _children(value: Any) -> Iterable[tuple[Any, Any]]:

@@ -13,7 +13,10 @@ from torch.utils.data.dataloader import _DatasetKind
 
 from lightning_async.data.partitioned import PartitionedSampler
 
-__all__ = ["Division", "Given", "deal", "deal_steps", "describe", "divide", "in_the_last_step", "rest", "share"]
+__all__ = [
+    "Division", "Given", "deal", "deal_steps", "describe", "divide", "in_the_last_step", "kept", "length_of", "rest",
+    "share", "size_of",
+]  # fmt: skip
 
 Position = dict[str, Any]
 Division = Callable[[list[int], int, int, int], list[int]]
@@ -43,9 +46,9 @@ def describe(loader: Any, given: Tensor | None, size: int | None = None) -> dict
         given: its indices, where they are what was left of an epoch.
         size: of its batches, where it is another one in this epoch.
     """
-    sampler = loader.sampler
     if loader._dataset_kind == _DatasetKind.Iterable or type(loader.batch_sampler) is not BatchSampler:
         return None
+    sampler = loader.batch_sampler.sampler  # the loader's is another one, where it was given a `batch_sampler`
     if given is None and isinstance(sampler, PartitionedSampler):  # its partition may be a function: not to be told
         given = torch.tensor(sampler.indices(), dtype=torch.int64)
     if given is None and type(sampler) not in (DistributedSampler, RandomSampler, SequentialSampler):
@@ -83,6 +86,30 @@ def share(position: Position) -> list[int]:
     if not own:
         generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_(generator=generator).item()))
     return list(RandomSampler(everything, generator=generator))
+
+
+def length_of(loader: Any) -> int | None:
+    """How many samples a loader's dataset has, where it has indices."""
+    return None if loader._dataset_kind == _DatasetKind.Iterable else len(loader.dataset)
+
+
+def size_of(loader: Any) -> int | None:
+    """How many samples a loader's batches have, where that is told."""
+    return getattr(loader.batch_sampler, "batch_size", loader.batch_size)
+
+
+def kept(indices: list[int], length: int, as_many: bool) -> list[int]:
+    """Those of ``indices`` that a dataset of this length has.
+
+    Args:
+        as_many: the first ones again in place of what is missing, as other ranks take as many.
+
+    >>> kept([4, 1, 7, 2], 5, False), kept([4, 1, 7, 2], 5, True)
+    ([4, 1, 2], [4, 1, 2, 4])
+    """
+    found = [index for index in indices if index < length]
+    missing = len(indices) - len(found) if as_many and length else 0
+    return [*found, *itertools.islice(itertools.cycle(found or [0]), missing)]
 
 
 def rest(positions: Sequence[Position]) -> list[int]:

@@ -65,7 +65,7 @@ def told_of(loader: Any) -> tuple[dict[str, Any] | None, int]:
         return None, 0
     if type(loader)._get_iterator is not DataLoader._get_iterator or (told := describe(loader, None)) is None:
         return None, 0
-    of_all = told["kind"] != "distributed" or len(loader.sampler.dataset) == told["length"]  # pyright: ignore
+    of_all = told["kind"] != "distributed" or len(loader.batch_sampler.sampler.dataset) == told["length"]  # pyright: ignore
     return (told if of_all else None), len(loader)
 
 

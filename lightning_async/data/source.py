@@ -8,15 +8,17 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torch.utils.data import DataLoader
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from torch.utils.data.dataloader import _DatasetKind
 
-from lightning_async.data.iterators import Here, Position, iterate
+from lightning_async.data.iterators import Here, Position, epoch_of, iterate
 from lightning_async.data.random_states import Generators, generators_in
+from lightning_async.data.samplers import kept, length_of, share, size_of
 from lightning_async.data.tape import Tape
-from lightning_async.data.workers import stateful
+from lightning_async.data.workers import Resumed, resumable, stateful
 
-__all__ = ["Source", "begin_at", "generators_of", "sources_of"]
+__all__ = ["Source", "begin_at", "generators_of", "recounted", "sources_of"]
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +37,30 @@ def generators_of(sources: Sequence[Source]) -> Generators:
         for path, generator in source.generators().items()
     }
     return Generators(named, devices=True)
+
+
+def recounted(sources: Sequence[Source], positions: Sequence[Position]) -> list[Position]:
+    """The positions in these loaders, which may have batches of another size, or other datasets, than those then.
+
+    The position of a single loader is one among samples. What cannot be continued exactly is told.
+    """
+    if len(sources) != len(positions):
+        return list(positions)
+    others = [(source, each) for source, each in zip(sources, positions, strict=True) if source.differs(each)]
+    if len(sources) == 1:
+        return [source.recount(each) for source, each in others] or list(positions)
+    for source, each in others:
+        log.warning(
+            "%s has %s, and %s when the checkpoint was made: as it is one of %d train dataloaders, it goes on behind "
+            "as many batches as then (%d), so that samples of this epoch are skipped or come again.",
+            source.name, _sizes(size_of(source.loader), length_of(source.loader)),
+            _sizes(each["batch_size"], each["length"]), len(sources), each["taken"],
+        )  # fmt: skip
+    return list(positions)
+
+
+def _sizes(batch_size: int | None, length: int | None) -> str:
+    return f"batches of {batch_size}" + (f" of {length} samples" if length is not None else "")
 
 
 def begin_at(sources: Sequence[Source], positions: Sequence[Position]) -> None:
@@ -102,12 +128,25 @@ class Source:
         """The next iteration begins there."""
         raise NotImplementedError
 
+    def differs(self, position: Position) -> bool:
+        """Whether the loader has batches of another size, or another number of samples, than where that was taken."""
+        return False
+
+    def recount(self, position: Position) -> Position:
+        """The position of a loader that differs, in batches of this one's."""
+        return position
+
     def problems(self) -> list[str]:
         """What keeps the position from being saved, and what to do."""
         return []
 
     def detach(self) -> None:
         """Leave the loader as it was."""
+
+    def _set_epoch(self, position: Position) -> None:
+        """Tell the dataset its epoch, as a hook at the epoch's start has done, which is not called again within it."""
+        if position.get("epoch") is not None and callable(getattr(self.loader.dataset, "set_epoch", None)):
+            self.loader.dataset.set_epoch(position["epoch"])
 
     def _tell(self, taken: int) -> None:
         if taken:
@@ -123,6 +162,7 @@ class _OfDataLoader(Source):
     def __init__(self, loader: DataLoader[Any], name: str) -> None:
         super().__init__(loader, name)
         self._here: Here | None = None
+        self._resumed: Resumed | None = None
         vars(loader)["_get_iterator"] = _IteratorsOf(loader, self._iterator)
         loader._iterator = None  # workers that persist from an earlier fit were made without us
 
@@ -134,7 +174,7 @@ class _OfDataLoader(Source):
 
     def position(self, before: bool, ended: bool) -> Position:
         if self._here is None or (ended and not self._persists):
-            return {"ended": ended, "dataset": self._dataset_state()}
+            return {"ended": ended, "dataset": self._dataset_state(), "epoch": epoch_of(self.loader)}
         return self._here.position(before)
 
     def keep(self, before: bool, ended: bool) -> Callable[[], Position]:
@@ -143,12 +183,98 @@ class _OfDataLoader(Source):
         return self._here.keep(before)
 
     def begin_at(self, position: Position) -> None:
-        if position.get("dataset") is not None and stateful(self.loader.dataset):
-            self.loader.dataset.load_state_dict(copy.deepcopy(position["dataset"]))
+        dataset: Any = self.loader.dataset
+        self._set_epoch(position)
+        if position.get("dataset") is not None and resumable(dataset):
+            state = copy.deepcopy(position["dataset"])
+            if self._is_iterable:
+                self._resumed = Resumed(dataset, ended="taken" not in position or position.get("exhausted", False))
+                self._resumed.load_state_dict(state)
+            else:
+                dataset.load_state_dict(state)
         if "taken" in position:
             self._armed = position
         else:
             self.idle = position["ended"]
+
+    def differs(self, position: Position) -> bool:
+        if "taken" not in position or "batch_size" not in position or position.get("exhausted"):
+            return False
+        return (position["batch_size"], position["length"]) != (size_of(self.loader), length_of(self.loader))
+
+    def recount(self, position: Position) -> Position:
+        then, now = position["batch_size"], size_of(self.loader)
+        if self._is_iterable:
+            return self._refetched(position, then, now) if then and now else position
+        if not position["taken"] and not position["made"]:
+            return position  # nothing of the epoch is drawn yet
+        if type(self.loader.batch_sampler) is not BatchSampler or (order := self._order(position)) is None:
+            log.warning(
+                "%s has %s, and %s when the checkpoint was made. Nobody knows its samples but by its own batches, so "
+                "it goes on behind as many as then (%d), and samples of this epoch may be skipped or come again.",
+                self.name, _sizes(now, length_of(self.loader)), _sizes(then, position["length"]),
+                position["taken"],
+            )  # fmt: skip
+            return position
+        return self._behind(position, order)
+
+    def _order(self, position: Position) -> list[int] | None:
+        """All indices of the epoch that is under way; None where that cannot be told."""
+        if position.get("share") is not None:
+            return share(position)
+        batches, size = self.loader.batch_sampler, position["batch_size"]
+        if size is None or type(batches) is not BatchSampler or not hasattr(batches.sampler, "__len__"):
+            return None
+        sampler: Any = batches.sampler
+        generators = Generators(self.generators())
+        tape, order = Tape(generators, position["drawn"]), list[int]()
+        with generators.kept():
+            drawn = tape.call(lambda: iter(BatchSampler(sampler, size, False)))
+            for _ in range(-(-len(sampler) // size)):
+                order += tape.call(lambda: next(drawn, []))
+        return order
+
+    def _behind(self, position: Position, order: list[int]) -> Position:
+        told, size = position.get("share") or {}, size_of(self.loader) or 1
+        batches: Any = self.loader.batch_sampler
+        length, drops = len(self.loader.dataset), batches.drop_last  # pyright: ignore[reportArgumentType]
+        left = order[position["taken"] * told.get("batch_size", position["batch_size"]) :]
+        found = kept(left, length, as_many=isinstance(batches.sampler, DistributedSampler))
+        if length != position["length"]:
+            gone = len(left) - len(kept(left, length, as_many=False))
+            log.warning(
+                "The dataset of %s has %d samples, and had %d when the checkpoint was made. This epoch goes on with "
+                "the %d samples that it had left of these%s; an index is taken for the same sample as then.",
+                self.name, length, position["length"], len(left) - gone,
+                f", and without the {gone} that are there no more" if gone else "; new ones come in the next epoch",
+            )  # fmt: skip
+        else:
+            log.info(
+                "%s has batches of %s, and of %s when the checkpoint was made: %d samples of this epoch are left.",
+                self.name, size, position["batch_size"], len(found),
+            )  # fmt: skip
+        if drops:
+            found = found[: len(found) - len(found) % size]
+        given = {
+            "kind": "given", "length": length, "batch_size": size, "full_batches": drops,
+            "indices": torch.tensor(found, dtype=torch.int64),
+        }  # fmt: skip
+        return {**position, "taken": 0, "made": 0, "drawn": {}, "share": given}
+
+    def _refetched(self, position: Position, then: int, now: int) -> Position:
+        """Of a dataset without indices: in whole batches of each worker's."""
+        samples = position["taken"] * then
+        if resumable(self.loader.dataset):  # it knows its place itself
+            return {**position, "taken": samples // now}
+        workers = max(1, self.loader.num_workers)
+        taken = position["taken"] // workers * then // now * workers
+        if taken * now != samples:
+            log.warning(
+                "%s has batches of %d, and of %d when the checkpoint was made: of the %d samples that were trained on "
+                "in this epoch the last %d come again. With `state_dict` and `load_state_dict` its dataset could go on "
+                "at once.", self.name, now, then, samples, samples - taken * now,
+            )  # fmt: skip
+        return {**position, "taken": taken}
 
     def problems(self) -> list[str]:
         loader, found = self.loader, []
@@ -168,6 +294,10 @@ class _OfDataLoader(Source):
         vars(self.loader).pop("_get_iterator", None)
 
     @property
+    def _is_iterable(self) -> bool:
+        return self.loader._dataset_kind == _DatasetKind.Iterable
+
+    @property
     def _persists(self) -> bool:
         return self.loader.persistent_workers and self.loader.num_workers > 0
 
@@ -179,9 +309,9 @@ class _OfDataLoader(Source):
         if self.idle and not self._persists:
             return iter(())
         start, self._armed = self._armed, None
-        if start and self.loader._dataset_kind == _DatasetKind.Iterable and not stateful(self.loader.dataset):
+        if start and self._is_iterable and not resumable(self.loader.dataset):
             self._tell(start["taken"])
-        self._here = Here(self.loader, Generators(self.generators()), start, self.ahead)
+        self._here = Here(self.loader, Generators(self.generators()), start, self.ahead, self._resumed)
         self._here.told = lambda: self.told()
         return iterate(self.loader, self._here)
 

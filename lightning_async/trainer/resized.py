@@ -104,4 +104,5 @@ def _divided(
         "kind": "given", "length": told["length"], "batch_size": size, "full_batches": full, "indices": indices,
         "left": len(left),
     }  # fmt: skip
-    return {"taken": 0, "made": 0, "drawn": {}, "share": given}
+    sizes = {name: positions[0][name] for name in ("batch_size", "length") if name in positions[0]}
+    return {"taken": 0, "made": 0, "drawn": {}, "share": given, **sizes}

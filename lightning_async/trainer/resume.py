@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lightning_async.data.random_states import reseed
-from lightning_async.data.source import begin_at, sources_of
+from lightning_async.data.source import begin_at, recounted, sources_of
 from lightning_async.trainer.epoch_starts import go_on_averaging, start_again
 from lightning_async.trainer.inheritance import inheritance_of
 from lightning_async.trainer.limits import Limits
@@ -229,7 +229,10 @@ class Resume:
             epoch = self._trainer.fit_loop.epoch_progress.current.processed
             for source in sources:
                 fabric("utilities.data")._set_sampler_epoch(source.loader, epoch)
-            begin_at(sources, self._pending["loaders"])
+            positions = recounted(sources, self._pending["loaders"])
+            if any(new is not old for new, old in zip(positions, self._pending["loaders"], strict=True)):
+                self._pending |= {"loaders": positions, "resized": True, "recounted": True}
+            begin_at(sources, positions)
             return None
 
         return load
@@ -271,13 +274,20 @@ class Resume:
                 if self._active and self._pending is not None:
                     warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
                 original()
-            if not self._active or self._pending is None or (left := batches_left(self._pending)) is None:
+            if not self._active or self._pending is None:
                 return
-            # The epoch has another number of batches now, and this rank is so many before its end.
+            left, most = batches_left(self._pending), self._trainer.fit_loop.max_batches
             current = self._trainer.fit_loop.epoch_loop.batch_progress.current
-            done = max(0, self._trainer.fit_loop.max_batches - left)
+            if left is not None:
+                # The epoch has another number of batches now, and this rank is so many before its end.
+                total = len(self.points.sources[0].loader) if self._pending.get("recounted") else most
+                done = min(most, max(0, total - left))
+            elif self._pending.get("recounted"):
+                done = min(most, self._pending["loaders"][0]["taken"])
+            else:
+                return
             current.ready = current.started = current.processed = current.completed = done
-            self._pending["unsaved"]["is_last_batch"] = left == 0
+            self._pending["unsaved"]["is_last_batch"] = left == 0 or done == most
 
         return reset
 

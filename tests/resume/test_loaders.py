@@ -56,6 +56,95 @@ class Own(Dataset[torch.Tensor]):
         return noise + float(self.augment["numpy"].random()) + self.augment["python"].random() + index
 
 
+class Keeps(Endless):
+    """As Hugging Face's datasets: begins every iteration at a loaded state, as long as its epoch is the same."""
+
+    epoch, loaded, at = 0, None, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.loaded = state
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        info = torch.utils.data.get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
+        share = random.Random(self.epoch).sample(range(self.length), self.length)[worker::workers]
+        self.at = self.loaded["at"] if self.loaded is not None and self.loaded["epoch"] == self.epoch else 0
+        while self.at < len(share):
+            self.at += 1
+            yield draw() * 0.1 + share[self.at - 1]
+
+
+class KeepsWithin(Endless):
+    """Another one around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.within = Keeps()
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.within)
+
+    def state_dict(self) -> dict[str, int]:
+        return self.within.state_dict()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.within.load_state_dict(state)
+
+
+class KeepsInSight(Keeps):
+    """Shows what was loaded at once."""
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.loaded, self.at, self.epoch = state, state["at"], state["epoch"]
+
+
+class CountsEpochs(Keeps):
+    """And begins at a loaded state once."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        if self.loaded is not None:
+            self.epoch = self.loaded["epoch"]
+        samples = super().__iter__()
+        for sample in samples:
+            self.loaded = None
+            yield sample
+        self.loaded, self.epoch, self.at = None, self.epoch + 1, 0
+
+
+class BufferShuffledExamplesIterable(Endless):
+    """As the one of Hugging Face's: its samples come from a buffer, which is not in the state."""
+
+
+class Shuffled(Keeps):
+    def __init__(self) -> None:
+        super().__init__()
+        self._ex_iterable = BufferShuffledExamplesIterable()
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        samples, held = super().__iter__(), list[torch.Tensor]()
+        for sample in samples:
+            held.append(sample)
+            if len(held) == 4:
+                yield held.pop(1)
+        yield from held
+
+
+class OfOtherArguments(Endless):
+    """As litdata's dataset."""
+
+    def state_dict(self, num_samples_yielded: int, num_workers: int, batch_size: int) -> dict[str, int]:
+        raise NotImplementedError
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise NotImplementedError
+
+
 class Lazy(Sampler[int]):
     """Draws each index when it is asked for, from the generators that training draws from too."""
 
@@ -134,6 +223,39 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "max_size_cycle, workers": lambda: {"a": sized(num_workers=2), "b": sized(9, num_workers=1)},
     "max_size_cycle, iterable": lambda: [DataLoader(Endless(), 3), sized(9), DataLoader(Saves(9), 3)],
 }  # fmt: skip
+
+
+KEEPING = {
+    "keeps": Keeps, "keeps within": KeepsWithin, "keeps in sight": KeepsInSight, "counts epochs": CountsEpochs,
+    "a shuffle buffer": Shuffled, "a state of other arguments": OfOtherArguments,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("workers", [0, 2, "persistent"])
+@pytest.mark.parametrize("kind", KEEPING)
+def test_a_dataset_with_a_state_begins_each_later_epoch_as_without_a_resume(
+    kind: str, workers: Any, tmp_path: Path
+) -> None:
+    settings = {"num_workers": 2, "persistent_workers": True} if workers == "persistent" else {"num_workers": workers}
+    training = Training(lambda: DataLoader(KEEPING[kind](), batch_size=3, **settings), validates=False)
+    counts = (kind, workers) == ("counts epochs", "persistent")  # beyond an epoch its workers are new ones
+    goes_on(training, tmp_path, ["batch 0:5"] if counts else ["batch 0:5", "batch 0:8", "epoch 0:8"])
+
+
+class Tells(Net):
+    """Its epoch, to its dataset."""
+
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
+        self.trainer.train_dataloader.dataset.set_epoch(self.current_epoch)  # pyright: ignore
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("dataset", [Keeps, Shuffled])
+def test_a_dataset_that_is_told_its_epoch(dataset: Any, workers: int, tmp_path: Path) -> None:
+    """By a hook that is not called again within the epoch."""
+    training = Training(lambda: DataLoader(dataset(), 3, num_workers=workers), Tells, validates=False)
+    goes_on(training, tmp_path, ["batch 1:4", "epoch 1:8"])
 
 
 UNUSUAL = {

@@ -1,0 +1,221 @@
+"""Going on with batches of another size, or another number of samples: the position counts samples."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
+
+from tests.resume.problem import FEATURES, Endless, Net, Saves, Sized, draw
+from tests.resume.problem import Training as Usual
+
+LENGTH = 23
+
+
+class Plain(Net):
+    """Takes batches of one sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(FEATURES, 1))
+
+
+class OwnBatches(BatchSampler):
+    """A sampler of batches of which nobody knows the samples."""
+
+
+def Training(loader: Callable[[], Any], **settings: Any) -> Usual:
+    return Usual(loader, Plain, validates=False, **settings)
+
+
+class Reads(Endless):
+    """In order, and remembers what was read."""
+
+    def __init__(self, length: int = LENGTH) -> None:
+        super().__init__(length)
+        self.fetched: list[int] = []
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for index in range(self.length):
+            self.fetched.append(index)
+            yield draw() * 0.1 + index
+
+
+class Counted(Reads):
+    def __len__(self) -> int:
+        return self.length
+
+
+class SavesCounted(Saves):
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.at %= self.length  # nobody asks for more than its length, so that it does not come to its end
+        return super().__iter__()
+
+
+def weighted(size: int, **settings: Any) -> DataLoader[Any]:
+    return DataLoader(Sized(), size, sampler=WeightedRandomSampler([1.0] * LENGTH, LENGTH, replacement=False))
+
+
+def distributed(size: int, **settings: Any) -> DataLoader[Any]:
+    sampler = DistributedSampler(range(LENGTH), 1, 0, seed=3)  # pyright: ignore[reportArgumentType]
+    return DataLoader(Sized(), size, sampler=sampler, **settings)
+
+
+Make = Callable[..., Any]
+KNOWN: dict[str, Make] = {
+    "in order": lambda size, **settings: DataLoader(Sized(), size, **settings),
+    "shuffled": lambda size, **settings: DataLoader(Sized(), size, shuffle=True, **settings),
+    "with a generator": lambda size, **settings: DataLoader(
+        Sized(), size, shuffle=True, generator=torch.Generator().manual_seed(7), **settings
+    ),
+    "given as batches": lambda size, **settings: DataLoader(
+        Sized(), batch_sampler=BatchSampler(RandomSampler(range(LENGTH)), size, False)
+    ),
+    "distributed": distributed,
+    "weighted": weighted,
+    "knows its place": lambda size, **settings: DataLoader(Saves(), size),
+    "knows its place and length": lambda size, **settings: DataLoader(SavesCounted(), size),
+}
+
+
+def resumed(first: Any, second: Any, folder: Path, name: str, **settings: Any) -> tuple[list[int], list[int], Any]:
+    """What was fetched until this point, from there, and the rows of that."""
+    trainer = {"max_epochs": 2, **settings}
+    training = Training(lambda: first, trainer=trainer)
+    _, follow, _ = training.fit(folder, wanted=lambda at: at == name)
+    (point,) = follow.points
+    rows, _, _ = Training(lambda: second, trainer=trainer).fit(folder, point, wanted=lambda at: False)
+    return first.dataset.fetched, second.dataset.fetched, rows
+
+
+def numbers(rows: Any, epoch: int) -> list[int]:
+    return [row[2] for row in rows if row[0] == "train" and row[1] == epoch]
+
+
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("kind", KNOWN)
+def test_with_batches_of_another_size_each_sample_of_the_epoch_is_seen_once(
+    kind: str, size: int, tmp_path: Path
+) -> None:
+    first, second, rows = resumed(KNOWN[kind](4), KNOWN[kind](size), tmp_path, "batch 0:3")
+    assert second[: LENGTH - 12] == first[12:LENGTH], "in the same order"
+    assert len(second) == LENGTH - 12 + LENGTH and set(second[LENGTH - 12 :]) == set(range(LENGTH))
+    total, left = -(-LENGTH // size), -(-(LENGTH - 12) // size)
+    begin = 12 // size if "place" in kind else total - left
+    assert numbers(rows, 0) == list(range(begin, begin + left))
+    assert numbers(rows, 1) == list(range(total))
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "distributed"])
+@pytest.mark.parametrize("before", [False, True])
+def test_with_another_drop_last(kind: str, before: bool, tmp_path: Path) -> None:
+    loaders = [KNOWN[kind](4, drop_last=drop) for drop in (before, not before)]
+    _, second, rows = resumed(loaders[0], loaders[1], tmp_path, "batch 0:3")
+    order, end = KNOWN[kind](4), LENGTH if before else 20
+    torch.manual_seed(1)
+    whole = resumed(order, KNOWN[kind](4), tmp_path, "batch 0:3")[0]
+    assert second[: end - 12] == whole[12:end]
+    assert numbers(rows, 0) == list(range(3, 6 if before else 5))
+    assert len(second) == end - 12 + end
+
+
+def test_with_another_size_and_drop_last_what_does_not_fill_a_batch_is_dropped(tmp_path: Path) -> None:
+    make = KNOWN["shuffled"]
+    first, second, _ = resumed(make(4, drop_last=True), make(3, drop_last=True), tmp_path, "batch 0:3")
+    assert second[: 20 - 12 + 1] == [*first[12:20], second[8]] and len(set(first[:12] + second[:9])) == 21
+
+
+@pytest.mark.parametrize("sizes", [(4, 2, 3), (2, 4, 8)])
+def test_three_sizes_in_one_epoch(sizes: tuple[int, int, int], tmp_path: Path) -> None:
+    make, seen, points = KNOWN["shuffled"], list[int](), list[Any]()
+    for number, size in enumerate(sizes):
+        loader = make(size)
+        training = Training(lambda loader=loader: loader, trainer={"max_epochs": 1})
+        start = points[-1] if points else None
+        _, follow, _ = training.fit(tmp_path, start, wanted=lambda at: at.startswith("batch"))
+        last = number == len(sizes) - 1
+        seen += loader.dataset.fetched if last else loader.dataset.fetched[: 2 * size]
+        points.append(follow.points[1])
+    assert sorted(seen) == list(range(LENGTH))
+
+
+def test_a_limit_in_batches_counts_what_was_seen(tmp_path: Path) -> None:
+    make = KNOWN["shuffled"]
+    _, second, rows = resumed(make(4), make(2), tmp_path, "batch 0:3", limit_train_batches=5)
+    assert numbers(rows, 0) == [] and numbers(rows, 1) == list(range(5)) and len(second) == 10
+    _, second, rows = resumed(make(4), make(2), tmp_path, "batch 0:1", limit_train_batches=5)
+    assert numbers(rows, 0) == [2, 3, 4]
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name.startswith("lightning_async.data")]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("length", [15, 30])
+def test_with_another_number_of_samples_the_epoch_is_that_which_was_begun(
+    length: int, shuffle: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loaders = [DataLoader(Sized(n), 4, shuffle=shuffle) for n in (LENGTH, length)]
+    with caplog.at_level(logging.WARNING, "lightning_async"):
+        first, second, _ = resumed(loaders[0], loaders[1], tmp_path, "batch 0:2")
+    left = [index for index in first[8:LENGTH] if index < length]
+    assert second[: len(left)] == left
+    assert sorted(second[len(left) :]) == list(range(length))
+    (line,) = told(caplog)
+    assert f"has {length} samples, and had {LENGTH}" in line and f"with the {len(left)} samples" in line
+
+
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
+@pytest.mark.parametrize("dataset", [Reads, Counted])
+@pytest.mark.parametrize(("size", "again"), [(2, 0), (8, 4), (5, 2)])
+def test_a_stream_that_is_read_again(
+    dataset: Any, size: int, again: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No sample is skipped; how many come again is told."""
+    loaders = [DataLoader(dataset(), each) for each in (4, size)]
+    with caplog.at_level(logging.WARNING, "lightning_async"):
+        _, second, rows = resumed(loaders[0], loaders[1], tmp_path, "batch 0:3")
+    begin = (12 - again) // size
+    assert second == [*range(LENGTH), *range(LENGTH)]
+    assert numbers(rows, 0) == list(range(begin, -(-LENGTH // size)))
+    lines = [line for line in told(caplog) if "come again" in line]
+    assert len(lines) == (again > 0)
+    assert not again or f"the 12 samples that were trained on in this epoch the last {again} come again" in lines[0]
+
+
+def test_workers_read_as_many_samples_again_as_each_had(tmp_path: Path) -> None:
+    loaders = [DataLoader(Endless(), each, num_workers=2) for each in (2, 4)]
+    training = Training(lambda: loaders[0], trainer={"max_epochs": 1})
+    _, follow, _ = training.fit(tmp_path, wanted=lambda at: at == "batch 0:4")
+    again = Training(lambda: loaders[1], trainer={"max_epochs": 1})
+    rows, _, _ = again.fit(tmp_path, follow.points[0], wanted=lambda at: False)
+    assert numbers(rows, 0) == [2, 3, 4, 5]
+
+
+def test_what_cannot_be_told_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Batches of a sampler of one's own, and several loaders."""
+    own = [
+        DataLoader(Sized(n), batch_sampler=OwnBatches(RandomSampler(range(n)), 4, False)) for n in (LENGTH, LENGTH + 8)
+    ]
+    with caplog.at_level(logging.WARNING, "lightning_async"):
+        resumed(own[0], own[1], tmp_path, "batch 0:2")
+    (line,) = told(caplog)
+    assert "of 31 samples" in line and "of 23 samples when" in line and "behind as many as then (2)" in line
+    caplog.clear()
+    several = [[DataLoader(Sized(), size), DataLoader(Sized(), 4)] for size in (4, 2)]
+    training = Training(lambda: several[0], trainer={"max_epochs": 1})
+    _, follow, _ = training.fit(tmp_path, wanted=lambda at: at == "batch 0:2")
+    with caplog.at_level(logging.WARNING, "lightning_async"):
+        Training(lambda: several[1], trainer={"max_epochs": 1}).fit(tmp_path, follow.points[0], wanted=lambda at: False)
+    (line,) = told(caplog)
+    assert "train dataloader 0 has batches of 2" in line and "(2)" in line
