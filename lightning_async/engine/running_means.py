@@ -80,15 +80,19 @@ def remaining(means: Sequence[RunningMean], then: Sequence[Tensor], device: torc
             [means[i].decay is None for i in indices],
             [means[i].per_update for i in indices],
         )
-        decay, cumulative, per_update = (torch.tensor(x, dtype=torch.float64, device=after.device) for x in lists)
+        decay, cumulative, per_update = (_moved(torch.tensor(x, dtype=torch.float64), after.device) for x in lists)
         updates = torch.ceil((after - before) / per_update)
         part = torch.where(cumulative > 0, before / after.clamp(min=1.0), decay**updates)
         part = torch.where(updates == 0, 1.0, torch.where(updates < 0, 0.0, part))
         gone = (updates != 0) & ((decay != 1.0) | (cumulative > 0) | (updates < 0))
-        rows.append(torch.stack([part, gone.double()], dim=1).to(device))
+        rows.append(_moved(torch.stack([part, gone.double()], dim=1), device))
         order += indices
-    places = torch.tensor(order, device=device).argsort()
-    return torch.cat(rows)[places]
+    return torch.cat(rows)[_moved(torch.tensor(order).argsort(), device)]
+
+
+def _moved(values: Tensor, device: torch.device) -> Tensor:
+    """Return a small tensor on a device; on the way to a GPU nobody waits for what that has yet to do."""
+    return values.to(device, non_blocking=device.type == "cuda")
 
 
 def late_mean(
@@ -148,15 +152,16 @@ def merge_late_(
         start = place.stop
         wide = torch.float64 if group[0][1].dtype is torch.float64 else torch.float32
         now = torch.cat([part.detach().reshape(-1).to(device, wide) for _, part in group])
-        rows = torch.cat([left[i].expand(size, 2) for (i, _), size in zip(group, sizes, strict=True)])
-        positive = torch.tensor([means[i].positive for i, _ in group], device=device)
+        times = _moved(torch.tensor(sizes), device)
+        rows = left[group[0][0] : group[-1][0] + 1].repeat_interleave(times, dim=0, output_size=sum(sizes))
+        positive = _moved(torch.tensor([means[i].positive for i, _ in group]), device)
         origin = torch.zeros((), device=device) if reference is None else reference[place]
         merged = late_mean(
             now, mean[place].to(wide), snapshot[place].to(wide), rows[:, 0].to(wide), rows[:, 1] > 0,
-            positive.repeat_interleave(torch.tensor(sizes, device=device), output_size=sum(sizes)), origin.to(wide),
+            positive.repeat_interleave(times, output_size=sum(sizes)), origin.to(wide),
         )  # fmt: skip
-        for (_, part), values in zip(group, merged.split(sizes), strict=True):
-            part.copy_(values.view(part.shape))
+        parts = [part for _, part in group]
+        torch._foreach_copy_(parts, [v.view(p.shape) for v, p in zip(merged.split(sizes), parts, strict=True)])
 
 
 def _groups(tensors: Sequence[Tensor]) -> Iterator[list[tuple[int, Tensor]]]:
