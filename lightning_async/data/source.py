@@ -145,8 +145,9 @@ class Source:
 
     def _set_epoch(self, position: Position) -> None:
         """Tell the dataset its epoch, as a hook at the epoch's start has done, which is not called again within it."""
-        if position.get("epoch") is not None and callable(getattr(self.loader.dataset, "set_epoch", None)):
-            self.loader.dataset.set_epoch(position["epoch"])
+        tell = getattr(getattr(self.loader, "dataset", None), "set_epoch", None)
+        if position.get("epoch") is not None and callable(tell):
+            tell(position["epoch"])
 
     def _tell(self, taken: int) -> None:
         if taken:
@@ -340,13 +341,17 @@ class _OfIterable(Source):
         self._first: list[Position] = []
         """The position before the first fetch since `keep`."""
         self._tape: Tape | None = None
+        self._iterates = loader
+        self._dataset: Any = None
+        """The loader's own, where another one stands for it."""
+        self._loaded = self._loaded_before = False
 
     def generators(self) -> dict[str, Any]:
         return generators_in({"loader": self.loader})
 
     def position(self, before: bool, ended: bool) -> Position:
         if ended:
-            return {"ended": True, "state": self._now()["state"]}
+            return {"ended": True, "state": self._now()["state"], "epoch": epoch_of(self.loader)}
         now = (self._before if before else None) or self._now()
         return {**now, "drawn": self._tape.drawn(now["made"]) if self._tape is not None else {}}
 
@@ -363,14 +368,48 @@ class _OfIterable(Source):
         return later
 
     def begin_at(self, position: Position) -> None:
-        if position.get("state") is not None and stateful(self.loader):
-            self.loader.load_state_dict(copy.deepcopy(position["state"]))
+        self._set_epoch(position)
+        if position.get("state") is not None and self._by_state:
+            ended, loader = "taken" not in position, self.loader
+            if not isinstance(loader, DataLoader):
+                self._iterates = Resumed(loader, ended)
+            elif loader._dataset_kind == _DatasetKind.Iterable and stateful(loader.dataset):
+                self._dataset = loader.dataset
+                vars(loader)["dataset"] = Resumed(loader.dataset, ended)  # which the loader loads
+            self._iterates.load_state_dict(copy.deepcopy(position["state"]))
+            self._loaded = True
+            if ended:
+                with Generators(self.generators()).kept():
+                    self._begin()  # that iteration is behind
         if "taken" in position:
             self._armed = position
         else:
             self.idle = position["ended"]
 
+    def detach(self) -> None:
+        if self._dataset is not None:
+            vars(self.loader)["dataset"] = self._dataset
+
+    @property
+    def _by_state(self) -> bool:
+        dataset = getattr(self.loader, "dataset", None)
+        return stateful(self.loader) and (not stateful(dataset) or resumable(dataset))
+
+    def _begin(self) -> Iterator[Any]:
+        """The loader's own next iteration."""
+        loaded, self._loaded = self._loaded, False
+        if self._loaded_before and getattr(self.loader, "restore", False) is True:
+            # litdata's loader begins at a loaded state until it has come to its end, which nobody waits for.
+            self.loader.restore = False
+        self._loaded_before = loaded
+        return iter(self._iterates)
+
     def problems(self) -> list[str]:
+        if isinstance(self.loader, DataLoader) and hasattr(self.loader, "restore"):  # litdata's
+            return [
+                f"{self.name} is a {type(self.loader).__name__}, which does not go on in the same order within a "
+                "later epoch than the first: use torch's DataLoader, which reads its dataset again up to its place"
+            ]
         if isinstance(self.loader, DataLoader) and stateful(self.loader) and self.loader.num_workers > 0:
             return [
                 f"{self.name} is a {type(self.loader).__name__}, which does not save its workers' random states: use "
@@ -384,20 +423,23 @@ class _OfIterable(Source):
         return []
 
     def _iterator(self) -> Iterator[Any]:
+        generators = Generators(self.generators())
         if self.idle:
-            yield from ()
             return
         start, self._armed = self._armed or {}, None
-        again, generators = not stateful(self.loader), Generators(self.generators())
+        again = not self._by_state
         self._tape = tape = Tape(generators, start.get("drawn") if again else None)
         taken, first = 0, start.get("random")
 
         def now(random: Any = None) -> Position:
-            state = None if again else copy.deepcopy(self.loader.state_dict())
-            return {"taken": taken, "made": tape.made, "random": random, "state": state}
+            # Before the first fetch the loaded state is it; litdata's loader would write its own of then into it.
+            loaded = start.get("state") if tape.made <= 1 else None
+            state = None if again else copy.deepcopy(loaded or self.loader.state_dict())
+            epoch = epoch_of(self.loader)
+            return {"taken": taken, "made": tape.made, "random": random, "state": state, "epoch": epoch}
 
         self._now, self._before = now, None
-        batches = tape.call(lambda: iter(self.loader))
+        batches = tape.call(self._begin)
         if start and (again or start.get("state") is None):
             self._tell(start["taken"])
             with generators.kept():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import pickle
 import random
@@ -145,17 +146,6 @@ class OfOtherArguments(Endless):
         raise NotImplementedError
 
 
-class Lazy(Sampler[int]):
-    """Draws each index when it is asked for, from the generators that training draws from too."""
-
-    def __iter__(self) -> Iterator[int]:
-        for _ in range(23):
-            yield int(torch.randint(23, ())) if random.random() < 0.5 else int(np.random.randint(23))
-
-    def __len__(self) -> int:
-        return 23
-
-
 class Batches:
     """No DataLoader at all."""
 
@@ -180,6 +170,87 @@ class SavingBatches(Batches):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.at = state["at"]
+
+
+class UntilItsEnd(DataLoader[Any]):
+    """As litdata's: has its own iterator, and begins at a loaded state until it has come to its end."""
+
+    def __init__(self) -> None:
+        super().__init__(Sized(), 3)
+        self.restore, self.current_epoch, self.at, self.loaded = False, 0, 0, dict[str, int]()
+
+    def _get_iterator(self) -> Any:
+        return super()._get_iterator()
+
+    def state_dict(self) -> dict[str, int]:
+        self.loaded.update({"epoch": self.current_epoch, "at": self.at})
+        return self.loaded
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.restore, self.loaded, self.current_epoch = True, state, state["epoch"]
+
+    def __iter__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if not self.restore:
+            self.current_epoch, self.loaded = self.current_epoch + 1, {"epoch": 0, "at": 0}
+        self.at = self.loaded["at"]
+        order = random.Random(self.current_epoch).sample(range(23), 23)
+        while self.at < 23:
+            self.at += 3
+            yield torch.stack([draw() * 0.1 + index for index in order[self.at - 3 : self.at]])
+        self.restore = False
+
+
+class Once(DataLoader[Any]):
+    """As torchdata's: the next iterator begins at a loaded state, also of one of which no more is read."""
+
+    state: Any = None
+    at = 0
+
+    def _get_iterator(self) -> Any:
+        return super()._get_iterator()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "dataset": self.dataset.state_dict()}  # pyright: ignore
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self)["state"] = state
+
+    def __iter__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        state, vars(self)["state"], vars(self)["at"] = self.state, None, 0
+        if state is not None:
+            self.dataset.load_state_dict(state["dataset"])  # pyright: ignore
+            vars(self)["at"] = state["at"]
+        return self._batches(iter(self.dataset), self.at)
+
+    def _batches(self, samples: Iterator[torch.Tensor], at: int) -> Iterator[torch.Tensor]:
+        while batch := list(itertools.islice(samples, 3)):
+            vars(self)["at"] += 1
+            yield torch.stack(batch)
+
+
+class KeepsBatches(SavingBatches):
+    """Begins every iteration at a loaded state."""
+
+    begin = 0
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.begin = state["at"]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for at in range(self.begin + 1, 9):
+            self.at = at
+            yield torch.stack([draw() * 0.1 + self.at for _ in range(3)])
+
+
+class Lazy(Sampler[int]):
+    """Draws each index when it is asked for, from the generators that training draws from too."""
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(23):
+            yield int(torch.randint(23, ())) if random.random() < 0.5 else int(np.random.randint(23))
+
+    def __len__(self) -> int:
+        return 23
 
 
 def generator() -> torch.Generator:
@@ -240,6 +311,23 @@ def test_a_dataset_with_a_state_begins_each_later_epoch_as_without_a_resume(
     training = Training(lambda: DataLoader(KEEPING[kind](), batch_size=3, **settings), validates=False)
     counts = (kind, workers) == ("counts epochs", "persistent")  # beyond an epoch its workers are new ones
     goes_on(training, tmp_path, ["batch 0:5"] if counts else ["batch 0:5", "batch 0:8", "epoch 0:8"])
+
+
+WITH_STATES: dict[str, Callable[[], Any]] = {
+    "until its end": UntilItsEnd,
+    "once": lambda: Once(Keeps()),
+    "keeps batches": KeepsBatches,
+}
+
+
+@pytest.mark.parametrize("limit", [1.0, 6])
+@pytest.mark.parametrize("kind", WITH_STATES)
+def test_a_loader_with_a_state_begins_each_later_epoch_as_without_a_resume(
+    kind: str, limit: float, tmp_path: Path
+) -> None:
+    training = Training(WITH_STATES[kind], validates=False, trainer={"limit_train_batches": limit})
+    last = "8" if limit == 1.0 else "6"
+    goes_on(training, tmp_path, ["batch 0:5", "batch 1:4", f"epoch 0:{last}"])
 
 
 class Tells(Net):

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_async.data.source import sources_of
 from lightning_async.trainer.resume import Resume
 from tests.resume.problem import Endless, Net, Sized, Training
-from tests.resume.test_loaders import Batches
+from tests.resume.test_loaders import Batches, UntilItsEnd
 
 
 class Wrapping(DataLoader[Any]):
@@ -44,6 +44,7 @@ LOADERS = {
     "in_order=True": lambda: DataLoader(Sized(), 3, num_workers=1, in_order=False),
     "`__iter__` of its own": lambda: Wrapping(Sized(), 3),
     "use torch's DataLoader": lambda: Stateful(Sized(), 3, num_workers=1),
+    "use torch's DataLoader, which reads its dataset again": UntilItsEnd,
     "is an iterator (generator)": iterator,
 }
 
