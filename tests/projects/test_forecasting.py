@@ -47,7 +47,7 @@ def train(strategy: str) -> Told:
     validation = forecasting.TimeSeriesDataSet.from_dataset(training, frame(48, 2), predict=True)
     whole, (targets, _) = next(iter(validation.to_dataloader(train=False, batch_size=48)))
     model = forecasting.TemporalFusionTransformer.from_dataset(
-        training, hidden_size=8, attention_head_size=1, hidden_continuous_size=4, dropout=0.0, learning_rate=1e-2,
+        training, hidden_size=8, attention_head_size=1, hidden_continuous_size=4, dropout=0.0, learning_rate=2e-3,
         log_interval=0, optimizer="adam",
     )  # fmt: skip
 
@@ -55,7 +55,7 @@ def train(strategy: str) -> Told:
         return (module.to_prediction(module(whole)) - targets).abs().mean()
 
     callback, seen = watch(error, lambda batch: len(batch[1][0]))
-    trainer = pl.Trainer(**TRAINER, strategy=strategy, callbacks=[callback], max_epochs=2)
+    trainer = pl.Trainer(**TRAINER, strategy=strategy, callbacks=[callback], max_epochs=8)
     trainer.fit(
         model,
         training.to_dataloader(train=True, batch_size=8),
