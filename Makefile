@@ -11,11 +11,13 @@
 #                              (SOAK_S=600). It fails where a target is missed
 #   make servers               what a push to a server takes, and kills of servers and workers, in runs/servers
 #                              (SERVER_KILLS=30, WORKER_KILLS=100)
+#   make projects              models of other people's libraries under every strategy, beside DDP; the libraries are
+#                              installed into `.venv-projects`
 #   make lint | types | bench | clean
 #
 # Variables: PYTHON (which Python makes the environment), PIP_ARGS (more options for pip), TORCH (which torch: a
 # requirement for pip; it stays installed until another is asked for), DEMO_ARGS, TEST_ARGS, BENCH_ARGS, ELASTIC_ARGS,
-# HOROVOD_ARGS.
+# HOROVOD_ARGS, PROJECTS_ARGS.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -35,7 +37,7 @@ else
 TORCH ?= torch==2.13.0
 endif
 
-.PHONY: help venv demo test horovod native gpu lint types bench kills soak servers format clean ask
+.PHONY: help venv demo test horovod native gpu lint types bench kills soak servers projects format clean ask
 help:
 	@sed -n 's/^#   //p' Makefile
 
@@ -71,7 +73,7 @@ TEST_JOBS ?= 3
 test: export OMP_NUM_THREADS ?= 1
 test: $(VENV)/.ready-test
 	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder \
-	  -m "not benchmark and not alone" $(TEST_ARGS); beside=$$?; \
+	  -m "not benchmark and not project and not alone" $(TEST_ARGS); beside=$$?; \
 	$(BIN)/python -m pytest -m "alone and not benchmark" $(TEST_ARGS); alone=$$?; \
 	case $$beside,$$alone in 0,0|0,5|5,0) ;; *) exit 1 ;; esac
 
@@ -115,5 +117,10 @@ servers: $(VENV)/.ready-test
 	$(BIN)/python -m tests.benchmarks.server --out runs/servers --kills $(SERVER_KILLS) --worker-kills $(WORKER_KILLS)
 	$(BIN)/python -m tests.benchmarks.served_kills --out runs/servers --server-kills $(SERVER_KILLS) --worker-kills $(WORKER_KILLS)
 
+# The libraries have an environment of their own: what they need must not decide what the other tests run with.
+projects:
+	$(MAKE) VENV=.venv-projects .venv-projects/.ready-projects
+	.venv-projects/bin/python -m pytest -m project -rP tests/projects $(PROJECTS_ARGS)
+
 clean:
-	rm -rf $(VENV) runs build dist *.egg-info lightning_async/ops/lib .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-projects runs build dist *.egg-info lightning_async/ops/lib .pytest_cache .ruff_cache .hypothesis

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torchmetrics import MeanMetric
 
-from lightning_async import AsyncAveragingStrategy, DiLoCo, TorchTransport
+from lightning_async import AsyncAveragingStrategy, DiLoCo, EveryNSteps, TorchTransport
 from lightning_async.trainer.namespace import pl, pytorch
 from tests.strategies import problem
-from tests.strategies.workers import Net, fit, loader, rank, scenario, shard
+from tests.strategies.workers import Net, fit, loader, make_trainer, rank, scenario, shard
 
 
 def _fit(module: Any = None, **options: Any) -> Any:
@@ -233,6 +233,26 @@ def a_shared_transport() -> Any:
         "one": strategies[0].transport is strategies[1].transport,
         "alike": problem.digest(modules[0]) == problem.digest(modules[1]),
     }
+
+
+@scenario
+def a_registered_variant() -> Any:
+    """Settings under a name of the user's: two trainers take it at once, and one has objects of its own."""
+    registry = pytorch("strategies").StrategyRegistry
+    settings = {"overlap": False, "compression": "int8", "min_replicas": 2}
+    for _ in range(2):  # as where a notebook's cell runs again
+        registry.register(
+            "averaging_int8", AsyncAveragingStrategy, override=True, rule=DiLoCo(), schedule=EveryNSteps(2), **settings
+        )
+    strategies = ["averaging_int8", "averaging_int8", AsyncAveragingStrategy(DiLoCo(), EveryNSteps(2), **settings)]
+    trainers = [make_trainer(strategy) for strategy in strategies]
+    told = []
+    for trainer in trainers:
+        module = Net()
+        trainer.fit(module, loader(shard((4, 4))))
+        told.append({"digest": problem.digest(module), "rounds": trainer.strategy.summary.rounds})
+    rules = [trainer.strategy.rule for trainer in trainers]
+    return {"told": told, "shared": [rule is rules[0] for rule in rules], "rule": repr(rules[1])}
 
 
 @scenario

@@ -14,6 +14,7 @@ from lightning_async import (
     AsyncGradientStrategy,
     Deadlines,
     DeltaMean,
+    DiLoCo,
     EveryNSteps,
     FaultTolerantCheckpoint,
     HorovodStrategy,
@@ -172,6 +173,15 @@ def test_ranks_of_horovodrun_are_not_started_again(monkeypatch: pytest.MonkeyPat
 def test_two_strategies_may_share_a_transport(ranks: Outcomes) -> None:
     for told in ranks("a_shared_transport"):
         assert told["one"] and told["alike"], told
+
+
+def test_a_registered_variant_serves_two_trainers_whose_settings_are_the_same_objects(ranks: Outcomes) -> None:
+    for answer in ranks("a_registered_variant"):
+        assert answer["shared"] == [True, True, False]
+        assert answer["rule"] == repr(DiLoCo())
+        first, second, own = answer["told"]
+        assert first == second == own
+        assert own["rounds"] > 1
 
 
 def test_without_horovod_the_advice_can_be_followed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,1 @@
+"""Models of other people's libraries, trained under every strategy and under DDP: `make projects`."""
