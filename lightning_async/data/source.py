@@ -164,7 +164,7 @@ class _OfDataLoader(Source):
         super().__init__(loader, name)
         self._here: Here | None = None
         self._resumed: Resumed | None = None
-        vars(loader)["_get_iterator"] = _IteratorsOf(loader, self._iterator)
+        vars(loader)["_get_iterator"] = _IteratorsOf(self)
         loader._iterator = None  # workers that persist from an earlier fit were made without us
 
     def generators(self) -> dict[str, Any]:
@@ -318,13 +318,17 @@ class _OfDataLoader(Source):
 
 
 class _IteratorsOf:
-    """In the place of a loader's `_get_iterator`. Pickles and deep copies of the loader have its own."""
+    """In the place of a loader's `_get_iterator`. Pickles and deep copies of the loader have its own.
 
-    def __init__(self, loader: DataLoader[Any], make: Callable[[], Iterator[Any]]) -> None:
-        self._loader, self._make = loader, make
+    Args:
+        source: makes the iterators.
+    """
+
+    def __init__(self, source: _OfDataLoader) -> None:
+        self._loader, self.source = source.loader, source
 
     def __call__(self) -> Iterator[Any]:
-        return self._make()
+        return self.source._iterator()
 
     def __reduce__(self) -> Any:
         return getattr, (self._loader, "_get_iterator")

@@ -14,7 +14,7 @@ __all__ = ["end_at", "follower", "go_on_with", "train_on"]
 
 def follower(loader: Any) -> Source | None:
     """What follows a loader's position, for checkpoints."""
-    owner = getattr(vars(loader).get("_get_iterator"), "__self__", None)
+    owner = getattr(vars(loader).get("_get_iterator"), "source", None)
     return owner if isinstance(owner, Source) else None
 
 
