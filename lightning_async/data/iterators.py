@@ -41,6 +41,7 @@ from lightning_async.data.workers import Carried, Carrier, Resumed, Start, resum
 __all__ = ["Here", "epoch_of", "iterate"]
 
 Position = dict[str, Any]
+_REPLACED = 3
 _LOOK_S = 0.5  # torch looks every 5 s whether a worker that says nothing lives
 
 _OF_TORCH = (DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -259,6 +260,9 @@ class _Single(_SingleProcessDataLoaderIter):
 
 
 class _Multi(_MultiProcessingDataLoaderIter):
+    _replaced = -1, 0
+    """The number of batches behind which workers were replaced last, and how often there."""
+
     def __init__(self, loader: Any, here: Here, fetches_again: bool) -> None:
         self._here, self._loader, start = here, loader, here.start
         self._indices = _indices(loader, here)
@@ -301,8 +305,12 @@ class _Multi(_MultiProcessingDataLoaderIter):
                 here.exhausted = True
                 raise
             except Exception:
-                if not self._were_told() or not here.told():
+                # What a worker itself has raised comes again: so at one place they are replaced a few times only.
+                place, times = self._replaced
+                times = times + 1 if place == here.taken else 1
+                if times > _REPLACED or not self._were_told() or not here.told():
                     raise
+                self._replaced = here.taken, times
                 self._replace_workers()
             else:
                 here.taken += 1

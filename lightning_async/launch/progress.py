@@ -43,6 +43,8 @@ class Progress:
         self._since = now
         self._first: dict[tuple[str, int, int], int] = {}
         """The step at which each training of each process was first heard of."""
+        self._begun: dict[tuple[str, int], int] = {}
+        """The newest step of each process that has taken one."""
         self._reached: dict[tuple[str, int], tuple[int, bool]] = {}
         self._heard: dict[tuple[str, int], tuple[float, float]] = {}
 
@@ -62,8 +64,14 @@ class Progress:
         newest = max(((s.run, s.generation) for s in last.values()), default=(0, 0))
         begun = False
         for each in last.values():
-            first = self._first.setdefault((each.name, each.process, each.run), each.step)
-            begun |= each.run == newest[0] and each.step > first
+            process = each.name, each.process
+            key = *process, each.run
+            if key not in self._first:  # a run that goes on where the last one was, as ranks join, has begun
+                goes_on = process in self._begun and each.step >= self._begun[process]
+                self._first[key] = each.step - goes_on
+            if each.step > self._first[key]:
+                self._begun[process] = each.step
+                begun |= each.run == newest[0]
         members = {name for s in last.values() if (s.run, s.generation) == newest for name in s.members}
         done = bool(members) and all(reached[s.name, s.process][1] for s in last.values() if s.name in members)
         if reached != self._reached or done:  # what a script does after training is its own business

@@ -91,6 +91,8 @@ class Stepping:
         self._reduced = False
         """Manual optimization: gradients were averaged since the last batch with a step."""
         self._overlaps = not changes_gradients(strategy.module)
+        self._skipped = False
+        """Automatic optimization: the batch under way has no loss."""
         self._in_step = False
         """Automatic optimization: the closure of a synchronous step runs."""
         self._batches = Batches(strategy, self._count_samples)
@@ -134,15 +136,18 @@ class Stepping:
         """Automatic optimization: ``run`` the optimizer's step with this ``closure``, or its synchronous kind."""
         planned, self._gradients.told = self._averager.plan(self._meet), None
         synchronous, before = planned.action is Action.GRADIENTS, self._seen
+        self._skipped = False
         output = run(self._synchronised(closure) if synchronous else closure)
         empty = synchronous and self._gradients.told is not None and not self._gradients.told.weight
+        if self._skipped and not synchronous:  # an optimizer's step without a gradient moves nothing
+            empty = all(p.grad is None for p in self._gradients.replica.tensors.trained.values())
         self._tick(planned, stepped=self._seen > before and not empty)
         return output
 
     def skip_batch(self) -> None:
         """Automatic optimization: `training_step` has made no loss of the batch under way."""
         self._batches.see()
-        self._samples, self._of_batch = self._samples - self._of_batch, 0.0
+        self._samples, self._of_batch, self._skipped = self._samples - self._of_batch, 0.0, True
 
     @contextmanager
     def backward(self) -> Iterator[None]:

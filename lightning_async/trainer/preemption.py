@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch.utils.data._utils.signal_handling as torch_signals
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lightning_async.trainer.namespace import pytorch
 from lightning_async.trainer.patches import Undo, replace, set_for_now
@@ -83,6 +84,7 @@ class Preemption:
             replace(signals, "_slurm_sigusr_handler_fn", lambda original: requeue),
             replace(signals, "register_signal_handlers", self._register),
             replace(torch_signals, "_error_if_any_worker_fails", _but_for_sigterm),
+            replace(_MultiProcessingDataLoaderIter, "_try_get_data", _look_first),
         ]
 
     def is_told(self) -> bool:
@@ -110,7 +112,13 @@ class Preemption:
         return register_signal_handlers
 
     def _hear(self, number: int, frame: Any) -> None:
-        """Note the signal, before whoever knows what follows from it: a strategy may have put that there."""
+        """Note the signal, before whoever knows what follows from it: a strategy may have put that there.
+
+        A second signal ends the process at once.
+        """
+        if self.told and time.monotonic() - self._told_at > _SAME_S:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
         if not self.told:
             self._told_at = time.monotonic()
             self.told = True
@@ -127,16 +135,15 @@ class Preemption:
             preempted = isinstance(sys.exc_info()[1], pytorch("utilities.exceptions").SIGTERMException)
             try:
                 users(signal.SIGTERM, sys._getframe())
-            except SystemExit:
-                if not preempted:  # else it is on its way out, with the code that says that all is saved
+            except BaseException:
+                if not preempted:
                     raise
+                # It is on its way out, with the code that says that all is saved.
+                log.info("What this program's own handler of SIGTERM raised does not take its place:", exc_info=True)
 
         undo = set_for_now(signals, "teardown", teardown)
 
     def _on_sigterm(self, number: int, frame: Any) -> None:
-        if self.told and time.monotonic() - self._told_at > _SAME_S:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)
         self._hear(number, frame)
 
     def _on_requeue(self, number: int, frame: Any) -> None:
@@ -168,14 +175,36 @@ class Preemption:
 def _but_for_sigterm(original: Callable[[], None]) -> Callable[[], None]:
     """Return what torch's handler of SIGCHLD calls: it raises for a worker that has died, but not of SIGTERM.
 
-    That exception comes wherever the main thread is, amid a step or a save. The loader misses the worker by itself.
+    That exception comes wherever the main thread is, amid a step or a save. The loader misses the worker by itself, but
+    while it reads: the worker may have left half a message, to whose end nobody comes.
     """
 
     def error_if_any_worker_fails() -> None:
         try:
             original()
         except RuntimeError as error:
-            if str(signal.strsignal(signal.SIGTERM)) not in str(error):
+            if str(signal.strsignal(signal.SIGTERM)) not in str(error) or _reads(sys._getframe(1)):
                 raise
 
     return error_if_any_worker_fails
+
+
+def _reads(frame: Any) -> bool:
+    """Return whether the main thread takes something from a loader's workers, or ends them."""
+    while frame is not None:
+        if frame.f_code.co_name in ("_try_get_data", "_shutdown_workers"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _look_first(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a read from workers that fails at once where a signal has ended one, which may have left half a message."""
+
+    def try_get_data(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for lives, worker in zip(self._workers_status, self._workers, strict=True):
+            if lives and worker.exitcode == -signal.SIGTERM:
+                raise RuntimeError(f"DataLoader worker (pid {worker.pid}) was ended by a signal: Terminated.")
+        return original(self, *args, **kwargs)
+
+    return try_get_data

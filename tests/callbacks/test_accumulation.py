@@ -504,7 +504,7 @@ def test_a_strategy_that_accumulates_by_itself_refuses_what_it_cannot_be_told(
 def test_alone_windows_in_the_background_are_those_of_the_callback():
     steps, module = Steps(), line()
     sizes = AdaptiveGradientAccumulation(ByStep({0: 4, 1: 3, 2: 1}))
-    trainer(sizes, steps, strategy=AsyncGradientStrategy(4), use_distributed_sampler=False).fit(module, loader())
+    trainer(sizes, steps, strategy=AsyncGradientStrategy(), use_distributed_sampler=False).fit(module, loader())
     assert steps.at == [3, 6, 7, 8, 9, 10]
     assert values(module) == pytest.approx(by_hand(ROWS.split(4), [4, 3, 1, 1, 1, 1]), rel=1e-5)
 
