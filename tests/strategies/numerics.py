@@ -148,14 +148,6 @@ def weighted_by_a_function() -> Any:
     return weighted_consensus(weighting=lambda batch: len(batch[0]) ** 2)
 
 
-@scenario
-def weighted_by_a_wrong_function() -> Any:
-    try:
-        return weighted_consensus(weighting=lambda batch: 4 - len(batch[0]), min_replicas=2)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-
-
 class ValidateAgain(pl.Callback):
     """A second validation right after the first, then a third."""
 

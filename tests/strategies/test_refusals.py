@@ -329,3 +329,10 @@ def test_another_optimizer_than_the_saved_one_is_refused_unless_it_can_go_on(sav
         for name in ("foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay"):
             state["param_groups"][0].pop(name, None)
         check_saved([optimizer], [state])
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+def test_a_weight_that_cannot_be_names_the_function_and_what_it_returned(weight: float) -> None:
+    strategy = AsyncAveragingStrategy(weighting=lambda batch: weight)
+    with pytest.raises(ValueError, match=rf"`AsyncAveragingStrategy\(weighting=<function .*>\)` returned {weight} for"):
+        strategy.count([0])
