@@ -199,7 +199,7 @@ def _reads(frame: Any) -> bool:
 
 
 def _look_first(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a read from workers that fails at once where a signal has ended one: half a message may be all there is."""
+    """Return a read from workers that fails at once where a signal has ended one: half a message may be left."""
 
     def try_get_data(self: Any, *args: Any, **kwargs: Any) -> Any:
         for lives, worker in zip(self._workers_status, self._workers, strict=True):

@@ -281,7 +281,7 @@ def fails(folder: Path) -> Any:
 
 @scenario
 def not_finite() -> Any:
-    """A gradient of one rank's spoils the mean of all."""
+    """A gradient of one rank's would spoil the mean of all: it is dropped before anything watches."""
     return fit_line(windows(2), Line(on_rank_1({9: NAN})), DivergenceMonitor(), n=24)
 
 

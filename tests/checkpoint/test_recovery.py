@@ -20,6 +20,7 @@ from lightning_async.engine.checkpoint import manifest
 from lightning_async.engine.checkpoint.recovery import STRATEGIES, agree, candidates, recover
 from lightning_async.engine.checkpoint.store import CheckpointStore
 from lightning_async.engine.files import LocalFiles
+from lightning_async.engine.files.sealed import seal
 from lightning_async.errors import CheckpointError
 from lightning_async.rules.saving import Best
 from tests.checkpoint.stores import assert_whole, save, write_ranks
@@ -160,10 +161,11 @@ def test_where_nothing_can_be_renamed_the_next_one_is_still_found(
 
 
 def test_a_newer_format_is_not_passed_over(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(manifest, "FORMAT", 2)
+    monkeypatch.setattr(manifest, "FORMAT", 3)
+    monkeypatch.setattr(manifest, "seal", lambda fields: seal({**fields, "format": 3}))
     save(store, 6)
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match=r"000006-step-60/manifest.json is of format 2"):
+    with pytest.raises(CheckpointError, match=r"000006-step-60/manifest.json is of format 3"):
         recover(store)
 
 
@@ -243,11 +245,12 @@ def test_ranks_that_have_none_in_common_are_told(store: CheckpointStore, tmp_pat
 
 def test_a_newer_format_on_one_rank_stops_all(store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     shutil.copytree(store.dirpath, tmp_path / "other")
-    monkeypatch.setattr(manifest, "FORMAT", 2)
+    monkeypatch.setattr(manifest, "FORMAT", 3)
+    monkeypatch.setattr(manifest, "seal", lambda fields: seal({**fields, "format": 3}))
     save(store, 6)
     monkeypatch.undo()
     for error in Ranks(2).recover([CheckpointStore(tmp_path / "other"), store]):
-        assert "is of format 2" in str(error)
+        assert "is of format 3" in str(error)
 
 
 def test_a_directory_that_one_rank_cannot_list_stops_all(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch):

@@ -84,30 +84,30 @@ if not torch.cuda.is_available():
 print(torch.cuda.get_device_name(), torch.cuda.get_device_capability(), torch.cuda.get_device_properties(0))
 print("NCCL", nccl.version())
 '
-if ! stage probe 30 "$PYTHON" -c "$probe"; then
+if ! stage probe 20 "$PYTHON" -c "$probe"; then
   echo "no GPU: the other stages are left out; see $out/probe.log" >&2
   exit 2
 fi
 stage driver 5 nvidia-smi
-stage build 70 "$PYTHON" cuda_ext/build.py cuda
-stage doctor 15 "$PYTHON" -m lightning_async.commands.main doctor
-stage tests 50 "$PYTHON" -m pytest -m gpu tests/ops -p no:cacheprovider
-stage benchmark 30 "$PYTHON" -m tests.benchmarks.ops_gpu --out "$out"
-stage overlap 85 "$PYTHON" -m tests.benchmarks.overlap_gpu --seconds 72 --out "$out"
-stage nccl 90 "$PYTHON" -m pytest -m gpu -v tests/comm -k "not test_contract" -p no:cacheprovider
-stage contract 150 "$PYTHON" -m pytest -m gpu -v --tb=short tests/comm/test_nccl.py -k test_contract -p no:cacheprovider
+stage build 60 "$PYTHON" cuda_ext/build.py cuda
+stage doctor 20 "$PYTHON" -m lightning_async.commands.main doctor
+stage tests 40 "$PYTHON" -m pytest -m gpu tests/ops -p no:cacheprovider
+stage benchmark 25 "$PYTHON" -m tests.benchmarks.ops_gpu --out "$out"
+stage overlap 80 "$PYTHON" -m tests.benchmarks.overlap_gpu --seconds 68 --out "$out"
+stage nccl 75 "$PYTHON" -m pytest -m gpu -v tests/comm -k "not test_contract" -p no:cacheprovider
+stage contract 95 "$PYTHON" -m pytest -m gpu -v --tb=short tests/comm/test_nccl.py -k test_contract -p no:cacheprovider
 cuobjdump=$(tool cuobjdump)
 if [ -n "$cuobjdump" ]; then
   nvdisasm=$(tool nvdisasm)
   PATH=$PATH:$(dirname "${nvdisasm:-$cuobjdump}") # cuobjdump calls it
-  stage sass 20 bash -o pipefail -c '"$0" -sass lightning_async/ops/lib/liblightning_async_cuda.so |
+  stage sass 15 bash -o pipefail -c '"$0" -sass lightning_async/ops/lib/liblightning_async_cuda.so |
     awk -f tests/gpu/sass.awk' "$cuobjdump"
 else
   missing sass cuobjdump
 fi
 sanitizer=$(tool compute-sanitizer)
 if [ -n "$sanitizer" ]; then
-  stage sanitizer 50 "$sanitizer" --error-exitcode 9 "$PYTHON" -m pytest -m gpu -q -p no:cacheprovider \
+  stage sanitizer 45 "$sanitizer" --error-exitcode 9 "$PYTHON" -m pytest -m gpu -q -p no:cacheprovider \
     tests/ops/test_gpu.py -k "2049-1-"
 else
   missing sanitizer compute-sanitizer

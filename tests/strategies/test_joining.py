@@ -141,6 +141,7 @@ def test_one_that_comes_within_the_rest_of_an_epoch_ends_it_as_the_others_do() -
         epoch = SimpleNamespace(
             _update_learning_rates=lambda interval, watches: stepped.append(f"{interval}{', watching' * watches}"),
             _should_check_val_fx=None, val_loop=SimpleNamespace(run=None), global_step=1, max_steps=-1,
+            on_run_start=None, advance=None,
         )  # fmt: skip
         progress = SimpleNamespace(current=SimpleNamespace(processed=0))
         fit = SimpleNamespace(epoch_loop=epoch, epoch_progress=progress, max_epochs=9, restarting=False)
