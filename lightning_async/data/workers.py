@@ -98,8 +98,11 @@ class Resumed(IterableDataset[Any]):
         self._follows, self._first = not _same(state, self._fresh), None
         keeps_apart = self._follows and _same(self.iterable.state_dict(), self._fresh)
         if self._ended and keeps_apart:
-            # It would begin at the end. One that counts its epochs in its state shows what was loaded at once.
-            self._undo()
+            # It would begin at the end. That iteration is begun here, and dropped: one that counts its epochs as they
+            # begin has counted it then, and the next iteration tells whether it begins there again.
+            with Generators(generators_in({"dataset": self.iterable})).kept():
+                first = next(iter(self.iterable), _END)
+            self._first = first is not _END, copy.deepcopy(self.iterable.state_dict())
 
     def __iter__(self) -> Iterator[Any]:
         return self._followed(iter(self.iterable)) if self._follows else iter(self.iterable)
@@ -108,6 +111,10 @@ class Resumed(IterableDataset[Any]):
         generators = Generators(generators_in({"dataset": self.iterable}))
         random = generators.take()
         sample = next(samples, _END)
+        if sample is _END and self._ended and self._follows and self._first is None:  # it has begun behind its end
+            self._first = False, copy.deepcopy(self.iterable.state_dict())
+            samples = iter(self.iterable)
+            sample = next(samples, _END)
         found = sample is not _END, copy.deepcopy(self.iterable.state_dict())
         again = _same(found, self._first) if self._first is not None else self._ended and not found[0]
         if again and self._follows:
