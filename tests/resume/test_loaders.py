@@ -123,12 +123,8 @@ class CountsBeginnings(Keeps):
 
     epoch = -1
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.loaded, self.epoch, self.at = state, state["epoch"], state["at"]
-
     def __iter__(self) -> Iterator[torch.Tensor]:
-        if self.loaded is None:
-            self.epoch += 1
+        self.epoch = self.epoch + 1 if self.loaded is None else self.loaded["epoch"]
         for sample in super().__iter__():
             self.loaded = None
             yield sample
