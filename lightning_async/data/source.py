@@ -207,8 +207,14 @@ class _OfDataLoader(Source):
         then, now = position["batch_size"], size_of(self.loader)
         if self._is_iterable:
             return self._refetched(position, then, now) if then and now else position
-        if not position["taken"] and not position["made"]:
-            return position  # nothing of the epoch is drawn yet
+        if not position["taken"] and not position["made"]:  # nothing of the epoch is drawn yet
+            if (position.get("share") or {}).get("kind") == "given" and then != now:
+                log.warning(
+                    "%s has batches of %s, and %s when the checkpoint was made. What is left of this epoch was divided "
+                    "among another number of ranks, and is trained on in batches of %s, later epochs of %s.",
+                    self.name, now, then, then, now,
+                )  # fmt: skip
+            return position
         if type(self.loader.batch_sampler) is not BatchSampler or (order := self._order(position)) is None:
             log.warning(
                 "%s has %s, and %s when the checkpoint was made. Nobody knows its samples but by its own batches, so "
