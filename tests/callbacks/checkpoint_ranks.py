@@ -260,7 +260,9 @@ def preempted(
         train(folder, strategy(), told, every_n_train_steps=1000, **settings)
     except SystemExit as error:
         code = error.code
-    entries = CheckpointStore(folder).entries()
+    store = CheckpointStore(folder)
+    until(store.entries, "a save of which another rank's part may have come last")
+    entries = store.entries()
     rest = train(folder, strategy(), every_n_train_steps=1000)
     return {
         "code": code,
