@@ -251,15 +251,18 @@ def preempted(
     who: Collection[int] = (1,),
     when: type[At] = At,
     tell: Callable[[], None] = tell_this,
+    leave: Callable[[Path], None] | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Some ranks are told to go."""
+    """Some ranks are told to go, and ``leave`` when their training has ended."""
     told = when(STOP, lambda: tell() if rank() in who else None)
     code: Any = None
     try:
         train(folder, strategy(), told, every_n_train_steps=1000, **settings)
     except SystemExit as error:
         code = error.code
+    if leave is not None:
+        leave(folder)
     store = CheckpointStore(folder)
     until(store.entries, "a save of which another rank's part may have come last")
     entries = store.entries()

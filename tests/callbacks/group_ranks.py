@@ -8,9 +8,12 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lightning_async import AsyncGradientStrategy, DeltaMean, DiLoCo, EveryNSteps, Synchronous
 from tests.callbacks.checkpoint_ranks import preempted, send, until
-from tests.strategies.workers import scenario, together
+from tests.strategies.workers import rank, scenario, together
+from tests.support import free_port
 
 
 def tell_group() -> None:
@@ -27,6 +30,19 @@ def tell_group_with_pool() -> None:
         pool.submit(int).result()
 
 
+def leave_group(folder: Path) -> None:
+    """End torch's process group as the end of a process does, and make the next one where nothing is left of it.
+
+    A rank whose worker has died of the signal may leave within a step. The others wait for it in DDP's collectives until
+    its connections close.
+    """
+    torch.distributed.destroy_process_group()
+    (folder / f"port-{rank()}").write_text(str(free_port()))
+    ports = [folder / f"port-{each}" for each in (0, 1)]
+    until(lambda: all(port.exists() and port.read_text() for port in ports), "both have left")
+    os.environ["MASTER_PORT"] = ports[0].read_text()
+
+
 def synchronously() -> Any:
     return together(DeltaMean(), Synchronous())
 
@@ -37,7 +53,7 @@ def in_windows() -> Any:
 
 @scenario
 def ddp_group(folder: Path) -> dict[str, Any]:
-    return preempted(folder, lambda: "ddp", (0, 1), tell=tell_group, workers=2)
+    return preempted(folder, lambda: "ddp", (0, 1), tell=tell_group, leave=leave_group, workers=2)
 
 
 @scenario
@@ -57,7 +73,8 @@ def windows_group(folder: Path) -> dict[str, Any]:
 
 @scenario
 def ddp_pool(folder: Path) -> dict[str, Any]:
-    return preempted(folder, lambda: "ddp", (0, 1), tell=tell_group_with_pool, save_on_exception=True)
+    told = {"tell": tell_group_with_pool, "leave": leave_group}
+    return preempted(folder, lambda: "ddp", (0, 1), save_on_exception=True, **told)
 
 
 @scenario

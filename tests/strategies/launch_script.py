@@ -63,7 +63,8 @@ def main(how: str, devices: str, *what: str) -> None:
                 os.write(1, f"\nREFUSED {error}\n".encode())
             continue
         if each == "variables":
-            found = sorted(name for name in os.environ if name.startswith(("MASTER_", "LIGHTNING_ASYNC_")))
+            found = sorted(set(os.environ) - BEFORE)
+            found = [name for name in found if name.startswith(("MASTER_", "LIGHTNING_ASYNC_"))]
             os.write(1, f"\nVARIABLES {' '.join(found)}\n".encode())
             continue
         if each in ("fit", "refit", "killed", "fails", "caught"):
