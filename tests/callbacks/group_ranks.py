@@ -33,8 +33,8 @@ def tell_group_with_pool() -> None:
 def leave_group(folder: Path) -> None:
     """End torch's process group as the end of a process does, and make the next one where nothing is left of it.
 
-    A rank whose worker has died of the signal may leave within a step. The others wait for it in DDP's collectives until
-    its connections close.
+    A rank whose worker has died of the signal may leave within a step. The others wait for it in DDP's collectives
+    until its connections close.
     """
     torch.distributed.destroy_process_group()
     (folder / f"port-{rank()}").write_text(str(free_port()))

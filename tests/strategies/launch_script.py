@@ -13,6 +13,8 @@ from lightning_async.comm.membership.signing import Seal
 from lightning_async.comm.torch.sockets import listening_port, snapshot
 from tests.strategies.failure_workers import Tiny, digest, finite, loader, make_trainer
 
+BEFORE = set(os.environ)
+
 
 class SaysHow(Tiny):
     """Prints from every process, whoever started it."""
