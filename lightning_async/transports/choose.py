@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from datetime import timedelta
 from typing import Any, Literal, get_args
 
-from lightning_async.trainer.environments import HorovodEnvironment
+import torch
+
+from lightning_async.trainer.environments import started_by_horovodrun
 from lightning_async.trainer.namespace import refuse_elsewhere
-from lightning_async.transports.horovod import HorovodTransport
 from lightning_async.transports.torch import TorchTransport
 from lightning_async.transports.transport import Transport
 
@@ -60,13 +62,13 @@ def choose_transport(owner: str, transport: Transport | TransportName, gloo_time
         )
     else:
         chosen = transport
-    if isinstance(chosen, HorovodTransport) and "TORCHELASTIC_RUN_ID" in os.environ:
+    if _is_horovod(chosen) and "TORCHELASTIC_RUN_ID" in os.environ:
         raise RuntimeError(
             f"`{owner}(transport={transport!r})`: the environment holds torchrun's TORCHELASTIC_RUN_ID beside what "
             "asks for Horovod, so there are two answers to who this process is. Launch by one of them, or pass "
             "`transport='torch'`."
         )
-    if isinstance(chosen, TorchTransport) and chosen.start != "popen" and HorovodEnvironment.detect():
+    if isinstance(chosen, TorchTransport) and chosen.start != "popen" and started_by_horovodrun():
         raise ValueError(
             f"`{owner}(transport={transport!r})` has no effect under horovodrun, which has started the ranks: leave "
             "`start` out."
@@ -80,9 +82,13 @@ def how_to_have_more(transport: Transport) -> str:
     >>> how_to_have_more(TorchTransport())
     'Pass `Trainer(devices=2)` or more'
     """
-    if isinstance(transport, HorovodTransport):
+    if _is_horovod(transport):
         return "Start more with `horovodrun -np 2 python SCRIPT`, or mpirun: the Trainer starts none"
     return "Pass `Trainer(devices=2)` or more"
+
+
+def _is_horovod(transport: Transport) -> bool:
+    return transport.backend_on(torch.device("cpu")) == "horovod"
 
 
 def _named(owner: str, name: str, gloo_timeout: timedelta) -> Transport:
@@ -91,6 +97,7 @@ def _named(owner: str, name: str, gloo_timeout: timedelta) -> Transport:
             f"`{owner}(transport={name!r})` must be one of {get_args(TransportName)}, or a transport such as "
             "TorchTransport(backend='gloo')."
         )
-    if name == "torch" or (name == "auto" and not HorovodEnvironment.detect()):
+    if name == "torch" or (name == "auto" and not started_by_horovodrun()):
         return TorchTransport()
-    return HorovodTransport(gloo_timeout=gloo_timeout)
+    horovod = importlib.import_module("lightning_async.transports.horovod")  # nothing else needs Horovod
+    return horovod.HorovodTransport(gloo_timeout=gloo_timeout)

@@ -20,7 +20,7 @@ from lightning_async.comm.membership.signing import Seal
 from lightning_async.comm.membership.start import Patience, open_store
 from lightning_async.engine.world import World
 from lightning_async.errors import PeerLost
-from lightning_async.trainer.environments import HorovodEnvironment
+from lightning_async.trainer.horovod_environment import HorovodEnvironment
 from lightning_async.transports.transport import Connection, Transport, short_world
 
 __all__ = ["HorovodTransport"]
