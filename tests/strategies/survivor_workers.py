@@ -123,7 +123,7 @@ def survive(
     synchronous: bool = False,
     windows: int | Literal["until_reduced", "balanced"] | None = None,
     compression: Any = "none",
-    correction: Literal["EstimateCommit", "WeightPrediction"] | None = None,
+    correction: Literal["DelayCompensation", "WeightPrediction"] | None = None,
     served: Literal["async", "sync", "ssp"] | None = None,
     host: bool = False,
     shown: bool = False,
