@@ -172,7 +172,7 @@ CHECKS: tuple[Check, ...] = (
 WHOLE = {
     "AveragingRule": "the interface: a rule of the user's need not inherit `RuleBase`",
     **dict.fromkeys(
-        ("Estimation", "GradientCorrection", "Prediction"),
+        ("GradientCorrection", "Prediction"),
         "an interface that a correction of the user's has, too; one that inherits it has a short name on command lines",
     ),
     "Topology": "one subclass per choice of weights; the engine serves one so far",

@@ -11,7 +11,7 @@ import torch
 from lightning_async.arguments import check_choice, check_int, check_protocol
 from lightning_async.rules import Synchronous
 from lightning_async.rules.accumulation import AccumulationPolicy, Fixed, LrScaling
-from lightning_async.rules.delays import Estimation, GradientCorrection, Prediction
+from lightning_async.rules.delays import GradientCorrection, Prediction
 from lightning_async.trainer.batch import pulls
 from lightning_async.trainer.names import is_newcomer
 from lightning_async.trainer.patches import Undo, callbacks_of, replace
@@ -174,12 +174,12 @@ def _check_windows(callback: Any, strategy: Any) -> None:
         )
     if callback.split_on_oom:
         raise ValueError(f"`{name}(split_on_oom=True)` is for other strategies than `{owner}`: leave it out.")
-    if callback.lr_scaling is not None and isinstance(correction, Estimation | Prediction):
+    if callback.lr_scaling is not None and isinstance(correction, Prediction):
         raise ValueError(
-            f"`{name}(lr_scaling={callback.lr_scaling!r})` with `{owner}(correction={correction!r})`: that takes, or "
-            "foresees, steps at the rates that optimizers have. Leave one of the two out."
+            f"`{name}(lr_scaling={callback.lr_scaling!r})` with `{owner}(correction={correction!r})`: that foresees "
+            "steps at the rates that optimizers have. Leave one of the two out."
         )
-    changed = strategy.compression != "none" or isinstance(correction, Estimation | GradientCorrection)
+    changed = strategy.compression != "none" or isinstance(correction, GradientCorrection)
     if measures == "noise" and changed:
         what = f"compression={strategy.compression!r}, correction={correction!r}"
         raise ValueError(

@@ -6,7 +6,7 @@ from lightning_async.rules.averaging.mean import DeltaMean, Mean
 from lightning_async.rules.averaging.protocol import AllMean, AveragingRule, Round, Topology
 from lightning_async.rules.balance import BalancedWindows
 from lightning_async.rules.compression import Bf16, Fp8, Int8, PowerSGD, TopK, TwoBit
-from lightning_async.rules.delays import DelayCorrection, EstimateCommit
+from lightning_async.rules.delays import DelayCorrection
 from lightning_async.rules.schedules.balanced import DyLU
 from lightning_async.rules.schedules.fixed import EveryNSteps, EverySeconds, Synchronous, Warmup
 from lightning_async.rules.schedules.protocol import Action, Clock, Schedule, Step
@@ -44,7 +44,6 @@ __all__ = [
     "DiLoCo",
     "DiLoCoState",
     "DyLU",
-    "EstimateCommit",
     "EveryNSteps",
     "EverySeconds",
     "Fp8",

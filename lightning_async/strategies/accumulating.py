@@ -6,9 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
-import torch
-from torch.optim import Optimizer
-
 from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.gradients.synchronous import SynchronousGradients
 from lightning_async.engine.gradients.totals import WindowTotals
@@ -16,7 +13,7 @@ from lightning_async.engine.gradients.window import Window
 from lightning_async.engine.header import Arrival, Gate
 from lightning_async.rules.schedules.protocol import Action, Step
 from lightning_async.strategies.batches import Batches
-from lightning_async.strategies.corrections import Change, correcting
+from lightning_async.strategies.corrections import correcting
 from lightning_async.strategies.gathered import Windows, put, take
 from lightning_async.strategies.last_pass import LastPass
 from lightning_async.strategies.stepping import learning_rate
@@ -59,7 +56,7 @@ class Accumulating:
         self._seen, self._batches = 0, Batches(strategy, self._count_samples)
         self._made = self._held = self._restored = False
         """Held: the window is full, and leaves with the next batch: first a checkpoint is made that has it."""
-        self._correcting = correcting(strategy.correction, gradients, self)
+        self._correcting = correcting(strategy.correction, gradients, lambda: averager.step)
         self.recent = self._batches.recent
         averager.gates.add(self)
         averager.gathered = lambda: take(self._window, gradients, self._size, self._terms.updates.rates.ends_epoch)
@@ -86,7 +83,6 @@ class Accumulating:
     def _count(self, *_: Any) -> None:
         """After every real optimizer step: mixed precision skips some."""
         self._seen += 1
-        self._correcting.stepped()
 
     # ---- batches ----
 
@@ -178,7 +174,7 @@ class Accumulating:
 
     def _hold(self) -> bool:
         """Whether a checkpoint of the model as it is comes first, at the end of this batch, with nothing in flight."""
-        self._held = self.late and self._terms.updates.left > 1 and self._averager.marks.due
+        self._held = self._terms.late and self._terms.updates.left > 1 and self._averager.marks.due
         return self._held
 
     def _go(self) -> None:
@@ -188,7 +184,7 @@ class Accumulating:
             self._sent_samples = self._pass.finish()
         else:
             self._send()
-        if not self.late:
+        if not self._terms.late:
             self._arrive()
             self._arrive()  # again, where that was a step of others
         self._end_if_last()
@@ -235,7 +231,7 @@ class Accumulating:
         if arrived.message is not None:
             samples, self._sent_samples = self._sent_samples, 0.0
             samples = 0.0 if getattr(arrived.message, "dropped", False) else samples
-        is_new = self._correcting.step(arrived)
+        self._step()
         if gradients.arrived is not None:
             raise RuntimeError(
                 f"Rank {strategy.global_rank}: `{type(strategy.module).__name__}.optimizer_step` did not call its "
@@ -246,35 +242,12 @@ class Accumulating:
             p.grad = None
         self._totals.arrive(arrived, averager.gates, gradients.rounds.message_bytes)
         stepped, lr = self._seen > before, learning_rate(strategy.optimizers)
-        averager.tick(_GRADIENTS, samples, stepped=stepped, lr=lr, again=not is_new)
+        averager.tick(_GRADIENTS, samples, stepped=stepped, lr=lr)
         gradients.stepped()
 
-    # ---- see `corrections.Steps` ----
-
-    def take(self, change: Change) -> bool:
-        before = self._seen
-        self._terms.updates.take(lambda: self._gradients.take_(self._terms.scale, change))
-        return self._seen > before
-
-    def take_again(self, change: Change) -> None:
-        def closure() -> Any:
-            self._gradients.take_(self._terms.scale, change)
-            return torch.zeros(())
-
-        self._strategy.optimizer_step(self.optimizer, closure)
-        self._terms.updates.took_again()
-
-    @property
-    def late(self) -> bool:
-        return self._terms.late
-
-    @property
-    def number(self) -> int:
-        return self._averager.step
-
-    @property
-    def optimizer(self) -> Optimizer:
-        return self._strategy.optimizers[0]
+    def _step(self) -> None:
+        """Have the optimizer step with the mean that has arrived, corrected."""
+        self._terms.updates.take(lambda: self._gradients.take_(self._terms.scale, self._correcting.change_))
 
     # ---- at gates, see `Visitor` ----
 

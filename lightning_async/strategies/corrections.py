@@ -3,56 +3,24 @@
     a late gradient (`Late`)     how far the parameters have moved since: a copy of them, from before the last step
     a prediction (`Ahead`)       for a batch's forward and backward pass, and for nothing else, the parameters and a
                                  copy change places; at every other time they are those that were stepped with
-    an estimate (`Twice`)        parameters and the optimizer's state from before a step, until that is taken again
 
-A gate forgets all of it: what follows depends on nothing that a checkpoint lacks. So a step that a gate finds estimated
-stays as it is.
+A gate forgets all of it: what follows depends on nothing that a checkpoint lacks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from lightning_async import ops
 from lightning_async.engine.gradients.records import Reduction
 from lightning_async.engine.gradients.synchronous import SynchronousGradients
-from lightning_async.rules.delays import DelayCorrection, Estimation, GradientCorrection, Prediction
-from lightning_async.strategies.estimates import Estimate, change_settings, settings_of
+from lightning_async.rules.delays import DelayCorrection, GradientCorrection, Prediction
 
-__all__ = ["Ahead", "Correcting", "Late", "Twice", "correcting"]
-
-Change = Callable[[Tensor, Reduction], None]
-
-
-class Steps(Protocol):
-    """Takes the optimizer's steps; ``change`` sees the mean before the optimizer does."""
-
-    def take(self, change: Change) -> bool:
-        """A step more; False if mixed precision has skipped it."""
-        ...
-
-    def take_again(self, change: Change) -> None:
-        """The optimizer's step, which training has counted before."""
-        ...
-
-    @property
-    def late(self) -> bool:
-        """Steps have a delay by now."""
-        ...
-
-    @property
-    def number(self) -> int:
-        """Steps that were taken."""
-        ...
-
-    @property
-    def optimizer(self) -> Optimizer: ...
+__all__ = ["Ahead", "Correcting", "Late", "correcting"]
 
 
 class Correcting:
@@ -60,24 +28,18 @@ class Correcting:
 
     Args:
         gradients: of the windows.
-        steps: takes them.
     """
 
-    def __init__(self, gradients: SynchronousGradients, steps: Steps) -> None:
-        self._gradients, self._replica, self._steps = gradients, gradients.replica, steps
+    def __init__(self, gradients: SynchronousGradients) -> None:
+        self._gradients, self._replica = gradients, gradients.replica
 
     @contextmanager
     def batch(self, opens: bool) -> Iterator[None]:
         """A batch's forward and backward pass; ``opens``: it is the first of its window."""
         yield
 
-    def step(self, arrived: Reduction) -> bool:
-        """Step with what has arrived; False where that was the last step again."""
-        self._steps.take(self._change_)
-        return True
-
-    def stepped(self) -> None:
-        """The optimizer has just stepped, and no scheduler since."""
+    def change_(self, mean: Tensor, arrived: Reduction) -> None:
+        """See the mean that has arrived before the optimizer does, and correct it in place."""
 
     def forget(self) -> None:
         """A gate has opened."""
@@ -89,19 +51,20 @@ class Correcting:
     def load(self, state: Any) -> None:
         """Go on from there, unless it is another correction's."""
 
-    def _change_(self, mean: Tensor, arrived: Reduction) -> None: ...
-
 
 class Late(Correcting):
     """For a `GradientCorrection`.
 
     Args:
     correction: of gradients.
+    number: how many steps were taken.
     """
 
-    def __init__(self, gradients: SynchronousGradients, steps: Steps, correction: GradientCorrection) -> None:
-        super().__init__(gradients, steps)
-        self._correction = correction
+    def __init__(
+        self, gradients: SynchronousGradients, correction: GradientCorrection, number: Callable[[], int]
+    ) -> None:
+        super().__init__(gradients)
+        self._correction, self._number = correction, number
         self._before: Tensor | None = None
 
     def state(self) -> Any:
@@ -111,11 +74,11 @@ class Late(Correcting):
         if isinstance(state, Tensor):
             self._before = state.to(self._replica.device)
 
-    def _change_(self, mean: Tensor, arrived: Reduction) -> None:
+    def change_(self, mean: Tensor, arrived: Reduction) -> None:
         """Of a mean that is late by a step, make one for the parameters of now."""
         now, before = torch.empty_like(mean), self._before
         self._replica.pack_parameters_(now)
-        if before is not None and before.shape == now.shape and arrived.since < self._steps.number:
+        if before is not None and before.shape == now.shape and arrived.since < self._number():
             self._correction.correct_(mean, torch.sub(now, before, out=before))
         self._before = now
 
@@ -127,8 +90,8 @@ class Ahead(Correcting):
     correction: says where gradients are computed.
     """
 
-    def __init__(self, gradients: SynchronousGradients, steps: Steps, correction: Prediction) -> None:
-        super().__init__(gradients, steps)
+    def __init__(self, gradients: SynchronousGradients, correction: Prediction) -> None:
+        super().__init__(gradients)
         self._correction = correction
         self._there: dict[str, Tensor] = {}
         """By name: parameters from before the last step; within a window of which `_is_ahead`, where that computes."""
@@ -178,7 +141,7 @@ class Ahead(Correcting):
         return self._replica.tensors.trained
 
     @torch.no_grad()
-    def _change_(self, mean: Tensor, arrived: Reduction) -> None:
+    def change_(self, mean: Tensor, arrived: Reduction) -> None:
         for name, p in self._parameters.items():
             if name in self._there:
                 self._there[name].copy_(p)
@@ -199,59 +162,12 @@ class Ahead(Correcting):
             there.copy_(here)
 
 
-class Twice(Correcting):
-    """For an `Estimation`.
-
-    Args:
-    correction: says with what a step is taken again.
-    """
-
-    def __init__(self, gradients: SynchronousGradients, steps: Steps, correction: Estimation) -> None:
-        super().__init__(gradients, steps)
-        self._correction = correction
-        self._estimate: Estimate | None = None
-
-    def step(self, arrived: Reduction) -> bool:
-        estimate = self._estimate
-        if estimate is None or estimate.gates != arrived.gates:
-            self.forget()
-            if not self._steps.take(self._keep_) or arrived.mark is not None:  # a checkpoint has no place for it
-                self.forget()
-            return True
-        groups = settings_of(self._steps.optimizer)
-        self._steps.take_again(self._combine_)
-        if estimate.is_restored:  # with the learning rate that the estimate had
-            change_settings(self._steps.optimizer, estimate.groups_after, groups)
-        self.forget()
-        return False
-
-    def stepped(self) -> None:
-        if self._estimate is not None:
-            self._estimate.groups_after = settings_of(self._steps.optimizer)
-
-    def forget(self) -> None:
-        self._estimate = None
-
-    def _keep_(self, mean: Tensor, arrived: Reduction) -> None:
-        if self._steps.late:
-            self._estimate = Estimate(self._steps.optimizer, mean, arrived)
-
-    def _combine_(self, mean: Tensor, arrived: Reduction) -> None:
-        """Both windows' mean; where that is not finite the estimate stays, and the scaler hears of it."""
-        estimate = self._estimate
-        assert estimate is not None
-        self._correction.combine_(mean, arrived.told.weight, estimate.mean, estimate.weight)
-        torch.maximum(arrived.used, estimate.used, out=arrived.used)
-        if ops.all_finite(mean):
-            estimate.restore_()
-
-
-def correcting(correction: DelayCorrection | None, gradients: SynchronousGradients, steps: Steps) -> Correcting:
-    """What does as a correction says."""
+def correcting(
+    correction: DelayCorrection | None, gradients: SynchronousGradients, number: Callable[[], int]
+) -> Correcting:
+    """What does as a correction says; ``number``: of steps that were taken."""
     if isinstance(correction, GradientCorrection):
-        return Late(gradients, steps, correction)
+        return Late(gradients, correction, number)
     if isinstance(correction, Prediction):
-        return Ahead(gradients, steps, correction)
-    if isinstance(correction, Estimation):
-        return Twice(gradients, steps, correction)
-    return Correcting(gradients, steps)
+        return Ahead(gradients, correction)
+    return Correcting(gradients)

@@ -14,7 +14,6 @@ from lightning_async.comm.keeper import facing
 from lightning_async.comm.reach import machine_name
 from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.server.optimizer_state import Group, described_again, keys_of, state_of
-from lightning_async.engine.server.plan import Plan, neighbour
 from lightning_async.engine.server.progress import Progress
 from lightning_async.engine.server.quorum import Terms
 from lightning_async.engine.server.replacing import Shelving, Start
@@ -49,7 +48,6 @@ class Finding(dedicated.Served, Late, Protocol):
     consistent_pull: bool
     warmup_steps: int
     num_servers: int | None
-    shard_replicas: int
     server_address: str | None
     snapshot_every: float | None
     staleness: str | StalenessPolicy
@@ -102,15 +100,12 @@ def join(strategy: Finding, averager: BackgroundAverager) -> Tables:
     servers, workers = strategy.servers, []
     assert servers is not None
     name = servers.name_of(averager.gates.name)
-    if strategy.shard_replicas:
-        door = strategy.transport.door(strategy.place)
-        servers.have_replicas(door, strategy.config.deadlines.dead_after.total_seconds())
     for number, group in enumerate(strategy.groups):
         named = keys_of(strategy.module, _groups_of(strategy, group))
         plan = plan_of(named, len(servers.addresses), strategy.bigarray_bound)
         if begins:
-            rank_zero_info(f"{owner}, {group.name}: {plan}{_replicas(strategy, plan)}")
-        dials = servers.dials(plan, number)
+            rank_zero_info(f"{owner}, {group.name}: {plan}")
+        dials = servers.dials(plan)
         how = strategy.compression, strategy.consistent_pull and strategy.mode != "sync"
         workers.append(Worker(name, named, plan, dials, 2 * _REQUEST_S, *how, number, strategy.overlap))
     if begins and strategy.global_rank == 0:  # the weights and the optimizers' state of a checkpoint are rank 0's
@@ -191,15 +186,6 @@ def _shelving(strategy: Finding, world: World) -> Shelving:
     return Shelving(f"{strategy.snapshots}/{first}", float(strategy.snapshot_every or Shelving().every_s))
 
 
-def _replicas(strategy: Finding, plan: Plan) -> str:
-    """Where they are, in words."""
-    if not strategy.shard_replicas:
-        return ""
-    count = plan.num_servers
-    places = (f"that of server {each} on server {neighbour(each, count)}" for each in range(count))
-    return f"\nreplicas of shards: {', '.join(places)}"
-
-
 def _own_address(environment: Any) -> str:
     """Of this host, as others reach it."""
     told = getattr(environment, "own_address", None)  # Horovod's ranks know no address of the first one
@@ -208,11 +194,6 @@ def _own_address(environment: Any) -> str:
 
 def _count(strategy: Finding) -> int:
     if strategy.num_servers is None:
-        if strategy.shard_replicas and strategy.num_nodes < 2:
-            raise ValueError(
-                f"`{type(strategy).__name__}(shard_replicas={strategy.shard_replicas})`: there is one server, on the "
-                "one host; the replica of a shard is on another one. Pass `num_servers=2`, or leave it out."
-            )
         return strategy.num_nodes
     if strategy.num_servers > strategy.world_size:
         raise ValueError(

@@ -17,7 +17,7 @@ from lightning_async.engine.replica import BufferPolicy
 from lightning_async.rules import DeltaMean, Synchronous
 from lightning_async.rules.balance import BalancedWindows
 from lightning_async.rules.compression import PowerSGD, TopK
-from lightning_async.rules.delays import DelayCorrection, Estimation
+from lightning_async.rules.delays import DelayCorrection
 from lightning_async.strategies.accumulating import Accumulating
 from lightning_async.strategies.drifting import DriftingStrategy
 from lightning_async.strategies.manual_windows import ManualWindows, check_apart
@@ -59,9 +59,8 @@ class AsyncGradientStrategy(DriftingStrategy):
         delay: 1 (default): a window's step is taken when the next one is full; 0: training waits for it.
         warmup_steps: so many steps have no delay at first. Default 0.
         correction: what is done about the delay: None (default), nothing; `DelayCompensation` changes gradients that
-            are late; `WeightPrediction` computes them ahead of where the parameters are; `EstimateCommit`, as ACCO,
-            steps with one window, and again with two. Each takes the room of one copy of the parameters; the last one
-            of a gradient and of the optimizer's state, too.
+            are late; `WeightPrediction` computes them ahead of where the parameters are. Each takes the room of one
+            copy of the parameters.
         compression: how gradients travel: "none" (default), as fp32; "bf16" (half the bytes), "int8" or "fp8" (a
             quarter, with a scale per 256 elements); "topk" or `TopK(fraction)`, the largest elements; "powersgd" or
             `PowerSGD(rank)`, matrices as products of thin ones. What a message lacks is kept, and goes with the next
@@ -168,11 +167,6 @@ class AsyncGradientStrategy(DriftingStrategy):
             raise ValueError(
                 f"`GradientAccumulationScheduler` has no effect on `{owner}`, which accumulates by itself."
             )
-        if isinstance(self.correction, Estimation) and not self.module.automatic_optimization:
-            raise ValueError(
-                f"`{owner}(correction={self.correction!r})` takes a step again, which manual optimization has no place "
-                "for: use `WeightPrediction` or `DelayCompensation`, or automatic optimization."
-            )
 
     def setup(self, trainer: Any) -> None:
         if trainer.state.fn == "fit":
@@ -180,7 +174,6 @@ class AsyncGradientStrategy(DriftingStrategy):
                 self.accumulate != "until_reduced" and not self.lent
             ):  # so that Lightning's count of steps to come is right, too
                 batches = self.accumulate.batches if isinstance(self.accumulate, BalancedWindows) else self.accumulate
-                batches *= 2 if isinstance(self.correction, Estimation) else 1
                 self._undo.append(set_for_now(trainer, "accumulate_grad_batches", batches))
             if self.world is not None or is_newcomer(self):
                 self.updates = Updates(trainer, self._after_batch, self._batch)

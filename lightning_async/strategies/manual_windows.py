@@ -15,7 +15,6 @@ from lightning_async.engine.gradients.synchronous import SynchronousGradients
 from lightning_async.engine.header import Arrival, Gate
 from lightning_async.strategies.accumulating import Accumulating
 from lightning_async.strategies.behind import Behind
-from lightning_async.strategies.corrections import Change
 from lightning_async.strategies.gathered import Windows
 
 __all__ = ["ManualWindows", "check_apart"]
@@ -132,23 +131,21 @@ class ManualWindows(Accumulating):
             for p, gradient in kept:
                 p.grad = gradient
 
-    def take(self, change: Change) -> bool:
-        before = self._seen
-        self._terms.updates.take_each(self._each(change))
-        return self._seen > before
+    def _step(self) -> None:
+        self._terms.updates.take_each(self._each())
 
-    def _each(self, change: Change) -> Iterator[Callable[[], None]]:
+    def _each(self) -> Iterator[Callable[[], None]]:
         arrived, scale, replica = self._gradients.arrived, self._terms.scale, self._gradients.replica
         assert arrived is not None
-        self._gradients.take_(scale, change)
+        self._gradients.take_(scale, self._correcting.change_)
         used = {
             p for p, any_used in zip(replica.tensors.trained.values(), arrived.used.tolist(), strict=True) if any_used
         }
         for optimizer, params in zip(self._strategy.optimizers, self._behind.params, strict=True):
             if mine := used & params:
-                yield partial(self._step, optimizer, mine, scale)
+                yield partial(self._step_with, optimizer, mine, scale)
 
-    def _step(self, optimizer: Optimizer, params: set[Any], scale: float) -> None:
+    def _step_with(self, optimizer: Optimizer, params: set[Any], scale: float) -> None:
         def closure() -> None:
             if (now := self._terms.scale) != scale:  # the scaler has changed it with another optimizer's step
                 for p in params:

@@ -77,8 +77,6 @@ class ParameterServerStrategy(DriftingStrategy):
             since a gate. MXNet's names ("dist_async", "dist_sync", "dist_sync_device" and others) are taken, too.
         num_servers: that share out each group of parameters. None (default): one on each host; of those that are ranks,
             one, or as many as the environment says.
-        shard_replicas: 1: each shard has a replica on the next server, which takes over when its server is lost (with
-            its host, or silent for ``deadlines.dead_after``), and has all that was acknowledged. Default 0.
         placement: ``"colocated"``: servers are processes beside the workers. ``"dedicated"``: the last ``num_servers``
             ranks serve: they build no data, never train, and end with 0 in their first run, once all workers have
             ended. None (default): as the environment says (DMLC_ROLE, TF_CONFIG with a "ps"), else ``"colocated"``.
@@ -131,7 +129,6 @@ class ParameterServerStrategy(DriftingStrategy):
         mode: str = "async",
         *,
         num_servers: int | None = None,
-        shard_replicas: int = 0,
         placement: Placement | None = None,
         wait_for_workers: WaitForWorkers = "all",
         server_address: str | None = None,
@@ -160,7 +157,7 @@ class ParameterServerStrategy(DriftingStrategy):
     ) -> None:
         owner = type(self).__name__
         self.mode: Mode = service.mode_of(owner, mode)
-        self.num_servers, self.shard_replicas, self.server_address = num_servers, shard_replicas, server_address
+        self.num_servers, self.server_address = num_servers, server_address
         self.snapshots, self.snapshot_every = service.folder_of(owner, snapshots), snapshot_every
         self.bigarray_bound, self.quorum = bigarray_bound, Quorum.of(owner, wait_for_workers)
         self.update_on_server = update_on_server = service.one_of(owner, update_on_server, update_on_kvstore)
@@ -174,7 +171,7 @@ class ParameterServerStrategy(DriftingStrategy):
         config = AveragerConfig(
             deadlines=Deadlines.or_default(deadlines), min_replicas=min_replicas, max_replicas=max_replicas
         )
-        roles = ServerRoles(owner, placement, num_servers, server_address, shard_replicas)
+        roles = ServerRoles(owner, placement, num_servers, server_address)
         self.roles: ServerRoles = roles  # pyright: ignore[reportIncompatibleVariableOverride]
         clock = service.clock_of(self, lr_clock)
         super().__init__(

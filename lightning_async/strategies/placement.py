@@ -29,7 +29,6 @@ class ServerRoles:
             says; where it says nothing, the first.
         num_servers: None: as the environment says, else one.
         server_address: servers are elsewhere.
-        shard_replicas: of each shard, on another server. Default: none.
 
     Raises:
         ValueError: an unknown placement.
@@ -41,11 +40,10 @@ class ServerRoles:
         placement: Placement | None,
         num_servers: int | None,
         server_address: str | None,
-        shard_replicas: int = 0,
     ) -> None:
         check_choice(owner, "placement", placement, (*get_args(Placement), None))
         self._owner, self.placement, self._num_servers = owner, placement, num_servers
-        self._elsewhere, self._replicas = server_address is not None, shard_replicas
+        self._elsewhere = server_address is not None
         if self._elsewhere and placement == "dedicated":
             raise ValueError(
                 f'`{owner}(placement="dedicated", server_address={server_address!r})`: servers that were started on '
@@ -112,12 +110,7 @@ class ServerRoles:
     # ---- checks ----
 
     def check_transport(self, transport: Transport) -> None:
-        """Raise ValueError where its groups are of all ranks, or it has no store that could say who has which shard."""
-        if self._replicas and not isinstance(transport, ElasticTransport):
-            raise ValueError(
-                f"`{self._owner}(shard_replicas={self._replicas}, transport={transport!r})`: who has a shard is "
-                'decided in the store of `transport="torch"`. Use that, under any launcher, or no replicas.'
-            )
+        """Raise ValueError where its groups are of all ranks."""
         if not self.dedicated:
             return
         mpi = isinstance(transport, ElasticTransport) and transport.backend_on(torch.device("cpu")) == "mpi"
@@ -133,13 +126,6 @@ class ServerRoles:
             raise ValueError(
                 f"`{self._owner}(num_servers={self._num_servers})`: there are {started} ranks, and each has one server "
                 "beside it at most."
-            )
-        few = self.num_servers if self.dedicated else started
-        if self._replicas and few < 2:
-            kind = "servers" if self.dedicated else "ranks, and each has one server beside it at most"
-            raise ValueError(
-                f"`{self._owner}(shard_replicas={self._replicas})`: there are {few} {kind}; the replica of a shard is "
-                "on another server. Take two servers or more (`num_servers=2`), or leave `shard_replicas` out."
             )
         if self.num_serving >= started:
             raise ValueError(

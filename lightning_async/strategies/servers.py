@@ -11,15 +11,12 @@ from functools import partial
 from typing import Any
 
 from lightning_async.comm.channel import CheckedDial, Dial, nobody_listens
-from lightning_async.comm.membership.door import Door
 from lightning_async.comm.reach import dial, look_up_all
 from lightning_async.engine.server.line import forget, tell_over
-from lightning_async.engine.server.places import Places
-from lightning_async.engine.server.plan import Plan, neighbour
+from lightning_async.engine.server.plan import Plan
 from lightning_async.engine.server.process import ServerProcess
 from lightning_async.engine.server.quorum import Terms
 from lightning_async.engine.server.replacing import Guard, Start
-from lightning_async.engine.server.views import Views
 from lightning_async.engine.world import World
 from lightning_async.errors import AsyncTrainingError, PeerLost
 
@@ -68,8 +65,6 @@ class Servers:
         self._closed = False
         self._refused: dict[int, tuple[float, float]] = {}
         """By server: when nobody listened there, first and last."""
-        self._door: Door | None = None
-        self._lost_after_s, self._tables = 0.0, 1
 
     @property
     def own(self) -> list[ServerProcess]:
@@ -138,16 +133,8 @@ class Servers:
         """What servers call a worker of this training."""
         return f"{worker}{self.job}"
 
-    def have_replicas(self, door: Door, lost_after_s: float) -> None:
-        """Each shard has a replica, which takes its place when its server is lost for so long; the job's notes say
-        which one counts."""
-        self._door, self._lost_after_s = door, lost_after_s
-
-    def dials(self, plan: Plan, table: int = 0) -> list[Dial]:
+    def dials(self, plan: Plan) -> list[Dial]:
         """Memory for talking to them of one table, for the shards of its plan."""
-        self._tables = max(self._tables, table + 1)
-        if self._door is not None:
-            return [self._places(server, table, 4 * size, self._door, True) for server, size in enumerate(plan.sizes)]
         sizes = zip(self.addresses, plan.sizes, strict=True)
         dials = [dial(address, 4 * size, 4 * size) for address, size in sizes]
         return [CheckedDial(each, partial(self._check_there, server)) for server, each in enumerate(dials)]
@@ -164,41 +151,12 @@ class Servers:
                 "checkpoint."
             ) from error
 
-    def _check_either(self, servers: tuple[int, int], server: int, whole: bool, error: PeerLost) -> None:
-        """The same of a shard that has a replica: who finds nobody at one of its servers asks the other one, too."""
-        if not self._of_this_run or not nobody_listens(error):
-            return
-        if self._refused_for(server) and whole and all(map(self._is_gone, servers)):
-            raise AsyncTrainingError(
-                f"servers {servers[0]} and {servers[1]} are gone for good, and with them a shard and its replica: "
-                f"{error} The processes that supervised them were killed, or their hosts were. Start again from the "
-                "last checkpoint."
-            ) from error
-
     def _refused_for(self, server: int) -> bool:
         """Whether nobody has listened there for a while, in which another one would have come."""
         now = time.monotonic()
         first, last = self._refused.get(server, (now, now))
         self._refused[server] = (first if now - last < _GONE_S else now), now
-        return self._is_gone(server)
-
-    def _is_gone(self, server: int) -> bool:
-        first, last = self._refused.get(server, (0.0, -1.0))
-        return last - first >= (_BACK_S if self._come_back else _GONE_S)
-
-    def _places(self, server: int, table: int, size: int, door: Door, checked: bool = False) -> Places:
-        servers = server, neighbour(server, len(self.addresses))
-
-        def way(address: Mapping[str, Any], whole: bool) -> Dial:
-            found = dial(address, size * whole, size * whole)
-            if not checked:
-                return found
-            at = self.addresses.index(dict(address))
-            return CheckedDial(found, partial(self._check_either, servers, at, whole))
-
-        views = Views(door, f"{self.addresses[server]['name']}/{table}")
-        addresses = [self.addresses[each] for each in servers]
-        return Places(server, table, servers, addresses, way, views, self._lost_after_s)
+        return now - self._refused[server][0] >= (_BACK_S if self._come_back else _GONE_S)
 
     def forget(self, names: Sequence[str]) -> None:
         """These workers are lost: tell the servers, beside whatever this thread does, and those that are started again
@@ -212,11 +170,8 @@ class Servers:
         while True:
             called: Any = None
             try:
-                # A server forgets them in all of its tables; of those that have a replica each may be elsewhere.
-                for table in range(1 if self._door is None else self._tables):
-                    called = self._way(server, table)
-                    forget(called, names)
-                    called.close()
+                called = dial(self.addresses[server], 0, 0)
+                forget(called, names)
                 return
             except (PeerLost, OSError) as error:
                 if self._closed or time.monotonic() > until:
@@ -226,12 +181,6 @@ class Servers:
                 if called is not None:
                     called.close()
             time.sleep(_PAUSE_S)
-
-    def _way(self, server: int, table: int) -> Dial:
-        """To talk to it, without a word of weights."""
-        if self._door is None:
-            return dial(self.addresses[server], 0, 0)
-        return self._places(server, table, 0, self._door)
 
     def close(self, in_order: bool, tells: bool = False) -> None:
         """End this rank's, once nobody needs them any more; where this rank has failed, others go on with them.

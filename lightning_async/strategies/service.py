@@ -23,7 +23,7 @@ _ALIASES: dict[str, Mode] = {
 _ALIKE = (
     "mode", "num_servers", "server_address", "update_on_server", "overlap", "max_staleness", "staleness", "lr_clock",
     "warmup_steps", "update_frequency", "pull_every", "compression", "consistent_pull", "bigarray_bound",
-    "shard_replicas", "snapshot_every",
+    "snapshot_every",
 )  # fmt: skip
 """What must be equal on all ranks."""
 
@@ -31,7 +31,6 @@ _ALIKE = (
 class _Service(Late, Protocol):
     mode: Mode
     num_servers: int | None
-    shard_replicas: int
     server_address: str | None
     snapshots: str | None
     snapshot_every: float | None
@@ -134,8 +133,6 @@ def check_service(strategy: _Service) -> None:
     least = {"bigarray_bound": 1, "warmup_steps": 0, "update_frequency": 1, "pull_every": 1}
     for name, minimum in least.items():
         check_int(strategy, name, at_least=minimum)
-    check_choice(owner, "shard_replicas", strategy.shard_replicas, (0, 1))
-    _check_replicas(owner, strategy)
     for name in ("consistent_pull", "overlap"):
         check_choice(owner, name, getattr(strategy, name), (True, False))
     if strategy.server_address is not None:
@@ -195,19 +192,6 @@ def _check_address(owner: str, address: object) -> None:
         ) from None
 
 
-def _check_replicas(owner: str, strategy: _Service) -> None:
-    if strategy.shard_replicas and strategy.num_servers == 1:
-        raise ValueError(
-            f"`{owner}(shard_replicas=1, num_servers=1)`: the replica of a shard is on another server. Take two "
-            "servers or more, on as many hosts, or leave `shard_replicas` out."
-        )
-    if strategy.shard_replicas and strategy.server_address is not None:
-        raise ValueError(
-            f"`{owner}(shard_replicas=1, server_address={strategy.server_address!r})`: servers that were started on "
-            "their own have snapshots for the loss of a host (`lightning-async serve --snapshots`). Leave one out."
-        )
-
-
 def _check_snapshots(owner: str, strategy: _Service) -> None:
     every, folder = strategy.snapshot_every, strategy.snapshots
     if folder is None and every is not None:
@@ -219,9 +203,4 @@ def _check_snapshots(owner: str, strategy: _Service) -> None:
         raise ValueError(
             f"`{owner}(snapshots={folder!r}, server_address={strategy.server_address!r})`: servers that were started "
             "on their own have snapshots of their own (`lightning-async serve --snapshots`). Leave one out."
-        )
-    if folder is not None and strategy.shard_replicas:
-        raise ValueError(
-            f"`{owner}(snapshots={folder!r}, shard_replicas={strategy.shard_replicas})`: a replica that has taken over "
-            "would take none, and a server in the place of a lost one is filled by the replica. Leave one out."
         )

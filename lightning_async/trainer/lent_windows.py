@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_async.rules.delays import Estimation
 from lightning_async.trainer.patches import Undo, set_for_now
 from lightning_async.trainer.windows import Windows
 
@@ -45,8 +44,7 @@ class LentWindows(Windows):
         return last or (self.batches >= self.size and self.samples >= self.least)
 
     def show(self) -> None:
-        twice = isinstance(self._trainer.strategy.correction, Estimation)  # a step of two windows
-        self._trainer.accumulate_grad_batches = self.planned.batches * (2 if twice else 1)
+        self._trainer.accumulate_grad_batches = self.planned.batches
 
     def begin_batch(self, batch: Any) -> None:
         if self.away:

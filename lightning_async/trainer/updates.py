@@ -135,11 +135,6 @@ class Updates:
             self.taken = before
             self.on_step_between()
 
-    def took_again(self) -> None:
-        """The last step was taken once more, which counts as no other."""
-        if not self._within_batch:
-            self.on_step_between()
-
     def _follow(self) -> None:
         """What the loop, and Lightning's averages over time, do with a step at the end of its batch."""
         self._log()

@@ -8,7 +8,6 @@ a machine that is busy with something else; `gradients` measures what they cost.
 from __future__ import annotations
 
 import argparse
-import copy
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import DataLoader
 
-from lightning_async import DelayCompensation, EstimateCommit, WeightPrediction
+from lightning_async import DelayCompensation, WeightPrediction
 from lightning_async.rules.delays import GradientCorrection, Prediction
 from tests.benchmarks.language import BEGIN, RATES, SAMPLES, LanguageModule, held_out, rate_for, training_windows
 from tests.benchmarks.model import CharStream, Slot
@@ -78,15 +77,14 @@ class Replicas:
             left -= part
         return torch.cat([p.grad.flatten() for p in self.module.parameters() if p.grad is not None])
 
-    def step(self, gradient: Tensor, again: bool = False) -> None:
-        """The optimizer's, and the schedule's where it is not one that was taken before."""
+    def step(self, gradient: Tensor) -> None:
+        """The optimizer's, and the schedule's."""
         sizes = [p.numel() for p in self.module.parameters()]
         for p, part in zip(self.module.parameters(), gradient.split(sizes), strict=True):
             p.grad = part.view_as(p).clone()
         self.optimizer.step()
-        if not again:
-            self.schedule.step()
-            self.steps += 1
+        self.schedule.step()
+        self.steps += 1
 
 
 def begin(path: Path, steps: int, replicas: int, lr: float, seed: int = 0) -> None:
@@ -127,35 +125,12 @@ def late(correction: GradientCorrection | Prediction | None) -> Callable[[Replic
     return run
 
 
-def estimated(replicas: Replicas) -> Iterator[None]:
-    """Every other window's arrival takes a step, and that of the next one takes it again with both."""
-    rule, sent = EstimateCommit(), replicas.gradient()
-    yield
-    while True:
-        gathered = replicas.gradient()
-        start, state = replicas.parameters, copy.deepcopy(replicas.optimizer.state_dict())
-        first = sent
-        replicas.step(first)
-        yield
-        sent, gathered = gathered, replicas.gradient()
-        rates = [group["lr"] for group in replicas.optimizer.param_groups]
-        replicas.put(start)
-        replicas.optimizer.load_state_dict(state)
-        rule.combine_(both := sent.clone(), 1.0, first, 1.0)
-        replicas.step(both, again=True)
-        for group, rate in zip(replicas.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        sent = gathered
-        yield
-
-
 SCHEMES: dict[str, Callable[[Replicas], Iterator[None]]] = {
     "synchronous": synchronous,
     "late": late(None),
     "compensated": late(DelayCompensation()),
     "predicted": late(WeightPrediction()),
     "predicted by 2": late(WeightPrediction(2.0)),
-    "estimated": estimated,
 }
 
 
@@ -175,11 +150,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     computes, travels = options.batches * options.batch_ms / 1e3, options.exchange_ms / 1e3
     window_s = computes + travels if options.scheme == "synchronous" else max(computes, travels)
     windows = round(options.seconds / window_s)
-    lr = options.lr or rate_for(RATES, options.batches, late=options.scheme not in ("synchronous", "estimated"))
-    steps = windows // 2 if options.scheme == "estimated" else windows
+    lr = options.lr or rate_for(RATES, options.batches, late=options.scheme != "synchronous")
     with tempfile.TemporaryDirectory() as folder:
         begin(path := Path(folder, "begin.pt"), options.begin_steps, replicas=2, lr=RATES[0], seed=options.seed)
-        replicas = Replicas(options.batches, lr, steps, str(path), seed=options.seed)
+        replicas = Replicas(options.batches, lr, windows, str(path), seed=options.seed)
     targets, looked = sorted(options.targets), 0.0
     print(f"{options.scheme}: {windows} windows of {options.batches}, {window_s:.2f} s each, rate {lr:g}", flush=True)
     trained = SCHEMES[options.scheme](replicas)

@@ -76,10 +76,9 @@ def _windows(
     correction: Callable[[Any], Any] | None = None,
     late: bool = True,
     share: float = 1.0,
-    windows: int = 1,
     **options: Any,
 ) -> Peer:
-    """``batches``: that a window is likely to have; ``correction``: of the package; ``windows``: of a step."""
+    """``batches``: that a window is likely to have; ``correction``: of the package."""
 
     def run_windows(job: Job) -> RankResult:
         import lightning_async
@@ -87,21 +86,21 @@ def _windows(
         size: Any = accumulate(lightning_async) if callable(accumulate) else accumulate
         made = None if correction is None else correction(lightning_async)
         strategy = lightning_async.AsyncGradientStrategy(size, correction=made, **options)
-        result = _train(job, strategy, batches * windows, late)
+        result = _train(job, strategy, batches, late)
         result.claims = claims_of(strategy)
         return result
 
     def update_s(batch_s: float, exchange_s: float) -> float:
         computes, travels = batches * batch_s, share * exchange_s
         if accumulate == "until_reduced":
-            return windows * (travels + batch_s / 2)  # it ends with a batch
+            return travels + batch_s / 2  # it ends with a batch
         return computes + travels if options.get("delay") == 0 else max(computes, travels)
 
     return Peer(about=about, run=run_windows, batch=SAMPLES, ours=True, compressed=share < 1.0, update_s=update_s)
 
 
-def _until_reduced(about: str, correction: Callable[[Any], Any] | None = None, **more: Any) -> Peer:
-    return _windows(f"accumulate='until_reduced'{about}", "until_reduced", 8, correction, **more)
+def _until_reduced(about: str, correction: Callable[[Any], Any] | None = None) -> Peer:
+    return _windows(f"accumulate='until_reduced'{about}", "until_reduced", 8, correction)
 
 
 def _served(mode: str) -> Peer:
@@ -187,8 +186,5 @@ PEERS: dict[str, Peer] = {
     ),
     "windows until reduced, predicted by 2": _until_reduced(
         ", WeightPrediction(2.0)", lambda package: package.WeightPrediction(2.0)
-    ),
-    "windows until reduced, estimated": _until_reduced(
-        ", EstimateCommit()", lambda package: package.EstimateCommit(), late=False, windows=2
     ),
 }

@@ -19,7 +19,6 @@ from lightning_async import (
     BalancedWindows,
     DelayCompensation,
     DivergenceMonitor,
-    EstimateCommit,
     FaultTolerantCheckpoint,
     WeightPrediction,
 )
@@ -482,7 +481,6 @@ def test_arguments_are_checked(arguments: dict[str, Any], error: type[Exception]
         ({"accumulate": BalancedWindows()}, {}, "one says how large a window is. Leave `accumulate` out, or"),
         ({"accumulate": 2}, {}, "`AsyncGradientStrategy(accumulate=2)` beside"),
         ({}, {"split_on_oom": True}, "(split_on_oom=True)` is for other strategies than `AsyncGradientStrategy`"),
-        ({"correction": EstimateCommit()}, {"lr_scaling": "sqrt"}, "with `AsyncGradientStrategy(correction=Estimate"),
         ({"correction": WeightPrediction()}, {"lr_scaling": "linear"}, "steps at the rates that optimizers have"),
         ({"compression": "int8"}, {"noise": True}, "compression='int8', correction=None)`: noise is measured of the"),
         ({"correction": DelayCompensation()}, {"noise": True}, "is not what arrives there"),

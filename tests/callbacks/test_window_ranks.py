@@ -78,20 +78,8 @@ def test_an_epoch_that_is_saved_ahead_of_its_end_has_its_learning_rate_to_the_en
         assert rank["steps"][0] == rank["steps"][1]
 
 
-def test_an_estimate_that_a_gate_has_ended_is_gone_on_from_to_the_bit(outcomes: Outcomes) -> None:
-    told = outcomes("estimated_at_a_gate")
-    for rank in told:
-        assert (rank["reason"], rank["ranks"], rank["first"]) == ("preemption", [0, 1], BATCHES + 10)
-        assert rank["gathered"] == [[1, 4.0]] * 2
-        assert rank["losses"] == [True] * (BATCHES - 10), told
-        assert {tensor: value for tensor, value in rank["tensors"].items() if value} == {}
-        assert rank["steps"][0] == rank["steps"][1]
-    assert told[0]["digest"] == told[1]["digest"]
-
-
-@pytest.mark.parametrize("name", ["until_reduced", "estimated"])
-def test_what_depends_on_time_goes_on_each_from_its_place(outcomes: Outcomes, name: str) -> None:
-    told = outcomes(name)
+def test_what_depends_on_time_goes_on_each_from_its_place(outcomes: Outcomes) -> None:
+    told = outcomes("until_reduced")
     for rank in told:
         assert rank["ranks"] == [0, 1]
         assert rank["seen"] == BATCHES * EPOCHS - rank["first"], "no batch is lost, none comes twice"

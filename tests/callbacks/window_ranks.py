@@ -20,7 +20,6 @@ from lightning_async import (
     AsyncGradientStrategy,
     DelayCompensation,
     DivergenceMonitor,
-    EstimateCommit,
     WeightPrediction,
 )
 from lightning_async.callbacks.checkpoint import FaultTolerantCheckpoint
@@ -230,21 +229,6 @@ def compensated(folder: Path) -> Any:
 def predicted(folder: Path) -> Any:
     """With where gradients are computed, and what compression has yet to deliver."""
     return goes_on(folder, lambda: windows(2, correction=WeightPrediction(), compression="int8"))
-
-
-@scenario
-def estimated(folder: Path) -> Any:
-    """What would be stepped with again stays as it is, on all ranks alike."""
-    return goes_on(folder, lambda: windows(2, correction=EstimateCommit()))
-
-
-@scenario
-def estimated_at_a_gate(folder: Path) -> Any:
-    """All are told to go in the batch before a validation, whose gate finds a step estimated, and an open window."""
-    tells = AtBatch(BATCHES + 9, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    with contextlib.suppress(SystemExit):
-        train(folder, windows(3, correction=EstimateCommit()), tells, every=1000)
-    return told(folder, lambda: windows(3, correction=EstimateCommit()), every=1000)
 
 
 @scenario

@@ -21,7 +21,6 @@ from lightning_async.rules import (
     DeltaMean,
     DiLoCo,
     DyLU,
-    EstimateCommit,
     EveryNSteps,
     EverySeconds,
     GapAware,
@@ -111,7 +110,6 @@ SCHEDULES = (
 CORRECTIONS = (
     CorrectionRow("DelayCompensation", DelayCompensation),
     CorrectionRow("WeightPrediction", lambda: WeightPrediction(1.5)),
-    CorrectionRow("EstimateCommit", EstimateCommit),
 )
 
 STALENESS = (

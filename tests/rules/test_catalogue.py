@@ -117,7 +117,6 @@ def test_docstring_has_equation_arguments_source_and_a_passing_doctest(cls) -> N
         (AveragingRule, {"class_path": "lightning_async.rules.DiLoCo", "init_args": {"outer_lr": 0.5}}),
         (DelayCorrection, {"class_path": "lightning_async.rules.DelayCompensation"}),
         (DelayCorrection, {"class_path": "lightning_async.rules.WeightPrediction", "init_args": {"steps": 2.0}}),
-        (DelayCorrection, {"class_path": "lightning_async.rules.EstimateCommit"}),
         (StalenessPolicy, {"class_path": "lightning_async.rules.Bounded", "init_args": {"max_staleness": 4}}),
         (StalenessPolicy, {"class_path": "lightning_async.rules.Dana"}),
         (Schedule, {"class_path": "lightning_async.rules.EverySeconds", "init_args": {"seconds": 2}}),

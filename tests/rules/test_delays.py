@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 from jsonargparse import ArgumentParser
 
 from lightning_async import AsyncGradientStrategy
-from lightning_async.rules import DelayCompensation, EstimateCommit, WeightPrediction
+from lightning_async.rules import DelayCompensation, WeightPrediction
 from tests.rules.replicas import fill
 
 SEEDS = st.integers(0, 2**31)
-WEIGHTS = st.floats(0.125, 4096)
 LAW = settings(max_examples=30, deadline=None)
 N = 33
 
@@ -66,26 +65,6 @@ def test_predictions_have_the_precision_of_parameters(dtype) -> None:
     assert there.dtype == dtype and there.real.tolist() == [3.0, 0.0]
 
 
-@LAW
-@given(seed=SEEDS, weight=WEIGHTS, first_weight=WEIGHTS)
-def test_a_step_taken_again_has_the_mean_of_both_windows(seed, weight, first_weight) -> None:
-    second, first = fill(N, seed), fill(N, seed + 1)
-    expected = (weight * second.double() + first_weight * first.double()) / (weight + first_weight)
-    kept = first.clone()
-    EstimateCommit().combine_(second, weight, first, first_weight)
-    torch.testing.assert_close(second.double(), expected, rtol=1e-5, atol=1e-4)
-    assert torch.equal(first, kept)
-
-
-@LAW
-@given(seed=SEEDS, weight=WEIGHTS)
-def test_a_step_taken_again_with_the_same_is_the_same(seed, weight) -> None:
-    first = fill(N, seed)
-    again = first.clone()
-    EstimateCommit().combine_(again, weight, first, weight)
-    assert bits(again) == bits(first)
-
-
 @pytest.mark.parametrize("make", [DelayCompensation, WeightPrediction])
 @pytest.mark.parametrize(("value", "error"), [("1", TypeError), (True, TypeError), (-0.5, ValueError)])
 def test_arguments_that_cannot_be(make, value, error) -> None:
@@ -93,7 +72,7 @@ def test_arguments_that_cannot_be(make, value, error) -> None:
         make(value)
 
 
-@pytest.mark.parametrize("name", ["DelayCompensation", "WeightPrediction", "EstimateCommit"])
+@pytest.mark.parametrize("name", ["DelayCompensation", "WeightPrediction"])
 def test_a_command_line_takes_a_correction_by_its_short_name(name) -> None:
     for value in (name, {"class_path": name}):
         parser = ArgumentParser(exit_on_error=False)

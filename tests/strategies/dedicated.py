@@ -150,30 +150,8 @@ def memory_lost(folder: str) -> str:
     return "nothing was lost"
 
 
-class LosesServer(pl.Callback):
-    """Rank 0 kills what holds the memory of one of the servers, and waits until there is another one."""
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_rank == 0 and trainer.global_step == 3:
-            first, _ = supervisors()
-            os.kill(first, signal.SIGKILL)
-            until = time.monotonic() + 120
-            while first in supervisors() or len(supervisors()) < 2:
-                assert time.monotonic() < until, "no server comes in its place"
-                time.sleep(0.05)
-
-
 def supervisors() -> list[int]:
     return sorted(int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline") if supervises(path))
-
-
-def replica_takes_over(folder: str) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    strategy = ParameterServerStrategy(
-        "sync", placement="dedicated", num_servers=2, shard_replicas=1, bigarray_bound=10
-    )
-    told = fit(strategy, Data(Path(folder)), 4, callbacks=[LosesServer()])
-    return told | {"served": rows_of(strategy)}
 
 
 class UntilAllTrain(pl.Callback):

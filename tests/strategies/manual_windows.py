@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_async import AsyncGradientStrategy, EstimateCommit, WeightPrediction
+from lightning_async import AsyncGradientStrategy, WeightPrediction
 from lightning_async.callbacks.checkpoint import FaultTolerantCheckpoint
 from lightning_async.errors import PeerLost
 from lightning_async.trainer.namespace import pl
@@ -154,11 +154,6 @@ def shared() -> None:
             return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.second.parameters(), lr=0.1)]
 
     train(strategy(2), Shared())
-
-
-@scenario
-def estimated() -> None:
-    train(strategy(2, correction=EstimateCommit()), Two())
 
 
 @scenario

@@ -42,9 +42,10 @@ class Seen(pl.LightningModule):
 
     Args:
         deaths: by that number: the place and the epoch, then how many steps of it are taken.
+        host: the servers that it has started die with it, and all that they had. Default: they go on.
     """
 
-    def __init__(self, deaths: dict[str, tuple[str, int, int]]) -> None:
+    def __init__(self, deaths: dict[str, tuple[str, int, int]], host: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layer = nn.Linear(1, 1)
@@ -53,11 +54,11 @@ class Seen(pl.LightningModule):
         self.tested: list[int] = []
         self.steps: list[float] = []
         self.pause_s = 0.01
-        self._dies = deaths.get(str(NUMBER))
+        self._dies, self._host = deaths.get(str(NUMBER)), host
 
     def _at(self, place: str, taken: int) -> None:
         if self._dies == (place, self.current_epoch, taken) and not CAME_BACK:
-            if getattr(self.trainer.strategy, "shard_replicas", 0):
+            if self._host:
                 self._lose_servers()
             die()
 
@@ -122,9 +123,9 @@ def survive(
     synchronous: bool = False,
     windows: int | Literal["until_reduced", "balanced"] | None = None,
     compression: Any = "none",
-    correction: Literal["EstimateCommit", "WeightPrediction"] | None = None,
+    correction: Literal["DelayCompensation", "WeightPrediction"] | None = None,
     served: Literal["async", "sync", "ssp"] | None = None,
-    replicas: bool = False,
+    host: bool = False,
     shown: bool = False,
 ) -> None:
     deaths = {number: (place, epoch, taken) for number, (place, epoch, taken) in deaths.items()}
@@ -139,9 +140,8 @@ def survive(
             compression=compression, deadlines=deadlines, min_replicas=min_replicas,
         )  # fmt: skip
     if served is not None:
-        servers: Any = {"num_servers": 2, "shard_replicas": 1, "bigarray_bound": 1} if replicas else {}
-        strategy = ParameterServerStrategy(served, deadlines=deadlines, min_replicas=min_replicas, **servers)
-    module = Seen(deaths)
+        strategy = ParameterServerStrategy(served, deadlines=deadlines, min_replicas=min_replicas)
+    module = Seen(deaths, host)
     module.pause_s = pause_s
     loggers = [pytorch("loggers").CSVLogger(folder, name=name) for name in ("log", "other")]
     callbacks = pytorch("callbacks")

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.strategies import problem
-from tests.strategies.problem import Batch, adam, batches, distance, flat, momentum
+from tests.strategies.problem import Batch, batches, distance, flat, momentum
 from tests.strategies.workers import Outcomes
 
 SCENARIOS = "tests.strategies.corrections"
@@ -23,23 +22,19 @@ class Reference:
 
     Args:
         ahead: the strength of a prediction; 0 for none.
-        twice: steps are estimated, and taken again.
         warm: steps without a delay.
     """
 
-    def __init__(
-        self, optimizer: Callable[[Any], torch.optim.Optimizer], *, ahead: float, twice: bool, warm: int, clip: float
-    ) -> None:
+    def __init__(self, optimizer: Callable[[Any], torch.optim.Optimizer], *, ahead: float, warm: int) -> None:
         self.module = problem.network().double()
         self.params = list(self.module.parameters())
         self.optimizer = optimizer(self.params)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
-        self.ahead, self.twice, self.warm, self.clip = ahead, twice, warm, clip
+        self.ahead, self.warm = ahead, warm
         self.steps = 0
         self.computed: list[float] = []
-        self.flying: tuple[list[Tensor], int] | None = None
+        self.flying: list[Tensor] | None = None
         self.before: list[Tensor] | None = None
-        self.estimate: Any = None
 
     def now(self) -> list[Tensor]:
         return [p.detach().clone() for p in self.params]
@@ -52,24 +47,12 @@ class Reference:
     def step(self, gradients: Sequence[Tensor]) -> None:
         for p, g in zip(self.params, gradients, strict=True):
             p.grad = g.clone()
-        if self.clip:
-            nn.utils.clip_grad_norm_(self.params, self.clip)
         self.optimizer.step()
 
     def arrive(self) -> None:
         if self.flying is None:
             return
-        (gradients, samples), self.flying = self.flying, None
-        if self.estimate is not None:
-            (there, state, first, size), self.estimate = self.estimate, None
-            lr = self.schedule.get_last_lr()[0]
-            self.go(there)
-            self.optimizer.load_state_dict(state)
-            self.step([(size * f + samples * g) / (size + samples) for f, g in zip(first, gradients, strict=True)])
-            self.optimizer.param_groups[0]["lr"] = lr
-            return
-        if self.twice and self.steps >= self.warm:
-            self.estimate = (self.now(), copy.deepcopy(self.optimizer.state_dict()), gradients, samples)
+        gradients, self.flying = self.flying, None
         self.before = self.now()
         self.step(gradients)
         self.schedule.step()
@@ -77,7 +60,7 @@ class Reference:
 
     def gate(self) -> None:
         self.arrive()
-        self.before = self.estimate = None
+        self.before = None
 
     def train(self, shards: Sequence[Sequence[Batch]], size: int, gates: Sequence[int], epochs: int) -> None:
         for _ in range(epochs):
@@ -100,7 +83,7 @@ class Reference:
                 held += 1
                 if held == size or i == len(shards[0]):
                     self.arrive()
-                    self.flying = ([t / samples for t in total], samples)
+                    self.flying = [t / samples for t in total]
                     if self.steps < self.warm:
                         self.arrive()
                     total, samples, held = [torch.zeros_like(t) for t in total], 0, 0
@@ -110,20 +93,14 @@ class Reference:
             self.gate()
 
 
-def reference(name: str, **options: Any) -> Reference:
-    made = {
-        "predicted": lambda: Reference(momentum, ahead=1.5, twice=False, warm=1, clip=0.0),
-        "estimated": lambda: Reference(adam, ahead=0.0, twice=True, warm=1, clip=0.2),
-    }[name]()
-    for key, value in options.items():
-        setattr(made, key, value)
+def reference(ahead: float = 1.5) -> Reference:
+    made = Reference(momentum, ahead=ahead, warm=1)
     made.train(SHARDS, 2, gates=(8,), epochs=2)
     return made
 
 
-@pytest.mark.parametrize("name", ["predicted", "estimated"])
-def test_steps_are_those_of_one_process_in_float64(ranks: Outcomes, name: str) -> None:
-    expected, (a, b) = reference(name), ranks(name)
+def test_steps_are_those_of_one_process_in_float64(ranks: Outcomes) -> None:
+    expected, (a, b) = reference(), ranks("predicted")
     assert a["digest"] == b["digest"] and a["validations"] == b["validations"]
     for told in (a, b):
         assert distance(told["flat"], flat(expected.module)) < 2e-5
@@ -133,9 +110,8 @@ def test_steps_are_those_of_one_process_in_float64(ranks: Outcomes, name: str) -
         assert told["samples_by_rank"] == [78.0, 234.0]
 
 
-@pytest.mark.parametrize(("name", "options"), [("predicted", {"ahead": 0.0}), ("estimated", {"twice": False})])
-def test_the_correction_shows(name: str, options: Any) -> None:
-    assert distance(flat(reference(name).module), flat(reference(name, **options).module)) > 1e-3
+def test_the_correction_shows() -> None:
+    assert distance(flat(reference().module), flat(reference(ahead=0.0).module)) > 1e-3
 
 
 def test_predicted_parameters_are_there_for_the_passes_only(ranks: Outcomes) -> None:
@@ -151,42 +127,22 @@ def test_an_exception_finds_parameters_that_were_stepped_with(ranks: Outcomes) -
     assert any("computed True seen True" in error for error in ranks.errors("failed"))
 
 
-@pytest.mark.parametrize("name", ["predicted_uneven", "estimated_uneven"])
-def test_a_rank_without_data_takes_the_steps_of_the_others(ranks: Outcomes, name: str) -> None:
-    for a, b in zip(*ranks(name), strict=True):
+def test_a_rank_without_data_takes_the_steps_of_the_others(ranks: Outcomes) -> None:
+    for a, b in zip(*ranks("predicted_uneven"), strict=True):
         assert a["digest"] == b["digest"]
         assert a["epochs"] == b["epochs"] == a["validations"] == b["validations"]
         assert a["global_step"] == b["global_step"] == a["steps"]
         assert a["samples_by_rank"] == [32.0, 136.0]  # each sample once an epoch
 
 
-def test_a_half_that_is_not_finite_is_dropped_on_all_ranks(ranks: Outcomes) -> None:
-    """The first half of a step: the next one is estimated in its place. The second: the estimate stays."""
-    a, b = ranks("scaled")
-    for mine, other in zip(a, b, strict=True):
-        assert mine["digest"] == other["digest"]
-        assert mine["scale"] == 512.0
-        assert all(torch.tensor(mine["flat"]).isfinite())
-    assert [told["samples"] for told in a] == [24.0, 24.0, 24.0]
-    assert [told["steps"] for told in a] == [2, 2, 2]
-    assert len({told["digest"] for told in a}) == 3
-
-
-def test_steps_of_two_windows_are_counted_once(ranks: Outcomes) -> None:
-    for told in ranks("limited"):
-        assert told["global_step"] == told["steps"] == 4
-        assert told["samples"] == 4 * 7.0
-
-
 def test_training_goes_on_from_a_gate_to_the_bit(ranks: Outcomes) -> None:
-    for told in ranks("resumed"):
-        for straight, again, steps, steps_again in told.values():
-            assert straight == again and steps == steps_again
+    for straight, again, steps, steps_again in ranks("resumed"):
+        assert straight == again and steps == steps_again
 
 
 def test_training_goes_on_with_another_correction(ranks: Outcomes) -> None:
     a, b = ranks("resumed_with_another")
-    assert a == b and len(a) == 9 and {steps for _, steps in a.values()} == {2, 3}
+    assert a == b and len(a) == 4 and {steps for _, steps in a.values()} == {3}
 
 
 def test_parameters_that_training_step_changes_are_named(ranks: Outcomes) -> None:

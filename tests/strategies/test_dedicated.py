@@ -86,17 +86,6 @@ def test_where_the_memory_is_lost_and_was_in_a_snapshot_a_server_begins_with_tha
     assert int(workers[0].value["served"]["versions in snapshots"]) >= 3
 
 
-def test_the_replica_takes_over_from_a_rank_that_serves(tmp_path: Path) -> None:
-    """It starts an empty server in the place of the one that was lost: that has replicas from then on."""
-    *workers, first, second = ranks("replica_takes_over", 4, tmp_path)
-    assert_served(first)
-    assert_served(second)
-    alone = flat(train_alone(joined(batches(0, BATCHES), batches(1, BATCHES)), epochs=2, optimizer=adam))
-    for worker in workers:
-        assert worker.value is not None, worker
-        assert distance(worker.value["values"], alone) < 1e-6
-
-
 @pytest.mark.parametrize("dedicated", [False, True])
 def test_training_begins_with_enough_workers_and_one_that_comes_late_joins(dedicated: bool, tmp_path: Path) -> None:
     first, late, third, *servers = ranks("comes_late", 3 + dedicated, tmp_path, dedicated=dedicated, wait_for_workers=2)

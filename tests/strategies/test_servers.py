@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
-from lightning_async.comm.membership.door import Door
-from lightning_async.comm.membership.signing import Seal
-from lightning_async.comm.membership.stores import HashStore
 from lightning_async.comm.reach import address_of
 from lightning_async.engine.server.line import forget
-from lightning_async.engine.server.places import Places
 from lightning_async.engine.server.plan import Plan
 from lightning_async.errors import AsyncTrainingError, ChannelTimeout, PeerLost
 from lightning_async.strategies import servers
@@ -58,27 +54,3 @@ def test_a_server_of_this_training_that_nobody_supervises_is_not_waited_for(monk
             with pytest.raises(error, match=words) as raised:
                 dial.connect(1.0)
         assert type(raised.value) is error
-
-
-def test_a_shard_of_this_training_and_its_replica_that_nobody_supervises_are_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """While the server of one of them is answered by nobody for a moment only, the other one may still take over."""
-    plan = Plan.of({"weight": torch.zeros(8)}, 2, 4)
-    nobody = [address_of(f"lightning_async-nobody-{number}") for number in range(2)]
-    its = Servers(nobody, of_this_run=True)
-    its.have_replicas(Door(HashStore(), Seal("")), 1.0)
-    place = cast(Places, its.dials(plan)[0])
-    with closing(place):
-        place.begin("a")
-        for gone_s in (10.0, 0.0):
-            monkeypatch.setattr(servers, "_GONE_S", gone_s)
-            its._refused.clear()
-            for _ in range(2):  # the replica's server was not asked
-                with pytest.raises(PeerLost, match="nobody answers"):
-                    place.connect(1.0)
-            place.lost = True
-            assert not place.look_elsewhere("a", "it is lost", lost=True)
-            with pytest.raises(PeerLost if gone_s else AsyncTrainingError) as raised:
-                place.connect(1.0)
-            assert ("servers 0 and 1 are gone for good" in str(raised.value)) == (gone_s == 0.0)

@@ -149,7 +149,7 @@ def test_a_synchronous_step_in_whose_backward_pass_a_rank_dies_is_taken_by_the_o
 @pytest.mark.parametrize(
     ("windows", "settings"),
     [
-        (2, {"correction": "EstimateCommit"}),
+        (2, {"correction": "DelayCompensation"}),
         ("until_reduced", {"correction": "WeightPrediction"}),
         (2, {"compression": "topk"}),
         ("balanced", {"compression": "powersgd"}),

@@ -93,11 +93,6 @@ class Door:
         """Any other note."""
         self._store.set(key, self.seal.sign(key, json.dumps(dict(note)).encode()))
 
-    def claim(self, key: str, note: Mapping[str, Any]) -> dict[str, Any]:
-        """Any other note, where there is none under this key; the one that is there: of whoever came first."""
-        self._store.compare_set(key, "", self.seal.sign(key, json.dumps(dict(note)).encode()).decode())
-        return self.read(key)
-
     def read(self, key: str) -> dict[str, Any]:
         """The note that is there; empty where there is none."""
         if not self._store.check([key]):

@@ -138,9 +138,7 @@ class BackgroundAverager:
         if isinstance(message, LocalMessage) and message.announced:
             self.wing.average.abandon()  # made with a rule state that begins anew; its work stays for another one
 
-    def tick(
-        self, step: Step, samples: float, *, stepped: bool = True, lr: float = 0.0, again: bool = False
-    ) -> RoundReport | None:
+    def tick(self, step: Step, samples: float, *, stepped: bool = True, lr: float = 0.0) -> RoundReport | None:
         """Count a step, take what arrived, and start a round if that was planned; returns the round that was merged.
 
         Args:
@@ -148,20 +146,19 @@ class BackgroundAverager:
             samples: samples behind the step.
             stepped: False if no parameter moved (a step skipped because of infinite gradients).
             lr: the inner learning rate, for rules that need it.
-            again: it is the last one, taken again with more samples.
         """
         box, now = self._box, self._now()
         self._step_s = 0.9 * self._step_s + 0.1 * (now - self._last_tick) if self._step_s else now - self._last_tick
         self._last_tick = now
-        self.summary.synchronous_steps += step.action is Action.GRADIENTS and not again
+        self.summary.synchronous_steps += step.action is Action.GRADIENTS
         with box.changed:
             self.control.see()
             if stepped:
-                self.step += not again
+                self.step += 1
                 self._buckets.at_target = False
                 box.samples, box.steps = box.samples + samples, float(self.step)
                 self.summary.samples += samples
-                self.summary.steps += not again
+                self.summary.steps += 1
                 if step.action is not Action.GRADIENTS:
                     self.ledger.step(samples)
         report = self._take()

@@ -131,7 +131,6 @@ class Reduction(Exchange):
         since: the smallest of all replicas', see `Part`.
         masks_differ: replicas used different ones, or one that follows has none to know them by.
         told: what all ranks have told with them.
-        gates: that had opened before.
         residual: what compression has yet to deliver once this is committed; None for what it had before.
         in_parts: some replica's leave while they are computed.
     """
@@ -141,6 +140,5 @@ class Reduction(Exchange):
     since: int
     masks_differ: bool
     told: Told
-    gates: int
     residual: Tensor | None = None
     in_parts: bool = False

@@ -68,7 +68,6 @@ class GradientRounds:
             since=min((p.since for p in parts if p.weight > 0.0), default=0),
             masks_differ=differ,
             told=Told.by(parts),
-            gates=self._box.num_opened,
             in_parts=any(p.in_parts for p in parts),
             at_once=not differ and all(p.in_parts and p.keeps for p in parts),
         )

@@ -58,8 +58,6 @@ class Beginning:
                 self._store.clear()
             self._store.initialise(params, *terms, policy, state, header["scalars"])  # pyright: ignore
             self._store.note(warmup_steps=header.get("warmup_steps"), replaced=before)
-            if self._store.copies is not None:
-                self._store.copies.begun()
         except (TypeError, ValueError) as error:
             raise Refused("settings", str(error)) from error
 

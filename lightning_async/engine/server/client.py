@@ -42,7 +42,6 @@ class Answer:
         lost: pushes of this worker's that were acknowledged, and were lost since with a server's host.
         in_step: the next version is made of a push of each worker.
         restored: grows whenever a server has begun with a snapshot: versions go back with it.
-        copied: each server has a copy on another one, with all that this answer is to.
         called: in sync mode, whether a worker has called all with this round; all hear it of the same one.
     """
 
@@ -54,21 +53,17 @@ class Answer:
     lost: int = 0
     in_step: bool = False
     called: bool = False
-    copied: bool = False
     restored: int = 0
 
     @property
     def survives(self) -> str:
-        """What was answered survives the servers' ``"process"``; the loss of any one host, as there is a ``"replica"``;
-        or, as it is in a ``"snapshot"``, that of all.
+        """What was answered survives the servers' ``"process"``, or, as it is in a ``"snapshot"``, their hosts.
 
         >>> Answer((3, 4), durable=(3, 3)).survives, Answer((3, 4), durable=(3, 4)).survives
         ('process', 'snapshot')
-        >>> Answer((3, 4), copied=True).survives
-        'replica'
         """
         held = len(self.durable) == len(self.versions) and all(map(int.__ge__, self.durable, self.versions))
-        return "snapshot" if held else "replica" if self.copied else "process"
+        return "snapshot" if held else "process"
 
 
 class Client:
@@ -149,7 +144,7 @@ class Client:
         told |= {"fields": list(fields), "scalars": dict(scalars or {}), "anew": anew, "warmup_steps": warmup_steps}
         self._ask_with_all({"do": "initialise", **told})
         for line in self._lines:
-            line.begin()
+            line.began = True
         return self.pull()
 
     def pull(self, field: str | None = None) -> Answer:
@@ -253,9 +248,8 @@ class Client:
     def lags(self) -> tuple[dict[str, Any], ...]:
         """How late pushes were, of each server: ``counts`` of pushes by lag, from which on one key stands for the lags
         up to the next one; the ``mean`` of recent ones; how many were ``dropped``; where snapshots are taken, what is
-        ``durable``, and how many of all workers' were ``lost``; where shards are to have a copy, if ``copied``."""
-        replies = self._ask_all({"do": "lags"})
-        told = [{**reply["lags"], **({"copied": reply["copied"]} if "copied" in reply else {})} for reply in replies]
+        ``durable``, and how many of all workers' were ``lost``."""
+        told = [reply["lags"] for reply in self._ask_all({"do": "lags"})]
         return tuple({**each, "counts": {int(key): count for key, count in each["counts"].items()}} for each in told)
 
     def close(self, leave: bool = True) -> None:
@@ -283,8 +277,7 @@ class Client:
         lags, dropped, durable, restored = (tuple(reply.get(*each) for reply in replies) for each in told.items())
         lost, resent = (sum(getattr(line, name) for line in self._lines) for name in ("lost", "resent"))
         in_step, called = (any(reply.get(name, False) for reply in replies) for name in ("in_step", "called"))
-        copied = all(reply.get("copied", False) for reply in replies)
-        return Answer(versions, lags, resent, dropped, durable, lost, in_step, called, copied, sum(restored))
+        return Answer(versions, lags, resent, dropped, durable, lost, in_step, called, sum(restored))
 
     def _ask_all(self, header: Mapping[str, Any]) -> list[dict[str, Any]]:
         return self._ask([(header, 0)] * len(self._lines))

@@ -104,7 +104,7 @@ class Holding:
 
     def clear(self) -> None:
         """There are no weights from now on, and nothing that is a worker's own."""
-        kept = {name: self.record[name] for name in ("workers", "lives", "generation") if name in self.record}
+        kept = {name: self.record[name] for name in ("workers", "lives")}
         own = ("slot", "bank")
         kept["workers"] = {n: {k: v for k, v in told.items() if k not in own} for n, told in kept["workers"].items()}
         self.commit(kept)

@@ -6,7 +6,6 @@ import math
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 from lightning_async.comm.channel import Channel
@@ -14,7 +13,6 @@ from lightning_async.engine.server.loop import HELLO_S, Server
 from lightning_async.engine.server.plan import TABLES
 from lightning_async.engine.server.quorum import Terms
 from lightning_async.engine.server.refused import Refused
-from lightning_async.engine.server.seat import Seat
 from lightning_async.engine.server.snapshots import Shelf
 from lightning_async.engine.server.store import Store
 from lightning_async.errors import PeerLost
@@ -40,8 +38,7 @@ class Hosting:
     """The tables of one server; those that its memory holds, and each other one from when a worker first names it.
 
     Args:
-        memories: `MEMORIES` descriptors: two for each table of its own, and two for each of the copy that it has of
-            another server's; see `Seat`.
+        memories: `TABLES` descriptors of anonymous files, one for each table, see `Store`; its own from now on.
         terms: how workers are treated.
         threads: that work on a large shard. Default: 1.
         keeping: of snapshots. Default: none.
@@ -53,22 +50,18 @@ class Hosting:
         self._making = threading.Lock()
         self.over = False
         """A worker has said that the training is."""
-        self._seats: dict[tuple[bool, int], Seat] = {}
-        self._neighbour: int | None = None
-        """The shard of another server that this one has a copy of."""
-        for table in range(TABLES):
-            for home in (True, False):
-                if any(os.fstat(each).st_size for each in self._of(home, table)) or (home and table == 0):
-                    self._seat(home, table).take()
+        self._servers: dict[int, Server] = {}
+        for table, memory in enumerate(self._memories):
+            if os.fstat(memory).st_size or table == 0:
+                self._server(table)
 
     @property
     def connected(self) -> int:
         """Connections of workers, to all tables."""
-        return sum(server.connected for server in self._servers)
+        return sum(server.connected for server in self._all)
 
     def serve(self, channel: Channel) -> None:
-        """Answer one worker, of the table that it names, until it is gone; or another server, whose shard has its copy
-        here. On a thread of its own."""
+        """Answer one worker, of the table that it names, until it is gone; on a thread of its own."""
         try:
             header, size = channel.receive(HELLO_S)
             try:
@@ -77,16 +70,9 @@ class Hosting:
                     self.over = True
                     channel.send({})
                     raise PeerLost("nothing more is said.")
-                seat = self._called(header)
-                if header.get("do") == "replicate":
-                    seat.replicate(channel, header)
-                    return
-                if header.get("do") == "stands":
-                    channel.send(seat.stands(header))
-                    raise PeerLost("it has asked.")
-                server = seat.lead(header)
+                server = self._called(header)
                 if header.get("do") == "forget":
-                    for each in self._servers:
+                    for each in self._all:
                         each.forget(header["workers"])
             except Refused as refused:
                 channel.send({"refused": refused.kind, "why": str(refused)})
@@ -98,41 +84,31 @@ class Hosting:
 
     def take_last(self) -> None:
         """A last snapshot of each table, where any are taken; nothing is applied after it."""
-        for server in self._servers:
+        for server in self._all:
             if server.snapshots is not None:
                 server.snapshots.take(last=True)
 
     @property
-    def _servers(self) -> list[Server]:
-        return [seat.server for seat in list(self._seats.values()) if seat.server is not None]
+    def _all(self) -> list[Server]:
+        return list(self._servers.values())
 
-    def _called(self, header: Mapping[str, Any]) -> Seat:
-        """The seat that a first message names."""
-        table, shard = header.get("table", 0), header.get("shard", self._keeping.server)
+    def _called(self, header: Mapping[str, Any]) -> Server:
+        """The server of the table that a first message names."""
+        table = header.get("table", 0)
         if type(table) is not int or not 0 <= table < TABLES:
             raise Refused("settings", f"there is no table {table!r}: the server has {TABLES}.")
-        if home := shard == self._keeping.server:
-            return self._seat(home, table)
-        if self._neighbour not in (None, shard):
-            raise Refused("settings", f"shard {shard} is not this server's, which has {self._neighbour}'s copy.")
-        self._neighbour = shard
-        return self._seat(home, table)
+        return self._server(table)
 
-    def _of(self, home: bool, table: int) -> list[int]:
-        first = 0 if home else 2 * TABLES
-        return self._memories[first + table : first + 2 * TABLES : TABLES]
-
-    def _seat(self, home: bool, table: int) -> Seat:
+    def _server(self, table: int) -> Server:
         with self._making:
-            if (found := self._seats.get((home, table))) is None:
-                serve = partial(self._serve_store, home, table)
-                found = self._seats[home, table] = Seat(self._of(home, table), serve, home, self._threads)
+            if (found := self._servers.get(table)) is None:
+                found = self._servers[table] = self._make(table)
             return found
 
-    def _serve_store(self, home: bool, table: int, store: Store) -> Server:
+    def _make(self, table: int) -> Server:
         folder, server, every_s = self._keeping
-        shelf = Shelf(folder, server, table) if home and folder is not None else None
-        found = Server(store, self._terms, shelf, every_s)
+        shelf = None if folder is None else Shelf(folder, server, table)
+        found = Server(Store(self._memories[table], self._threads), self._terms, shelf, every_s)
         if found.snapshots is not None:
             found.snapshots.begin()
         return found
@@ -153,7 +129,5 @@ def _check_first(header: Mapping[str, Any]) -> None:
         texts = [header.get(name) for name in ("worker", "client", "fingerprint")]
         numbers = [header.get(name, "") for name in ("life", "said")]
         whole = all(isinstance(text, str) for text in texts) and all(isinstance(n, int | None) for n in numbers)
-    elif header.get("do") in ("replicate", "stands"):
-        whole = isinstance(header.get("generation"), int)
     if not whole:
         raise Refused("request", f"{header} is nothing that a server is told first."[:300])

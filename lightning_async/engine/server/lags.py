@@ -34,12 +34,11 @@ def counted(lags: Mapping[str, Any], lag: int, dropped: bool = False) -> dict[st
 
 
 def in_words(lags: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """How late pushes were, over several servers, how many were dropped, how many shards have a replica, and what is in
-    snapshots, or was lost.
+    """How late pushes were, over several servers, how many were dropped, and what is in snapshots, or was lost.
 
     Args:
-        lags: of each server: its ``counts``, by numbers, ``dropped``, and whether it is ``copied``, if at all; the
-            ``durable`` version, and how many acknowledged pushes of all workers it has ``lost``, if it takes snapshots.
+        lags: of each server: its ``counts``, by numbers, and ``dropped``; the ``durable`` version, and how many
+            acknowledged pushes of all workers it has ``lost``, if it takes snapshots.
 
     >>> in_words([{"counts": {0: 1, 1: 3}, "dropped": 1}, {"counts": {0: 2, 1: 2}, "dropped": 0}])
     {'lag, in updates': '0: 38%, 1: 62%', 'dropped': '1'}
@@ -53,11 +52,9 @@ def in_words(lags: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     shares = ", ".join(f"{lag}: {100 * count / counts.total():.0f}%" for lag, count in sorted(counts.items()))
     kept = [each for each in lags if "durable" in each]
     durable = ["none" if each["durable"] < 0 else str(each["durable"]) for each in kept]
-    copied = [each["copied"] for each in lags if "copied" in each]
     return {
         "lag, in updates": (shares or "none") if pushes else "none, in step",
         "dropped": f"{dropped}",
         **({"versions in snapshots": ", ".join(durable)} if kept else {}),
         **({"acknowledged pushes lost": ", ".join(str(each["lost"]) for each in kept)} if kept else {}),
-        **({"shards with a replica": f"{sum(copied)} of {len(copied)}"} if copied else {}),
     }

@@ -8,8 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_async.comm.channel import Channel, Dial, nobody_listens
-from lightning_async.engine.server.places import Places
+from lightning_async.comm.channel import Channel, Dial
 from lightning_async.errors import AsyncTrainingError, ChannelTimeout, Evicted, PeerLost, SettingsMismatch
 
 __all__ = ["Line", "forget", "tell_over"]
@@ -17,8 +16,6 @@ __all__ = ["Line", "forget", "tell_over"]
 _log = logging.getLogger(__name__)
 _PAUSE_S = 0.02
 _DIAL_S, _PART_S = 5.0, 60.0
-_ELSEWHERE = ("alone", "copy", "fenced")
-"""Refusals that tell of another view, see `views`."""
 _REFUSALS: dict[str, type[AsyncTrainingError]] = {
     "evicted": Evicted, "settings": SettingsMismatch, "missing": PeerLost, "uninitialised": PeerLost,
 }  # fmt: skip
@@ -39,9 +36,10 @@ class Line:
     def __init__(
         self, server: int, dial: Dial, hello: Mapping[str, Any], absent_s: float, overlap: bool = False
     ) -> None:
-        self.dial, self.base, self._began = dial, 0, False
+        self.dial, self.base = dial, 0
+        self.began = False
+        """The server has weights: one without has lost them."""
         self._overlap, self._spare, self._pushed_then = overlap, False, 0  # where the last pull is, and when that was
-        self._places = dial if isinstance(dial, Places) else None
         self.resent = self.pushed = 0
         self._missing: list[tuple[int, int]] = []
         """Pushes that were answered, and are lost since: behind one number, up to another."""
@@ -53,8 +51,6 @@ class Line:
         self._asked_at = 0.0
         self._why = "nothing was heard of it"
         self._given_up, self._absent_s = False, absent_s
-        self._memory_gone = False
-        """The server's, with its supervisor: what holds it, listens, too."""
         self._left: int | None = None
         """From this byte on the next push is at the server already; None: nothing of it is."""
         self._away_since: float | None = None
@@ -78,17 +74,6 @@ class Line:
         """How many pushes were answered, and are in no weights any more."""
         return sum(end - start for start, end in self._missing)
 
-    @property
-    def began(self) -> bool:
-        """The server has weights: one without has lost them."""
-        return self._began or (self._places is not None and self._places.begun)
-
-    def begin(self) -> None:
-        """It has them from now on."""
-        self._began = True
-        if self._places is not None:
-            self._places.begin(self._worker)
-
     def begin_part(self) -> None:
         """The memory is filled anew."""
         self._left = None
@@ -103,7 +88,7 @@ class Line:
             return
         try:
             channel.send({"do": "part", "at": at}, size)
-            self._receive(channel, _PART_S)
+            channel.receive(_PART_S)
         except PeerLost as error:
             self._drop(error)
         else:
@@ -119,7 +104,6 @@ class Line:
             if self._channel is None:
                 self._away_since = self._away_since or now
                 left = min(left, self._away_since + self._absent_s - now)
-                self._look_elsewhere()
                 if left > 0 and not self._dial(left):
                     time.sleep(min(_PAUSE_S, left))
                     continue
@@ -131,12 +115,10 @@ class Line:
                     "See its log; it may need more time than `timeout`."
                 )
             try:
-                reply = self._receive(self._channel, max(left, 0.001))
+                reply, _ = self._channel.receive(max(left, 0.001))
             except PeerLost as error:
                 self._drop(error)
             else:
-                if self._is_elsewhere(reply):
-                    continue
                 if self._request[0].get("do") == "push":
                     self._left = None  # nothing of the next one is there
                 return self._heard(reply)
@@ -163,19 +145,12 @@ class Line:
         try:
             channel = self._channel = self.dial.connect(min(timeout_s, _DIAL_S))
             now = {"life": self._life, "incarnation": self._incarnation, "said": self.pushed}
-            view = {} if self._places is None else self._places.told()
-            channel.send({"do": "hello", **self._hello, **now, **view}, 0, timeout_s)
-            reply = self._receive(channel, timeout_s)
+            channel.send({"do": "hello", **self._hello, **now}, 0, timeout_s)
+            reply, _ = channel.receive(timeout_s)
         except PeerLost as error:
             self._drop(error)
             return False
-        if self._is_elsewhere(reply):
-            return False
         known, told = self._incarnation, self._heard(reply)
-        if self.began and told["version"] is None and self._places is not None:
-            self._drop(PeerLost(f"server {self._server} has lost its weights"))
-            self._memory_gone = True
-            return False
         self._life = told["life"]
         if self.began and told["version"] is None:
             raise PeerLost(
@@ -188,32 +163,6 @@ class Line:
         self._away_since = None
         self._try(channel)
         return self._channel is not None
-
-    # ---- where the shard has a copy ----
-
-    def _receive(self, channel: Channel, timeout_s: float) -> dict[str, Any]:
-        if self._places is None:
-            return channel.receive(timeout_s)[0]
-        with self._places.watching(channel):
-            return channel.receive(timeout_s)[0]
-
-    def _look_elsewhere(self) -> None:
-        """The server is away: after some time it is lost, and the copy takes its place."""
-        if self._places is None or self._away_since is None:
-            return
-        away_s = time.monotonic() - self._away_since
-        lost = self._memory_gone or self._places.lost or away_s >= self._places.lost_after_s
-        if self._places.look_elsewhere(self._worker, self._why, lost):
-            self._away_since, self._memory_gone = None, False
-
-    def _is_elsewhere(self, reply: Mapping[str, Any]) -> bool:
-        """Whether it says that another view holds, or is to: it is asked again, or the other one."""
-        if self._places is None or reply.get("refused") not in _ELSEWHERE:
-            return False
-        self._drop(PeerLost(reply["why"]))
-        if reply["refused"] == "alone":
-            self._places.go_on_alone(self._worker, reply["why"])
-        return True
 
     def _go_back(self, told: Mapping[str, Any]) -> None:
         """The server had lost its memory, and has a snapshot: of what was said to it, less counts than was answered."""
@@ -241,7 +190,7 @@ class Line:
             self._drop(error)
 
     def _drop(self, error: PeerLost) -> None:
-        self._why, self._left, self._memory_gone = str(error), None, nobody_listens(error)
+        self._why, self._left = str(error), None
         if self._channel is not None:
             self._channel.close()
         self._channel = None
@@ -251,8 +200,6 @@ class Line:
             error = _REFUSALS.get(kind, AsyncTrainingError)
             raise error(f"worker {self._worker!r}: server {self._server} refuses: {reply['why']}")
         self._incarnation = reply.get("incarnation", self._incarnation)
-        if self._places is not None:
-            self._places.hear(reply.get("generation", 0))
         self.pushed = reply.get("number", self.pushed)
         return reply
 
@@ -261,7 +208,7 @@ def forget(dial: Dial, workers: Sequence[str], timeout_s: float = 10.0) -> None:
     """Tell a server that these workers are lost: nobody waits for them, and what they still say does not count.
 
     Raises:
-        PeerLost: it does not answer in time, or has not the shard.
+        PeerLost: it does not answer in time.
     """
     _tell(dial, {"do": "forget", "workers": list(workers)}, timeout_s)
 
@@ -276,10 +223,7 @@ def tell_over(dial: Dial, timeout_s: float = 5.0) -> None:
 def _tell(dial: Dial, header: Mapping[str, Any], timeout_s: float) -> None:
     channel = dial.connect(timeout_s)
     try:
-        view = dial.told() if isinstance(dial, Places) else {}
-        channel.send({**header, **view}, 0, timeout_s)
-        reply, _ = channel.receive(timeout_s)
-        if reply.get("refused") in _ELSEWHERE:
-            raise PeerLost(reply["why"])
+        channel.send(header, 0, timeout_s)
+        channel.receive(timeout_s)
     finally:
         channel.close()

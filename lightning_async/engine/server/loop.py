@@ -24,7 +24,6 @@ from typing import Any
 from lightning_async.comm.channel import Channel
 from lightning_async.engine.server import cut
 from lightning_async.engine.server.beginning import Beginning
-from lightning_async.engine.server.copies import Copies
 from lightning_async.engine.server.exchange import Exchange
 from lightning_async.engine.server.presence import Presence
 from lightning_async.engine.server.quorum import NEWCOMERS, Terms, awaited
@@ -61,7 +60,6 @@ class Server:
         self._rounds, self._cuts = Rounds(store, terms), cut.Cuts()
         self._beginning = Beginning(store, terms)
         self._exchange = Exchange(store, terms)
-        self._copies = store.copies = Copies(store, self._changed)
 
     @property
     def connected(self) -> int:
@@ -70,7 +68,7 @@ class Server:
 
     def serve(self, channel: Channel, said: tuple[dict[str, Any], int] | None = None) -> None:
         """Answer one worker until it is gone; on a thread of its own. What it has said already comes first."""
-        worker, back = None, False
+        worker = None
         try:
             while True:
                 header, size = said or channel.receive(HELLO_S if worker is None else None)
@@ -83,45 +81,24 @@ class Server:
                         length = 0
                     else:
                         reply, length = self._answer(worker, channel, header, size)
-                    if header.get("do") != "leave":
-                        self._settle()
                 except Refused as refused:
-                    back = refused.kind == "alone"
                     reply, length = {"refused": refused.kind, "why": str(refused)}, 0
                 channel.send(reply, length)
         except PeerLost:
             pass  # its others go on; it comes back, or does not
         finally:
             channel.close()
-            if not back:  # else it is to bring word of the next generation, and others wait for it
-                self._gone(worker, channel)
-
-    @property
-    def generation(self) -> int | None:
-        """Of the view that it goes by, see `Copies`; None without weights."""
-        return self._copies.generation if self._store.ready else None
+            self._gone(worker, channel)
 
     def close(self) -> None:
         """End all connections."""
         with self._changed:
             for channel in self._presence.channels.values():
                 channel.break_off()
-            self._copies.close()
-
-    def retire(self, generation: int) -> None:
-        """Another one is the primary of its shard, since that generation: it does nothing more."""
-        with self._changed:
-            self._copies.fence(generation)
-            self._copies.close()
-            while self._presence.channels:
-                self._presence.channels.popitem()[1].break_off()
-            self._store.close()
-            self._changed.notify_all()
 
     def forget(self, names: Sequence[str]) -> dict[str, Any]:
         """Others know that these are lost."""
         with self._changed:
-            self._copies.check()
             self._evict(set(names) & self._store.known.keys())
         return {}
 
@@ -132,7 +109,6 @@ class Server:
             raise Refused("hello", f"{channel.peer} has not said who it is.")
         worker, life = str(header["worker"]), header["life"]
         with self._changed:
-            self._copies.hear(header)
             self._beginning.check_plan(worker, header["fingerprint"])
             try:
                 known = self._presence.hello(worker, channel, header)
@@ -272,16 +248,10 @@ class Server:
         version = self._store.version
         told = {"durable": durable, "incarnation": self._store.incarnation, "in_step": self._in_step()}
         told |= {"restored": self._store.record.get("restored", 0)}
-        return {"version": version, **told, **self._copies.told()}
+        return {"version": version, **told}
 
     def _in_step(self) -> bool:
         return self._terms.in_step(self._store.version, self._store.record.get("warmup_steps"))
-
-    def _settle(self) -> None:
-        """Before anybody is answered: the shard's copy, where there is to be one, has all that the answer may show."""
-        if self._copies.wanted:
-            with self._changed:
-                self._copies.settle()
 
     def _check_current(self, worker: str, channel: Channel) -> None:
         if self._presence.channels.get(worker) is not channel:

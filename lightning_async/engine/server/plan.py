@@ -22,12 +22,10 @@ from torch import Tensor
 
 from lightning_async.arguments import check_int
 
-__all__ = ["MEMORIES", "TABLES", "Piece", "Plan", "neighbour", "reshard"]
+__all__ = ["TABLES", "Piece", "Plan", "reshard"]
 
 TABLES = 8
 """That a server may have: groups of parameters with settings of their own, each with a plan."""
-MEMORIES = 4 * TABLES
-"""Of a server's process: two for each table of its own, and two for each of the copy that it has of another's."""
 _BYTES = 4  # of an element on a server: fp32
 
 
@@ -167,15 +165,6 @@ class Plan:
                 f"server {server}: {size * _BYTES / 2**20:.1f} MiB, {len(pieces)} keys, {split} of them in part"
             )
         return "\n".join(lines)
-
-
-def neighbour(server: int, num_servers: int) -> int:
-    """The server that has the replica of this one's shard, where shards have one.
-
-    >>> [neighbour(server, 3) for server in range(3)]
-    [1, 2, 0]
-    """
-    return (server + 1) % num_servers
 
 
 def reshard(old: Plan, shards: Sequence[Tensor], new: Plan) -> list[Tensor]:

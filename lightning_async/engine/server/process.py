@@ -13,7 +13,7 @@ from lightning_async.comm.parcels import unshared
 from lightning_async.comm.reach import address_of
 from lightning_async.comm.shm import listen
 from lightning_async.engine.server.orders import DRAIN, END, STOP
-from lightning_async.engine.server.plan import MEMORIES
+from lightning_async.engine.server.plan import TABLES
 from lightning_async.engine.server.quorum import Terms
 from lightning_async.engine.server.snapshots import Shelf
 from lightning_async.errors import AsyncTrainingError
@@ -71,7 +71,7 @@ class ServerProcess:
     def _start(self, opened: contextlib.ExitStack, name: str | None, host: str | None, port: int) -> None:
         if (folder := self._settings["snapshots"]) is not None:
             Shelf(folder, self._settings["server"]).close()  # where it cannot be written to, that is said here
-        memories = [os.memfd_create("lightning_async-server") for _ in range(MEMORIES)]
+        memories = [os.memfd_create("lightning_async-server") for _ in range(TABLES)]
         for memory in memories:
             opened.callback(os.close, memory)
         listener, self.name = listen(name)

@@ -21,7 +21,7 @@ from lightning_async.comm.shm import answer
 from lightning_async.comm.torch.dialling import answer_pair
 from lightning_async.engine.server.hosting import Hosting, Keeping
 from lightning_async.engine.server.orders import DRAIN, END, UNSAVED
-from lightning_async.engine.server.plan import MEMORIES
+from lightning_async.engine.server.plan import TABLES
 from lightning_async.engine.server.quorum import Terms
 from lightning_async.errors import AsyncTrainingError, PeerLost
 
@@ -39,7 +39,7 @@ def main(life: int, handed: list[int], settings: dict[str, Any]) -> None:
 
     Args:
         life: a pipe: its end, and this process ends; a byte: see `orders`.
-        handed: descriptors: of `MEMORIES` memories, and of the sockets that workers dial.
+        handed: descriptors: of the `TABLES` memories, and of the sockets that workers dial.
         settings: ``terms``; ``linger_s``; its ``address``; its number, ``server``; the folder of its ``snapshots``, if
             any, and ``snapshot_every`` so many seconds; whether it is ``orphaned`` already.
     """
@@ -48,7 +48,7 @@ def main(life: int, handed: list[int], settings: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # where there are none left, Gloo ends the process
-    memories, listeners = handed[:MEMORIES], handed[MEMORIES:]
+    memories, listeners = handed[:TABLES], handed[TABLES:]
     keeping = Keeping(settings["snapshots"], settings["server"], settings["snapshot_every"])
     server = Hosting(memories, Terms(**settings["terms"]), threads, keeping)
     orphaned, alone_since, linger_s = bool(settings["orphaned"]), time.monotonic(), float(settings["linger_s"])

@@ -17,7 +17,6 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_async.engine.server.copied import Copying, copied
 from lightning_async.engine.server.holding import Holding
 from lightning_async.engine.server.lags import counted
 from lightning_async.engine.server.optimizers import begun, make_optimizer
@@ -45,8 +44,6 @@ class Store:
         self._held = Holding(descriptor, threads)
         self._policy: StalenessPolicy = UNCORRECTED
         self._optimizer: ServerOptimizer | None = None
-        self.copies: Copying | None = None
-        """That does to another store what is done to this one; None: nothing does."""
         if self.ready:
             self._map(self.record, known=True)
             self._held.free()
@@ -154,22 +151,17 @@ class Store:
         Raises:
             ValueError: there are weights, or there is no such optimizer.
         """
-        for name, field in self.lay_out(record).items():
-            field.copy_(parts[name])
-        self.note(**restored(record))
-
-    def lay_out(self, record: Mapping[str, Any]) -> Mapping[str, Tensor]:
-        """Memory for the `parts` of this `record`, to be filled; it counts from the next `note` on. As `restore`."""
         self._check_empty()
         self._map(record, known=True)
         self._held.record = dict(record)
-        return self.parts
+        for name, field in self.parts.items():
+            field.copy_(parts[name])
+        self.note(**restored(record))
 
     def note(self, **told: Any) -> None:
         """Have this in the record."""
         self._held.commit({**self.record, **told})
 
-    @copied
     def push(
         self, worker: str, number: int, gradient: Tensor, lag: int, lr: float | None = None,
         reply: Tensor | None = None, spare: bool = False,
@@ -210,7 +202,6 @@ class Store:
         self._held.commit({**self.record, **changes, "workers": workers})
         return weight is not None and reply is not None
 
-    @copied
     def apply(self, gradient: Tensor, pushes: Mapping[str, int], lr: float | None = None, called: bool = False) -> int:
         """The next version, of what several workers have made together, and that their pushes are in it; the version.
         What is not finite changes nothing, and the pushes count as come.
@@ -235,18 +226,9 @@ class Store:
 
     def pull(self, worker: str, target: Tensor, spare: bool = False, plain: bool = False) -> None:
         """What a worker computes its next gradient at, or ``plain`` weights, to memory of their size; as of `push`."""
-        if self._held.personal:
-            self.keep(worker, target, spare, plain)
-        else:
-            self._held.shard.copy((target, self.params if plain else self._held.visible))
-
-    @copied
-    def keep(self, worker: str, target: Tensor | None = None, spare: bool = False, plain: bool = False) -> None:
-        """The same where something is kept of each worker's last pull."""
         kept, seen = self._held.own(worker, spare)[0].get(PULLED), self.params if plain else self._held.visible
         self._held.shard.copy(*((each, seen) for each in (target, kept) if each is not None))
 
-    @copied
     def remember(self, workers: Mapping[str, Mapping[str, Any]]) -> None:
         """What is to be remembered of workers from now on; what those had of their own is given back that are gone.
 

@@ -70,7 +70,7 @@ def test_what_is_measured_is_from_what_a_gradient_was_computed_at(
                 workers[name].has = workers[name].coming = version, oracle.pull(name)
             workers[name].step(fill(N, turn + 1, 0.5), pushes[name] % pull_every == 0)
             torch.testing.assert_close(server.store.params.double(), oracle.x, rtol=1e-5, atol=1e-5)
-        other = Store(os.memfd_create("test"))  # what a snapshot, or a replica, has
+        other = Store(os.memfd_create("test"))  # what a snapshot has
         other.restore(server.store.record, {part: array.clone() for part, array in server.store.parts.items()})
         for number, spare in enumerate((True, False, True), pushes["a"] + 1):
             for store in (server.store, other):

@@ -1,5 +1,4 @@
-"""Scenarios of servers whose shards have replicas, or snapshots, on two ranks: one server is lost with all that held
-its memory."""
+"""A scenario of a server with snapshots, on two ranks: it is lost with all that held its memory."""
 
 from __future__ import annotations
 
@@ -7,38 +6,18 @@ import os
 import select
 import signal
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lightning_async import Deadlines, ParameterServerStrategy
+from lightning_async import ParameterServerStrategy
 from lightning_async.trainer.namespace import pl
-from tests.strategies.problem import adam
 from tests.strategies.served import BATCHES, fit, rows_of
-from tests.strategies.workers import Net, rank, scenario, shard
+from tests.strategies.workers import Net, logged, rank, scenario, shard
 
-LOST_AFTER = timedelta(seconds=4)
 STEP = 2.0**-10
 FEWER = 4
-
-
-class Loses(pl.Callback):
-    """Rank 0 kills its server and the supervisor of that with -9, before a batch."""
-
-    def __init__(self, batch: int) -> None:
-        self.batch, self.lost = batch, 0
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if rank() != 0 or trainer.global_step != self.batch or self.lost:
-            return
-        (server,) = trainer.strategy.servers.own
-        while (pid := server.pid) is None:
-            time.sleep(0.01)
-        os.kill(server.supervisor, signal.SIGKILL)
-        os.kill(pid, signal.SIGKILL)
-        self.lost += 1
 
 
 class Counts(Net):
@@ -49,29 +28,6 @@ class Counts(Net):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=STEP)
-
-
-def with_replicas(mode: str, **options: Any) -> ParameterServerStrategy:
-    deadlines = Deadlines(dead_after=LOST_AFTER)
-    return ParameterServerStrategy(
-        mode, num_servers=2, shard_replicas=1, bigarray_bound=10, deadlines=deadlines, **options
-    )
-
-
-def told(strategy: ParameterServerStrategy, **how: Any) -> Any:
-    loses = Loses(5)
-    found = fit(strategy, callbacks=[loses], **how)
-    return found | {"lost": loses.lost, "served": rows_of(strategy)}
-
-
-@scenario
-def sync_lost() -> Any:
-    return told(with_replicas("sync"), optimizer=adam)
-
-
-@scenario
-def async_lost() -> Any:
-    return told(with_replicas("async", staleness="none"), module=Counts())
 
 
 class LosesAfterSnapshot(pl.Callback):
@@ -110,14 +66,9 @@ def snapshot_lost(folder: Path) -> Any:
     """The only server is lost with its memory, and begins with a snapshot."""
     strategy = ParameterServerStrategy(staleness="none", snapshots=folder / "kept", snapshot_every=3600)
     loses = LosesAfterSnapshot(folder)
-    found = fit(strategy, shard([BATCHES, FEWER]), module=Counts(), callbacks=[loses])
-    return found | {"lost": loses.lost, "served": rows_of(strategy)}
-
-
-@scenario
-def kept() -> Any:
-    """Nothing is lost, and each worker has a momentum of its own on the servers."""
-    return fit(with_replicas("async"))
+    with logged() as lines:
+        found = fit(strategy, shard([BATCHES, FEWER]), module=Counts(), callbacks=[loses])
+    return found | {"lost": loses.lost, "logged": lines, "served": rows_of(strategy)}
 
 
 __all__ = ["BATCHES", "FEWER", "STEP"]
