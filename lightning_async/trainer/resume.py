@@ -230,8 +230,9 @@ class Resume:
             for source in sources:
                 fabric("utilities.data")._set_sampler_epoch(source.loader, epoch)
             positions = recounted(sources, self._pending["loaders"])
-            if any(new is not old for new, old in zip(positions, self._pending["loaders"], strict=True)):
-                self._pending |= {"loaders": positions, "resized": True, "recounted": True}
+            if len(sources) == 1 and any(new is not old for new, old in zip(positions, self._pending["loaders"])):
+                self._pending |= {"resized": True, "recounted": True}
+            self._pending["loaders"] = positions
             begin_at(sources, positions)
             return None
 
@@ -284,6 +285,8 @@ class Resume:
                 done = min(most, max(0, total - left))
             elif self._pending.get("recounted"):
                 done = min(most, self._pending["loaders"][0]["taken"])
+            elif self._pending.get("resized") and self._pending["loaders"][0].get("ended") is False:
+                done = 0  # its data begins again
             else:
                 return
             current.ready = current.started = current.processed = current.completed = done

@@ -322,7 +322,18 @@ def test_a_dataset_with_a_state_begins_each_later_epoch_as_without_a_resume(
 ) -> None:
     settings = {"num_workers": 2, "persistent_workers": True} if workers == "persistent" else {"num_workers": workers}
     training = Training(lambda: DataLoader(KEEPING[kind](), batch_size=3, **settings), validates=False)
-    goes_on(training, tmp_path, ["batch 0:5", "batch 0:8", "epoch 0:8", "batch 1:1", "batch 1:6"])
+    goes_on(training, tmp_path, ["batch 0:5", "batch 0:8", "epoch 1:8", "batch 1:1", "batch 1:6"])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["keeps", "counts epochs", "counts beginnings"])
+def test_a_dataset_whose_last_batch_is_full_begins_each_later_epoch_as_without_a_resume(
+    kind: str, workers: int, tmp_path: Path
+) -> None:
+    """Its state is that of an epoch which has not come to its end, and it looks at a loaded one as it begins."""
+    settings = {"num_workers": workers, "persistent_workers": workers > 0}
+    training = Training(lambda: DataLoader(KEEPING[kind](24), batch_size=3, **settings), validates=False)
+    goes_on(training, tmp_path, ["batch 0:8", "epoch 1:8", "batch 1:8", "epoch 2:8"])
 
 
 WITH_STATES: dict[str, Callable[[], Any]] = {
@@ -339,7 +350,7 @@ def test_a_loader_with_a_state_begins_each_later_epoch_as_without_a_resume(
 ) -> None:
     training = Training(WITH_STATES[kind], validates=False, trainer={"limit_train_batches": limit})
     last = "8" if limit == 1.0 else "6"
-    goes_on(training, tmp_path, ["batch 0:5", "batch 1:4", f"epoch 0:{last}"])
+    goes_on(training, tmp_path, ["batch 0:5", "batch 1:4", f"epoch 1:{last}"])
 
 
 class Tells(Net):
@@ -398,7 +409,7 @@ def test_a_setting(setting: str, tmp_path: Path) -> None:
     "make", [lambda: sized(num_workers=2, persistent_workers=True), lambda: DataLoader(Endless(), 3)]
 )
 def test_limited_where_batches_are_fetched_ahead(make: Any, tmp_path: Path) -> None:
-    goes_on(Training(make, trainer={"limit_train_batches": 5}), tmp_path, ["batch 1:4", "batch 0:5", "epoch 0:5"])
+    goes_on(Training(make, trainer={"limit_train_batches": 5}), tmp_path, ["batch 1:4", "batch 0:5", "epoch 1:5"])
 
 
 class Shifted(Sized):
@@ -460,7 +471,7 @@ def test_a_loader_that_is_followed_can_be_pickled_and_copied(make: Any, how: Any
 
 
 def test_manual_optimization(tmp_path: Path) -> None:
-    goes_on(Training(sized, lambda: Net(manual=3)), tmp_path, ["batch 1:4", "batch 0:8", "epoch 0:8"])
+    goes_on(Training(sized, lambda: Net(manual=3)), tmp_path, ["batch 1:4", "batch 0:8", "epoch 1:8"])
 
 
 def test_adam(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -219,3 +220,128 @@ def test_what_cannot_be_told_is_said(tmp_path: Path, caplog: pytest.LogCaptureFi
         Training(lambda: several[1], trainer={"max_epochs": 1}).fit(tmp_path, follow.points[0], wanted=lambda at: False)
     (line,) = told(caplog)
     assert "train dataloader 0 has batches of 2" in line and "(2)" in line
+
+
+class Shares(Endless):
+    """Divides its samples among workers."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        info = torch.utils.data.get_worker_info()
+        for index in range(self.length)[info.id :: info.num_workers] if info is not None else range(self.length):
+            yield torch.full((FEATURES,), float(index))
+
+
+class SharesAndSaves(Saves):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for _ in super().__iter__():
+            yield torch.full((FEATURES,), float(self.fetched[-1]))
+
+
+class SharesWithALength(Shares):
+    def __len__(self) -> int:
+        return self.length
+
+
+class OwnIterator(DataLoader[Any]):
+    """Its position is found by fetching again."""
+
+    def _get_iterator(self) -> Any:
+        return super()._get_iterator()
+
+
+class Lists(Plain):
+    """Which samples it had, by epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx >= 0:
+            self.rows.append(("samples", self.current_epoch, [int(value) for value in batch[:, 0]]))
+        return super().training_step(batch, batch_idx)
+
+
+def samples_of(rows: Any, epoch: int) -> list[int]:
+    return [sample for row in rows if row[:2] == ("samples", epoch) for sample in row[2]]
+
+
+def between(first: Any, second: Any, folder: Path, at: str) -> tuple[list[int], Any]:
+    """The samples of an epoch until this point, and the rows of a training that goes on from there."""
+    trainings = [Usual(lambda loader=loader: loader, Lists, validates=False) for loader in (first, second)]
+    trainings = [replace(each, trainer={"max_epochs": 2}) for each in trainings]
+    rows, follow, _ = trainings[0].fit(folder, wanted=lambda name: name == at)
+    (point,) = follow.points
+    again, _, _ = trainings[1].fit(folder, point, wanted=lambda name: False)
+    return samples_of(rows[: point.rows], point.epoch), again
+
+
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (2, 0), (0, 2), (3, 1)])
+@pytest.mark.parametrize("dataset", [Shares, SharesAndSaves, SharesWithALength])
+def test_a_stream_that_other_workers_divide_begins_its_epoch_anew(
+    dataset: Any, before: int, after: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = (DataLoader(dataset(24), 2, num_workers=workers) for workers in (before, after))
+    with caplog.at_level(logging.WARNING, "lightning_async"):
+        seen, rows = between(first, second, tmp_path, "batch 0:5")
+    assert len(seen) == 10
+    assert sorted(samples_of(rows, 0)) == sorted(samples_of(rows, 1)) == list(range(24)), "none is left out"
+    assert numbers(rows, 0) == numbers(rows, 1) == list(range(12))
+    (line,) = told(caplog)
+    assert f"has num_workers={after} and batch_size=2, and had num_workers={before} and batch_size=2" in line
+    assert "5 batches (10 samples) that were trained on come again" in line
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 0), (0, 1)])
+@pytest.mark.parametrize("dataset", [Shares, SharesAndSaves])
+def test_a_stream_that_one_worker_reads_goes_on(
+    dataset: Any, before: int, after: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = (DataLoader(dataset(24), 2, num_workers=workers) for workers in (before, after))
+    with caplog.at_level(logging.WARNING, "lightning_async"):
+        seen, rows = between(first, second, tmp_path, "batch 0:5")
+    assert [*seen, *samples_of(rows, 0)] == samples_of(rows, 1) == list(range(24))
+    assert numbers(rows, 0) == list(range(5, 12))
+    told_of_it = [line for line in told(caplog) if f"num_workers={after}, and had num_workers={before} when" in line]
+    assert len(told_of_it) == (dataset is Shares)
+    assert all("behind 5 batches (10 samples)" in line for line in told_of_it)
+
+
+@pytest.mark.parametrize("at", ["epoch 1:12", "batch 0:12"])
+def test_other_workers_from_the_next_epoch_on_are_nothing_to_tell(
+    at: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = (DataLoader(SharesAndSaves(24), 2, num_workers=workers) for workers in (2, 3))
+    with caplog.at_level(logging.WARNING, "lightning_async"):
+        seen, rows = between(first, second, tmp_path, at)
+    assert at[0] == "e" or sorted(seen) == list(range(24))
+    assert sorted(samples_of(rows, 1)) == list(range(24)) and samples_of(rows, 0) == []
+    assert told(caplog) == []
+
+
+@pytest.mark.parametrize("other", [{"num_workers": 3}, {"batch_size": 3}])
+def test_a_loader_with_an_iterator_of_its_own_begins_its_epoch_anew(
+    other: dict[str, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes = {"num_workers": 2, "batch_size": 2}
+    loaders = [OwnIterator(Shares(24), **each) for each in (sizes, sizes | other)]  # pyright: ignore
+    with caplog.at_level(logging.WARNING, "lightning_async"):
+        _, rows = between(loaders[0], loaders[1], tmp_path, "batch 0:5")
+    assert sorted(samples_of(rows, 0)) == list(range(24))
+    lines = [line for line in told(caplog) if "had num_workers=2 and batch_size=2" in line]
+    assert len(lines) == 1 and "5 batches (10 samples)" in lines[0]
+
+
+@pytest.mark.parametrize("dataset", [Shares, SharesAndSaves])
+def test_one_of_several_streams_that_other_workers_divide(
+    dataset: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    several = [
+        [DataLoader(dataset(24), 2, num_workers=workers), DataLoader(Sized(24), 2)] for workers in (2, 3)
+    ]
+    training = Training(lambda: several[0], trainer={"max_epochs": 1})
+    _, follow, _ = training.fit(tmp_path, wanted=lambda at: at == "batch 0:5")
+    again = Training(lambda: several[1], trainer={"max_epochs": 1})
+    with caplog.at_level(logging.WARNING, "lightning_async"):
+        rows, _, _ = again.fit(tmp_path, follow.points[0], wanted=lambda at: False)
+    assert numbers(rows, 0) == list(range(5, 12))
+    lines = [line for line in told(caplog) if "one of 2 train dataloaders" in line]
+    assert len(lines) == 1 and "batches of 2 by 3 workers, and batches of 2 by 2 workers when" in lines[0]
+    assert "(5)" in lines[0]
