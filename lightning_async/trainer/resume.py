@@ -15,10 +15,10 @@ from lightning_async.trainer.inheritance import inheritance_of
 from lightning_async.trainer.limits import Limits
 from lightning_async.trainer.logged import put_logged
 from lightning_async.trainer.namespace import fabric
-from lightning_async.trainer.patches import Undo, replace, searches_lr
+from lightning_async.trainer.patches import Undo, replace, searches_lr, set_for_now, take_back, validation_interval
 from lightning_async.trainer.resized import batches_left
 from lightning_async.trainer.safe_points import AsItWas, SafePoints
-from lightning_async.trainer.unsaved import put_unsaved
+from lightning_async.trainer.unsaved import keep_weight, put_unsaved
 
 __all__ = ["Resume"]
 
@@ -53,6 +53,8 @@ class Resume:
         """See `Source`."""
         self.points = SafePoints(trainer)
         self._pending: dict[str, Any] | None = None
+        self._longer: list[Undo] = []
+        """Takes back that the epoch under way has more batches than its loader has now."""
         self._live = self._in_batch_end = self._validation_is_due = False
 
     def install(self) -> list[Undo]:
@@ -127,6 +129,7 @@ class Resume:
     def _end(self) -> None:
         self._live, self._pending, self.where = False, None, None
         self._limits.put_back()
+        take_back(self._longer)
         for source in self.points.sources:
             source.detach()
         self.points.sources = []
@@ -159,6 +162,7 @@ class Resume:
     def _end_epoch(self, original: Any) -> Any:
         def on_advance_end() -> None:
             original()
+            take_back(self._longer)
             self._boundary("epoch")
 
         return on_advance_end
@@ -277,7 +281,10 @@ class Resume:
                 original()
             if not self._active or self._pending is None:
                 return
-            left, most = batches_left(self._pending), self._trainer.fit_loop.max_batches
+            left = batches_left(self._pending)
+            if left is not None and left > self._trainer.fit_loop.max_batches:
+                self._lengthen(left)
+            most = self._trainer.fit_loop.max_batches
             current = self._trainer.fit_loop.epoch_loop.batch_progress.current
             if left is not None:
                 # The epoch has another number of batches now, and this rank is so many before its end.
@@ -294,6 +301,17 @@ class Resume:
 
         return reset
 
+    def _lengthen(self, left: int) -> None:
+        """Have the epoch under way last for all that is left of it, in batches that may be smaller than the loader's,
+        unless the user limits it."""
+        trainer = self._trainer
+        if trainer.limit_train_batches != 1.0:
+            return
+        self._longer.append(set_for_now(trainer.fit_loop, "max_batches", left))
+        if validation_interval(trainer) == 1.0:
+            self._longer.append(set_for_now(trainer, "val_check_batch", left))
+        trainer.fit_loop._data_fetcher.length = left
+
     def _start_epoch(self, original: Any) -> Any:
         def on_run_start(data_fetcher: Any) -> None:
             self._limits.put_back()
@@ -307,6 +325,8 @@ class Resume:
             if not self._pending.get("resized"):
                 vars(self._trainer.fit_loop._combined_loader._iterator).update(self._pending["combined"])
             start_again(self._trainer)
+            if not self._pending.get("resized") or self._pending.get("recounted"):
+                keep_weight(self._trainer, self._pending["unsaved"])
             self._go_on()
             if where in ("validation", "batch end"):
                 self._validation_is_due = where == "validation"

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
 
+from lightning_async.data.source import recounted, sources_of
 from tests.resume.problem import FEATURES, Endless, Net, Saves, Sized, draw
 from tests.resume.problem import Training as Usual
 
@@ -345,3 +346,95 @@ def test_one_of_several_streams_that_other_workers_divide(
     lines = [line for line in told(caplog) if "one of 2 train dataloaders" in line]
     assert len(lines) == 1 and "batches of 2 by 3 workers, and batches of 2 by 2 workers when" in lines[0]
     assert "(5)" in lines[0]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("length", [5, 15, 30])
+def test_a_dataset_of_another_length_on_another_number_of_ranks(
+    length: int, size: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What two ranks had left of the epoch, one goes on with, as far as it is there."""
+    loaders = [DataLoader(Sized(LENGTH), 2, sampler=DistributedSampler(range(LENGTH), 2, n)) for n in (0, 1)]  # pyright: ignore
+    settings = {"max_epochs": 2, "use_distributed_sampler": False}
+    points = []
+    for loader in loaders:
+        training = Training(lambda loader=loader: loader, trainer=settings)
+        points += training.fit(tmp_path, wanted=lambda name: name == "batch 0:2")[1].points
+    seen = [index for loader in loaders for index in loader.dataset.fetched[:4]]  # pyright: ignore
+    second = DataLoader(Sized(length), size)
+    point = replace(points[0], others=[each.state for each in points])
+    with caplog.at_level(logging.WARNING, "lightning_async"):
+        rows, _, _ = Training(lambda: second, trainer=settings).fit(tmp_path, point, wanted=lambda name: False)
+    left = sorted(index for index in set(range(LENGTH)) - set(seen) if index < length)
+    fetched = second.dataset.fetched  # pyright: ignore
+    assert sorted(fetched[: len(left)]) == left
+    assert sorted(fetched[len(left) :]) == list(range(length))
+    assert len(numbers(rows, 0)) == -(-len(left) // 2), "in batches of the size that it was divided for"
+    (line,) = [line for line in told(caplog) if "samples, and had" in line]
+    assert f"has {length} samples, and had {LENGTH}" in line and f"with the {len(left)} samples" in line
+    assert len([line for line in told(caplog) if "divided among another number of ranks" in line]) == (size != 2)
+
+
+def test_ranks_with_another_dataset_take_equally_many_of_what_is_left() -> None:
+    indices = torch.arange(8)
+    given = {"kind": "given", "length": 16, "batch_size": 2, "full_batches": True, "indices": indices, "left": 16}
+    position = {"taken": 0, "made": 0, "drawn": {}, "share": given, "batch_size": 2, "length": 16}
+    for length, expected in ((5, [0, 1, 2, 3, 4, 0, 1, 2]), (0, [])):
+        (source,) = sources_of([DataLoader(Sized(length), 2)])
+        (found,) = recounted([source], [position])
+        assert found["share"]["indices"].tolist() == expected
+        (same,) = recounted([source], [found])
+        assert same is found, "nothing is told twice"
+        source.detach()
+
+
+class Ordered(Sized):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((FEATURES,), float(index))
+
+
+class Means(Plain):
+    """Its gradient is the mean of the samples behind it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.rows.append(("train", self.current_epoch, batch_idx))
+        return self.layers(batch).mean()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.rows.append(("step", round(float(self.layers[0].weight.grad[0, 0]), 4)))
+
+
+@pytest.mark.parametrize(
+    ("at", "size", "steps", "windows"),
+    [
+        (4, 4, 3, 3),  # as it was
+        (4, 2, 3, 3),  # 4 samples, then 2: the mean of 12 to 17
+        (1, 8, 3, 3),  # the next batch begins a window
+        (3, 8, 3, 3),  # nothing was in accumulation, and the next batch is the second one of a window
+        (5, 4, 3, 2),  # another `accumulate_grad_batches`
+    ],
+)
+def test_gradients_in_accumulation_count_as_the_batches_in_whose_place_they_stand(
+    at: int, size: int, steps: int, windows: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = (
+        Usual(lambda size=size: DataLoader(Ordered(48), size), Means, validates=False, trainer=settings)
+        for size, settings in (
+            (4, {"max_epochs": 1, "accumulate_grad_batches": steps}),
+            (size, {"max_epochs": 1, "accumulate_grad_batches": windows}),
+        )
+    )
+    _, follow, _ = first.fit(tmp_path, wanted=lambda name: name == f"batch 0:{at}")
+    with caplog.at_level(logging.WARNING, "lightning_async"):
+        rows, _, _ = second.fit(tmp_path, follow.points[0], wanted=lambda name: False)
+    expected = {
+        (4, 4): (17.5, None),
+        (4, 2): (14.5, "of 1 batches that were in accumulation count as 2 of the 3 batches"),
+        (1, 8): (15.5, "of 1 batches that were in accumulation are lost"),
+        (3, 8): (round((15.5 + 23.5) / 3, 4), "has those of 2 batches, divided by 3"),
+        (5, 4): (round((15.5 + 21.5) / 2, 4), "of 2 batches that were in accumulation count as 1 of the 2 batches"),
+    }
+    mean, words = expected[at, size]
+    assert next(row[1] for row in rows if row[0] == "step") == mean
+    lines = [each.getMessage() for each in caplog.records if "accumulation" in each.getMessage()]
+    assert len(lines) == (words is not None) and all(words in line for line in lines)
