@@ -363,9 +363,9 @@ class _OfDataLoader(Source):
             return {**moved, **into, "batch_size": position["batch_size"]}
         if position["taken"]:
             log.warning(
-                "%s has num_workers=%d, and had num_workers=%d when the checkpoint was made. It goes on behind %d batches "
-                "(%d samples) of this epoch. Where its dataset draws their order from the process, and not from a seed "
-                "of its own, these are not those that were trained on; with num_workers=%d they are.",
+                "%s has num_workers=%d, and had num_workers=%d when the checkpoint was made. It goes on behind %d "
+                "batches (%d samples) of this epoch. Where its dataset draws their order from the process, and not from "
+                "a seed of its own, these are not those that were trained on; with num_workers=%d they are.",
                 self.name, loader.num_workers, position["num_workers"], position["taken"],
                 position["taken"] * (position["batch_size"] or 1), position["num_workers"],
             )  # fmt: skip

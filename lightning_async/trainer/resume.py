@@ -234,7 +234,7 @@ class Resume:
             for source in sources:
                 fabric("utilities.data")._set_sampler_epoch(source.loader, epoch)
             positions = recounted(sources, self._pending["loaders"])
-            if len(sources) == 1 and any(new is not old for new, old in zip(positions, self._pending["loaders"])):
+            if len(sources) == len(positions) == 1 and positions[0] is not self._pending["loaders"][0]:
                 self._pending |= {"resized": True, "recounted": True}
             self._pending["loaders"] = positions
             begin_at(sources, positions)

@@ -334,9 +334,7 @@ def test_a_loader_with_an_iterator_of_its_own_begins_its_epoch_anew(
 def test_one_of_several_streams_that_other_workers_divide(
     dataset: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    several = [
-        [DataLoader(dataset(24), 2, num_workers=workers), DataLoader(Sized(24), 2)] for workers in (2, 3)
-    ]
+    several = [[DataLoader(dataset(24), 2, num_workers=workers), DataLoader(Sized(24), 2)] for workers in (2, 3)]
     training = Training(lambda: several[0], trainer={"max_epochs": 1})
     _, follow, _ = training.fit(tmp_path, wanted=lambda at: at == "batch 0:5")
     again = Training(lambda: several[1], trainer={"max_epochs": 1})
@@ -401,7 +399,8 @@ class Means(Plain):
         return self.layers(batch).mean()
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.rows.append(("step", round(float(self.layers[0].weight.grad[0, 0]), 4)))
+        weight: Any = self.layers[0].weight
+        self.rows.append(("step", round(float(weight.grad[0, 0]), 4)))
 
 
 @pytest.mark.parametrize(
@@ -438,3 +437,17 @@ def test_gradients_in_accumulation_count_as_the_batches_in_whose_place_they_stan
     assert next(row[1] for row in rows if row[0] == "step") == mean
     lines = [each.getMessage() for each in caplog.records if "accumulation" in each.getMessage()]
     assert len(lines) == (words is not None) and all(words in line for line in lines)
+
+
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
+def test_a_stream_with_a_length_is_read_to_its_end_by_another_number_of_ranks(tmp_path: Path) -> None:
+    """Its data begins again, and so do its batches."""
+    first, second = (
+        Usual(lambda: DataLoader(SharesWithALength(24), 2), Lists, validates=False, trainer={"max_epochs": 1})
+        for _ in range(2)
+    )
+    _, follow, _ = first.fit(tmp_path, wanted=lambda name: name == "batch 0:5")
+    point = replace(follow.points[0], others=[follow.points[0].state] * 2)
+    rows, _, _ = second.fit(tmp_path, point, wanted=lambda name: False)
+    assert samples_of(rows, 0) == list(range(24))
+    assert numbers(rows, 0) == list(range(12))

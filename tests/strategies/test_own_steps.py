@@ -75,7 +75,8 @@ def test_windows_of_ranks_stay_as_long_as_each_other(ranks: Outcomes, name: str)
 
 def test_in_accumulation_the_batch_counts_for_nothing(ranks: Outcomes) -> None:
     """One that is beside it in a window, be that before or behind it, weighs what its samples do."""
-    expected, told = flat(train_alone(steps_of(2, whole_windows=False), optimizer=momentum)), ranks("none_in_accumulation")
+    told = ranks("none_in_accumulation")
+    expected = flat(train_alone(steps_of(2, whole_windows=False), optimizer=momentum))
     for number, each in enumerate(told):
         assert distance(each["flat"], expected) < 1e-6
         assert each["samples"] == SAMPLES * (BATCHES - number * len(ODD))
