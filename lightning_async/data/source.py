@@ -364,7 +364,7 @@ class _OfDataLoader(Source):
         if position["taken"]:
             log.warning(
                 "%s has num_workers=%d, and had num_workers=%d when the checkpoint was made. It goes on behind %d "
-                "batches (%d samples) of this epoch. Where its dataset draws their order from the process, and not from "
+                "batches (%d samples) of this epoch. Where its dataset draws their order from the process, not from "
                 "a seed of its own, these are not those that were trained on; with num_workers=%d they are.",
                 self.name, loader.num_workers, position["num_workers"], position["taken"],
                 position["taken"] * (position["batch_size"] or 1), position["num_workers"],
