@@ -11,6 +11,7 @@ A position is a dict of plain values:
     epoch      as the dataset knows it, where it is told by `set_epoch`
     share      which indices this epoch has, see `samplers`
     batch_size, length   of the loader's batches, and of its dataset where that is known; it may have others by then
+    num_workers   of a loader of an iterable dataset, which may divide its samples among them
     seed, turn, workers, first    of workers: their seed, whose turn it is, their states now and before the first batch
 """
 
@@ -34,7 +35,7 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
 from lightning_async.data.random_states import Generators
-from lightning_async.data.samplers import Given, describe, length_of, size_of
+from lightning_async.data.samplers import Given, describe, length_of, size_of, workers_of
 from lightning_async.data.tape import Indices, Tape
 from lightning_async.data.workers import Carried, Carrier, Resumed, Start, resumable, stateful
 
@@ -154,6 +155,7 @@ class Here:
             "epoch": epoch_of(self._loader),
             "batch_size": size_of(self._loader),
             "length": length_of(self._loader),
+            "num_workers": workers_of(self._loader),
             "random": self.generators.take() if self._local and random else None,
         }
 
@@ -267,15 +269,15 @@ class _Multi(_MultiProcessingDataLoaderIter):
         self._here, self._loader, start = here, loader, here.start
         self._indices = _indices(loader, here)
         states = start.get("first" if fetches_again else "workers", {})
-        if here.exhausted:  # their datasets begin again
-            states = {worker: {"random": state["random"]} for worker, state in states.items()}
+        if here.exhausted:  # the workers are for the next iteration
+            states = {worker: {**state, "ended": True} for worker, state in states.items()}
         here.workers = dict(states)
         self._received = dict(states)
         self._turns = 0 if fetches_again else start.get("turn", 0)
         here.turn = self._turns
         dataset = here.dataset()
         if loader._dataset_kind == _DatasetKind.Iterable and any("dataset" in state for state in states.values()):
-            dataset = Resumed(dataset)
+            dataset = Resumed(dataset, idle=here.exhausted)
         view: Any = _View(
             loader,
             _index_sampler=self._indices,
@@ -345,8 +347,9 @@ class _Multi(_MultiProcessingDataLoaderIter):
         super()._reset(loader, first_iter)
         if not first_iter:
             # What the workers had made ahead, and nobody took, they have drawn for all the same.
-            random = {worker: {"random": state["random"]} for worker, state in self._received.items()}
-            self._here.workers, self._here.first = dict(random), random
+            begun = {worker: {**state, "ended": True} for worker, state in self._received.items()}
+            self._here.workers = begun
+            self._here.first = {worker: {"random": state["random"]} for worker, state in begun.items()}
 
     def _get_data(self) -> Any:
         answer: Any = super()._get_data()

@@ -15,7 +15,7 @@ from lightning_async.data.partitioned import PartitionedSampler
 
 __all__ = [
     "Division", "Given", "deal", "deal_steps", "describe", "divide", "in_the_last_step", "kept", "length_of", "rest",
-    "share", "size_of",
+    "share", "size_of", "workers_of",
 ]  # fmt: skip
 
 Position = dict[str, Any]
@@ -96,6 +96,11 @@ def length_of(loader: Any) -> int | None:
 def size_of(loader: Any) -> int | None:
     """How many samples a loader's batches have, where that is told."""
     return getattr(loader.batch_sampler, "batch_size", loader.batch_size)
+
+
+def workers_of(loader: Any) -> int | None:
+    """Return how many workers read an iterable dataset, which may divide its samples among them; None for others."""
+    return loader.num_workers if loader._dataset_kind == _DatasetKind.Iterable else None
 
 
 def kept(indices: list[int], length: int, as_many: bool) -> list[int]:

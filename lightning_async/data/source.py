@@ -14,7 +14,7 @@ from torch.utils.data.dataloader import _DatasetKind
 
 from lightning_async.data.iterators import Here, Position, epoch_of, iterate
 from lightning_async.data.random_states import Generators, generators_in
-from lightning_async.data.samplers import kept, length_of, share, size_of
+from lightning_async.data.samplers import kept, length_of, share, size_of, workers_of
 from lightning_async.data.tape import Tape
 from lightning_async.data.workers import Resumed, resumable, stateful
 
@@ -40,27 +40,27 @@ def generators_of(sources: Sequence[Source]) -> Generators:
 
 
 def recounted(sources: Sequence[Source], positions: Sequence[Position]) -> list[Position]:
-    """The positions in these loaders, which may have batches of another size, or other datasets, than those then.
+    """The positions in these loaders, which may have batches of another size, other datasets, or other workers, than
+    those then.
 
     The position of a single loader is one among samples. What cannot be continued exactly is told.
     """
     if len(sources) != len(positions):
         return list(positions)
-    others = [(source, each) for source, each in zip(sources, positions, strict=True) if source.differs(each)]
     if len(sources) == 1:
-        return [source.recount(each) for source, each in others] or list(positions)
-    for source, each in others:
-        log.warning(
-            "%s has %s, and %s when the checkpoint was made: as it is one of %d train dataloaders, it goes on behind "
-            "as many batches as then (%d), so that samples of this epoch are skipped or come again.",
-            source.name, _sizes(size_of(source.loader), length_of(source.loader)),
-            _sizes(each["batch_size"], each["length"]), len(sources), each["taken"],
-        )  # fmt: skip
-    return list(positions)
+        return [
+            source.recount(each) if source.differs(each) else each
+            for source, each in zip(sources, positions, strict=True)
+        ]
+    return [
+        source.behind_as_many(each, len(sources)) if source.differs(each) else each
+        for source, each in zip(sources, positions, strict=True)
+    ]
 
 
-def _sizes(batch_size: int | None, length: int | None) -> str:
-    return f"batches of {batch_size}" + (f" of {length} samples" if length is not None else "")
+def _sizes(batch_size: int | None, length: int | None, workers: int | None) -> str:
+    told = f"batches of {batch_size}" + (f" of {length} samples" if length is not None else "")
+    return told if workers is None else f"{told} by {workers} workers"
 
 
 def begin_at(sources: Sequence[Source], positions: Sequence[Position]) -> None:
@@ -129,12 +129,42 @@ class Source:
         raise NotImplementedError
 
     def differs(self, position: Position) -> bool:
-        """Whether the loader has batches of another size, or another number of samples, than where that was taken."""
+        """Whether the loader has batches of another size, another number of samples, or another number of workers that
+        divide a stream among them, than where that was taken."""
         return False
 
     def recount(self, position: Position) -> Position:
         """The position of a loader that differs, in batches of this one's."""
         return position
+
+    def behind_as_many(self, position: Position, loaders: int) -> Position:
+        """Tell that a loader that differs, one of so many, goes on behind as many batches; return where that is."""
+        loader, workers = self.loader, position.get("num_workers")
+        log.warning(
+            "%s has %s, and %s when the checkpoint was made: as it is one of %d train dataloaders, it goes on behind "
+            "as many batches as then (%d), so that samples of this epoch are skipped or come again.",
+            self.name, _sizes(size_of(loader), length_of(loader), workers_of(loader)),
+            _sizes(position["batch_size"], position.get("length"), workers), loaders, position["taken"],
+        )  # fmt: skip
+        return _without_states(position, loader) if self._has_other_workers(position) else position
+
+    def _has_other_workers(self, position: Position) -> bool:
+        then = position.get("num_workers")
+        return then is not None and workers_of(self.loader) not in (None, then)
+
+    def _begun_anew(self, position: Position) -> Position:
+        """Tell that the epoch begins anew, as nobody knows which samples were seen; return where that is."""
+        loader, taken, size = self.loader, position["taken"], position["batch_size"]
+        workers = loader.num_workers if position["num_workers"] is None else position["num_workers"]
+        if taken:
+            log.warning(
+                "%s has num_workers=%d and batch_size=%s, and had num_workers=%d and batch_size=%s when the checkpoint "
+                "was made. Nobody knows which samples it had left, so this epoch begins anew: %d batches (%d samples) "
+                "that were trained on come again. With num_workers=%d and batch_size=%s it could go on.",
+                self.name, loader.num_workers, size_of(loader), workers, size,
+                taken, taken * (size or 1), workers, size,
+            )  # fmt: skip
+        return {**_without_states(position, loader), "taken": 0, "made": 0, "drawn": {}, "state": None}
 
     def problems(self) -> list[str]:
         """What keeps the position from being saved, and what to do."""
@@ -155,6 +185,13 @@ class Source:
                 "%s cannot save its position: its first %d batches are fetched again to find it. With `state_dict` and "
                 "`load_state_dict` it could go on at once.", self.name, taken
             )  # fmt: skip
+
+
+def _without_states(position: Position, loader: Any) -> Position:
+    """A position without what workers had, which are others now; the batches before it are fetched again."""
+    states = {"dataset": None, "random": None, "seed": None, "turn": 0, "workers": {}, "first": {}}
+    sizes = {"batch_size": size_of(loader), "length": length_of(loader), "num_workers": workers_of(loader)}
+    return {**position, **states, **sizes}
 
 
 class _OfDataLoader(Source):
@@ -201,29 +238,65 @@ class _OfDataLoader(Source):
     def differs(self, position: Position) -> bool:
         if "taken" not in position or "batch_size" not in position or position.get("exhausted"):
             return False
-        return (position["batch_size"], position["length"]) != (size_of(self.loader), length_of(self.loader))
+        sizes = size_of(self.loader), length_of(self.loader)
+        return (position["batch_size"], position["length"]) != sizes or self._has_other_workers(position)
 
     def recount(self, position: Position) -> Position:
         then, now = position["batch_size"], size_of(self.loader)
         if self._is_iterable:
-            return self._refetched(position, then, now) if then and now else position
+            if self._has_other_workers(position):
+                if not self._has_one_reader(position):
+                    return self._begun_anew(position)
+                position = self._of_one_reader(position)
+            return self._refetched(position, then, now) if then and now and then != now else position
         if not position["taken"] and not position["made"]:  # nothing of the epoch is drawn yet
-            if (position.get("share") or {}).get("kind") == "given" and then != now:
-                log.warning(
-                    "%s has batches of %s, and %s when the checkpoint was made. What is left of this epoch was divided "
-                    "among another number of ranks, and is trained on in batches of %s, later epochs of %s.",
-                    self.name, now, then, then, now,
-                )  # fmt: skip
-            return position
+            return self._undrawn(position)
         if type(self.loader.batch_sampler) is not BatchSampler or (order := self._order(position)) is None:
             log.warning(
                 "%s has %s, and %s when the checkpoint was made. Nobody knows its samples but by its own batches, so "
                 "it goes on behind as many as then (%d), and samples of this epoch may be skipped or come again.",
-                self.name, _sizes(now, length_of(self.loader)), _sizes(then, position["length"]),
+                self.name, _sizes(now, length_of(self.loader), None), _sizes(then, position["length"], None),
                 position["taken"],
             )  # fmt: skip
             return position
         return self._behind(position, order)
+
+    def _undrawn(self, position: Position) -> Position:
+        """The position at the beginning of an epoch, or of the rest of one that was divided among other ranks."""
+        told, then, now = position.get("share") or {}, position["batch_size"], size_of(self.loader)
+        if told.get("kind") != "given":
+            return position
+        if then != now:
+            log.warning(
+                "%s has batches of %s, and %s when the checkpoint was made. What is left of this epoch was divided "
+                "among another number of ranks, and is trained on in batches of %s, later epochs of %s.",
+                self.name, now, then, then, now,
+            )  # fmt: skip
+        if position["length"] == (length := length_of(self.loader)):
+            return position
+        left = told["indices"].tolist()
+        found = self._still_there(position, left, as_many=told.get("left", len(left)) != len(left))
+        if told.get("full_batches"):
+            found = found[: len(found) - len(found) % told["batch_size"]]
+        given = {**told, "length": length, "indices": torch.tensor(found, dtype=torch.int64)}
+        return {**position, "batch_size": now, "length": length, "share": given}
+
+    def _still_there(self, position: Position, left: list[int], as_many: bool = False) -> list[int]:
+        """Those of these indices that the dataset has; tell of it where it is another one.
+
+        Args:
+            as_many: other ranks take as many, so that some come again in place of those that are gone.
+        """
+        length, sampler = len(self.loader.dataset), getattr(self.loader.batch_sampler, "sampler", None)
+        if length != position["length"]:
+            gone = len(left) - len(kept(left, length, as_many=False))
+            log.warning(
+                "The dataset of %s has %d samples, and had %d when the checkpoint was made. This epoch goes on with "
+                "the %d samples that it had left of these%s; an index is taken for the same sample as then.",
+                self.name, length, position["length"], len(left) - gone,
+                f", and without the {gone} that are there no more" if gone else "; new ones come in the next epoch",
+            )  # fmt: skip
+        return kept(left, length, as_many=as_many or isinstance(sampler, DistributedSampler))
 
     def _order(self, position: Position) -> list[int] | None:
         """All indices of the epoch that is under way; None where that cannot be told."""
@@ -246,16 +319,8 @@ class _OfDataLoader(Source):
         batches: Any = self.loader.batch_sampler
         length, drops = len(self.loader.dataset), batches.drop_last  # pyright: ignore[reportArgumentType]
         left = order[position["taken"] * told.get("batch_size", position["batch_size"]) :]
-        found = kept(left, length, as_many=isinstance(batches.sampler, DistributedSampler))
-        if length != position["length"]:
-            gone = len(left) - len(kept(left, length, as_many=False))
-            log.warning(
-                "The dataset of %s has %d samples, and had %d when the checkpoint was made. This epoch goes on with "
-                "the %d samples that it had left of these%s; an index is taken for the same sample as then.",
-                self.name, length, position["length"], len(left) - gone,
-                f", and without the {gone} that are there no more" if gone else "; new ones come in the next epoch",
-            )  # fmt: skip
-        else:
+        found = self._still_there(position, left)
+        if length == position["length"]:
             log.info(
                 "%s has batches of %s, and of %s when the checkpoint was made: %d samples of this epoch are left.",
                 self.name, size, position["batch_size"], len(found),
@@ -266,13 +331,14 @@ class _OfDataLoader(Source):
             "kind": "given", "length": length, "batch_size": size, "full_batches": drops,
             "indices": torch.tensor(found, dtype=torch.int64),
         }  # fmt: skip
-        return {**position, "taken": 0, "made": 0, "drawn": {}, "share": given}
+        sizes = {"batch_size": size_of(self.loader), "length": length}
+        return {**position, **sizes, "taken": 0, "made": 0, "drawn": {}, "share": given}
 
     def _refetched(self, position: Position, then: int, now: int) -> Position:
         """Of a dataset without indices: in whole batches of each worker's."""
         samples = position["taken"] * then
         if resumable(self.loader.dataset):  # it knows its place itself
-            return {**position, "taken": samples // now}
+            return {**position, "batch_size": now, "taken": samples // now}
         workers = max(1, self.loader.num_workers)
         taken = position["taken"] // workers * then // now * workers
         if taken * now != samples:
@@ -281,7 +347,29 @@ class _OfDataLoader(Source):
                 "in this epoch the last %d come again. With `state_dict` and `load_state_dict` its dataset could go on "
                 "at once.", self.name, now, then, samples, samples - taken * now,
             )  # fmt: skip
-        return {**position, "taken": taken}
+        return {**position, "batch_size": now, "taken": taken}
+
+    def _has_one_reader(self, position: Position) -> bool:
+        """Whether one reads the whole dataset, then and now: this process, or a single worker."""
+        return max(position["num_workers"], self.loader.num_workers) == 1
+
+    def _of_one_reader(self, position: Position) -> Position:
+        """The position where this process has read so far, and a worker does now, or the other way round."""
+        workers = position["workers"]
+        state = workers.get(0, {}).get("dataset") if position["num_workers"] else position["dataset"]
+        moved, loader = _without_states(position, self.loader), self.loader
+        if state is not None and resumable(loader.dataset):
+            into = {"workers": {0: {"random": {}, "dataset": state}}} if loader.num_workers else {"dataset": state}
+            return {**moved, **into, "batch_size": position["batch_size"]}
+        if position["taken"]:
+            log.warning(
+                "%s has num_workers=%d, and had num_workers=%d when the checkpoint was made. It goes on behind %d "
+                "batches (%d samples) of this epoch. Where its dataset draws their order from the process, not from "
+                "a seed of its own, these are not those that were trained on; with num_workers=%d they are.",
+                self.name, loader.num_workers, position["num_workers"], position["taken"],
+                position["taken"] * (position["batch_size"] or 1), position["num_workers"],
+            )  # fmt: skip
+        return {**moved, "drawn": {}, "batch_size": position["batch_size"]}
 
     def problems(self) -> list[str]:
         loader, found = self.loader, []
@@ -396,6 +484,14 @@ class _OfIterable(Source):
         else:
             self.idle = position["ended"]
 
+    def differs(self, position: Position) -> bool:
+        if "taken" not in position or "batch_size" not in position or not isinstance(self.loader, DataLoader):
+            return False
+        return position["batch_size"] != size_of(self.loader) or self._has_other_workers(position)
+
+    def recount(self, position: Position) -> Position:
+        return self._begun_anew(position)
+
     def detach(self) -> None:
         if self._dataset is not None:
             vars(self.loader)["dataset"] = self._dataset
@@ -439,14 +535,16 @@ class _OfIterable(Source):
         start, self._armed = self._armed or {}, None
         again = not self._by_state
         self._tape = tape = Tape(generators, start.get("drawn") if again else None)
-        taken, first = 0, start.get("random")
+        taken, first, sizes = 0, start.get("random"), {}
+        if again and isinstance(self.loader, DataLoader):
+            sizes = {"batch_size": size_of(self.loader), "num_workers": workers_of(self.loader)}
 
         def now(random: Any = None) -> Position:
             # Before the first fetch the loaded state is it; litdata's loader would write its own of then into it.
             loaded = start.get("state") if tape.made <= 1 else None
             state = None if again else copy.deepcopy(loaded or self.loader.state_dict())
             epoch = epoch_of(self.loader)
-            return {"taken": taken, "made": tape.made, "random": random, "state": state, "epoch": epoch}
+            return {"taken": taken, "made": tape.made, "random": random, "state": state, "epoch": epoch, **sizes}
 
         self._now, self._before = now, None
         batches = tape.call(self._begin)

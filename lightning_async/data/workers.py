@@ -65,10 +65,11 @@ class Resumed(IterableDataset[Any]):
     Args:
         iterable: has ``state_dict`` and ``load_state_dict``.
         ended: the state is that of an iteration of which nothing more is read.
+        idle: the first iteration here is one that nobody reads, so it begins nothing.
     """
 
-    def __init__(self, iterable: Any, ended: bool = False) -> None:
-        self.iterable, self._ended = iterable, ended
+    def __init__(self, iterable: Any, ended: bool = False, idle: bool = False) -> None:
+        self.iterable, self._ended, self._idle = iterable, ended, idle
         self._follows = False
         self._fresh: Any = None
         self._replaced: dict[str, Any] = {}
@@ -88,6 +89,11 @@ class Resumed(IterableDataset[Any]):
         """As it saves it by itself."""
         return self.iterable.state_dict()
 
+    def load_ended(self, state: Any) -> None:
+        """Begin the next iteration behind one of which nothing more is read, and which has left ``state``."""
+        self._ended = True
+        self.load_state_dict(state)
+
     def load_state_dict(self, state: Any) -> None:
         """Begin the next iteration at ``state``."""
         self._fresh = copy.deepcopy(self.iterable.state_dict())
@@ -105,6 +111,9 @@ class Resumed(IterableDataset[Any]):
             self._first = first is not _END, copy.deepcopy(self.iterable.state_dict())
 
     def __iter__(self) -> Iterator[Any]:
+        if self._idle:
+            self._idle = False
+            return iter(())
         return self._followed(iter(self.iterable)) if self._follows else iter(self.iterable)
 
     def _followed(self, samples: Iterator[Any]) -> Iterator[Any]:
@@ -227,7 +236,8 @@ class Start:
         if state is None:
             return
         if "dataset" in state and stateful(dataset):
-            resumed.load_state_dict(state["dataset"])
+            load = resumed.load_ended if state.get("ended") and resumed is not dataset else resumed.load_state_dict
+            load(state["dataset"])
         _generators(dataset, self._collate).put(state["random"])
 
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lightning_async.callbacks.accumulation import AdaptiveGradientAccumulation
 from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.optimizer_state import reset
 from lightning_async.engine.gradients.synchronous import SynchronousGradients
@@ -26,6 +27,11 @@ def learning_rate(optimizers: Iterable[Any]) -> float:
     groups = next((optimizer.param_groups for optimizer in optimizers), ())
     lr = groups[0].get("lr") if groups else None
     return 0.0 if lr is None else float(lr)
+
+
+def _weighs_by_samples(trainer: Any) -> bool:
+    """Return whether the batches of a window are weighted by their samples already."""
+    return any(isinstance(callback, AdaptiveGradientAccumulation) for callback in trainer.callbacks)
 
 
 class Steps(Protocol):
@@ -93,6 +99,8 @@ class Stepping:
         self._overlaps = not changes_gradients(strategy.module)
         self._skipped = False
         """Automatic optimization: the batch under way has no loss."""
+        self._without_loss = 0
+        """Automatic optimization: batches without a loss since the last step."""
         self._in_step = False
         """Automatic optimization: the closure of a synchronous step runs."""
         self._batches = Batches(strategy, self._count_samples)
@@ -148,6 +156,7 @@ class Stepping:
         """Automatic optimization: `training_step` has made no loss of the batch under way."""
         self._batches.see()
         self._samples, self._of_batch, self._skipped = self._samples - self._of_batch, 0.0, True
+        self._without_loss += 1
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -156,7 +165,8 @@ class Stepping:
         trained = self._gradients.replica.tensors.trained.values()
         if self._strategy.module.automatic_optimization and all(p.grad is None for p in trained):
             self._samples = self._of_batch  # whatever came before is in no gradient
-        if self._overlaps and (self._in_step or self._is_synchronous()):
+        # What has left cannot be multiplied any more.
+        if self._overlaps and (self._in_step or self._is_synchronous()) and self._factor == 1.0:
             self._gradients.begin_backward(self._behind, loss_scale(self._strategy))
         try:
             yield
@@ -198,9 +208,24 @@ class Stepping:
     def _reduce_gradients(self) -> None:
         self._batches.see()
         gradients = self._gradients
+        if (factor := self._factor) != 1.0:
+            trained = gradients.replica.tensors.trained.values()
+            torch._foreach_mul_([p.grad for p in trained if p.grad is not None], factor)
         gradients.reduce_(self._behind, loss_scale(self._strategy))
         if gradients.told is not None and gradients.told.weight > 0.0:  # else no rank had any, and nothing has moved
             self._averager.summary.payload_bytes += gradients.rounds.message_bytes
+
+    @property
+    def _factor(self) -> float:
+        """The number that makes gradients in accumulation a mean over the batches that have a loss. Lightning divides
+        each loss by the number of all, while their samples count as if it were the number of these."""
+        strategy = self._strategy
+        if not self._without_loss or _weighs_by_samples(strategy.module.trainer):
+            return 1.0
+        trainer = strategy.module.trainer
+        batches = (trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1) % trainer.accumulate_grad_batches + 1
+        counted = batches - self._without_loss
+        return batches / counted if counted > 0 else 1.0
 
     @property
     def _behind(self) -> float:
@@ -212,7 +237,7 @@ class Stepping:
         self._batches.see()
         strategy, samples = self._strategy, self._samples
         if stepped or strategy.module.automatic_optimization:  # else: manual accumulation, the step is yet to come
-            self._samples = 0.0
+            self._samples, self._without_loss = 0.0, 0
         if self._gradients.rounds.dropped > self._dropped:
             self._dropped, samples = self._gradients.rounds.dropped, 0.0
         report = self._averager.tick(planned, samples, stepped=stepped, lr=learning_rate(strategy.optimizers))

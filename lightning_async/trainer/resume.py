@@ -15,10 +15,10 @@ from lightning_async.trainer.inheritance import inheritance_of
 from lightning_async.trainer.limits import Limits
 from lightning_async.trainer.logged import put_logged
 from lightning_async.trainer.namespace import fabric
-from lightning_async.trainer.patches import Undo, replace, searches_lr
+from lightning_async.trainer.patches import Undo, replace, searches_lr, set_for_now, take_back, validation_interval
 from lightning_async.trainer.resized import batches_left
 from lightning_async.trainer.safe_points import AsItWas, SafePoints
-from lightning_async.trainer.unsaved import put_unsaved
+from lightning_async.trainer.unsaved import keep_weight, put_unsaved
 
 __all__ = ["Resume"]
 
@@ -53,6 +53,8 @@ class Resume:
         """See `Source`."""
         self.points = SafePoints(trainer)
         self._pending: dict[str, Any] | None = None
+        self._longer: list[Undo] = []
+        """Takes back that the epoch under way has more batches than its loader has now."""
         self._live = self._in_batch_end = self._validation_is_due = False
 
     def install(self) -> list[Undo]:
@@ -127,6 +129,7 @@ class Resume:
     def _end(self) -> None:
         self._live, self._pending, self.where = False, None, None
         self._limits.put_back()
+        take_back(self._longer)
         for source in self.points.sources:
             source.detach()
         self.points.sources = []
@@ -159,6 +162,7 @@ class Resume:
     def _end_epoch(self, original: Any) -> Any:
         def on_advance_end() -> None:
             original()
+            take_back(self._longer)
             self._boundary("epoch")
 
         return on_advance_end
@@ -230,8 +234,9 @@ class Resume:
             for source in sources:
                 fabric("utilities.data")._set_sampler_epoch(source.loader, epoch)
             positions = recounted(sources, self._pending["loaders"])
-            if any(new is not old for new, old in zip(positions, self._pending["loaders"], strict=True)):
-                self._pending |= {"loaders": positions, "resized": True, "recounted": True}
+            if len(sources) == len(positions) == 1 and positions[0] is not self._pending["loaders"][0]:
+                self._pending |= {"resized": True, "recounted": True}
+            self._pending["loaders"] = positions
             begin_at(sources, positions)
             return None
 
@@ -276,7 +281,10 @@ class Resume:
                 original()
             if not self._active or self._pending is None:
                 return
-            left, most = batches_left(self._pending), self._trainer.fit_loop.max_batches
+            left = batches_left(self._pending)
+            if left is not None and left > self._trainer.fit_loop.max_batches:
+                self._lengthen(left)
+            most = self._trainer.fit_loop.max_batches
             current = self._trainer.fit_loop.epoch_loop.batch_progress.current
             if left is not None:
                 # The epoch has another number of batches now, and this rank is so many before its end.
@@ -284,12 +292,25 @@ class Resume:
                 done = min(most, max(0, total - left))
             elif self._pending.get("recounted"):
                 done = min(most, self._pending["loaders"][0]["taken"])
+            elif self._pending.get("resized") and self._pending["loaders"][0].get("ended") is False:
+                done = 0  # its data begins again
             else:
                 return
             current.ready = current.started = current.processed = current.completed = done
             self._pending["unsaved"]["is_last_batch"] = left == 0 or done == most
 
         return reset
+
+    def _lengthen(self, left: int) -> None:
+        """Have the epoch under way last for all that is left of it, in batches that may be smaller than the loader's,
+        unless the user limits it."""
+        trainer = self._trainer
+        if trainer.limit_train_batches != 1.0:
+            return
+        self._longer.append(set_for_now(trainer.fit_loop, "max_batches", left))
+        if validation_interval(trainer) == 1.0:
+            self._longer.append(set_for_now(trainer, "val_check_batch", left))
+        trainer.fit_loop._data_fetcher.length = left
 
     def _start_epoch(self, original: Any) -> Any:
         def on_run_start(data_fetcher: Any) -> None:
@@ -304,6 +325,8 @@ class Resume:
             if not self._pending.get("resized"):
                 vars(self._trainer.fit_loop._combined_loader._iterator).update(self._pending["combined"])
             start_again(self._trainer)
+            if not self._pending.get("resized") or self._pending.get("recounted"):
+                keep_weight(self._trainer, self._pending["unsaved"])
             self._go_on()
             if where in ("validation", "batch end"):
                 self._validation_is_due = where == "validation"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
@@ -13,7 +14,9 @@ from lightning_async.trainer.inheritance import inheritance_of
 from lightning_async.trainer.patches import callbacks_of
 from lightning_async.trainer.updates import updates_of
 
-__all__ = ["limits_of", "put_unsaved", "take_plain", "take_unsaved"]
+__all__ = ["keep_weight", "limits_of", "put_unsaved", "take_plain", "take_unsaved"]
+
+log = logging.getLogger(__name__)
 
 
 def take_unsaved(trainer: Any) -> dict[str, Any]:
@@ -32,6 +35,7 @@ def take_plain(trainer: Any) -> dict[str, Any]:
         "stopped": limits_of(trainer) if trainer.should_stop else None,
         "reloaded": fit._last_train_dl_reload_epoch,
         "stepped": epoch._batches_that_stepped,
+        "window": _window(trainer),
         "is_last_batch": epoch.batch_progress.is_last_batch,
         "val_reloaded": epoch.val_loop._last_val_dl_reload_epoch,
         "val_batches": dict(getattr(epoch.val_loop, "_seen_batches_per_dataloader", {})),
@@ -61,6 +65,44 @@ def put_unsaved(trainer: Any, state: dict[str, Any]) -> None:
         parameters[name].grad = gradient.to(parameters[name].device, copy=True)
     for name, value in state["buffers"].items():
         _put_buffer(module, name, value, trainer.strategy.root_device)
+
+
+def keep_weight(trainer: Any, state: dict[str, Any]) -> None:
+    r"""Have gradients in accumulation count as the batches in whose place they stand, where a resume has put the next
+    batch elsewhere in a window of ``accumulate_grad_batches``; what they lose is told.
+
+    .. math:: g \leftarrow \frac{p / k'}{m / k} g
+
+    They are of :math:`m` batches of :math:`k`, and the next batch is number :math:`p` of :math:`k'`, from 0 on.
+    """
+    gradients, then, now = state["gradients"], state.get("window"), _window(trainer)
+    if then is None or now is None or list(then) == now or state["is_last_batch"]:
+        return
+    (made, size), (place, length) = then, now
+    if made and place and gradients:
+        factor = (place / length) / (made / size)
+        state["gradients"] = {name: gradient * factor for name, gradient in gradients.items()}
+        outcome = f"count as {place} of the {length} batches of the window that goes on"
+    elif made and gradients:
+        outcome = "are lost, as the next batch begins a window"
+    elif place:
+        outcome = f"are none: the first optimizer step has those of {length - place} batches, divided by {length}"
+    else:
+        return
+    log.warning(
+        "Rank %d: with other batches, or another `accumulate_grad_batches`, than when the checkpoint was made, the "
+        "gradients of %d batches that were in accumulation %s.", trainer.global_rank, made, outcome,
+    )  # fmt: skip
+
+
+def _window(trainer: Any) -> list[int] | None:
+    """Return how many batches of a window are behind, and how many it has; None where Lightning does not accumulate."""
+    loop = trainer.fit_loop.epoch_loop
+    is_led = "_accumulated_batches_reached" in vars(loop)  # by `Windows`, which go on from a state of their own
+    if is_led or updates_of(trainer) is not None or not trainer.lightning_module.automatic_optimization:
+        return None
+    size = trainer.accumulate_grad_batches
+    return [loop.batch_progress.current.ready % size, size]
 
 
 def limits_of(trainer: Any) -> list[float | None]:

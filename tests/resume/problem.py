@@ -224,7 +224,7 @@ class Training:
 def goes_on(training: Training, folder: Path, names: list[str] | None = None) -> list[str]:
     """Train without interruption, then from every safe point (of these names): the rows that follow are the same."""
     rows, follow, _ = training.fit(folder, wanted=lambda name: names is None or name in names)
-    assert names is None or [point.name for point in follow.points if point.name in names]
+    assert names is None or {point.name for point in follow.points} == set(names)
     for point in follow.points:
         again, _, _ = training.fit(folder, point, wanted=lambda name: False)
         expected = rows[point.rows :]

@@ -118,6 +118,19 @@ class CountsEpochs(Keeps):
         self.loaded, self.epoch, self.at = None, self.epoch + 1, 0
 
 
+class CountsBeginnings(Keeps):
+    """Counts an epoch as it begins, but for the one that a loaded state is in, which it looks for as it begins."""
+
+    epoch = -1
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.epoch = self.epoch + 1 if self.loaded is None else self.loaded["epoch"]
+        for sample in super().__iter__():
+            self.loaded = None
+            yield sample
+        self.loaded = None
+
+
 class BufferShuffledExamplesIterable(Endless):
     """As the one of Hugging Face's: its samples come from a buffer, which is not in the state."""
 
@@ -298,7 +311,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
 
 KEEPING = {
     "keeps": Keeps, "keeps within": KeepsWithin, "keeps in sight": KeepsInSight, "counts epochs": CountsEpochs,
-    "a shuffle buffer": Shuffled, "a state of other arguments": OfOtherArguments,
+    "counts beginnings": CountsBeginnings, "a shuffle buffer": Shuffled, "a state of other arguments": OfOtherArguments,
 }  # fmt: skip
 
 
@@ -309,8 +322,27 @@ def test_a_dataset_with_a_state_begins_each_later_epoch_as_without_a_resume(
 ) -> None:
     settings = {"num_workers": 2, "persistent_workers": True} if workers == "persistent" else {"num_workers": workers}
     training = Training(lambda: DataLoader(KEEPING[kind](), batch_size=3, **settings), validates=False)
-    counts = (kind, workers) == ("counts epochs", "persistent")  # beyond an epoch its workers are new ones
-    goes_on(training, tmp_path, ["batch 0:5"] if counts else ["batch 0:5", "batch 0:8", "epoch 0:8"])
+    goes_on(training, tmp_path, ["batch 0:5", "batch 0:8", "epoch 1:8", "batch 1:1", "batch 1:6"])
+
+
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
+@pytest.mark.parametrize(
+    ("kind", "is_sized", "workers"),
+    [
+        each
+        for each in itertools.product(["keeps", "counts epochs", "counts beginnings"], [False, True], [0, 2])
+        if each != ("counts epochs", True, 0)
+    ],
+)
+def test_a_dataset_whose_last_batch_is_full_begins_each_later_epoch_as_without_a_resume(
+    kind: str, is_sized: bool, workers: int, tmp_path: Path
+) -> None:
+    """Its state is that of an epoch which has not come to its end, and it looks at a loaded one as it begins."""
+    dataset, settings = KEEPING[kind], {"num_workers": workers, "persistent_workers": workers > 0}
+    if is_sized:  # nobody asks for more than its length, so one that counts at its end never does in this process
+        dataset = type("Sized", (dataset, Counted), {})
+    training = Training(lambda: DataLoader(dataset(24), batch_size=3, **settings), validates=False)
+    goes_on(training, tmp_path, ["batch 0:8", "epoch 1:8", "batch 1:8", "epoch 2:8"])
 
 
 WITH_STATES: dict[str, Callable[[], Any]] = {
@@ -327,7 +359,7 @@ def test_a_loader_with_a_state_begins_each_later_epoch_as_without_a_resume(
 ) -> None:
     training = Training(WITH_STATES[kind], validates=False, trainer={"limit_train_batches": limit})
     last = "8" if limit == 1.0 else "6"
-    goes_on(training, tmp_path, ["batch 0:5", "batch 1:4", f"epoch 0:{last}"])
+    goes_on(training, tmp_path, ["batch 0:5", "batch 1:4", f"epoch 1:{last}"])
 
 
 class Tells(Net):
@@ -386,7 +418,7 @@ def test_a_setting(setting: str, tmp_path: Path) -> None:
     "make", [lambda: sized(num_workers=2, persistent_workers=True), lambda: DataLoader(Endless(), 3)]
 )
 def test_limited_where_batches_are_fetched_ahead(make: Any, tmp_path: Path) -> None:
-    goes_on(Training(make, trainer={"limit_train_batches": 5}), tmp_path, ["batch 1:4", "batch 0:5", "epoch 0:5"])
+    goes_on(Training(make, trainer={"limit_train_batches": 5}), tmp_path, ["batch 1:4", "batch 0:5", "epoch 1:5"])
 
 
 class Shifted(Sized):
@@ -448,7 +480,7 @@ def test_a_loader_that_is_followed_can_be_pickled_and_copied(make: Any, how: Any
 
 
 def test_manual_optimization(tmp_path: Path) -> None:
-    goes_on(Training(sized, lambda: Net(manual=3)), tmp_path, ["batch 1:4", "batch 0:8", "epoch 0:8"])
+    goes_on(Training(sized, lambda: Net(manual=3)), tmp_path, ["batch 1:4", "batch 0:8", "epoch 1:8"])
 
 
 def test_adam(tmp_path: Path) -> None:

@@ -66,4 +66,4 @@ def test_an_epoch_that_is_shorter_than_its_loader_says(tmp_path: Path) -> None:
         strategy=AsyncAveragingStrategy,
         trainer={"devices": 1, "val_check_interval": 4, "max_epochs": 2, "use_distributed_sampler": False},
     )
-    goes_on(training, tmp_path, ["batch 0:5", "epoch 0:5", "batch 1:5"])
+    goes_on(training, tmp_path, ["batch 0:5", "epoch 1:5", "batch 1:5"])

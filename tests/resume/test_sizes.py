@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
 
+from lightning_async.data.source import recounted, sources_of
 from tests.resume.problem import FEATURES, Endless, Net, Saves, Sized, draw
 from tests.resume.problem import Training as Usual
 
@@ -219,3 +221,233 @@ def test_what_cannot_be_told_is_said(tmp_path: Path, caplog: pytest.LogCaptureFi
         Training(lambda: several[1], trainer={"max_epochs": 1}).fit(tmp_path, follow.points[0], wanted=lambda at: False)
     (line,) = told(caplog)
     assert "train dataloader 0 has batches of 2" in line and "(2)" in line
+
+
+class Shares(Endless):
+    """Divides its samples among workers."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        info = torch.utils.data.get_worker_info()
+        for index in range(self.length)[info.id :: info.num_workers] if info is not None else range(self.length):
+            yield torch.full((FEATURES,), float(index))
+
+
+class SharesAndSaves(Saves):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for _ in super().__iter__():
+            yield torch.full((FEATURES,), float(self.fetched[-1]))
+
+
+class SharesWithALength(Shares):
+    def __len__(self) -> int:
+        return self.length
+
+
+class OwnIterator(DataLoader[Any]):
+    """Its position is found by fetching again."""
+
+    def _get_iterator(self) -> Any:
+        return super()._get_iterator()
+
+
+class Lists(Plain):
+    """Which samples it had, by epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx >= 0:
+            self.rows.append(("samples", self.current_epoch, [int(value) for value in batch[:, 0]]))
+        return super().training_step(batch, batch_idx)
+
+
+def samples_of(rows: Any, epoch: int) -> list[int]:
+    return [sample for row in rows if row[:2] == ("samples", epoch) for sample in row[2]]
+
+
+def between(first: Any, second: Any, folder: Path, at: str) -> tuple[list[int], Any]:
+    """The samples of an epoch until this point, and the rows of a training that goes on from there."""
+    trainings = [Usual(lambda loader=loader: loader, Lists, validates=False) for loader in (first, second)]
+    trainings = [replace(each, trainer={"max_epochs": 2}) for each in trainings]
+    rows, follow, _ = trainings[0].fit(folder, wanted=lambda name: name == at)
+    (point,) = follow.points
+    again, _, _ = trainings[1].fit(folder, point, wanted=lambda name: False)
+    return samples_of(rows[: point.rows], point.epoch), again
+
+
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (2, 0), (0, 2), (3, 1)])
+@pytest.mark.parametrize("dataset", [Shares, SharesAndSaves, SharesWithALength])
+def test_a_stream_that_other_workers_divide_begins_its_epoch_anew(
+    dataset: Any, before: int, after: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = (DataLoader(dataset(24), 2, num_workers=workers) for workers in (before, after))
+    with caplog.at_level(logging.WARNING, "lightning_async"):
+        seen, rows = between(first, second, tmp_path, "batch 0:5")
+    assert len(seen) == 10
+    assert sorted(samples_of(rows, 0)) == sorted(samples_of(rows, 1)) == list(range(24)), "none is left out"
+    assert numbers(rows, 0) == numbers(rows, 1) == list(range(12))
+    (line,) = told(caplog)
+    assert f"has num_workers={after} and batch_size=2, and had num_workers={before} and batch_size=2" in line
+    assert "5 batches (10 samples) that were trained on come again" in line
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 0), (0, 1)])
+@pytest.mark.parametrize("dataset", [Shares, SharesAndSaves])
+def test_a_stream_that_one_worker_reads_goes_on(
+    dataset: Any, before: int, after: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = (DataLoader(dataset(24), 2, num_workers=workers) for workers in (before, after))
+    with caplog.at_level(logging.WARNING, "lightning_async"):
+        seen, rows = between(first, second, tmp_path, "batch 0:5")
+    assert [*seen, *samples_of(rows, 0)] == samples_of(rows, 1) == list(range(24))
+    assert numbers(rows, 0) == list(range(5, 12))
+    told_of_it = [line for line in told(caplog) if f"num_workers={after}, and had num_workers={before} when" in line]
+    assert len(told_of_it) == (dataset is Shares)
+    assert all("behind 5 batches (10 samples)" in line for line in told_of_it)
+
+
+@pytest.mark.parametrize("at", ["epoch 1:12", "batch 0:12"])
+def test_other_workers_from_the_next_epoch_on_are_nothing_to_tell(
+    at: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = (DataLoader(SharesAndSaves(24), 2, num_workers=workers) for workers in (2, 3))
+    with caplog.at_level(logging.WARNING, "lightning_async"):
+        seen, rows = between(first, second, tmp_path, at)
+    assert at[0] == "e" or sorted(seen) == list(range(24))
+    assert sorted(samples_of(rows, 1)) == list(range(24)) and samples_of(rows, 0) == []
+    assert told(caplog) == []
+
+
+@pytest.mark.parametrize("other", [{"num_workers": 3}, {"batch_size": 3}])
+def test_a_loader_with_an_iterator_of_its_own_begins_its_epoch_anew(
+    other: dict[str, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes = {"num_workers": 2, "batch_size": 2}
+    loaders = [OwnIterator(Shares(24), **each) for each in (sizes, sizes | other)]  # pyright: ignore
+    with caplog.at_level(logging.WARNING, "lightning_async"):
+        _, rows = between(loaders[0], loaders[1], tmp_path, "batch 0:5")
+    assert sorted(samples_of(rows, 0)) == list(range(24))
+    lines = [line for line in told(caplog) if "had num_workers=2 and batch_size=2" in line]
+    assert len(lines) == 1 and "5 batches (10 samples)" in lines[0]
+
+
+@pytest.mark.parametrize("dataset", [Shares, SharesAndSaves])
+def test_one_of_several_streams_that_other_workers_divide(
+    dataset: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    several = [[DataLoader(dataset(24), 2, num_workers=workers), DataLoader(Sized(24), 2)] for workers in (2, 3)]
+    training = Training(lambda: several[0], trainer={"max_epochs": 1})
+    _, follow, _ = training.fit(tmp_path, wanted=lambda at: at == "batch 0:5")
+    again = Training(lambda: several[1], trainer={"max_epochs": 1})
+    with caplog.at_level(logging.WARNING, "lightning_async"):
+        rows, _, _ = again.fit(tmp_path, follow.points[0], wanted=lambda at: False)
+    assert numbers(rows, 0) == list(range(5, 12))
+    lines = [line for line in told(caplog) if "one of 2 train dataloaders" in line]
+    assert len(lines) == 1 and "batches of 2 by 3 workers, and batches of 2 by 2 workers when" in lines[0]
+    assert "(5)" in lines[0]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("length", [5, 15, 30])
+def test_a_dataset_of_another_length_on_another_number_of_ranks(
+    length: int, size: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What two ranks had left of the epoch, one goes on with, as far as it is there."""
+    loaders = [DataLoader(Sized(LENGTH), 2, sampler=DistributedSampler(range(LENGTH), 2, n)) for n in (0, 1)]  # pyright: ignore
+    settings = {"max_epochs": 2, "use_distributed_sampler": False}
+    points = []
+    for loader in loaders:
+        training = Training(lambda loader=loader: loader, trainer=settings)
+        points += training.fit(tmp_path, wanted=lambda name: name == "batch 0:2")[1].points
+    seen = [index for loader in loaders for index in loader.dataset.fetched[:4]]  # pyright: ignore
+    second = DataLoader(Sized(length), size)
+    point = replace(points[0], others=[each.state for each in points])
+    with caplog.at_level(logging.WARNING, "lightning_async"):
+        rows, _, _ = Training(lambda: second, trainer=settings).fit(tmp_path, point, wanted=lambda name: False)
+    left = sorted(index for index in set(range(LENGTH)) - set(seen) if index < length)
+    fetched = second.dataset.fetched  # pyright: ignore
+    assert sorted(fetched[: len(left)]) == left
+    assert sorted(fetched[len(left) :]) == list(range(length))
+    assert len(numbers(rows, 0)) == -(-len(left) // 2), "in batches of the size that it was divided for"
+    (line,) = [line for line in told(caplog) if "samples, and had" in line]
+    assert f"has {length} samples, and had {LENGTH}" in line and f"with the {len(left)} samples" in line
+    assert len([line for line in told(caplog) if "divided among another number of ranks" in line]) == (size != 2)
+
+
+def test_ranks_with_another_dataset_take_equally_many_of_what_is_left() -> None:
+    indices = torch.arange(8)
+    given = {"kind": "given", "length": 16, "batch_size": 2, "full_batches": True, "indices": indices, "left": 16}
+    position = {"taken": 0, "made": 0, "drawn": {}, "share": given, "batch_size": 2, "length": 16}
+    for length, expected in ((5, [0, 1, 2, 3, 4, 0, 1, 2]), (0, [])):
+        (source,) = sources_of([DataLoader(Sized(length), 2)])
+        (found,) = recounted([source], [position])
+        assert found["share"]["indices"].tolist() == expected
+        (same,) = recounted([source], [found])
+        assert same is found, "nothing is told twice"
+        source.detach()
+
+
+class Ordered(Sized):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((FEATURES,), float(index))
+
+
+class Means(Plain):
+    """Its gradient is the mean of the samples behind it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.rows.append(("train", self.current_epoch, batch_idx))
+        return self.layers(batch).mean()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        weight: Any = self.layers[0].weight
+        self.rows.append(("step", round(float(weight.grad[0, 0]), 4)))
+
+
+@pytest.mark.parametrize(
+    ("at", "size", "steps", "windows"),
+    [
+        (4, 4, 3, 3),  # as it was
+        (4, 2, 3, 3),  # 4 samples, then 2: the mean of 12 to 17
+        (1, 8, 3, 3),  # the next batch begins a window
+        (3, 8, 3, 3),  # nothing was in accumulation, and the next batch is the second one of a window
+        (5, 4, 3, 2),  # another `accumulate_grad_batches`
+    ],
+)
+def test_gradients_in_accumulation_count_as_the_batches_in_whose_place_they_stand(
+    at: int, size: int, steps: int, windows: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = (
+        Usual(lambda size=size: DataLoader(Ordered(48), size), Means, validates=False, trainer=settings)
+        for size, settings in (
+            (4, {"max_epochs": 1, "accumulate_grad_batches": steps}),
+            (size, {"max_epochs": 1, "accumulate_grad_batches": windows}),
+        )
+    )
+    _, follow, _ = first.fit(tmp_path, wanted=lambda name: name == f"batch 0:{at}")
+    with caplog.at_level(logging.WARNING, "lightning_async"):
+        rows, _, _ = second.fit(tmp_path, follow.points[0], wanted=lambda name: False)
+    expected = {
+        (4, 4): (17.5, None),
+        (4, 2): (14.5, "of 1 batches that were in accumulation count as 2 of the 3 batches"),
+        (1, 8): (15.5, "of 1 batches that were in accumulation are lost"),
+        (3, 8): (round((15.5 + 23.5) / 3, 4), "has those of 2 batches, divided by 3"),
+        (5, 4): (round((15.5 + 21.5) / 2, 4), "of 2 batches that were in accumulation count as 1 of the 2 batches"),
+    }
+    mean, words = expected[at, size]
+    assert next(row[1] for row in rows if row[0] == "step") == mean
+    lines = [each.getMessage() for each in caplog.records if "accumulation" in each.getMessage()]
+    assert len(lines) == (words is not None) and all(words in line for line in lines)
+
+
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
+def test_a_stream_with_a_length_is_read_to_its_end_by_another_number_of_ranks(tmp_path: Path) -> None:
+    """Its data begins again, and so do its batches."""
+    first, second = (
+        Usual(lambda: DataLoader(SharesWithALength(24), 2), Lists, validates=False, trainer={"max_epochs": 1})
+        for _ in range(2)
+    )
+    _, follow, _ = first.fit(tmp_path, wanted=lambda name: name == "batch 0:5")
+    point = replace(follow.points[0], others=[follow.points[0].state] * 2)
+    rows, _, _ = second.fit(tmp_path, point, wanted=lambda name: False)
+    assert samples_of(rows, 0) == list(range(24))
+    assert numbers(rows, 0) == list(range(12))

@@ -46,23 +46,6 @@ def steps_of(size: int, whole_windows: bool) -> list[Batch]:
     return steps
 
 
-def accumulated() -> list[float]:
-    """As Lightning has it: each loss is divided by the number of batches, be there one of each or not."""
-    module = problem.network()
-    stepper, params = momentum(module.parameters()), list(module.parameters())
-    for start in range(0, BATCHES, 2):
-        numbers = (start, start + 1)
-        mine = [i for i in numbers if i not in ODD]
-        total = SAMPLES * (len(numbers) + len(mine))
-        for data, chosen in ((FIRST, numbers), (SECOND, mine)):
-            for i in chosen:
-                loss = problem.loss_of(module, data[i]) / 2 * (SAMPLES * len(chosen) / total)
-                loss.backward(inputs=params)
-        stepper.step()
-        stepper.zero_grad()
-    return flat(module)
-
-
 @pytest.mark.parametrize(
     "name", ["none_in_step", "none_on_servers", "nan_in_step", "nan_in_step_by_hand", "nan_on_servers"]
 )
@@ -91,10 +74,14 @@ def test_windows_of_ranks_stay_as_long_as_each_other(ranks: Outcomes, name: str)
 
 
 def test_in_accumulation_the_batch_counts_for_nothing(ranks: Outcomes) -> None:
-    for number, told in enumerate(ranks("none_in_accumulation")):
-        assert distance(told["flat"], accumulated()) < 1e-6
-        assert told["samples"] == SAMPLES * (BATCHES - number * len(ODD))
-        assert told["global_step"] == BATCHES // 2
+    """One that is beside it in a window, be that before or behind it, weighs what its samples do."""
+    told = ranks("none_in_accumulation")
+    expected = flat(train_alone(steps_of(2, whole_windows=False), optimizer=momentum))
+    for number, each in enumerate(told):
+        assert distance(each["flat"], expected) < 1e-6
+        assert each["samples"] == SAMPLES * (BATCHES - number * len(ODD))
+        assert each["global_step"] == BATCHES // 2
+    assert told[0]["digest"] == told[1]["digest"]
 
 
 def test_where_no_rank_has_a_loss_nothing_is_stepped_with(ranks: Outcomes) -> None:
