@@ -34,7 +34,7 @@ from lightning_async.engine.ballot import (
 )
 from lightning_async.engine.buckets import Buckets, Exchange, Kind, Message, Owner, side_stream
 from lightning_async.engine.deadlines import Deadlines
-from lightning_async.engine.header import Gate, Header, Vote
+from lightning_async.engine.header import Gate, Header, Vote, relative_speed
 from lightning_async.engine.mailbox import Mailbox
 from lightning_async.engine.regroup import Regroup
 from lightning_async.engine.transfer import Closed, Held, Transfer, source_of
@@ -213,6 +213,7 @@ class Loop:
             box.mean_steps, box.steps_then = sum(h.clock for h in headers) / len(headers), mine.clock
             told = ((h.samples, h.loss, h.pace) for h in headers)
             box.samples_by_rank, box.losses, box.paces = zip(*told, strict=True)
+            box.speed = relative_speed(mine.pace, box.paces, unknown=box.speed)
             votes = common.votes.lasting if verdict.opens or common.late else common.votes
             unheard = Vote.NONE if verdict.plan is not None else between_steps(headers)
             box.agreed |= votes & ~(Vote.SAVE | unheard)  # saves are carried out by the engine's threads

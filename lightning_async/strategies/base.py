@@ -219,7 +219,7 @@ class ReplicatedStrategy(ParallelStrategy):
     @property
     def lightning_module(self) -> LightningModule | None:
         module = self._users_module
-        if getattr(module, "_compiler_ctx", None) is not None:  # Lightning asks for the module fifty times a step
+        if module is not None and module._compiler_ctx is not None:  # Lightning asks for it fifty times a step
             self._compiled.hide_from_trainer(module)
         return module
 

@@ -101,7 +101,8 @@ class Pacing:
 
     @property
     def _waited_s(self) -> float:
-        return 0.0 if self._strategy.gates is None else self._strategy.gates.waited_s
+        gates = self._strategy.gates
+        return 0.0 if gates is None else gates.waited_s
 
     _samples = 1.0
 
@@ -135,4 +136,9 @@ class Pacing:
 
 
 def _towards(mean: Pace, batch: Pace, weight: float) -> Pace:
-    return Pace(*(a + weight * (b - a) for a, b in zip(mean, batch, strict=True)))
+    return Pace(
+        mean.data_s + weight * (batch.data_s - mean.data_s),
+        mean.compute_s + weight * (batch.compute_s - mean.compute_s),
+        mean.communication_s + weight * (batch.communication_s - mean.communication_s),
+        mean.samples + weight * (batch.samples - mean.samples),
+    )
