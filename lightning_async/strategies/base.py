@@ -139,14 +139,16 @@ class ReplicatedStrategy(ParallelStrategy):
     @property
     def global_rank(self) -> int:
         """This rank's number, which changes where others are lost and training goes on without them."""
-        number = min(super().global_rank, self.world_size - 1) if is_newcomer(self) else super().global_rank
-        return number if self.survivors is None else self.survivors.generation.rank
+        if self.survivors is not None:
+            return self.survivors.generation.rank
+        return min(super().global_rank, self.world_size - 1) if is_newcomer(self) else super().global_rank
 
     @property
     def world_size(self) -> int:
         """How many ranks there are, without those that are lost, and those that are no replicas."""
-        size = super().world_size - self.roles.num_serving
-        return size if self.survivors is None else self.survivors.generation.world_size
+        if self.survivors is not None:
+            return self.survivors.generation.world_size
+        return super().world_size - self.roles.num_serving
 
     def _configure_launcher(self) -> None:
         self._launcher = self.transport.launcher(self, self.num_processes, self.num_nodes, self._child_died)

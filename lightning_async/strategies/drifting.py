@@ -167,7 +167,6 @@ class DriftingStrategy(ReplicatedStrategy):
         session, world = self._session, self.world
         if session is not None and world is not None:
             world.drifting = True
-            self.pacing.start_batch(batch)
             session.stepping.start_batch(batch)
 
     def finish_batch(self) -> None:
