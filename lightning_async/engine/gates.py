@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from lightning_async.engine.ballot import batches_per_second
 from lightning_async.engine.control import ControlPlane
-from lightning_async.engine.header import Arrival, Gate, Vote, batches_per_second
+from lightning_async.engine.header import Arrival, Gate, Vote
 from lightning_async.errors import Dismissed
 
 __all__ = ["Gates", "Visitor"]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable
 from typing import NamedTuple
 
-__all__ = ["Arrival", "Gate", "Header", "Mark", "Vote", "batches_per_second", "relative_speed"]
+__all__ = ["Arrival", "Gate", "Header", "Mark", "Vote"]
 
 
 class Gate(enum.IntEnum):
@@ -127,25 +126,3 @@ class Header(NamedTuple):
     held: int = 0
     in_step: bool = False
     pace: tuple[float, ...] = (0.0,) * 4  # stays the last: a tuple is laid out behind the rest
-
-
-def batches_per_second(pace: tuple[float, ...]) -> float:
-    """Return the speed of a rank with this pace; 0.0 where it is not known.
-
-    >>> batches_per_second((0.1, 0.3, 0.1, 8.0))
-    2.0
-    """
-    taken_s = sum(pace[:3])
-    return 1.0 / taken_s if taken_s > 0.0 else 0.0
-
-
-def relative_speed(pace: tuple[float, ...], paces: Iterable[tuple[float, ...]], unknown: float) -> float:
-    """Return the speed of a rank over that of the fastest; ``unknown`` where some rank's is not known.
-
-    >>> relative_speed((0.0, 0.5, 0.0, 8.0), [(0.0, 0.5, 0.0, 8.0), (0.0, 0.25, 0.0, 8.0)], unknown=1.0)
-    0.5
-    >>> relative_speed((0.0, 0.5, 0.0, 8.0), [(0.0, 0.5, 0.0, 8.0), (0.0, 0.0, 0.0, 0.0)], unknown=1.0)
-    1.0
-    """
-    speeds = list(map(batches_per_second, paces))
-    return batches_per_second(pace) / max(speeds) if all(speeds) else unknown

@@ -30,11 +30,12 @@ from lightning_async.engine.ballot import (
     from_rows,
     mark_of,
     places_of,
+    relative_speed,
     to_row,
 )
 from lightning_async.engine.buckets import Buckets, Exchange, Kind, Message, Owner, side_stream
 from lightning_async.engine.deadlines import Deadlines
-from lightning_async.engine.header import Gate, Header, Vote, relative_speed
+from lightning_async.engine.header import Gate, Header, Vote
 from lightning_async.engine.mailbox import Mailbox
 from lightning_async.engine.regroup import Regroup
 from lightning_async.engine.transfer import Closed, Held, Transfer, source_of
