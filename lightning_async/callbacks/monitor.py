@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from lightning_async.trainer.logged import show
 from lightning_async.trainer.namespace import pytorch
 
 if TYPE_CHECKING:
@@ -13,6 +14,12 @@ else:
     Callback = pytorch("callbacks").Callback
 
 __all__ = ["AveragingMonitor", "monitor_for_now"]
+
+_EMPTY = (
+    "on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward",
+    "on_before_optimizer_step",
+)  # fmt: skip
+"""The hooks of every step in which a monitor does nothing."""
 
 
 class AveragingMonitor(Callback):
@@ -26,7 +33,7 @@ class AveragingMonitor(Callback):
     this replica, not finite); what is of rounds, from the first one on. They are rank 0's; the summary at the end of
     training names all replicas' samples.
 
-    Between rounds it costs nothing: `LightningModule.log` takes milliseconds for so many names at every step.
+    Between rounds it costs nothing: `LightningModule.log` would compute each name again at every step.
     """
 
     def __init__(self) -> None:
@@ -40,7 +47,7 @@ class AveragingMonitor(Callback):
         step = trainer.fit_loop.epoch_loop._batches_that_stepped  # as Lightning's own metrics
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
-        pl_module.log_dict(summary.shown(), on_step=True, on_epoch=False, prog_bar=True, logger=False, batch_size=1)
+        show(trainer, summary.shown())
 
     def _is_due(self, summary: Any, every: int) -> bool:
         """Steps that take a window of gradients, or a push, each are many: as often as Lightning logs, then."""
@@ -56,5 +63,7 @@ def monitor_for_now(trainer: Any) -> Callable[[], None]:
     if any(isinstance(callback, AveragingMonitor) for callback in trainer.callbacks):
         return lambda: None
     monitor = AveragingMonitor()
+    for hook in _EMPTY:
+        setattr(monitor, hook, None)  # Lightning profiles every call of a hook, also of an empty one
     trainer.callbacks.insert(0, monitor)
     return lambda: trainer.callbacks.remove(monitor) if monitor in trainer.callbacks else None

@@ -11,32 +11,44 @@ Only the standard library is imported, and little of it: this comes before all e
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
+import struct
 import time
 
-__all__ = ["stand_aside"]
+__all__ = ["allow", "stand_aside"]
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _HEARD = {*_PASSED_ON, signal.SIGCHLD}
 _LEFT_S = 10.0
 """What the command has left may take so long to end: a checkpoint that is being written, above all. With PID 1 the
 kernel kills all others of its namespace."""
+_grace: mmap.mmap | None = None
+"""What the command has told PID 1; None where there is no PID 1 of this module's."""
+
+
+def allow(seconds: float) -> None:
+    """Tell PID 1 how long what the command has started may take to end, should the command be killed."""
+    if _grace is not None:
+        _grace[:8] = struct.pack("d", seconds)
 
 
 def stand_aside() -> None:
     """Where this process is PID 1, go on in a child of it, and end with the child's exit code; else do nothing."""
+    global _grace
     if os.getpid() != 1:
         return
+    _grace = mmap.mmap(-1, 8)  # shared with the child
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, there is no status to ask for
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)  # before the fork: no end of the child is missed
     command = os.fork()
     if command:
-        os._exit(_serve(command))
+        os._exit(_serve(command, _grace))
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _serve(command: int) -> int:
+def _serve(command: int, grace: mmap.mmap) -> int:
     """Pass signals on to the command, and ask for the status of all that end; the exit code."""
     code, others = None, True
     while code is None:
@@ -45,17 +57,24 @@ def _serve(command: int) -> int:
             code, others = _reap(command)
         else:
             os.kill(command, number)
-    until = time.monotonic() + _LEFT_S
+    left_s = _LEFT_S
+    if code < 0:  # killed: whoever sees to the end of what it has started gives that its time first
+        left_s += struct.unpack("d", grace[:8])[0]
+    until = time.monotonic() + left_s
     while others and (left_s := until - time.monotonic()) > 0.0:
         heard = signal.sigtimedwait(_HEARD, left_s)
         if heard is None or heard.si_signo != signal.SIGCHLD:  # it is told to end: nothing passes that on any more
             break
         _, others = _reap(command)
-    return code
+    return code if code >= 0 else 128 - code
 
 
 def _reap(command: int) -> tuple[int | None, bool]:
-    """Ask for the status of all that have ended: the exit code of the command, if it has; whether there are others."""
+    """Ask for the status of all that have ended.
+
+    Returns:
+        the exit code of the command, if it has, negative where a signal has killed it; and whether there are others.
+    """
     code = None
     while True:
         try:
@@ -66,4 +85,3 @@ def _reap(command: int) -> tuple[int | None, bool]:
             return code, True
         if pid == command:
             code = os.waitstatus_to_exitcode(status)
-            code = code if code >= 0 else 128 - code

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_async.commands.first_process import allow
 from lightning_async.launch.agent import Agent
 from lightning_async.launch.environment import Job, available_cores, shown
 from lightning_async.launch.meeting import Meeting
@@ -60,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if place is not None:
             print("# on one node only; with others ranks, sizes and MASTER_ADDR are given when all have come")
         return 0
+    allow(options.grace)
     try:
         if place is None:
             return Supervisor(job, policy, options.log_dir).run()

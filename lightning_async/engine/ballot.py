@@ -6,7 +6,7 @@ A row holds float64 numbers (exact for integers below 2**53): a header's common 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from lightning_async.engine.buckets import Kind, Message
@@ -18,12 +18,14 @@ __all__ = [
     "Plan",
     "Verdict",
     "Wing",
+    "batches_per_second",
     "between_steps",
     "decide",
     "from_rows",
     "mark_of",
     "places_of",
     "ready_for",
+    "relative_speed",
     "survey",
     "to_row",
 ]
@@ -314,3 +316,25 @@ def _like(blank: tuple[Any, ...], row: Sequence[float]) -> Any:
 def _casts(blank: tuple[Any, ...]) -> list[Any]:
     """Of each number, the type that it had; None for a float."""
     return [None if isinstance(x, float) else type(x) for x in _flat(blank)]
+
+
+def batches_per_second(pace: tuple[float, ...]) -> float:
+    """Return the speed of a rank with this pace; 0.0 where it is not known.
+
+    >>> batches_per_second((0.1, 0.3, 0.1, 8.0))
+    2.0
+    """
+    taken_s = sum(pace[:3])
+    return 1.0 / taken_s if taken_s > 0.0 else 0.0
+
+
+def relative_speed(pace: tuple[float, ...], paces: Iterable[tuple[float, ...]], unknown: float) -> float:
+    """Return the speed of a rank over that of the fastest; ``unknown`` where some rank's is not known.
+
+    >>> relative_speed((0.0, 0.5, 0.0, 8.0), [(0.0, 0.5, 0.0, 8.0), (0.0, 0.25, 0.0, 8.0)], unknown=1.0)
+    0.5
+    >>> relative_speed((0.0, 0.5, 0.0, 8.0), [(0.0, 0.5, 0.0, 8.0), (0.0, 0.0, 0.0, 0.0)], unknown=1.0)
+    1.0
+    """
+    speeds = list(map(batches_per_second, paces))
+    return batches_per_second(pace) / max(speeds) if all(speeds) else unknown

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from lightning_async.engine.ballot import batches_per_second
 from lightning_async.engine.control import ControlPlane
 from lightning_async.engine.header import Arrival, Gate, Vote
 from lightning_async.errors import Dismissed
@@ -159,11 +160,8 @@ class Gates:
 
     def tell_pace(self, pace: tuple[float, ...]) -> None:
         """What headers say of this replica's speed, see `Header`."""
-        speeds, name = self.speeds, self.name
         with self._box.changed:
             self._box.pace = pace
-            if name in speeds and all(speeds.values()):
-                self._box.speed = speeds[name] / max(speeds.values())
 
     def tell_place(self, place: float) -> None:
         """How far this replica is in its data with the step that follows; goes with the next message."""
@@ -202,7 +200,7 @@ class Gates:
     @property
     def speeds(self) -> dict[str, float]:
         """By name, every rank's batches per second, as said in the last header; 0.0 where they are not known."""
-        return {name: 1.0 / taken if (taken := sum(pace[:3])) > 0.0 else 0.0 for name, pace in self.paces.items()}
+        return {name: batches_per_second(pace) for name, pace in self.paces.items()}
 
     @property
     def opened(self) -> int:

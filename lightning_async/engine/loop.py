@@ -30,6 +30,7 @@ from lightning_async.engine.ballot import (
     from_rows,
     mark_of,
     places_of,
+    relative_speed,
     to_row,
 )
 from lightning_async.engine.buckets import Buckets, Exchange, Kind, Message, Owner, side_stream
@@ -213,6 +214,7 @@ class Loop:
             box.mean_steps, box.steps_then = sum(h.clock for h in headers) / len(headers), mine.clock
             told = ((h.samples, h.loss, h.pace) for h in headers)
             box.samples_by_rank, box.losses, box.paces = zip(*told, strict=True)
+            box.speed = relative_speed(mine.pace, box.paces, unknown=box.speed)
             votes = common.votes.lasting if verdict.opens or common.late else common.votes
             unheard = Vote.NONE if verdict.plan is not None else between_steps(headers)
             box.agreed |= votes & ~(Vote.SAVE | unheard)  # saves are carried out by the engine's threads

@@ -116,7 +116,8 @@ class AsyncAveragingStrategy(DriftingStrategy):
     @property
     def shared_steps(self) -> tuple[int, int] | None:
         """See `Drifting`."""
-        return None if isinstance(self.schedule, Synchronous) else super().shared_steps
+        shared = super().shared_steps  # first: it is None by default, and is asked for at every step
+        return None if shared is None or isinstance(self.schedule, Synchronous) else shared
 
     @property
     def missed_steps(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -139,14 +139,16 @@ class ReplicatedStrategy(ParallelStrategy):
     @property
     def global_rank(self) -> int:
         """This rank's number, which changes where others are lost and training goes on without them."""
-        number = min(super().global_rank, self.world_size - 1) if is_newcomer(self) else super().global_rank
-        return number if self.survivors is None else self.survivors.generation.rank
+        if self.survivors is not None:
+            return self.survivors.generation.rank
+        return min(super().global_rank, self.world_size - 1) if is_newcomer(self) else super().global_rank
 
     @property
     def world_size(self) -> int:
         """How many ranks there are, without those that are lost, and those that are no replicas."""
-        size = super().world_size - self.roles.num_serving
-        return size if self.survivors is None else self.survivors.generation.world_size
+        if self.survivors is not None:
+            return self.survivors.generation.world_size
+        return super().world_size - self.roles.num_serving
 
     def _configure_launcher(self) -> None:
         self._launcher = self.transport.launcher(self, self.num_processes, self.num_nodes, self._child_died)
@@ -219,7 +221,7 @@ class ReplicatedStrategy(ParallelStrategy):
     @property
     def lightning_module(self) -> LightningModule | None:
         module = self._users_module
-        if getattr(module, "_compiler_ctx", None) is not None:  # Lightning asks for the module fifty times a step
+        if module is not None and module._compiler_ctx is not None:  # Lightning asks for it fifty times a step
             self._compiled.hide_from_trainer(module)
         return module
 

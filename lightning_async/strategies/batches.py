@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_async.engine.averaging.batch_norm import RECENT_BATCHES
-from lightning_async.trainer.batch import pulled, pulls
+from lightning_async.trainer.batch import batch_size, pulled, pulls
 
 __all__ = ["Batches"]
 
@@ -17,7 +17,7 @@ class Batches:
     its gradients are, at the latest as the next one begins.
 
     Args:
-        strategy: counts them; its module, and what is done about buffers.
+        strategy: counts them; its module, what is done about buffers, and its `Pacing`.
         tell: called once for each batch, with its samples.
     """
 
@@ -47,4 +47,6 @@ class Batches:
     def _see(self, batch: Any) -> None:
         if self._strategy.buffers == "recompute":
             self.recent.append(batch)
-        self._tell(self._strategy.count(batch))
+        counted = self._strategy.count(batch)
+        self._strategy.pacing.samples = counted if self._strategy.count is batch_size else batch_size(batch)
+        self._tell(counted)

@@ -164,10 +164,10 @@ class DriftingStrategy(ReplicatedStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.begin_again()
-        if self._session is not None and self.world is not None:
-            self.world.drifting = True
-            self.pacing.start_batch(batch)
-            self._session.stepping.start_batch(batch)
+        session, world = self._session, self.world
+        if session is not None and world is not None:
+            world.drifting = True
+            session.stepping.start_batch(batch)
 
     def finish_batch(self) -> None:
         """See `Stepping.finish_batch`."""
@@ -176,23 +176,24 @@ class DriftingStrategy(ReplicatedStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         run = partial(super().optimizer_step, optimizer, model=model, **kwargs)
-        if self._session is None or not self.module.automatic_optimization:
+        session = self._session
+        if session is None or not self.module.automatic_optimization:
             return run(closure)
-        return self._session.stepping.step(closure, run)
+        return session.stepping.step(closure, run)
 
     def skip_batch(self) -> None:
         if self._session is not None:
             self._session.stepping.skip_batch()
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self._session is None:
+        if (session := self._session) is None:
             return super().backward(closure_loss, *args, **kwargs)
-        with self._session.stepping.backward():
+        with session.stepping.backward():
             return super().backward(closure_loss, *args, **kwargs)
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        if self._session is not None:
-            self._session.stepping.after_backward()
+        if (session := self._session) is not None:
+            session.stepping.after_backward()
 
     # ---- ranks that are lost ----
 
@@ -226,8 +227,8 @@ class DriftingStrategy(ReplicatedStrategy):
     @property
     def gates(self) -> Gates | None:
         """See `Drifting`."""
-        session = self._session
-        return None if session is None else session.averager.gates
+        course = self.course  # not by `_session`: it is asked for a dozen times a step
+        return None if course is None or course.session is None else course.session.averager.gates
 
     alone, between_windows, count = "so there is nothing to average", True, staticmethod(batch_size)
     in_step = served = called = False

@@ -87,8 +87,9 @@ class Session:
     ) -> None:
         self._strategy, self._connection, self._world = strategy, connection, connection.world
         replica = Replica(strategy.module, strategy.buffers, strategy.bucket_device)
+        self._averaged: AveragedState | None = None
         if strategy.optimizer_state_policy == "average":
-            state = AveragedState(strategy.optimizers)
+            self._averaged = state = AveragedState(strategy.optimizers)
             replica.build(state, state.running_means)
         replica.watched = lambda: every_tensor(strategy.optimizers)
         config = strategy.config
@@ -157,6 +158,8 @@ class Session:
         """Waits for no other rank."""
         self.averager.close()
         self.stepping.close()
+        if self._averaged is not None:
+            self._averaged.close()
         if self._publisher is not None:
             self._publisher.end(FAILED if self._strategy.failed else ENDED)
 

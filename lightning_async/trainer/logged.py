@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import builtins
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from lightning_async.trainer.namespace import pytorch
 
-__all__ = ["Known", "put_blank", "put_logged", "put_missing", "take_logged"]
+__all__ = ["Known", "put_blank", "put_logged", "put_missing", "show", "take_logged"]
 
 _FIELDS = (
     "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "dataloader_idx",
@@ -52,6 +53,16 @@ def take_logged(trainer: Any, known: Known | None = None) -> dict[str, Any]:
         "results": {key: _take_result(result, names) for key, result in results.items() if not result.has_reset},
         "metrics": {name: _take_metric(name, metric, known) for name, metric in modules.items()},
     }
+
+
+def show(trainer: Any, metrics: Mapping[str, float]) -> None:
+    """Put values into the progress bar and the callbacks' metrics, where they stay until others take their places.
+
+    `LightningModule.log` does so, too, and computes them again at every step until the end of the epoch.
+    """
+    connector = trainer._logger_connector
+    connector._progress_bar_metrics.update(metrics)
+    connector._callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
 
 
 def put_logged(trainer: Any, state: dict[str, Any]) -> None:

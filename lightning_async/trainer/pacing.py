@@ -17,7 +17,6 @@ from typing import Any
 
 from lightning_async.events import tell
 from lightning_async.rules.pace import Pace, Reason, straggler
-from lightning_async.trainer.batch import batch_size
 from lightning_async.trainer.patches import Undo, replace, searches_lr
 from lightning_async.trainer.protocols import Drifting
 
@@ -62,6 +61,8 @@ class Pacing:
         self.mean = Pace()
         """Of all batches that were measured."""
         self.batches = 0
+        self.samples = 1.0
+        """Of the batch under way; whoever counts it says so."""
 
     def install(self) -> list[Undo]:
         """Patch; returns what takes it back."""
@@ -95,20 +96,14 @@ class Pacing:
                 return
             data_s, communicated_s = self._data_s, max(0.0, self._communicated_s() - communicated_s)
             rest_s = self.now() - started - data_s - communicated_s - max(0.0, self._waited_s - waited_s)
-            self._add(Pace(data_s, max(0.0, rest_s), communicated_s, self._samples))
+            self._add(Pace(data_s, max(0.0, rest_s), communicated_s, self.samples))
 
         return advance
 
     @property
     def _waited_s(self) -> float:
-        return 0.0 if self._strategy.gates is None else self._strategy.gates.waited_s
-
-    _samples = 1.0
-
-    def start_batch(self, batch: Any) -> None:
-        """It is about to be trained on; None where `training_step` has yet to take its first one."""
-        if batch is not None:
-            self._samples = batch_size(batch)
+        gates = self._strategy.gates
+        return 0.0 if gates is None else gates.waited_s
 
     def _add(self, batch: Pace) -> None:
         self._batches += 1
@@ -135,4 +130,9 @@ class Pacing:
 
 
 def _towards(mean: Pace, batch: Pace, weight: float) -> Pace:
-    return Pace(*(a + weight * (b - a) for a, b in zip(mean, batch, strict=True)))
+    return Pace(
+        mean.data_s + weight * (batch.data_s - mean.data_s),
+        mean.compute_s + weight * (batch.compute_s - mean.compute_s),
+        mean.communication_s + weight * (batch.communication_s - mean.communication_s),
+        mean.samples + weight * (batch.samples - mean.samples),
+    )

@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 from lightning_async.engine.checkpoint.saver import PATIENCE_S, Saver
+from lightning_async.errors import CollectiveError
 from lightning_async.trainer.due import Clock, Settings, is_last, manifest_of
 from lightning_async.trainer.lagged import lagged_of
 from lightning_async.trainer.preemption import Preemption
@@ -26,6 +27,8 @@ FAILED_S = 10.0
 """For what is still being written when training has failed: the writer goes on without its trainer."""
 _TOGETHER = timedelta(seconds=5)
 """For all ranks to notice what a signal to all of them has broken; who sends it leaves them little time."""
+_PLACES = 2.0
+"""The first number that says where a rank has failed; less says whether one was told to stop."""
 _WHERE = ("batch", "batch end", "validation", "epoch")
 """See `Resume`."""
 
@@ -46,6 +49,8 @@ class Together:
         self._group = group
         self._clock = Clock(settings.save, saver.costs, trainer.global_step)
         self._lagged = lagged_of("FaultTolerantCheckpoint", trainer)
+        self._failed = False
+        """A rank was told to stop, and has failed."""
         self._stale = False
         """What is heard next was asked for before the last save."""
         self._batches = batches(trainer)
@@ -69,8 +74,7 @@ class Together:
         mine = clock.due(step, epoch_end)
         due, busy, told = self._asked([mine, saver.busy, preempted.told])
         if told:
-            self._save("preemption", resume)
-            preempted.leave(lambda: finish(trainer, saver))
+            self._stop(resume, preempted)
         last, by_steps = epoch_end and is_last(trainer), clock.due_by_steps(step, epoch_end)
         if last or by_steps:
             due, busy = True, trainer.strategy.reduce_boolean_decision(saver.busy, all=False)
@@ -92,15 +96,41 @@ class Together:
         if self._lagged is None:
             return mine
         rows = self._lagged.hear() or [[0.0] * len(mine)]
-        self._lagged.say([float(x) for x in mine])
+        self._failed = _failed(rows)
+        if not self._failed:  # else nobody answers any more
+            self._lagged.say([float(x) for x in mine])
         return [max(column) > 0.0 for column in zip(*rows, strict=True)]
 
-    def _save(self, reason: str, resume: Resume) -> None:
+    def _stop(self, resume: Resume, preempted: Preemption) -> NoReturn:
+        """Save with all other ranks, and end; alone, where one of them has failed on its way to this safe point.
+
+        It may fail while ranks exchange nothing, as within an accumulation of gradients, and does not come.
+        """
+        trainer, saver = self._trainer, self._saver
+        if self._lagged is not None and not self._failed:
+            try:
+                self._failed = _failed(self._lagged.hear())  # what was said here: who has failed has said so instead
+            except CollectiveError:
+                self._failed = True
+        self._save("preemption", resume, alone=self._failed)
+        if not self._failed:
+            preempted.leave(lambda: finish(trainer, saver))
+        log.warning(
+            "Rank %d: ranks were told to stop, and one has failed before it came to this batch. This one saves alone.",
+            trainer.global_rank,
+        )
+        preempted.leave(lambda: saver.wait(FAILED_S))
+
+    def _save(self, reason: str, resume: Resume, alone: bool = False) -> None:
         trainer = self._trainer
         self._number, step = self._number + 1, trainer.global_step
         shared, checkpoint = collect(trainer, ALIKE, pickles=self._saver.pickles)
         own = {"checkpoint": checkpoint, "resume": resume.capture()}
-        self._saver.save(self._number, step, self._group, shared, own, manifest_of(trainer, reason))
+        manifest = manifest_of(trainer, reason)
+        if alone:
+            self._saver.save_alone(self._number, step, shared, own, manifest, FAILED_S)
+        else:
+            self._saver.save(self._number, step, self._group, shared, own, manifest)
         self._clock.saved(step)
         self._stale, self._batches = trainer.world_size > 1, batches(trainer)
 
@@ -132,7 +162,7 @@ class Together:
         if self._lagged is None:
             return False
         progress = self._trainer.fit_loop.epoch_loop.batch_progress.total
-        place = 2.0 + len(_WHERE) * progress.processed + _WHERE.index(resume["where"])
+        place = _PLACES + len(_WHERE) * progress.processed + _WHERE.index(resume["where"])
         rows = self._lagged.ask([0.0, 0.0, place], _TOGETHER)
         return bool(rows) and all(row[-1] == place for row in rows)
 
@@ -147,6 +177,11 @@ class Together:
         """Training is over."""
         if self._lagged is not None:
             self._lagged.close()
+
+
+def _failed(rows: Sequence[Sequence[float]]) -> bool:
+    """Return whether a rank has failed, by what all have said."""
+    return any(row[-1] >= _PLACES for row in rows)
 
 
 def finish(trainer: Any, saver: Saver) -> None:

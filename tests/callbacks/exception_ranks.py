@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +28,7 @@ from tests.callbacks.checkpoint_ranks import (
     train,
     until,
 )
+from tests.callbacks.window_ranks import AtBatch
 from tests.strategies import problem
 from tests.strategies.workers import logged, make_trainer, rank, scenario, together
 
@@ -147,3 +150,31 @@ def at_a_gate(folder: Path) -> Any:
     assert entry.manifest is not None
     rest = train(folder, together(DiLoCo(), EveryNSteps(4)))
     return {"error": name, "reason": entry.manifest.reason, "first": min(rest.losses), "digest": problem.digest(rest)}
+
+
+def tell_this() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def ddp_ends_within_accumulation(folder: str, later: int) -> Any:
+    """Rank 0 is told to stop, and cannot go on; rank 1, which exchanges no gradients with it, comes to its next batch.
+
+    Args:
+        folder: of the checkpoints.
+        later: batches after the signal, in which something that rank 0 needs is missing.
+    """
+    code, error = None, None
+    does = [AtBatch(16, tell_this), AtBatch(16 + later, interrupt)] if rank() == 0 else []
+    limits = {"accumulate_grad_batches": 4}
+    with logged() as messages:
+        try:
+            train(Path(folder), "ddp", *does, every_n_train_steps=1000, limits=limits)
+        except SystemExit as ended:
+            code = ended.code
+        except Exception as raised:
+            error = repr(raised)
+    return {
+        "code": code,
+        "error": error,
+        "said": [message for message in messages if "before it came to this batch" in message],
+    }

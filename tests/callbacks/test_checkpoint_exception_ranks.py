@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.callbacks.checkpoint_ranks import BATCHES, EPOCHS, STOP
+from tests.callbacks.checkpoint_ranks import BATCHES, EPOCHS, STOP, settled
 from tests.strategies.workers import Outcomes
 from tests.support import run_ranks
 
@@ -44,6 +44,17 @@ def test_a_rank_of_ddp_saves_alone_and_shows_its_own_error(failed: list[Any], ou
     assert sum(len(rank["said"]) for rank in told) == 1
     (said,) = [message for rank in told for message in rank["said"]]
     assert f"-step-{STOP}" in said
+
+
+@pytest.mark.parametrize("later", [0, 1])
+def test_who_is_told_to_stop_and_fails_within_an_accumulation_is_not_waited_for(later: int, tmp_path: Path) -> None:
+    kwargs = {"folder": str(tmp_path), "later": later}
+    results = run_ranks("tests.callbacks.exception_ranks:ddp_ends_within_accumulation", 2, kwargs=kwargs, timeout=120.0)
+    assert [(told.value["code"], told.value["error"]) for told in results] == [(75, None)] * 2
+    assert [len(told.value["said"]) for told in results] == [0, 1]
+    (entry,) = settled(tmp_path)
+    assert entry.manifest is not None
+    assert (entry.step, entry.manifest.reason, len(entry.manifest.ranks)) == (4, "preemption", 1)
 
 
 @pytest.mark.parametrize("name", ["synchronous", "standing_still", "drifting"])

@@ -209,6 +209,27 @@ def test_one_that_was_never_seen_and_has_died_is_lost_and_one_that_left_is_not()
     assert me.left() == {"2"}
 
 
+def test_one_that_says_goodbye_while_the_store_is_read_and_has_ended_is_not_lost() -> None:
+    hand = Hand(2)
+    hand.everybody_is_seen()
+    me, peer = hand.ranks
+    exchange = me._board.exchange
+
+    def slowly(mine: Any) -> Any:
+        records = exchange(mine)
+        peer.leave()
+        peer.beat()
+        me.hear_death("1", os.getpid(), "died: after its goodbye")
+        return records
+
+    me._board.exchange = slowly
+    hand.beat(0)
+    assert me.lost() == ()
+    me._board.exchange = exchange
+    hand.beat(0)
+    assert me.lost() == () and me.left() == {"1"}
+
+
 def test_bells_are_heard_at_once() -> None:
     heard = threading.Event()
     with running(2, on_change=heard.set) as ranks:

@@ -157,3 +157,23 @@ def test_nobody_speaks_for_one_that_lives_again(start: Start) -> None:
     with pytest.raises(PeerLost, match="rank 1 was restarted"):
         hand.ranks[0].check()
     hand.ranks[0]._board.close()
+
+
+def test_one_that_says_goodbye_and_ends_between_two_looks_is_not_blamed(start: Start) -> None:
+    process, hand = start(), Hand(3)
+    hand.ranks[1]._board._neighbours._place = place_of(process.pid)
+    hand.everybody_is_seen()
+    gone = hand.ranks[0]._board._neighbours.gone
+
+    def slowly(records: Mapping[str, Record | None]) -> list[str]:
+        assert records["1"] is not None and records["1"].state == UP
+        hand.ranks[1].leave()  # because it has lost rank 2, say
+        hand.beat(1)
+        end(process)
+        return gone(records)
+
+    hand.ranks[0]._board._neighbours.gone = slowly
+    hand.beat(0)
+    hand.ranks[0].check()
+    assert hand.ranks[0].lost() == () and hand.ranks[0].left() == {"1"}
+    hand.ranks[0]._board.close()

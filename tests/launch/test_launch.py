@@ -308,6 +308,27 @@ def test_a_launcher_that_is_the_first_process_hears_signals_before_it_has_handle
     assert time.monotonic() - began < 50.0, "it was not heard"
 
 
+def test_the_first_process_leaves_ranks_their_grace_where_the_launcher_is_killed(
+    tmp_path: Path, first_process: list[str]
+):
+    script = tmp_path / "killed.py"
+    script.write_text(
+        f"""
+import os, pathlib, signal, subprocess, sys
+sys.path.insert(0, {str(ROOT / "lightning_async" / "commands")!r})
+import first_process
+first_process._LEFT_S = 0.0
+first_process.stand_aside()
+first_process.allow(60.0)
+subprocess.Popen(["sh", "-c", "sleep 0.5; touch {tmp_path}/saved"])
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    )
+    ended = subprocess.run([*first_process, sys.executable, script], timeout=120.0)
+    assert ended.returncode == 128 + signal.SIGKILL
+    assert (tmp_path / "saved").exists()
+
+
 def test_what_the_system_refuses_is_said(launch: Launch, tmp_path: Path):
     nowhere = launch("-n", "2", "--log-dir", "/proc/nowhere", SCRIPT, "stubborn")
     assert nowhere.end() == 71

@@ -214,6 +214,7 @@ OTHERS: dict[str, Callable[[Any], optim.Optimizer]] = {
         [{"params": ps[:1], "betas": (0.5, 0.75)}, {"params": ps[1:], "betas": (0.75, 0.875)}], 0.05
     ),
     "momentum, foreach": lambda ps: optim.SGD(ps, 0.05, momentum=0.75, foreach=True),
+    "momentum, fused": lambda ps: optim.SGD(ps, 0.05, momentum=0.75, fused=True),
     "momentum, one by one": lambda ps: optim.SGD(ps, 0.05, momentum=0.75, foreach=False),
     "RMSprop alone": lambda ps: optim.RMSprop(ps, 0.05),
     "from elsewhere": lambda ps: Replacing(ps, in_place=True),
@@ -268,6 +269,41 @@ def test_moments_end_where_their_gradients_would_have_led_from_the_mean(name: st
         if k == 0 or (mean.decay != 1.0 or name == "Adagrad"):
             torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
         assert not mean.positive or bool((mine > 0.0).all())
+
+
+def test_steps_are_counted_where_a_kernel_leaves_no_trace_until_the_state_is_closed() -> None:
+    ps = params((3,), (2,))
+    optimizer = optim.SGD(ps, 0.05, momentum=0.75, fused=True)
+    state = AveragedState([optimizer])
+    assert (state(), [mean.updates for mean in state.running_means()])[1] == [0.0, 0.0]
+    for each in ([ps[0]], ps):
+        optimizer.zero_grad()
+        for p in each:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert [(mean.decay, mean.updates) for mean in state.running_means()] == [(0.75, 2.0), (0.75, 1.0)]
+    state.close()
+    optimizer.step()
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_what_goes_by_a_factor_that_changes_later_has_no_decay_of_its_own() -> None:
+    """Until its ``t0`` the average of ASGD is a copy of the parameter, of which each step leaves nothing."""
+    state = AveragedState([optim.ASGD(params((3,)), 0.05)])
+    assert (state(), state.running_means())[1] == [RunningMean()]
+
+
+def test_optimizers_that_draw_random_numbers_draw_none_of_those_of_training() -> None:
+    class Langevin(Replacing):
+        def step(self) -> None:  # type: ignore[override]
+            super().step()
+            for p in self.param_groups[0]["params"]:
+                p.data.add_(torch.randn(p.shape))
+                self.state[p]["momentum"].add_(torch.randn(p.shape))
+
+    state, before = AveragedState([Langevin(params((3,)), in_place=True)]), torch.get_rng_state()
+    assert (state(), [mean.decay for mean in state.running_means()])[1] == [0.9]
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_momenta_that_a_scheduler_changes_are_read_anew() -> None:

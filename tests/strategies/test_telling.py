@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+from lightning_async.callbacks.monitor import monitor_for_now
 from tests.strategies.workers import Outcomes
 
 SCENARIOS = "tests.strategies.telling"
@@ -19,6 +22,19 @@ def test_metrics_of_the_users_keep_their_names(ranks: Outcomes) -> None:
 def test_the_monitor_that_the_strategy_adds_leaves_with_the_fit(ranks: Outcomes) -> None:
     for told in ranks("monitors"):
         assert told == [[], [], ["AveragingMonitor"]]
+
+
+def test_lightning_calls_the_monitor_that_the_strategy_adds_once_a_step() -> None:
+    trainer = SimpleNamespace(callbacks=[])
+    undo = monitor_for_now(trainer)
+    (monitor,) = trainer.callbacks
+    hooks = (
+        "on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward",
+        "on_before_optimizer_step", "on_train_batch_end",
+    )  # fmt: skip
+    assert [hook for hook in hooks if callable(getattr(monitor, hook))] == ["on_train_batch_end"]
+    undo()
+    assert trainer.callbacks == []
 
 
 def test_a_summary_says_what_happened(ranks: Outcomes) -> None:

@@ -153,12 +153,16 @@ class Board:
         shut_down(self._sockets)
 
     def _speak_for(self, name: str, record: Record | None) -> Record:
-        """Pin the dead one's last record, unless there is another one by now: it may have been started again."""
+        """Pin the dead one's last record, and return it; where there is another one by now, return that.
+
+        The records were read before the process was looked at: meanwhile the rank may have said goodbye and ended, so
+        that it is not to blame, or have been started again.
+        """
         assert record is not None
         failed = replace(record, state=FAILED, text="its process has ended, without a word")
         before, after = (self._seal.sign(key(name), dump(each)) for each in (record, failed))
-        self._store.compare_set(key(name), before, after)  # type: ignore[arg-type]
-        return failed
+        found = self._parse(key(name), self._store.compare_set(key(name), before, after))  # type: ignore[arg-type]
+        return failed if found is None or found == record else found
 
     def _make_room(self, names: Iterable[str]) -> None:
         # Reading many keys in one request blocks for missing ones. This sets only those that are missing.

@@ -94,6 +94,8 @@ class Membership:
         self._here = VISITING if visits else UP
         self._mine = self._published = Record(life=new_life(), state=self._here, since=0 if member is None else OUTSIDE)
         self._decided: tuple[int, tuple[str, ...]] = (0, ())
+        self._deaths: list[tuple[str, int, str]] = []
+        """What was heard of processes that have ended, and is judged with the next reading of the store."""
         self._read_at, self._contact = clock(), Contact(clock(), self._dead_s)
 
     @property
@@ -142,7 +144,7 @@ class Membership:
     def hear_death(self, name: str, process: int, text: str) -> None:
         """Whoever started this process of a peer's knows that it has ended: it is lost now, but for one that left."""
         with self._lock:
-            self._census.hear_death(name, process, text)
+            self._deaths.append((name, process, text))
         self._heart.wake()
 
     def ring(self, bell: int) -> None:
@@ -246,6 +248,9 @@ class Membership:
         """Write the own record, read all, and take part in the decision on a generation; raises as `Board.exchange`."""
         with self._lock:
             self._mine = mine = replace(self._mine, beat=self._mine.beat + 1)
+            # Before the records are read: who has ended has said goodbye before that, if at all.
+            while self._deaths:
+                self._census.hear_death(*self._deaths.pop(0))
         records = self._board.exchange(mine)
         with self._lock:
             self._published, now = mine, self._clock()

@@ -10,13 +10,15 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_async.engine.digest import real
 from lightning_async.engine.running_means import RunningMean
@@ -61,6 +63,10 @@ class AveragedState:
         self._optimizers = list(optimizers)
         self._known: dict[Any, list[str]] = {}
         self._laws: dict[Any, tuple[Any, dict[str, _Law]]] = {}
+        self._hooks: dict[int, RemovableHandle] = {}
+        """Of optimizers, by their `id`, whose updates nobody else counts."""
+        self._steps: Counter[int] = Counter()
+        """Of each parameter of theirs, by its `id`."""
 
     def __call__(self) -> list[Tensor]:
         materialise(self._optimizers)
@@ -74,8 +80,21 @@ class AveragedState:
             kind = (id(optimizer), *_kind(group, param))
             if kind not in laws:
                 laws[kind] = self._laws_of(kind, optimizer, group, param)
-            found.append(laws[kind].get(name, _Law()).of(state, name))
+            law = laws[kind].get(name, _Law())
+            if not law.is_counted and id(optimizer) not in self._hooks:
+                self._hooks[id(optimizer)] = optimizer.register_step_post_hook(self._count)
+            found.append(law.of(state, name, float(self._steps[id(param)])))
         return found
+
+    def close(self) -> None:
+        """Let go of the optimizers."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+
+    def _count(self, optimizer: Optimizer, *_: Any) -> None:
+        """After a step: some fused kernels leave no trace in the state that an update could be told by."""
+        self._steps.update(id(param) for _, param in _params(optimizer) if param.grad is not None)
 
     def _each(self) -> Iterator[tuple[Optimizer, Group, Tensor, dict[str, Any], str]]:
         for optimizer in self._optimizers:
@@ -114,13 +133,18 @@ class _Law(NamedTuple):
     writes: int = 0
     positive: bool = False
 
-    def of(self, state: Mapping[str, Any], name: str) -> RunningMean:
-        """For a parameter with this state."""
+    def of(self, state: Mapping[str, Any], name: str, steps: float) -> RunningMean:
+        """For a parameter with this state, whose optimizer has taken so many ``steps`` with a gradient of it."""
         if self.counter is not None and self.counter in state:
             return RunningMean(self.decay, state[self.counter], positive=self.positive)
         if self.writes:
             return RunningMean(self.decay, float(state[name]._version), self.writes, self.positive)
-        return RunningMean(positive=self.positive)  # nobody counts: some fused kernels
+        return RunningMean(self.decay, steps, positive=self.positive)
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether something counts updates, where that matters; the kernels of fused SGD do not."""
+        return self.decay == 1.0 or self.counter is not None or self.writes > 0
 
 
 def every_tensor(optimizers: Iterable[Optimizer]) -> list[Tensor]:
@@ -150,10 +174,12 @@ def _begun(optimizer: Optimizer, group: Group, param: Tensor) -> dict[str, Any]:
     begin: Any = getattr(stand_in, "_init_group", None)  # of torch's own: makes the state, takes no step
     if begin is not None:
         lists = [[] for _ in list(inspect.signature(begin).parameters)[1:]]
-        begin(stand_in.param_groups[0], *lists)
+        with _own_random_numbers(twin):
+            begin(stand_in.param_groups[0], *lists)
     if not stand_in.state.get(twin):  # it begins with zeros, or `_check` refuses it
         stand_in.param_groups[0]["lr"] = 0.0
-        type(optimizer).step(stand_in)
+        with _own_random_numbers(twin):
+            type(optimizer).step(stand_in)
         for name, value in stand_in.state[twin].items():
             if isinstance(value, Tensor):
                 value.zero_()
@@ -189,8 +215,7 @@ def _trained(optimizer: Optimizer, group: Group, param: Tensor, begun: bool) -> 
     if begun:
         stand_in.state[small] = _begun(optimizer, group, small)
     before = dict(stand_in.state[small])
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with _own_random_numbers(small):
         for _ in range(3):
             small.grad = torch.randn(small.shape).to(small)
             type(optimizer).step(stand_in)
@@ -213,8 +238,8 @@ def _laws(optimizer: Optimizer, group: Group, param: Tensor, names: list[str]) -
     """Find out how each tensor of the state averages over time; nothing of those of which that cannot be.
 
     Steps are taken from states that differ in that tensor only. What is left of the difference is the decay, if it is
-    the same for all elements, gradients and times: a maximum, or a step size that adapts, has none. Fp64 tells it to
-    more digits than options have.
+    the same for all elements, gradients, times and factors that the state holds: a maximum, or a step size that adapts,
+    has none, and ASGD's average has none of its own. Fp64 tells it to more digits than options have.
     """
     small = nn.Parameter(_small(param.detach().real).detach().double())
     signs = torch.ones_like(small)
@@ -224,7 +249,8 @@ def _laws(optimizer: Optimizer, group: Group, param: Tensor, names: list[str]) -
         begun = later = _begun(optimizer, group, small)
         for gradient in (large, signs, large, signs):
             later, _ = _stepped(optimizer, group, small, later, gradient)
-        runs = [(state, gradient) for state in (begun, later) for gradient in (large, 0.1 * signs)]
+        states = (begun, later, _halved(later))
+        runs = [(state, gradient) for state in states for gradient in (large, 0.1 * signs)]
         return {name: _law(optimizer, group, small, runs, name) for name in names}
     except Exception as error:
         log.warning(
@@ -232,6 +258,17 @@ def _laws(optimizer: Optimizer, group: Group, param: Tensor, names: list[str]) -
             "their difference from what was sent.", type(optimizer).__name__, error,
         )  # fmt: skip
         return {}
+
+
+def _halved(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state whose factors, such as ASGD's ``mu``, are half as large, as they may become later."""
+    return {name: value / 2 if _is_factor(value) else value for name, value in state.items()}
+
+
+def _is_factor(value: Any) -> bool:
+    """Return whether an entry of the state is one number in (0, 1]; a count that has begun is larger."""
+    one = isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1)
+    return one and 0.0 < float(value) <= 1.0
 
 
 def _law(
@@ -274,8 +311,19 @@ def _stepped(
     stand_in.state[twin] = copy.deepcopy(dict(state))
     tensors = {name: value for name, value in stand_in.state[twin].items() if isinstance(value, Tensor)}
     before = {name: tensor._version for name, tensor in tensors.items()}
-    type(optimizer).step(stand_in)
+    with _own_random_numbers(twin):
+        type(optimizer).step(stand_in)
     return stand_in.state[twin], {name: tensor._version - before[name] for name, tensor in tensors.items()}
+
+
+@contextmanager
+def _own_random_numbers(param: Tensor) -> Iterator[None]:
+    """Let an optimizer draw random numbers, the same each time, and none of those that training draws."""
+    with torch.random.fork_rng([param.device] if param.is_cuda else []):
+        torch.default_generator.manual_seed(0)  # `torch.manual_seed` would seed all GPUs, too
+        if param.is_cuda:
+            torch.cuda.default_generators[param.device.index].manual_seed(0)
+        yield
 
 
 def _kind(group: Group, param: Tensor) -> tuple[Any, ...]:
