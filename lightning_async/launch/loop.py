@@ -1,4 +1,4 @@
-"""The loop of a launcher: one thread waits for descriptors, times and signals, and calls what each is for.
+"""The loop of the launcher: one thread waits for descriptors, times and signals, and calls what each is for.
 
 Nothing is looked at again and again, and nothing that is called may wait.
 """
@@ -31,13 +31,9 @@ class Loop:
         self._selector = selectors.PollSelector()
         self._dues: dict[Hashable, tuple[float, Callable[[], object]]] = {}
 
-    def watch(self, fd: int, call: Callable[[], object], writes: bool = False) -> None:
-        """Call this each time that there is something to read, or, where that is asked for, room to write."""
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writes else 0)
-        if fd in self._selector.get_map():
-            self._selector.modify(fd, events, call)
-        else:
-            self._selector.register(fd, events, call)
+    def watch(self, fd: int, call: Callable[[], object]) -> None:
+        """Call this each time that there is something to read."""
+        self._selector.register(fd, selectors.EVENT_READ, call)
 
     def forget(self, fd: int) -> None:
         """Before it is closed."""
