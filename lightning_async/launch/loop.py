@@ -20,14 +20,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal
 
 
 class Loop:
-    """What can happen, and what is called then.
+    """What can happen, and what is called then."""
 
-    Args:
-        now: monotonic seconds, for tests.
-    """
-
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
+    def __init__(self) -> None:
         self._selector = selectors.PollSelector()
         self._dues: dict[Hashable, tuple[float, Callable[[], object]]] = {}
 
@@ -40,14 +35,9 @@ class Loop:
         if fd in self._selector.get_map():
             self._selector.unregister(fd)
 
-    def forget_all(self, outputs: Outputs) -> None:
-        """Before others take their place."""
-        for fd in outputs.descriptors:
-            self.forget(fd)
-
     def after(self, seconds: float, key: Hashable, call: Callable[[], object]) -> None:
         """Call this once, so much later, in place of what was to be called for the same key."""
-        self._dues[key] = self._now() + seconds, call
+        self._dues[key] = time.monotonic() + seconds, call
 
     def cancel(self, key: Hashable) -> None:
         """What was to be called is not."""
@@ -57,12 +47,12 @@ class Loop:
         """Wait for the next thing to happen, and do what follows; meanwhile what ranks write is passed on."""
         outputs.watch(self._selector)
         dues = [due for due, _ in self._dues.values()]
-        for key, _ in self._selector.select(max(0.0, min(dues) - self._now()) if dues else None):
+        for key, _ in self._selector.select(max(0.0, min(dues) - time.monotonic()) if dues else None):
             if self._selector.get_map().get(key.fd) == key:  # what came before may have closed it
                 key.data()
-        for name in [name for name, (due, _) in self._dues.items() if self._now() >= due]:
+        for name in [name for name, (due, _) in self._dues.items() if time.monotonic() >= due]:
             due, call = self._dues.get(name, (float("inf"), None))
-            if call is not None and self._now() >= due:  # what came before may have ended the wait
+            if call is not None and time.monotonic() >= due:  # what came before may have ended the wait
                 del self._dues[name]
                 call()
 

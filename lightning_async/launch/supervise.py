@@ -12,7 +12,7 @@ from lightning_async.comm.membership.signing import SECRET
 from lightning_async.launch.decide import begin, decide
 from lightning_async.launch.environment import Job
 from lightning_async.launch.loop import Loop
-from lightning_async.launch.node import Node, cannot_start
+from lightning_async.launch.ranks import Ranks, cannot_start
 from lightning_async.launch.registry import Registry
 from lightning_async.launch.state import (
     CANNOT_START,
@@ -66,22 +66,22 @@ class Supervisor:
 
     def run(self) -> int:
         """Until all have ended; the exit code."""
-        self._node = node = Node(self._job, self._policy, self._logs, self._loop, self)
+        self._ranks = ranks = Ranks(self._job, self._policy, self._logs, self._loop, self)
         try:
             with self._loop.signals(self._signalled):
                 try:
                     self._state, actions = begin(self._policy)
                     self._perform(actions)
                     while self._code is None:
-                        self._loop.step(node.outputs)
+                        self._loop.step(ranks.outputs)
                 except OSError as error:
                     self._say(f"{error}: all ranks end")
                     self._code = CANNOT_START
-                node.leave()  # not after other errors: then all is as if the launcher were killed, and ranks save
+                ranks.leave()  # not after other errors: then all is as if the launcher were killed, and ranks save
             return self._code
         finally:
             self._registry.remove()
-            node.close()
+            ranks.close()
             self._loop.close()
 
     # ---- what happens ----
@@ -119,7 +119,7 @@ class Supervisor:
         self._follow(Signalled(number, time.monotonic()))
 
     def _say(self, text: str) -> None:
-        self._node.outputs.say(text)
+        self._ranks.outputs.say(text)
 
     def _due(self, rank: int | None) -> None:
         self._waits.discard(rank)
@@ -136,7 +136,7 @@ class Supervisor:
             self._tell(before, actions)
         self._perform(actions)
         if self._state.settled:
-            self._node.prepare(self._policy.max_restarts - self._state.restarts)
+            self._ranks.prepare(self._policy.max_restarts - self._state.restarts)
 
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
@@ -145,7 +145,7 @@ class Supervisor:
             elif isinstance(action, Send):
                 if action.number in _ENDS:
                     self._told.update(dict.fromkeys(action.ranks, action.number))
-                self._node.send(action.number, action.ranks)
+                self._ranks.send(action.number, action.ranks)
             elif isinstance(action, Announce):
                 self._announce(action.dead, action.ranks)
             elif isinstance(action, Finish):
@@ -158,10 +158,10 @@ class Supervisor:
 
     def _announce(self, dead: int, ranks: frozenset[int]) -> None:
         ending = next(each for each in reversed(self._endings) if each.rank == dead)
-        self._node.tell(Death(dead, ending.pid, f"died: its process {how(ending)}"), ranks)
+        self._ranks.tell(Death(dead, ending.pid, f"died: its process {how(ending)}"), ranks)
 
     def _start(self, ranks: frozenset[int]) -> None:
-        self._port, self._attempt = self._node.open_store(), self._state.restarts
+        self._port, self._attempt = self._ranks.open_store(), self._state.restarts
         self._registry.write(self._port)
         self._endings.clear()
         self._hung = frozenset()
@@ -181,7 +181,7 @@ class Supervisor:
 
     def _start_rank(self, rank: int, rejoins: int = 0) -> None:
         self._told.pop(rank, None)
-        self._node.start(rank, self._port, self._attempt, rejoins)
+        self._ranks.start(rank, self._port, self._attempt, rejoins)
 
     def _tell_of_the_lost(self, before: State, actions: list[Action]) -> None:
         state, say, ranks = self._state, self._say, self._policy.ranks

@@ -27,13 +27,13 @@ from lightning_async.launch.summary import Ending
 if TYPE_CHECKING:
     from lightning_async.launch.supervise import Supervisor
 
-__all__ = ["Node", "cannot_start"]
+__all__ = ["Ranks", "cannot_start"]
 
 _KILLED_S, _SOON_S = 1.0, 1.0
 
 
-class Node:
-    """The ranks of this host, and the process that keeps their store.
+class Ranks:
+    """The ranks of a job, and the process that keeps their store.
 
     Args:
         job: what to run.
@@ -118,7 +118,6 @@ class Node:
 
     def close(self) -> None:
         """The last. Without `leave` before it, ranks and the process that keeps the store live on for a while."""
-        self._loop.forget_all(self.outputs)
         self._close_pipes()
 
     def _kept(self) -> Keeper:
