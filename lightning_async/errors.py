@@ -14,7 +14,6 @@ __all__ = [
     "CollectiveError",
     "CollectiveTimeout",
     "DamagedCheckpoint",
-    "Dismissed",
     "Evicted",
     "GateMismatch",
     "GenerationChanged",
@@ -78,16 +77,6 @@ class StoreLost(PeerLost):
 
 class Evicted(PeerLost):
     """The others took this rank for dead and have gone on without it: what it knows is of the past."""
-
-
-class Dismissed(SystemExit):
-    """Its launcher has told this rank to go with its node, and the others train on: exit code 72."""
-
-    def __init__(self) -> None:
-        super().__init__(72)
-
-    def __str__(self) -> str:
-        return "its node was told to go"
 
 
 class LayoutMismatch(AsyncTrainingError):

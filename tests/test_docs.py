@@ -95,9 +95,6 @@ COMMANDS = {
     "lightning-async launch -n 4 --dry-run train.py": (
         "tests/commands/test_launch.py::test_a_dry_run_shows_what_would_be_started"
     ),
-    "lightning-async launch -n 4 --nnodes 2:3 --rdzv 10.0.0.1:29400 --secret-file secret --max-restarts 3 train.py": (
-        "tests/launch/test_nodes.py::test_a_node_that_was_lost_comes_back_and_its_ranks_join_the_others"
-    ),
     "lightning-async status": "tests/launch/test_registry.py::test_a_job_is_found_while_it_runs",
     "lightning-async status 10.0.0.5:29500 --watch": (
         "tests/commands/test_status.py::test_it_watches_until_the_store_is_gone"

@@ -6,7 +6,6 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from lightning_async.arguments import check_number, check_protocol
-from lightning_async.errors import Dismissed
 from lightning_async.rules.saving import Adaptive, AnySave, EveryNTrainSteps, SavePolicy
 from lightning_async.trainer.namespace import check_object, pytorch
 from lightning_async.trainer.patches import rank_zero_info, searches_lr
@@ -95,11 +94,6 @@ class PeerMemory(Callback):
         """A safe point."""
         if self._now is not None and not searches_lr(trainer):
             self._now.boundary(bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch))
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """A rank that leaves with its node stands between two batches; its last copy is for one in its place."""
-        if self._now is not None and isinstance(exception, Dismissed):
-            self._now.hand_over()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Training has ended well."""

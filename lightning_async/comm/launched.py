@@ -1,7 +1,7 @@
 """What a rank and the launcher that has started it tell each other: with whom a rank trains, and who has died.
 
     rank --- {"process": 4711, "generation": 1, "members": ["0", "2"], "imports": ["torch"], "sets": []} ---> launcher
-    rank <-- {"process": 4711, "dead": 1, "was": 4712, "how": "its process was killed", "going": []} --- launcher
+    rank <-- {"process": 4711, "dead": 1, "was": 4712, "how": "its process was killed"} --- launcher
 
 The launcher hands each rank one end of a pair of sockets, and names it in a variable by its number and by what file it
 is. One message is one datagram: it is whole or not there, never waits for a reader, and, sent to one who is gone,
@@ -58,13 +58,11 @@ class Death(NamedTuple):
         rank: the number that it was started with.
         process: its number; where the rank has been started again, another one lives.
         text: how it has ended, in words that follow the rank.
-        going: ranks that are told to go while others train on, by the numbers that they were started with.
     """
 
     rank: int
     process: int
     text: str
-    going: tuple[int, ...] = ()
 
 
 class Program(NamedTuple):
@@ -199,10 +197,10 @@ class Listener:
 
 def _death(message: bytes, process: int) -> Death | None:
     said = _load(message, process)
-    rank, was, how, going = (said.get(name) for name in ("dead", "was", "how", "going"))
-    if type(rank) is not int or type(was) is not int or not isinstance(how, str) or not isinstance(going, list):
+    rank, was, how = (said.get(name) for name in ("dead", "was", "how"))
+    if type(rank) is not int or type(was) is not int or not isinstance(how, str):
         return None
-    return Death(rank, was, how, tuple(each for each in going if type(each) is int))
+    return Death(rank, was, how)
 
 
 def _mine() -> int:
@@ -230,14 +228,13 @@ def news(death: Death, process: int) -> bytes:
     """A message that tells a rank of another one's death.
 
     >>> news(Death(1, 4712, "its process was killed"), 4711)
-    b'{"process":4711,"dead":1,"was":4712,"how":"its process was killed","going":[]}'
+    b'{"process":4711,"dead":1,"was":4712,"how":"its process was killed"}'
 
     Args:
         death: which, and how.
         process: of the rank that is told.
     """
-    said = {"dead": death.rank, "was": death.process, "how": death.text, "going": death.going}
-    return _dump({"process": process, **said})
+    return _dump({"process": process, "dead": death.rank, "was": death.process, "how": death.text})
 
 
 def heard(message: bytes, process: int) -> tuple[int, tuple[str, ...]] | None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import os
 import select
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lightning_async.comm.membership.signing import SECRET
@@ -16,12 +17,12 @@ from lightning_async.comm.torch.dialling import shown
 from lightning_async.engine.server.process import ServerProcess
 from lightning_async.engine.server.quorum import Terms
 from lightning_async.errors import AsyncTrainingError
-from lightning_async.launch.rendezvous import address, secret_of
 from lightning_async.launch.state import CANNOT_START
 
 __all__ = ["main"]
 
 _LOST, _NOT_WRITTEN = 70, 74
+_SHORTEST_SECRET = 16
 _EPILOG = """exit codes:
   0     told to end (SIGTERM, SIGINT, SIGHUP), and all is written where snapshots are taken
   70    a server cannot go on: see above what has ended it; the others are told to end
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        host, port = address(options.listen)
+        host, port = _address(options.listen)
         last = port + options.num_servers - 1
         if options.num_servers < 1 or last >= 1 << 16:
             raise ValueError(f"--num-servers {options.num_servers}: at least 1, and ports up to 65535.")
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not options.snapshot_every > 0:
             raise ValueError(f"--snapshot-every {options.snapshot_every}: must be > 0 seconds.")
         if options.secret_file is not None or not (is_loopback(host) or os.environ.get(SECRET)):
-            os.environ[SECRET] = secret_of(options.secret_file, os.environ, "--listen")  # servers inherit it
+            os.environ[SECRET] = _secret_of(options.secret_file, os.environ)  # servers inherit it
     except (TypeError, ValueError, OSError) as error:
         parser.error(str(error))
     woken, wakes = os.pipe()
@@ -80,6 +81,53 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"lightning-async serve: servers {unwritten} could not write their last snapshot.", file=sys.stderr)
         return _NOT_WRITTEN
     return 0
+
+
+def _address(text: str) -> tuple[str, int]:
+    """Return host and port.
+
+    >>> _address("10.0.0.1:29400"), _address("[fd00::1]:29400")
+    (('10.0.0.1', 29400), ('fd00::1', 29400))
+
+    Raises:
+        ValueError: it is no place that other hosts can be told.
+    """
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not (colon and host and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
+        raise ValueError(f"{text!r} must be HOST:PORT, with a port from 1 to 65535.")
+    if _is_unspecified(host):
+        raise ValueError(f"{text!r}: {host} is on every host; give an address of this one.")
+    return host, int(port)
+
+
+def _is_unspecified(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
+def _secret_of(file: Path | None, environment: Mapping[str, str]) -> str:
+    """Return the job's secret: what the file holds, or the variable.
+
+    Raises:
+        ValueError: there is none, it is short, or others can read the file.
+        OSError: the file cannot be read.
+    """
+    if file is None:
+        secret, where = environment.get(SECRET, ""), SECRET
+    else:
+        with file.open() as opened:
+            found = os.fstat(opened.fileno())
+            if found.st_mode & 0o077 or found.st_uid not in (os.getuid(), 0):
+                raise ValueError(f"--secret-file {file}: others can read it, or it is another user's; chmod 600.")
+            secret, where = opened.read().strip(), f"--secret-file {file}"
+    if not secret:
+        raise ValueError(f"--listen asks for a secret, the same on all hosts: --secret-file, or the variable {SECRET}.")
+    if len(secret) < _SHORTEST_SECRET:
+        raise ValueError(f"{where}: the secret is shorter than {_SHORTEST_SECRET} characters (`openssl rand -hex 32`).")
+    return secret
 
 
 def _wait(servers: Sequence[ServerProcess], woken: int) -> list[int]:

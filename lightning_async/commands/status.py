@@ -17,6 +17,7 @@ from typing import Any
 
 from lightning_async.comm.membership.signing import SECRET
 from lightning_async.comm.membership.standing import read_standings
+from lightning_async.launch.environment import ADDRESS
 from lightning_async.launch.registry import running
 from lightning_async.monitor.prometheus import serve
 from lightning_async.monitor.status import Job
@@ -92,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--watch {options.watch:g}: must be above 0.")
 
     def places() -> list[Place]:
-        return [Place(e.host, e.port, e.secret) for e in running()] if given is None else given
+        return [Place(ADDRESS, e.port, e.secret) for e in running()] if given is None else given
 
     try:
         if endpoint is not None:

@@ -8,7 +8,6 @@ from typing import Protocol
 from lightning_async.engine.ballot import batches_per_second
 from lightning_async.engine.control import ControlPlane
 from lightning_async.engine.header import Arrival, Gate, Vote
-from lightning_async.errors import Dismissed
 
 __all__ = ["Gates", "Visitor"]
 
@@ -79,7 +78,6 @@ class Gates:
             while True:
                 for visitor in self._visitors:
                     visitor.stand()
-                self.check()
                 with box.changed:
                     self._control.see()
                     if self._control.buckets.arrived is not None:
@@ -134,19 +132,6 @@ class Gates:
     def request_stop(self) -> None:
         """Vote for stopping, from a signal handler: that may touch no lock."""
         self._box.stop_requested = True
-
-    def request_leave(self) -> None:
-        """Leave alone, from a signal handler: `check` raises where the training thread is at a boundary."""
-        self._box.goes = True
-
-    def check(self) -> None:
-        """This rank is between two batches, or stands at a gate.
-
-        Raises:
-            Dismissed: it was told to leave.
-        """
-        if self._box.goes:
-            raise Dismissed
 
     @property
     def stop_requested(self) -> bool:

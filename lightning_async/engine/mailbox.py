@@ -51,8 +51,6 @@ class Mailbox:
     """It takes synchronous steps, so that all ranks act on a vote behind the same one."""
     stop_requested: bool = False
     """Set by a signal handler, which may touch nothing else: a vote for stopping follows."""
-    goes: bool = False
-    """Set by a signal handler, too: this rank is to leave at its next boundary, and the others train on."""
     closing: bool = False
     trouble: PeerLost | CollectiveError | None = None
     """A call of the training thread's has failed: the groups are to be formed anew."""

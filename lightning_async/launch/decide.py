@@ -23,13 +23,9 @@ from lightning_async.launch.state import (
     TRY_AGAIN,
     Action,
     Announce,
-    Dismiss,
     Ended,
     Event,
     Finish,
-    Gone,
-    Here,
-    Leaves,
     Phase,
     Policy,
     Rejoin,
@@ -67,13 +63,6 @@ def decide(policy: Policy, state: State, event: Event) -> Decision:
         return _ended(policy, state, event)
     if isinstance(event, Told):
         return _told(policy, state, event)
-    if isinstance(event, Gone):
-        return replace(state, away=state.away | event.ranks, pausing=state.pausing - event.ranks), []
-    if isinstance(event, Here):
-        asked_at = {} if state.asked is None else state.asked_at  # who has gone is another one than who has come
-        return _bring_back(policy, replace(state, away=state.away - event.ranks, asked_at=asked_at))
-    if isinstance(event, Leaves):
-        return _leaves(policy, state, event)
     if isinstance(event, Signalled):
         return _signalled(policy, state, event)
     if isinstance(event, StoreLost):
@@ -127,9 +116,9 @@ def _without_the_lost(state: State) -> State:
 
 
 def _bring_back(policy: Policy, state: State) -> Decision:
-    """Those that are lost are started again, each after a pause of its own, where there is a node for them."""
+    """Those that are lost are started again, each after a pause of its own."""
     actions: list[Action] = []
-    for rank in sorted(state.lost - state.living - state.pausing - state.away):
+    for rank in sorted(state.lost - state.living - state.pausing):
         ended = state.statuses[rank] in (0, TRY_AGAIN)  # it had nothing to join, or was told to go
         used_up = state.restarts + len(state.pausing) >= policy.max_restarts
         if ended or used_up or state.phase is not Phase.RUNNING:
@@ -206,33 +195,16 @@ def _signalled(policy: Policy, state: State, event: Signalled) -> Decision:
     if event.number not in _STOPS:
         return state, [Send(event.number, state.living)] if state.living else []
     if state.asked is not None:
-        if event.by not in state.asked_at:  # all nodes are told to end, some a little later: it is no second signal
-            return replace(state, asked_at={**state.asked_at, event.by: event.at}), []
-        if event.at - state.asked_at[event.by] < _SAME_S or not state.living:
+        if event.at - state.asked_at < _SAME_S or not state.living:
             return state, []
         # The second Ctrl-C kills. A second SIGTERM goes on to the ranks, which end at once.
         return _kill(state) if event.number == signal.SIGINT else (state, [Send(signal.SIGTERM, state.living)])
     lost = state.lost | (state.left_behind if state.trains else frozenset())  # the others' saves count without them
-    state = replace(state, asked=event.number, asked_at={event.by: event.at}, lost=lost)
+    state = replace(state, asked=event.number, asked_at=event.at, lost=lost)
     if not state.living:  # between two starts
         return replace(state, phase=Phase.FINISHED), [Finish(128 + event.number)]
     sent = [Send(_STOPS[signal.Signals(event.number)], state.living)] if state.trains else []
     return replace(state, phase=Phase.STOPPING), [*sent, Wait(policy.grace_s)] if sent else []
-
-
-def _leaves(policy: Policy, state: State, event: Leaves) -> Decision:
-    """The others may go on without these ranks, as after a death; else it is a signal to all."""
-    if state.asked is None and event.by in state.asked_at:
-        again = event.at - state.asked_at[event.by] >= _SAME_S
-        return state, [Send(signal.SIGKILL, event.ranks & state.living)] if again else []
-    agreed, going = state.agreed if state.phase is Phase.RUNNING else None, event.ranks | (state.away & state.living)
-    if agreed is None or not (agreed.members & state.living) - going:
-        return _signalled(policy, state, Signalled(signal.SIGTERM, event.at, event.by))
-    joining = event.ranks & state.living & state.lost  # they wait for the others, and hear of a signal alone
-    told: list[Action] = [Send(signal.SIGTERM, joining)] if joining else []
-    away, asked_at = state.away | event.ranks, {**state.asked_at, event.by: event.at}
-    state = replace(state, away=away, pausing=state.pausing - event.ranks, asked_at=asked_at)
-    return state, [Dismiss(event.ranks, going), *told]
 
 
 def _store_lost(policy: Policy, state: State) -> Decision:

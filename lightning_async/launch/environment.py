@@ -9,17 +9,16 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lightning_async.comm.launched import REJOIN
 from lightning_async.comm.membership.signing import SECRET, new_secret
 from lightning_async.launch.error_files import ERROR_FILE
-from lightning_async.launch.places import Place
 
 __all__ = ["ADDRESS", "Job", "available_cores", "shown"]
 
 ADDRESS = "127.0.0.1"
-"""Where the store listens where all ranks are on this host."""
+"""Where the store listens."""
 
 
 def available_cores() -> int:
@@ -29,51 +28,30 @@ def available_cores() -> int:
 
 @dataclass(frozen=True)
 class Job:
-    """What to run, the same on all ranks of this host.
+    """What to run, the same on all ranks.
 
     Args:
         program: of Python: a script, or ``-m`` and a module, then arguments.
-        place: of these ranks among all.
+        ranks: how many there are.
         max_restarts: as the ranks are told.
         base: the environment of all ranks.
-        name: of the job, unique on its first host.
-        address: of the store.
+        name: of the job, unique on this host.
     """
 
     program: Sequence[str]
-    place: Place
+    ranks: int
     max_restarts: int
     base: Mapping[str, str]
     name: str
-    address: str = ADDRESS
 
     @classmethod
-    def of(
-        cls,
-        program: Sequence[str],
-        ranks: int,
-        max_restarts: int,
-        shell: Mapping[str, str],
-        cores: int,
-        secret: str | None = None,
-    ) -> Job:
+    def of(cls, program: Sequence[str], ranks: int, max_restarts: int, shell: Mapping[str, str], cores: int) -> Job:
         """A job with the environment of this shell; what it lacks is added: a secret, threads of compute."""
         base = {name: value for name, value in shell.items() if name != REJOIN}
         base.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
-        if secret is not None:
-            base[SECRET] = secret
         if not base.get(SECRET):
             base[SECRET] = new_secret()  # all ranks are on this host: nobody else need know it
-        return cls(tuple(program), Place.alone(ranks), max_restarts, base, f"launch-{os.getpid()}")
-
-    @property
-    def secret(self) -> str:
-        """Of the job."""
-        return self.base.get(SECRET, "")
-
-    def at(self, place: Place, address: str | None = None, name: str | None = None) -> Job:
-        """The same, with these ranks at a place among others; of the address and the name what is new."""
-        return replace(self, place=place, address=address or self.address, name=name or self.name)
+        return cls(tuple(program), ranks, max_restarts, base, f"launch-{os.getpid()}")
 
     def command(self) -> list[str]:
         """Unbuffered, so that what a rank writes is seen, and is not lost when it is killed."""
@@ -81,19 +59,18 @@ class Job:
 
     def variables(self, rank: int, port: int | str, restarts: int) -> dict[str, str]:
         """What is this rank's, or this start's."""
-        place = self.place
         return {
             "RANK": str(rank),
-            "LOCAL_RANK": str(rank - place.first),
-            "GROUP_RANK": str(place.node),
-            "NODE_RANK": str(place.node),
+            "LOCAL_RANK": str(rank),
+            "GROUP_RANK": "0",
+            "NODE_RANK": "0",
             "ROLE_RANK": str(rank),
             "ROLE_NAME": "default",
-            "WORLD_SIZE": str(place.world),
-            "LOCAL_WORLD_SIZE": str(place.ranks),
-            "GROUP_WORLD_SIZE": str(place.nodes),
-            "ROLE_WORLD_SIZE": str(place.world),
-            "MASTER_ADDR": self.address,
+            "WORLD_SIZE": str(self.ranks),
+            "LOCAL_WORLD_SIZE": str(self.ranks),
+            "GROUP_WORLD_SIZE": "1",
+            "ROLE_WORLD_SIZE": str(self.ranks),
+            "MASTER_ADDR": ADDRESS,
             "MASTER_PORT": str(port),
             "TORCHELASTIC_RUN_ID": self.name,
             "TORCHELASTIC_RESTART_COUNT": str(restarts),
@@ -113,7 +90,7 @@ def shown(job: Job, shell: Mapping[str, str], standbys: int = 0) -> list[str]:
     if SECRET in added:
         added[SECRET] = "..."
     lines = []
-    for rank in job.place.all:
+    for rank in range(job.ranks):
         variables = {**added, **job.variables(rank, "<free>", 0), ERROR_FILE: "<own>"}
         told = [f"{name}={value}" for name, value in variables.items()]
         lines.append(f"[{rank}] {shlex.join(['env', *told, *job.command()])}")

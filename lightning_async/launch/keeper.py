@@ -39,7 +39,6 @@ def main(
     channel: int,
     readers: Sequence[int],
     logs: str | None,
-    numbers: tuple[int, int],
     grace_s: float,
     limits: Sequence[float] | None = None,
 ) -> None:
@@ -49,7 +48,6 @@ def main(
         channel: a socket to the launcher.
         readers: of the ranks' pipes, see `Outputs`.
         logs: the directory of the ranks' files.
-        numbers: of the first of these ranks, and of all ranks.
         grace_s: that ranks have to end, when the launcher was killed.
         limits: the launcher is told where no rank takes a step for so long, see `Progress`; None: never.
     """
@@ -62,14 +60,14 @@ def main(
             if said["what"] == "store":
                 # On a thread: meanwhile the launcher can be killed, and imports take seconds.
                 threading.Thread(
-                    target=_open, args=(said["host"], said["port"], *descriptors, launcher, numbers[1], limits),
+                    target=_open, args=(said["host"], said["port"], *descriptors, launcher, len(readers) // 2, limits),
                     daemon=True,
                 ).start()  # fmt: skip
             elif said["what"] == "started":
                 ranks[said["pid"]] = descriptors[0]
             else:
                 os.close(ranks.pop(said["pid"]))
-    _see_to_the_end(ranks, Outputs(readers, Path(logs) if logs else None, *numbers), grace_s)
+    _see_to_the_end(ranks, Outputs(readers, Path(logs) if logs else None), grace_s)
     os._exit(0)  # torch has threads, and the store nothing to say any more
 
 

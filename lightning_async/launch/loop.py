@@ -1,4 +1,4 @@
-"""The loop of a launcher: one thread waits for descriptors, times and signals, and calls what each is for.
+"""The loop of the launcher: one thread waits for descriptors, times and signals, and calls what each is for.
 
 Nothing is looked at again and again, and nothing that is called may wait.
 """
@@ -20,38 +20,24 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal
 
 
 class Loop:
-    """What can happen, and what is called then.
+    """What can happen, and what is called then."""
 
-    Args:
-        now: monotonic seconds, for tests.
-    """
-
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
+    def __init__(self) -> None:
         self._selector = selectors.PollSelector()
         self._dues: dict[Hashable, tuple[float, Callable[[], object]]] = {}
 
-    def watch(self, fd: int, call: Callable[[], object], writes: bool = False) -> None:
-        """Call this each time that there is something to read, or, where that is asked for, room to write."""
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writes else 0)
-        if fd in self._selector.get_map():
-            self._selector.modify(fd, events, call)
-        else:
-            self._selector.register(fd, events, call)
+    def watch(self, fd: int, call: Callable[[], object]) -> None:
+        """Call this each time that there is something to read."""
+        self._selector.register(fd, selectors.EVENT_READ, call)
 
     def forget(self, fd: int) -> None:
         """Before it is closed."""
         if fd in self._selector.get_map():
             self._selector.unregister(fd)
 
-    def forget_all(self, outputs: Outputs) -> None:
-        """Before others take their place."""
-        for fd in outputs.descriptors:
-            self.forget(fd)
-
     def after(self, seconds: float, key: Hashable, call: Callable[[], object]) -> None:
         """Call this once, so much later, in place of what was to be called for the same key."""
-        self._dues[key] = self._now() + seconds, call
+        self._dues[key] = time.monotonic() + seconds, call
 
     def cancel(self, key: Hashable) -> None:
         """What was to be called is not."""
@@ -61,12 +47,12 @@ class Loop:
         """Wait for the next thing to happen, and do what follows; meanwhile what ranks write is passed on."""
         outputs.watch(self._selector)
         dues = [due for due, _ in self._dues.values()]
-        for key, _ in self._selector.select(max(0.0, min(dues) - self._now()) if dues else None):
+        for key, _ in self._selector.select(max(0.0, min(dues) - time.monotonic()) if dues else None):
             if self._selector.get_map().get(key.fd) == key:  # what came before may have closed it
                 key.data()
-        for name in [name for name, (due, _) in self._dues.items() if self._now() >= due]:
+        for name in [name for name, (due, _) in self._dues.items() if time.monotonic() >= due]:
             due, call = self._dues.get(name, (float("inf"), None))
-            if call is not None and self._now() >= due:  # what came before may have ended the wait
+            if call is not None and time.monotonic() >= due:  # what came before may have ended the wait
                 del self._dues[name]
                 call()
 

@@ -190,8 +190,6 @@ class Outputs:
     Args:
         readers: two descriptors for each rank, of what it writes to stdout and to stderr.
         logs: a directory for a file for each rank; None for none.
-        first: the number of the first rank.
-        world: how many ranks there are, elsewhere too. Default: these.
         stdout, stderr: of the launcher. Default: 1 and 2.
 
     Raises:
@@ -202,8 +200,6 @@ class Outputs:
         self,
         readers: Sequence[int],
         logs: Path | None = None,
-        first: int = 0,
-        world: int | None = None,
         *,
         stdout: int = 1,
         stderr: int = 2,
@@ -213,14 +209,14 @@ class Outputs:
         # Lines on their way to one terminal must not be cut by each other.
         err = out if os.path.sameopenfile(stdout, stderr) else Sink(stderr)
         self.sinks = (out, err)
-        width = len(str(max(0, (ranks if world is None else world) - 1)))
+        width = len(str(max(0, ranks - 1)))
         self.streams: list[tuple[Stream, Stream]] = []
-        """Of each of these ranks, stdout and stderr."""
+        """Of each rank, stdout and stderr."""
         self._logs: list[int] = []
         for rank in range(ranks):
-            log = None if logs is None else _log_file(logs, first + rank)
+            log = None if logs is None else _log_file(logs, rank)
             self._logs += [] if log is None else [log]
-            prefix = f"[{first + rank:>{width}}] ".encode()
+            prefix = f"[{rank:>{width}}] ".encode()
             self.streams.append(
                 (
                     Stream(readers[2 * rank], prefix, out, log),

@@ -23,14 +23,13 @@ class Entry:
     Args:
         launcher: the process number of its launcher.
         started: when that began, in ticks of the system: another process may get its number.
-        host, port: of the store.
+        port: of the store, which listens on loopback.
         secret: of the job.
         program: what it runs.
     """
 
     launcher: int
     started: int
-    host: str
     port: int
     secret: str
     program: tuple[str, ...]
@@ -40,20 +39,19 @@ class Registry:
     """The entry of this launcher; where the system does not let it be written there is none, and nothing is lost.
 
     Args:
-        host: of the store.
         secret: of the job.
         program: what it runs.
     """
 
-    def __init__(self, host: str, secret: str, program: tuple[str, ...]) -> None:
-        self._host, self._secret, self._program = host, secret, program
+    def __init__(self, secret: str, program: tuple[str, ...]) -> None:
+        self._secret, self._program = secret, program
         self._path = _folder() / f"{os.getpid()}.json"
 
     def write(self, port: int) -> None:
         """The store is there."""
         entry = Entry(
-            launcher=os.getpid(), started=_started(os.getpid()) or 0, host=self._host, port=port,
-            secret=self._secret, program=self._program,
+            launcher=os.getpid(), started=_started(os.getpid()) or 0, port=port, secret=self._secret,
+            program=self._program,
         )  # fmt: skip
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(mode=0o700, exist_ok=True)

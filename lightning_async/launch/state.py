@@ -12,19 +12,14 @@ from enum import Enum
 from lightning_async.arguments import check_int, check_real
 
 __all__ = [
-    "CANNOT_START", "LEFT", "NODE_LOST", "STORE_LOST", "TRY_AGAIN", "Action", "Announce", "Dismiss", "Due", "Ended",
-    "Event", "Finish", "Generation", "Gone", "Here", "Leaves", "Phase", "Policy", "Rejoin", "Send", "Signalled",
-    "Start", "State", "StoreLost", "Told", "Wait",
+    "CANNOT_START", "STORE_LOST", "TRY_AGAIN", "Action", "Announce", "Due", "Ended", "Event", "Finish", "Generation",
+    "Phase", "Policy", "Rejoin", "Send", "Signalled", "Start", "State", "StoreLost", "Told", "Wait",
 ]  # fmt: skip
 
 TRY_AGAIN = 75
 """EX_TEMPFAIL of sysexits.h: a rank that was told to go has saved, and can be started again."""
 STORE_LOST = 69
 """EX_UNAVAILABLE: the store, in which ranks meet, has died."""
-NODE_LOST = 68
-"""EX_NOHOST: the ranks of a node of which nothing is heard any more have ended, or too few nodes have come."""
-LEFT = 72
-"""Of a rank that was told to go with its node while the others train on, and of the launcher of that node."""
 CANNOT_START = 71
 """EX_OSERR: the system did not let a rank or the store start, or a file be written."""
 
@@ -136,40 +131,16 @@ class Told:
 
 
 @dataclass(frozen=True)
-class Gone:
-    """The node of these ranks is not there any more. Those that lived are then told to have `Ended`."""
-
-    ranks: frozenset[int]
-
-
-@dataclass(frozen=True)
-class Here:
-    """There is a node for these ranks again."""
-
-    ranks: frozenset[int]
-
-
-@dataclass(frozen=True)
 class StoreLost:
     """The process that holds the store has ended."""
 
 
 @dataclass(frozen=True)
 class Signalled:
-    """A launcher, this one or the one of another node, was sent a signal, at that many monotonic seconds."""
+    """The launcher was sent a signal, at that many monotonic seconds."""
 
     number: int
     at: float
-    by: str = ""
-
-
-@dataclass(frozen=True)
-class Leaves:
-    """The launcher of a node was sent SIGTERM, and there are enough nodes without it: these ranks are its own."""
-
-    ranks: frozenset[int]
-    at: float
-    by: str
 
 
 @dataclass(frozen=True)
@@ -179,7 +150,7 @@ class Due:
     rank: int | None = None
 
 
-Event = Ended | Told | Gone | Here | StoreLost | Signalled | Leaves | Due
+Event = Ended | Told | StoreLost | Signalled | Due
 
 
 @dataclass(frozen=True)
@@ -206,14 +177,6 @@ class Send:
 
 
 @dataclass(frozen=True)
-class Dismiss:
-    """Tell these ranks to go, while those that are not going, too, train on; their node ends with them."""
-
-    ranks: frozenset[int]
-    going: frozenset[int]
-
-
-@dataclass(frozen=True)
 class Announce:
     """Tell these ranks that one has died."""
 
@@ -236,7 +199,7 @@ class Finish:
     code: int
 
 
-Action = Start | Rejoin | Send | Dismiss | Announce | Wait | Finish
+Action = Start | Rejoin | Send | Announce | Wait | Finish
 
 
 @dataclass(frozen=True)
@@ -253,10 +216,9 @@ class State:
         rejoins: how often each rank was to be started again alone, in this start.
         in_vain: the same, since it last trained with the others.
         pausing: ranks that will be.
-        away: ranks whose node is not there, or was told to go.
         store_lost: the store has died first.
         asked: the signal by which the job was told to end, if it was.
-        asked_at: when, by the launchers that were sent such a signal, each for the first time.
+        asked_at: when that was.
         killed: those that live have been sent SIGKILL.
         restarts: so far, of all ranks and of single ones.
         anew: those of all ranks.
@@ -270,10 +232,9 @@ class State:
     rejoins: Mapping[int, int] = field(default_factory=dict)
     in_vain: Mapping[int, int] = field(default_factory=dict)
     pausing: frozenset[int] = frozenset()
-    away: frozenset[int] = frozenset()
     store_lost: bool = False
     asked: int | None = None
-    asked_at: Mapping[str, float] = field(default_factory=dict)
+    asked_at: float = 0.0
     killed: bool = False
     restarts: int = 0
     anew: int = 0

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lightning_async.bare import bare_command
-from lightning_async.launch.places import Place
+from lightning_async.launch.environment import ADDRESS
 from lightning_async.launch.process import Process, watched
 
 __all__ = ["Keeper"]
@@ -31,7 +31,6 @@ class Keeper:
     Args:
         readers: of the ranks' pipes, which it reads when the launcher is killed.
         logs: the directory of the ranks' files, if there is one.
-        place: of the ranks.
         grace_s: that ranks have then.
         limits: it says where no rank takes a step for so long, see `Progress`; None: never.
 
@@ -43,13 +42,12 @@ class Keeper:
         self,
         readers: Sequence[int],
         logs: Path | None,
-        place: Place,
         grace_s: float,
         limits: Sequence[float] | None = None,
     ) -> None:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        folder, numbers = None if logs is None else str(logs.absolute()), (place.first, place.world)
-        arguments = [theirs.fileno(), list(readers), folder, numbers, grace_s, limits]
+        folder = None if logs is None else str(logs.absolute())
+        arguments = [theirs.fileno(), list(readers), folder, grace_s, limits]
         title = f"keeps the store of launcher {os.getpid()}"
         variables = {**os.environ, "OMP_NUM_THREADS": "1"}  # of the user's, meant for ranks, libgomp may complain
         try:
@@ -77,12 +75,11 @@ class Keeper:
         port, _, words = said.partition(" ")
         return words if port == str(self._port) else ""
 
-    def open(self, address: str) -> int:
-        """A store at an address of this host, in place of the one before; its port. Ranks can connect at once."""
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with socket.create_server((address, 0), family=family, backlog=_BACKLOG) as server:
+    def open(self) -> int:
+        """A store in place of the one before; its port. Ranks can connect at once."""
+        with socket.create_server((ADDRESS, 0), backlog=_BACKLOG) as server:
             self._port = server.getsockname()[1]
-            self._tell({"what": "store", "host": address, "port": self._port}, [server.fileno()])
+            self._tell({"what": "store", "host": ADDRESS, "port": self._port}, [server.fileno()])
         return self._port
 
     def started(self, process: Process) -> None:

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from lightning_async.launch.state import LEFT, TRY_AGAIN
+from lightning_async.launch.state import TRY_AGAIN
 
 __all__ = ["HUNG", "Ending", "goes_on", "how", "report", "signal_name"]
 
@@ -24,8 +24,6 @@ class Ending:
         seconds: that it lived.
         told: the signal by which the launcher has told it to end; None where it has not.
         tail: the last lines of its stderr.
-        where: its node, where there are several.
-        lost: why its node is taken for lost; None where it is not.
         error: the exception that it has written down, see `ErrorFiles`.
     """
 
@@ -35,14 +33,7 @@ class Ending:
     seconds: float
     told: int | None = None
     tail: Sequence[bytes] = ()
-    where: str = ""
-    lost: str | None = None
     error: str = ""
-
-    @property
-    def who(self) -> str:
-        """The rank, as the subject of a sentence."""
-        return f"rank {self.rank} on {self.where}" if self.where else f"rank {self.rank}"
 
     @property
     def process(self) -> str:
@@ -60,14 +51,10 @@ def signal_name(number: int) -> str:
 
 def how(ending: Ending) -> str:
     """One rank's end, as the rest of a sentence."""
-    if ending.lost is not None:
-        return f"was lost with its node ({ending.lost})"
     if ending.status == 0:
         text = "ended in order"
     elif ending.status == TRY_AGAIN:
         text = f"has saved and ended with exit code {TRY_AGAIN} (preempted)"
-    elif ending.status == LEFT:
-        text = "has left with its node"
     elif ending.status == HUNG:
         text = f"ended with exit code {HUNG} (of a watchdog: it has hung)"
     elif ending.status > 0:
@@ -103,11 +90,11 @@ def report(endings: Sequence[Ending], first: int | None, code: int | None, lost:
     for ending in endings:
         lives = "; it was started again" if last[ending.rank] is not ending else ""
         without = "; training went on without it" if not lives and ending.rank in lost else ""
-        lines.append(f"{ending.who}{ending.process} {how(ending)}{lives}{without}")
+        lines.append(f"rank {ending.rank}{ending.process} {how(ending)}{lives}{without}")
     for ending in last.values():
         died = ending.rank in (first, *lost) and ending.told is None and ending.status != TRY_AGAIN
         if died and ending.tail:
-            lines.append(f"the last that {ending.who} has written to stderr:")
+            lines.append(f"the last that rank {ending.rank} has written to stderr:")
             lines += [f"    {line.decode(errors='replace')}" for line in ending.tail]
     if lost or len(last) < len(endings):
         in_order = sum(ending.status == 0 for ending in last.values())

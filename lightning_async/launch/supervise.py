@@ -1,4 +1,4 @@
-"""Who decides: what can happen to ranks, here or on other hosts, `decide` says what follows, and that is done."""
+"""Who decides: what can happen to ranks, `decide` says what follows, and that is done."""
 
 from __future__ import annotations
 
@@ -8,27 +8,21 @@ from dataclasses import replace
 from pathlib import Path
 
 from lightning_async.comm.launched import Death
+from lightning_async.comm.membership.signing import SECRET
 from lightning_async.launch.decide import begin, decide
 from lightning_async.launch.environment import Job
 from lightning_async.launch.loop import Loop
-from lightning_async.launch.meeting import Meeting
-from lightning_async.launch.node import Node, Ranks, cannot_start
-from lightning_async.launch.places import Place
+from lightning_async.launch.ranks import Ranks, cannot_start
 from lightning_async.launch.registry import Registry
 from lightning_async.launch.state import (
     CANNOT_START,
-    NODE_LOST,
     Action,
     Announce,
-    Dismiss,
     Due,
     Ended,
     Event,
     Finish,
     Generation,
-    Gone,
-    Here,
-    Leaves,
     Phase,
     Policy,
     Rejoin,
@@ -52,15 +46,13 @@ class Supervisor:
 
     Args:
         job: what to run.
-        policy: what is asked of the launcher; of its own ranks, where there are other nodes.
+        policy: what is asked of the launcher.
         logs: a directory for a file for each rank; None for none.
-        meeting: where other nodes come; None where there are none.
     """
 
-    def __init__(self, job: Job, policy: Policy, logs: Path | None = None, meeting: Meeting | None = None) -> None:
-        self._job, self._policy, self._logs, self._meeting = job, policy, logs, meeting
-        self._state = State(phase=Phase.BACKING_OFF)
-        self._begun = False
+    def __init__(self, job: Job, policy: Policy, logs: Path | None = None) -> None:
+        self._job, self._policy, self._logs = job, policy, logs
+        self._state = State()
         self._loop = Loop()
         self._told: dict[int, int] = {}
         self._living: dict[int, tuple[int, float]] = {}
@@ -70,45 +62,29 @@ class Supervisor:
         self._port = self._attempt = 0
         self._code: int | None = None
         self._hung: frozenset[int] = frozenset()
-        self._registry = Registry(job.address, job.secret, tuple(job.program))
+        self._registry = Registry(job.base.get(SECRET, ""), tuple(job.program))
 
     def run(self) -> int:
         """Until all have ended; the exit code."""
-        self._node = node = Node(self._job, self._policy, self._logs, self._loop, self)
+        self._ranks = ranks = Ranks(self._job, self._policy, self._logs, self._loop, self)
         try:
-            with self._loop.signals(lambda number: self.signalled(number, "")):
+            with self._loop.signals(self._signalled):
                 try:
-                    if self._meeting is None:
-                        self.meet(self._job.place)
-                    else:
-                        self._meeting.open(self._loop, self)
-                        self._meeting.gather()
+                    self._state, actions = begin(self._policy)
+                    self._perform(actions)
                     while self._code is None:
-                        self._loop.step(node.outputs)
+                        self._loop.step(ranks.outputs)
                 except OSError as error:
-                    self.say(f"{error}: all ranks end")
+                    self._say(f"{error}: all ranks end")
                     self._code = CANNOT_START
-                node.leave()  # not after other errors: then all is as if the launcher were killed, and ranks save
+                ranks.leave()  # not after other errors: then all is as if the launcher were killed, and ranks save
             return self._code
         finally:
-            if self._meeting is not None:
-                self._meeting.close(self._code)
             self._registry.remove()
-            node.close()
+            ranks.close()
             self._loop.close()
 
     # ---- what happens ----
-
-    def meet(self, place: Place) -> None:
-        """All nodes are there: all ranks start."""
-        self._node.at(self._job.at(place))
-        self._policy = replace(self._policy, ranks=place.world)
-        if self._begun:
-            self._follow(Due())
-        else:
-            self._begun = True
-            self._state, actions = begin(self._policy)
-            self._perform(actions)
 
     def started(self, rank: int, pid: int) -> None:
         """A rank runs."""
@@ -123,80 +99,44 @@ class Supervisor:
     def ended(self, ending: Ending) -> None:
         """A rank has ended."""
         self._living.pop(ending.rank, None)
-        where = "" if self._meeting is None else self._meeting.where(ending.rank)
-        self._endings.append(replace(ending, told=self._told.get(ending.rank), where=where))
+        self._endings.append(replace(ending, told=self._told.get(ending.rank)))
         self._follow(Ended(ending.rank, HUNG if ending.rank in self._hung else ending.status))
 
     def unkept(self, how: str) -> None:
         """The process that keeps the store has ended."""
-        self.say(f"The process that keeps the store has ended ({how}).")
+        self._say(f"The process that keeps the store has ended ({how}).")
         self._follow(StoreLost())
 
     def hung(self, words: str) -> None:
         """No rank takes steps any more: all end, as if each had died of it."""
         if self._state.phase is Phase.RUNNING and self._state.asked is None:
-            self.say(f"{words}\nAll are killed.")
+            self._say(f"{words}\nAll are killed.")
             self._hung = self._state.living
             self._perform([Send(signal.SIGKILL, self._hung)])
 
-    def gone(self, ranks: frozenset[int], why: str) -> None:
-        """Nothing is heard any more of a node."""
-        self._follow(Gone(ranks))
-        for rank in sorted(ranks & self._state.living):
-            pid, since = self._living.get(rank, (0, time.monotonic()))
-            self.ended(Ending(rank, pid, NODE_LOST, time.monotonic() - since, lost=why))
+    def _signalled(self, number: int) -> None:
+        self._say(f"{signal_name(number)} has come.")
+        self._follow(Signalled(number, time.monotonic()))
 
-    def here(self, ranks: frozenset[int]) -> None:
-        """There is a node for these ranks again."""
-        self._follow(Here(ranks))
-
-    def alone(self, why: str) -> None:
-        """Too few nodes have come."""
-        self.say(f"{why}: there is no start.\nexit code {NODE_LOST}")
-        self._code = NODE_LOST
-
-    def signalled(self, number: int, where: str, spared: frozenset[int] = frozenset()) -> None:
-        """A launcher was sent a signal; see `Host`."""
-        if self._begun:
-            now = time.monotonic()
-            self._follow(Leaves(spared, now, where) if spared else Signalled(number, now, where), where, number)
-        elif number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            self._code = 128 + number
-
-    @property
-    def takes_back(self) -> bool:
-        """Whether ranks can be started again, those that are lost or all of them."""
-        goes_on = self._state.asked is None and self._state.phase is not Phase.FINISHED
-        return goes_on and self._state.restarts < self._policy.max_restarts
-
-    def say(self, text: str) -> None:
-        """To people, here and at all other nodes."""
-        self._node.outputs.say(text)
-        if self._meeting is not None:
-            self._meeting.say(text)
+    def _say(self, text: str) -> None:
+        self._ranks.outputs.say(text)
 
     def _due(self, rank: int | None) -> None:
         self._waits.discard(rank)
-        if self._meeting is not None and rank is None and self._state.phase is Phase.BACKING_OFF:
-            self._meeting.gather()
-        else:
-            self._follow(Due(rank))
+        self._follow(Due(rank))
 
     # ---- what follows ----
 
-    def _follow(self, event: Event, where: str = "", number: int = 0) -> None:
+    def _follow(self, event: Event) -> None:
         before = self._state
         self._state, actions = decide(self._policy, before, event)
-        if number:
-            self.say(f"{signal_name(number)} has come{where and f' to {where}'}.")
         if self._state.phase is Phase.RUNNING and before.trains:
             self._tell_of_the_lost(before, actions)
         if self._state.phase is not before.phase:
             self._tell(before, actions)
         self._perform(actions)
         if self._state.settled:
-            for ranks in self._everywhere():
-                ranks.prepare(self._policy.max_restarts - self._state.restarts)
+            self._ranks.prepare(self._policy.max_restarts - self._state.restarts)
 
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
@@ -205,10 +145,7 @@ class Supervisor:
             elif isinstance(action, Send):
                 if action.number in _ENDS:
                     self._told.update(dict.fromkeys(action.ranks, action.number))
-                for ranks in self._everywhere():
-                    ranks.send(action.number, action.ranks)
-            elif isinstance(action, Dismiss):
-                self._dismiss(action)
+                self._ranks.send(action.number, action.ranks)
             elif isinstance(action, Announce):
                 self._announce(action.dead, action.ranks)
             elif isinstance(action, Finish):
@@ -219,22 +156,12 @@ class Supervisor:
                 self._waits.add(action.rank)
                 self._loop.after(action.seconds, (self, action.rank), lambda rank=action.rank: self._due(rank))
 
-    def _everywhere(self) -> list[Ranks]:
-        return [self._node, *(self._meeting.remotes if self._meeting is not None else ())]
-
-    def _dismiss(self, action: Dismiss) -> None:
-        for remote in [] if self._meeting is None else self._meeting.remotes:
-            if remote.place is not None and action.ranks.intersection(remote.place.all):
-                self.say(f"node {remote.place.node} ({remote.host}) goes, and the others train on.")
-                remote.go(action.going)
-
     def _announce(self, dead: int, ranks: frozenset[int]) -> None:
         ending = next(each for each in reversed(self._endings) if each.rank == dead)
-        for some in self._everywhere():
-            some.tell(Death(dead, ending.pid, f"died: its process {how(ending)}"), ranks)
+        self._ranks.tell(Death(dead, ending.pid, f"died: its process {how(ending)}"), ranks)
 
     def _start(self, ranks: frozenset[int]) -> None:
-        self._port, self._attempt = self._node.open_store(), self._state.restarts
+        self._port, self._attempt = self._ranks.open_store(), self._state.restarts
         self._registry.write(self._port)
         self._endings.clear()
         self._hung = frozenset()
@@ -249,18 +176,15 @@ class Supervisor:
         try:
             self._start_rank(action.rank, action.count)
         except OSError as error:
-            self.say(f"rank {action.rank} cannot be started again: {error}")
+            self._say(f"rank {action.rank} cannot be started again: {error}")
             self.ended(cannot_start(action.rank, error))
 
     def _start_rank(self, rank: int, rejoins: int = 0) -> None:
         self._told.pop(rank, None)
-        remotes = self._meeting.remotes if self._meeting is not None else []
-        there: list[Ranks] = [remote for remote in remotes if remote.place is not None and rank in remote.place.all]
-        (ranks,) = there or [self._node]
-        ranks.start(rank, self._port, self._attempt, rejoins)
+        self._ranks.start(rank, self._port, self._attempt, rejoins)
 
     def _tell_of_the_lost(self, before: State, actions: list[Action]) -> None:
-        state, say, ranks = self._state, self.say, self._policy.ranks
+        state, say, ranks = self._state, self._say, self._policy.ranks
         left = len(state.agreed.members) if state.agreed is not None else 0
         last = {ending.rank: ending for ending in self._endings}
         if lost := state.lost - before.lost:
@@ -276,7 +200,7 @@ class Supervisor:
 
     def _tell(self, before: State, actions: list[Action]) -> None:
         """What has changed, in words."""
-        state, say = self._state, self.say
+        state, say = self._state, self._say
         for rank in sorted((state.lost - before.lost) & state.living) if state.phase is Phase.STOPPING else ():
             process = f"rank {rank} (process {self._living[rank][0]})"
             say(f"{process} lives, and the others went on without it: in {self._policy.grace_s:g} s it is killed.")

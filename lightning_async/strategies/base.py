@@ -101,7 +101,7 @@ class ReplicatedStrategy(ParallelStrategy):
         self, environment: Any
     ) -> None:
         check_object(self, environment)
-        self._environment = numbered_last(self.roles.environment(self.transport.environment(environment)))
+        self._environment = numbered_last(self.transport.environment(environment))
         self.roles.check_transport(self.transport)
 
     @property

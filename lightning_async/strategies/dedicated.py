@@ -1,11 +1,10 @@
-"""A rank that serves, or keeps the store, in place of training: from its first run on until the workers have ended."""
+"""A rank that serves in place of training: from its first run on until the workers have ended."""
 
 from __future__ import annotations
 
 import atexit
 import logging
 import os
-import select
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 from lightning_async.comm.launched import came_back, tell_generation
 from lightning_async.comm.membership.door import Door
 from lightning_async.comm.membership.presence import naming_the_stores_host
-from lightning_async.comm.membership.start import Patience, open_store
+from lightning_async.comm.membership.start import Patience
 from lightning_async.engine.averaging.config import AveragerConfig
 from lightning_async.engine.server.dedicated import DedicatedServer
 from lightning_async.engine.server.quorum import Terms
@@ -34,7 +33,7 @@ from lightning_async.transports.transport import Connection
 __all__ = ["Served", "attend", "call", "dismiss", "found", "serve"]
 
 log = logging.getLogger(__name__)
-_NOBODY_S, _LOOK_S = 1800.0, 0.1
+_NOBODY_S = 1800.0
 _ANSWERS = timedelta(minutes=30)  # as long as ranks wait for each other to start
 _beats: dict[int, Any] = {}  # by process: one that others hear, from its first run on
 
@@ -43,7 +42,7 @@ class _Placed(Protocol):
     @property
     def num_servers(self) -> int: ...
 
-    def reached_at(self, environment: Any, num_nodes: int) -> tuple[str | None, int]: ...
+    def reached_at(self, environment: Any, num_nodes: int) -> str | None: ...
 
 
 class Served(Protocol):
@@ -127,29 +126,26 @@ def attend(strategy: Served, role: str, number: int) -> Any:
     return _beats[os.getpid()]
 
 
-# ---- servers, and who keeps the store ----
+# ---- servers ----
 
 
-def serve(strategy: Served, role: str, number: int) -> None:
-    """Do what this role does until the workers have ended; or until this process is told to, and nobody needs it.
+def serve(strategy: Served, number: int) -> None:
+    """Serve until the workers have ended; or until this process is told to end, and nobody needs it.
 
     Raises:
-        AsyncTrainingError: no server can be started, or the store's port is taken.
+        AsyncTrainingError: no server can be started.
         PeerLost: the store is lost, while workers train.
         CollectiveTimeout: no worker has come within 30 minutes.
     """
     rank = strategy.place.global_rank()
     with naming_the_stores_host(rank), _told_to_end() as told:
-        if role == "scheduler":
-            _keep_store(strategy, rank, told)
-        else:
-            _serve(strategy, rank, number, told)
+        _serve(strategy, rank, number, told)
 
 
 def _serve(strategy: Served, rank: int, number: int, told: _Told) -> None:
-    host, port = strategy.roles.reached_at(strategy.cluster_environment, strategy.num_nodes)
-    server = DedicatedServer(Board(_door(strategy)), number, host, port)
-    attendance = _attendance(strategy, "server", number)
+    host = strategy.roles.reached_at(strategy.cluster_environment, strategy.num_nodes)
+    server = DedicatedServer(Board(_door(strategy)), number, host)
+    attendance = _attendance(strategy, number)
     tell_generation(0, ())  # it is in none, and is there
     log.info("Rank %d is server %d, and serves until the workers have ended.", rank, number)
     try:
@@ -170,29 +166,15 @@ def _serve(strategy: Served, rank: int, number: int, told: _Told) -> None:
     server.end()
 
 
-def _keep_store(strategy: Served, rank: int, told: _Told) -> None:
-    patience = Patience(rank, timedelta(seconds=_NOBODY_S), check=lambda: None)
-    kept = open_store(strategy.place.main_address, strategy.place.main_port, True, patience)
-    _door(strategy)
-    attendance = _attendance(strategy, "scheduler", 0, also=("server",))
-    log.info("The scheduler keeps the store until workers and servers have ended.")
-    while not attendance.over() and told.times < 2:  # those that are told to end need it until they have
-        _check_that_somebody_comes(rank, attendance)
-        poll = select.poll()
-        poll.register(told.descriptor, select.POLLIN)
-        poll.poll(1000 * _LOOK_S)
-    del kept
-
-
 def _door(strategy: Served) -> Door:
     """Once all workers have come, or as soon as there is one, where not all need come."""
     transport, place = strategy.transport, strategy.place
     return transport.door(place) if strategy.quorum.is_all else transport.early_door(place)
 
 
-def _attendance(strategy: Served, role: str, number: int, also: tuple[str, ...] = ()) -> Attendance:
+def _attendance(strategy: Served, number: int) -> Attendance:
     dead_after_s = strategy.config.deadlines.dead_after.total_seconds()
-    return Attendance(attend(strategy, role, number), strategy.place.world_size(), dead_after_s, also)
+    return Attendance(attend(strategy, "server", number), strategy.place.world_size(), dead_after_s)
 
 
 def _check_that_somebody_comes(rank: int, attendance: Attendance) -> None:

@@ -75,11 +75,11 @@ class ParameterServerStrategy(DriftingStrategy):
         mode: ``"async"`` (default): each push is applied as it comes. ``"sync"``: see above. ``"ssp"``: as they come,
             and weights lack at most ``max_staleness`` of the slowest one's pushes, of as many as their worker has made
             since a gate. MXNet's names ("dist_async", "dist_sync", "dist_sync_device" and others) are taken, too.
-        num_servers: that share out each group of parameters. None (default): one on each host; of those that are ranks,
-            one, or as many as the environment says.
-        placement: ``"colocated"``: servers are processes beside the workers. ``"dedicated"``: the last ``num_servers``
-            ranks serve: they build no data, never train, and end with 0 in their first run, once all workers have
-            ended. None (default): as the environment says (DMLC_ROLE, TF_CONFIG with a "ps"), else ``"colocated"``.
+        num_servers: that share out each group of parameters. None (default): one on each host; one, where
+            they are ranks.
+        placement: ``"colocated"`` (default): servers are processes beside the workers. ``"dedicated"``: the last
+            ``num_servers`` ranks serve: they build no data, never train, and end with 0 in their first run, once all
+            workers have ended.
         wait_for_workers: training begins with ``"all"`` (default); with a number, as soon as so many have come, the
             first rank among them; with (a number, a timedelta), once others have had so long to come. Who comes later
             joins, as who comes back does.
@@ -87,9 +87,8 @@ class ParameterServerStrategy(DriftingStrategy):
             their weights from training to training: who comes first brings them. Default: servers are started here.
         snapshots, snapshot_every: folder in which servers that are started here keep what they have, every so many
             seconds (60): where one is lost with its memory, another begins with the newest. Default: none are taken.
-        update_on_server, update_on_kvstore: True (default): see above. False: the optimizer, of whatever class, is the
+        update_on_server: True (default): see above. False: the optimizer, of whatever class, is the
             worker's; changes of the weights are pushed, which servers add; in sync mode their mean, weighted equally.
-        multi_precision: True: servers hold fp32 for parameters of half precision, always. False is refused.
         lr_clock: schedulers that step per batch follow the servers' version, by the number of workers, (``"global"``)
             or a worker's steps (``"local"``). None (default): the first, but in sync mode, or with its own optimizer.
         staleness: what is done about lag: ``"auto"`` (default): `Dana` with `GapAware` for SGD with momentum,
@@ -115,7 +114,7 @@ class ParameterServerStrategy(DriftingStrategy):
     Raises:
         TypeError: an argument is of another type.
         ValueError: an argument is out of range, or two of them contradict each other; at the start of training more
-            servers than ranks, an optimizer that servers cannot have, or an environment that cannot be.
+            servers than ranks, or an optimizer that servers cannot have.
 
     Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014; the key-value store
     of MXNet; Ho et al. for ``"ssp"``, 2013.
@@ -129,14 +128,12 @@ class ParameterServerStrategy(DriftingStrategy):
         mode: str = "async",
         *,
         num_servers: int | None = None,
-        placement: Placement | None = None,
+        placement: Placement = "colocated",
         wait_for_workers: WaitForWorkers = "all",
         server_address: str | None = None,
         snapshots: str | os.PathLike[str] | None = None,
         snapshot_every: float | None = None,
-        update_on_server: bool | None = None,
-        update_on_kvstore: bool | None = None,
-        multi_precision: bool = True,
+        update_on_server: bool = True,
         lr_clock: refusals.LrClock | None = None,
         staleness: str | StalenessPolicy = "auto",
         max_staleness: int | None = None,
@@ -160,11 +157,11 @@ class ParameterServerStrategy(DriftingStrategy):
         self.num_servers, self.server_address = num_servers, server_address
         self.snapshots, self.snapshot_every = service.folder_of(owner, snapshots), snapshot_every
         self.bigarray_bound, self.quorum = bigarray_bound, Quorum.of(owner, wait_for_workers)
-        self.update_on_server = update_on_server = service.one_of(owner, update_on_server, update_on_kvstore)
+        self.update_on_server = update_on_server
         self.max_staleness, self.update_frequency, self.pull_every = max_staleness, update_frequency, pull_every
         self.consistent_pull, self.warmup_steps, self.overlap = consistent_pull, warmup_steps, overlap
         self.staleness_lr_factor, self.buffer_size = staleness_lr_factor, buffer_size
-        self.compression, _ = make_compression(owner, compression), service.check_precision(owner, multi_precision)
+        self.compression = make_compression(owner, compression)
         self.staleness, self.max_staleness = lateness(self, staleness)
         service.check_service(self)
         refusals.check_policies(owner, buffers, "keep", "local", 1.0)

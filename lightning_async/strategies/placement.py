@@ -1,4 +1,4 @@
-"""Which ranks train, and which serve: the last ones, or those of which the environment says so."""
+"""Which ranks train, and which serve: the last ones."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ import torch
 
 from lightning_async.arguments import check_choice
 from lightning_async.comm.keeper import facing
-from lightning_async.comm.membership.start import is_loopback
 from lightning_async.strategies.dedicated import serve
 from lightning_async.trainer.leaving import leave
-from lightning_async.trainer.role_environments import RoleEnvironment, find_roles
 from lightning_async.transports.choose import TransportName
 from lightning_async.transports.transport import ElasticTransport, Transport
 
@@ -25,9 +23,8 @@ class ServerRoles:
 
     Args:
         owner: the strategy's name, for messages.
-        placement: ``"colocated"``: all ranks train. ``"dedicated"``: the last ranks serve. None: as the environment
-            says; where it says nothing, the first.
-        num_servers: None: as the environment says, else one.
+        placement: ``"colocated"``: all ranks train. ``"dedicated"``: the last ranks serve.
+        num_servers: None: one.
         server_address: servers are elsewhere.
 
     Raises:
@@ -37,11 +34,11 @@ class ServerRoles:
     def __init__(
         self,
         owner: str,
-        placement: Placement | None,
+        placement: Placement,
         num_servers: int | None,
         server_address: str | None,
     ) -> None:
-        check_choice(owner, "placement", placement, (*get_args(Placement), None))
+        check_choice(owner, "placement", placement, get_args(Placement))
         self._owner, self.placement, self._num_servers = owner, placement, num_servers
         self._elsewhere = server_address is not None
         if self._elsewhere and placement == "dedicated":
@@ -49,54 +46,39 @@ class ServerRoles:
                 f'`{owner}(placement="dedicated", server_address={server_address!r})`: servers that were started on '
                 "their own are no ranks. Leave one of them out."
             )
-        self._told: RoleEnvironment | None = None
-        """What the environment says."""
         self.expects_more = False
         """Workers that begin do so without others, which are to be taken in."""
 
-    def environment(self, lightnings: Any) -> Any:
-        """The one that says who this rank is, given the one that Lightning has chosen.
-
-        Raises:
-            RuntimeError, ValueError: see `find_roles`.
-        """
-        self._told = None if self.placement == "colocated" else find_roles()
-        return lightnings if self._told is None else self._told
-
     @property
     def dedicated(self) -> bool:
-        """Whether servers are ranks, or what the environment calls so."""
-        return not self._elsewhere and (self.placement == "dedicated" or self._told is not None)
+        """Whether servers are ranks."""
+        return self.placement == "dedicated"
 
     @property
     def num_servers(self) -> int:
         """Of those that do not train."""
-        return self._num_servers or (1 if self._told is None else self._told.num_servers)
+        return self._num_servers or 1
 
     @property
     def num_serving(self) -> int:
-        """How many of those who are counted as ranks do."""
-        return self.num_servers if self.placement == "dedicated" and self._told is None else 0
+        """How many ranks do."""
+        return self.num_servers if self.dedicated else 0
 
     def of(self, environment: Any) -> tuple[str, int]:
-        """ "worker", "server" or "scheduler", and which of these this process is."""
-        if self._told is not None:
-            return self._told.role, self._told.number
+        """ "worker" or "server", and which of these this process is."""
         rank = getattr(environment, "started_as", None)
         rank = environment.global_rank() if rank is None else rank
         started = environment.world_size()
         first = started - self.num_serving
         return ("server", rank - first) if first <= rank < started else ("worker", rank)  # new ones train
 
-    def reached_at(self, environment: Any, num_nodes: int) -> tuple[str | None, int]:
-        """This server's address, by which other hosts reach it, and its port there; none where all are on one host."""
-        address, port = environment.main_address, 0 if self._told is None else self._told.listens_at
-        apart = num_nodes > 1 if self._told is None else port > 0 or not is_loopback(address)
-        return (facing(address, environment.main_port) if apart else None), port
+    def reached_at(self, environment: Any, num_nodes: int) -> str | None:
+        """This server's address, by which other hosts reach it; none where all are on one host."""
+        return facing(environment.main_address, environment.main_port) if num_nodes > 1 else None
 
     def transport(self, transport: Transport | TransportName) -> Transport | TransportName:
         """The one by which workers meet: where some ranks serve, these are no part of a group of all."""
-        return "torch" if transport == "auto" and self.placement == "dedicated" else transport
+        return "torch" if transport == "auto" and self.dedicated else transport
 
     def is_alone(self, world_size: int) -> bool:
         return world_size == 1 and not (self.expects_more or self.dedicated or self._elsewhere)
@@ -104,7 +86,7 @@ class ServerRoles:
     def take_part(self, strategy: Any) -> None:
         role, number = self.of(strategy.cluster_environment)
         if role != "worker":
-            serve(strategy, role, number)
+            serve(strategy, number)
             leave(strategy.module.trainer)
 
     # ---- checks ----

@@ -17,10 +17,6 @@ class Roles(Protocol):
         """So many of those that were started as ranks, the last ones, are no replicas."""
         ...
 
-    def environment(self, lightnings: Any) -> Any:
-        """The cluster environment, given that of the launcher."""
-        ...
-
     def check_transport(self, transport: Transport) -> None:
         """Raise ValueError where not all ranks can be replicas, and this one asks for that."""
         ...
@@ -42,9 +38,6 @@ class AllTrain:
     """All ranks are replicas."""
 
     num_serving = 0
-
-    def environment(self, lightnings: Any) -> Any:
-        return lightnings
 
     def check_transport(self, transport: Transport) -> None: ...
 

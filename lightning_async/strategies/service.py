@@ -12,7 +12,7 @@ from lightning_async.rules.staleness.protocol import StalenessPolicy, Uncorrecte
 from lightning_async.strategies.lateness import Late, check_bound
 from lightning_async.trainer.refusals import LrClock
 
-__all__ = ["Mode", "check_precision", "check_service", "clock_of", "folder_of", "mode_of", "one_of", "settings_of"]
+__all__ = ["Mode", "check_service", "clock_of", "folder_of", "mode_of", "settings_of"]
 
 Mode = Literal["async", "sync", "ssp"]
 _ALIASES: dict[str, Mode] = {
@@ -68,42 +68,8 @@ def mode_of(owner: str, mode: str) -> Mode:
     >>> mode_of("Strategy", "dist_sync_device"), mode_of("Strategy", "dist")
     ('sync', 'sync')
     """
-    if mode == "p3store_dist":
-        raise ValueError(
-            f"`{owner}(mode={mode!r})`: pushes are not ordered by priority here. Gradients leave as the backward pass "
-            'makes them, and large ones are split over servers (`num_servers`, `bigarray_bound`): use `mode="sync"`.'
-        )
     check_choice(owner, "mode", mode, (*get_args(Mode), *_ALIASES))
     return _ALIASES.get(mode, mode)  # pyright: ignore
-
-
-def check_precision(owner: str, multi_precision: bool) -> None:
-    """Raise ValueError where servers are to hold less than fp32."""
-    if multi_precision is not True:
-        raise ValueError(
-            f"`{owner}(multi_precision={multi_precision!r})` must be True: servers hold fp32 for parameters of half "
-            "precision, too, which would lose steps that are small beside them."
-        )
-
-
-def one_of(owner: str, update_on_server: bool | None, update_on_kvstore: bool | None) -> bool:
-    """What both names of one argument say; True where neither says anything.
-
-    Raises:
-        ValueError: they contradict each other, or one is neither True nor False.
-
-    >>> one_of("Strategy", None, False)
-    False
-    """
-    told = {"update_on_server": update_on_server, "update_on_kvstore": update_on_kvstore}
-    for name, value in told.items():
-        check_choice(owner, name, value, (True, False, None))
-    if {*told.values()} >= {True, False}:
-        raise ValueError(
-            f"`{owner}(update_on_server={update_on_server}, update_on_kvstore={update_on_kvstore})`: one argument has "
-            "these two names. Pass one of them."
-        )
-    return False not in told.values()
 
 
 def clock_of(strategy: _Service, lr_clock: LrClock | None) -> LrClock:
@@ -133,7 +99,7 @@ def check_service(strategy: _Service) -> None:
     least = {"bigarray_bound": 1, "warmup_steps": 0, "update_frequency": 1, "pull_every": 1}
     for name, minimum in least.items():
         check_int(strategy, name, at_least=minimum)
-    for name in ("consistent_pull", "overlap"):
+    for name in ("update_on_server", "consistent_pull", "overlap"):
         check_choice(owner, name, getattr(strategy, name), (True, False))
     if strategy.server_address is not None:
         _check_address(owner, strategy.server_address)

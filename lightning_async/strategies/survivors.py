@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lightning_async.comm.launched import came_back, tell_generation
@@ -96,10 +96,6 @@ class Survivors:
     def can_lose_one(self) -> bool:
         """Whether the others go on should one more be lost."""
         return self.generation.world_size > self._min_replicas
-
-    def spares(self, ranks: Container[int]) -> bool:
-        """Whether the others go on without these, by the numbers that they were started with."""
-        return sum(int(name) not in ranks for name in self.names) >= self._min_replicas
 
     def does_without(self, rank: int) -> bool:
         """Whether the one that was started with this number is lost, and the others go on."""

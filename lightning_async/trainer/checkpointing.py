@@ -14,7 +14,7 @@ from lightning_async.engine.checkpoint.saver import PATIENCE_S, Saver
 from lightning_async.engine.checkpoint.store import CheckpointStore
 from lightning_async.engine.header import Gate
 from lightning_async.engine.world import World
-from lightning_async.errors import AsyncTrainingError, CheckpointError, CollectiveError, Dismissed, Evicted, PeerLost
+from lightning_async.errors import AsyncTrainingError, CheckpointError, CollectiveError, Evicted, PeerLost
 from lightning_async.trainer.checkpoint_io import DirectoryIO
 from lightning_async.trainer.directory import Directory
 from lightning_async.trainer.due import Settings
@@ -271,7 +271,7 @@ class Checkpointing:
     def _save_what_was(self, exception: BaseException, reason: str = "exception") -> None:
         """Training has ended by an exception, which the user shall see, whatever becomes of this; waits for nobody."""
         in_order = pytorch("utilities.exceptions").SIGTERMException | CheckpointError
-        if isinstance(exception, Evicted | Dismissed):  # the others train on, and save
+        if isinstance(exception, Evicted):  # the others train on, and save
             self._pace = None
         if self._pace is None or _is_hosts_updated(exception) or isinstance(exception, in_order):
             return

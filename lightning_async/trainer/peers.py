@@ -29,7 +29,6 @@ from lightning_async.trainer.patches import in_words, rank_zero_info
 __all__ = ["Peers"]
 
 log = logging.getLogger(__name__)
-_LAST_S = 10.0  # for the last copy of a rank that leaves
 _PAUSE_S = 1.0  # after a copy that has come to nothing
 _PATIENCE = 3  # such copies in a row, after which it is said
 
@@ -58,8 +57,6 @@ class Peers:
         self._to: Address | None = None
         self._sent: tuple[Any, ...] = ()
         """The same, of the last copy."""
-        self._copies = 0
-        """That were begun."""
         self._failed, self._not_before, self._stale = 0, 0.0, False
         self._cannot = False
         """There is something in the state that cannot be copied."""
@@ -120,24 +117,11 @@ class Peers:
         words = f"Rank {mine} goes on with its own of step {step}, while the run is at step {now}: {', '.join(done)}."
         tell("own_state", logging.WARNING, words, rank=mine, step=step, now=now)
 
-    def hand_over(self) -> None:
-        """This rank leaves, between two batches: one copy more, and a while for it to arrive."""
-        until, sent = time.monotonic() + _LAST_S, self._copies
-        can = self.keeper is not None and self._trainer.strategy.averager is not None
-        while can and not self._cannot and (self._copies == sent or self._on_its_way) and time.monotonic() < until:
-            self.boundary(False, self._copies == sent)
-            time.sleep(0.01)
-
-    @property
-    def _on_its_way(self) -> bool:
-        return self._courier is not None and self._courier.busy
-
-    def boundary(self, epoch_end: bool, ending: bool = False) -> None:
+    def boundary(self, epoch_end: bool) -> None:
         """A batch is done with, on the training thread: copy this rank's own state, if that is due.
 
         Args:
             epoch_end: it was the epoch's last.
-            ending: there is no other one: a copy is due in any case. Default: False.
         """
         if self.keeper is None or self._cannot or self._trainer.strategy.averager is None:
             return
@@ -152,7 +136,7 @@ class Peers:
             self._hear(sent)
         self._look(names)
         moved = self._sent and self._after != self._sent  # whoever has the last copy is gone, or has come anew
-        if not self._after or not (ending or moved or clock.due(step, epoch_end)):
+        if not self._after or not (moved or clock.due(step, epoch_end)):
             return
         if courier.busy or self._to is None or time.monotonic() < self._not_before:
             clock.put_off()
@@ -165,7 +149,6 @@ class Peers:
             self._cannot = True
             return
         if begun:
-            self._copies += 1
             self._sent = self._after
             clock.saved(step)
         else:

@@ -54,7 +54,6 @@ class Shortage:
 
         Raises:
             PeerLost: nobody has come in time.
-            Dismissed: this rank was told to leave.
         """
         patience, survivors, began = self._strategy.patience, self._strategy.survivors, time.monotonic()
         until = began + patience.total_seconds()
@@ -75,7 +74,6 @@ class Shortage:
         tell("enough", logging.WARNING, f"There are enough replicas again, after {time.monotonic() - began:.1f} s.")
 
     def _wakes(self, gates: Gates) -> bool:
-        gates.check()
         return not self._is_short or self._convening.is_called(gates) or Vote.STOP in gates.agreed
 
     def _give_up(self, patience: timedelta) -> None:

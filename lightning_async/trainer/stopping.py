@@ -76,17 +76,8 @@ class Stopping:
         gates = self._strategy.gates
         if gates is None:  # before training: Lightning's own flag would end this rank alone
             self._told = True
-        elif self._is_spared():
-            gates.request_leave()
         else:
             gates.request_stop()
-
-    def _is_spared(self) -> bool:
-        """The launcher has told this rank to go, and those that stay are enough to train on."""
-        connection, survivors = self._strategy.connection, self._strategy.survivors
-        if connection is None or survivors is None or not self._strategy.shrinks:
-            return False
-        return bool(connection.dismissed) and survivors.spares(connection.dismissed)
 
     def _after_batch(self, original: Any) -> Any:
         def on_advance_end(data_fetcher: Any) -> None:
@@ -95,7 +86,6 @@ class Stopping:
             if gates is None:
                 return
             self.pass_on(gates)
-            gates.check()
             gates.resume()
             if Vote.STOP in gates.agreed:
                 self._strategy.finish_batch()

@@ -99,7 +99,7 @@ def host_of(environment: Any) -> str | None:
 def _open_store(environment: Any, rank: int, apart: bool) -> Any:
     address, seal = _address(environment), Seal.of_job()
     launcher_serves = os.environ.get(AGENTS_STORE) == "True"  # torchrun's agent
-    elsewhere = launcher_serves or came_back() is not None or getattr(environment, "store_elsewhere", False)
+    elsewhere = launcher_serves or came_back() is not None
     serves, port = rank == 0 and not elsewhere, environment.main_port
     if serves and apart:
         with listen(address, port) as listening:

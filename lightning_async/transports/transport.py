@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -54,9 +53,6 @@ class Connection:
         self.outlives = True
         """Where the others fail, too, this rank's store waits for them to hear why."""
         self._roots = [root] if payload is root else [root, payload]
-        self.dismissed: tuple[int, ...] = ()
-        """The launcher has told this rank to go, and would have the others train on, but for these, by the numbers that
-        they were started with: this one, and whoever goes with it, or goes, too."""
         self.on_end: Callable[[], None] = lambda: None
         """Called when all have ended this run in order."""
         self._listener: Listener | None = None
@@ -84,18 +80,10 @@ class Connection:
             return
 
         def hear(death: Death) -> None:
-            if death.process == os.getpid():  # it is yet to come
-                self.dismiss(death.going)
-                return
             with suppress(ValueError):
                 membership.hear_death(self._name_of(death.rank), death.process, death.text)
 
         self._listener = listen(hear)
-
-    def dismiss(self, going: tuple[int, ...]) -> None:
-        """This rank is to go, see `dismissed`. What that means says the handler of the signal, on the main thread."""
-        self.dismissed = going
-        os.kill(os.getpid(), signal.SIGTERM)
 
     def report_death(self, rank: int, text: str) -> None:
         """Tell all that the process of the rank that was started with this number has ended, see `hear_deaths`."""

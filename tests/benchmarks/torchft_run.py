@@ -18,7 +18,6 @@ from typing import Any
 
 from lightning_async.comm.launched import Program
 from lightning_async.launch.environment import Job
-from lightning_async.launch.places import Place
 from lightning_async.launch.process import Process
 from lightning_async.launch.standby import Standbys
 from tests.benchmarks.elastic_run import DEATH_S, START_S
@@ -64,7 +63,7 @@ class Torchft:
         program = ["-m", "tests.benchmarks.torchft_rank", told, self._lighthouse.address()]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        self._all = Job(program, Place.alone(ranks), 0, environment, "torchft")
+        self._all = Job(program, ranks, 0, environment, "torchft")
         self._standbys = Standbys(self._all, 1, print)
         self._standbys.learn(Program(("torch", "torchft"), ()))
         self._codes: dict[str, int] = {}

@@ -168,7 +168,7 @@ def in_a_rank(what: Callable[[], None]) -> None:
 DEATHS = [
     Death(2, 4712, "died: its process was killed by SIGKILL"),
     Death(0, 4710, "died"),
-    Death(1, 4711, "é" * 99, (1, 3)),
+    Death(1, 4711, "é" * 99),
 ]
 
 

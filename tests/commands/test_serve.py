@@ -16,6 +16,7 @@ import pytest
 
 from lightning_async.comm.membership.signing import SECRET
 from lightning_async.comm.reach import dial, look_up_all
+from lightning_async.commands import serve
 from lightning_async.commands.serve import main
 from lightning_async.engine.server.client import Client
 from lightning_async.errors import PeerLost
@@ -131,3 +132,39 @@ def test_what_cannot_work_is_said_before_anything_starts(
         main(options)
     assert ended.value.code == 2
     assert match in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["host", "host:", ":1", "host:0", "host:65536", "host:x", "host:-1", "[]:1", "h:٣"])
+def test_a_place_without_host_or_port_is_none(text: str):
+    with pytest.raises(ValueError, match="must be HOST:PORT"):
+        serve._address(text)
+
+
+@pytest.mark.parametrize("text", ["0.0.0.0:1", "[::]:1"])
+def test_all_hosts_at_once_are_no_place(text: str):
+    with pytest.raises(ValueError, match="is on every host; give an address of this one"):
+        serve._address(text)
+
+
+def test_the_secret_is_read_from_a_file_of_this_user_alone(tmp_path: Path):
+    file = tmp_path / "secret"
+    file.touch(0o600)
+    file.write_text(f"{SECRET_OF_JOB}\n")
+    assert serve._secret_of(file, {SECRET: "another one"}) == SECRET_OF_JOB
+    assert serve._secret_of(None, {SECRET: SECRET_OF_JOB}) == SECRET_OF_JOB
+    for mode in (0o640, 0o604, 0o660):
+        file.chmod(mode)
+        with pytest.raises(ValueError, match="others can read it"):
+            serve._secret_of(file, {})
+
+
+def test_a_secret_that_is_none_is_refused(tmp_path: Path):
+    file = tmp_path / "secret"
+    os.close(os.open(file, os.O_CREAT, 0o600))
+    for where, environment in ((file, {SECRET: SECRET_OF_JOB}), (None, {}), (None, {SECRET: ""})):
+        with pytest.raises(ValueError, match="--listen asks for a secret"):
+            serve._secret_of(where, environment)
+    with pytest.raises(ValueError, match=f"{SECRET}: the secret is shorter than 16 characters"):
+        serve._secret_of(None, {SECRET: SECRET_OF_JOB[:15]})
+    with pytest.raises(OSError, match="nowhere"):
+        serve._secret_of(tmp_path / "nowhere", {})

@@ -1,7 +1,7 @@
 """A user's script for two ranks: rank 0, or that in DIES, dies at its first start; all stop when it has been back.
 
 Before that, its own state of its last step is with the other one. With DEAD_AFTER silence is death after so many
-seconds. With ALONE one that goes on alone stops after ten steps.
+seconds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Waits(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(2, 2)
-        self.alone, self.together, self.steps_alone = False, 0, 0
+        self.alone, self.together = False, 0
 
     def on_train_start(self) -> None:
         self.alone = came_back() is not None
@@ -40,8 +40,7 @@ class Waits(pl.LightningModule):
             print("TEN", os.environ["RANK"], os.getpid(), flush=True)
         here = self.trainer.world_size
         self.alone, self.together = self.alone or here == 1, self.together + (self.alone and here == 2)
-        self.steps_alone += here == 1
-        if self.together == 10 or ("ALONE" in os.environ and self.steps_alone == 10):
+        if self.together == 10:
             self.trainer.should_stop = True
         return self.layer(batch).pow(2).mean()
 

@@ -96,18 +96,6 @@ def saves(seconds: str) -> None:
     sleep()
 
 
-def saves_once() -> None:
-    """SIGTERM: it saves until there is a SIGUSR1. The second one ends it at once."""
-
-    def save(number: int, frame: Any) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        say("saving")
-
-    signal.signal(signal.SIGTERM, save)
-    signal.signal(signal.SIGUSR1, lambda number, frame: sys.exit(75))
-    sleep()
-
-
 def stubborn() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

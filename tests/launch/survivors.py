@@ -47,12 +47,6 @@ def listens() -> None:
     say("listens")
 
 
-def goes() -> None:
-    """Told to go while others train on: exit code 72."""
-    launched.listen(lambda death: os._exit(72) if death.process == os.getpid() else None)
-    say("goes")
-
-
 def saves() -> None:
     """SIGTERM: exit code 75."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(75))

@@ -48,8 +48,8 @@ def all_end(*statuses: int) -> list[Event]:
     return [Ended(rank, status) for rank, status in enumerate(statuses)]
 
 
-def told(number: int, at: float = 0.0, by: str = "") -> Event:
-    return Signalled(number, at, by)
+def told(number: int, at: float = 0.0) -> Event:
+    return Signalled(number, at)
 
 
 def term(*ranks: int, seconds: float) -> list[Action]:
@@ -103,11 +103,6 @@ def test_exit_codes(policy: Policy, events: list[Any], code: int):
         pytest.param([told(INT), told(INT, 1.0)], [Send(KILL, ALL), Wait(10.0)], id="the second Ctrl-C kills"),
         pytest.param([told(TERM), told(INT, 1.0)], [Send(KILL, ALL), Wait(10.0)], id="Ctrl-C after SIGTERM, too"),
         pytest.param([told(TERM), told(TERM, 1.0)], [Send(TERM, ALL)], id="the second SIGTERM goes on"),
-        pytest.param([told(TERM), told(TERM, 9.0, "b")], [], id="another node is told to end, too: they save on"),
-        pytest.param([told(TERM), told(TERM, 9.0, "b"), told(TERM, 9.1, "b")], [], id="its group, too"),
-        pytest.param(
-            [told(TERM), told(TERM, 9.0, "b"), told(TERM, 10.0, "b")], [Send(TERM, ALL)], id="the second one there"
-        ),
         pytest.param([Ended(1, 1), told(TERM, 1.0)], [], id="the others have a SIGTERM already"),
         pytest.param([told(TERM), Ended(1, 1)], [], id="told to end: a death sends nothing more"),
         pytest.param([StoreLost()], term(0, 1, 2, seconds=30.0), id="without a store ranks save and end"),

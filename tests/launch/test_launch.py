@@ -261,6 +261,22 @@ def test_the_store_is_lost_and_the_ranks_save(launch: Launch):
     assert re.findall(r"start (\d)", again.out).count("1") == 2
 
 
+def test_another_process_reads_what_ranks_write_when_the_one_that_kept_the_store_was_killed_and_then_the_launcher(
+    launch: Launch,
+):
+    job = launch("-n", "1", SCRIPT, "saves", "3")
+    job.wait_for("ready")
+    keeper = job.keeper()
+    assert keeper is not None
+    job.until(lambda: time.time() - Path(f"/proc/{keeper}").stat().st_ctime > 2, "it is not so old")
+    os.kill(keeper, signal.SIGKILL)
+    job.wait_for("saving")
+    assert job.keeper() not in (None, keeper)
+    job.signal(signal.SIGKILL)
+    job.until(lambda: "The launcher was killed. Its ranks have 30 s" in job.err, "nobody sees to its ranks")
+    job.until(lambda: "[0] saved 0 " in job.out, "nobody reads what they write")
+
+
 def test_torchs_own_group_meets_in_the_store(launch: Launch):
     job = launch("-n", "2", SCRIPT, "group")
     assert job.end() == 0, job.err

@@ -9,20 +9,13 @@ import pytest
 
 from lightning_async.launch.decide import begin, decide
 from lightning_async.launch.state import (
-    LEFT,
-    NODE_LOST,
     STORE_LOST,
     TRY_AGAIN,
     Action,
     Announce,
-    Dismiss,
     Due,
-    Ended,
     Event,
     Finish,
-    Gone,
-    Here,
-    Leaves,
     Phase,
     Policy,
     Rejoin,
@@ -51,15 +44,6 @@ def run(policy: Policy, *steps: list[Event]) -> tuple[State, list[Action]]:
 
 def pause_is_over(rank: int) -> list[Event]:
     return [Due(rank)]
-
-
-def gone(*ranks: int) -> list[Event]:
-    """The node of these is lost, and so are they."""
-    return [Gone(frozenset(ranks)), *[Ended(rank, NODE_LOST) for rank in ranks]]
-
-
-def here(*ranks: int) -> list[Event]:
-    return [Here(frozenset(ranks))]
 
 
 LOST = [FIRST, dies(2), tell(1, 0, 1)]
@@ -93,13 +77,6 @@ SERVES = [*BACK, tell(0, by=(2,))]
         pytest.param([*LOST, [Signalled(TERM, 0.0)], pause_is_over(2)], [], id="told to end before its pause is over"),
         pytest.param([*LOST, [StoreLost()], pause_is_over(2)], [], id="the store is lost before"),
         pytest.param([*LOST, pause_is_over(1)], [], id="nobody is paused"),
-        pytest.param([FIRST, gone(1, 2), tell(1, 0)], [], id="a node is lost: its ranks have nowhere to start"),
-        pytest.param([FIRST, gone(1, 2), tell(1, 0), here(1, 2)], [Wait(0.1, 1), Wait(0.1, 2)], id="it comes back"),
-        pytest.param([FIRST, gone(1, 2), here(1, 2), tell(1, 0)], [Wait(0.1, 1), Wait(0.1, 2)], id="before they go on"),
-        pytest.param([*LOST, [Gone(frozenset({2}))], pause_is_over(2)], [], id="the node is lost in the pause"),
-        pytest.param([*LOST, [Gone(frozenset({2}))], here(2)], [Wait(1.0, 2)], id="and comes back in it"),
-        pytest.param([*BACK, gone(2), here(2)], [Wait(1.0, 2)], id="the node is lost before the rank has joined"),
-        pytest.param([FIRST, gone(2), tell(1, 0, 1), [StoreLost()], here(2)], [], id="it comes back when all end"),
         pytest.param([*LOST, done(0, 1)], [Finish(0)], id="the others are done before its pause is over"),
         pytest.param([*SERVES, done(0, 1)], [], id="one that serves the others hears by itself that they are done"),
         pytest.param([*SERVES, dies(2)], [Announce(2, frozenset({0, 1})), Wait(0.1, 2)], id="it dies once more"),
@@ -175,46 +152,6 @@ def test_all_start_again_when_the_others_die_as_long_as_restarts_are_left():
     state, actions = decide(OFTEN, state, Due())
     assert (state, actions) == (State(living=ALL, restarts=2, anew=1), [Start(ALL)])
     assert decide(OFTEN, state, Due(2)) == (state, [])
-
-
-LEAVES = Leaves(frozenset({1, 2}), 1.0, "node 1")
-ONE, TWO = (Leaves(frozenset({rank}), 1.0, f"node {rank}") for rank in (1, 2))
-NONE_LEFT = Leaves(frozenset({0}), 1.1, "node 0")
-
-
-@pytest.mark.parametrize(
-    ("steps", "actions"),
-    [
-        pytest.param([[LEAVES]], [Dismiss(frozenset({1, 2}), frozenset({1, 2}))], id="they go"),
-        pytest.param([[ONE, TWO]], [Dismiss(frozenset({2}), frozenset({1, 2}))], id="another one is about to"),
-        pytest.param(
-            [[ONE, Ended(1, LEFT)], tell(1, 0, 2), [TWO]], [Dismiss(frozenset({2}), frozenset({2}))],
-            id="another one has",
-        ),
-        pytest.param([[ONE, TWO, NONE_LEFT]], [Send(TERM, ALL), Wait(30.0)], id="nobody would be left of those"),
-        pytest.param([[LEAVES, replace(LEAVES, at=1.1)]], [], id="to its process group, too"),
-        pytest.param([[LEAVES, replace(LEAVES, at=2.0)]], [Send(signal.SIGKILL, frozenset({1, 2}))], id="again"),
-        pytest.param([[LEAVES, Ended(1, LEFT)], tell(1, 0)], [], id="not started while nobody is there"),
-        pytest.param(
-            [[LEAVES, Ended(1, LEFT)], tell(1, 0), [Ended(2, LEFT)], here(1, 2)], [Wait(0.1, 1), Wait(0.1, 2)],
-            id="another node comes",
-        ),
-        pytest.param(
-            [dies(2), tell(1, 0, 1), pause_is_over(2), [LEAVES]],
-            [Dismiss(frozenset({1, 2}), frozenset({1, 2})), Send(TERM, frozenset({2}))], id="one has yet to join",
-        ),
-        pytest.param([dies(0), [LEAVES]], [Send(TERM, frozenset({1, 2})), Wait(30.0)], id="amid a loss, all end"),
-        pytest.param([[replace(LEAVES, ranks=ALL)]], [Send(TERM, ALL), Wait(30.0)], id="nobody would be left"),
-        pytest.param([[LEAVES, Ended(1, TRY_AGAIN)]], [Wait(30.0)], id="the others cannot go on, and all save"),
-        pytest.param([[LEAVES, Signalled(TERM, 1.1, "node 1")]], [Send(TERM, ALL), Wait(30.0)], id="then all are told"),
-    ],
-)  # fmt: skip
-def test_a_node_is_told_to_go(steps: list[list[Event]], actions: list[Action]):
-    assert run(OFTEN, FIRST, *steps)[1] == actions
-
-
-def test_ranks_that_do_not_tell_with_whom_they_train_are_told_to_end_together():
-    assert run(OFTEN, [LEAVES])[1] == [Send(TERM, ALL), Wait(30.0)]
 
 
 def test_words_say_that_all_are_there_again():

@@ -37,7 +37,7 @@ class Prepared(Ranks):
     """Ranks whose program has imported a library, so that others stand by."""
 
     def __init__(self, job: Launched, count: int, library: Path, *gates: str) -> None:
-        super().__init__(dict.fromkeys(range(count), job))
+        super().__init__(job, count)
         self._library, self._known = library, set[int]()
         for rank in self.everybody:
             self.do(rank, "imports", "pytorch_lightning")

@@ -7,8 +7,7 @@ import signal
 import pytest
 
 from lightning_async.callbacks.watchdog import HangWatchdog
-from lightning_async.errors import Dismissed
-from lightning_async.launch.state import LEFT, NODE_LOST, TRY_AGAIN
+from lightning_async.launch.state import TRY_AGAIN
 from lightning_async.launch.summary import HUNG, Ending, how, report
 from lightning_async.trainer import preemption
 
@@ -61,21 +60,3 @@ def test_a_report_names_all_and_shows_the_first_ones_last_lines():
 def test_the_codes_are_those_of_the_callbacks():
     assert HangWatchdog().exit_code == HUNG
     assert preemption.TRY_AGAIN == TRY_AGAIN
-    assert Dismissed().code == LEFT
-
-
-def test_where_there_are_several_nodes_a_report_names_them():
-    endings = [
-        Ending(2, 12, NODE_LOST, 1.0, 15, where="node 1 (b)", lost="no word for 10 s"),
-        Ending(3, 0, NODE_LOST, 0.0, where="node 1 (b)", lost="no word for 10 s"),
-        Ending(0, 10, 1, 1.1, where="node 0 (a)", tail=(b"Traceback",)),
-    ]
-    assert report(endings, 0, 1, {2, 3}).splitlines() == [
-        "rank 2 on node 1 (b) (process 12) was lost with its node (no word for 10 s); training went on without it",
-        "rank 3 on node 1 (b) was lost with its node (no word for 10 s); training went on without it",
-        "rank 0 on node 0 (a) (process 10) ended with exit code 1 after 1.1 s",
-        "the last that rank 0 on node 0 (a) has written to stderr:",
-        "    Traceback",
-        "0 of 3 ranks have ended in order",
-        "exit code 1",
-    ]

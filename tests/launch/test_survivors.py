@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,10 +21,10 @@ ENVIRONMENT = {"PYTHONPATH": str(conftest.ROOT)}
 
 
 class Ranks:
-    """The ranks of a launcher, or of the one of each rank, which do what they are told."""
+    """The ranks of a launcher, which do what they are told."""
 
-    def __init__(self, jobs: Mapping[int, Launched]) -> None:
-        self.job, self.jobs, self.everybody = jobs[0], dict(jobs), tuple(jobs)
+    def __init__(self, job: Launched, count: int) -> None:
+        self.job, self.everybody = job, tuple(range(count))
         self.pids: dict[int, int] = {}
         self._pipes: dict[int, int] = {}
         for rank in self.everybody:
@@ -33,7 +33,7 @@ class Ranks:
 
     def meet(self, rank: int, alone: int) -> str:
         """A rank is there, or back, where it was started alone, for that time. What it has been given."""
-        job = self.jobs[rank]
+        job = self.job
         job.until(lambda: re.search(rf"\[{rank}\] ready \d+ {alone} .+\n", job.out), f"{rank} is not there")
         ((pid, given),) = re.findall(rf"\[{rank}\] ready (\d+) {alone} (.+)\n", job.out)
         self.pids[rank] = int(pid)
@@ -52,7 +52,7 @@ class Ranks:
         for rank in members:
             self.do(rank, "tell", number, *members)
         for rank in members:
-            self.jobs[rank].wait_for(f"[{rank}] told {number}\n")
+            self.job.wait_for(f"[{rank}] told {number}\n")
 
     def end(self, rank: int, status: int) -> None:
         self.do(rank, "end", status)
@@ -75,7 +75,7 @@ def begin(launch: Callable[..., Launched]) -> Iterator[Begin]:
     with contextlib.ExitStack() as stack:
 
         def start(count: int, *options: str) -> Ranks:
-            ranks = Ranks(dict.fromkeys(range(count), launch("-n", str(count), *options, SCRIPT, **ENVIRONMENT)))
+            ranks = Ranks(launch("-n", str(count), *options, SCRIPT, **ENVIRONMENT), count)
             stack.callback(ranks.close)
             return ranks
 

@@ -69,7 +69,7 @@ def trainings(folder: str) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     data = Data(Path(folder))
     first = fit(ParameterServerStrategy("sync", placement="dedicated"), data, 3)
-    strategy = ParameterServerStrategy("async", placement="dedicated", update_on_kvstore=False)
+    strategy = ParameterServerStrategy("async", placement="dedicated", update_on_server=False)
     return [first, fit(strategy, data, 3, momentum)]
 
 

@@ -20,7 +20,7 @@ class Says(Tiny):
         os.write(1, f"\nFIT {self.trainer.global_rank} {self.trainer.world_size} {digest(self)}\n".encode())
 
 
-def main(devices: str, placement: Any = None, start: Any = None) -> None:
+def main(devices: str, placement: Any = "colocated", start: Any = None) -> None:
     torch.set_num_threads(1)
     transport: Any = "auto" if start is None else TorchTransport(start=start)
     trainer = make_trainer(ParameterServerStrategy("sync", placement=placement, transport=transport), int(devices))

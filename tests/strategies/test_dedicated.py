@@ -159,20 +159,13 @@ def test_over_horovod_nobody_comes_later() -> None:
     [
         ({"placement": "elsewhere"}, "placement='elsewhere'"),
         ({"placement": "dedicated", "server_address": "a:1"}, "server_address='a:1'"),
-        ({"update_on_server": True, "update_on_kvstore": False}, "update_on_kvstore=False"),
-        ({"update_on_kvstore": "yes"}, "update_on_kvstore='yes'"),
-        ({"placement": "dedicated", "update_on_kvstore": True, "update_frequency": 2}, "accumulate_grad_batches=2"),
+        ({"update_on_server": "yes"}, "update_on_server='yes'"),
+        ({"placement": "dedicated", "update_frequency": 2}, "accumulate_grad_batches=2"),
     ],
 )
 def test_wrong_arguments_are_named_at_once(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         ParameterServerStrategy(**arguments)
-
-
-def test_mxnets_name_of_an_argument() -> None:
-    assert not ParameterServerStrategy(update_on_kvstore=False).update_on_server
-    assert ParameterServerStrategy(update_on_kvstore=True).update_on_server
-    assert ParameterServerStrategy().update_on_server
 
 
 @needs_horovod

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import sys
@@ -12,8 +11,8 @@ import pytest
 import torch.distributed.run
 
 from tests.horovod import needs_horovod
-from tests.strategies.test_launch import LIMIT_S, launch, launch_forked, lines
-from tests.support import ROOT, free_port, start_ranks
+from tests.strategies.test_launch import launch, launch_forked, lines
+from tests.support import ROOT
 
 SCRIPT = str(ROOT / "tests/strategies/dedicated_script.py")
 NEEDS_MPIRUN = pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
@@ -58,34 +57,3 @@ def test_a_launcher(command: list[str], tmp_path: Path) -> None:
 def test_servers_beside_horovods_ranks(tmp_path: Path) -> None:
     """Processes beside the workers, which meet over Horovod."""
     fitted(launch([*HOROVODRUN, "2", sys.executable, SCRIPT, "2", "colocated"], tmp_path), 2)
-
-
-def dmlc(rank: int, port: int) -> dict[str, str]:
-    """Of each process: two workers, of which one has its number already, a server and the scheduler."""
-    role = ("worker", "worker", "server", "scheduler")[rank]
-    numbers = {"DMLC_NUM_WORKER": "2", "DMLC_NUM_SERVER": "1", "DMLC_PS_ROOT_PORT": str(port)}
-    return {"DMLC_ROLE": role, "DMLC_PS_ROOT_URI": "127.0.0.1", **numbers}
-
-
-def tf_config(rank: int, ports: list[int]) -> dict[str, str]:
-    """Of each process: a chief, a worker and a server."""
-    kinds = ("chief", "worker", "ps")
-    cluster = {kind: [f"localhost:{port}"] for kind, port in zip(kinds, ports, strict=True)}
-    return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": kinds[rank], "index": 0}})}
-
-
-@pytest.mark.parametrize("kind", ["dmlc", "tf_config"])
-def test_the_environment_says_who_serves(kind: str, tmp_path: Path) -> None:
-    ports = [free_port() for _ in range(3)]
-    number = 4 if kind == "dmlc" else 3
-
-    def environment(rank: int) -> dict[str, str]:
-        return dmlc(rank, ports[0]) if kind == "dmlc" else tf_config(rank, ports)
-
-    with start_ranks(
-        Path(SCRIPT), number, args=["1"], cwd=tmp_path, launched=False, env=environment, timeout=LIMIT_S
-    ) as group:
-        results = group.join()
-    text = "\n".join(map(str, results))
-    assert [result.returncode for result in results] == [0] * number, text
-    fitted("\n".join(result.stdout for result in results), 2)

@@ -237,8 +237,6 @@ def test_the_trainer_may_fit_again(users: Outcomes) -> None:
     ("arguments", "error", "words"),
     [
         ({"mode": "dist_later"}, ValueError, "mode='dist_later'"),
-        ({"mode": "p3store_dist"}, ValueError, "pushes are not ordered by priority"),
-        ({"multi_precision": False}, ValueError, "servers hold fp32"),
         ({"server_address": ""}, ValueError, "server_address=''"),
         ({"server_address": "abc"}, ValueError, "server_address='abc'"),
         ({"server_address": 5}, TypeError, "server_address=5"),
@@ -286,7 +284,7 @@ def test_wrong_arguments_are_named_at_once(arguments: dict[str, Any], error: typ
         ({"staleness": "adaptive_lr", "staleness_lr_factor": 0.5}, AdaptiveLr(0.5), None),
         ({"staleness": "fedbuff", "buffer_size": 4}, Buffered(4, AdaptiveLr(form="sqrt")), None),
         ({"staleness": "rennala", "buffer_size": 3}, Buffered(3, Bounded(1)), None),
-        ({"mode": "dist", "multi_precision": True}, "auto", None),
+        ({"mode": "dist"}, "auto", None),
         ({"update_on_server": False}, Uncorrected(), None),
     ],
 )

@@ -27,11 +27,11 @@ class DedicatedServer:
     Args:
         board: of the job.
         number: of this server.
-        host, port: at which workers on other hosts reach it, see `ServerProcess`. Default: on this host only.
+        host: at which workers on other hosts reach it, see `ServerProcess`. Default: on this host only.
     """
 
-    def __init__(self, board: Board, number: int, host: str | None = None, port: int = 0) -> None:
-        self._board, self.number, self._host, self._port = board, number, host, port
+    def __init__(self, board: Board, number: int, host: str | None = None) -> None:
+        self._board, self.number, self._host = board, number, host
         self._own: dict[int, ServerProcess] = {}
         """By the descriptor of the supervisor's process, readable at its end."""
         self._adopted: list[dict[str, Any]] = []
@@ -112,20 +112,17 @@ class DedicatedServer:
         try:
             # Of one that was here before this process: its supervisor sees to it.
             self._adopted = [at for at in before if at and answers(at)]
-            told = [
-                at if at in self._adopted else self._start(at, self._port if n == 0 else 0)
-                for n, at in enumerate(before)
-            ]
+            told = [at if at in self._adopted else self._start(at) for at in before]
         except (AsyncTrainingError, OSError) as error:
             self.fail(str(error))
             raise
         self._board.answer(self._run, self.number, {"addresses": told})
 
-    def _start(self, before: dict[str, Any] | None, port: int) -> dict[str, Any]:
+    def _start(self, before: dict[str, Any] | None) -> dict[str, Any]:
         """The address; in the place of one that has lost its weights, so that it says so to those who look for it, or
         has the newest of its snapshots."""
         if before is None:
-            server = self._how.begin(self.number, port)
+            server = self._how.begin(self.number)
         else:
             server = self._how.again(self.number, before)
         self._own[os.pidfd_open(server.supervisor)] = server
@@ -135,4 +132,4 @@ class DedicatedServer:
         server = self._own.pop(descriptor)
         os.close(descriptor)
         server.close()
-        self._start(server.address, 0)
+        self._start(server.address)

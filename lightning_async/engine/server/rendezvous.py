@@ -114,39 +114,32 @@ class Attendance:
         beats: of all that are there.
         num_workers: that are to come.
         dead_after_s: who says nothing for so long has died.
-        also: of these roles all must have ended, too, if any came. Default: none.
         now: seconds. Default: the system's clock.
     """
 
     def __init__(
-        self,
-        beats: Beats,
-        num_workers: int,
-        dead_after_s: float,
-        also: Iterable[str] = (),
-        now: Callable[[], float] = time.monotonic,
+        self, beats: Beats, num_workers: int, dead_after_s: float, now: Callable[[], float] = time.monotonic
     ) -> None:
         self._beats, self._num_workers, self._dead_after_s, self._now = beats, num_workers, dead_after_s, now
-        self._roles = (_WORKER, *also)
         self._heard: dict[str, float] = {}
-        """Of each that ever was there, when it last was."""
+        """Of each worker that ever was there, when it last was."""
         self._began = now()
 
     @property
     def silent_s(self) -> float:
-        """For how long nobody has been there."""
+        """For how long no worker has been there."""
         return self._now() - max(self._heard.values(), default=self._began)
 
     @property
     def came(self) -> int:
         """Workers that ever were there."""
-        return sum(name.startswith(_WORKER) for name in self._heard)
+        return len(self._heard)
 
     def over(self) -> bool:
         """Whether all have come, and ended since; or some, and nobody was heard of for too long."""
-        now, left = self._now(), {name for name in self._beats.left() if name.startswith(self._roles)}
+        now, left = self._now(), {name for name in self._beats.left() if name.startswith(_WORKER)}
         self._heard |= {name: self._heard.get(name, now) for name in left}
-        self._heard |= {name: now for name in self._beats.guests() if name.startswith(self._roles)}
+        self._heard |= {name: now for name in self._beats.guests() if name.startswith(_WORKER)}
         if not self.came:
             return False
         if self.silent_s > self._dead_after_s:

@@ -49,8 +49,8 @@ class Clock:
         return self.at
 
 
-def attendance(heard: Heard, clock: Clock, workers: int = 2, also: tuple[str, ...] = ()) -> Attendance:
-    return Attendance(heard, workers, 30.0, also, now=clock)
+def attendance(heard: Heard, clock: Clock, workers: int = 2) -> Attendance:
+    return Attendance(heard, workers, 30.0, now=clock)
 
 
 def test_all_have_come_and_ended() -> None:
@@ -111,20 +111,9 @@ def test_who_comes_back_is_served() -> None:
     assert tested.over()
 
 
-def test_the_store_is_kept_until_servers_have_ended_too() -> None:
+def test_where_no_worker_has_come_nothing_is_over() -> None:
     heard, clock = Heard(), Clock()
-    tested = attendance(heard, clock, workers=1, also=("server",))
-    heard.there = {"worker-0.0", "server-0.0"}
-    assert not tested.over()
-    heard.leave("worker-0.0")
-    assert not tested.over()
-    heard.leave("server-0.0")
-    assert tested.over()
-
-
-def test_a_store_without_any_worker_has_nothing_to_end_for() -> None:
-    heard, clock = Heard(), Clock()
-    tested = attendance(heard, clock, also=("server",))
+    tested = attendance(heard, clock)
     heard.there = {"server-0.0"}
     assert not tested.over() and tested.came == 0
     clock.at = 50.0

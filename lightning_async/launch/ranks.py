@@ -1,7 +1,6 @@
-"""The ranks of this host: started, told, heard, and ended, whoever decides on that.
+"""The ranks: started, told, heard, and ended, as the supervisor decides, which hears of them.
 
-A rank's end is heard by a descriptor of its process, what it tells by a socket, and what it writes by its pipes. Who
-decides hears of all this by `Hears`: the supervisor, here or on another host.
+A rank's end is heard by a descriptor of its process, what it tells by a socket, and what it writes by its pipes.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import signal
 import time
 from collections.abc import Collection
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from lightning_async.comm.launched import Death, heard, program
 from lightning_async.launch.environment import Job
@@ -25,91 +24,55 @@ from lightning_async.launch.state import CANNOT_START, Policy
 from lightning_async.launch.store import Keeper
 from lightning_async.launch.summary import Ending
 
-__all__ = ["Hears", "Node", "Ranks"]
+if TYPE_CHECKING:
+    from lightning_async.launch.supervise import Supervisor
+
+__all__ = ["Ranks", "cannot_start"]
 
 _KILLED_S, _SOON_S = 1.0, 1.0
 
 
-class Hears(Protocol):
-    """Who is told what happens to ranks."""
-
-    def started(self, rank: int, pid: int) -> None:
-        """It runs."""
-
-    def ended(self, ending: Ending) -> None:
-        """It runs no more."""
-
-    def told(self, rank: int, number: int, members: tuple[str, ...]) -> None:
-        """It has told in which generation it is."""
-
-    def unkept(self, how: str) -> None:
-        """The process that keeps the store has ended."""
-
-    def hung(self, words: str) -> None:
-        """No rank takes steps any more; where each stands."""
-
-
-class Ranks(Protocol):
-    """The ranks of one node, here or on another host, as the supervisor has them."""
-
-    def start(self, rank: int, port: int, attempt: int, rejoins: int = 0) -> None:
-        """One rank, with the store at this port; see `Job.environment`."""
-
-    def send(self, number: int, ranks: Collection[int]) -> None:
-        """A signal to those of these that live."""
-
-    def tell(self, death: Death, ranks: Collection[int]) -> None:
-        """Another one's death, to those of these that live."""
-
-    def prepare(self, wanted: int) -> None:
-        """All train: so many processes at most may stand by."""
-
-
-class Node:
-    """The ranks of this host.
+class Ranks:
+    """The ranks of a job, and the process that keeps their store.
 
     Args:
-        job: what to run, and where among all.
-        policy: what is asked of the launcher here.
+        job: what to run.
+        policy: what is asked of the launcher.
         logs: a directory for a file for each rank; None for none.
         loop: that waits for what happens.
-        hears: who is told.
+        supervisor: is told of it.
 
     Raises:
         OSError: there are no descriptors left, or a file cannot be written.
     """
 
-    def __init__(self, job: Job, policy: Policy, logs: Path | None, loop: Loop, hears: Hears) -> None:
-        self._job, self._policy, self._logs, self._loop, self._hears = job, policy, logs, loop, hears
+    def __init__(self, job: Job, policy: Policy, logs: Path | None, loop: Loop, supervisor: Supervisor) -> None:
+        self._job, self._policy, self._logs, self._loop, self._supervisor = job, policy, logs, loop, supervisor
         self._processes: dict[int, Process] = {}
         self._keeper: Keeper | None = None
         self._pipes: list[tuple[int, int]] = []
         self._errors = ErrorFiles(logs)
         try:
-            for _ in range(2 * job.place.ranks):
+            for _ in range(2 * job.ranks):
                 self._pipes.append(os.pipe())
-            self.outputs = Outputs([reader for reader, _ in self._pipes], logs, job.place.first, job.place.world)
+            self.outputs = Outputs([reader for reader, _ in self._pipes], logs)
         except OSError:
             self._close_pipes()
             raise
         self._standbys = Standbys(job, policy.standbys, self.outputs.say)
 
-    def at(self, job: Job) -> None:
-        """The ranks that are started next have these variables. Their numbers stay."""
-        self._job = job
-
     def open_store(self) -> int:
         """A store in place of the one before; its port."""
-        return self._kept().open(self._job.address)
+        return self._kept().open()
 
     def start(self, rank: int, port: int, attempt: int, rejoins: int = 0) -> None:
-        """See `Ranks`.
+        """Start one rank, with the store at this port; see `Job.environment`.
 
         Raises:
             OSError: the system does not let it start.
         """
-        keeper, local = self._kept(), rank - self._job.place.first
-        streams, pipes = self.outputs.streams[local], self._pipes[2 * local : 2 * local + 2]
+        keeper = self._kept()
+        streams, pipes = self.outputs.streams[rank], self._pipes[2 * rank : 2 * rank + 2]
         for stream in streams:
             stream.tail.clear()
         environment = {**self._job.environment(rank, port, attempt, rejoins), **self._errors.begin(rank)}
@@ -122,34 +85,23 @@ class Node:
         start = f"start {attempt}" + f", alone {rejoins}" * bool(rejoins) + ", stood by" * (stood_by is not None)
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         streams[0].note(f"[launch] {now} {start}, process {process.pid}")
-        self._hears.started(rank, process.pid)
+        self._supervisor.started(rank, process.pid)
 
     def send(self, number: int, ranks: Collection[int]) -> None:
-        """See `Ranks`."""
+        """Send a signal to those of these ranks that live."""
         for rank in self._processes.keys() & set(ranks):
             self._processes[rank].signal(number)
 
     def tell(self, death: Death, ranks: Collection[int]) -> None:
-        """See `Ranks`."""
+        """Tell those of these ranks that live of another one's death."""
         for rank in self._processes.keys() & set(ranks):
             self._processes[rank].tell(death)
             # What was read meanwhile is told, but not from within what tells of a death.
             self._loop.after(0.0, (self, "unread", rank), lambda rank=rank: self._listen(rank))
 
-    def dismiss(self, going: Collection[int]) -> None:
-        """All are to go while others train on that are not ``going``, too: each hears of its own death, which is yet to
-        come."""
-        for rank, process in self._processes.items():
-            process.tell(Death(rank, process.pid, "is to go with its node", tuple(going)))
-
     def prepare(self, wanted: int) -> None:
-        """See `Ranks`."""
+        """Have so many processes at most stand by: all ranks train."""
         self._standbys.prepare(wanted)
-
-    @property
-    def living(self) -> tuple[int, ...]:
-        """The ranks whose processes live."""
-        return tuple(self._processes)
 
     def leave(self) -> None:
         """No process stays that can be killed, nor anything open."""
@@ -166,14 +118,13 @@ class Node:
 
     def close(self) -> None:
         """The last. Without `leave` before it, ranks and the process that keeps the store live on for a while."""
-        self._loop.forget_all(self.outputs)
         self._close_pipes()
 
     def _kept(self) -> Keeper:
         if self._keeper is None:
             readers = [reader for reader, _ in self._pipes]
             policy = self._policy
-            self._keeper = keeper = Keeper(readers, self._logs, self._job.place, policy.grace_s, policy.hang_limits)
+            self._keeper = keeper = Keeper(readers, self._logs, policy.grace_s, policy.hang_limits)
             self._loop.watch(keeper.pidfd, lambda: self._lose(keeper))
             self._loop.watch(keeper.channel, lambda: self._hear(keeper))
             for process in self._processes.values():
@@ -188,11 +139,11 @@ class Node:
         if time.monotonic() - keeper.began > _SOON_S:  # else it could not work here, and there would be no end of them
             with contextlib.suppress(OSError):
                 self._kept()
-        self._hears.unkept(how)
+        self._supervisor.unkept(how)
 
     def _hear(self, keeper: Keeper) -> None:
         if words := keeper.words():
-            self._hears.hung(words)
+            self._supervisor.hung(words)
         else:
             self._loop.forget(keeper.channel)  # it has ended, which its other descriptor tells
 
@@ -205,11 +156,11 @@ class Node:
         status, seconds = process.end(), time.monotonic() - process.started
         if self._keeper is not None:
             self._keeper.ended(process)
-        streams = self.outputs.streams[rank - self._job.place.first]
+        streams = self.outputs.streams[rank]
         for stream in streams:
             stream.drain()
         tail, error = tuple(streams[1].tail), self._errors.read(rank)
-        self._hears.ended(Ending(rank, process.pid, status, seconds, tail=tail, error=error))
+        self._supervisor.ended(Ending(rank, process.pid, status, seconds, tail=tail, error=error))
 
     def _listen(self, rank: int) -> None:
         if (process := self._processes.get(rank)) is None:
@@ -219,7 +170,7 @@ class Node:
             if (has_imported := program(message, process.pid)) is not None:
                 self._standbys.learn(has_imported)
             if (told := heard(message, process.pid)) is not None:
-                self._hears.told(rank, *told)
+                self._supervisor.told(rank, *told)
 
     def _close_pipes(self) -> None:
         for fd in (fd for pipe in self._pipes for fd in pipe):
