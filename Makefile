@@ -78,7 +78,7 @@ test: $(VENV)/.ready-test
 	case $$beside,$$alone in 0,0|0,5|5,0) ;; *) exit 1 ;; esac
 
 horovod: $(VENV)/.ready-test
-	$(BIN)/python -m lightning_async.commands.build_horovod $(HOROVOD_ARGS)
+	$(BIN)/python -m lightning_async.horovod.build $(HOROVOD_ARGS)
 
 native: $(VENV)/.ready-test
 	$(BIN)/python cuda_ext/build.py

@@ -1,16 +1,6 @@
 """Asynchronous, fault-tolerant distributed training for PyTorch Lightning."""
 
-from lightning_async.callbacks.accumulation import AdaptiveGradientAccumulation
-from lightning_async.callbacks.balance import BalancedBatchSizes
-from lightning_async.callbacks.checkpoint import FaultTolerantCheckpoint
-from lightning_async.callbacks.divergence import DivergenceMonitor
-from lightning_async.callbacks.monitor import AveragingMonitor
-from lightning_async.callbacks.peer_memory import PeerMemory
-from lightning_async.callbacks.watchdog import HangWatchdog
-from lightning_async.data.partitioned import PartitionedSampler, PartitionedStream
-from lightning_async.engine.deadlines import Deadlines
-from lightning_async.errors import AsyncTrainingError, CollectiveError, CollectiveTimeout, PeerLost
-from lightning_async.rules import (
+from lightning_async.algorithms import (
     AdaptiveDelayCompensation,
     AdaptiveLr,
     BalancedWindows,
@@ -26,24 +16,35 @@ from lightning_async.rules import (
     EverySeconds,
     GapAware,
     Mean,
+    NoCorrection,
     PowerSGD,
     StalenessPolicy,
     Synchronous,
     TopK,
     TwoBit,
-    Uncorrected,
     Warmup,
     WeightPrediction,
 )
+from lightning_async.callbacks.accumulation import AdaptiveGradientAccumulation
+from lightning_async.callbacks.balance import BalancedBatchSizes
+from lightning_async.callbacks.checkpoint import FaultTolerantCheckpoint
+from lightning_async.callbacks.divergence import DivergenceMonitor
+from lightning_async.callbacks.monitor import AveragingMonitor
+from lightning_async.callbacks.peer_memory import PeerMemory
+from lightning_async.callbacks.watchdog import HangWatchdog
+from lightning_async.data.partition import PartitionedSampler, PartitionedStream
+from lightning_async.engine.timeouts import Timeouts
+from lightning_async.errors import AsyncTrainingError, CollectiveError, CollectiveTimeout, PeerLost
+from lightning_async.horovod.elastic import fit_elastic
+from lightning_async.horovod.strategy import HorovodStrategy
+from lightning_async.horovod.transport import HorovodTransport
 from lightning_async.strategies.averaging import AsyncAveragingStrategy
 from lightning_async.strategies.gradients import AsyncGradientStrategy
-from lightning_async.strategies.horovod import HorovodStrategy
-from lightning_async.strategies.horovod_elastic import fit_elastic
 from lightning_async.strategies.parameter_server import ParameterServerStrategy
-from lightning_async.transports.horovod import HorovodTransport
 from lightning_async.transports.torch import TorchTransport
 
 __version__ = "0.1.0"
+
 
 __all__ = [
     "AdaptiveDelayCompensation",
@@ -61,7 +62,6 @@ __all__ = [
     "CollectiveError",
     "CollectiveTimeout",
     "Dana",
-    "Deadlines",
     "DelayCompensation",
     "DeltaMean",
     "DiLoCo",
@@ -75,6 +75,7 @@ __all__ = [
     "HorovodStrategy",
     "HorovodTransport",
     "Mean",
+    "NoCorrection",
     "ParameterServerStrategy",
     "PartitionedSampler",
     "PartitionedStream",
@@ -83,10 +84,10 @@ __all__ = [
     "PowerSGD",
     "StalenessPolicy",
     "Synchronous",
+    "Timeouts",
     "TopK",
     "TorchTransport",
     "TwoBit",
-    "Uncorrected",
     "Warmup",
     "WeightPrediction",
     "fit_elastic",

@@ -6,25 +6,6 @@ names the rank, the round, the peer, the time that passed, and what to do next.
 
 from __future__ import annotations
 
-__all__ = [
-    "START_AGAIN",
-    "AsyncTrainingError",
-    "ChannelTimeout",
-    "CheckpointError",
-    "CollectiveError",
-    "CollectiveTimeout",
-    "DamagedCheckpoint",
-    "Evicted",
-    "GateMismatch",
-    "GenerationChanged",
-    "LayoutMismatch",
-    "PeerLost",
-    "SettingsMismatch",
-    "StoreLost",
-    "TrainingDiverged",
-    "in_brief",
-]
-
 START_AGAIN = ", and start again from the last checkpoint"
 """What is to be done where training ends; nothing of it where it goes on."""
 

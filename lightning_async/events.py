@@ -11,8 +11,6 @@ import json
 import logging
 import re
 
-__all__ = ["tell"]
-
 _log = logging.getLogger(__name__)
 _PLAIN = re.compile(r"[^\s\"=\]]+")
 

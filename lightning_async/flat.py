@@ -9,8 +9,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["ROOM", "FlatLayout", "with_tag"]
-
 ROOM = 16
 """Elements in front of a bucket, for `with_tag`: 64 bytes, as what lies otherwise is slower to copy."""
 

@@ -22,8 +22,9 @@ from typing import NamedTuple
 import pytest
 
 import lightning_async
-from lightning_async.data import partitions
-from lightning_async.rules import accumulation, divergence, saving, staleness
+from lightning_async import algorithms
+from lightning_async.algorithms import divergence
+from lightning_async.data import partition as partitions
 from tests.support import ROOT, run_ranks
 from tests.test_layers import ALLOWED
 
@@ -35,7 +36,7 @@ COMMANDS = {
     "make horovod": ".ci/run",
     "make native": ".ci/run",
     "make gpu": "tests/ops/test_gpu_script.py::test_without_a_gpu_it_says_so_and_fails",
-    "lightning-async doctor": "tests/commands/test_doctor.py::test_it_says_what_runs_and_how_it_was_built",
+    "lightning-async doctor": "tests/cli/test_doctor.py::test_it_says_what_runs_and_how_it_was_built",
     "LIGHTNING_ASYNC_BUILD=cuda pip install .": (
         "tests/test_packaging.py::test_without_a_compiler_the_wheel_is_pure_and_says_why"
     ),
@@ -75,32 +76,32 @@ COMMANDS = {
         "tests/launch/test_torchrun.py::test_rank_0_is_killed_and_its_agent_starts_it_again_beside_the_others"
     ),
     "lightning-async serve --listen 10.0.0.1:29600 --num-servers 2 --secret-file secret --snapshots runs/servers": (
-        "tests/commands/test_serve.py::test_servers_are_found_serve_and_come_back_with_their_last_snapshots"
+        "tests/cli/test_serve.py::test_servers_are_found_serve_and_come_back_with_their_last_snapshots"
     ),
     "lightning-async checkpoint list runs/checkpoints": (
-        "tests/commands/test_checkpoint.py::test_list_shows_all_that_is_there"
+        "tests/cli/test_checkpoint.py::test_list_shows_all_that_is_there"
     ),
     "lightning-async checkpoint verify runs/checkpoints": (
-        "tests/commands/test_checkpoint.py::test_verify_reads_all_and_fails_where_one_is_damaged"
+        "tests/cli/test_checkpoint.py::test_verify_reads_all_and_fails_where_one_is_damaged"
     ),
     "lightning-async checkpoint export runs/checkpoints model.ckpt": (
-        "tests/commands/test_checkpoint.py::test_export_is_an_ordinary_checkpoint"
+        "tests/cli/test_checkpoint.py::test_export_is_an_ordinary_checkpoint"
     ),
     "lightning-async checkpoint prune runs/checkpoints --latest 3 --dry-run": (
-        "tests/commands/test_checkpoint.py::test_prune_keeps_what_it_is_told_and_what_is_needed"
+        "tests/cli/test_checkpoint.py::test_prune_keeps_what_it_is_told_and_what_is_needed"
     ),
     "lightning-async launch -n 2 --max-restarts 3 train.py": (
         "tests/launch/test_training.py::test_a_rank_is_killed_then_the_launcher_then_the_store_and_training_goes_on"
     ),
     "lightning-async launch -n 4 --dry-run train.py": (
-        "tests/commands/test_launch.py::test_a_dry_run_shows_what_would_be_started"
+        "tests/cli/test_launch.py::test_a_dry_run_shows_what_would_be_started"
     ),
     "lightning-async status": "tests/launch/test_registry.py::test_a_job_is_found_while_it_runs",
     "lightning-async status 10.0.0.5:29500 --watch": (
-        "tests/commands/test_status.py::test_it_watches_until_the_store_is_gone"
+        "tests/cli/test_status.py::test_it_watches_until_the_store_is_gone"
     ),
     "lightning-async status --prometheus 9400": (
-        "tests/commands/test_status.py::test_it_serves_prometheus_until_a_signal_comes"
+        "tests/cli/test_status.py::test_it_serves_prometheus_until_a_signal_comes"
     ),
     "make kills KILLS=100": "tests/benchmarks/test_elastic.py",
     "make soak": "tests/benchmarks/test_elastic.py",
@@ -111,7 +112,7 @@ COMMANDS = {
 }
 """Every command of the documentation, and what runs it."""
 
-ROOMS = (lightning_async, accumulation, divergence, saving, staleness, partitions)
+ROOMS = (lightning_async, algorithms, divergence, algorithms, algorithms, partitions)
 """Whose public names are called in fragments with arguments that these take."""
 KNOWN_FENCES = {"console", "python", "py", "text", "yaml", "toml"}
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

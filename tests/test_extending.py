@@ -90,7 +90,7 @@ def run(tree: Path, *command: str) -> str:
 @pytest.mark.timeout(240)  # a pytest of its own, which starts ranks of its own
 def test_its_rule_its_schedule_its_vote_its_policies_and_its_transport_work(extended: Path) -> None:
     """The rule and the schedule through the laws of the catalogue; all of the new tests."""
-    laws = [f"tests/rules/{name}" for name in ("test_catalogue.py", "test_laws.py", "test_schedules.py")]
+    laws = [f"tests/algorithms/{name}" for name in ("test_catalogue.py", "test_laws.py", "test_schedules.py")]
     new = [block.path for block in blocks(PAGE.read_text(encoding="utf-8")) if Path(block.path).name[:5] == "test_"]
     chosen = ["Damped", "damped", "Doubling", "doubling", "every_public", *(Path(path).stem for path in new)]
     told = run(extended, "pytest", "-q", "-p", "no:cacheprovider", "-k", " or ".join(chosen), *laws, *new)
@@ -113,6 +113,6 @@ def test_it_keeps_the_law_of_imports_and_style(extended: Path) -> None:
 def test_the_files_that_it_names_are_there(extended: Path) -> None:
     text = "\n".join(line for line in PAGE.read_text(encoding="utf-8").splitlines() if not line.startswith("# "))
     named = re.findall(r"`((?:\w+/)+(?:\w+\.\w+)?)`", text)
-    assert "tests/engine/test_control.py" in named
+    assert "tests/engine/test_control_plane.py" in named
     roots = (extended, extended / PACKAGE, ROOT)
     assert not [name for name in named if not any((root / name).exists() for root in roots)]

@@ -25,7 +25,7 @@ def looks() -> dict[str, Any]:
     import torch
     from lightning.pytorch.utilities import rank_zero_only
 
-    from lightning_async.comm.torch.sockets import snapshot
+    from lightning_async._sockets import snapshot
 
     return {
         "imported": imported,

@@ -290,12 +290,16 @@ def test_circles_and_classes_cut_in_two_are_found():
     def trees(*sources: str) -> dict[str, ast.Module]:
         return {name: ast.parse(source) for name, source in zip(names, sources, strict=False)}
 
-    up = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from lightning_async.rules.b import B"
-    assert not circles(trees("from lightning_async.rules.a import A", up, "from lightning_async.rules.a import A"))
+    up = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from lightning_async.algorithms.b import B"
+    assert not circles(
+        trees("from lightning_async.algorithms.a import A", up, "from lightning_async.algorithms.a import A")
+    )
     late = "def f():\n    from . import b"
-    found = circles(trees("", late, "from lightning_async.rules.c import C", "import lightning_async.rules.a"))
+    found = circles(
+        trees("", late, "from lightning_async.algorithms.c import C", "import lightning_async.algorithms.a")
+    )
     assert found == ["rules/a.py", "rules/b.py", "rules/c.py"]
-    assert circles(trees("from .a import A", "from lightning_async.rules import B")) == [
+    assert circles(trees("from .a import A", "from lightning_async.algorithms import B")) == [
         "rules/__init__.py",
         "rules/a.py",
     ]
@@ -311,10 +315,10 @@ def test_circles_and_classes_cut_in_two_are_found():
 
 BAD = [
     (imports_go_down, "rules/a.py", "from lightning_async.comm import protocols"),
-    (imports_go_down, "comm/a.py", "import lightning_async.rules.averaging.mean"),
+    (imports_go_down, "comm/a.py", "import lightning_async.algorithms.averaging"),
     (imports_go_down, "ops/a.py", "def f():\n    from ..engine import round"),
     (imports_go_down, "engine/averaging/a.py", "from ...strategies.averaging import AsyncAveragingStrategy"),
-    (imports_go_down, "engine/a.py", "from lightning_async.rules import Mean"),
+    (imports_go_down, "engine/a.py", "from lightning_async.algorithms import Mean"),
     (imports_go_down, "engine/a.py", "from lightning_async.engine.averaging import mailbox"),
     (imports_go_down, "engine/averaging/a.py", "from lightning_async.engine.gradients import reducer"),
     (imports_go_down, "engine/gradients/a.py", "from ..averaging.mailbox import Mailbox"),
@@ -352,7 +356,7 @@ def test_every_check_can_fail(check: Check, name: str, source: str):
 GOOD = [
     (
         "engine/averaging/a.py",
-        "from lightning_async.rules.averaging.protocol import Round\nfrom . import gate\nfrom ...comm import protocols",
+        "from lightning_async.algorithms.averaging import Round\nfrom . import gate\nfrom ...comm import protocols",
     ),
     ("engine/averaging/a.py", "from lightning_async.engine.replica import Replica\nfrom .. import streams"),
     ("engine/a.py", "import torch.distributed.checkpoint as dcp\ndcp.save(x)"),

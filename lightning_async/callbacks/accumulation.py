@@ -3,36 +3,382 @@
 from __future__ import annotations
 
 import math
+import statistics
+import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from lightning_async.callbacks.probes import Probe, probe_of
-from lightning_async.callbacks.sizes import Sizes
-from lightning_async.callbacks.steps import (
-    Rates,
+import torch
+from torch import Tensor
+
+from lightning_async.algorithms import AccumulationPolicy, LrScaling, Noise, Times, WindowProgress, estimate, lr_factor
+from lightning_async.callbacks.accumulation_steps import (
+    TemporaryRates,
+    ask,
     check_arguments,
+    check_target,
     check_trainer,
     in_lockstep,
     lends,
     mean_of,
     ranks_of,
     show,
+    told_of,
 )
-from lightning_async.rules.accumulation import AccumulationPolicy, LrScaling
-from lightning_async.trainer.batch import batch_size
-from lightning_async.trainer.lent_windows import LentWindows
-from lightning_async.trainer.namespace import check_object, pytorch
-from lightning_async.trainer.patches import replace, set_for_now, take_back
-from lightning_async.trainer.pieces import Pieces
-from lightning_async.trainer.windows import Windows
+from lightning_async.callbacks.divergence_signals import norm
+from lightning_async.trainer.loops.accumulation import AccumulationWindows, OomMicrobatches, WindowPlan, gradients_of
+from lightning_async.trainer.loops.updates import ExternalWindowSize
+from lightning_async.trainer.namespace import batch_size, check_object, pytorch, replace, set_for_now, take_back
+
+# What is measured of windows of accumulation: the noise of their gradients, and the time that their steps add.
+
+
+class Probe(Protocol):
+    """Looks on while windows accumulate; what it has seen is plain values."""
+
+    def begin_period(self, trainer: Any) -> None:
+        """Another decision is to be made of what comes."""
+        ...
+
+    def begin_batch(self, trainer: Any) -> None: ...
+
+    def before_backward(self, trainer: Any, scale: float) -> None: ...
+
+    def after_backward(self, trainer: Any, ends: bool) -> None: ...
+
+    def before_step(self, trainer: Any) -> None: ...
+
+    def end_window(self, is_full: bool, small_size: float, big_size: float) -> None:
+        """Args:
+        is_full: it is a window as it was meant to be, of equal batches.
+        small_size: samples in one batch.
+        big_size: samples in the window, over all ranks whose gradients are averaged.
+        """
+        ...
+
+    def end_period(self, mean: Callable[[float], float]) -> dict[str, Any]:
+        """What is known now, as fields of `Progress`.
+
+        Args:
+            mean: over the ranks that step together.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+    def keep(self) -> Callable[[], dict[str, Any]]:
+        """The state now, put together when it is asked for: what is on a GPU is then waited for."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class NoiseProbe:
+    """Squared norms of the gradients of single batches, and of whole windows, see `estimate`.
+
+    A hook of each parameter's sees the gradient of a batch before it is added to the others': no copy is kept.
+
+    Args:
+        decay: of the means over periods.
+        arrive: windows are gathered apart from the parameters, and seen when their mean arrives, maybe one late.
+    """
+
+    def __init__(self, decay: float, arrive: bool = False) -> None:
+        self._decay, self._arrive = decay, arrive
+        self.noise = Noise()
+        self._hooks: dict[int, Any] = {}
+        self._parts: list[Tensor] = []
+        self._scale = 0.0
+        """What the gradients at hand are multiplied by; 0 where none is looked at."""
+        self._window = 0.0
+        """Sum of squared norms of the batches of this window, but for those in `_norms`."""
+        self._batches = 0
+        self._norms: tuple[tuple[Tensor, float], ...] = ()
+        """Of batches, each with what it was multiplied by: on a GPU nothing is waited for until the window ends."""
+        self._big: tuple[Tensor, float] | None = None
+        self._sums = [0.0, 0.0, 0.0]
+        """Of this period: squared norms of batches, squared norms of windows, windows."""
+        self._sizes = (0.0, 0.0)
+
+    def begin_period(self, trainer: Any) -> None:
+        """Parameters may have been unfrozen since."""
+        for optimizer in trainer.optimizers:
+            for param in (p for group in optimizer.param_groups for p in group["params"]):
+                if param.requires_grad and id(param) not in self._hooks:
+                    self._hooks[id(param)] = param.register_hook(self._see)
+
+    def begin_batch(self, trainer: Any) -> None:
+        """Nothing is asked for here."""
+
+    def before_backward(self, trainer: Any, scale: float) -> None:
+        self._scale, self._parts = scale * loss_scale(trainer), []
+
+    def after_backward(self, trainer: Any, ends: bool) -> None:
+        if self._scale:
+            self._batches += 1
+            if (found := norm(self._parts)) is not None:
+                self._norms = (*self._norms, (found, self._scale))
+        self._scale, self._parts = 0.0, []
+        if ends and not self._arrive:
+            self._see_window(trainer)
+
+    def before_step(self, trainer: Any) -> None:
+        """Gradients were looked at before, where they were there then."""
+        if self._arrive:
+            self._see_window(trainer)
+
+    def _see_window(self, trainer: Any) -> None:
+        if (found := norm(gradients_of(trainer.optimizers))) is not None:
+            self._big = found, loss_scale(trainer)
+
+    def end_window(self, is_full: bool, small_size: float, big_size: float) -> None:
+        window, batches, big = _sum(self._window, self._norms), self._batches, self._big
+        self._window, self._batches, self._norms, self._big = 0.0, 0, (), None
+        sizes = (small_size, big_size)
+        if not is_full or not batches or big is None or not small_size < big_size:
+            return
+        if sizes != self._sizes:  # norms of unlike batches have no mean
+            self._sums, self._sizes = [0.0, 0.0, 0.0], sizes
+        for place, value in enumerate((window / batches, _sum(0.0, (big,)), 1.0)):
+            self._sums[place] += value
+
+    def end_period(self, mean: Callable[[float], float]) -> dict[str, Any]:
+        sums, self._sums = [mean(each) for each in self._sums], [0.0, 0.0, 0.0]
+        if sums[2]:
+            found = estimate(sums[0] / sums[2], sums[1] / sums[2], *self._sizes)
+            self.noise = self.noise.add(found, self._decay)
+        return {"noise": self.noise if self.noise.weight else None}
+
+    def close(self) -> None:
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+
+    def keep(self) -> Callable[[], dict[str, Any]]:
+        noise, window, norms, batches = self.noise, self._window, self._norms, self._batches
+        sums, sizes, big = list(self._sums), list(self._sizes), self._big
+        return lambda: {
+            "noise": list(noise), "window": _sum(window, norms), "batches": batches, "sums": sums, "sizes": sizes,
+            "big": None if big is None else [float(big[0]), big[1]],
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.noise, self._window, self._batches = Noise(*state["noise"]), state["window"], state["batches"]
+        self._norms, self._sums, self._sizes = (), list(state["sums"]), (state["sizes"][0], state["sizes"][1])
+        if (big := state.get("big")) is not None:
+            self._big = torch.tensor(big[0], dtype=torch.float64), big[1]
+
+    def _see(self, gradient: Tensor) -> None:
+        if self._scale and (found := norm([gradient])) is not None:
+            self._parts.append(found)
+
+
+class TimesProbe:
+    """How long batches take up to the end of their backward pass, and the last ones of windows until their step.
+
+    A GPU is waited for at each of these moments.
+    """
+
+    def __init__(self) -> None:
+        self._batches: list[float] = []
+        self._lasts: list[float] = []
+        self._began: float | None = None
+
+    def begin_period(self, trainer: Any) -> None:
+        """Times are of now."""
+
+    def begin_batch(self, trainer: Any) -> None:
+        self._began = _now(trainer)
+
+    def before_backward(self, trainer: Any, scale: float) -> None:
+        """Not of interest."""
+
+    def after_backward(self, trainer: Any, ends: bool) -> None:
+        if self._began is not None and not ends:
+            self._batches.append(_now(trainer) - self._began)
+
+    def before_step(self, trainer: Any) -> None:
+        if self._began is not None:
+            self._lasts.append(_now(trainer) - self._began)
+
+    def end_window(self, is_full: bool, small_size: float, big_size: float) -> None:
+        self._began = None
+
+    def end_period(self, mean: Callable[[float], float]) -> dict[str, Any]:
+        batches, lasts, self._batches, self._lasts = self._batches, self._lasts, [], []
+        if not batches or not lasts:
+            return {}
+        batch_s = statistics.median(batches)  # what one batch had to wait for is no batch's time
+        return {"times": Times(batch_s, statistics.median(lasts) - batch_s)}
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def keep(self) -> Callable[[], dict[str, Any]]:
+        state = {"batches": list(self._batches), "lasts": list(self._lasts)}
+        return lambda: state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._batches, self._lasts = list(state["batches"]), list(state["lasts"])
+
+
+def probe_of(policy: AccumulationPolicy, arrive: bool) -> Probe | None:
+    """What measures what a policy asks for; ``arrive``: see `NoiseProbe`."""
+    measures = getattr(policy, "measures", "nothing")
+    if measures == "noise":
+        return NoiseProbe(getattr(policy, "decay", 0.9), arrive)
+    return TimesProbe() if measures == "times" else None
+
+
+def loss_scale(trainer: Any) -> float:
+    """What a gradient scaler multiplies losses by."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
+
+
+def _sum(first: float, norms: tuple[tuple[Tensor, float], ...]) -> float:
+    """With the squares of these."""
+    for found, scale in norms:
+        first += (float(found) / scale) ** 2
+    return first
+
+
+def _now(trainer: Any) -> float:
+    device = trainer.strategy.root_device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+# How large the window of accumulation is that begins, and what its step's learning rate is multiplied by.
+
+_SEEN: dict[str, Any] = {"noise": Noise, "times": Times}
+
+
+class Sizes:
+    """Of the windows of one fit.
+
+    Where ranks average their gradients by the engine they agree with these: learning rates are by the samples of all,
+    and a size that is measured is that of the first rank, one window later.
+
+    Args:
+        callback: an `AdaptiveGradientAccumulation`.
+        trainer: in a fit.
+        probe: measures what the policy asks for, if it does.
+    """
+
+    def __init__(self, callback: Any, trainer: Any, probe: Probe | None) -> None:
+        self._callback, self._trainer, self._probe = callback, trainer, probe
+        self._policy: AccumulationPolicy = callback.policy
+        self._by_samples = callback.target_batch_size is not None
+        self._size, self._age, self._wanted, self._ranks = 0, 0, 0, 0
+        self._base = float(callback.base_batch_size or 0)
+        self.seen: dict[str, Any] = {}
+        """What was measured, when that was last asked for."""
+        self.arrived = 0.0
+        """Samples behind the gradients of the last step, of all ranks: of an earlier window, with a delay."""
+
+    @property
+    def first(self) -> int:
+        """Batches in the first window."""
+        return self._batches(self._policy.size(WindowProgress(0, 0, 0, self._unit())))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "size": self._size, "age": self._age, "base": self._base, "ranks": self._ranks, "wanted": self._wanted,
+            "arrived": self.arrived,
+            "seen": {name: list(value) for name, value in self.seen.items() if value is not None},
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._size, self._age, self._base = state["size"], state["age"], state["base"]
+        self._ranks, self._wanted = state["ranks"], state.get("wanted", state["size"])
+        self.arrived = state.get("arrived", 0.0)
+        self.seen = {name: _SEEN[name](*value) for name, value in state["seen"].items()}
+
+    # ---- with other ranks ----
+
+    def tell(self) -> None:
+        """What others are to hear with the next gradients."""
+        ask(self._trainer.strategy, self._base, self._wanted)
+
+    def hear(self) -> None:
+        """Of a step that is taken now: what all have told with its gradients."""
+        told = told_of(self._trainer.strategy)
+        self.arrived = 0.0 if told is None else told.samples
+        if told is not None and told.size:
+            self._base = told.base
+            if self._probe is not None and ranks_of(self._trainer.strategy) > 1:
+                self._size = int(told.size)
+
+    def lr_factor(self, samples: float) -> float:
+        """What learning rates are multiplied by in the step that is taken now, of so many samples of this rank's."""
+        if not self._base:
+            return 1.0
+        scaling = self._callback.lr_scaling
+        if (told := told_of(self._trainer.strategy)) is None:
+            return lr_factor(scaling, samples, self._base)
+        return lr_factor(scaling, told.samples, told.base * told.ranks) if told.base else 1.0
+
+    # ---- sizes ----
+
+    def plan(self, samples: float) -> WindowPlan:
+        """The window that begins, with a batch of so many samples."""
+        callback, strategy = self._callback, self._trainer.strategy
+        together = in_lockstep(strategy)
+        if not self._base:
+            self._base = mean_of(strategy, samples)
+        if self._by_samples and not self._size and callback.count is None and samples != self._base:
+            raise ValueError(
+                f"Rank {self._trainer.global_rank}: `AdaptiveGradientAccumulation(base_batch_size="
+                f"{callback.base_batch_size})`, but the first batch has {samples:g} samples: give the loader's batch "
+                "size."
+            )
+        self._wanted = self._size
+        if self._age % max(1, self._policy.every) == 0 or not self._size:
+            self._decide(together)
+        self._age += 1
+        batches = self._batches(self._size)
+        if together:
+            return WindowPlan(batches, batches * (self._base or 1.0))
+        if self._by_samples:
+            target = self._size / (self._unit() / self._base)
+            return WindowPlan(batches, batches * self._base if self._probe is not None else target, by_samples=True)
+        return WindowPlan(batches, batches * (samples or self._base or 1.0))
+
+    def _decide(self, together: bool) -> None:
+        if self._probe is not None:
+            self.seen |= self._probe.end_period(partial(mean_of, self._trainer.strategy))
+            self._probe.begin_period(self._trainer)
+        trainer, policy = self._trainer, self._policy
+        size = policy.size(
+            WindowProgress(trainer.global_step, trainer.current_epoch, self._size, self._unit(), **self.seen)
+        )
+        if type(size) is not int or size < 1:
+            raise ValueError(f"`{policy!r}` said {size!r}: the size of a window is an int, at least 1.")
+        if self._probe is not None and together:
+            size = int(trainer.strategy.broadcast(size))  # of numbers that may differ in the last bit
+        before, self._ranks = self._ranks, ranks_of(trainer.strategy)
+        if self._by_samples and self._probe is None and self._callback.count is None:
+            check_target(self._callback, trainer, size, self._ranks, began=before in (0, self._ranks))
+        self._wanted = size
+        if self._probe is None or not self._size or together or self._ranks == 1:
+            self._size = size  # else one window later, as the first rank would have it: all hear that with this one
+
+    def _unit(self) -> float:
+        """Samples in one batch of each rank, where the policy counts samples."""
+        return self._base * ranks_of(self._trainer.strategy) if self._by_samples else 1.0
+
+    def _batches(self, size: int) -> int:
+        least = 2 if isinstance(self._probe, NoiseProbe) and not in_lockstep(self._trainer.strategy) else 1
+        return max(least, math.floor(size / self._unit() + 0.5))
+
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback
 else:
     Callback = pytorch("callbacks").Callback
-
-__all__ = ["AdaptiveGradientAccumulation"]
 
 
 class AdaptiveGradientAccumulation(Callback):
@@ -90,8 +436,8 @@ class AdaptiveGradientAccumulation(Callback):
         self.lr_scaling: LrScaling | None = lr_scaling
         self.policy = check_arguments(self)
         self._trainer: Any = None
-        self._windows: Windows | None = None
-        self._rates = Rates()
+        self._windows: AccumulationWindows | None = None
+        self._rates = TemporaryRates()
         self._undo: list[Callable[[], None]] = []
         self._probe: Probe | None = None
         self._sizes: Sizes | Any = None
@@ -122,11 +468,11 @@ class AdaptiveGradientAccumulation(Callback):
         self._trainer, self._lent = trainer, lends(trainer.strategy)
         self._probe = probe = probe_of(self.policy, self._lent)
         self._sizes = sizes = Sizes(self, trainer, probe)
-        kind = LentWindows if self._lent else Windows
+        kind = ExternalWindowSize if self._lent else AccumulationWindows
         self._windows = windows = kind(
             trainer, sizes.plan, partial(mean_of, trainer.strategy), self.count or batch_size
         )
-        windows.pieces = Pieces(trainer.global_rank) if self.split_on_oom else None
+        windows.pieces = OomMicrobatches(trainer.global_rank) if self.split_on_oom else None
         if probe is not None:
             windows.before_backward = lambda scale: probe.before_backward(trainer, scale)
             windows.after_backward = lambda ends: probe.after_backward(trainer, ends)

@@ -7,25 +7,71 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_async.arguments import check_int
-from lightning_async.callbacks.balance_checks import check_bounds, check_trainer, steps_together
-from lightning_async.callbacks.steps import show
-from lightning_async.engine.world import World
-from lightning_async.trainer.balancing import Balancing, Bounds
-from lightning_async.trainer.batch import batch_size
-from lightning_async.trainer.names import is_newcomer
-from lightning_async.trainer.namespace import check_object, pytorch
-from lightning_async.trainer.patches import replace, take_back
-from lightning_async.trainer.pieces import Pieces
-from lightning_async.trainer.refusals import check_loaders
-from lightning_async.trainer.windows import Plan, Windows
+from lightning_async._checks import check_int
+from lightning_async.algorithms import Synchronous
+from lightning_async.callbacks.accumulation_steps import show
+from lightning_async.engine.collectives import LightningCollectives
+from lightning_async.trainer.configuration_checks import check_loaders
+from lightning_async.trainer.data.batch_balancing import Balancing, Bounds
+from lightning_async.trainer.environment.environments import is_joining
+from lightning_async.trainer.loops.accumulation import AccumulationWindows, OomMicrobatches, WindowPlan
+from lightning_async.trainer.namespace import batch_size, callbacks_of, check_object, pytorch, replace, take_back
+
+# What unequal batches cannot go together with is refused, by name.
+
+
+def steps_together(strategy: Any) -> bool:
+    """Whether each rank comes to each step after as many batches of its own as all others."""
+    return strategy.in_step if hasattr(strategy, "accumulate") else isinstance(strategy.schedule, Synchronous)
+
+
+def check_trainer(callback: Any, trainer: Any) -> None:
+    """Whether batches may be of unequal size.
+
+    Raises:
+        ValueError: they may not; says why, and what to do.
+    """
+    owner, strategy = type(callback).__name__, trainer.strategy
+    name = type(strategy).__name__
+    if not hasattr(type(strategy), "averager") or getattr(strategy, "served", False):
+        raise ValueError(
+            f"`{owner}` is for strategies that weight what ranks exchange by samples, and `{name}` does not: use "
+            "`AsyncAveragingStrategy(schedule=Synchronous())`, which steps as DDP does, or `AsyncGradientStrategy`."
+        )
+    if (weighting := strategy.config.weighting) != "samples":
+        raise ValueError(f"`{name}(weighting={weighting!r})` beside `{owner}`: take 'samples', or leave `{owner}` out.")
+    if any(hasattr(each, "accumulation_steps") for each in trainer.callbacks):
+        raise ValueError(
+            f"`AdaptiveGradientAccumulation` beside `{owner}`: both say how many samples a step has. Leave it out, and "
+            f"take `{owner}(global_batch_size=...)`."
+        )
+    if callbacks_of(trainer, "GradientAccumulationScheduler"):
+        raise ValueError(
+            f"The Trainer has a `GradientAccumulationScheduler` beside `{owner}`: leave it out, and take "
+            "`Trainer(accumulate_grad_batches=...)`, which stays."
+        )
+    if trainer.overfit_batches:
+        raise ValueError(f"`Trainer(overfit_batches={trainer.overfit_batches})` beside `{owner}`: leave one out.")
+
+
+def check_bounds(callback: Any, ranks: int, total: int) -> None:
+    """Whether there is room for the samples of a step.
+
+    Raises:
+        ValueError: there is not.
+    """
+    least, most = callback.minimum * ranks, None if callback.maximum is None else callback.maximum * ranks
+    if least > total or (most is not None and most < total):
+        raise ValueError(
+            f"`{type(callback).__name__}(minimum={callback.minimum}, maximum={callback.maximum})`: {ranks} ranks are "
+            f"to take {total} samples in a step, {total / ranks:g} each on average."
+        )
+
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback
 else:
     Callback = pytorch("callbacks").Callback
-
-__all__ = ["BalancedBatchSizes"]
 
 _PATIENCE = 16
 
@@ -84,10 +130,10 @@ class BalancedBatchSizes(Callback):
             if getattr(self, name) is not None:
                 check_int(self, name, at_least=least)
         self._balancing: Balancing | None = None
-        self._windows: Windows | None = None
+        self._windows: AccumulationWindows | None = None
         self._undo: list[Callable[[], None]] = []
         self._since, self._shown, self._total, self._base = 0, dict[str, int](), 0, 0
-        self._told_room = False
+        self._told_namespace = False
         """The others are called together because of memory; once, where they cannot take more either."""
         self._sizes: dict[str, int] = {}
         """Of a checkpoint."""
@@ -114,12 +160,14 @@ class BalancedBatchSizes(Callback):
             return
         check_trainer(self, trainer)
         self._since, self._shown, self._total, self._base = 0, {}, self.global_batch_size or 0, 0
-        self._told_room, self._patience, self._sizes = False, 1, {}
+        self._told_namespace, self._patience, self._sizes = False, 1, {}
         self._undo.append(replace(trainer, "_teardown", self._tear_down))
         if pl_module.automatic_optimization:
             parts = trainer.accumulate_grad_batches if not hasattr(trainer.strategy, "accumulate") else 1
-            self._windows = Windows(trainer, lambda n: Plan(parts, parts * (n or 1.0)), lambda mean: mean, batch_size)
-            self._windows.pieces = Pieces(trainer.global_rank)
+            self._windows = AccumulationWindows(
+                trainer, lambda n: WindowPlan(parts, parts * (n or 1.0)), lambda mean: mean, batch_size
+            )
+            self._windows.pieces = OomMicrobatches(trainer.global_rank)
             self._windows.after_backward = lambda ends: _wait_for(pl_module.device)
             self._undo += self._windows.install()
 
@@ -156,7 +204,7 @@ class BalancedBatchSizes(Callback):
         if self._balancing is not None:
             return  # training begins anew within this fit
         ranks, base = trainer.world_size, getattr(trainer.fit_loop._combined_loader.flattened[0], "batch_size", None)
-        if trainer.strategy.world is None and not is_newcomer(trainer.strategy):
+        if trainer.strategy.world is None and not is_joining(trainer.strategy):
             if self.global_batch_size not in (None, base):
                 raise ValueError(
                     f"`{type(self).__name__}(global_batch_size={self.global_batch_size})` with one rank: that is the "
@@ -192,8 +240,8 @@ class BalancedBatchSizes(Callback):
         without one of them. Of those that drift one calls the others, where that pays."""
         if steps_together(trainer.strategy):
             return self._since >= every * self._patience or balancing.is_off
-        if 0 < (self._room or 0) < balancing.sizes.get(balancing.name, 0) and not self._told_room:
-            self._told_room = True
+        if 0 < (self._room or 0) < balancing.sizes.get(balancing.name, 0) and not self._told_namespace:
+            self._told_namespace = True
             return True
         looks = self._since % every == 0 and balancing.would_gain()
         return not trainer.global_rank and (looks or balancing.is_off)
@@ -203,10 +251,10 @@ class BalancedBatchSizes(Callback):
         """Samples for which there was memory at once, where there was not for more."""
         return None if self._windows is None or self._windows.pieces is None else self._windows.pieces.most
 
-    def decide(self, world: World) -> bool:
+    def decide(self, world: LightningCollectives) -> bool:
         """See `Convened`; the model stays as it is."""
         if self._balancing is not None and (has_changed := self._balancing.decide(world)) is not None:
-            self._since, self._told_room = 0, self._told_room and not has_changed
+            self._since, self._told_namespace = 0, self._told_namespace and not has_changed
             self._patience = 1 if has_changed else min(2 * self._patience, _PATIENCE)
         return False
 

@@ -7,11 +7,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from lightning_async.arguments import check_choice, check_int, check_number, check_protocol, check_time
-from lightning_async.engine.checkpoint.recovery import STRATEGIES, candidates
-from lightning_async.engine.checkpoint.store import CheckpointStore
-from lightning_async.engine.world import World
-from lightning_async.rules.saving import (
+from lightning_async._checks import check_choice, check_int, check_number, check_protocol, check_time
+from lightning_async.algorithms import (
     Adaptive,
     AnySave,
     Best,
@@ -22,17 +19,18 @@ from lightning_async.rules.saving import (
     Latest,
     SavePolicy,
 )
-from lightning_async.trainer.checkpointing import Checkpointing
-from lightning_async.trainer.due import Settings
+from lightning_async.checkpoint.recovery import STRATEGIES, candidates
+from lightning_async.checkpoint.store import CheckpointStore
+from lightning_async.engine.collectives import LightningCollectives
+from lightning_async.trainer.checkpoint.checkpointing import Checkpointing
+from lightning_async.trainer.checkpoint.save_timing import Settings
+from lightning_async.trainer.loops.preemption import TRY_AGAIN
 from lightning_async.trainer.namespace import check_object, pytorch
-from lightning_async.trainer.preemption import TRY_AGAIN
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Checkpoint
 else:
     Checkpoint = pytorch("callbacks").Checkpoint
-
-__all__ = ["Busy", "FaultTolerantCheckpoint"]
 
 Busy = Literal["latest", "wait", "skip"]
 Objects = Literal["refuse", "pickle"]
@@ -58,7 +56,7 @@ class FaultTolerantCheckpoint(Checkpoint):
             every step together, each host may have its own.
         every_n_train_steps: save whenever so many optimizer steps were taken.
         train_time_interval: save whenever so much time has passed.
-        save: or a policy of `lightning_async.rules.saving`. Default, without any of the three:
+        save: or a policy of `lightning_async.algorithms`. Default, without any of the three:
             ``Adaptive(share=0.05)``, as often as costs at most 5% of the training time. Besides, training always saves
             at its end.
         keep: which to keep, by a policy. Default: ``Latest(2)``. The newest, the last good one and the one resumed from
@@ -171,16 +169,16 @@ class FaultTolerantCheckpoint(Checkpoint):
         if self._now is not None:
             self._now.start()
 
-    def for_newcomers(self) -> dict[str, Any]:
+    def for_joining_ranks(self) -> dict[str, Any]:
         """See `Welcoming`."""
-        return {} if self._now is None else self._now.for_newcomers()
+        return {} if self._now is None else self._now.for_joining_ranks()
 
     def come(self, told: dict[str, Any]) -> None:
         """See `Welcoming`."""
         if self._now is not None and told:
             self._now.come(told)
 
-    def save_together(self, world: World) -> None:
+    def save_together(self, world: LightningCollectives) -> None:
         """See `Saves`: where weights are on servers."""
         if self._now is not None:
             self._now.save_together()

@@ -3,40 +3,170 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
+import torch
 from torch import Tensor
 
-from lightning_async.arguments import check_choice, check_int, check_protocol, check_real
-from lightning_async.callbacks.alarms import Alarm, diverged, raise_alert
-from lightning_async.callbacks.councils import Alone, Council, Drifting, Lockstep, Row, council_of, severest
-from lightning_async.callbacks.observer import Observer, Signal, thresholds_by_signal
-from lightning_async.callbacks.readings import optimizer_state, parameters
-from lightning_async.callbacks.remedies import (
-    RollsBack,
-    call_unfit,
-    cut_learning_rates,
-    drop_gradients,
-    rollback_of,
-    sync_more,
+from lightning_async._checks import check_choice, check_int, check_protocol, check_real
+from lightning_async.algorithms.divergence import Escalation, History, Relative, Remedy, SignalAlarm, Threshold
+from lightning_async.algorithms.schedules import Denser
+from lightning_async.callbacks.divergence_signals import (
+    LockstepAgreement,
+    RemedyAgreement,
+    Row,
+    Signal,
+    SignalTracker,
+    SingleRank,
+    SyncPointAgreement,
+    council_of,
+    optimizer_state,
+    parameters,
+    severest,
+    thresholds_by_signal,
 )
-from lightning_async.engine.digest import is_finite
-from lightning_async.engine.world import World
-from lightning_async.rules.divergence import Escalation, Finding, History, Relative, Remedy, Threshold
-from lightning_async.trainer.namespace import check_object, pytorch
-from lightning_async.trainer.patches import searches_lr, take_back
-from lightning_async.trainer.updates import updates_of
+from lightning_async.engine.collectives import LightningCollectives
+from lightning_async.engine.replica import is_finite
+from lightning_async.errors import TrainingDiverged
+from lightning_async.trainer.loops.updates import updates_of
+from lightning_async.trainer.namespace import check_object, pytorch, searches_lr, take_back
+
+log = logging.getLogger(__name__)
+
+
+# What is out of bounds, said to the user: in the log, to the loggers, to a function of theirs.
+
+
+class Alarm(NamedTuple):
+    """What an alert is told.
+
+    Args:
+        rank: that has found something.
+        step: its optimizer steps.
+        epoch: of the Trainer.
+        findings: what was out of bounds.
+        remedy: what follows.
+    """
+
+    rank: int
+    step: int
+    epoch: int
+    findings: tuple[SignalAlarm, ...]
+    remedy: Remedy
+
+    def __str__(self) -> str:
+        found = "; ".join(map(str, self.findings))
+        return f"Rank {self.rank}, epoch {self.epoch}, step {self.step}: {found}. Remedy: {self.remedy.name.lower()}."
+
+
+def raise_alert(alarm: Alarm, trainer: Any, alert: Callable[[Alarm], None] | None) -> None:
+    """Tell the loggers, and ``alert``, whose failure ends nothing."""
+    numbers = {f"divergence/{finding.signal}": finding.value for finding in alarm.findings}
+    for logger in trainer.loggers:
+        logger.log_metrics({**numbers, "divergence/remedy": float(alarm.remedy)}, step=alarm.step)
+    if alert is not None:
+        try:
+            alert(alarm)
+        except Exception:
+            log.exception("Rank %d: `DivergenceMonitor(alert=...)` failed; training goes on.", alarm.rank)
+
+
+def diverged(trainer: Any, words: str, used: Mapping[Remedy, int]) -> TrainingDiverged:
+    """The error that ends training; ``words`` say why, where this rank knows."""
+    tried = ", ".join(f"{remedy.name.lower()} {n}x" for remedy, n in sorted(used.items()) if n) or "nothing"
+    return TrainingDiverged(
+        f"Rank {trainer.global_rank}: training has diverged at step {trainer.global_step} of epoch "
+        f"{trainer.current_epoch}. {words or 'Another rank says why.'} Done so far: {tried}. Lower the learning rate, "
+        "clip gradients, or look at the data of this step; then resume from the last good checkpoint "
+        "(`FaultTolerantCheckpoint(recover='last_good')`)."
+    )
+
+
+# What a remedy does to a Trainer, on one rank.
+
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
+"""What schedulers keep in groups."""
+
+
+@runtime_checkable
+class RollsBack(Protocol):
+    """Something, such as a callback on the same Trainer, that holds the last good state."""
+
+    def roll_back(self, trainer: Any) -> int | None:
+        """Put the last good state in place: parameters, buffers, optimizers, scaler, schedulers; the data goes on.
+
+        All ranks call it together, between two batches, and all get the same state. Returns the step that it is of;
+        None where there is none, then nothing has changed.
+        """
+        ...
+
+
+def rollback_of(callbacks: Iterable[Any]) -> RollsBack | None:
+    """The first of these that can roll back."""
+    return next((callback for callback in callbacks if isinstance(callback, RollsBack)), None)
+
+
+def drop_gradients(optimizer: Any) -> None:
+    """This step moves no parameter, and no optimizer's state: it has no gradients."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = None
+
+
+def cut_learning_rates(trainer: Any, factor: float) -> float:
+    """Multiply all learning rates, those that schedulers begin and end with too; the first one, now."""
+    for optimizer in trainer.optimizers:
+        for group in optimizer.param_groups:
+            for name in _RATES:
+                if isinstance(group.get(name), (float, torch.Tensor)):
+                    group[name] = group[name] * factor
+    for config in trainer.lr_scheduler_configs:
+        _cut(config.scheduler, factor)
+    groups = (group for optimizer in trainer.optimizers for group in optimizer.param_groups)
+    return float(next(groups, {}).get("lr", math.nan))
+
+
+def _cut(scheduler: Any, factor: float) -> None:
+    for inner in getattr(scheduler, "_schedulers", ()):
+        _cut(inner, factor)
+    for name in ("base_lrs", "min_lrs", "max_lrs"):
+        if isinstance(rates := getattr(scheduler, name, None), list):
+            setattr(scheduler, name, [rate * factor for rate in rates])
+    if isinstance(least := getattr(scheduler, "eta_min", None), float):
+        scheduler.eta_min = least * factor
+
+
+def sync_more(averager: Any) -> Callable[[], None]:
+    """Rounds twice as often; returns what makes them as rare as they were."""
+    schedule = averager.schedule
+    averager.schedule = Denser(schedule)
+
+    def undo() -> None:
+        if isinstance(averager.schedule, Denser):
+            averager.schedule = schedule
+
+    return undo
+
+
+def call_unfit(replica: Any) -> Callable[[], None]:
+    """This replica holds nothing that others may take over: at the next gate it takes over theirs, and its optimizers
+    begin anew. Returns what takes it back."""
+    watched, round_decision = replica.watched, torch.tensor(math.nan)
+    replica.watched = lambda: [*watched(), round_decision]
+
+    def undo() -> None:
+        replica.watched = watched
+
+    return undo
+
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback
 else:
     Callback = pytorch("callbacks").Callback
-
-__all__ = ["DivergenceMonitor"]
-
-log = logging.getLogger(__name__)
 
 RemedyName = Literal["log", "alert", "sync_more", "sync", "cut_lr", "skip", "reset", "roll_back", "stop"]
 _OF_REPLICAS = {Remedy.SYNC_MORE, Remedy.SYNC, Remedy.RESET}
@@ -110,9 +240,9 @@ class DivergenceMonitor(Callback):
         self._given_rollback, self.alert = rollback, alert
         self.call_together: Callable[[], None] | None = None
         """See `Convened`."""
-        self._council: Council | None = None
+        self._council: RemedyAgreement | None = None
         self._rollback: RollsBack | None = None
-        self._observer = Observer((), {}, history, skips=False)
+        self._observer = SignalTracker((), {}, history, skips=False)
         self._escalation = Escalation((), history, 0)
         self._to_skip, self._asked, self._words, self._served = 0, Remedy.NONE, "", False
         self._trainer: Any = None
@@ -126,7 +256,7 @@ class DivergenceMonitor(Callback):
     def clean_steps(self) -> int:
         """Batches since something was out of bounds: a state is good after some of them, at least 3. Of ranks in
         lockstep it is the same on all; of replicas that drift each has its own."""
-        return self._clean_everywhere if isinstance(self._council, Lockstep) else self._escalation.clean_steps
+        return self._clean_everywhere if isinstance(self._council, LockstepAgreement) else self._escalation.clean_steps
 
     # ---- life ----
 
@@ -145,18 +275,18 @@ class DivergenceMonitor(Callback):
         if searches_lr(trainer):  # which diverges on purpose
             return
         self._council, self._trainer = council_of(self, trainer), trainer
-        drifting, alone = isinstance(self._council, Drifting), isinstance(self._council, Alone)
+        asynchronous, alone = isinstance(self._council, SyncPointAgreement), isinstance(self._council, SingleRank)
         windows = updates_of(trainer) is not None  # replicas meet as those that drift do, and all take every step
         self._served = bool(getattr(trainer.strategy, "served", False))  # there is one model, and each pushes by itself
         able = set(Remedy) - {Remedy.NONE} if self._remedies is None else set(self._remedies)
-        if not drifting or windows or self._served:
+        if not asynchronous or windows or self._served:
             able -= _OF_REPLICAS
         if self._rollback is None or self.max_rollbacks == 0:
             able -= {Remedy.ROLL_BACK}
         self._escalation = Escalation(able, self._history, self.max_rollbacks)
         self._escalation.used[Remedy.ROLL_BACK] = self.rollbacks
-        observer = Observer(self._signals, self._thresholds, self._history, Remedy.SKIP in able)
-        observer.alone = (drifting and not windows) or alone
+        observer = SignalTracker(self._signals, self._thresholds, self._history, Remedy.SKIP in able)
+        observer.alone = (asynchronous and not windows) or alone
         ddp = pytorch("strategies").DDPStrategy
         observer.alike = isinstance(trainer.strategy, ddp) or hasattr(trainer.strategy, "world")
         self._observer, self._to_skip, self._asked = observer, 0, Remedy.NONE
@@ -224,7 +354,9 @@ class DivergenceMonitor(Callback):
         if here and wanted is not Remedy.NONE:
             self._escalation.note(wanted)
             self._to_skip = self.skip_batches if wanted is Remedy.SKIP and not observer.dropped else self._to_skip
-        kept = self._asked if isinstance(council, Drifting) else Remedy.NONE  # until all have met: not at once, maybe
+        kept = (
+            self._asked if isinstance(council, SyncPointAgreement) else Remedy.NONE
+        )  # until all have met: not at once, maybe
         self._asked = kept if here else max(wanted, kept)
         if self._asked is Remedy.RESET and averager is not None:
             self._fit_again()
@@ -232,7 +364,7 @@ class DivergenceMonitor(Callback):
         now = council.say(Row(self._asked, observer.loss, observer.every, clean=not found))
         self._do(trainer, severest(now))
 
-    def _tell(self, trainer: Any, found: list[Finding], remedy: Remedy) -> None:
+    def _tell(self, trainer: Any, found: list[SignalAlarm], remedy: Remedy) -> None:
         """The user, in the log; where that was not enough, by the alert and the loggers."""
         alarm = Alarm(trainer.global_rank, trainer.global_step, trainer.current_epoch, tuple(found), remedy)
         self._words = str(alarm)
@@ -243,7 +375,7 @@ class DivergenceMonitor(Callback):
 
     # ---- what all ranks do ----
 
-    def decide(self, world: World) -> bool:
+    def decide(self, world: LightningCollectives) -> bool:
         """See `Convened`: replicas that drift have met, and those that were unfit have taken over the others' model."""
         trainer, asked, self._asked = self._trainer, self._asked, Remedy.NONE
         self._fit_again()

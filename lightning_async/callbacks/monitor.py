@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from lightning_async.trainer.logged import show
+from lightning_async.trainer.loops.loop_state import show
 from lightning_async.trainer.namespace import pytorch
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback
 else:
     Callback = pytorch("callbacks").Callback
-
-__all__ = ["AveragingMonitor", "monitor_for_now"]
 
 _EMPTY = (
     "on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward",

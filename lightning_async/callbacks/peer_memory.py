@@ -5,20 +5,18 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from lightning_async.arguments import check_number, check_protocol
-from lightning_async.rules.saving import Adaptive, AnySave, EveryNTrainSteps, SavePolicy
-from lightning_async.trainer.namespace import check_object, pytorch
-from lightning_async.trainer.patches import rank_zero_info, searches_lr
-from lightning_async.trainer.peers import Peers
+from lightning_async._checks import check_number, check_protocol
+from lightning_async.algorithms import Adaptive, AnySave, EveryNTrainSteps, SavePolicy
+from lightning_async.trainer.checkpoint.peer_copies import Peers
+from lightning_async.trainer.namespace import check_object, pytorch, rank_zero_info, searches_lr
+
+log = logging.getLogger(__name__)
+
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback
 else:
     Callback = pytorch("callbacks").Callback
-
-__all__ = ["PeerMemory"]
-
-log = logging.getLogger(__name__)
 
 
 class PeerMemory(Callback):
@@ -39,7 +37,7 @@ class PeerMemory(Callback):
 
     Args:
         every_n_train_steps: copy whenever so many optimizer steps were taken.
-        save: or a policy of `lightning_async.rules.saving`. Default, without either of the two:
+        save: or a policy of `lightning_async.algorithms`. Default, without either of the two:
             ``Adaptive(share=0.05)``, as often as costs at most 5% of the training time.
 
     Raises:
@@ -100,7 +98,7 @@ class PeerMemory(Callback):
         if self._now is not None:
             self._now.summarise()
 
-    def for_newcomers(self) -> dict[str, Any]:
+    def for_joining_ranks(self) -> dict[str, Any]:
         """See `Welcoming`: nothing, each has its own."""
         return {}
 

@@ -13,7 +13,7 @@ from collections import deque
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
-from lightning_async.arguments import check_int, check_real
+from lightning_async._checks import check_int, check_real
 from lightning_async.errors import AsyncTrainingError
 from lightning_async.trainer.namespace import pytorch
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback
 else:
     Callback = pytorch("callbacks").Callback
-
-__all__ = ["HangWatchdog"]
 
 _RECENT = 51
 _TOLD_S = 5.0
@@ -185,7 +183,7 @@ class HangWatchdog(Callback):
             now = time.monotonic()
             waited_s += min(now - last, 2 * tick_s)  # more than that, and the process was stopped meanwhile
             last, beat = now, self._beat
-            if beat.number != seen or _stands_at_gate(trainer):
+            if beat.number != seen or _waits_at_sync_point(trainer):
                 seen, waited_s = beat.number, 0.0
             _arm(beat.limit_s, self._stderr)
             if beat.limit_s is not None and waited_s > beat.limit_s:
@@ -239,12 +237,12 @@ def _dump(text: str, file: IO[str]) -> None:
     file.flush()
 
 
-def _stands_at_gate(trainer: Any) -> bool:
+def _waits_at_sync_point(trainer: Any) -> bool:
     """It waits for other ranks, which are watched themselves."""
-    gates = getattr(trainer.strategy, "gates", None)
-    survivors = getattr(trainer.strategy, "survivors", None)
-    waits = survivors is not None and survivors.are_short  # for other replicas
-    return gates is not None and (gates.standing or waits)
+    sync_points = getattr(trainer.strategy, "gates", None)
+    live_ranks = getattr(trainer.strategy, "survivors", None)
+    waits = live_ranks is not None and live_ranks.are_short  # for other replicas
+    return sync_points is not None and (sync_points.standing or waits)
 
 
 def _tell_others(strategy: Any, text: str) -> None:

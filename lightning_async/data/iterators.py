@@ -34,12 +34,18 @@ from torch.utils.data import (
 )
 from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
-from lightning_async.data.random_states import Generators
-from lightning_async.data.samplers import Given, describe, length_of, size_of, workers_of
-from lightning_async.data.tape import Indices, Tape
-from lightning_async.data.workers import Carried, Carrier, Resumed, Start, resumable, stateful
-
-__all__ = ["Here", "epoch_of", "iterate"]
+from lightning_async.data.random_states import (
+    Carried,
+    Carrier,
+    Generators,
+    Indices,
+    Resumed,
+    Tape,
+    WorkerStart,
+    resumable,
+    stateful,
+)
+from lightning_async.data.redistribution import Given, describe, length_of, size_of, workers_of
 
 Position = dict[str, Any]
 _REPLACED = 3
@@ -48,7 +54,7 @@ _LOOK_S = 0.5  # torch looks every 5 s whether a worker that says nothing lives
 _OF_TORCH = (DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
-class Here:
+class IterationPosition:
     """Where one iteration over a loader stands.
 
     Args:
@@ -178,7 +184,7 @@ class _View:
         return getattr(self._loader, name)
 
 
-def iterate(loader: DataLoader[Any], here: Here) -> Any:
+def iterate(loader: DataLoader[Any], here: IterationPosition) -> Any:
     """An iterator over ``loader`` that keeps ``here`` up to date, and begins at ``here.start``."""
     start, fetches_again = here.start, _fetches_again(loader, here)
     if here.exhausted:
@@ -193,14 +199,14 @@ def iterate(loader: DataLoader[Any], here: Here) -> Any:
     return iterator
 
 
-def _fetches_again(loader: Any, here: Here) -> bool:
+def _fetches_again(loader: Any, here: IterationPosition) -> bool:
     """Return whether the position is found by fetching the batches before it again."""
     start = here.start
     told = not start.get("taken") or start.get("dataset") is not None or start.get("workers")
     return loader._dataset_kind == _DatasetKind.Iterable and not (here.by_state and told)
 
 
-def _skip_taken(iterator: Any, here: Here, fetches_again: bool) -> None:
+def _skip_taken(iterator: Any, here: IterationPosition, fetches_again: bool) -> None:
     """Leave the iterator behind the batches that were taken before."""
     start = here.start
     if not start or not fetches_again:
@@ -212,7 +218,7 @@ def _skip_taken(iterator: Any, here: Here, fetches_again: bool) -> None:
     here._first_random = random
 
 
-def _indices(loader: Any, here: Here) -> Any:
+def _indices(loader: Any, here: IterationPosition) -> Any:
     """In place of the loader's sampler; an iterable dataset has none."""
     if loader._dataset_kind == _DatasetKind.Iterable:
         return loader._index_sampler
@@ -223,7 +229,7 @@ def _indices(loader: Any, here: Here) -> Any:
 class _Nothing:
     """The end of an iteration over a loader without workers that stay."""
 
-    def __init__(self, here: Here) -> None:
+    def __init__(self, here: IterationPosition) -> None:
         self._here = here
 
     def __iter__(self) -> _Nothing:
@@ -235,7 +241,7 @@ class _Nothing:
 
 
 class _Single(_SingleProcessDataLoaderIter):
-    def __init__(self, loader: Any, here: Here, fetches_again: bool) -> None:
+    def __init__(self, loader: Any, here: IterationPosition, fetches_again: bool) -> None:
         self._here, self._taped = here, fetches_again
         view: Any = _View(loader, _index_sampler=_indices(loader, here), dataset=here.dataset())
         if fetches_again:
@@ -265,7 +271,7 @@ class _Multi(_MultiProcessingDataLoaderIter):
     _replaced = -1, 0
     """The number of batches behind which workers were replaced last, and how often there."""
 
-    def __init__(self, loader: Any, here: Here, fetches_again: bool) -> None:
+    def __init__(self, loader: Any, here: IterationPosition, fetches_again: bool) -> None:
         self._here, self._loader, start = here, loader, here.start
         self._indices = _indices(loader, here)
         states = start.get("first" if fetches_again else "workers", {})
@@ -283,7 +289,7 @@ class _Multi(_MultiProcessingDataLoaderIter):
             _index_sampler=self._indices,
             dataset=dataset,
             collate_fn=Carrier(loader.collate_fn),
-            worker_init_fn=Start(loader.worker_init_fn, states, loader.collate_fn),
+            worker_init_fn=WorkerStart(loader.worker_init_fn, states, loader.collate_fn),
         )
         super().__init__(view)
 

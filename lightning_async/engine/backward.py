@@ -14,12 +14,10 @@ from typing import Any, NamedTuple
 
 from lightning_async.flat import FlatLayout
 
-__all__ = ["Backward", "Span", "spans"]
-
 _FIRST_BYTES, _PART_BYTES = 1 << 20, 25 << 20
 
 
-class Span(NamedTuple):
+class LayoutSpan(NamedTuple):
     """Neighbours in a layout that leave together: parameters ``first`` to ``last``, elements ``start`` to ``end``."""
 
     first: int
@@ -29,7 +27,7 @@ class Span(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4)
-def spans(layout: FlatLayout, part_bytes: int | None = None, kinds: tuple[object, ...] = ()) -> list[Span]:
+def spans(layout: FlatLayout, part_bytes: int | None = None, kinds: tuple[object, ...] = ()) -> list[LayoutSpan]:
     """A layout from its tail, by whole parameters, of some MB each: the first one is small, so that it leaves early.
 
     Args:
@@ -42,16 +40,16 @@ def spans(layout: FlatLayout, part_bytes: int | None = None, kinds: tuple[object
     >>> [span[:2] for span in spans(FlatLayout([torch.empty(1 << 20), torch.empty(6 << 20), torch.empty(8)]))]
     [(2, 3), (1, 2), (0, 1)]
     """
-    found: list[Span] = []
+    found: list[LayoutSpan] = []
     most = _PART_BYTES if part_bytes is None else part_bytes
     last, end, numel, limit = len(layout), layout.numel, 0, min(most, _FIRST_BYTES)
     for i in reversed(range(len(layout))):
         full = numel and 4 * (numel + layout.sizes[i]) > limit
         if full or (kinds and i + 1 < last and kinds[i] != kinds[i + 1]):
-            found.append(Span(i + 1, last, end - numel, end))
+            found.append(LayoutSpan(i + 1, last, end - numel, end))
             last, end, numel, limit = i + 1, end - numel, 0, most
         numel += layout.sizes[i]
-    return [*found, Span(0, last, 0, end)]
+    return [*found, LayoutSpan(0, last, 0, end)]
 
 
 class Backward:
@@ -69,8 +67,8 @@ class Backward:
         self,
         params: Sequence[Any],
         layout: FlatLayout,
-        take: Callable[[Sequence[Span]], None],
-        parts: Sequence[Span] | None = None,
+        take: Callable[[Sequence[LayoutSpan]], None],
+        parts: Sequence[LayoutSpan] | None = None,
     ) -> None:
         self._params, self._take, self._spans = list(params), take, parts or spans(layout)
         self._span_of = [n for n, span in reversed(list(enumerate(self._spans))) for _ in range(span.first, span.last)]

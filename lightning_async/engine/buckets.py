@@ -23,12 +23,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_async.engine.header import Mark
-from lightning_async.engine.mailbox import Mailbox
 from lightning_async.engine.replica import Replica
+from lightning_async.engine.shared_state import Mark, SharedState
 from lightning_async.flat import ROOM
-
-__all__ = ["Buckets", "Exchange", "Kind", "Message", "Owner", "side_stream"]
 
 
 @dataclass
@@ -51,7 +48,7 @@ class Message:
         return True
 
 
-class Kind(Protocol):
+class RoundType(Protocol):
     """One kind of round. All calls come on the engine's thread."""
 
     @property
@@ -59,7 +56,7 @@ class Kind(Protocol):
         """Whether all replicas hold one model, or could, after such a round: a checkpoint may belong to it."""
         ...
 
-    def begin(self, plan: Any, id: int, parts: Sequence[Any]) -> Exchange:
+    def begin(self, plan: Any, id: int, parts: Sequence[Any]) -> InFlightRound:
         """The record of what is to be exchanged: what this rank sends, and where the payload lands.
 
         Args:
@@ -74,16 +71,16 @@ class Kind(Protocol):
         ...
 
     def commit(self, exchange: Any) -> None:
-        """Every rank has the payload: change what all replicas share. Under `Mailbox.committing`."""
+        """Every rank has the payload: change what all replicas share. Under `SharedState.committing`."""
         ...
 
     def hand_over(self, exchange: Any) -> None:
-        """Count the work off, and put the result where the training thread takes it. Under `Mailbox.changed`."""
+        """Count the work off, and put the result where the training thread takes it. Under `SharedState.changed`."""
         ...
 
 
 @dataclass
-class Exchange:
+class InFlightRound:
     """A payload on its way: one record, from the decision to the merge.
 
     Args:
@@ -104,7 +101,7 @@ class Exchange:
     """
 
     id: int
-    kind: Kind
+    kind: RoundType
     message: Message | None
     target: Tensor
     tally: float = 0.0
@@ -118,7 +115,7 @@ class Exchange:
     void: bool = False
 
 
-class Owner(enum.Enum):
+class BucketOwner(enum.Enum):
     """Who may touch the buckets."""
 
     FREE = "free"
@@ -134,9 +131,9 @@ class Buckets:
         mailbox: its lock is theirs.
     """
 
-    def __init__(self, replica: Replica, mailbox: Mailbox) -> None:
-        self.replica, self._mailbox, self._changed = replica, mailbox, mailbox.changed
-        self.owner = Owner.FREE
+    def __init__(self, replica: Replica, shared_state: SharedState) -> None:
+        self.replica, self._shared_state, self._changed = replica, shared_state, shared_state.changed
+        self.owner = BucketOwner.FREE
         self.announced = False
         """A header is under way."""
         self.message: Message | None = None
@@ -182,8 +179,8 @@ class Buckets:
     def release(self) -> None:
         """The engine is done with its header. Under the lock."""
         self.announced = False
-        if self.owner is Owner.ENGINE:
-            self.owner = Owner.FREE
+        if self.owner is BucketOwner.ENGINE:
+            self.owner = BucketOwner.FREE
         self._changed.notify_all()
 
     # ---- the training thread ----
@@ -194,13 +191,13 @@ class Buckets:
 
     def take(self) -> None:
         """They are the training thread's, which goes on to use them by `used`. Under the lock."""
-        assert self.owner is Owner.FREE, self.owner
-        self.owner = Owner.TRAINING
+        assert self.owner is BucketOwner.FREE, self.owner
+        self.owner = BucketOwner.TRAINING
 
     def take_when(self, condition: Callable[[], bool], see: Callable[[], None]) -> None:
         """Wait for ``condition``, then `take`; ``see`` raises if that is not to come."""
         with self._changed:
-            self._mailbox.wait(condition, see)
+            self._shared_state.wait(condition, see)
             self.take()
 
     @contextmanager
@@ -222,16 +219,16 @@ class Buckets:
             self.to_engine.give()
             with self._changed:
                 if message is not None:
-                    message.place = self._mailbox.place
+                    message.place = self._shared_state.place
                 self.message = message or self.message
-                self.owner = Owner.FREE
+                self.owner = BucketOwner.FREE
                 self._changed.notify_all()
 
     # ---- the engine's thread ----
 
     def announce(self) -> Message | None:
         """A header is composed: the message that goes with it. Under the lock, when the training thread has let go."""
-        assert self.owner is not Owner.TRAINING, self.owner
+        assert self.owner is not BucketOwner.TRAINING, self.owner
         self.announced = True
         self.offered = self.message if self.arrived is None and self.has_message else None
         return self.offered
@@ -244,9 +241,9 @@ class Buckets:
     def claim(self) -> None:
         """Payload is to move: they are the engine's, unless the training thread has yet to take a result."""
         with self._changed:
-            self._changed.wait_for(lambda: self.owner is not Owner.TRAINING or self.arrived is not None)
+            self._changed.wait_for(lambda: self.owner is not BucketOwner.TRAINING or self.arrived is not None)
             if self.arrived is None:
-                self.owner = Owner.ENGINE
+                self.owner = BucketOwner.ENGINE
         self.to_engine.take()  # the training thread may have merged while the header waited
 
     def landing(self) -> Tensor:
@@ -269,13 +266,13 @@ class Buckets:
         """Under the lock, and not while the training thread uses them: a result goes over to it."""
         self.to_training.give()
         with self._changed:
-            self._changed.wait_for(lambda: self.owner is not Owner.TRAINING)
+            self._changed.wait_for(lambda: self.owner is not BucketOwner.TRAINING)
             yield
-            if self.owner is Owner.ENGINE:
-                self.owner = Owner.FREE
+            if self.owner is BucketOwner.ENGINE:
+                self.owner = BucketOwner.FREE
             self._changed.notify_all()
 
-    def hand_over(self, exchange: Exchange) -> None:
+    def hand_over(self, exchange: InFlightRound) -> None:
         """The training thread finds a result. Under the lock."""
         if exchange.message is not None:
             self.message = None

@@ -5,21 +5,504 @@ The training thread packs and merges: it is the only writer of the parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from lightning_async import ops
-from lightning_async.engine.digest import digest, is_finite, real
-from lightning_async.engine.running_means import RunningMean, count, merge_late_
-from lightning_async.engine.tensors import BufferPolicy, ModuleTensors, same
 from lightning_async.errors import AsyncTrainingError
 from lightning_async.flat import FlatLayout
 
-__all__ = ["BufferPolicy", "OptimizerPolicy", "Replica", "Updates"]
+# A fingerprint of what tensors hold: replicas compare it to learn whether they are one model, to the bit.
+
+_BLOCK = 1 << 18
+_PRIME = (1 << 61) - 1
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+
+
+def real(tensor: Tensor) -> Tensor:
+    """The same memory as real numbers: a complex tensor as pairs of them, others as they are."""
+    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
+
+
+def strided(gradient: Tensor) -> Tensor:
+    """The same as a dense one, that has in its memory what it is."""
+    return gradient.resolve_conj() if gradient.layout is torch.strided else gradient.to_dense()
+
+
+def digest(tensors: Iterable[Tensor]) -> int:
+    r"""A number of 52 bits, which a float64 holds exactly; equal for equal bits, on any device.
+
+    .. math:: h = \sum_b p_b \sum_i w_i\, x_{b,i}
+
+    :math:`x_{b,i}` are the tensors' words in blocks, as integers; the weights depend on the place, so a permutation
+    changes the number. Integer arithmetic only: unlike machines agree.
+
+    >>> digest([torch.tensor([1.0, 2.0])]) == digest([torch.tensor([1.0, 2.0])])
+    True
+    >>> digest([torch.tensor([0.0])]) == digest([torch.tensor([-0.0])])
+    False
+    """
+    return _combined([block for tensor in tensors for block in _blocks(tensor)])
+
+
+def digests(tensors: Iterable[Tensor]) -> list[int]:
+    """The `digest` of each tensor alone."""
+    return [_combined(_blocks(tensor)) for tensor in tensors]
+
+
+def is_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether all elements are finite; waits for a GPU once."""
+    return bool(all_finite(tensors))
+
+
+def all_finite(tensors: Iterable[Tensor]) -> Tensor:
+    """Whether all elements are finite as they are now, as a bool where the tensors are: no GPU is waited for."""
+    present = [real(_stored(tensor.detach())) for tensor in tensors if tensor.numel()]
+    on_cpu = torch.tensor(all(ops.all_finite(tensor) for tensor in present if tensor.device.type == "cpu"))
+    on_gpu = [torch.isfinite(tensor).all() for tensor in present if tensor.device.type != "cpu"]
+    return torch.stack(on_gpu).all() & on_cpu if on_gpu else on_cpu
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    """The elements that it has: a sparse one, as momentum of sparse gradients is, has others, which are zero."""
+    return tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor
+
+
+@functools.cache
+def _weights(device: torch.device) -> Tensor:
+    """Odd numbers of 31 bits: times a word of 32 bits they fit an int64. 2 MiB, kept: all ranks wait at gates for what
+    is compared there."""
+    weights = (torch.arange(_BLOCK, device=device) * 2_654_435_761 + 40_503) % 2_147_483_647 | 1
+    if device.type == "cuda":  # other threads use it on other streams
+        torch.cuda.current_stream(device).synchronize()
+    return weights
+
+
+def _blocks(tensor: Tensor) -> list[Tensor]:
+    flat = real(tensor.detach()).contiguous().reshape(-1)
+    words = flat.view(_WORDS[flat.element_size()])
+    weights = _weights(words.device)
+    # One place for all products: with new memory for each block the host is busy longer than with the arithmetic.
+    room = torch.empty(min(len(words), _BLOCK), dtype=torch.int64, device=words.device)
+    products = (torch.mul(part, weights[: len(part)], out=room[: len(part)]) for part in words.split(_BLOCK))
+    return [product.sum() for product in products if len(product)]
+
+
+def _combined(blocks: list[Tensor]) -> int:
+    if not blocks:
+        return 0
+    total = 0
+    for value in torch.stack([block.to(blocks[0].device) for block in blocks]).tolist():
+        total = (total * 1_000_003 + value) % _PRIME
+    return total & ((1 << 52) - 1)
+
+
+# Averages over time (statistics of BatchNorm, Adam's moments) where the mean of all replicas arrives late.
+#
+# An average over time keeps a part of its value at each update: :math:`x \leftarrow d\,x + u`. After :math:`k`
+# updates since a snapshot :math:`s` it is :math:`d^k s + U`. Had the replica held the mean :math:`m` of all at
+# the snapshot, it would be :math:`d^k m + U` now, which is :math:`x + d^k (m - s)`: no update is lost, and a
+# variance stays positive.
+
+PIECE = 1 << 20
+"""Elements that are merged at a time: what a merge needs beside the buckets is a few times as much."""
+
+
+@dataclass(frozen=True)
+class RunningMean:
+    """How a tensor averages over time; the default is of one of which nothing is known.
+
+    Args:
+        decay: the part of its value that is left after an update; None: it is the mean of all updates so far.
+        updates: the number of updates so far: a tensor of one element where a module or an optimizer counts them.
+        per_update: by how much ``updates`` grows with each.
+        positive: nothing negative goes into it, so that it must not become negative.
+    """
+
+    decay: float | None = 1.0
+    updates: Tensor | float = 0.0
+    per_update: int = 1
+    positive: bool = False
+
+
+def count(means: Sequence[RunningMean]) -> list[Tensor]:
+    """Return the numbers of updates so far, copied to where they are: no GPU is waited for."""
+    counted = []
+    for key, indices in _by_counter(means).items():
+        updates = [means[i].updates for i in indices]
+        if key is None:
+            counted.append(torch.tensor(updates, dtype=torch.float64))
+        else:
+            counted.append(torch.stack([u.detach().reshape(()) for u in updates if isinstance(u, Tensor)]))
+    return counted
+
+
+def _by_counter(means: Sequence[RunningMean]) -> dict[tuple[torch.device, torch.dtype] | None, list[int]]:
+    """The places of those whose counters can be stacked."""
+    found: dict[tuple[torch.device, torch.dtype] | None, list[int]] = {}
+    for i, mean in enumerate(means):
+        key = (mean.updates.device, mean.updates.dtype) if isinstance(mean.updates, Tensor) else None
+        found.setdefault(key, []).append(i)
+    return found
+
+
+def remaining(means: Sequence[RunningMean], then: Sequence[Tensor], device: torch.device) -> Tensor:
+    r"""Return for each tensor what is left of its value at the snapshot, and whether any of it has gone.
+
+    That is :math:`d^k` after :math:`k` updates; :math:`n / (n + k)` of a mean of all :math:`n + k` updates so far.
+    Nothing is left where a counter went back: the average has begun anew.
+
+    Args:
+        means: as they are now.
+        then: what `count` said at the snapshot.
+        device: of the result.
+
+    Returns:
+        fp64, one row for each tensor: the part, and 1 or 0.
+    """
+    rows: list[Tensor] = []
+    order: list[int] = []
+    for indices, before, after in zip(_by_counter(means).values(), then, count(means), strict=True):
+        before, after = before.double(), after.double()
+        lists = (
+            [1.0 if means[i].decay is None else means[i].decay for i in indices],
+            [means[i].decay is None for i in indices],
+            [means[i].per_update for i in indices],
+        )
+        decay, cumulative, per_update = (_moved(torch.tensor(x, dtype=torch.float64), after.device) for x in lists)
+        updates = torch.ceil((after - before) / per_update)
+        part = torch.where(cumulative > 0, before / after.clamp(min=1.0), decay**updates)
+        part = torch.where(updates == 0, 1.0, torch.where(updates < 0, 0.0, part))
+        gone = (updates != 0) & ((decay != 1.0) | (cumulative > 0) | (updates < 0))
+        rows.append(_moved(torch.stack([part, gone.double()], dim=1), device))
+        order += indices
+    return torch.cat(rows)[_moved(torch.tensor(order).argsort(), device)]
+
+
+def _moved(values: Tensor, device: torch.device) -> Tensor:
+    """Return a small tensor on a device; on the way to a GPU nobody waits for what that has yet to do."""
+    return values.to(device, non_blocking=device.type == "cuda")
+
+
+def late_mean(
+    now: Tensor, mean: Tensor, snapshot: Tensor, part: Tensor, gone: Tensor, positive: Tensor, reference: Tensor
+) -> Tensor:
+    r"""Return :math:`x + p\,(m - s)`, where :math:`p` is the part of :math:`s` that is left in :math:`x`.
+
+    Where nothing has changed since the snapshot it is :math:`m`, to the bit; where :math:`m = s` it is :math:`x`.
+    What is positive stays so: the updates since the snapshot were, so that at least :math:`p\,m` is left; of one
+    whose updates are not known, at least the smaller one of :math:`x` and :math:`m`.
+
+    Args:
+        now: :math:`x`.
+        mean: :math:`m`, as its difference from ``reference``.
+        snapshot: :math:`s`, as its difference from ``reference``.
+        part: :math:`p`.
+        gone: bool: :math:`p` tells what was lost by updates; else 1 stands for not knowing.
+        positive: bool: nothing negative goes into it.
+        reference: what is subtracted from means and snapshots as they travel.
+
+    >>> now, mean, snapshot, part = (torch.tensor([each]) for each in (5.0, 4.0, 2.0, 0.5))
+    >>> yes, zero = torch.tensor([True]), torch.tensor([0.0])
+    >>> late_mean(now, mean, snapshot, part, yes, yes, zero)
+    tensor([6.])
+    """
+    whole = mean + reference
+    moved = now + torch.where(mean == snapshot, 0.0, part * (mean - snapshot))  # infinite ones (masks) stay
+    moved = torch.where(~gone & (now - reference == snapshot), whole, moved)
+    least = torch.where(gone, part * whole, torch.minimum(now, whole)).clamp(min=0.0)  # differences are rounded
+    return torch.where(positive, torch.maximum(moved, least), moved)
+
+
+@torch.no_grad()
+def merge_late_(
+    tensors: Sequence[Tensor],
+    mean: Tensor,
+    snapshot: Tensor,
+    means: Sequence[RunningMean],
+    then: Sequence[Tensor],
+    reference: Tensor | None = None,
+) -> None:
+    """Let tensors take up the mean of all replicas' snapshots, and keep their updates since; see `late_mean`.
+
+    Args:
+        tensors: of one replica, as they lie in the buckets.
+        mean: of all replicas' snapshots; a flat bucket.
+        snapshot: this replica's.
+        means: how each of the tensors averages.
+        then: what `count` said at the snapshot.
+        reference: what was subtracted from the snapshots. Default: nothing.
+    """
+    left, device = remaining(means, then, mean.device), mean.device
+    start = 0
+    for group in _groups(tensors):
+        sizes = [part.numel() for _, part in group]
+        place = slice(start, start + sum(sizes))
+        start = place.stop
+        wide = torch.float64 if group[0][1].dtype is torch.float64 else torch.float32
+        now = torch.cat([part.detach().reshape(-1).to(device, wide) for _, part in group])
+        times = _moved(torch.tensor(sizes), device)
+        rows = left[group[0][0] : group[-1][0] + 1].repeat_interleave(times, dim=0, output_size=sum(sizes))
+        positive = _moved(torch.tensor([means[i].positive for i, _ in group]), device)
+        origin = torch.zeros((), device=device) if reference is None else reference[place]
+        merged = late_mean(
+            now, mean[place].to(wide), snapshot[place].to(wide), rows[:, 0].to(wide), rows[:, 1] > 0,
+            positive.repeat_interleave(times, output_size=sum(sizes)), origin.to(wide),
+        )  # fmt: skip
+        parts = [part for _, part in group]
+        torch._foreach_copy_(parts, [v.view(p.shape) for v, p in zip(merged.split(sizes), parts, strict=True)])
+
+
+def _groups(tensors: Sequence[Tensor]) -> Iterator[list[tuple[int, Tensor]]]:
+    """Runs of tensors, or parts of a large one, of about `PIECE` elements, each with its tensor's number."""
+    group: list[tuple[int, Tensor]] = []
+    size = 0
+    for i, tensor in enumerate(tensors):
+        large = tensor.numel() > PIECE and tensor.is_contiguous()
+        for part in tensor.view(-1).split(PIECE) if large else (tensor,):
+            unlike = group and (group[0][1].dtype is torch.float64) != (part.dtype is torch.float64)
+            if group and (unlike or size + part.numel() > PIECE):
+                yield group
+                group, size = [], 0
+            group.append((i, part))
+            size += part.numel()
+    yield group
+
+
+# Which tensors a replica's module holds, and what becomes of each kind when replicas meet.
+
+BufferPolicy = Literal["average", "keep", "broadcast", "recompute"]
+_KINDS = frozenset(
+    {
+        torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128,
+        torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64,
+    }
+)  # fmt: skip
+
+
+class ModuleTensors:
+    """The parameters and buffers of a module, by name, as they are now.
+
+    Args:
+        module: shared tensors count once.
+        policy: what happens to floating-point buffers.
+
+    Raises:
+        ValueError: an unknown policy, tensors that are not materialised yet (lazy modules), or of a kind that can be
+            neither averaged nor compared; names them.
+    """
+
+    def __init__(self, module: nn.Module, policy: BufferPolicy) -> None:
+        if policy not in get_args(BufferPolicy):
+            raise ValueError(f"`buffers={policy!r}` must be one of {get_args(BufferPolicy)}.")
+        _check_materialised(module)
+        _check_kinds(module, policy)
+        self._module, self._policy = module, policy
+        self.parameters, self._buffers = dict(module.named_parameters()), dict(module.named_buffers())
+        self._layers = _with_running_means(module)
+        self._shapes = {name: p.shape for name, p in self.parameters.items()}
+        self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        """What the rule applies to."""
+        self._infinite: frozenset[str] = frozenset()
+
+    @property
+    def averaged(self) -> dict[str, Tensor]:
+        """The buffers that take the mean."""
+        return {name: b for name, b in self._buffers.items() if self._takes_mean(b)}
+
+    def running_means(self) -> list[RunningMean]:
+        """How each of `averaged` averages over time, with the number of its updates as it is now."""
+        found: dict[int, RunningMean] = {}
+        for layer in self._layers:
+            for buffer, positive in ((layer.running_mean, False), (layer.running_var, True)):
+                if buffer is not None:
+                    found[id(buffer)] = _running_mean(layer, buffer, positive)
+        return [found.get(id(buffer), RunningMean()) for buffer in self.averaged.values()]
+
+    def _takes_mean(self, buffer: Tensor) -> bool:
+        return self._policy != "keep" and (buffer.is_floating_point() or buffer.is_complex())
+
+    @property
+    def apart(self) -> dict[str, Tensor]:
+        """What moves at a consensus only, in its own precision: frozen parameters, integers, and what is float64."""
+        frozen = {name: p for name, p in self.parameters.items() if name not in self.trained}
+        counters = {n: b for n, b in self._buffers.items() if not (b.is_floating_point() or b.is_complex())}
+        wide = {n: t for n, t in {**self.trained, **self.averaged}.items() if real(t).dtype is torch.float64}
+        return {name: real(t) for name, t in {**frozen, **counters, **wide}.items()}
+
+    @torch.no_grad()
+    def set_apart(self, values: Mapping[str, Tensor]) -> None:
+        """Overwrite some of what stands `apart`."""
+        mine = self.apart if values else {}
+        for name, value in values.items():
+            mine[name].copy_(value)
+
+    def follow_buffers(self) -> bool:
+        """Take up buffers that were assigned anew; whether there were any.
+
+        Raises:
+            AsyncTrainingError: one has another shape or type than before, or buffers were added or removed.
+        """
+        known, now = self._buffers, dict(self._module.named_buffers())
+        if known.keys() == now.keys() and same(known.values(), now.values()):
+            return False
+        wrong = [name for name in {**known, **now} if not self._fits(known.get(name), now.get(name))]
+        if wrong:
+            keep = "" if self._policy == "keep" else ', or pass `buffers="keep"` if they are floating-point ones'
+            raise AsyncTrainingError(
+                f"Buffers {wrong} were added or removed, or changed their shape or type, after training began, so "
+                f"replicas cannot be compared. Register them in `__init__` with the shape that they keep{keep}."
+            )
+        odd = [name for name, b in now.items() if b is not known.get(name) and _is_odd(b) and self._policy != "keep"]
+        if odd:
+            raise AsyncTrainingError(
+                f"Buffers {odd} were assigned tensors that cannot be written in place (expanded, sparse, conjugated, "
+                "or made in inference mode). Assign a copy: `self.name = tensor.clone()`."
+            )
+        self._buffers = {name: now[name] for name in (*known, *now) if name in now}  # as they lie in the bucket
+        return True
+
+    def _fits(self, before: Tensor | None, now: Tensor | None) -> bool:
+        if before is not None and now is not None and alike(before, now):
+            return True
+        present = [b for b in (before, now) if b is not None]
+        return self._policy == "keep" and all(b.is_floating_point() for b in present)
+
+    def check_unchanged(self, thawed_too: bool = True) -> None:
+        """Whether the module still has the parameters that it had when training began.
+
+        Raises:
+            AsyncTrainingError: parameters were added, removed, replaced or resized, or (``thawed_too``) frozen ones are
+                trained now.
+        """
+        now = dict(self._module.named_parameters())
+        changed = [n for n in {**now, **self.parameters} if now.get(n) is not self.parameters.get(n)]
+        changed += [n for n, p in now.items() if n not in changed and p.shape != self._shapes[n]]
+        if changed:
+            raise AsyncTrainingError(
+                f"Parameters {changed} were added, removed, replaced or resized after training began, so they are not "
+                "averaged. Create all parameters in `__init__`, `configure_model` or `setup`."
+            )
+        if thawed_too and (thawed := self.thawed()):
+            raise AsyncTrainingError(
+                f"Parameters {thawed} were frozen at the last gate, so they are not averaged, and require gradients "
+                "now. Unfreeze parameters where an epoch starts (`on_train_epoch_start`), on all ranks alike."
+            )
+
+    def thawed(self) -> list[str]:
+        """Parameters that were frozen at the last gate and are trained now."""
+        return [name for name, p in self.parameters.items() if p.requires_grad and name not in self.trained]
+
+    def take_thawed(self) -> None:
+        """Train them from now on, with the others."""
+        names = {*self.trained, *self.thawed()}
+        self.trained = {name: p for name, p in self.parameters.items() if name in names}
+
+    @property
+    def _frozen(self) -> dict[str, Tensor]:
+        real_ones = {n: p for n, p in self.parameters.items() if p.is_floating_point() or p.is_complex()}
+        return {n: p for n, p in real_ones.items() if n not in self.trained and p.dtype in _KINDS}
+
+    def accept_infinite(self) -> None:
+        """All replicas agree: infinite elements that a buffer or a frozen parameter has now (a mask) are meant."""
+        fp32 = {name: b.float() if b.dtype is torch.float64 else b for name, b in self.averaged.items()}
+        self._infinite = frozenset(name for name, t in {**fp32, **self._frozen}.items() if not is_finite([t]))
+
+    @property
+    def judged_frozen(self) -> list[Tensor]:
+        """The frozen parameters that must be finite."""
+        return [p for name, p in self._frozen.items() if name not in self._infinite]
+
+    @property
+    def judged(self) -> list[bool]:
+        """For each of `averaged` whether it must be finite."""
+        return [name not in self._infinite for name in self.averaged]
+
+
+def same(left: Iterable[Tensor], right: Iterable[Tensor]) -> bool:
+    """Whether both hold the same objects, in the same order."""
+    return [id(each) for each in left] == [id(each) for each in right]
+
+
+def alike(left: Tensor, right: Tensor) -> bool:
+    """Whether one tensor can stand in the other's place."""
+    return left.shape == right.shape and left.dtype == right.dtype and left.device == right.device
+
+
+def with_statistics(module: nn.Module) -> list[_BatchNorm]:
+    """The BatchNorm layers that keep running statistics."""
+    return [m for m in module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+
+
+def _with_running_means(module: nn.Module) -> list[_BatchNorm | _InstanceNorm]:
+    """Return the layers of which it is known how their statistics average over time."""
+    layers = [m for m in module.modules() if isinstance(m, _BatchNorm | _InstanceNorm)]
+    return [layer for layer in layers if layer.track_running_stats]
+
+
+def _running_mean(layer: _BatchNorm | _InstanceNorm, buffer: Tensor, positive: bool) -> RunningMean:
+    """Return how a statistic of a layer averages over time."""
+    if isinstance(layer, _InstanceNorm):
+        # It does not count its updates; torch counts the writes to the buffer, one for each.
+        return RunningMean(1.0 - (layer.momentum or 0.0), float(buffer._version), positive=positive)
+    if layer.num_batches_tracked is None:
+        return RunningMean(positive=positive)
+    decay = None if layer.momentum is None else 1.0 - layer.momentum
+    return RunningMean(decay, layer.num_batches_tracked, positive=positive)
+
+
+def _check_kinds(module: nn.Module, policy: BufferPolicy) -> None:
+    """Refuse what can be neither averaged, by mean or maximum, nor compared."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    sparse = [n for n, t in tensors if _is_odd(t)]
+    frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
+    kept = [name for name, b in module.named_buffers() if b.is_floating_point() and policy == "keep"]
+    odd = [f"{n} ({t.dtype})" for n, t in tensors if t.dtype not in _KINDS and n not in {*sparse, *frozen, *kept}]
+    if sparse or odd:
+        raise ValueError(
+            f"{[*sparse, *odd]}: a replica holds dense tensors of real, complex, integer or bool numbers; sparse, "
+            "quantised, expanded, lazily conjugated and 8-bit floating ones can be neither averaged nor compared. Keep "
+            "them as plain attributes of the module, or convert them."
+        )
+
+
+def _is_odd(t: Tensor) -> bool:
+    """Whether its elements cannot all be written in place."""
+    if t.layout is not torch.strided or t.is_quantized or t.is_conj() or t.is_neg() or t.is_inference():
+        return True
+    return any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True))
+
+
+def _check_materialised(module: nn.Module) -> None:
+    """Refuse lazy parameters and buffers: without a shape they can be neither compared nor averaged."""
+    lazy = [
+        name
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer))
+    ]
+    if lazy:
+        raise ValueError(
+            f"{lazy} are lazy: they have no shape yet, so replicas cannot be compared or averaged. Run one batch "
+            "through the module in `configure_model` or `setup` to materialise them."
+        )
+
+
+def describe(module: nn.Module) -> list[str]:
+    """One line per parameter and buffer, frozen ones included; equal on replicas of one model."""
+    _check_materialised(module)
+    named = [*module.named_parameters(), *module.named_buffers()]
+    lines = FlatLayout([t for _, t in named], [n for n, _ in named]).describe()
+    return [
+        f"{line}, {'trained' if t.requires_grad else 'not trained'}" for line, (_, t) in zip(lines, named, strict=True)
+    ]
+
 
 OptimizerPolicy = Literal["keep", "average", "reset"]
 Updates = tuple[Sequence[Tensor], Sequence[Tensor]]

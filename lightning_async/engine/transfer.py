@@ -10,14 +10,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lightning_async.comm.membership.membership import Membership
-from lightning_async.comm.protocols import Collectives, Pending, ReduceOp
-from lightning_async.engine.buckets import Buckets, Exchange
-from lightning_async.engine.header import Header
-from lightning_async.engine.mailbox import Mailbox
+from lightning_async.comm.collectives import Collectives, Pending, ReduceOp
+from lightning_async.engine.buckets import Buckets, InFlightRound
+from lightning_async.engine.shared_state import Header, SharedState
 from lightning_async.flat import FlatLayout
-
-__all__ = ["Closed", "Held", "Transfer", "source_of"]
+from lightning_async.membership.membership import Membership
 
 T = TypeVar("T")
 _BEAT = timedelta(seconds=0.1)
@@ -44,14 +41,14 @@ class Transfer:
         self,
         small: Collectives,
         large: Collectives,
-        mailbox: Mailbox,
+        shared_state: SharedState,
         membership: Membership,
         deadline: timedelta,
         part_bytes: int,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.small, self.large, self.part_bytes = small, large, part_bytes
-        self._mailbox, self._membership = mailbox, membership
+        self._shared_state, self._membership = shared_state, membership
         self._deadline, self._now = deadline, now
 
     @property
@@ -63,11 +60,11 @@ class Transfer:
 
     def check(self) -> None:
         """Raise what there is to raise: `Closed`, `PeerLost`, or a `CollectiveError` to form the groups anew for."""
-        if self._mailbox.closing:
+        if self._shared_state.closing:
             raise Closed
         self._membership.check()
-        if self._mailbox.trouble is not None:
-            raise self._mailbox.trouble
+        if self._shared_state.trouble is not None:
+            raise self._shared_state.trouble
 
     def result(self, pending: Pending[T]) -> T:
         """The result of one part of a payload.
@@ -138,7 +135,7 @@ class Transfer:
         return self.large.registered(buffer)
 
 
-class Held:
+class UncommittedRound:
     """What this rank has of an exchange that others may have committed, or may lack.
 
     two steps    all say that they have the payload, then each commits: whoever loses the last answer is `behind`,
@@ -155,9 +152,9 @@ class Held:
 
     def __init__(self, buckets: Buckets, transfer: Transfer) -> None:
         self._buckets, self._transfer = buckets, transfer
-        self.behind: Exchange | None = None
+        self.behind: InFlightRound | None = None
         """Not committed here; others may have. In two steps: the payload is there."""
-        self.ahead: Exchange | None = None
+        self.ahead: InFlightRound | None = None
         """Committed here, at once; others may lack it."""
 
     @property
@@ -167,7 +164,7 @@ class Held:
             return self.behind.id
         return 0 if self.ahead is None else self.ahead.id
 
-    def all_have(self, exchange: Exchange) -> bool:
+    def all_have(self, exchange: InFlightRound) -> bool:
         """All ranks say whether they have the payload, until none has doubts; whether it is to be committed."""
         self.behind = exchange
         while (tally := self._transfer.all_have(exchange.tally, exchange.doubt)) is None:
@@ -179,7 +176,7 @@ class Held:
         exchange.tally = tally
         return True
 
-    def committed(self, exchange: Exchange) -> None:
+    def committed(self, exchange: InFlightRound) -> None:
         """Here."""
         self.behind, self.ahead = None, exchange if exchange.at_once else None
 
@@ -192,7 +189,7 @@ class Held:
         """Nobody needs it any more."""
         self.behind = self.ahead = None
 
-    def catch_up(self, id: int, source: int | None, is_behind: bool) -> Exchange | None:
+    def catch_up(self, id: int, source: int | None, is_behind: bool) -> InFlightRound | None:
         """Some ranks committed an exchange and others did not: what this one is to commit now. All call this together.
 
         Args:

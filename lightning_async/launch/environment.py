@@ -11,11 +11,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_async.comm.launched import REJOIN
-from lightning_async.comm.membership.signing import SECRET, new_secret
-from lightning_async.launch.error_files import ERROR_FILE
-
-__all__ = ["ADDRESS", "Job", "available_cores", "shown"]
+from lightning_async.launch.process import ERROR_FILE
+from lightning_async.membership.launcher_channel import REJOIN
+from lightning_async.membership.signing import SECRET, new_secret
 
 ADDRESS = "127.0.0.1"
 """Where the store listens."""
@@ -27,7 +25,7 @@ def available_cores() -> int:
 
 
 @dataclass(frozen=True)
-class Job:
+class LaunchedJob:
     """What to run, the same on all ranks.
 
     Args:
@@ -45,7 +43,9 @@ class Job:
     name: str
 
     @classmethod
-    def of(cls, program: Sequence[str], ranks: int, max_restarts: int, shell: Mapping[str, str], cores: int) -> Job:
+    def of(
+        cls, program: Sequence[str], ranks: int, max_restarts: int, shell: Mapping[str, str], cores: int
+    ) -> LaunchedJob:
         """A job with the environment of this shell; what it lacks is added: a secret, threads of compute."""
         base = {name: value for name, value in shell.items() if name != REJOIN}
         base.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
@@ -84,7 +84,7 @@ class Job:
         return {**self.base, **self.variables(rank, port, restarts), **alone}
 
 
-def shown(job: Job, shell: Mapping[str, str], standbys: int = 0) -> list[str]:
+def shown(job: LaunchedJob, shell: Mapping[str, str], standbys: int = 0) -> list[str]:
     """What would be started, a command of a shell for each rank; of the secret only that there is one."""
     added = {name: value for name, value in job.base.items() if shell.get(name) != value}
     if SECRET in added:

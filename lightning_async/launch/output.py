@@ -1,7 +1,7 @@
-"""What ranks write: whole lines with the rank before them, to the terminal and to a file for each rank.
+r"""What ranks write: whole lines with the rank before them, to the terminal and to a file for each rank.
 
     a rank's pipe ---> Stream: whole lines ---> Sink: what the terminal takes without making anybody wait
-                                           \\--> the rank's file, without prefixes
+                                           \--> the rank's file, without prefixes
 
 A rank keeps its two pipes over all its starts. Nothing here blocks: where the terminal takes no more, ranks are not
 read any more, and wait themselves, as they would without a launcher.
@@ -18,8 +18,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-
-__all__ = ["Outputs", "Sink", "Stream"]
 
 _PIECE = 4096  # a descriptor that is ready takes so much at once (PIPE_BUF)
 _FULL = 1 << 20

@@ -12,15 +12,83 @@ import ctypes
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from lightning_async.comm.launched import LONGEST, Death, named, news
+from lightning_async.launch.state_machine import TRY_AGAIN
+from lightning_async.membership.launcher_channel import LONGEST, Death, named, news
 
-__all__ = ["Process", "watched"]
+# Where each rank of this host writes what it has died of, as torch.distributed.elastic has it, and what is read
+# there.
+#
+# Programs under torch's ``@record`` write it, and the Trainers of this package's strategies.
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""The environment variable of a rank that names its file."""
+_LONGEST = 300
+_MOST_BYTES = 1 << 22
+
+
+class ErrorFiles:
+    """A file for each rank, which is there once the rank has failed.
+
+    Args:
+        logs: where they are, and stay; None for a directory that goes with the launcher.
+    """
+
+    def __init__(self, logs: Path | None) -> None:
+        self._logs = logs
+        self._own: str | None = None
+
+    def begin(self, rank: int) -> dict[str, str]:
+        """A rank is about to start: what an earlier start has left goes; the variable that it gets.
+
+        Raises:
+            OSError: the directory cannot be made.
+        """
+        path = self._path(rank)
+        path.unlink(missing_ok=True)
+        return {ERROR_FILE: str(path)}
+
+    def read(self, rank: int) -> str:
+        """What a rank that has ended has written, in one line; "" where that is nothing."""
+        try:
+            with self._path(rank).open("rb") as file:
+                said = json.loads(file.read(_MOST_BYTES))
+        except (OSError, ValueError, RecursionError):
+            return ""
+        message = _message(said).strip()
+        line = message.splitlines()[0] if message else ""
+        return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}..."
+
+    def close(self) -> None:
+        """Those that were not asked for."""
+        if self._own is not None:
+            shutil.rmtree(self._own, ignore_errors=True)
+
+    def _path(self, rank: int) -> Path:
+        if self._logs is not None:
+            return (self._logs / f"rank-{rank}.error.json").absolute()
+        if self._own is None:
+            self._own = tempfile.mkdtemp(prefix="lightning-async-errors-")
+        return Path(self._own) / f"rank-{rank}.error.json"
+
+
+def _message(said: Any) -> str:
+    """Of either form: {"message": {"message": ...}}, {"message": ...}."""
+    for _ in range(2):
+        with contextlib.suppress(TypeError, KeyError):
+            said = said["message"]
+    return said if isinstance(said, str) else ""
+
 
 _PR_SET_PDEATHSIG = 1
 _MESSAGES = 512  # more than a socket keeps
@@ -131,3 +199,99 @@ class Process:
         os.close(self.pidfd)
         self.channel.close()
         return status
+
+
+# Who has died of what, in words.
+
+HUNG = 70
+"""The exit code of `HangWatchdog`."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What became of one rank.
+
+    Args:
+        rank, pid: which one; 0 for a process that was never there.
+        status: its exit status, or minus the signal that has killed it.
+        seconds: that it lived.
+        told: the signal by which the launcher has told it to end; None where it has not.
+        tail: the last lines of its stderr.
+        error: the exception that it has written down, see `ErrorFiles`.
+    """
+
+    rank: int
+    pid: int
+    status: int
+    seconds: float
+    told: int | None = None
+    tail: Sequence[bytes] = ()
+    error: str = ""
+
+    @property
+    def process(self) -> str:
+        """Its number in brackets; nothing where it has not been started."""
+        return f" (process {self.pid})" if self.pid else ""
+
+
+def signal_name(number: int) -> str:
+    """SIGKILL for 9."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def how(ending: Ending) -> str:
+    """One rank's end, as the rest of a sentence."""
+    if ending.status == 0:
+        text = "ended in order"
+    elif ending.status == TRY_AGAIN:
+        text = f"has saved and ended with exit code {TRY_AGAIN} (preempted)"
+    elif ending.status == HUNG:
+        text = f"ended with exit code {HUNG} (of a watchdog: it has hung)"
+    elif ending.status > 0:
+        text = f"ended with exit code {ending.status}" + (f" ({ending.error})" if ending.error else "")
+    else:
+        text = f"was killed by {signal_name(-ending.status)}"
+    text += f" after {ending.seconds:.1f} s"
+    if ending.told is not None and ending.status == -ending.told:
+        return f"{text}, by the launcher"
+    if ending.told is not None:
+        return f"{text}, told by {signal_name(ending.told)}"
+    if ending.status == -signal.SIGKILL:
+        return f"{text} (by hand, or by the system for want of memory)"
+    return text
+
+
+def goes_on(lost: Sequence[Ending], left: int, ranks: int) -> str:
+    """These have died, and so many of all train without them."""
+    return f"{report(lost, None, None)}: training goes on with {left} of {ranks} ranks."
+
+
+def report(endings: Sequence[Ending], first: int | None, code: int | None, lost: Collection[int] = frozenset()) -> str:
+    """All ranks in the order of their ends, and the last lines of those that died by themselves.
+
+    Args:
+        endings: in this order.
+        first: the rank that died first, of those that are not lost.
+        code: the launcher's exit code; None where the ranks are started again.
+        lost: the ranks without which training went on.
+    """
+    last = {ending.rank: ending for ending in endings}
+    lines = []
+    for ending in endings:
+        lives = "; it was started again" if last[ending.rank] is not ending else ""
+        without = "; training went on without it" if not lives and ending.rank in lost else ""
+        lines.append(f"rank {ending.rank}{ending.process} {how(ending)}{lives}{without}")
+    for ending in last.values():
+        died = ending.rank in (first, *lost) and ending.told is None and ending.status != TRY_AGAIN
+        if died and ending.tail:
+            lines.append(f"the last that rank {ending.rank} has written to stderr:")
+            lines += [f"    {line.decode(errors='replace')}" for line in ending.tail]
+    if lost or len(last) < len(endings):
+        in_order = sum(ending.status == 0 for ending in last.values())
+        lines.append(f"{in_order} of {len(last)} ranks have ended in order")
+    if code is not None:
+        lines.append(f"exit code {code}")
+    return "\n".join(lines)

@@ -13,21 +13,18 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_async.comm.launched import Death, heard, program
-from lightning_async.launch.environment import Job
-from lightning_async.launch.error_files import ErrorFiles
-from lightning_async.launch.loop import Loop
+from lightning_async.launch.environment import LaunchedJob
+from lightning_async.launch.event_loop import EventLoop
 from lightning_async.launch.output import Outputs
-from lightning_async.launch.process import Process
-from lightning_async.launch.standby import Standbys
-from lightning_async.launch.state import CANNOT_START, Policy
-from lightning_async.launch.store import Keeper
-from lightning_async.launch.summary import Ending
+from lightning_async.launch.process import Ending, ErrorFiles, Process
+from lightning_async.launch.state_machine import CANNOT_START, Policy
+from lightning_async.launch.store import LaunchStore
+from lightning_async.launch.warm_spare import WarmSpares
+from lightning_async.membership.launcher_channel import Death, heard, program
 
 if TYPE_CHECKING:
-    from lightning_async.launch.supervise import Supervisor
+    from lightning_async.launch.supervisor import Supervisor
 
-__all__ = ["Ranks", "cannot_start"]
 
 _KILLED_S, _SOON_S = 1.0, 1.0
 
@@ -46,10 +43,12 @@ class Ranks:
         OSError: there are no descriptors left, or a file cannot be written.
     """
 
-    def __init__(self, job: Job, policy: Policy, logs: Path | None, loop: Loop, supervisor: Supervisor) -> None:
+    def __init__(
+        self, job: LaunchedJob, policy: Policy, logs: Path | None, loop: EventLoop, supervisor: Supervisor
+    ) -> None:
         self._job, self._policy, self._logs, self._loop, self._supervisor = job, policy, logs, loop, supervisor
         self._processes: dict[int, Process] = {}
-        self._keeper: Keeper | None = None
+        self._keeper: LaunchStore | None = None
         self._pipes: list[tuple[int, int]] = []
         self._errors = ErrorFiles(logs)
         try:
@@ -59,14 +58,14 @@ class Ranks:
         except OSError:
             self._close_pipes()
             raise
-        self._standbys = Standbys(job, policy.standbys, self.outputs.say)
+        self._standbys = WarmSpares(job, policy.standbys, self.outputs.say)
 
     def open_store(self) -> int:
         """A store in place of the one before; its port."""
         return self._kept().open()
 
     def start(self, rank: int, port: int, attempt: int, rejoins: int = 0) -> None:
-        """Start one rank, with the store at this port; see `Job.environment`.
+        """Start one rank, with the store at this port; see `LaunchedJob.environment`.
 
         Raises:
             OSError: the system does not let it start.
@@ -120,18 +119,18 @@ class Ranks:
         """The last. Without `leave` before it, ranks and the process that keeps the store live on for a while."""
         self._close_pipes()
 
-    def _kept(self) -> Keeper:
+    def _kept(self) -> LaunchStore:
         if self._keeper is None:
             readers = [reader for reader, _ in self._pipes]
             policy = self._policy
-            self._keeper = keeper = Keeper(readers, self._logs, policy.grace_s, policy.hang_limits)
+            self._keeper = keeper = LaunchStore(readers, self._logs, policy.grace_s, policy.hang_limits)
             self._loop.watch(keeper.pidfd, lambda: self._lose(keeper))
             self._loop.watch(keeper.channel, lambda: self._hear(keeper))
             for process in self._processes.values():
                 keeper.started(process)
         return self._keeper
 
-    def _lose(self, keeper: Keeper) -> None:
+    def _lose(self, keeper: LaunchStore) -> None:
         """Another one takes its place at once: should the launcher be killed, these ranks are to save and to end."""
         self._loop.forget(keeper.pidfd)
         self._loop.forget(keeper.channel)
@@ -141,7 +140,7 @@ class Ranks:
                 self._kept()
         self._supervisor.unkept(how)
 
-    def _hear(self, keeper: Keeper) -> None:
+    def _hear(self, keeper: LaunchStore) -> None:
         if words := keeper.words():
             self._supervisor.hung(words)
         else:

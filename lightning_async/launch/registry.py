@@ -13,11 +13,9 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = ["Entry", "Registry", "running"]
-
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class JobEntry:
     """A job that runs.
 
     Args:
@@ -49,7 +47,7 @@ class Registry:
 
     def write(self, port: int) -> None:
         """The store is there."""
-        entry = Entry(
+        entry = JobEntry(
             launcher=os.getpid(), started=_started(os.getpid()) or 0, port=port, secret=self._secret,
             program=self._program,
         )  # fmt: skip
@@ -70,7 +68,7 @@ class Registry:
             self._path.unlink(missing_ok=True)
 
 
-def running() -> list[Entry]:
+def running() -> list[JobEntry]:
     """The jobs of this user on this host, in the order in which they began; what dead launchers left is deleted."""
     found = []
     folder = _folder()
@@ -79,7 +77,7 @@ def running() -> list[Entry]:
     for path in folder.glob("*.json"):
         try:
             said = json.loads(path.read_text())
-            entry = Entry(**{**said, "program": tuple(said["program"])})
+            entry = JobEntry(**{**said, "program": tuple(said["program"])})
         except (OSError, ValueError, TypeError, KeyError):
             continue
         if _started(entry.launcher) == entry.started:

@@ -15,17 +15,15 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lightning_async.bare import bare_command
+from lightning_async._subprocess import bare_command
 from lightning_async.launch.environment import ADDRESS
 from lightning_async.launch.process import Process, watched
-
-__all__ = ["Keeper"]
 
 _BACKLOG = 2048
 _LONGEST_WORDS = 1 << 16
 
 
-class Keeper:
+class LaunchStore:
     """The process that keeps the store.
 
     Args:
@@ -52,7 +50,7 @@ class Keeper:
         variables = {**os.environ, "OMP_NUM_THREADS": "1"}  # of the user's, meant for ranks, libgomp may complain
         try:
             self._popen = subprocess.Popen(
-                bare_command("lightning_async.launch.keeper", arguments, title),
+                bare_command("lightning_async.launch.store_main", arguments, title),
                 stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno(), *readers], start_new_session=True, env=variables,
             )  # fmt: skip
         finally:

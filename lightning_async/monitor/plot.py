@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["plot_run", "read_metrics"]
-
 Series = tuple[list[int], list[float]]
 
 PREFIXES = ("averaging/", "gradients/", "servers/")

@@ -1,21 +1,19 @@
 """Arithmetic on lists of tensors and on flat buckets. No I/O, no threads, no autograd."""
 
-from lightning_async.ops.codes import (
+from lightning_async.ops.flat_ops import (
+    accumulate_,
     dequantize_2bit_average_,
     dequantize_average_,
+    outer_merge_,
     quantize_,
     quantize_2bit_,
     requantize_average_,
-    topk_,
-    topk_accumulate_,
-)
-from lightning_async.ops.fused import (
-    accumulate_,
-    outer_merge_,
     server_adam_,
     server_add_,
     server_dana_,
     server_sgd_,
+    topk_,
+    topk_accumulate_,
 )
 from lightning_async.ops.plan import Plan, all_finite, apply_, pack_, scale_, sq_distance, sq_norm
 from lightning_async.ops.reference.compression import BLOCK, blocks

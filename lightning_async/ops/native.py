@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-
-__all__ = ["Backend", "available", "backend", "build_record", "library", "use"]
+from torch import Tensor
 
 log = logging.getLogger(__name__)
+
 
 FOLDER = Path(__file__).resolve().parent / "lib"
 ABI_VERSION = 4
@@ -161,3 +162,217 @@ def library(kind: str) -> ctypes.CDLL:
     found = _loaded.get("cuda" if kind == "cuda" else "cpu")
     assert found is not None
     return found
+
+
+# Calls into the native libraries: pointers, scratch memory, streams.
+#
+# Nothing here checks shapes, formats or overlaps: `define` and `plan` do, before they come here.
+
+FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Formats of parameters; state is fp32."""
+CODES = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.bfloat16: 2, torch.uint8: 3}
+"""Formats of messages; uint8 holds four codes of 2 bits."""
+CHUNK = 65536
+MAX_SCALARS, MAX_NORMS = 10, 2
+_MIN_PER_THREAD = 1 << 16
+
+
+class Segment(ctypes.Structure):
+    """One tensor of a list: `la_segment` of cuda_ext/csrc/abi.h."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("rest", ctypes.c_void_p),
+        ("offset", ctypes.c_int64),
+        ("numel", ctypes.c_int64),
+        ("op", ctypes.c_int32),
+        ("format", ctypes.c_int32),
+    )
+
+
+@functools.cache
+def find(kind: str, name: str) -> int:
+    """The number of an op."""
+    number = library(kind).la_find(name.encode())
+    assert number >= 0, f"the {kind} library has no op {name!r}"
+    return number
+
+
+def _threads(numel: int) -> int:
+    return 1 if numel < 2 * _MIN_PER_THREAD else min(torch.get_num_threads(), numel // _MIN_PER_THREAD)
+
+
+def _ok(status: int) -> None:
+    if status:
+        raise RuntimeError(
+            f"The native library failed with status {status}"
+            + (" of the CUDA runtime." if status > 0 else ": wrong arguments or no memory.")
+        )
+
+
+def _pointer(t: Tensor | None) -> int | None:
+    return None if t is None else t.data_ptr()
+
+
+def _pointers(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(tensors))(*[t.data_ptr() for t in tensors])
+
+
+def _scalars(values: Sequence[float]) -> ctypes.Array[ctypes.c_float]:
+    return (ctypes.c_float * MAX_SCALARS)(*values)
+
+
+def _on(device: torch.device) -> tuple[ctypes.CDLL, int]:
+    """The CUDA library, told the device, and torch's stream on it."""
+    cuda = library("cuda")
+    _ok(cuda.la_cuda_use_device(device.index if device.index is not None else torch.cuda.current_device()))
+    return cuda, torch.cuda.current_stream(device).cuda_stream
+
+
+def _chunks(numel: int) -> int:
+    return -(-numel // CHUNK)
+
+
+def flat(name: str, arrays: Sequence[Tensor], scalars: Sequence[float] = (), whole: int = 0) -> None:
+    """Run an elementwise op.
+
+    Args:
+        whole: elements of the arrays that these are a piece of, where they are. Default: they are no piece.
+    """
+    x = arrays[0]
+    number, form, numel = find(x.device.type, name), FORMATS[x.dtype], x.numel()
+    pointers, values = _pointers(arrays), _scalars(scalars)
+    if x.is_cuda:
+        cuda, stream = _on(x.device)
+        _ok(cuda.la_cuda_flat(number, form, pointers, numel, values, None, None, stream))
+    else:
+        _ok(library("cpu").la_cpu_flat(number, form, pointers, numel, whole, values, None, _threads(numel)))
+
+
+class SegmentTable:
+    """A list of tensors as the library of their device wants it: one table on the CPU, one per op and format on a GPU.
+
+    Args:
+        device: where the tensors are.
+        segments: not empty; the library's ops and formats are in them.
+    """
+
+    def __init__(self, device: torch.device, segments: Sequence[Segment]) -> None:
+        self.device, self._count = device, len(segments)
+        self.numel = sum(segment.numel for segment in segments)
+        self._segments = (Segment * len(segments))(*segments)
+        self._groups: list[tuple[int, int, Tensor, Tensor]] = []
+        if device.type == "cuda":
+            for key in sorted({(segment.op, segment.format) for segment in segments}):
+                mine = [segment for segment in segments if (segment.op, segment.format) == key]
+                raw = torch.frombuffer(bytearray((Segment * len(mine))(*mine)), dtype=torch.int64)
+                chunks = [(i, c) for i, segment in enumerate(mine) for c in range(_chunks(segment.numel))]
+                self._groups.append((*key, raw.to(device), torch.tensor(chunks, dtype=torch.int64, device=device)))
+
+    def follow(self, pointers: Sequence[int]) -> bool:
+        """The tensors are elsewhere from now on; whether the table could be changed."""
+        if self.device.type != "cpu":
+            return False
+        for segment, pointer in zip(self._segments, pointers, strict=True):
+            segment.x = pointer
+        return True
+
+    def run(self, buckets: Sequence[Tensor], scalars: Sequence[float], norms: bool) -> Tensor | None:
+        """Run each segment's op on it and its places in the buckets; with ``norms``, return the sums of squares."""
+        pointers, values = _pointers(buckets), _scalars(scalars)
+        sums = torch.empty(MAX_NORMS, dtype=torch.float64, device=self.device) if norms else None
+        if self.device.type == "cpu":
+            _ok(
+                library("cpu").la_cpu_list(
+                    self._segments, self._count, pointers, len(buckets), values, _pointer(sums), _threads(self.numel)
+                )
+            )
+            return sums
+        cuda, stream = _on(self.device)
+        num_chunks = sum(len(chunks) for *_, chunks in self._groups)
+        work = sums.new_empty(num_chunks, MAX_NORMS) if sums is not None else None
+        done = 0
+        for op, form, table, chunks in self._groups:
+            partial = None if work is None else work[done:].data_ptr()
+            _ok(
+                cuda.la_cuda_list(
+                    op, form, table.data_ptr(), chunks.data_ptr(), len(chunks), pointers, len(buckets), values, partial,
+                    stream,
+                )
+            )  # fmt: skip
+            done += len(chunks)
+        if sums is not None:
+            _ok(cuda.la_cuda_sum(_pointer(work), num_chunks, sums.data_ptr(), stream))
+        return sums
+
+
+def square(a: Tensor, b: Tensor | None) -> Tensor:
+    """The sum of :math:`(a - b)^2` in float64, on the device."""
+    other = a if b is None else b
+    total = torch.empty((), dtype=torch.float64, device=a.device)
+    arguments = (FORMATS[a.dtype], a.data_ptr(), FORMATS[other.dtype], _pointer(b), a.numel(), total.data_ptr())
+    if a.is_cuda:
+        cuda, stream = _on(a.device)
+        work = total.new_empty(max(1, _chunks(a.numel())))
+        _ok(cuda.la_cuda_square(*arguments, work.data_ptr(), stream))
+    else:
+        _ok(library("cpu").la_cpu_square(*arguments, _threads(a.numel())))
+    return total
+
+
+def quantize(codes: Tensor, scales: Tensor | None, source: Tensor, residual: Tensor, threshold: float = 0.0) -> None:
+    """Encode ``source + residual``; what is lost stays in ``residual``."""
+    numel = source.numel()
+    arguments = (CODES[codes.dtype], codes.data_ptr(), _pointer(scales), source.data_ptr(), residual.data_ptr(), numel)
+    if source.is_cuda:
+        cuda, stream = _on(source.device)
+        _ok(cuda.la_cuda_quantize(*arguments, threshold, stream))
+    else:
+        _ok(library("cpu").la_cpu_quantize(*arguments, threshold, _threads(numel)))
+
+
+def average(
+    codes: Tensor,
+    scales: Tensor | None,
+    weights: Tensor,
+    numel: int,
+    *,
+    threshold: float = 0.0,
+    out: Tensor | None = None,
+    again: tuple[Tensor, Tensor | None, Tensor] | None = None,
+) -> None:
+    """The weighted sum of all peers' decoded codes: into ``out``, or encoded ``again`` (codes, scales, residual)."""
+    out_codes, out_scales, residual = again if again is not None else (None, None, None)
+    arguments = (
+        CODES[codes.dtype], codes.data_ptr(), _pointer(scales), weights.data_ptr(), weights.numel(), numel, threshold,
+        _pointer(out), _pointer(out_codes), _pointer(out_scales), _pointer(residual),
+    )  # fmt: skip
+    if codes.is_cuda:
+        cuda, stream = _on(codes.device)
+        _ok(cuda.la_cuda_average(*arguments, stream))
+    else:
+        _ok(library("cpu").la_cpu_average(*arguments, _threads(numel)))
+
+
+def topk(values: Tensor, indices: Tensor, source: Tensor, residual: Tensor) -> None:
+    """Select on the CPU."""
+    _ok(
+        library("cpu").la_cpu_topk(
+            source.data_ptr(), residual.data_ptr(), source.numel(), values.numel(), values.data_ptr(),
+            indices.data_ptr(),
+        )
+    )  # fmt: skip
+
+
+def scatter(out: Tensor, values: Tensor, indices: Tensor, weight: float) -> None:
+    """Add to selected elements, on the CPU.
+
+    Raises:
+        IndexError: an index is out of range; nothing was added.
+    """
+    status = library("cpu").la_cpu_scatter(
+        out.data_ptr(), out.numel(), values.data_ptr(), indices.data_ptr(), values.numel(), weight
+    )
+    if status == -2:
+        raise IndexError(f"`indices` must be in [0, {out.numel()}).")
+    _ok(status)

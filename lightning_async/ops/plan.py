@@ -16,10 +16,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from lightning_async.flat import FlatLayout
-from lightning_async.ops import calls, native
+from lightning_async.ops import native
 from lightning_async.ops.reference import buckets as reference
-
-__all__ = ["Plan", "all_finite", "apply_", "pack_", "scale_", "sq_distance", "sq_norm"]
 
 Remainders = reference.Remainders
 _WRITES_TENSORS = ("copy", "move")
@@ -207,7 +205,7 @@ class _Table:
 
     def __init__(self, op: str, device: torch.device, plan: Plan) -> None:
         fast = native.available(device)
-        segments: list[calls.Segment] = []
+        segments: list[native.Segment] = []
         self.others: list[int] = []
         self.written: list[int] = []
         self.rests: list[Tensor] = []
@@ -216,18 +214,18 @@ class _Table:
             if not x.numel():
                 continue
             present = [x] if rest is None else [x, rest]
-            if not (fast and x.dtype in calls.FORMATS and all(t.device == device and _dense(t) for t in present)):
+            if not (fast and x.dtype in native.FORMATS and all(t.device == device and _dense(t) for t in present)):
                 self.others.append(k)
                 continue
-            number = calls.find(device.type, op if rest is None else f"{op}_rest")
+            number = native.find(device.type, op if rest is None else f"{op}_rest")
             pointer = None if rest is None else rest.data_ptr()
-            segments.append(calls.Segment(x.data_ptr(), pointer, offset, x.numel(), number, calls.FORMATS[x.dtype]))
+            segments.append(native.Segment(x.data_ptr(), pointer, offset, x.numel(), number, native.FORMATS[x.dtype]))
             self._places.append(k)
             if op in _WRITES_TENSORS:
                 self.written.append(k)
                 self.rests += present[1:]
         self.whole = not segments and len(self.others) == len(plan.tensors)
-        self._table = calls.SegmentTable(device, segments) if segments else None
+        self._table = native.SegmentTable(device, segments) if segments else None
 
     def follow(self, pointers: Sequence[int]) -> bool:
         """The tensors, none of which has a remainder, are there from now on; whether that can be."""
@@ -259,7 +257,7 @@ def apply_(
 def scale_(out: Tensor, source: Tensor, weight: float) -> None:
     fits = _fast(out, source) and out.dtype == source.dtype == torch.float32 and out.shape == source.shape
     if fits and not _overlap(out, source):
-        calls.flat("pack", [source, out], [weight])
+        native.flat("pack", [source, out], [weight])
         increment_version(out)
     else:  # in place there is nothing to fuse
         reference.scale_(out, source, weight)
@@ -269,23 +267,23 @@ def scale_(out: Tensor, source: Tensor, weight: float) -> None:
 def sq_distance(a: Tensor, b: Tensor) -> float:
     if a.shape != b.shape or not _fast(a, b):
         return reference.sq_distance(a, b)
-    return calls.square(a, b).item()
+    return native.square(a, b).item()
 
 
 @functools.wraps(reference.sq_norm)
 def sq_norm(a: Tensor) -> float:
-    return calls.square(a, None).item() if _fast(a) else reference.sq_norm(a)
+    return native.square(a, None).item() if _fast(a) else reference.sq_norm(a)
 
 
 @functools.wraps(reference.all_finite)
 def all_finite(a: Tensor) -> bool:
-    return math.isfinite(calls.square(a, None).item()) if _fast(a) else reference.all_finite(a)
+    return math.isfinite(native.square(a, None).item()) if _fast(a) else reference.all_finite(a)
 
 
 def _fast(*tensors: Tensor) -> bool:
     device = tensors[0].device
     return native.available(device) and all(
-        t.device == device and t.dtype in calls.FORMATS and t.is_contiguous() for t in tensors
+        t.device == device and t.dtype in native.FORMATS and t.is_contiguous() for t in tensors
     )
 
 

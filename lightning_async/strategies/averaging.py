@@ -5,26 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightning_async.engine.averaging.config import AveragerConfig, Weighting
-from lightning_async.engine.codes import Compression
-from lightning_async.engine.deadlines import Deadlines
+from lightning_async.algorithms import DeltaMean, EveryNSteps, Synchronous
+from lightning_async.algorithms.averaging import AveragingRule
+from lightning_async.algorithms.schedules import Schedule
+from lightning_async.engine.averaging.rule_state import AveragerConfig, Weighting
+from lightning_async.engine.compressed_mean import Compression
 from lightning_async.engine.replica import BufferPolicy, OptimizerPolicy
-from lightning_async.rules import DeltaMean, EveryNSteps, Synchronous
-from lightning_async.rules.averaging.protocol import AveragingRule
-from lightning_async.rules.schedules.protocol import Schedule
-from lightning_async.strategies.drifting import DriftingStrategy
-from lightning_async.trainer import refusals
-from lightning_async.trainer.batch import counting
+from lightning_async.engine.timeouts import Timeouts
+from lightning_async.strategies.async_strategy import AsyncStrategy
+from lightning_async.trainer import configuration_checks
+from lightning_async.trainer.environment.settings import check_optimizers
+from lightning_async.trainer.namespace import counting, pytorch
 from lightning_async.trainer.namespace import name as namespace
-from lightning_async.trainer.namespace import pytorch
-from lightning_async.trainer.settings import check_optimizers
-from lightning_async.transports.choose import TransportName
-from lightning_async.transports.transport import Transport
-
-__all__ = ["AsyncAveragingStrategy"]
+from lightning_async.transports.base import Transport
+from lightning_async.transports.resolve import TransportName
 
 
-class AsyncAveragingStrategy(DriftingStrategy):
+class AsyncAveragingStrategy(AsyncStrategy):
     r"""Replicas take local steps and become one model by averaging in the background.
 
     Each replica :math:`i` trains alone. When the schedule says so it sends a snapshot :math:`s_i`; while it goes on
@@ -80,25 +77,25 @@ class AsyncAveragingStrategy(DriftingStrategy):
         weighting: Weighting | Callable[[Any], float] = "samples",
         buffers: BufferPolicy = "average",
         optimizer_state: OptimizerPolicy = "keep",
-        lr_clock: refusals.LrClock = "local",
+        lr_clock: configuration_checks.LrClock = "local",
         compression: Compression = "none",
         min_replicas: int | None = None,
         max_replicas: int | None = None,
-        deadlines: Deadlines | None = None,
+        deadlines: Timeouts | None = None,
         part_mb: float = 16.0,
         transport: Transport | TransportName = "auto",
     ) -> None:
         rule = DeltaMean() if rule is None else rule
         schedule = EveryNSteps(32) if schedule is None else schedule
-        refusals.check_arguments(rule, schedule, overlap)
+        configuration_checks.check_arguments(rule, schedule, overlap)
         owner = type(self).__name__
-        refusals.check_policies(owner, buffers, optimizer_state, lr_clock, part_mb)
+        configuration_checks.check_policies(owner, buffers, optimizer_state, lr_clock, part_mb)
         self.weighting = weighting
         if callable(weighting):
             self.count = counting(owner, weighting)
             weighting = "samples"
         config = AveragerConfig(
-            overlap=overlap, weighting=weighting, compression=compression, deadlines=Deadlines.or_default(deadlines),
+            overlap=overlap, weighting=weighting, compression=compression, deadlines=Timeouts.or_default(deadlines),
             part_bytes=max(4, int(part_mb * 2**20)), min_replicas=min_replicas, max_replicas=max_replicas,
         )  # fmt: skip
         config.check_rule(owner, rule)

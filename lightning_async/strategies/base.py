@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_async.engine.world import World
-from lightning_async.strategies.assembling import come_together
-from lightning_async.strategies.roles import AllTrain, Roles
-from lightning_async.strategies.survivors import (
-    Survivors,
+from lightning_async.engine.collectives import LightningCollectives
+from lightning_async.membership.launcher_channel import CHANNEL, REJOIN
+from lightning_async.membership.startup import AGENTS_STORE, naming_the_stores_host
+from lightning_async.strategies.rank_mapping import (
+    RankMap,
     among,
     count_run,
     left_here,
@@ -25,23 +27,133 @@ from lightning_async.strategies.survivors import (
     numbered_last,
     run_name,
 )
-from lightning_async.trainer.compiled import CompiledMark
-from lightning_async.trainer.names import is_newcomer
-from lightning_async.trainer.namespace import check_object, fabric, pytorch
-from lightning_async.trainer.one_model import make_equal
-from lightning_async.trainer.own_steps import OwnSteps
-from lightning_async.trainer.patches import Undo, rank_zero_info, searches_lr, take_back
-from lightning_async.trainer.settings import check_saved
-from lightning_async.transports.choose import TransportName, choose_transport, register
-from lightning_async.transports.transport import Connection, Transport
+from lightning_async.trainer.environment.environments import is_joining
+from lightning_async.trainer.environment.settings import check_saved
+from lightning_async.trainer.namespace import (
+    CompiledMark,
+    OwnSteps,
+    Undo,
+    check_object,
+    fabric,
+    make_equal,
+    pytorch,
+    rank_zero_info,
+    searches_lr,
+    take_back,
+)
+from lightning_async.transports.base import Connection, Transport
+from lightning_async.transports.resolve import TransportName, choose_transport, register
+
+log = logging.getLogger(__name__)
+
+
+# Where nobody counts the starts of a rank, or somebody does for each rank alone: the store says who comes back.
+
+_AUTO = "auto"
+
+
+def asks_the_store(variables: Mapping[str, str]) -> bool:
+    """Whether the store is to say what a process with these variables is: they say so, or each rank has an agent of
+    torchrun, of which each counts for itself, and starts its own rank again.
+
+    Raises:
+        ValueError: they say so, and not that somebody else than rank 0 has the store.
+
+    >>> agents = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_WORLD_SIZE": "1"}
+    >>> asks_the_store({**agents, "WORLD_SIZE": "3"}), asks_the_store({**agents, "WORLD_SIZE": "1"})
+    (True, False)
+    >>> asks_the_store({**agents, "WORLD_SIZE": "3", "LIGHTNING_ASYNC_REJOIN": "torchrun"})
+    False
+    """
+    outlives, told = variables.get(AGENTS_STORE) == "True", variables.get(REJOIN)
+    if told == _AUTO and not outlives:
+        raise ValueError(
+            f"{REJOIN}={_AUTO} needs a store that outlives rank 0: start one at MASTER_ADDR and MASTER_PORT, as "
+            f"examples/kubernetes.yaml does, and export {AGENTS_STORE}=True."
+        )
+    by_torchrun = outlives and "TORCHELASTIC_RUN_ID" in variables and CHANNEL not in variables
+    several = variables.get("WORLD_SIZE", "1") != "1"
+    return told == _AUTO or (told is None and by_torchrun and several and variables.get("LOCAL_WORLD_SIZE") == "1")
+
+
+def come_together(strategy: Any) -> bool:
+    """All ranks call this at the start of their first run; whether others train, so that this one joins them.
+
+    Args:
+        strategy: whose ranks they are; it knows its numbers.
+
+    Raises:
+        ValueError: the store is asked for and cannot say it.
+        CollectiveTimeout: ranks are missing, and nobody trains.
+    """
+    if strategy.host is None or not asks_the_store(os.environ):
+        return False
+    quorum, rank = getattr(strategy, "quorum", None), strategy.global_rank
+    if quorum is not None and not quorum.is_all:
+        if os.environ.get(REJOIN) == _AUTO:
+            raise ValueError(
+                f"{REJOIN}={_AUTO}: all ranks begin together, and `wait_for_workers` says that some come later. Leave "
+                'it at "all".'
+            )
+        return False
+    with naming_the_stores_host(rank):
+        found = strategy.transport.assemble(strategy.cluster_environment)
+    os.environ[REJOIN] = f"{found.again}@{found.attempt}"
+    if found.again:
+        log.warning("Rank %d was started again while others train.", rank)
+    elif found.attempt:
+        log.info("Rank %d begins with all others, which were started again, too.", rank)
+    return bool(found.again)
+
+
+# Which ranks are replicas.
+
+
+class Roles(Protocol):
+    """Of the ranks of one strategy."""
+
+    @property
+    def num_serving(self) -> int:
+        """So many of those that were started as ranks, the last ones, are no replicas."""
+        ...
+
+    def check_transport(self, transport: Transport) -> None:
+        """Raise ValueError where not all ranks can be replicas, and this one asks for that."""
+        ...
+
+    def check_ranks(self, started: int) -> None:
+        """Raise ValueError where that leaves no replica."""
+        ...
+
+    def is_alone(self, world_size: int) -> bool:
+        """Whether a replica, of so many, needs nobody."""
+        ...
+
+    def take_part(self, strategy: Any) -> None:
+        """Come back, to train; else do what this rank is there for, and end the process."""
+        ...
+
+
+class AllTrain:
+    """All ranks are replicas."""
+
+    num_serving = 0
+
+    def check_transport(self, transport: Transport) -> None: ...
+
+    def check_ranks(self, started: int) -> None: ...
+
+    def is_alone(self, world_size: int) -> bool:
+        return world_size == 1
+
+    def take_part(self, strategy: Any) -> None: ...
+
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
     from lightning.pytorch.strategies import ParallelStrategy
 else:
     ParallelStrategy = pytorch("strategies.parallel").ParallelStrategy
-
-__all__ = ["ReplicatedStrategy"]
 
 T = TypeVar("T")
 
@@ -82,7 +194,7 @@ class ReplicatedStrategy(ParallelStrategy):
         self.failed = False
         """This rank has ended with an exception: nothing waits for others any more."""
         self.num_runs = self._operations = 0
-        self.survivors: Survivors | None = left_here()
+        self.live_ranks: RankMap | None = left_here()
         """Who is left, where training goes on without those that are lost."""
         self.host: Any = None
         """Takes newcomers in; None where nobody can come, as the transport is no `ElasticTransport`."""
@@ -139,15 +251,15 @@ class ReplicatedStrategy(ParallelStrategy):
     @property
     def global_rank(self) -> int:
         """This rank's number, which changes where others are lost and training goes on without them."""
-        if self.survivors is not None:
-            return self.survivors.generation.rank
-        return min(super().global_rank, self.world_size - 1) if is_newcomer(self) else super().global_rank
+        if self.live_ranks is not None:
+            return self.live_ranks.generation.rank
+        return min(super().global_rank, self.world_size - 1) if is_joining(self) else super().global_rank
 
     @property
     def world_size(self) -> int:
         """How many ranks there are, without those that are lost, and those that are no replicas."""
-        if self.survivors is not None:
-            return self.survivors.generation.world_size
+        if self.live_ranks is not None:
+            return self.live_ranks.generation.world_size
         return super().world_size - self.roles.num_serving
 
     def _configure_launcher(self) -> None:
@@ -155,13 +267,13 @@ class ReplicatedStrategy(ParallelStrategy):
 
     def _child_died(self, local_rank: int, returncode: int) -> timedelta | None:
         """A rank that was started here is gone. Returns how long the others may take to end; None: they go on."""
-        rank, survivors = self.node_rank * self.num_processes + local_rank, self.survivors
-        if survivors is not None and survivors.does_without(rank):
+        rank, live_ranks = self.node_rank * self.num_processes + local_rank, self.live_ranks
+        if live_ranks is not None and live_ranks.does_without(rank):
             return None
         if self._connection is None or self._dead_after is None:
             return timedelta(0)
         self._connection.report_death(rank, f"its process ended with status {returncode}")
-        return None if survivors is not None and survivors.can_lose_one else self._dead_after
+        return None if live_ranks is not None and live_ranks.can_lose_one else self._dead_after
 
     def setup_environment(self) -> None:
         self.set_world_ranks()  # a process that was forked learns its number here
@@ -173,7 +285,7 @@ class ReplicatedStrategy(ParallelStrategy):
 
     def connect_ranks(self) -> None:
         """Join the other ranks, if there are any; all call this together."""
-        if not self.roles.is_alone(self.world_size) and not is_newcomer(self):
+        if not self.roles.is_alone(self.world_size) and not is_joining(self):
             run, elastic = count_run(), {} if self.host is None else {"elastic": True}
             self.use(
                 self.transport.connect(self.place, self.root_device, run_name(run), self._dead_after, **elastic), run
@@ -182,12 +294,12 @@ class ReplicatedStrategy(ParallelStrategy):
     @property
     def place(self) -> Any:
         """The environment of the replicas that are there."""
-        return among(self.survivors, self.cluster_environment, self.roles.num_serving)
+        return among(self.live_ranks, self.cluster_environment, self.roles.num_serving)
 
     def use(self, connection: Connection, run: int) -> None:
         """All ranks are connected for this run."""
         self._connection, self.num_runs, self._operations = connection, run, 0
-        connection.hear_deaths(partial(name_in_run, names=() if self.survivors is None else self.survivors.names))
+        connection.hear_deaths(partial(name_in_run, names=() if self.live_ranks is None else self.live_ranks.names))
 
     @property
     def connection(self) -> Connection | None:
@@ -305,11 +417,11 @@ class ReplicatedStrategy(ParallelStrategy):
     # ---- Lightning's collectives ----
 
     @property
-    def world(self) -> World | None:
+    def world(self) -> LightningCollectives | None:
         """Collectives over all ranks while the Trainer runs; None otherwise, and in a world of one."""
         return self._connection.world if self._connection is not None else None
 
-    def _together(self) -> AbstractContextManager[World | None]:
+    def _together(self) -> AbstractContextManager[LightningCollectives | None]:
         """`world`; after a run, one for this operation (`trainer.save_checkpoint` after `fit`, say)."""
         if self._connection is not None or self.num_runs == 0 or self.failed or self.roles.is_alone(self.world_size):
             return nullcontext(self.world)
@@ -322,7 +434,7 @@ class ReplicatedStrategy(ParallelStrategy):
                 world.barrier(name or "")
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        if self.world is not None and self.world.drifting and searches_lr(self.module.trainer):
+        if self.world is not None and self.world.asynchronous and searches_lr(self.module.trainer):
             return obj  # whether this rank's search is over, after every batch: the others hear it by a vote
         with self._together() as world:
             return obj if world is None else world.broadcast(obj, src)

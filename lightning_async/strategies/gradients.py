@@ -8,36 +8,31 @@ from typing import Any, Literal, get_args
 
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
-from lightning_async.arguments import check_choice, check_int
-from lightning_async.engine.averaging.config import AveragerConfig
-from lightning_async.engine.deadlines import Deadlines
-from lightning_async.engine.gradients.feedback import GradientCompression
-from lightning_async.engine.gradients.totals import WindowTotals
+from lightning_async._checks import check_choice, check_int
+from lightning_async.algorithms import DeltaMean, Synchronous
+from lightning_async.algorithms.accumulation import BalancedWindows
+from lightning_async.algorithms.compression import PowerSGD, TopK
+from lightning_async.algorithms.staleness import DelayCorrection
+from lightning_async.engine.averaging.rule_state import AveragerConfig
+from lightning_async.engine.gradients.compression import GradientCompression
+from lightning_async.engine.gradients.window import WindowTotals
 from lightning_async.engine.replica import BufferPolicy
-from lightning_async.rules import DeltaMean, Synchronous
-from lightning_async.rules.balance import BalancedWindows
-from lightning_async.rules.compression import PowerSGD, TopK
-from lightning_async.rules.delays import DelayCorrection
-from lightning_async.strategies.accumulating import Accumulating
-from lightning_async.strategies.drifting import DriftingStrategy
-from lightning_async.strategies.manual_windows import ManualWindows, check_apart
-from lightning_async.trainer import refusals
-from lightning_async.trainer.lent_windows import LentWindows
-from lightning_async.trainer.names import is_newcomer
+from lightning_async.engine.timeouts import Timeouts
+from lightning_async.strategies.async_strategy import AsyncStrategy
+from lightning_async.strategies.window_steps import ManualWindowSteps, WindowSteps, check_apart
+from lightning_async.trainer import configuration_checks
+from lightning_async.trainer.environment.environments import is_joining
+from lightning_async.trainer.environment.settings import check_optimizers
+from lightning_async.trainer.loops.updates import ExternalWindowSize, OptimizerUpdates
+from lightning_async.trainer.namespace import Undo, callbacks_of, pytorch, set_for_now, take_back
 from lightning_async.trainer.namespace import name as namespace
-from lightning_async.trainer.namespace import pytorch
-from lightning_async.trainer.patches import Undo, callbacks_of, set_for_now, take_back
-from lightning_async.trainer.settings import check_optimizers
-from lightning_async.trainer.updates import Updates
-from lightning_async.transports.choose import TransportName
-from lightning_async.transports.transport import Transport
-
-__all__ = ["AsyncGradientStrategy"]
+from lightning_async.transports.base import Transport
+from lightning_async.transports.resolve import TransportName
 
 CompressionName = Literal["none", "bf16", "fp8", "int8", "topk", "powersgd"]
 
 
-class AsyncGradientStrategy(DriftingStrategy):
+class AsyncGradientStrategy(AsyncStrategy):
     r"""Gradients accumulate while those of the last batches are averaged in the background.
 
     Each replica :math:`i` gathers the gradients of a *window* of batches. When that is full, its mean over all replicas
@@ -49,7 +44,7 @@ class AsyncGradientStrategy(DriftingStrategy):
     the same steps, and hold the same parameters after each. ``global_step``, ``max_steps`` and schedulers that step per
     batch count these steps; gradients are clipped after averaging. Where all ranks wait for one another (validation,
     the end of an epoch, checkpoints) what is in flight is stepped with first; the last batch of an epoch closes a
-    window. In manual optimization ``optimizer.step()`` asks for a step, see `ManualWindows`.
+    window. In manual optimization ``optimizer.step()`` asks for a step, see `ManualWindowSteps`.
 
     Args:
         accumulate: batches in a window. Default 1: as many steps as DDP takes. ``"until_reduced"``: each window lasts
@@ -101,7 +96,7 @@ class AsyncGradientStrategy(DriftingStrategy):
         buffers: BufferPolicy = "average",
         min_replicas: int | None = None,
         max_replicas: int | None = None,
-        deadlines: Deadlines | None = None,
+        deadlines: Timeouts | None = None,
         part_mb: float = 16.0,
         transport: Transport | TransportName = "auto",
     ) -> None:
@@ -132,14 +127,14 @@ class AsyncGradientStrategy(DriftingStrategy):
                 f"`{owner}(accumulate='until_reduced', delay=0)`: without a delay nothing is gathered while gradients "
                 "are reduced. Pass `delay=1`, or a number of batches."
             )
-        refusals.check_policies(owner, buffers, "keep", "local", part_mb)
+        configuration_checks.check_policies(owner, buffers, "keep", "local", part_mb)
         config = AveragerConfig(
-            deadlines=Deadlines.or_default(deadlines), part_bytes=max(4, int(part_mb * 2**20)),
+            deadlines=Timeouts.or_default(deadlines), part_bytes=max(4, int(part_mb * 2**20)),
             min_replicas=min_replicas, max_replicas=max_replicas,
         )  # fmt: skip
         super().__init__(DeltaMean(), Synchronous(), config, buffers=buffers, transport=transport)
-        self.updates: Updates | None = None
-        self.sizes: LentWindows | None = None
+        self.updates: OptimizerUpdates | None = None
+        self.sizes: ExternalWindowSize | None = None
         """Says how large windows are, in place of `accumulate`."""
         self.lent = False
         """A callback says how large windows are."""
@@ -175,8 +170,8 @@ class AsyncGradientStrategy(DriftingStrategy):
             ):  # so that Lightning's count of steps to come is right, too
                 batches = self.accumulate.batches if isinstance(self.accumulate, BalancedWindows) else self.accumulate
                 self._undo.append(set_for_now(trainer, "accumulate_grad_batches", batches))
-            if self.world is not None or is_newcomer(self):
-                self.updates = Updates(trainer, self._after_batch, self._batch)
+            if self.world is not None or is_joining(self):
+                self.updates = OptimizerUpdates(trainer, self._after_batch, self._batch)
                 self._undo += self.updates.install()
         super().setup(trainer)
         if trainer.state.fn == "fit" and self.world is not None:
@@ -197,28 +192,28 @@ class AsyncGradientStrategy(DriftingStrategy):
             check_apart(type(self).__name__, self.module, self.optimizers)
 
     def _batch(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._session is None else self._session.stepping.batch()
+        return nullcontext() if self._session is None else self._session.step_runner.batch()
 
     def _after_batch(self) -> None:
         if self._session is not None:
-            self._session.stepping.after_batch()
+            self._session.step_runner.after_batch()
 
-    def make_stepping(self, *args: Any) -> Accumulating:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """See `DriftingStrategy`."""
-        return Accumulating(*args) if self.module.automatic_optimization else ManualWindows(*args)
+    def make_step_runner(self, *args: Any) -> WindowSteps:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """See `AsyncStrategy`."""
+        return WindowSteps(*args) if self.module.automatic_optimization else ManualWindowSteps(*args)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        stepping = None if self._session is None else self._session.stepping
-        if not isinstance(stepping, ManualWindows) or stepping.steps:
+        step_runner = None if self._session is None else self._session.step_runner
+        if not isinstance(step_runner, ManualWindowSteps) or step_runner.steps:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         output = closure()
-        stepping.gather(optimizer)
+        step_runner.gather(optimizer)
         return output
 
     @property
     def between_windows(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """See `Drifting`."""
-        return self._session is None or self._session.stepping.between_windows
+        return self._session is None or self._session.step_runner.between_windows
 
     missed_steps = 0
 
@@ -230,7 +225,7 @@ class AsyncGradientStrategy(DriftingStrategy):
     @property
     def gathers(self) -> bool:
         """See `Drifting`."""
-        return self._session is not None and self._session.stepping.gathers
+        return self._session is not None and self._session.step_runner.gathers
 
     @property
     def is_update_step(self) -> bool:
@@ -241,8 +236,8 @@ class AsyncGradientStrategy(DriftingStrategy):
 
     def tell_place(self) -> None:
         """A window is about to leave: what is lost with this rank from here on begins behind it."""
-        if self.course is not None:
-            self.course.patches.tell_place()
+        if self.fit_sessions is not None:
+            self.fit_sessions.patches.tell_place()
 
     def teardown(self) -> None:
         super().teardown()

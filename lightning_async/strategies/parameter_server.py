@@ -9,48 +9,46 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_async.engine.averaging.config import AveragerConfig
-from lightning_async.engine.deadlines import Deadlines
+from lightning_async.algorithms import DeltaMean, Synchronous
+from lightning_async.algorithms.compression import Bf16, Fp8, Int8, PushCompressionName, TopK, TwoBit, make_compression
+from lightning_async.algorithms.staleness import StalenessPolicy
+from lightning_async.engine.averaging.rule_state import AveragerConfig
 from lightning_async.engine.replica import BufferPolicy
-from lightning_async.engine.server.optimizer_state import Group, described
-from lightning_async.engine.server.progress import Progress
-from lightning_async.engine.server.totals import PushTotals
-from lightning_async.rules import DeltaMean, Synchronous
-from lightning_async.rules.compression import (
-    Bf16,
-    Fp8,
-    Int8,
-    PushCompressionName,
-    TopK,
-    TwoBit,
-    make_compression,
+from lightning_async.engine.timeouts import Timeouts
+from lightning_async.parameter_server.metrics import PushTotals, WorkerSteps
+from lightning_async.parameter_server.tables import ParameterGroup, described
+from lightning_async.strategies import server_options
+from lightning_async.strategies.async_strategy import AsyncStrategy
+from lightning_async.strategies.rank_mapping import numbered_last
+from lightning_async.strategies.server_lifecycle import (
+    Servers,
+    StartQuorum,
+    WaitForWorkers,
+    join_or_start,
+    register_worker,
 )
-from lightning_async.rules.staleness.protocol import StalenessPolicy
-from lightning_async.strategies import service
-from lightning_async.strategies.dedicated import attend
-from lightning_async.strategies.drifting import DriftingStrategy
-from lightning_async.strategies.finding import check_momentum, end, handed_over, join, take_handed_over
-from lightning_async.strategies.lateness import lateness
-from lightning_async.strategies.muster import Quorum, WaitForWorkers, muster
-from lightning_async.strategies.placement import Placement, ServerRoles
-from lightning_async.strategies.pushing import Pushing
-from lightning_async.strategies.servers import Servers
-from lightning_async.strategies.service import Mode
-from lightning_async.strategies.states import States
-from lightning_async.strategies.survivors import numbered_last
-from lightning_async.trainer import refusals
-from lightning_async.trainer.names import is_newcomer
+from lightning_async.strategies.server_options import Mode, resolve_staleness
+from lightning_async.strategies.server_placement import (
+    Placement,
+    ServerRoles,
+    check_momentum,
+    end,
+    handed_over,
+    join,
+    take_handed_over,
+)
+from lightning_async.strategies.server_steps import PushSteps, States
+from lightning_async.trainer import configuration_checks
+from lightning_async.trainer.checkpoint.checkpoint_state import ALIKE, REPLICAS
+from lightning_async.trainer.environment.environments import is_joining
+from lightning_async.trainer.environment.settings import check_equal
 from lightning_async.trainer.namespace import name as namespace
 from lightning_async.trainer.namespace import pytorch
-from lightning_async.trainer.settings import check_equal
-from lightning_async.trainer.whole_state import ALIKE, REPLICAS
-from lightning_async.transports.choose import TransportName
-from lightning_async.transports.transport import Transport
-
-__all__ = ["ParameterServerStrategy"]
+from lightning_async.transports.base import Transport
+from lightning_async.transports.resolve import TransportName
 
 
-class ParameterServerStrategy(DriftingStrategy):
+class ParameterServerStrategy(AsyncStrategy):
     r"""Workers push gradients to servers that hold the weights and the optimizer, and pull weights.
 
     Each rank is a worker; servers are processes beside them, or the last ranks, which share out the elements of all
@@ -134,7 +132,7 @@ class ParameterServerStrategy(DriftingStrategy):
         snapshots: str | os.PathLike[str] | None = None,
         snapshot_every: float | None = None,
         update_on_server: bool = True,
-        lr_clock: refusals.LrClock | None = None,
+        lr_clock: configuration_checks.LrClock | None = None,
         staleness: str | StalenessPolicy = "auto",
         max_staleness: int | None = None,
         staleness_lr_factor: float | None = None,
@@ -149,28 +147,28 @@ class ParameterServerStrategy(DriftingStrategy):
         buffers: BufferPolicy = "average",
         min_replicas: int | None = None,
         max_replicas: int | None = None,
-        deadlines: Deadlines | None = None,
+        deadlines: Timeouts | None = None,
         transport: Transport | TransportName = "auto",
     ) -> None:
         owner = type(self).__name__
-        self.mode: Mode = service.mode_of(owner, mode)
+        self.mode: Mode = server_options.mode_of(owner, mode)
         self.num_servers, self.server_address = num_servers, server_address
-        self.snapshots, self.snapshot_every = service.folder_of(owner, snapshots), snapshot_every
-        self.bigarray_bound, self.quorum = bigarray_bound, Quorum.of(owner, wait_for_workers)
+        self.snapshots, self.snapshot_every = server_options.folder_of(owner, snapshots), snapshot_every
+        self.bigarray_bound, self.quorum = bigarray_bound, StartQuorum.of(owner, wait_for_workers)
         self.update_on_server = update_on_server
         self.max_staleness, self.update_frequency, self.pull_every = max_staleness, update_frequency, pull_every
         self.consistent_pull, self.warmup_steps, self.overlap = consistent_pull, warmup_steps, overlap
         self.staleness_lr_factor, self.buffer_size = staleness_lr_factor, buffer_size
         self.compression = make_compression(owner, compression)
-        self.staleness, self.max_staleness = lateness(self, staleness)
-        service.check_service(self)
-        refusals.check_policies(owner, buffers, "keep", "local", 1.0)
+        self.staleness, self.max_staleness = resolve_staleness(self, staleness)
+        server_options.check_service(self)
+        configuration_checks.check_policies(owner, buffers, "keep", "local", 1.0)
         config = AveragerConfig(
-            deadlines=Deadlines.or_default(deadlines), min_replicas=min_replicas, max_replicas=max_replicas
+            deadlines=Timeouts.or_default(deadlines), min_replicas=min_replicas, max_replicas=max_replicas
         )
         roles = ServerRoles(owner, placement, num_servers, server_address)
         self.roles: ServerRoles = roles  # pyright: ignore[reportIncompatibleVariableOverride]
-        clock = service.clock_of(self, lr_clock)
+        clock = server_options.clock_of(self, lr_clock)
         super().__init__(
             DeltaMean(), Synchronous(), config, buffers=buffers, lr_clock=clock, transport=roles.transport(transport)
         )
@@ -181,24 +179,24 @@ class ParameterServerStrategy(DriftingStrategy):
         self.states = States(self)
         self.brings = False
         """What this training has is to be on the servers, whatever they have: it goes on from a checkpoint."""
-        self.groups = [Group(0, 0, "delta", {})]
+        self.groups = [ParameterGroup(0, 0, "delta", {})]
         """Of parameters, each with a table on servers."""
-        self.progress = Progress()
+        self.progress = WorkerSteps()
         """Of learning rates that follow versions."""
 
     strategy_name, alone = "parameter_server", "without servers: nothing is pushed, and the optimizer is its own"
-    make_stepping, make_totals, join_servers, served = Pushing, PushTotals, join, True
+    make_step_runner, make_totals, join_servers, served = PushSteps, PushTotals, join, True
 
     # ---- the servers ----
 
     def connect_ranks(self) -> None:
-        if not self.quorum.is_all and self.survivors is None and not is_newcomer(self):
-            muster(self, type(self).__name__)
+        if not self.quorum.is_all and self.live_ranks is None and not is_joining(self):
+            join_or_start(self, type(self).__name__)
         try:
             super().connect_ranks()
         finally:  # who serves is to hear that this one was there, and has ended
             if self.roles.dedicated:
-                attend(self, *self.roles.of(self.cluster_environment))
+                register_worker(self, *self.roles.of(self.cluster_environment))
         if self.roles.dedicated and self.connection is not None:
             self.connection.on_end = lambda: None  # the store lasts until they have heard
 
@@ -215,11 +213,11 @@ class ParameterServerStrategy(DriftingStrategy):
             check_momentum(self, trainer)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        stepping = self._session and self._session.stepping
-        before = stepping and stepping.pushes
+        step_runner = self._session and self._session.step_runner
+        before = step_runner and step_runner.pushes
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if stepping and stepping.pushes == before:
-            stepping.skip(optimizer)
+        if step_runner and step_runner.pushes == before:
+            step_runner.skip(optimizer)
         return output
 
     def go_on_without(self, names: Sequence[str], rank: int) -> None:
@@ -238,11 +236,11 @@ class ParameterServerStrategy(DriftingStrategy):
         return None if self.lr_clock == "local" or self._session is None else self.progress.steps
 
     def call_with_step(self) -> bool:
-        return self._session is not None and self._session.stepping.call()
+        return self._session is not None and self._session.step_runner.call()
 
     @property
     def called(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._session is not None and self._session.stepping.called
+        return self._session is not None and self._session.step_runner.called
 
     def start_over(self) -> None:
         super().start_over()
@@ -283,7 +281,7 @@ class ParameterServerStrategy(DriftingStrategy):
     def settings(self) -> dict[str, object]:
         """What must be equal on all ranks in a fit."""
         return {
-            **super().settings(), **service.settings_of(self), "wait_for_workers": self.quorum,
+            **super().settings(), **server_options.settings_of(self), "wait_for_workers": self.quorum,
             "placement": "dedicated" if self.roles.dedicated else "colocated",
         }  # fmt: skip
 

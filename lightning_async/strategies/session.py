@@ -4,50 +4,102 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
-from lightning_async.comm.membership.generation import Generation
-from lightning_async.comm.membership.signing import SECRET
-from lightning_async.comm.membership.standing import ENDED, FAILED, Publisher, publish
+from lightning_async.algorithms.averaging import AveragingRule
+from lightning_async.algorithms.schedules import Pace, straggler
 from lightning_async.engine.averaging.averager import BackgroundAverager
-from lightning_async.engine.averaging.batch_norm import recompute_batch_norm
-from lightning_async.engine.averaging.config import AveragerConfig
-from lightning_async.engine.averaging.optimizer_state import AveragedState, every_tensor, reset
-from lightning_async.engine.control import ControlPlane
-from lightning_async.engine.gradients.synchronous import SynchronousGradients
-from lightning_async.engine.header import Arrival, Gate
+from lightning_async.engine.averaging.optimizer_state import AveragedState, every_tensor, recompute_batch_norm, reset
+from lightning_async.engine.averaging.report import RunSummary
+from lightning_async.engine.averaging.rule_state import AveragerConfig
+from lightning_async.engine.collectives import LightningCollectives
+from lightning_async.engine.control_plane import ControlPlane
+from lightning_async.engine.gradients.reduction import SynchronousGradients
+from lightning_async.engine.metrics import Totals
 from lightning_async.engine.replica import Replica
-from lightning_async.engine.totals import Totals
-from lightning_async.rules.averaging.protocol import AveragingRule
-from lightning_async.rules.pace import Pace
-from lightning_async.strategies.saved_state import SavedState, state_of
-from lightning_async.strategies.standing import standing_of
-from lightning_async.strategies.stepping import Steps, is_scaled
-from lightning_async.strategies.survivors import Survivors, started
-from lightning_async.trainer.pacing import Pacing
-from lightning_async.trainer.patches import rank_zero_info
-from lightning_async.transports.transport import Connection, Transport
-
-__all__ = ["Averaged", "Session"]
+from lightning_async.engine.shared_state import Arrival, SyncPointKind
+from lightning_async.membership.generation import Generation
+from lightning_async.membership.signing import SECRET
+from lightning_async.membership.status import ENDED, FAILED, StatusPublisher, StatusRecord, publish
+from lightning_async.strategies.averaging_state import SavedState, state_of
+from lightning_async.strategies.rank_mapping import RankMap, started
+from lightning_async.strategies.step_runner import LocalStepsView, is_scaled
+from lightning_async.trainer.data.samplers import SamplerResize
+from lightning_async.trainer.loop_patches import DriftPatches, ShortEpochs
+from lightning_async.trainer.loops.averaged_models import AveragedModels
+from lightning_async.trainer.loops.timing import Pacing
+from lightning_async.trainer.namespace import Undo, rank_zero_info, searches_lr, take_back
+from lightning_async.trainer.protocols import AsyncStrategyView
+from lightning_async.transports.base import Connection, Transport
+from lightning_async.transports.resolve import how_to_have_more
 
 log = logging.getLogger(__name__)
 
 
-class Averaged(Steps, Protocol):
+# What a replica that trains says of itself for ``lightning-async status``.
+
+
+def status_record_of(averager: BackgroundAverager, live_ranks: RankMap | None, run: int) -> StatusRecord:
+    """Where this replica stands: read without locks, as nothing depends on it.
+
+    Args:
+        averager: of the run.
+        survivors: who is left, where ranks may be lost.
+        run: its number.
+    """
+    control, summary, ledger = averager.control, averager.summary, averager.ledger
+    generation = control.membership.generation if live_ranks is None else live_ranks.generation
+    sync_point = control.shared_state.sync_point
+    if control.reforming:
+        state = "re-forms"
+    elif sync_point is not SyncPointKind.NONE:
+        state = f"waits ({sync_point.name.lower().replace('_', ' ')})"
+    elif live_ranks is not None and live_ranks.are_short:
+        state = "waits (replicas)"
+    else:
+        state = "trains"
+    exchanges = summary.rounds + summary.consensuses + summary.synchronous_steps
+    names = generation.members if live_ranks is None else live_ranks.names
+    mine, paces = averager.sync_points.name, averager.sync_points.paces
+    found = straggler({name: Pace(*pace) for name, pace in paces.items()})
+    return StatusRecord(
+        name=names[generation.rank] if generation.rank < len(names) else generation.name,
+        rank=generation.rank,
+        members=names,
+        run=run,
+        generation=generation.number,
+        state=state,
+        epoch=averager.epoch,
+        step=averager.step,
+        samples=summary.samples,
+        rounds=summary.exchanges,
+        round_ago_s=time.monotonic() - ledger.last_round if exchanges else -1.0,
+        round_s=summary.each_s,
+        failed_rounds=control.shared_state.failed,
+        hidden_share=summary.hidden_share,
+        idle_s=summary.idle_s,
+        slow=f"{found.slower:.1f} times slower: {found.reason}" if found is not None and found.name == mine else "",
+        sent_bytes=summary.sent_bytes,
+        restarts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
+    )
+
+
+class Averaged(LocalStepsView, Protocol):
     """What a strategy has whose training this is."""
 
     config: AveragerConfig
     rule: AveragingRule
-    survivors: Survivors | None
+    live_ranks: RankMap | None
     host: Any
     num_runs: int
     transport: Transport
     failed: bool
-    make_stepping: Callable[..., Any]
+    make_step_runner: Callable[..., Any]
     make_totals: Callable[[], Totals] | None
     pacing: Pacing
 
@@ -82,7 +134,7 @@ class Session:
         self,
         strategy: Averaged,
         connection: Connection,
-        meet: Callable[[Gate], Arrival],
+        meet: Callable[[SyncPointKind], Arrival],
         saved: SavedState,
     ) -> None:
         self._strategy, self._connection, self._world = strategy, connection, connection.world
@@ -99,11 +151,11 @@ class Session:
             min_replicas=strategy.fewest, forks=connection.forks,
         )  # fmt: skip
         if control.regroup.possible:
-            generation, before = connection.membership.generation, strategy.survivors
+            generation, before = connection.membership.generation, strategy.live_ranks
             wanted = config.fewest(started(strategy))
-            strategy.survivors = Survivors(generation, strategy.num_runs, strategy.fewest, before, wanted)
+            strategy.live_ranks = RankMap(generation, strategy.num_runs, strategy.fewest, before, wanted)
             if strategy.shrinks:
-                strategy.survivors.tell()
+                strategy.live_ranks.tell()
             control.regroup.on_loss = self._go_on
         elif strategy.shrinks:
             raise ValueError(
@@ -120,15 +172,15 @@ class Session:
         self.averager = BackgroundAverager(control, strategy.rule, strategy.schedule, config)
         averager = self.averager
         self.gradients = gradients = SynchronousGradients(
-            control, averager.gates, averager.synchronous_step, averager.wing.weigh_step
+            control, averager.sync_points, averager.synchronous_step, averager.component.weigh_step
         )
         gradients.rounds.drops = not is_scaled(strategy)  # a scaler sees them, skips on all ranks, and lowers its scale
         gradients.rounds.on_drop = averager.summary.drop
         self.averager.summary.totals = None if strategy.make_totals is None else strategy.make_totals()
         self._saved = saved
         saved.resume(self.averager, strategy.global_rank, strategy.world_size)
-        self.stepping = strategy.make_stepping(strategy, self.averager, gradients, meet)
-        self._publisher: Publisher | None = None
+        self.step_runner = strategy.make_step_runner(strategy, self.averager, gradients, meet)
+        self._publisher: StatusPublisher | None = None
 
     def start(self) -> None:
         """All ranks call this together, with equal replicas."""
@@ -137,16 +189,16 @@ class Session:
         if (store := self._connection.store) is not None:
             strategy, averager, run = self._strategy, self.averager, self._strategy.num_runs
             secret = os.environ.get(SECRET)
-            self._publisher = publish(store, lambda: standing_of(averager, strategy.survivors, run), secret)
+            self._publisher = publish(store, lambda: status_record_of(averager, strategy.live_ranks, run), secret)
         if (replica := self._saved.take_replica()) is not None:
             self.averager.marks.part(replica, replica["state_dict"], self._strategy.module)
 
     def _go_on(self, generation: Generation, why: str) -> None:
         """Ranks are lost: whoever had no room beside them has."""
-        survivors = self._strategy.survivors
-        assert survivors is not None
-        lost = [name for name in survivors.generation.members if name not in generation.members]
-        survivors.go_on(generation, why)
+        live_ranks = self._strategy.live_ranks
+        assert live_ranks is not None
+        lost = [name for name in live_ranks.generation.members if name not in generation.members]
+        live_ranks.go_on(generation, why)
         self._strategy.go_on_without(lost, generation.rank)
         self._look()
 
@@ -157,7 +209,7 @@ class Session:
     def close(self) -> None:
         """Waits for no other rank."""
         self.averager.close()
-        self.stepping.close()
+        self.step_runner.close()
         if self._averaged is not None:
             self._averaged.close()
         if self._publisher is not None:
@@ -169,7 +221,7 @@ class Session:
         if strategy.optimizer_state_policy == "reset":
             reset(strategy.optimizers)
         if strategy.buffers == "recompute":
-            recompute_batch_norm(strategy.module, list(self.stepping.recent), self._world)
+            recompute_batch_norm(strategy.module, list(self.step_runner.recent), self._world)
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
@@ -180,12 +232,12 @@ class Session:
         summary = self.averager.summary
         summary.elapsed_s = time.monotonic() - self.averager.started_at
         summary.samples_by_rank = self._world.gather_objects(summary.samples)
-        names = self._world.gather_objects(self.averager.gates.name)
+        names = self._world.gather_objects(self.averager.sync_points.name)
         paces = self._world.gather_objects(list(self._strategy.pacing.mean))
-        self.stepping.sum_up()
+        self.step_runner.sum_up()
         summary.paces = {name: Pace(*pace) for name, pace in zip(names, paces, strict=True)}
-        if (survivors := self._strategy.survivors) is not None:
-            summary.rank, summary.lost = survivors.generation.rank, survivors.lost
+        if (live_ranks := self._strategy.live_ranks) is not None:
+            summary.rank, summary.lost = live_ranks.generation.rank, live_ranks.lost
 
     def tell(self) -> None:
         """One summary of the run, on rank 0."""
@@ -193,3 +245,141 @@ class Session:
         rank_zero_info(f"{summary.title}, as rank 0 saw it:\n{summary}")
         if summary.rank == 0 and (advice := summary.advice(self._strategy.schedule)):
             log.warning(advice)
+
+
+# Averaging within one fit: session after session, as training begins anew, or as ranks come back.
+
+_GOODBYE_S = 40.0  # longer than a connection takes to close
+
+
+class Fitted(Averaged, Protocol):
+    """What a strategy has whose fit this is."""
+
+    saved: SavedState
+    summary: RunSummary
+    alone: str
+    transport: Transport
+
+    @property
+    def connection(self) -> Connection | None: ...
+
+    def connect_ranks(self) -> None: ...
+
+    def disconnect(self, in_order: bool) -> None: ...
+
+    def tell_alone(self, why: str = "") -> None: ...
+
+    def use(self, connection: Connection, run: int) -> None: ...
+
+
+class FitSessions:
+    """The sessions of one fit, of which there is one at a time, from its first batch to its last.
+
+    Args:
+        strategy: has a connection to the other ranks; in a world of one it has none, and there are no sessions.
+        trainer: its loops are patched, from `install` to `end`.
+    """
+
+    def __init__(self, strategy: Any, trainer: Any) -> None:
+        self._strategy: Fitted = strategy
+        self._asynchronous: AsyncStrategyView = strategy
+        self._trainer = trainer
+        self.patches = DriftPatches(strategy, trainer)
+        self.session: Session | None = None
+        self.undo: list[Undo] = []
+        """What takes back what was patched, in the order in which it was."""
+        self._begins_anew = self._stops = False
+        self._goodbyes: list[threading.Thread] = []
+
+    def install(self, world: LightningCollectives | None) -> None:
+        """Patch the loops; all ranks call this together. One that is left alone only has to have all of the data."""
+        if world is None:
+            self.undo += SamplerResize(self._asynchronous, self._trainer).install()
+            self.undo += ShortEpochs(self._trainer).install()
+            return
+        self.come()
+        AveragedModels(self._trainer, world).make_equal(self._strategy.saved.own)
+
+    def come(self) -> None:
+        """The same, of one that comes while the others train, and is told what they have."""
+        self.undo.append(self.patches.remove)
+        self.patches.install()
+
+    def begin(self) -> None:
+        """Let this replica drift, if the others are here to begin with it."""
+        strategy, self._begins_anew = self._strategy, False
+        connection = strategy.connection
+        if connection is None:
+            strategy.summary = RunSummary(rank=strategy.global_rank, world_size=strategy.world_size)
+            strategy.saved.leave_behind()  # it goes with weights that this training leaves behind
+            if (began := started(strategy)) == 1:
+                strategy.tell_alone(f"{strategy.alone}. {how_to_have_more(strategy.transport)}")
+            else:
+                log.warning(
+                    "%s: this rank trains on alone, with all of the data: %d of %d were lost before, or have raised "
+                    "what the program has caught. `min_replicas=%d` ends training on all ranks instead.",
+                    type(strategy).__name__, began - 1, began, began,
+                )  # fmt: skip
+            return
+        self.patches.begin(connection.world)
+        self._go_on(connection)
+        self.patches.begin_steps(connection.world)
+
+    def start_over(self) -> None:
+        """All ranks are here, and the next training begins on a connection of its own."""
+        self.stop()
+        self._strategy.disconnect(in_order=True)
+        self._strategy.connect_ranks()
+        self._begins_anew = True
+        self.patches.start_over()
+
+    def begin_again(self) -> None:
+        """Before a batch or a gate: if a checkpoint was restored during training, average from there."""
+        if self._begins_anew:
+            self.begin()
+
+    def widen(self, connection: Connection, run: int) -> None:
+        """Average over this connection, of more ranks, from where averaging stood as it was stopped."""
+        before = self._strategy.connection
+        self._strategy.use(connection, run)
+        if before is not None:
+            connection.world.follow(before.world)
+            # Nobody needs it any more, and nobody is to wait until all have heard that
+            name = "lightning_async goodbye"
+            self._goodbyes.append(threading.Thread(target=before.close, args=(True,), name=name, daemon=True))
+            self._goodbyes[-1].start()
+        self._go_on(connection)
+
+    def summarise(self) -> None:
+        """All replicas are at the last gate."""
+        if self.session is not None:
+            self.session.sum_up()
+            self._strategy.saved.keep(self.session.state())
+            if not searches_lr(self._trainer):
+                self.session.tell()
+
+    def end(self) -> None:
+        """Waits for no other rank; the loops are Lightning's again."""
+        take_back(self.undo)
+        self.stop()
+        while self._goodbyes:
+            self._goodbyes.pop().join(_GOODBYE_S)
+
+    def _go_on(self, connection: Connection) -> None:
+        strategy = self._strategy
+        self.session = Session(strategy, connection, self.patches.within_batch, strategy.saved)
+        strategy.summary = self.session.averager.summary
+        self.session.start()
+        if self._stops:
+            self.session.averager.sync_points.request_stop()
+        if strategy.host is not None:
+            strategy.host.open(self._trainer)
+
+    def stop(self) -> None:
+        """End the session; it does nothing where there is none."""
+        if self._strategy.host is not None:
+            self._strategy.host.close()
+        if (session := self.session) is not None:
+            session.close()
+            self.session = None
+            self._stops = session.averager.sync_points.stop_requested  # by a signal that nobody else has heard of yet

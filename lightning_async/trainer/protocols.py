@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from lightning_async.engine.gates import Gates
-from lightning_async.engine.world import World
-
-__all__ = ["Drifting"]
+from lightning_async.engine.collectives import LightningCollectives
+from lightning_async.engine.sync_points import SyncPoints
 
 
-class Drifting(Protocol):
+class AsyncStrategyView(Protocol):
     """A strategy whose replicas run at their own pace between gates."""
 
     failed: bool
@@ -21,7 +19,7 @@ class Drifting(Protocol):
         """Training may go on without ranks that are lost."""
         ...
 
-    survivors: Any
+    live_ranks: Any
     """Who is there of the ranks that began, see `Survivors`; None where all are, or must be."""
 
     @property
@@ -38,12 +36,12 @@ class Drifting(Protocol):
     """Takes newcomers in, see `Convened`; None where nobody can come."""
 
     @property
-    def gates(self) -> Gates | None:
+    def sync_points(self) -> SyncPoints | None:
         """None before training has begun, and where there is one rank."""
         ...
 
     @property
-    def world(self) -> World | None:
+    def world(self) -> LightningCollectives | None:
         """Collectives over all ranks; None in a world of one."""
         ...
 

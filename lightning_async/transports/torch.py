@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -15,42 +16,157 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from lightning_async.arguments import check_choice
-from lightning_async.comm.launched import came_back
-from lightning_async.comm.membership.assembly import Found
-from lightning_async.comm.membership.door import Door
-from lightning_async.comm.membership.membership import Membership
-from lightning_async.comm.membership.presence import Presence, naming_the_stores_host
-from lightning_async.comm.membership.signing import Seal
-from lightning_async.comm.membership.start import Patience, greet
-from lightning_async.comm.torch import nccl
-from lightning_async.comm.torch.collectives import TorchCollectives
-from lightning_async.comm.torch.forming import Terms
-from lightning_async.comm.torch.groups import keep_for_good
-from lightning_async.comm.torch.staged import StagedCollectives
-from lightning_async.engine.world import World
-from lightning_async.trainer.environments import MPIRunEnvironment
-from lightning_async.trainer.namespace import fabric
-from lightning_async.trainer.popen import ProcessLauncher, ScriptLauncher
-from lightning_async.transports.job_store import (
-    START_TIMEOUT,
-    assemble,
-    host_of,
-    open_early,
-    renew,
-    store_of,
-    store_process,
+from lightning_async._checks import check_choice
+from lightning_async.comm import nccl
+from lightning_async.comm.gpu_staging import StagedCollectives
+from lightning_async.comm.torch_collectives import TorchCollectives
+from lightning_async.comm.torch_groups import keep_for_good
+from lightning_async.comm.torch_rendezvous import MeetingOptions
+from lightning_async.engine.collectives import LightningCollectives
+from lightning_async.membership.join_protocol import JoinBoard
+from lightning_async.membership.launcher_channel import attempt, came_back
+from lightning_async.membership.membership import Membership
+from lightning_async.membership.signing import SECRET, Seal
+from lightning_async.membership.startup import (
+    AGENTS_STORE,
+    Assembly,
+    ProcessHeartbeat,
+    ProcessRole,
+    WaitWithLog,
+    greet,
+    is_loopback,
+    listen,
+    naming_the_stores_host,
+    open_store,
 )
-from lightning_async.transports.transport import Connection, Transport, short_world
+from lightning_async.membership.store_process import StoreProcess
+from lightning_async.trainer.environment.environments import MPIRunEnvironment
+from lightning_async.trainer.environment.subprocess_launcher import (
+    ProcessLauncher,
+    ScriptLauncher,
+    check_launcher,
+    ended_in_order,
+)
+from lightning_async.trainer.namespace import fabric, rank_zero_info
+from lightning_async.transports.base import Connection, Transport, short_world
 
-__all__ = ["StartMethod", "TorchTransport"]
+# The store of all ranks of torch.distributed, for all runs of a process: where it is, and who serves it.
+
+START_TIMEOUT = timedelta(minutes=30)
+_stores: list[Any] = []  # of this process: one, from its first run on
+_processes: list[StoreProcess] = []  # of this process: the one that serves, where it is rank 0
+_early: list[Any] = []  # the store, where it is open and no group is yet
+_assembled: list[Any] = []  # what the ranks have assembled in: another that came in its place would know nothing of it
+
+
+def store_of(environment: Any, rank: int, apart: bool = False) -> Any:
+    """The store below the default group, which MPI's has not.
+
+    A rank that comes back is in no default group, and finds the store that the others have met in.
+
+    Args:
+        environment: of the ranks that are to meet there, as it is opened.
+        rank: this one.
+        apart: rank 0's is in a process of its own.
+    """
+    if not _stores and dist.is_initialized() and dist.get_backend() != "mpi":  # somebody else has made the group
+        return distributed_c10d._get_default_store()
+    if not _stores:
+        store = _open_store(environment, rank, apart)
+        if came_back() is None:
+            greet(store, rank, environment.world_size(), _job(environment), Seal.of_job(), _patience(rank))
+        _stores.append(store)
+    return _stores[0]
+
+
+def assemble(environment: Any) -> ProcessRole:
+    """Whether this rank begins with all or comes back to others, as the launcher's store says, see `Assembly`."""
+    rank, address = environment.global_rank(), _address(environment)
+    patience = _patience(rank)
+    store = open_store(address, environment.main_port, False, patience)
+    assembly = Assembly(store, rank, environment.world_size(), os.environ.get(SECRET))
+    found = assembly.find(patience)
+    _assembled[:] = [store]
+    atexit.register(_say_how_it_ends, assembly)
+    return found
+
+
+def _say_how_it_ends(assembly: Assembly) -> None:
+    """The process exits: in order, unless an exception has ended a run or ends the script."""
+    if ended_in_order() and not hasattr(sys, "last_value"):
+        assembly.end()
+
+
+def open_early(environment: Any) -> Any:
+    """The same, before anybody has met there: it is not decided yet who begins. Rank 0's is in a process of its own."""
+    if not _stores:
+        _stores.append(_open_store(environment, environment.global_rank(), apart=True))
+        _early[:] = _stores
+    return _stores[0]
+
+
+def renew() -> None:
+    """Another default group is to be formed, above a store of its own."""
+    if not _early:
+        _stores.clear()
+        while _processes:
+            _processes.pop().close()
+    _early.clear()
+
+
+def store_process() -> StoreProcess | None:
+    """That serves the store, where this process has started one."""
+    return _processes[0] if _processes else None
+
+
+def host_of(environment: Any) -> str | None:
+    """Where Gloo is to listen: on loopback where all ranks find rank 0 there; else as Gloo does."""
+    address = _address(environment)
+    return {"localhost": "127.0.0.1"}.get(address, address) if is_loopback(address) else None
+
+
+def _open_store(environment: Any, rank: int, apart: bool) -> Any:
+    address, seal = _address(environment), Seal.of_job()
+    launcher_serves = os.environ.get(AGENTS_STORE) == "True"  # torchrun's agent
+    elsewhere = launcher_serves or came_back() is not None
+    serves, port = rank == 0 and not elsewhere, environment.main_port
+    if serves and apart:
+        with listen(address, port) as listening:
+            port = listening.getsockname()[1]
+            _processes.append(StoreProcess(listening))
+    store = _assembled[0] if _assembled else open_store(address, port, serves and not apart, _patience(rank))
+    if launcher_serves:  # it may outlive the ranks, and start them again
+        store = distributed_c10d.PrefixStore(f"lightning_async/attempt{attempt()}", store)
+    if not is_loopback(address) and not seal.signs:
+        rank_zero_info(
+            f"The ranks' records in the store at {address} are not signed: whoever reaches it can speak for a rank. "
+            f"Export the same {SECRET} on all hosts, see docs/security.md."
+        )
+    return store
+
+
+def _patience(rank: int) -> WaitWithLog:
+    return WaitWithLog(rank, START_TIMEOUT, check_launcher)
+
+
+def _job(environment: Any) -> str:
+    return getattr(environment, "job", "")
+
+
+def _address(environment: Any) -> str:
+    """Where rank 0 is: on loopback where the launcher says that there is one host."""
+    slurm = fabric("plugins.environments").SLURMEnvironment
+    launchers = getattr(environment, "launchers", environment)
+    one_host = isinstance(launchers, slurm) and os.environ.get("SLURM_NNODES") == "1"
+    return "127.0.0.1" if one_host else environment.main_address
+
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 _FORM_TIMEOUT = timedelta(minutes=5)
 _DEAD_AFTER = timedelta(minutes=1)  # between the runs of strategies that have no heartbeats
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _FIRST_BEAT = timedelta(seconds=30)  # of a rank that has just been met
-_presences: list[Presence] = []  # of this process: one, from its first run on
+_presences: list[ProcessHeartbeat] = []  # of this process: one, from its first run on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,24 +244,24 @@ class TorchTransport(Transport):
     ) -> Connection:
         rank, seal, job = environment.global_rank(), Seal.of_job().within(name), getattr(environment, "job", "")
         room = distributed_c10d.PrefixStore(name, store_of(environment, rank))
-        greet(room, rank, environment.world_size(), job, seal, Patience(rank, timeout, check))
+        greet(room, rank, environment.world_size(), job, seal, WaitWithLog(rank, timeout, check))
         return self._connect(environment, root_device, name, dead_after, timeout, True, check)
 
-    def assemble(self, environment: Any) -> Found:
+    def assemble(self, environment: Any) -> ProcessRole:
         """See `ElasticTransport`."""
         return assemble(environment)
 
-    def early_door(self, environment: Any) -> Door:
+    def early_door(self, environment: Any) -> JoinBoard:
         """See `ElasticTransport`."""
-        return Door(open_early(environment), Seal.of_job())
+        return JoinBoard(open_early(environment), Seal.of_job())
 
-    def door(self, environment: Any) -> Door:
-        return Door(store_of(environment, environment.global_rank()), Seal.of_job())
+    def door(self, environment: Any) -> JoinBoard:
+        return JoinBoard(store_of(environment, environment.global_rank()), Seal.of_job())
 
-    def visit(self, environment: Any, name: str, guest: str, dead_after: timedelta) -> Membership:
+    def visit(self, environment: Any, name: str, joining_rank: str, dead_after: timedelta) -> Membership:
         store = distributed_c10d.PrefixStore(name, store_of(environment, environment.global_rank()))
         seal = Seal.of_job().within(name)
-        return Membership(store, 0, 1, member=guest, visits=True, dead_after=dead_after, fresh=True, seal=seal)
+        return Membership(store, 0, 1, member=joining_rank, visits=True, dead_after=dead_after, fresh=True, seal=seal)
 
     def _connect(
         self,
@@ -163,16 +279,22 @@ class TorchTransport(Transport):
             nccl.set_variables()
         rank, world_size, seal = environment.global_rank(), environment.world_size(), Seal.of_job().within(name)
         store = distributed_c10d.PrefixStore(name, store_of(environment, rank))
-        terms, form_timeout = Terms(seal, check, host_of(environment)), min(_FORM_TIMEOUT, timeout)
+        meeting_options, form_timeout = MeetingOptions(seal, check, host_of(environment)), min(_FORM_TIMEOUT, timeout)
         small = "mpi" if backend == "mpi" else "gloo"
         root = TorchCollectives(
-            store, rank, world_size, backend=small, timeout=timedelta(days=7), form_timeout=form_timeout, terms=terms
+            store,
+            rank,
+            world_size,
+            backend=small,
+            timeout=timedelta(days=7),
+            form_timeout=form_timeout,
+            meeting_options=meeting_options,
         )
         payload: Any = root
         if self.bucket_device(root_device).type == "cuda":
             payload = TorchCollectives(
                 store, rank, world_size, backend=backend, name="device", device=root_device,
-                form_timeout=form_timeout, terms=terms,
+                form_timeout=form_timeout, meeting_options=meeting_options,
             )  # fmt: skip
             payload = StagedCollectives(payload, root_device) if backend == "gloo" else payload
         membership = None
@@ -183,14 +305,14 @@ class TorchTransport(Transport):
                 elastic=elastic, fresh=True, readmit=False, seal=seal,
             )  # fmt: skip
             membership.start()
-            terms.check = membership.check
+            meeting_options.check = membership.check
         connection = Connection(root, payload, membership, store, name)
         if elastic and (process := store_process()) is not None:  # all have met: who is lost is known without it
             process.outlive()
             connection.on_end = process.follow
         return connection
 
-    def short_world(self, environment: Any, name: str) -> AbstractContextManager[World]:
+    def short_world(self, environment: Any, name: str) -> AbstractContextManager[LightningCollectives]:
         rank, presence = environment.global_rank(), _meet(environment, name, None)
         root = TorchCollectives(
             distributed_c10d.PrefixStore(name, store_of(environment, rank)),
@@ -198,12 +320,12 @@ class TorchTransport(Transport):
             environment.world_size(),
             timeout=START_TIMEOUT,
             form_timeout=START_TIMEOUT,
-            terms=Terms(Seal.of_job().within(name), presence.check, host_of(environment)),
+            meeting_options=MeetingOptions(Seal.of_job().within(name), presence.check, host_of(environment)),
         )
         return short_world(root, presence.check)
 
 
-def _meet(environment: Any, name: str, dead_after: timedelta | None) -> Presence:
+def _meet(environment: Any, name: str, dead_after: timedelta | None) -> ProcessHeartbeat:
     """Wait for all ranks to come to a run, however late they are, while their processes live."""
     rank, world_size, seal = environment.global_rank(), environment.world_size(), Seal.of_job()
     room = getattr(environment, "room", "lightning_async")
@@ -211,7 +333,7 @@ def _meet(environment: Any, name: str, dead_after: timedelta | None) -> Presence
         _presences.pop().close()
     if not _presences or _presences[0].inherited:
         store, patience = store_of(environment, rank), dead_after or _DEAD_AFTER
-        _presences[:] = [Presence(store, rank, world_size, patience, START_TIMEOUT, seal, room)]
+        _presences[:] = [ProcessHeartbeat(store, rank, world_size, patience, START_TIMEOUT, seal, room)]
     _presences[0].meet(name, getattr(environment, "job", ""), seal, START_TIMEOUT)
     return _presences[0]
 

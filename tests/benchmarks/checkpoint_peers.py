@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from lightning_async import FaultTolerantCheckpoint
-from lightning_async.rules.saving import Adaptive, EveryNth
+from lightning_async.algorithms import Adaptive, EveryNth
 
 __all__ = ["PEERS", "Job", "Peer", "Saves"]
 

@@ -19,7 +19,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import DataLoader
 
 from lightning_async import DelayCompensation, WeightPrediction
-from lightning_async.rules.delays import GradientCorrection, Prediction
+from lightning_async.algorithms.staleness import GradientCorrection, Prediction
 from tests.benchmarks.language import BEGIN, RATES, SAMPLES, LanguageModule, held_out, rate_for, training_windows
 from tests.benchmarks.model import CharStream, Slot
 

@@ -29,24 +29,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_async import AsyncAveragingStrategy, Deadlines, EveryNSteps, FaultTolerantCheckpoint, Synchronous
-from lightning_async.comm import launched
-from lightning_async.comm.membership import neighbours
-from lightning_async.comm.membership.membership import Membership
-from lightning_async.engine.averaging.average import Average
+from lightning_async import AsyncAveragingStrategy, EveryNSteps, FaultTolerantCheckpoint, Synchronous, Timeouts
+from lightning_async.checkpoint.saver import Saver
 from lightning_async.engine.averaging.averager import BackgroundAverager
-from lightning_async.engine.averaging.consensus import Consensus
-from lightning_async.engine.averaging.start import Start
-from lightning_async.engine.buckets import Exchange
-from lightning_async.engine.checkpoint.saver import Saver
-from lightning_async.engine.gates import Gates
-from lightning_async.engine.gradients.parts import InParts
-from lightning_async.engine.gradients.rounds import GradientRounds
-from lightning_async.engine.loop import Loop, Stage
+from lightning_async.engine.averaging.rounds import AnchorRound, AveragingRound, ConsensusRound
+from lightning_async.engine.buckets import InFlightRound
+from lightning_async.engine.control_plane import EngineLoop, Stage
+from lightning_async.engine.gradients.overlap import InParts
+from lightning_async.engine.gradients.reduction import GradientRounds
 from lightning_async.engine.replica import Replica
+from lightning_async.engine.sync_points import SyncPoints
 from lightning_async.engine.transfer import Transfer
 from lightning_async.flat import FlatLayout
-from lightning_async.transports import transport
+from lightning_async.membership import launcher_channel, process_liveness
+from lightning_async.membership.membership import Membership
+from lightning_async.transports import base
 from tests.benchmarks.elastic_trace import BATCH, Writer
 
 __all__ = ["Job"]
@@ -63,7 +60,7 @@ class Job:
         period: steps per round.
         gate_every: steps between two validations.
         samples: of an epoch, over all ranks.
-        dead_after_s: see `Deadlines`.
+        dead_after_s: see `Timeouts`.
         num_workers: of the loader.
         slow: by name, how many times longer a rank's steps take.
         min_replicas: see `AsyncAveragingStrategy`.
@@ -129,14 +126,14 @@ def watch(trace: Trace, module: Trained) -> None:
     def apply(original: Any, loop: Any, exchange: Any) -> None:
         original(loop, exchange)
         strategy: Any = module.trainer.strategy
-        generation, survivors = loop._membership.generation, strategy.survivors
+        generation, live_ranks = loop._membership.generation, strategy.live_ranks
         trace.note(
             "commit", run=strategy.num_runs, id=exchange.id, kind=type(exchange.kind).__name__,
-            generation=generation.number, members=generation.members if survivors is None else survivors.names,
+            generation=generation.number, members=generation.members if live_ranks is None else live_ranks.names,
             failed=loop._box.failed, digest=digests.pop(exchange.id), step=getattr(exchange.message, "step", None),
         )  # fmt: skip
 
-    def commit(original: Any, kind: Any, exchange: Exchange) -> None:
+    def commit(original: Any, kind: Any, exchange: InFlightRound) -> None:
         original(kind, exchange)
         digests[exchange.id] = digest_of(exchange.target)
 
@@ -169,9 +166,9 @@ def watch(trace: Trace, module: Trained) -> None:
         trace.at("gate")
         original(averager)
 
-    def rendezvous(original: Any, gates: Any, *args: Any, **kwargs: Any) -> Any:
+    def rendezvous(original: Any, sync_points: Any, *args: Any, **kwargs: Any) -> Any:
         module.gated = True
-        return original(gates, *args, **kwargs)
+        return original(sync_points, *args, **kwargs)
 
     def save(original: Any, saver: Saver, *args: Any, **kwargs: Any) -> Any:
         trace.at("checkpoint")
@@ -181,24 +178,24 @@ def watch(trace: Trace, module: Trained) -> None:
         trace.at("reform")
         return original(membership, *args)
 
-    for kind in (Average, Consensus, Start, GradientRounds):
+    for kind in (AveragingRound, ConsensusRound, AnchorRound, GradientRounds):
         around(kind, "commit", commit)
-    around(Loop, "_apply", apply)
-    around(Loop, "_to", to)
+    around(EngineLoop, "_apply", apply)
+    around(EngineLoop, "_to", to)
     around(Transfer, "sum_", sum_)
     around(InParts, "_put_", put_)
     around(Replica, "merge_", merge_)
     around(BackgroundAverager, "stand", stand)
-    around(Gates, "rendezvous", rendezvous)
+    around(SyncPoints, "rendezvous", rendezvous)
     around(Saver, "save", save)
     around(Membership, "next_generation", next_generation)
 
 
 def hear_nothing() -> None:
     """The launcher tells this rank of no deaths; it is told of generations as ever, or it would end all."""
-    descriptor = int(os.environ.pop(launched.CHANNEL).partition(":")[0])
-    launched._mine = lambda: descriptor
-    transport.listen = lambda on_death: None
+    descriptor = int(os.environ.pop(launcher_channel.CHANNEL).partition(":")[0])
+    launcher_channel._mine = lambda: descriptor
+    base.listen = lambda on_death: None
 
 
 class Mortal(torch.optim.SGD):
@@ -274,12 +271,12 @@ def main() -> None:
     if job.untold:
         hear_nothing()
     if job.apart:
-        neighbours.place_of = lambda process: NAME
+        process_liveness.place_of = lambda process: NAME
     module.trace.note("start", process=os.getpid(), name=NAME)
     strategy = AsyncAveragingStrategy(
         schedule=Synchronous() if job.synchronous else EveryNSteps(job.period),
         min_replicas=job.min_replicas,
-        deadlines=Deadlines(dead_after=timedelta(seconds=job.dead_after_s)),
+        deadlines=Timeouts(dead_after=timedelta(seconds=job.dead_after_s)),
     )
     saves: list[Any] = []
     if job.save_every:

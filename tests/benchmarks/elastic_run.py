@@ -18,7 +18,7 @@ from tests.benchmarks.ranks import ROOT, RankFailed
 
 __all__ = ["DEATH_S", "START_S", "Run", "training"]
 
-CONSOLE = str(ROOT / "lightning_async/commands/bin/lightning-async")
+CONSOLE = str(ROOT / "lightning_async/cli/bin/lightning-async")
 SETTLED = 3
 START_S, DEATH_S = 180.0, 90.0
 

@@ -174,12 +174,12 @@ def measure_death(living: Sequence[Life], place: str, names: Sequence[str], kill
 
     Who has come back is asked for nothing before its first round.
     """
-    survivors = [life for life in living if any(commit["t"] < killed_at for commit in life.commits)]
-    firsts = [first_without(life, names, killed_at) for life in survivors]
-    if not survivors or any(first is None for first in firsts):
+    live_ranks = [life for life in living if any(commit["t"] < killed_at for commit in life.commits)]
+    firsts = [first_without(life, names, killed_at) for life in live_ranks]
+    if not live_ranks or any(first is None for first in firsts):
         return None
     pauses, repeated, periods = [0.0], [0], []
-    for life, first in zip(survivors, firsts, strict=True):
+    for life, first in zip(live_ranks, firsts, strict=True):
         assert first is not None
         before = [commit for commit in life.commits if commit["t"] < killed_at]
         times = [commit["t"] for commit in before][-RECENT:]
@@ -190,12 +190,12 @@ def measure_death(living: Sequence[Life], place: str, names: Sequence[str], kill
     return Death(
         place=place,
         name=",".join(names),
-        ranks=len(survivors) + len(names),
+        ranks=len(live_ranks) + len(names),
         recovery_s=max(first["t"] for first in firsts if first is not None) - killed_at,
         period_s=statistics.median(periods) if periods else math.nan,
         pause_s=max(pauses),
         repeated=max(repeated),
-        alike=alike(survivors),
+        alike=alike(live_ranks),
     )
 
 

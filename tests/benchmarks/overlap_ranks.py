@@ -17,17 +17,17 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore
 from torch.nn import functional as F
 
-from lightning_async.comm.membership.membership import Membership
-from lightning_async.comm.torch.collectives import TorchCollectives
-from lightning_async.comm.torch.staged import StagedCollectives
+from lightning_async.algorithms import DeltaMean, EveryNSteps
+from lightning_async.algorithms.schedules import Action, ReplicaClock, Schedule, Step
+from lightning_async.comm.gpu_staging import StagedCollectives
+from lightning_async.comm.torch_collectives import TorchCollectives
 from lightning_async.engine.averaging.averager import BackgroundAverager
-from lightning_async.engine.averaging.config import AveragerConfig
-from lightning_async.engine.control import ControlPlane
-from lightning_async.engine.deadlines import Deadlines
+from lightning_async.engine.averaging.rule_state import AveragerConfig
+from lightning_async.engine.control_plane import ControlPlane
 from lightning_async.engine.replica import Replica
+from lightning_async.engine.timeouts import Timeouts
+from lightning_async.membership.membership import Membership
 from lightning_async.ops import native
-from lightning_async.rules import DeltaMean, EveryNSteps
-from lightning_async.rules.schedules.protocol import Action, Clock, Schedule, Step
 from tests.benchmarks.worker import die_with_parent
 
 __all__ = ["Block", "Job", "measure"]
@@ -134,7 +134,7 @@ class Switch:
         self.allowed, self.started = allowed, 0
         self._schedule, self._asked = schedule, False
 
-    def next(self, clock: Clock) -> Step:
+    def next(self, clock: ReplicaClock) -> Step:
         """What the schedule says, or a local step."""
         if self._asked and clock.steps_since_round == 0:  # all steps are in a message: it was packed
             self.started += 1
@@ -278,7 +278,7 @@ def averaging(rank: int, job: Job, module: nn.Module, schedule: Schedule) -> Ite
     membership = Membership(store, rank, 2)
     membership.start()
     # Blocks without averaging are no stalls.
-    config = AveragerConfig(weighting="equal", deadlines=Deadlines(grace=timedelta(hours=1)))
+    config = AveragerConfig(weighting="equal", deadlines=Timeouts(grace=timedelta(hours=1)))
     replica = Replica(module, device=device)
     control = ControlPlane(comm, membership, replica, config.deadlines, payload=large)
     membership.on_change = control.wake

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_async import Deadlines, ParameterServerStrategy
+from lightning_async import ParameterServerStrategy, Timeouts
 from tests.benchmarks.averaging import termination_as_exception
 from tests.benchmarks.elastic_run import DEATH_S, START_S, Run
 from tests.benchmarks.elastic_trace import Life, Writer
@@ -53,7 +53,7 @@ class Counts(pl.LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         strategy: Any = self.trainer.strategy
         servers = [server.supervisor for server in strategy.servers.own]
-        self.writer.note("pushed", pushes=strategy._session.stepping.pushes, run=strategy.num_runs, servers=servers)
+        self.writer.note("pushed", pushes=strategy._session.step_runner.pushes, run=strategy.num_runs, servers=servers)
         if self._stop.exists():
             self.trainer.should_stop = True
 
@@ -67,7 +67,7 @@ def train(folder: str) -> None:
     module = Counts(folder)
     module.writer.note("start", process=os.getpid(), name=os.environ["RANK"])
     strategy = ParameterServerStrategy(
-        "async", staleness="none", min_replicas=1, deadlines=Deadlines(dead_after=timedelta(seconds=30))
+        "async", staleness="none", min_replicas=1, deadlines=Timeouts(dead_after=timedelta(seconds=30))
     )
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), max_epochs=-1, logger=False,

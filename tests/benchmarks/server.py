@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 
-from lightning_async.comm.reach import dial
-from lightning_async.engine.server.client import Client
-from lightning_async.engine.server.process import ServerProcess
+from lightning_async.comm.p2p_gloo import dial
+from lightning_async.parameter_server.client import Client
+from lightning_async.parameter_server.process import ServerProcess
 from tests.benchmarks.averaging import termination_as_exception
 from tests.benchmarks.report import Target, load_average, machine
 from tests.benchmarks.server_costs import floor, messages, noticed, rates_of_others
 from tests.benchmarks.server_peers import OPTIMIZERS, PEERS, seconds_of
-from tests.engine.server.kills import (
+from tests.parameter_server.kills import (
     MOMENTA,
     Found,
     check_pushes,
@@ -124,7 +124,7 @@ def killed(kills: int, workers: int, numel: int, seed: int, momenta: bool = Fals
 def workers_killed(kills: int, workers: int, numel: int, seed: int) -> tuple[Found, bool]:
     """Kill workers so often, of which there are so many at a time; what was found, and whether all pushes are right."""
     found, quick = Found(), multiprocessing.get_context("forkserver")
-    quick.set_forkserver_preload(["tests.engine.server.kills"])
+    quick.set_forkserver_preload(["tests.parameter_server.kills"])
     places, stop = workers + kills, quick.Event()
     seen, resent = quick.Array("q", places, lock=False), quick.Array("q", places, lock=False)
     server, begun = ServerProcess(), []

@@ -17,17 +17,15 @@ import torch
 import torch.distributed
 import torch.multiprocessing
 
-from lightning_async.comm.channel import Channel
-from lightning_async.comm.reach import dial
-from lightning_async.comm.shm import ShmDial
-from lightning_async.engine.server.client import Client
-from lightning_async.engine.server.optimizers import make_optimizer
-from lightning_async.engine.server.process import ServerProcess
-from lightning_async.engine.server.quorum import Terms
-from lightning_async.engine.server.steps import Rates, Span
-from lightning_async.engine.server.worker import Worker, plan_of
+from lightning_async.comm.p2p import PeerChannel, ShmDial
+from lightning_async.comm.p2p_gloo import dial
+from lightning_async.parameter_server.client import Client
+from lightning_async.parameter_server.consistency import WorkerRules
+from lightning_async.parameter_server.optimizers import ServerRates, ShardSpan, make_optimizer
+from lightning_async.parameter_server.process import ServerProcess
+from lightning_async.parameter_server.worker import Worker, plan_of
 from tests.benchmarks.server_peers import OPTIMIZERS
-from tests.engine.server.kills import work
+from tests.parameter_server.kills import work
 
 __all__ = ["floor", "messages", "noticed", "rates_of_others"]
 
@@ -92,7 +90,7 @@ def _bare(line: Any, optimizer: str, numel: int, memories: list[torch.Tensor] | 
             line.recv_bytes()
         else:
             group.recv([gradient], 0, 0).wait(_LIMIT)
-        scalars = how.step(Span(banks[0], banks[1], gradient, reply, numel), scalars, Rates())
+        scalars = how.step(ShardSpan(banks[0], banks[1], gradient, reply, numel), scalars, ServerRates())
         banks.reverse()
         if group is None:
             line.send_bytes(b"1")
@@ -107,7 +105,7 @@ class _Counting:
         self._way, self.sent = way, 0
         self.outgoing, self.incoming, self.close = way.outgoing, way.incoming, way.close
 
-    def connect(self, timeout_s: float) -> Channel:
+    def connect(self, timeout_s: float) -> PeerChannel:
         channel = self._way.connect(timeout_s)
         send = channel.send
 
@@ -144,7 +142,7 @@ def messages(tensors: int = 160, pushes: int = 5) -> float:
 def noticed(held_bytes: int) -> float:
     """Seconds from the kill of a worker that holds so much until a server in sync mode goes on without it."""
     spawn = multiprocessing.get_context("spawn")
-    server, there = ServerProcess(Terms(mode="sync", num_workers=2)), spawn.Event()
+    server, there = ServerProcess(WorkerRules(mode="sync", num_workers=2)), spawn.Event()
     process = spawn.Process(target=_hold, args=(server.address, held_bytes, there), daemon=True)
     client = Client("a", [dial(server.address, 64, 64)], timeout_s=_LIMIT_S)
     try:
@@ -182,7 +180,7 @@ def _hold(address: dict[str, Any], held_bytes: int, there: Any) -> None:
 def rates_of_others(numel: int, window_s: float, workers: int = 3) -> tuple[float, float]:
     """Pushes in a second of all workers but one, in asynchronous mode: while that one is there, and from its death."""
     quick = multiprocessing.get_context("forkserver")
-    quick.set_forkserver_preload(["tests.engine.server.kills"])
+    quick.set_forkserver_preload(["tests.parameter_server.kills"])
     seen, stop, server = quick.Array("q", workers, lock=False), quick.Event(), ServerProcess()
     arguments = [(f"worker {place}", place, workers, server.address, numel, stop, seen) for place in range(workers)]
     processes = [quick.Process(target=work, args=each) for each in arguments]

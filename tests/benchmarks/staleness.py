@@ -29,9 +29,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_async.engine.server.store import Store
-from lightning_async.rules import AdaptiveLr, Bounded, Clipping, GapAware, StalenessPolicy
-from lightning_async.rules.staleness import auto, make_policy
+from lightning_async.algorithms import AdaptiveLr, Bounded, Clipping, GapAware, StalenessPolicy, auto, make_policy
+from lightning_async.parameter_server.store import Store
 from tests.benchmarks.averaging import termination_as_exception
 from tests.benchmarks.report import Target, load_average, machine
 

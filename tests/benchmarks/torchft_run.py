@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lightning_async.comm.launched import Program
-from lightning_async.launch.environment import Job
+from lightning_async.launch.environment import LaunchedJob
 from lightning_async.launch.process import Process
-from lightning_async.launch.standby import Standbys
+from lightning_async.launch.warm_spare import WarmSpares
+from lightning_async.membership.launcher_channel import Program
 from tests.benchmarks.elastic_run import DEATH_S, START_S
 from tests.benchmarks.elastic_trace import Life, Traces
 from tests.benchmarks.ranks import ROOT, RankFailed
@@ -63,8 +63,8 @@ class Torchft:
         program = ["-m", "tests.benchmarks.torchft_rank", told, self._lighthouse.address()]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        self._all = Job(program, ranks, 0, environment, "torchft")
-        self._standbys = Standbys(self._all, 1, print)
+        self._all = LaunchedJob(program, ranks, 0, environment, "torchft")
+        self._standbys = WarmSpares(self._all, 1, print)
         self._standbys.learn(Program(("torch", "torchft"), ()))
         self._codes: dict[str, int] = {}
         self._said = (folder / "said").open("wb")

@@ -18,11 +18,10 @@ from lightning_async import (
     Synchronous,
     Warmup,
 )
-from lightning_async.callbacks.probes import TimesProbe
-from lightning_async.data.partitioned import PartitionedSampler
-from lightning_async.data.partitions import Partition, Sequential, Weighted
-from lightning_async.engine.header import Vote
-from lightning_async.rules.accumulation import ByEpoch, ByStep, CommunicationShare, NoiseScale, Times
+from lightning_async.algorithms import ByEpoch, ByStep, CommunicationShare, NoiseScale, Times
+from lightning_async.callbacks.accumulation import TimesProbe
+from lightning_async.data.partition import Partition, PartitionedSampler, Sequential, Weighted
+from lightning_async.engine.shared_state import Vote
 from lightning_async.trainer.namespace import pl
 from tests.callbacks.problem import Line, values
 from tests.callbacks.ranks import ddp
@@ -248,7 +247,7 @@ class Validated(pl.Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if rank() == 0 and batch_idx == 1:
-            box = trainer.strategy.gates._box
+            box = trainer.strategy.sync_points._box
             with box.changed:
                 box.agreed |= Vote.VALIDATE
 
@@ -301,7 +300,7 @@ def ddp_by_communication() -> Any:
 
 
 @scenario
-def drifting() -> Any:
+def asynchronous() -> Any:
     strategy = together(schedule=EveryNSteps(2), deadlines=PATIENT, overlap=False)
     return fit(strategy, AdaptiveGradientAccumulation(ByStep({0: 1, 1: 2, 2: 1})))
 

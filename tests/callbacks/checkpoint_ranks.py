@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_async import DeltaMean, DiLoCo, EveryNSteps, Synchronous
 from lightning_async.callbacks.checkpoint import FaultTolerantCheckpoint
-from lightning_async.engine.checkpoint.claim import Claim
-from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
+from lightning_async.checkpoint.store import CheckpointEntry, CheckpointStore
+from lightning_async.checkpoint.writer_process import DirectoryLock
 from lightning_async.errors import PeerLost
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
@@ -90,7 +90,7 @@ class Stands(pl.Callback):
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         if self.trainer is None:
             self.trainer = trainer
-            trainer.strategy.gates.add(self)
+            trainer.strategy.sync_points.add(self)
 
     def come(self) -> None: ...
 
@@ -120,10 +120,10 @@ def send(command: str, wait: bool = True) -> None:
         shell.wait()
 
 
-def settled(folder: Path) -> list[Entry]:
+def settled(folder: Path) -> list[CheckpointEntry]:
     """The checkpoints, once nothing is written any more: the first rank commits, maybe after the others have ended."""
     store = CheckpointStore(folder)
-    Claim(store, "a test").wait(timeout_s=40.0)
+    DirectoryLock(store, "a test").wait(timeout_s=40.0)
     return store.entries()
 
 
@@ -194,7 +194,7 @@ def standing_still(folder: Path) -> dict[str, Any]:
 
 
 @scenario
-def drifting(folder: Path) -> dict[str, Any]:
+def asynchronous(folder: Path) -> dict[str, Any]:
     return goes_on(folder, lambda: together(DiLoCo(), EveryNSteps(4)))
 
 

@@ -126,7 +126,7 @@ def standing_still(folder: Path) -> Any:
 
 
 @scenario
-def drifting(folder: Path) -> Any:
+def asynchronous(folder: Path) -> Any:
     return fails(folder, lambda: together(DiLoCo(), EveryNSteps(4)))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_async import AsyncAveragingStrategy, EveryNSteps
 from lightning_async.callbacks.watchdog import HangWatchdog
-from lightning_async.engine.deadlines import Deadlines
+from lightning_async.engine.timeouts import Timeouts
 from lightning_async.errors import PeerLost
 from tests.callbacks.problem import Line, batches, trainer
 
@@ -81,7 +81,7 @@ def steps(folder: str) -> int:
 def one_of_two(folder: str) -> str:
     """Rank 1 hangs."""
     rank = int(os.environ["RANK"])
-    deadlines = Deadlines(dead_after=timedelta(seconds=30))
+    deadlines = Timeouts(dead_after=timedelta(seconds=30))
     strategy = AsyncAveragingStrategy(schedule=EveryNSteps(4), min_replicas=2, deadlines=deadlines)
     module = Hangs(20, a_sleep if rank == 1 else lambda: None)
     watchdog = HangWatchdog(k=5, min_s=0.5, warmup=5, dirpath=folder)

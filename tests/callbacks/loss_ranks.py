@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_async import AsyncAveragingStrategy, Deadlines, DiLoCo, EveryNSteps, Synchronous, Warmup
+from lightning_async import AsyncAveragingStrategy, DiLoCo, EveryNSteps, Synchronous, Timeouts, Warmup
+from lightning_async.algorithms import Latest
 from lightning_async.callbacks.checkpoint import FaultTolerantCheckpoint
 from lightning_async.errors import PeerLost
-from lightning_async.rules.saving import Latest
 from lightning_async.trainer.namespace import pl
 from tests.callbacks.checkpoint_ranks import until
 from tests.strategies.failure_workers import digest
@@ -78,10 +78,10 @@ class Dies(pl.Callback):
         if trainer.global_step < 5:
             self.saves = saver.costs.saves
             return
-        averager.gates.wait(lambda: averager.control.buckets.message is None)
+        averager.sync_points.wait(lambda: averager.control.buckets.message is None)
         if {
             "step": True,
-            "mark": averager.control.mailbox.marked is not None,
+            "mark": averager.control.shared_state.marked is not None,
             "handed over": saver.costs.saves > self.saves,
         }.get(self.place):
             die()
@@ -129,7 +129,7 @@ def train(
 ) -> None:
     strategy = AsyncAveragingStrategy(
         DiLoCo(), SCHEDULES[schedule](), min_replicas=min_replicas,
-        deadlines=Deadlines(dead_after=timedelta(seconds=3)),
+        deadlines=Timeouts(dead_after=timedelta(seconds=3)),
     )  # fmt: skip
     saves = FaultTolerantCheckpoint(
         folder, every_n_train_steps=3, keep=Latest(99), save_on_exception=place == "raises", max_failures=9, busy="wait"

@@ -17,12 +17,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lightning_async import DeltaMean, DiLoCo, EveryNSteps, Synchronous
-from lightning_async.engine.checkpoint.store import CheckpointStore
+from lightning_async.algorithms import Latest
+from lightning_async.checkpoint.store import CheckpointStore
 from lightning_async.errors import CheckpointError, PeerLost
-from lightning_async.rules.saving import Latest
-from lightning_async.trainer.names import NOBODY
-from lightning_async.trainer.reader import CheckpointReader
-from lightning_async.trainer.whole_state import whole
+from lightning_async.trainer.checkpoint.checkpoint_recovery import CheckpointReader
+from lightning_async.trainer.checkpoint.checkpoint_state import whole
+from lightning_async.trainer.environment.environments import NOBODY
 from tests.callbacks.checkpoint_ranks import STOP, At, Interrupted, Noisy, interrupt, train
 from tests.strategies.workers import rank, scenario, together
 

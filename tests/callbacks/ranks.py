@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from lightning_async import AsyncAveragingStrategy, EveryNSteps
+from lightning_async.algorithms.divergence import History
 from lightning_async.callbacks.divergence import DivergenceMonitor
-from lightning_async.engine.deadlines import Deadlines
-from lightning_async.rules.divergence import History
+from lightning_async.engine.timeouts import Timeouts
 from lightning_async.trainer.namespace import pl, pytorch
 from tests.callbacks.checkpoint_ranks import until
 from tests.callbacks.problem import Keeper, Line, batches, finite, values
@@ -23,7 +23,7 @@ from tests.strategies.workers import logged, rank, scenario, together
 NAN = math.nan
 NONE: dict[int, float] = {}
 HISTORY = History(window=30, warmup=5, cooldown=2)
-LONG = Deadlines(dead_after=timedelta(seconds=50), grace=timedelta(seconds=40))
+LONG = Timeouts(dead_after=timedelta(seconds=50), grace=timedelta(seconds=40))
 """What waits for one of these is not done at once."""
 
 
@@ -82,7 +82,7 @@ def ddp() -> Any:
     return pytorch("strategies").DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=20))
 
 
-def drifting(**options: Any) -> AsyncAveragingStrategy:
+def asynchronous(**options: Any) -> AsyncAveragingStrategy:
     return together(schedule=options.pop("schedule", EveryNSteps(8)), deadlines=LONG, **options)
 
 
@@ -124,7 +124,7 @@ def ddp_notices_losses_that_part() -> Any:
 
 @scenario
 def drifting_skips_alone() -> Any:
-    return fit(drifting(), Paced(on_rank_1({9: NAN})), DivergenceMonitor())
+    return fit(asynchronous(), Paced(on_rank_1({9: NAN})), DivergenceMonitor())
 
 
 @scenario
@@ -141,7 +141,7 @@ def drifting_resets_the_replica_that_is_broken() -> Any:
                 seen.setdefault("mended_s", time.monotonic() - seen["broken"])
 
     module = Paced(poison=20 if rank() == 1 else 0)
-    told = fit(drifting(schedule=EveryNSteps(1000)), module, DivergenceMonitor(), Watch(), n=60)
+    told = fit(asynchronous(schedule=EveryNSteps(1000)), module, DivergenceMonitor(), Watch(), n=60)
     return told | {"mended_s": seen.get("mended_s"), "at": seen.get("at")}
 
 
@@ -156,7 +156,7 @@ def drifting_leaves_out_a_replica_whose_loss_has_gone_off() -> Any:
                 with torch.no_grad():
                     pl_module.layer.weight.add_(1e4)
 
-    return fit(drifting(schedule=EveryNSteps(1000)), Paced(), Breaks(), monitor, n=60)
+    return fit(asynchronous(schedule=EveryNSteps(1000)), Paced(), Breaks(), monitor, n=60)
 
 
 @scenario
@@ -192,18 +192,18 @@ def drifting_cuts_syncs_and_stops_together() -> Any:
         signals=["loss"], remedies=["sync_more", "sync", "cut_lr", "stop"], history=HISTORY, alert_threshold=1e6
     )
     wrong = on_rank_1(dict.fromkeys((10, 20, 30, 40), 1e9))
-    return fit(drifting(), Paced(wrong), monitor, n=200) | {"rollbacks": monitor.rollbacks}
+    return fit(asynchronous(), Paced(wrong), monitor, n=200) | {"rollbacks": monitor.rollbacks}
 
 
 @scenario
 def drifting_with_unequal_shards_decides_with_one_that_has_finished() -> Any:
     monitor = DivergenceMonitor(remedies=["log", "reset", "stop"])
     module = Paced(poison=60 if rank() == 1 else 0)
-    return fit(drifting(), module, monitor, n=80 if rank() == 1 else 10)
+    return fit(asynchronous(), module, monitor, n=80 if rank() == 1 else 10)
 
 
 @scenario
 def drifting_notices_losses_that_part() -> Any:
     monitor = DivergenceMonitor(signals=["loss_variance", "replica_spread"], remedies=["log"], history=HISTORY)
     module = Paced(on_rank_1(dict.fromkeys(range(60, 90), 30.0)))
-    return fit(drifting(schedule=EveryNSteps(2)), module, monitor, n=100)
+    return fit(asynchronous(schedule=EveryNSteps(2)), module, monitor, n=100)

@@ -9,17 +9,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from lightning_async import (
-    AsyncAveragingStrategy,
-    Deadlines,
-    DiLoCo,
-    DivergenceMonitor,
-    ParameterServerStrategy,
-    TwoBit,
-)
+from lightning_async import AsyncAveragingStrategy, DiLoCo, DivergenceMonitor, ParameterServerStrategy, Timeouts, TwoBit
+from lightning_async.algorithms import SaveProgress
 from lightning_async.callbacks.checkpoint import FaultTolerantCheckpoint
 from lightning_async.errors import PeerLost
-from lightning_async.rules.saving import Progress
 from tests.callbacks.checkpoint_ranks import Interrupted, interrupt, settled
 from tests.callbacks.problem import Line
 from tests.callbacks.ranks import HISTORY, NAN, Paced, on_rank_1
@@ -43,7 +36,7 @@ def killed(folder: str) -> Any:
     """Rank 1 is killed within the second epoch."""
     with contextlib.suppress(PeerLost):
         dies = AtBatch(STOP, lambda: os.kill(os.getpid(), signal.SIGKILL) if rank() == 1 else None)
-        train(Path(folder), servers(deadlines=Deadlines(dead_after=timedelta(seconds=3))), dies)
+        train(Path(folder), servers(deadlines=Timeouts(dead_after=timedelta(seconds=3))), dies)
     return "lost"
 
 
@@ -59,7 +52,7 @@ def own_optimizers(folder: Path) -> Any:
 
 
 @scenario
-def owed(folder: Path) -> Any:
+def carried_residual(folder: Path) -> Any:
     """What compressed pushes have yet to deliver goes on with its worker."""
     return goes_on(folder, lambda: servers(compression=TwoBit(0.05)))
 
@@ -78,7 +71,7 @@ def asynchronous(folder: Path) -> Any:
 class DueOnOne:
     """What only one rank knows, as its clock."""
 
-    def due(self, progress: Progress) -> bool:
+    def due(self, progress: SaveProgress) -> bool:
         return rank() == 1 and progress.step >= DUE > progress.saved_step
 
     def __repr__(self) -> str:

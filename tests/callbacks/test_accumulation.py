@@ -22,7 +22,7 @@ from lightning_async import (
     FaultTolerantCheckpoint,
     WeightPrediction,
 )
-from lightning_async.rules.accumulation import ByEpoch, ByStep, CommunicationShare, NoiseScale, estimate, lr_factor
+from lightning_async.algorithms import ByEpoch, ByStep, CommunicationShare, NoiseScale, estimate, lr_factor
 from lightning_async.trainer.namespace import pl, pytorch
 from tests.callbacks.accumulation_ranks import Steps
 from tests.callbacks.problem import Line, trainer, values

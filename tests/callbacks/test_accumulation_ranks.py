@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_async.data.partitions import Weighted
-from lightning_async.rules.accumulation import estimate
+from lightning_async.algorithms import estimate
+from lightning_async.data.partition import Weighted
 from tests.callbacks.accumulation_ranks import rows, tokens
 from tests.callbacks.problem import Line, values
 from tests.strategies.workers import Outcomes

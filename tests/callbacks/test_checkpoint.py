@@ -19,11 +19,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_async import DivergenceMonitor, FaultTolerantCheckpoint
+from lightning_async.algorithms import AtEpochEnd, Best, EveryNth, KeepAny, Latest
+from lightning_async.algorithms.divergence import History
+from lightning_async.checkpoint.store import CheckpointStore
 from lightning_async.data import iterators
-from lightning_async.engine.checkpoint.store import CheckpointStore
 from lightning_async.errors import CheckpointError
-from lightning_async.rules.divergence import History
-from lightning_async.rules.saving import AtEpochEnd, Best, EveryNth, KeepAny, Latest
 from lightning_async.trainer.namespace import pl
 from tests.callbacks.checkpoint_ranks import At, Interrupted, Noisy, interrupt, send, until
 

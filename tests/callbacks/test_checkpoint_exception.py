@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_async.engine.checkpoint.store import CheckpointStore
+from lightning_async.checkpoint.store import CheckpointStore
 from lightning_async.trainer.namespace import pl
 from tests.callbacks.checkpoint_ranks import At, Interrupted, Noisy, interrupt
 from tests.callbacks.test_checkpoint import BATCHES, EPOCHS, every, steps_in, train, trainer_of

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from lightning_async.data.samplers import rest
-from lightning_async.engine.checkpoint.manifest import Manifest
-from lightning_async.engine.checkpoint.shards import load_own
-from lightning_async.engine.checkpoint.store import CheckpointStore
+from lightning_async.checkpoint.shards import load_own
+from lightning_async.checkpoint.store import CheckpointStore, Manifest
+from lightning_async.data.redistribution import rest
 from tests.callbacks.checkpoint_ranks import settled
 from tests.callbacks.loss_ranks import BATCH, SAMPLES
 from tests.strategies.test_failures import ended

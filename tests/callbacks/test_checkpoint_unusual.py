@@ -16,16 +16,16 @@ import pytest
 import torch
 
 from lightning_async import DivergenceMonitor, FaultTolerantCheckpoint
-from lightning_async.commands.main import main
-from lightning_async.engine.checkpoint.store import CheckpointStore
+from lightning_async.algorithms import AnySave, AtEpochEnd, Best, EveryNTrainSteps, Latest
+from lightning_async.algorithms.divergence import History
+from lightning_async.checkpoint.store import CheckpointStore
+from lightning_async.cli.main import main
 from lightning_async.errors import CheckpointError, DamagedCheckpoint
-from lightning_async.rules.divergence import History
-from lightning_async.rules.saving import AnySave, AtEpochEnd, Best, EveryNTrainSteps, Latest
-from lightning_async.trainer import checkpointing
-from lightning_async.trainer.averaged_models import AveragedModels
+from lightning_async.trainer.checkpoint import checkpointing
+from lightning_async.trainer.checkpoint.checkpoint_recovery import CheckpointReader
+from lightning_async.trainer.checkpoint.checkpoint_state import put_back
+from lightning_async.trainer.loops.averaged_models import AveragedModels
 from lightning_async.trainer.namespace import pl
-from lightning_async.trainer.reader import CheckpointReader
-from lightning_async.trainer.whole_state import put_back
 from tests.callbacks.checkpoint_ranks import At, Interrupted, Noisy, interrupt
 from tests.callbacks.test_checkpoint import BATCHES, EPOCHS, data, every, steps_in, train, trainer_of, whole_data
 

@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_async.engine.checkpoint import claim
+from lightning_async.algorithms import Latest
+from lightning_async.checkpoint import writer_process
 from lightning_async.errors import CheckpointError
-from lightning_async.rules.saving import Latest
 from tests.callbacks.checkpoint_ranks import At
 from tests.callbacks.test_checkpoint import every, steps_in, train
-from tests.checkpoint.test_claim import once_said
+from tests.checkpoint.test_directory_lock import once_said
 
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(claim, "GRACE_S", 0.2)
-    monkeypatch.setattr(claim, "QUIET_S", 0.3)
+    monkeypatch.setattr(writer_process, "GRACE_S", 0.2)
+    monkeypatch.setattr(writer_process, "QUIET_S", 0.3)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_async.callbacks.alarms import Alarm
-from lightning_async.callbacks.divergence import DivergenceMonitor
-from lightning_async.callbacks.readings import Budget, norm
+from lightning_async.algorithms.divergence import Absolute, History, Relative, Remedy
+from lightning_async.callbacks.divergence import Alarm, DivergenceMonitor
+from lightning_async.callbacks.divergence_signals import SamplingBudget, norm
 from lightning_async.errors import TrainingDiverged
-from lightning_async.rules.divergence import Absolute, History, Relative, Remedy
 from lightning_async.trainer.namespace import pl, pytorch
 from tests.callbacks.problem import Keeper, Line, batches, finite, trainer
 
@@ -269,7 +268,7 @@ def test_a_norm_is_of_all_elements_of_whatever_type():
 
 def test_looks_take_no_more_than_their_share():
     now = 0.0
-    budget = Budget(0.01, lambda: now)
+    budget = SamplingBudget(0.01, lambda: now)
     assert budget.every == 1
     for _ in range(50):
         budget.step()

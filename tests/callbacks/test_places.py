@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_async.engine.checkpoint.store import CheckpointStore
+from lightning_async.checkpoint.store import CheckpointStore
 from lightning_async.errors import CheckpointError
-from lightning_async.trainer.reader import CheckpointReader
+from lightning_async.trainer.checkpoint.checkpoint_recovery import CheckpointReader
 from tests.callbacks.checkpoint_ranks import BATCHES, EPOCHS
 from tests.checkpoint.stores import save
 from tests.strategies.workers import Outcomes

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_async import DeltaMean, DiLoCo, DivergenceMonitor, EveryNSteps, Warmup
+from lightning_async.algorithms import Latest
+from lightning_async.algorithms.divergence import History
 from lightning_async.callbacks.checkpoint import FaultTolerantCheckpoint
-from lightning_async.engine.checkpoint.shards import load_own
-from lightning_async.engine.checkpoint.store import CheckpointStore
-from lightning_async.engine.header import Vote
+from lightning_async.checkpoint.shards import load_own
+from lightning_async.checkpoint.store import CheckpointStore
+from lightning_async.engine.shared_state import Vote
 from lightning_async.errors import PeerLost
-from lightning_async.rules.divergence import History
-from lightning_async.rules.saving import Latest
 from lightning_async.trainer.namespace import pl
 from tests.callbacks.checkpoint_ranks import (
     BATCHES,
@@ -127,9 +127,9 @@ class Validated(Noisy):
     """Rank 1 takes the first step of an epoch when it has heard that rank 0 waits for it with a validation."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        gates: Any = self.trainer.strategy.gates  # pyright: ignore[reportAttributeAccessIssue]
+        sync_points: Any = self.trainer.strategy.sync_points  # pyright: ignore[reportAttributeAccessIssue]
         if rank() == 1 and batch_idx == 0:
-            until(lambda: Vote.VALIDATE in gates.agreed, "rank 0 asks for a validation")
+            until(lambda: Vote.VALIDATE in sync_points.agreed, "rank 0 asks for a validation")
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:

@@ -22,11 +22,11 @@ from lightning_async import (
     DivergenceMonitor,
     WeightPrediction,
 )
+from lightning_async.algorithms import ByStep, NoiseScale
 from lightning_async.callbacks.checkpoint import FaultTolerantCheckpoint
-from lightning_async.engine.checkpoint.shards import load_own
-from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
+from lightning_async.checkpoint.shards import load_own
+from lightning_async.checkpoint.store import CheckpointEntry, CheckpointStore
 from lightning_async.errors import PeerLost
-from lightning_async.rules.accumulation import ByStep, NoiseScale
 from lightning_async.trainer.namespace import pl
 from tests.callbacks.checkpoint_ranks import Interrupted, Noisy, data, interrupt, settled
 from tests.callbacks.problem import Line
@@ -93,7 +93,7 @@ def train(folder: Path, strategy: Any, *callbacks: Any, every: int = 1, **settin
     return module
 
 
-def open_windows(folder: Path, entry: Entry) -> list[tuple[int, float]]:
+def open_windows(folder: Path, entry: CheckpointEntry) -> list[tuple[int, float]]:
     """How many batches each rank had gathered, and how many samples with what had left."""
     store = CheckpointStore(folder)
     assert entry.manifest is not None

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from lightning_async.engine.checkpoint.process import Job
-from lightning_async.engine.checkpoint.shards import Loaded
+from lightning_async.checkpoint.shards import Loaded
+from lightning_async.checkpoint.writer import SaveJob
 
 
 def shared_of(number: int, numel: int) -> dict[str, Any]:
@@ -23,8 +23,8 @@ def own_of(number: int, rank: int) -> dict[str, Any]:
     return {"rank": rank, "random": torch.arange(5000) * (rank + 1) + number, "number": (number, None)}
 
 
-def job_of(number: int, rank: int = 0, ranks: tuple[int, ...] = (0,), numel: int = 1000, run: str = "run") -> Job:
-    return Job(
+def job_of(number: int, rank: int = 0, ranks: tuple[int, ...] = (0,), numel: int = 1000, run: str = "run") -> SaveJob:
+    return SaveJob(
         number, number * 10, run, ranks, shared_of(number, numel), own_of(number, rank), {"reason": "test", "epoch": 3}
     )
 

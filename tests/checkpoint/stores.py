@@ -6,8 +6,7 @@ import os
 import random
 from collections.abc import Callable, Mapping
 
-from lightning_async.engine.checkpoint.manifest import Manifest, RankManifest
-from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
+from lightning_async.checkpoint.store import CheckpointEntry, CheckpointStore, Manifest, RankManifest
 
 
 def contents(number: int, rank: int) -> dict[str, bytes]:
@@ -29,7 +28,7 @@ def save(
     ranks: tuple[int, ...] = (0, 1),
     metrics: Mapping[str, float] | None = None,
     run: str = "run",
-) -> Entry:
+) -> CheckpointEntry:
     step = 10 * number if step is None else step
     temporary = store.temporary(number, step, run)
     with store.hold(temporary):
@@ -37,7 +36,7 @@ def save(
         return store.commit(temporary, Manifest(number, step, ranks=ranks, metrics=metrics or {}))
 
 
-def assert_whole(store: CheckpointStore, entry: Entry) -> None:
+def assert_whole(store: CheckpointStore, entry: CheckpointEntry) -> None:
     """Verified, and equal to what was saved."""
     manifest = store.verify(entry)
     for rank in manifest.ranks:

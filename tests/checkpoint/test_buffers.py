@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_async.comm.frames import DTYPES
-from lightning_async.comm.reductions import as_bytes
-from lightning_async.engine.checkpoint import buffers
-from lightning_async.engine.checkpoint.buffers import Buffer, Owner, layout
+from lightning_async.checkpoint import buffers
+from lightning_async.checkpoint.buffers import Buffer, BufferOwner, layout
+from lightning_async.comm.collectives import as_bytes
+from lightning_async.comm.serialization import DTYPES
 from lightning_async.errors import CheckpointError
 
 
 @pytest.fixture
 def buffer():
     buffer = Buffer("test")
-    buffer.owner = Owner.FILLING
+    buffer.owner = BufferOwner.FILLING
     yield buffer
     buffer.release()
 
@@ -80,7 +80,7 @@ def test_copies_take_the_memory_along_that_was_there(buffer: Buffer):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     copies = buffer.part_with(tensors)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 1000  # of about 10,000 pages
-    assert (buffer.size, buffer.owner, buffer.descriptor) == (0, Owner.FREE, -1)
+    assert (buffer.size, buffer.owner, buffer.descriptor) == (0, BufferOwner.FREE, -1)
     buffer.part_with([torch.zeros(10_000_000)])
     assert all(torch.equal(*pair) and pair[0].is_contiguous() for pair in zip(copies, tensors, strict=True))
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_async.engine.checkpoint import buffers, copying
-from lightning_async.engine.checkpoint.buffers import Buffer, Owner
-from lightning_async.engine.checkpoint.copying import copy_
-from lightning_async.engine.checkpoint.process import Job, Writer
-from lightning_async.engine.checkpoint.shards import load
-from lightning_async.engine.checkpoint.store import CheckpointStore
+from lightning_async.checkpoint import buffers
+from lightning_async.checkpoint import buffers as copying
+from lightning_async.checkpoint.buffers import Buffer, BufferOwner, copy_
+from lightning_async.checkpoint.shards import load
+from lightning_async.checkpoint.store import CheckpointStore
+from lightning_async.checkpoint.writer import SaveJob, Writer
 
 
 @pytest.fixture
@@ -33,18 +33,18 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     allowed.set()
 
 
-def job(value: float, number: int = 1) -> Job:
-    return Job(number, number, "run", (0,), {"x": torch.full((1 << 20,), value)}, {})
+def job(value: float, number: int = 1) -> SaveJob:
+    return SaveJob(number, number, "run", (0,), {"x": torch.full((1 << 20,), value)}, {})
 
 
 def test_it_is_busy_until_the_memory_is_there_and_saves_then(tmp_path: Path, held: threading.Event) -> None:
     writer = Writer(tmp_path)
     try:
-        writer.reserve(Job(1, 1, "run", (0,), {"x": torch.zeros(3)}, {}))
+        writer.reserve(SaveJob(1, 1, "run", (0,), {"x": torch.zeros(3)}, {}))
         descriptors = [buffer.descriptor for buffer in writer._buffers]
         writer.expect(job(0.0), more=1000)
         assert writer.busy
-        assert [buffer.owner for buffer in writer._buffers] == [Owner.GROWING] * 2
+        assert [buffer.owner for buffer in writer._buffers] == [BufferOwner.GROWING] * 2
         assert writer.poll() == []
         threading.Timer(0.2, held.set).start()
         writer.save(job(5.0))  # waits for it, and for no page

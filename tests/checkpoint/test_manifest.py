@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_async.engine.checkpoint import manifest as module
-from lightning_async.engine.checkpoint.manifest import Manifest, RankManifest
-from lightning_async.engine.files import FileRecord
-from lightning_async.engine.files.sealed import seal, unseal
+from lightning_async.checkpoint import store as module
+from lightning_async.checkpoint.storage import FileRecord, seal, unseal
+from lightning_async.checkpoint.store import Manifest, RankManifest
 from lightning_async.errors import CheckpointError, DamagedCheckpoint
 
 WHOLE = Manifest(

@@ -14,12 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from lightning_async.engine.checkpoint.manifest import Manifest
-from lightning_async.engine.checkpoint.recovery import recover
-from lightning_async.engine.checkpoint.retention import prune
-from lightning_async.engine.checkpoint.store import CheckpointStore
-from lightning_async.engine.files import LocalFiles
-from lightning_async.rules.saving import Latest
+from lightning_async.algorithms import Latest
+from lightning_async.checkpoint.recovery import recover
+from lightning_async.checkpoint.retention import prune
+from lightning_async.checkpoint.storage import LocalFiles
+from lightning_async.checkpoint.store import CheckpointStore, Manifest
 from tests.checkpoint.disk import Call, Disk, Recorder
 from tests.checkpoint.stores import assert_whole, save, write_ranks
 

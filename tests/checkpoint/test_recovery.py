@@ -16,13 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_async.engine.checkpoint import manifest
-from lightning_async.engine.checkpoint.recovery import STRATEGIES, agree, candidates, recover
-from lightning_async.engine.checkpoint.store import CheckpointStore
-from lightning_async.engine.files import LocalFiles
-from lightning_async.engine.files.sealed import seal
+from lightning_async.algorithms import Best
+from lightning_async.checkpoint import store as manifest
+from lightning_async.checkpoint.recovery import STRATEGIES, agree, candidates, recover
+from lightning_async.checkpoint.storage import LocalFiles, seal
+from lightning_async.checkpoint.store import CheckpointStore
 from lightning_async.errors import CheckpointError
-from lightning_async.rules.saving import Best
 from tests.checkpoint.stores import assert_whole, save, write_ranks
 
 LOSS = Best("loss")

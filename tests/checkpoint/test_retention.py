@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from lightning_async.engine.checkpoint.recovery import recover
-from lightning_async.engine.checkpoint.retention import Keeper
-from lightning_async.engine.checkpoint.store import CheckpointStore
-from lightning_async.engine.files import LocalFiles
+from lightning_async.algorithms import Latest, Saved
+from lightning_async.checkpoint.recovery import recover
+from lightning_async.checkpoint.retention import RetentionThread
+from lightning_async.checkpoint.storage import LocalFiles
+from lightning_async.checkpoint.store import CheckpointStore
 from lightning_async.errors import CheckpointError
-from lightning_async.rules.saving import Latest, Saved
 from tests.checkpoint.stores import assert_whole, save
 
 
@@ -50,7 +50,7 @@ def test_to_mark_what_is_gone_makes_no_checkpoint_of_it(tmp_path: Path):
 def test_training_does_not_wait_for_a_deletion(tmp_path: Path):
     calls = SlowCalls()
     store = CheckpointStore(tmp_path, LocalFiles(calls))
-    keeper = Keeper(store, Latest(1))
+    keeper = RetentionThread(store, Latest(1))
     for number in (1, 2, 3):
         save(store, number)
         keeper.prune()
@@ -65,7 +65,7 @@ def test_training_does_not_wait_for_a_deletion(tmp_path: Path):
 
 def test_what_is_needed_stays(tmp_path: Path):
     store = CheckpointStore(tmp_path)
-    keeper = Keeper(store, Latest(1), resumed_from=1)
+    keeper = RetentionThread(store, Latest(1), resumed_from=1)
     keeper.awaited.add(2)
     for number in (1, 2, 3, 4):
         save(store, number)
@@ -93,7 +93,7 @@ def test_what_fails_is_told_and_the_next_one_goes_on(
     def rename(*_: str) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(tmp_path))
 
-    keeper = Keeper(store, Latest(1))
+    keeper = RetentionThread(store, Latest(1))
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         patch.setattr(store.files, "rename", rename)
         keeper.prune()
@@ -113,7 +113,7 @@ def test_a_policy_that_fails_is_raised_where_it_was_asked(tmp_path: Path):
 
     store = CheckpointStore(tmp_path)
     save(store, 1)
-    keeper = Keeper(store, Broken())
+    keeper = RetentionThread(store, Broken())
     keeper.prune()
     assert keeper.flush(30)
     with pytest.raises(ZeroDivisionError, match="a mistake"):
@@ -126,7 +126,7 @@ def test_a_deletion_that_never_ends_does_not_hold_up_the_end(tmp_path: Path):
     store = CheckpointStore(tmp_path, LocalFiles(calls))
     save(store, 1)
     save(store, 2)
-    keeper = Keeper(store, Latest(1))
+    keeper = RetentionThread(store, Latest(1))
     keeper.prune()
     assert not keeper.close(0.05)
     calls.allowed.set()

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_async.engine.checkpoint.saver import Saver
-from lightning_async.engine.checkpoint.store import CheckpointStore
+from lightning_async.algorithms import Latest
+from lightning_async.checkpoint.saver import Saver
+from lightning_async.checkpoint.store import CheckpointStore
 from lightning_async.errors import CheckpointError
-from lightning_async.rules.saving import Latest
 from tests.checkpoint.test_writer import POISONED
 
 
@@ -77,7 +77,7 @@ def test_what_the_first_rank_gives_up_is_deleted(tmp_path: Path) -> None:
 
 def test_nobody_waits_for_a_rank_whose_writers_have_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = saver_of(tmp_path, 0)
-    monkeypatch.setattr("lightning_async.bare._BOOT", POISONED)
+    monkeypatch.setattr("lightning_async._subprocess._BOOT", POISONED)
     second = saver_of(tmp_path, 1)
     try:
         for number in (1, 2):
@@ -110,7 +110,7 @@ def test_a_save_that_takes_very_long_is_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its writer is stopped, as one is that waits for a disk that does not answer: nothing is saved meanwhile."""
-    monkeypatch.setattr("lightning_async.engine.checkpoint.saver.PATIENCE_S", 0.2)
+    monkeypatch.setattr("lightning_async.checkpoint.saver.PATIENCE_S", 0.2)
     saver = saver_of(tmp_path)
     pid = saver._writer.pid
     assert pid is not None

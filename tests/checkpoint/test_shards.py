@@ -13,10 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_async.engine.checkpoint.buffers import ALIGNMENT, layout
-from lightning_async.engine.checkpoint.manifest import Manifest, RankManifest
-from lightning_async.engine.checkpoint.shards import load, load_own, plan, shard
-from lightning_async.engine.checkpoint.store import CheckpointStore, Entry
+from lightning_async.checkpoint.buffers import ALIGNMENT, layout
+from lightning_async.checkpoint.shards import load, load_own, plan, shard
+from lightning_async.checkpoint.store import CheckpointEntry, CheckpointStore, Manifest, RankManifest
 from lightning_async.errors import CheckpointError, DamagedCheckpoint
 from tests.checkpoint.states import assert_equal, assert_loaded, own_of, shared_of
 
@@ -41,7 +40,7 @@ def commit(
     shared: dict[int, Any] | None = None,
     own: dict[int, Any] | None = None,
     pickles: bool = False,
-) -> Entry:
+) -> CheckpointEntry:
     """What the writers do, in one process and without their memory."""
     store = CheckpointStore(folder)
     temporary = store.temporary(number, number * 10, "run")

@@ -17,14 +17,12 @@ from pathlib import Path
 
 import pytest
 
-from lightning_async.engine.checkpoint.manifest import Manifest, RankManifest
-from lightning_async.engine.checkpoint.recovery import recover
-from lightning_async.engine.checkpoint.retention import prune
-from lightning_async.engine.checkpoint.store import CheckpointStore
-from lightning_async.engine.files import FileRecord, LocalFiles, RemoteFiles
-from lightning_async.engine.files.protocol import Chunk
+from lightning_async.algorithms import Latest
+from lightning_async.checkpoint.recovery import recover
+from lightning_async.checkpoint.retention import prune
+from lightning_async.checkpoint.storage import Chunk, FileRecord, LocalFiles, RemoteFiles
+from lightning_async.checkpoint.store import CheckpointStore, Manifest, RankManifest
 from lightning_async.errors import CheckpointError, DamagedCheckpoint
-from lightning_async.rules.saving import Latest
 from tests.checkpoint.stores import FailingCalls, assert_whole, save, write_ranks
 from tests.support import ROOT
 
@@ -219,7 +217,7 @@ def test_what_was_left_unfinished_at_a_url_is_cleaned_after_a_while(monkeypatch:
     save(store, 1)
     write_ranks(store, store.temporary(2, 20, "other"), 2, (0,))
     assert store.clean("me") == []
-    monkeypatch.setattr("lightning_async.engine.files.remote.STALE_S", -1.0)
+    monkeypatch.setattr("lightning_async.checkpoint.storage.STALE_S", -1.0)
     assert store.clean("me") == ["000002-step-20"]
     assert names(store) == ["000001-step-10"]
     store.files.remove(store.dirpath)
@@ -359,7 +357,7 @@ import os, sys, types
 package = types.ModuleType("lightning_async")  # without its imports, which take seconds
 package.__path__ = [sys.argv[1]]
 sys.modules[package.__name__] = package
-from lightning_async.engine.checkpoint.store import CheckpointStore
+from lightning_async.checkpoint.store import CheckpointStore
 store = CheckpointStore(sys.argv[2])
 if os.getuid() == 0:
     os.setgid(65534)

@@ -20,11 +20,11 @@ import fsspec.asyn
 import pytest
 import torch
 
-from lightning_async.bare import _BOOT
-from lightning_async.engine.checkpoint import process
-from lightning_async.engine.checkpoint.process import Job, Result, SaveBusy, Writer
-from lightning_async.engine.checkpoint.shards import load
-from lightning_async.engine.checkpoint.store import CheckpointStore
+from lightning_async._subprocess import _BOOT
+from lightning_async.checkpoint import writer as process
+from lightning_async.checkpoint.shards import load
+from lightning_async.checkpoint.store import CheckpointStore
+from lightning_async.checkpoint.writer import Result, SaveBusy, SaveJob, Writer
 from lightning_async.errors import CheckpointError
 from tests.checkpoint.states import assert_loaded, job_of
 
@@ -53,7 +53,7 @@ def make(tmp_path: Path) -> Iterator[MakeWriter]:
         writer.close(5.0)
 
 
-def saved(writer: Writer, job: Job) -> Result:
+def saved(writer: Writer, job: SaveJob) -> Result:
     writer.save(job)
     (result,) = writer.wait(20.0)
     assert result.number == job.number
@@ -240,7 +240,7 @@ assert POISONED != _BOOT
 def test_a_save_that_kills_its_writer_is_given_up_and_no_other(
     tmp_path: Path, make: MakeWriter, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("lightning_async.bare._BOOT", POISONED)
+    monkeypatch.setattr("lightning_async._subprocess._BOOT", POISONED)
     writer = make()
     os.kill(pid_of(writer), signal.SIGSTOP)
     writer.save(job_of(1))
@@ -273,7 +273,7 @@ def test_a_writer_that_cannot_start_says_why(make: MakeWriter, monkeypatch: pyte
     with pytest.raises(CheckpointError, match="no process that writes checkpoints can be started"):
         Writer(tmp_path, rank=3).start()
     monkeypatch.undo()
-    monkeypatch.setattr("lightning_async.bare._BOOT", "raise SystemExit('no room at the inn')")
+    monkeypatch.setattr("lightning_async._subprocess._BOOT", "raise SystemExit('no room at the inn')")
     writer = make()
     writer.save(job_of(1))
     (result,) = writer.wait(20.0)
@@ -449,13 +449,13 @@ def test_wrong_arguments():
 def test_what_cannot_be_saved_leaves_the_buffer_free(tmp_path: Path, make: MakeWriter):
     writer = make(buffers=1)
     with pytest.raises(TypeError, match=r"in `shared`, x is a builtins.object"):
-        writer.save(Job(1, 1, "run", (0,), {"x": object()}, None))
+        writer.save(SaveJob(1, 1, "run", (0,), {"x": object()}, None))
     with pytest.raises(ValueError, match="must hold rank 0"):
-        writer.save(Job(1, 1, "run", (1,), None, None))
+        writer.save(SaveJob(1, 1, "run", (1,), None, None))
     with pytest.raises(TypeError, match="colour"):
-        writer.save(Job(1, 1, "run", (0,), None, None, {"colour": "red"}))
+        writer.save(SaveJob(1, 1, "run", (0,), None, None, {"colour": "red"}))
     with pytest.raises(TypeError, match="JSON"):
-        writer.save(Job(1, 1, "run", (0,), None, None, {"metrics": {"loss": torch.ones(1)}}))
+        writer.save(SaveJob(1, 1, "run", (0,), None, None, {"metrics": {"loss": torch.ones(1)}}))
     assert saved(writer, job_of(1)).committed
 
 
@@ -463,10 +463,10 @@ def test_the_training_thread_waits_for_one_copy_only(tmp_path: Path, make: MakeW
     """400 MB. The limit is on the processor's time: how long that takes depends on who else wants it."""
     state = {f"layer{i}": torch.ones(5_000_000) for i in range(20)}
     writer, spent = make(buffers=1), []
-    writer.reserve(Job(1, 1, "run", (0,), state, None))
+    writer.reserve(SaveJob(1, 1, "run", (0,), state, None))
     for number in (1, 2):
         began = time.process_time()
-        stall = writer.save(Job(number, number, "run", (0,), state, None))
+        stall = writer.save(SaveJob(number, number, "run", (0,), state, None))
         spent.append(time.process_time() - began)
         (result,) = writer.wait(60.0)
         assert result.committed and result.bytes > 400_000_000

@@ -17,9 +17,9 @@ from typing import NoReturn
 
 import torch
 
-from lightning_async.engine.checkpoint.process import SaveBusy, Writer
-from lightning_async.engine.checkpoint.shards import load
-from lightning_async.engine.checkpoint.store import CheckpointStore
+from lightning_async.checkpoint.shards import load
+from lightning_async.checkpoint.store import CheckpointStore
+from lightning_async.checkpoint.writer import SaveBusy, Writer
 from tests.checkpoint.states import assert_loaded, job_of
 
 NUMEL = 500_000  # 4 MB a save
@@ -220,11 +220,11 @@ def die_slowly(folder: str) -> dict[str, bool]:
     adopt()
     store = CheckpointStore(folder)
     temporary = store.temporary(1, 1, "run")
-    (told, tell), (gate, open_gate) = os.pipe(), os.pipe()
+    (told, tell), (sync_point, open_sync_point) = os.pipe(), os.pipe()
     if not (trainer := os.fork()):
         if not os.fork():
-            os.close(open_gate)
-            threading.Thread(target=hold_until, args=(store, temporary, tell, gate)).start()
+            os.close(open_sync_point)
+            threading.Thread(target=hold_until, args=(store, temporary, tell, sync_point)).start()
             ctypes.CDLL(None).syscall(_SYS_EXIT[platform.machine()], 0)  # this thread's end, and no more
         signal.pause()
     writer = int(os.read(told, 16))
@@ -233,13 +233,13 @@ def die_slowly(folder: str) -> dict[str, bool]:
     while Path(f"/proc/{writer}/cmdline").read_bytes():
         time.sleep(0.005)
     seen = {"held": not store.clean()}
-    threading.Timer(0.2, os.close, [open_gate]).start()  # no sooner than it is looked for, and no matter when
+    threading.Timer(0.2, os.close, [open_sync_point]).start()  # no sooner than it is looked for, and no matter when
     wait_until_gone()
     return {**seen, "cleaned": store.clean() == [Path(temporary).name], "left": bool(os.listdir(folder))}
 
 
-def hold_until(store: CheckpointStore, temporary: str, tell: int, gate: int) -> None:
+def hold_until(store: CheckpointStore, temporary: str, tell: int, sync_point: int) -> None:
     with store.hold(temporary):
         os.write(tell, b"%d" % os.getpid())
-        os.read(gate, 1)  # until its other end is closed
+        os.read(sync_point, 1)  # until its other end is closed
     os._exit(0)

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_async.comm.membership.generation import Generation
-from lightning_async.comm.protocols import ReduceOp
+from lightning_async.comm.collectives import ReduceOp
 from lightning_async.errors import CollectiveError, CollectiveTimeout
+from lightning_async.membership.generation import Generation
 
 DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,

@@ -29,7 +29,7 @@ def main() -> None:
 
     from torch.distributed import TCPStore
 
-    from lightning_async.comm.membership.membership import Membership
+    from lightning_async.membership.membership import Membership
 
     port = int(host.stdout.readline())
     store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=20), wait_for_workers=False)

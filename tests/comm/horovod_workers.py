@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from lightning_async.comm.horovod.collectives import HorovodCollectives
-from lightning_async.comm.horovod.world import HorovodWorld
 from lightning_async.errors import CollectiveError
+from lightning_async.horovod.collectives import HorovodCollectives, HorovodWorld
 from tests.comm.contract import CHECKS, LAST_CHECKS
 from tests.comm.workers import TIMEOUT, WORLD_SIZE, end, open_store, other_threads, run_checks
 

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_async.comm.simulated.faulty import FaultyCollectives
-from lightning_async.comm.simulated.inprocess import InProcessWorld
-from lightning_async.comm.torch.staged import StagedCollectives
+from lightning_async.comm.gpu_staging import StagedCollectives
+from lightning_async.comm.simulated import FaultyCollectives, InProcessWorld
 from tests.comm.contract import ALL_CHECKS, Check, Stage
 from tests.support import run_ranks
 

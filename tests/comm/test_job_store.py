@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from torch.distributed import DistError, TCPStore
 
-from lightning_async.comm.launched import REJOIN
-from lightning_async.comm.membership.assembly import AGENTS_STORE, Found
-from lightning_async.transports import job_store
+from lightning_async.membership.launcher_channel import REJOIN
+from lightning_async.membership.startup import AGENTS_STORE, ProcessRole
+from lightning_async.transports import torch as job_store
 
 
 def test_a_store_in_the_place_of_the_one_that_ranks_have_assembled_in_is_not_taken_for_it(
@@ -27,7 +27,7 @@ def test_a_store_in_the_place_of_the_one_that_ranks_have_assembled_in_is_not_tak
     environment = SimpleNamespace(
         main_address="127.0.0.1", main_port=server.port, global_rank=lambda: 0, world_size=lambda: 1
     )
-    assert job_store.assemble(environment) == Found(0, 0)
+    assert job_store.assemble(environment) == ProcessRole(0, 0)
     port = server.port
     del server
     another: Any = TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from lightning_async.comm.membership.generation import at_start
-from lightning_async.comm.operation import Operation, Where
+from lightning_async.comm.collectives import Operation, Where
 from lightning_async.errors import CollectiveError
+from lightning_async.membership.generation import at_start
 
 LIMIT = timedelta(seconds=60)
 

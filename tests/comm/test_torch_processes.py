@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_async.comm.membership.stores import HashStore
-from lightning_async.comm.torch.collectives import TorchCollectives
+from lightning_async.comm.torch_collectives import TorchCollectives
+from lightning_async.membership.store import HashStore
 from tests.support import run_ranks, start_ranks
 
 LIMIT_S = 150.0

@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 
-from lightning_async.comm.membership import start
-from lightning_async.comm.membership.generation import Generation
-from lightning_async.comm.membership.membership import Membership
-from lightning_async.comm.membership.start import Patience
-from lightning_async.comm.membership.stores import PrefixStore
-from lightning_async.comm.torch import groups
-from lightning_async.comm.torch.collectives import TorchCollectives
-from lightning_async.comm.torch.sockets import snapshot
+from lightning_async._sockets import snapshot
+from lightning_async.comm import torch_groups
+from lightning_async.comm.torch_collectives import TorchCollectives
 from lightning_async.errors import CollectiveError, PeerLost
+from lightning_async.membership import startup
+from lightning_async.membership.generation import Generation
+from lightning_async.membership.membership import Membership
+from lightning_async.membership.startup import WaitWithLog
+from lightning_async.membership.store import PrefixStore
 from tests.comm.contract import ALL_CHECKS, Check, Stage
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -33,8 +33,8 @@ TIMEOUT = timedelta(seconds=40)
 
 
 def open_store() -> Any:
-    patience = Patience(RANK, TIMEOUT, lambda: None)
-    return start.open_store("127.0.0.1", int(os.environ["MASTER_PORT"]), RANK == 0, patience, TIMEOUT)
+    patience = WaitWithLog(RANK, TIMEOUT, lambda: None)
+    return startup.open_store("127.0.0.1", int(os.environ["MASTER_PORT"]), RANK == 0, patience, TIMEOUT)
 
 
 def meet(store: Any, name: str) -> None:
@@ -107,7 +107,7 @@ def contract(
     until = time.monotonic() + 20.0 * (backend == "gloo")  # what got stuck in a check ends by its own timeout
     while native_threads() >= 8 and time.monotonic() < until:
         time.sleep(0.05)
-        groups.sweep()
+        torch_groups.sweep()
     left = {"threads": other_threads(), "native": native_threads()}
     end(store)
     return told | left
@@ -253,7 +253,7 @@ def fork_within() -> dict[str, Any]:
     membership.start()
     pid = os.fork()
     if pid == 0:
-        groups.keep_for_good(store)  # its server's thread is the parent's
+        torch_groups.keep_for_good(store)  # its server's thread is the parent's
         try:
             sys.exit(0)
         finally:

@@ -12,22 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_async.comm.membership.membership import Membership
-from lightning_async.comm.protocols import Pending
-from lightning_async.comm.simulated.faulty import Fault, FaultyCollectives
-from lightning_async.comm.simulated.inprocess import InProcessWorld
-from lightning_async.engine.averaging.config import AveragerConfig
-from lightning_async.engine.averaging.records import ROUND
-from lightning_async.engine.ballot import decide, from_rows
-from lightning_async.engine.deadlines import Deadlines
-from lightning_async.engine.header import Header
+from lightning_async.algorithms import DeltaMean, EveryNSteps
+from lightning_async.comm.collectives import Pending
+from lightning_async.comm.simulated import Fault, FaultyCollectives, InProcessWorld
+from lightning_async.engine.averaging.rounds import ROUND
+from lightning_async.engine.averaging.rule_state import AveragerConfig
+from lightning_async.engine.decision import decide, from_rows
 from lightning_async.engine.replica import Replica
-from lightning_async.rules import DeltaMean, EveryNSteps
+from lightning_async.engine.shared_state import Header
+from lightning_async.engine.timeouts import Timeouts
+from lightning_async.membership.membership import Membership
 from tests.engine.ranks import Rank, assemble
 
 PAYLOAD, HEADER = "world/payload", "world/header"
 NEVER = EveryNSteps(10**6)
-DEADLINES = Deadlines(payload=timedelta(seconds=30), grace=timedelta(seconds=90), reform=timedelta(seconds=60))
+DEADLINES = Timeouts(payload=timedelta(seconds=30), grace=timedelta(seconds=90), reform=timedelta(seconds=60))
 LIMIT_S = 60.0
 """For whatever a test waits for."""
 
@@ -45,21 +44,21 @@ class Ledger:
     """The header tables that one rank has seen; each decides the same on every rank."""
 
     tables: list[list[list[float]]] = field(default_factory=list)
-    wings: list[Any] = field(default_factory=list)
+    components: list[Any] = field(default_factory=list)
     message_sent: threading.Event = field(default_factory=threading.Event)
     """The engine has sent a header with a message."""
 
     def work(self) -> float:
         """Work that rounds and agreements have counted; right where none of them failed."""
         total = 0.0
-        averaging = self.wings[0]
+        averaging = self.components[0]
         for table in self.tables:
-            headers, *parts = from_rows([Header(), *(wing.blank for wing in self.wings)], table)
-            verdict = decide(headers, parts, self.wings)
-            kind = verdict.plan.kind if verdict.plan is not None else None
+            headers, *parts = from_rows([Header(), *(component.blank for component in self.components)], table)
+            round_decision = decide(headers, parts, self.components)
+            kind = round_decision.plan.kind if round_decision.plan is not None else None
             if kind is averaging.average:
                 total += sum(part.work for part in parts[0])
-            elif kind is averaging.consensus or verdict.opens:
+            elif kind is averaging.consensus or round_decision.opens:
                 total += sum(part.unreported for part in parts[0])
         return total
 
@@ -126,7 +125,7 @@ def faulty_rank(
     rule: Any = None,
     schedule: Any = None,
     overlap: bool = False,
-    deadlines: Deadlines = DEADLINES,
+    deadlines: Timeouts = DEADLINES,
     dead_after: timedelta = timedelta(seconds=20),
     numel: int = 8,
     rows: int = 1,
@@ -154,7 +153,7 @@ def faulty_rank(
     def die() -> None:
         membership._board.exchange = nobody  # its heartbeats end without a word; `Kill` breaks its connections off too
 
-    averager, wing = assemble(
+    averager, component = assemble(
         FaultyCollectives(Recording(collectives, ledger), script, kill=die),  # pyright: ignore[reportArgumentType]
         membership,
         Replica(replica),
@@ -166,11 +165,11 @@ def faulty_rank(
         compression=gradients,
         min_replicas=min_replicas,
     )
-    ledger.wings = averager.control.wings
+    ledger.components = averager.control.components
     try:
         averager.start()
         try:
-            yield FaultyRank(averager, wing, replica, goal, 0.1, membership, ledger)
+            yield FaultyRank(averager, component, replica, goal, 0.1, membership, ledger)
         except BaseException as error:
             membership.fail(f"{type(error).__name__}: {error}")  # as the strategy does in `on_exception`
             raise

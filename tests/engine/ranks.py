@@ -11,21 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_async.comm.membership.membership import Membership
-from lightning_async.comm.simulated.inprocess import InProcessWorld
+from lightning_async.algorithms import DeltaMean, EveryNSteps
+from lightning_async.algorithms.averaging import AveragingRule
+from lightning_async.algorithms.schedules import Action, Schedule
+from lightning_async.comm.simulated import InProcessWorld
 from lightning_async.engine.averaging.averager import BackgroundAverager
-from lightning_async.engine.averaging.config import AveragerConfig
-from lightning_async.engine.control import ControlPlane
-from lightning_async.engine.deadlines import Deadlines
-from lightning_async.engine.gradients.feedback import GradientCompression
-from lightning_async.engine.gradients.synchronous import SynchronousGradients
-from lightning_async.engine.header import Arrival, Gate
+from lightning_async.engine.averaging.rule_state import AveragerConfig
+from lightning_async.engine.control_plane import ControlPlane
+from lightning_async.engine.gradients.compression import GradientCompression
+from lightning_async.engine.gradients.reduction import SynchronousGradients
 from lightning_async.engine.replica import Replica
-from lightning_async.rules import DeltaMean, EveryNSteps
-from lightning_async.rules.averaging.protocol import AveragingRule
-from lightning_async.rules.schedules.protocol import Action, Schedule
+from lightning_async.engine.shared_state import Arrival, SyncPointKind
+from lightning_async.engine.timeouts import Timeouts
+from lightning_async.membership.membership import Membership
 
-DEADLINES = Deadlines(payload=timedelta(seconds=30), grace=timedelta(seconds=60), reform=timedelta(seconds=60))
+DEADLINES = Timeouts(payload=timedelta(seconds=30), grace=timedelta(seconds=60), reform=timedelta(seconds=60))
 
 
 def bits(x: Tensor) -> Tensor:
@@ -61,8 +61,8 @@ class Rank:
             if each is not None:
                 each(i)
 
-    def meet(self, gate: Gate = Gate.TRAIN_END, index: int = 0) -> Arrival:
-        return self.averager.gates.rendezvous(gate, index)
+    def meet(self, sync_point: SyncPointKind = SyncPointKind.TRAIN_END, index: int = 0) -> Arrival:
+        return self.averager.sync_points.rendezvous(sync_point, index)
 
 
 def assemble(
@@ -79,7 +79,9 @@ def assemble(
     control = ControlPlane(collectives, membership, replica, config.deadlines, part_bytes=config.part_bytes, **kwargs)
     membership.on_change = control.wake
     averager = BackgroundAverager(control, rule, schedule, config)
-    gradients = SynchronousGradients(control, averager.gates, averager.synchronous_step, averager.wing.weigh_step)
+    gradients = SynchronousGradients(
+        control, averager.sync_points, averager.synchronous_step, averager.component.weigh_step
+    )
     gradients.compress(compression)
     return averager, gradients
 

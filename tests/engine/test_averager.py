@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_async.engine.header import Arrival, Gate
-from lightning_async.rules import DeltaMean, DiLoCo, EveryNSteps, Mean, Synchronous, Warmup
+from lightning_async.algorithms import DeltaMean, DiLoCo, EveryNSteps, Mean, Synchronous, Warmup
+from lightning_async.engine.shared_state import Arrival, SyncPointKind
 from tests.engine.ranks import run
 
 
@@ -27,9 +27,9 @@ def test_blocking_period_one_is_synchronous_sgd() -> None:
 def test_a_gate_makes_one_model_and_twice_changes_no_bit() -> None:
     def body(rank):
         rank.train(7, samples=1.0 + 2.0 * rank.averager.summary.rank)
-        assert rank.meet(Gate.VALIDATE) is Arrival.OPEN
+        assert rank.meet(SyncPointKind.VALIDATE) is Arrival.OPEN
         first = rank.x.clone()
-        assert rank.meet(Gate.VALIDATE) is Arrival.OPEN
+        assert rank.meet(SyncPointKind.VALIDATE) is Arrival.OPEN
         return first, rank.x.clone()
 
     (a, a2), (b, b2) = run(2, body, schedule=EveryNSteps(1000))

@@ -8,81 +8,81 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_async.engine.buckets import Buckets, Exchange, Message, Owner
-from lightning_async.engine.mailbox import Mailbox
+from lightning_async.engine.buckets import BucketOwner, Buckets, InFlightRound, Message
 from lightning_async.engine.replica import Replica
+from lightning_async.engine.shared_state import SharedState
 from lightning_async.flat import ROOM
 
 WAIT = 10.0
 
 
-def made(numel: int = 3) -> tuple[Buckets, Mailbox]:
+def made(numel: int = 3) -> tuple[Buckets, SharedState]:
     module = nn.Linear(numel, 1, bias=False)
     nn.init.ones_(module.weight)
-    mailbox = Mailbox()
-    return Buckets(Replica(module), mailbox), mailbox
+    shared_state = SharedState()
+    return Buckets(Replica(module), shared_state), shared_state
 
 
-def packed(buckets: Buckets, mailbox: Mailbox) -> Message:
+def packed(buckets: Buckets, shared_state: SharedState) -> Message:
     message = Message(priority=1, step=4)
-    with mailbox.changed:
+    with shared_state.changed:
         assert buckets.can_pack()
         buckets.take()
     with buckets.used(message):
-        assert buckets.owner is Owner.TRAINING
+        assert buckets.owner is BucketOwner.TRAINING
         buckets.sent.fill_(2.0)
     return message
 
 
-def exchange(buckets: Buckets, message: Message | None) -> Exchange:
-    return Exchange(1, None, message, buckets.received)  # type: ignore[arg-type]
+def exchange(buckets: Buckets, message: Message | None) -> InFlightRound:
+    return InFlightRound(1, None, message, buckets.received)  # type: ignore[arg-type]
 
 
 def test_they_begin_free_with_the_parameters_as_the_last_target() -> None:
     buckets, _ = made()
-    assert (buckets.owner, buckets.message, buckets.arrived) == (Owner.FREE, None, None)
+    assert (buckets.owner, buckets.message, buckets.arrived) == (BucketOwner.FREE, None, None)
     assert buckets.received.tolist() == [1.0] * 3
     assert buckets.sent.tolist() == [0.0] * 3
 
 
 def test_a_message_goes_from_its_packing_to_its_merge() -> None:
-    buckets, mailbox = made()
-    message = packed(buckets, mailbox)
-    assert (buckets.owner, buckets.message) == (Owner.FREE, message)
-    with mailbox.changed:
+    buckets, shared_state = made()
+    message = packed(buckets, shared_state)
+    assert (buckets.owner, buckets.message) == (BucketOwner.FREE, message)
+    with shared_state.changed:
         assert buckets.announce() is message
         assert not buckets.can_pack()
     buckets.claim()
-    assert buckets.owner is Owner.ENGINE
+    assert buckets.owner is BucketOwner.ENGINE
     with buckets.handing_over():
         buckets.hand_over(exchange(buckets, message))
-    assert (buckets.owner, buckets.message) == (Owner.FREE, None)
+    assert (buckets.owner, buckets.message) == (BucketOwner.FREE, None)
     assert buckets.arrived is not None
-    with mailbox.changed:
+    with shared_state.changed:
         buckets.release()
         assert not buckets.can_pack(), "what has arrived comes first"
         buckets.take()
     with buckets.used():
         buckets.arrived = None
-    with mailbox.changed:
+    with shared_state.changed:
         assert buckets.can_pack()
 
 
 def test_an_error_while_packing_leaves_no_message() -> None:
-    buckets, mailbox = made()
-    with mailbox.changed:
+    buckets, shared_state = made()
+    with shared_state.changed:
         buckets.take()
     with pytest.raises(KeyError), buckets.used(Message(1, 0)):
         raise KeyError
-    assert (buckets.owner, buckets.message) == (Owner.FREE, None)
+    assert (buckets.owner, buckets.message) == (BucketOwner.FREE, None)
 
 
 def test_what_the_engine_holds_the_training_thread_cannot_take() -> None:
-    buckets, mailbox = made()
+    buckets, shared_state = made()
     buckets.claim()
-    with mailbox.changed, pytest.raises(AssertionError):
+    with shared_state.changed, pytest.raises(AssertionError):
         buckets.take()
-    with mailbox.changed:
+    with shared_state.changed:
         buckets.release()
         buckets.take()
         with pytest.raises(AssertionError):
@@ -90,15 +90,15 @@ def test_what_the_engine_holds_the_training_thread_cannot_take() -> None:
 
 
 def test_the_engine_waits_for_a_merge_before_it_hands_over_another_result() -> None:
-    buckets, mailbox = made()
+    buckets, shared_state = made()
     buckets.arrived = exchange(buckets, None)
-    with mailbox.changed:
+    with shared_state.changed:
         buckets.take()
     handed = threading.Event()
 
     def engine() -> None:
         buckets.claim()  # it leaves the two alone: a result is being taken
-        assert buckets.owner is Owner.TRAINING
+        assert buckets.owner is BucketOwner.TRAINING
         assert buckets.landing() is not buckets.sent
         with buckets.handing_over():
             handed.set()
@@ -134,8 +134,8 @@ def test_a_rank_that_missed_two_rounds_borrows_one() -> None:
 
 
 def test_waiting_for_a_header_to_be_served_hears_of_failures() -> None:
-    buckets, mailbox = made()
-    with mailbox.changed:
+    buckets, shared_state = made()
+    with shared_state.changed:
         buckets.announce()
 
     def see() -> None:
@@ -143,7 +143,7 @@ def test_waiting_for_a_header_to_be_served_hears_of_failures() -> None:
 
     with pytest.raises(ConnectionError, match="lost"), buckets.alone(see):
         pass
-    assert buckets.owner is Owner.FREE
+    assert buckets.owner is BucketOwner.FREE
 
 
 def test_training_begins_with_the_parameters_as_they_are_in_the_memory_that_is_there() -> None:

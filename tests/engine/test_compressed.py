@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_async.comm.simulated.faulty import Fail, Fault
-from lightning_async.comm.simulated.inprocess import InProcessWorld
-from lightning_async.engine.averaging.config import AveragerConfig
-from lightning_async.engine.codes import CODES, CompressedMean
-from lightning_async.engine.header import Arrival
-from lightning_async.rules import DeltaMean, DiLoCo, EveryNSteps, Mean
+from lightning_async.algorithms import DeltaMean, DiLoCo, EveryNSteps, Mean
+from lightning_async.comm.simulated import Fail, Fault, InProcessWorld
+from lightning_async.engine.averaging.rule_state import AveragerConfig
+from lightning_async.engine.compressed_mean import CODES, CompressedMean
+from lightning_async.engine.shared_state import Arrival
 from tests.engine.fault_ranks import HEADER, PAYLOAD, FaultyRank, values
 from tests.engine.ranks import Rank, bits, run
 from tests.engine.test_faults import assert_alike, train_and_meet
@@ -42,7 +41,7 @@ def moved(sent: list[Tensor | None], weights: list[float], compression: Any, par
         for _ in range(rounds):
             mine = None if sent[collectives.rank] is None else sent[collectives.rank].clone()
             out = torch.full((numel,), torch.nan)
-            each.owed = each.move_(out, mine, weights)
+            each.carried_residual = each.move_(out, mine, weights)
             means.append(out)
         return means, mine, each
 
@@ -67,19 +66,21 @@ def test_the_mean_is_that_of_what_was_sent(compression: str, world_size: int, nu
             assert (decoded - sent[rank]).abs().max() <= 0.5001 * STEP[compression] * largest
             assert not torch.equal(decoded, sent[rank])
             expected += weights[rank] * decoded.double()
-    owed = torch.cat([rank[2].owed for rank in found])
+    carried_residual = torch.cat([rank[2].carried_residual for rank in found])
     if world_size <= 4:
-        assert owed.numel() == 0
+        assert carried_residual.numel() == 0
         torch.testing.assert_close(means[0].double(), expected, atol=1e-6, rtol=1e-5)
     else:  # what the second encoding took is owed, and nothing else
-        assert 0 < owed.abs().max() <= 0.5001 * STEP[compression] * expected.abs().max()
-        torch.testing.assert_close(means[0].double().sum() + owed.double().sum(), expected.sum(), atol=1e-4, rtol=0)
+        assert 0 < carried_residual.abs().max() <= 0.5001 * STEP[compression] * expected.abs().max()
+        torch.testing.assert_close(
+            means[0].double().sum() + carried_residual.double().sum(), expected.sum(), atol=1e-4, rtol=0
+        )
 
 
 @pytest.mark.parametrize("world_size", [2, 5])
 def test_nothing_to_send(world_size: int) -> None:
     for (mean,), _, each in moved([torch.empty(0)] * world_size, [1 / world_size] * world_size, "int8", 1000):
-        assert mean.numel() == each.owed.numel() == each.message_bytes == 0
+        assert mean.numel() == each.carried_residual.numel() == each.message_bytes == 0
 
 
 def test_what_is_owed_comes_with_the_next_means() -> None:
@@ -220,9 +221,9 @@ def test_a_rank_that_loses_the_last_answer_owes_what_the_others_know(world_size:
     def body(rank: FaultyRank) -> dict[str, Any]:
         rank.goal = messages(world_size, 3000)[rank.number]  # pyright: ignore[reportAttributeAccessIssue]
         rank.train(12)
-        compressed = rank.averager.wing.average._compressed
+        compressed = rank.averager.component.average._compressed
         assert compressed is not None
-        return {"x": rank.x.clone(), "state": rank.rule_state, "owed": compressed.owed.clone()}
+        return {"x": rank.x.clone(), "state": rank.rule_state, "owed": compressed.carried_residual.clone()}
 
     options: Any = {"rule": DiLoCo(), "numel": 3000, "part_bytes": 1024, "compression": "int8"}
     smooth = values(world_size, body, **options)
@@ -235,12 +236,12 @@ def test_a_rank_that_loses_the_last_answer_owes_what_the_others_know(world_size:
 
 def test_a_gate_ends_all_debts_so_that_a_checkpoint_needs_none() -> None:
     def body(rank: Rank) -> Any:
-        compressed = rank.averager.wing.average._compressed
+        compressed = rank.averager.component.average._compressed
         assert compressed is not None
         rank.train(12)
-        owed = compressed.owed.clone()
+        carried_residual = compressed.carried_residual.clone()
         rank.meet()
-        return owed, compressed.owed.clone()
+        return carried_residual, compressed.carried_residual.clone()
 
     config = {"overlap": False, "compression": "int8"}
     found = run(5, body, rule=DiLoCo(), schedule=EveryNSteps(3), numel=2000, goals=messages(5, 2000), config=config)

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_async.comm.simulated.faulty import Delay, Fail, Fault, Hang, Kill
-from lightning_async.engine.deadlines import Deadlines
-from lightning_async.engine.header import Arrival, Gate, Vote
+from lightning_async.algorithms import DeltaMean, DiLoCo, EveryNSteps, Synchronous, Warmup
+from lightning_async.comm.simulated import Delay, Fail, Fault, Hang, Kill
+from lightning_async.engine.shared_state import Arrival, SyncPointKind, Vote
+from lightning_async.engine.timeouts import Timeouts
 from lightning_async.errors import AsyncTrainingError, CollectiveError, GateMismatch, LayoutMismatch, PeerLost
-from lightning_async.rules import DeltaMean, DiLoCo, EveryNSteps, Synchronous, Warmup
 from tests.engine.fault_ranks import HEADER, LIMIT_S, NEVER, PAYLOAD, FaultyRank, Turnstile, outcomes, values
 
 RULES = [pytest.param(DeltaMean(), id="DeltaMean"), pytest.param(DiLoCo(), id="DiLoCo")]
@@ -74,7 +74,7 @@ def test_a_header_that_fails_keeps_no_rank_from_packing_that_had_nothing_to_send
             rank.averager.control._loop._ring_for_this()  # as for a training thread that is silent for long
             turn.wait("trained")
         else:
-            rank.averager.gates.wait(lambda: rank.averager._box.failed > 0)
+            rank.averager.sync_points.wait(lambda: rank.averager._box.failed > 0)
             rank.train(4)
             turn.set("trained")
         rank.meet()
@@ -151,7 +151,7 @@ def test_a_payload_in_parts_that_fails_half_way_is_repeated() -> None:
 
 
 def test_a_payload_that_hangs_is_repeated_after_its_deadline() -> None:
-    deadlines = Deadlines(payload=timedelta(seconds=1), reform=timedelta(seconds=60))
+    deadlines = Timeouts(payload=timedelta(seconds=1), reform=timedelta(seconds=60))
     smooth = values(2, train_and_meet)
     script = [Fault(op="all_reduce", nth=2, action=Hang(), name=PAYLOAD)]
     started = time.monotonic()
@@ -162,18 +162,18 @@ def test_a_payload_that_hangs_is_repeated_after_its_deadline() -> None:
 
 
 def test_failure_after_failure_ends_with_one_clear_error() -> None:
-    deadlines = Deadlines(payload=timedelta(seconds=30), reform=timedelta(seconds=60), attempts=3)
+    deadlines = Timeouts(payload=timedelta(seconds=30), reform=timedelta(seconds=60), attempts=3)
     script = [Fault(op="all_reduce", nth=n, action=Fail(text="no route"), name=PAYLOAD) for n in range(1, 9)]
     ended = outcomes(3, train_and_meet, deadlines=deadlines, scripts={1: script})
     for outcome in ended:
         assert isinstance(outcome.error, AsyncTrainingError), outcome
     assert isinstance(ended[1].error, CollectiveError)
-    for part in ("Rank 1: round 1 failed 3 times in a row", "no route", "Deadlines"):
+    for part in ("Rank 1: round 1 failed 3 times in a row", "no route", "Timeouts"):
         assert part in str(ended[1].error)
 
 
 def test_failures_far_apart_do_not_add_up() -> None:
-    deadlines = Deadlines(payload=timedelta(seconds=30), reform=timedelta(seconds=60), attempts=2)
+    deadlines = Timeouts(payload=timedelta(seconds=30), reform=timedelta(seconds=60), attempts=2)
     script = [Fault(op="all_reduce", nth=n, action=Fail(), name=PAYLOAD) for n in (1, 3, 5)]
     ended = values(2, train_and_meet, deadlines=deadlines, scripts={0: script})
     assert [each["summary"].failed_rounds for each in ended] == [3, 3]
@@ -216,7 +216,7 @@ def test_a_silent_rank_is_named_by_all_others() -> None:
     def body(rank: FaultyRank) -> None:
         rank.train(4)
         if rank.number == 1:
-            rank.membership._heart._stop = True  # the heartbeat thread ends
+            rank.membership._heartbeat_thread._stop = True  # the heartbeat thread ends
             turn.wait("the others know")
             return
         try:
@@ -280,7 +280,7 @@ def test_closing_while_the_groups_are_re_formed_does_not_wait() -> None:
     log.setLevel(logging.INFO)
     try:
         script = [Fault(op="all_gather", nth=1, action=Fail(), name=HEADER)]
-        deadlines = Deadlines(reform=timedelta(seconds=40), attempts=1000)
+        deadlines = Timeouts(reform=timedelta(seconds=40), attempts=1000)
         took, _ = values(2, body, schedule=EveryNSteps(1), overlap=True, scripts={0: script}, deadlines=deadlines)
     finally:
         log.setLevel(level)
@@ -292,7 +292,7 @@ def test_closing_while_the_groups_are_re_formed_does_not_wait() -> None:
 
 
 def test_a_rank_that_is_late_for_the_header_is_no_failure() -> None:
-    deadlines = Deadlines(payload=timedelta(seconds=1), reform=timedelta(seconds=60))
+    deadlines = Timeouts(payload=timedelta(seconds=1), reform=timedelta(seconds=60))
     smooth = values(2, train_and_meet)
     for nth in (1, 2):  # the header, the commit
         script = [Fault(op="all_gather", nth=nth, action=Delay(2.0), name=HEADER)]
@@ -324,7 +324,7 @@ def stalling(steps_before: int, rounds_missed: int, turn: Turnstile, times: list
 
 @pytest.mark.parametrize("rounds_missed", [1, 3])
 def test_rounds_go_on_without_a_stalled_rank_and_it_keeps_its_progress(rounds_missed: int) -> None:
-    deadlines = Deadlines(grace=timedelta(seconds=3), reform=timedelta(seconds=60))
+    deadlines = Timeouts(grace=timedelta(seconds=3), reform=timedelta(seconds=60))
     ended = values(3, stalling(1, rounds_missed, Turnstile(), []), schedule=EveryNSteps(2), deadlines=deadlines)
     lr, first, x, stalled = 0.1, 1.0, [1.0, 1.0], 1.0
     stalled -= lr * (stalled - 2.0)
@@ -347,7 +347,7 @@ def test_rounds_go_on_without_a_stalled_rank_and_it_keeps_its_progress(rounds_mi
 
 
 def test_a_stalled_rank_holds_the_others_up_once_not_every_round() -> None:
-    deadlines = Deadlines(grace=timedelta(seconds=3), reform=timedelta(seconds=60))
+    deadlines = Timeouts(grace=timedelta(seconds=3), reform=timedelta(seconds=60))
     times: list[float] = []
     values(3, stalling(1, 4, Turnstile(), times), schedule=EveryNSteps(2), deadlines=deadlines)
     assert sorted(times)[len(times) // 2] < 1.5, times  # half the grace
@@ -356,13 +356,13 @@ def test_a_stalled_rank_holds_the_others_up_once_not_every_round() -> None:
 # ---- numbers that are not finite ----
 
 
-def poisoned(gate: Gate, at: int, who: tuple[int, ...], steps: int = 8):
+def poisoned(sync_point: SyncPointKind, at: int, who: tuple[int, ...], steps: int = 8):
     def body(rank: FaultyRank) -> Any:
         rank.train(at)
         if rank.number in who:
             rank.x.fill_(float("nan"))
         rank.train(steps - at)
-        assert rank.meet(gate) is Arrival.OPEN
+        assert rank.meet(sync_point) is Arrival.OPEN
         return rank.x.clone()
 
     return body
@@ -370,7 +370,7 @@ def poisoned(gate: Gate, at: int, who: tuple[int, ...], steps: int = 8):
 
 def test_a_replica_that_is_not_finite_is_left_out_and_healed(caplog) -> None:
     caplog.set_level(logging.WARNING, "lightning_async")
-    a, b, c = values(3, poisoned(Gate.TRAIN_END, 5, (1,)))
+    a, b, c = values(3, poisoned(SyncPointKind.TRAIN_END, 5, (1,)))
     assert torch.isfinite(a).all()
     assert torch.equal(a, b)
     assert torch.equal(a, c)
@@ -381,7 +381,7 @@ def test_a_replica_that_is_not_finite_is_left_out_and_healed(caplog) -> None:
 
 
 def test_a_replica_that_is_not_finite_does_not_poison_a_consensus() -> None:
-    a, b, c = values(3, poisoned(Gate.VALIDATE, 5, (1,)), schedule=NEVER)
+    a, b, c = values(3, poisoned(SyncPointKind.VALIDATE, 5, (1,)), schedule=NEVER)
     assert torch.equal(a, b)
     assert torch.equal(a, c)
     assert torch.isfinite(a).all()
@@ -395,12 +395,12 @@ def test_replicas_of_which_none_is_finite_do_not_hang(rule) -> None:
 
         def body(rank: FaultyRank, turnstile: Turnstile = turnstile) -> Any:
             rank.train(5)
-            assert rank.meet(Gate.VALIDATE) is Arrival.OPEN
+            assert rank.meet(SyncPointKind.VALIDATE) is Arrival.OPEN
             rank.x.fill_(float("nan"))
             turnstile.set(f"poisoned {rank.number}")
             turnstile.wait(f"poisoned {1 - rank.number}")
             rank.train(15)
-            assert rank.meet(Gate.TRAIN_END) is Arrival.OPEN
+            assert rank.meet(SyncPointKind.TRAIN_END) is Arrival.OPEN
             return rank.x.clone()
 
         ended = values(2, body, rule=rule, overlap=overlap)
@@ -415,22 +415,22 @@ def test_a_validation_that_one_rank_asks_for_opens_on_all() -> None:
         averager, seen = rank.averager, []
         if rank.number == 0:
             rank.train(5)
-            assert rank.meet(Gate.VALIDATE) is Arrival.OPEN
+            assert rank.meet(SyncPointKind.VALIDATE) is Arrival.OPEN
             seen.append(rank.x.clone())
             rank.train(3)
         elif rank.number == 1:
             deadline = time.monotonic() + LIMIT_S
-            while Vote.VALIDATE not in averager.gates.agreed and time.monotonic() < deadline:
+            while Vote.VALIDATE not in averager.sync_points.agreed and time.monotonic() < deadline:
                 rank.train(1)
-            assert rank.meet(Gate.VALIDATE) is Arrival.OPEN
+            assert rank.meet(SyncPointKind.VALIDATE) is Arrival.OPEN
             seen.append(rank.x.clone())
             rank.train(3)
         else:  # it has no data
-            while rank.meet(Gate.TRAIN_END) is Arrival.VALIDATE:
-                assert rank.meet(Gate.VALIDATE) is Arrival.OPEN
+            while rank.meet(SyncPointKind.TRAIN_END) is Arrival.VALIDATE:
+                assert rank.meet(SyncPointKind.VALIDATE) is Arrival.OPEN
                 seen.append(rank.x.clone())
             return seen, rank.x.clone()
-        assert rank.meet(Gate.TRAIN_END) is Arrival.OPEN
+        assert rank.meet(SyncPointKind.TRAIN_END) is Arrival.OPEN
         return seen, rank.x.clone()
 
     for overlap in (False, True):
@@ -443,35 +443,35 @@ def test_a_validation_that_one_rank_asks_for_opens_on_all() -> None:
 
 def test_ranks_that_leave_early_do_so_with_one_model_although_one_has_asked_for_a_validation() -> None:
     def body(rank: FaultyRank) -> torch.Tensor:
-        gates = rank.averager.gates
+        sync_points = rank.averager.sync_points
         rank.train(3)
         if rank.number == 1:
-            assert rank.meet(Gate.VALIDATE) is Arrival.STOP
+            assert rank.meet(SyncPointKind.VALIDATE) is Arrival.STOP
         else:
-            gates.wait(lambda: Vote.VALIDATE in gates.agreed)
-            gates.vote(Vote.STOP)
-        assert rank.meet(Gate.STOP) is Arrival.OPEN
+            sync_points.wait(lambda: Vote.VALIDATE in sync_points.agreed)
+            sync_points.vote(Vote.STOP)
+        assert rank.meet(SyncPointKind.STOP) is Arrival.OPEN
         return rank.x.clone()
 
     left, right = values(2, body, schedule=NEVER)
     assert torch.equal(left, right)
 
 
-@pytest.mark.parametrize("gate", [Gate.EPOCH_END, Gate.TRAIN_END])
-def test_a_rank_that_waits_joins_every_validation(gate: Gate) -> None:
+@pytest.mark.parametrize("gate", [SyncPointKind.EPOCH_END, SyncPointKind.TRAIN_END])
+def test_a_rank_that_waits_joins_every_validation(sync_point: SyncPointKind) -> None:
     def body(rank: FaultyRank) -> int:
         joined = 0
         if rank.number == 0:
             rank.train(4)
-            while (arrival := rank.meet(gate)) is not Arrival.OPEN:
+            while (arrival := rank.meet(sync_point)) is not Arrival.OPEN:
                 assert arrival is Arrival.VALIDATE
-                assert rank.meet(Gate.VALIDATE) is Arrival.OPEN
+                assert rank.meet(SyncPointKind.VALIDATE) is Arrival.OPEN
                 joined += 1
             return joined
         for _ in range(5):
             rank.train(6)
-            assert rank.meet(Gate.VALIDATE) is Arrival.OPEN
-        assert rank.meet(gate) is Arrival.OPEN
+            assert rank.meet(SyncPointKind.VALIDATE) is Arrival.OPEN
+        assert rank.meet(sync_point) is Arrival.OPEN
         return 5
 
     for overlap in (False, True):
@@ -485,11 +485,11 @@ def test_the_first_round_of_a_vote_stops_all_ranks() -> None:
         averager = rank.averager
         if rank.number == 0:
             rank.train(5)
-            averager.gates.request_stop()
+            averager.sync_points.request_stop()
         deadline = time.monotonic() + LIMIT_S
-        while Vote.STOP not in averager.gates.agreed and time.monotonic() < deadline:
+        while Vote.STOP not in averager.sync_points.agreed and time.monotonic() < deadline:
             rank.train(1)
-        assert rank.meet(Gate.STOP) is Arrival.OPEN
+        assert rank.meet(SyncPointKind.STOP) is Arrival.OPEN
         turn.set(str(rank.number))
         return rank.x.clone(), averager.step
 
@@ -502,12 +502,12 @@ def test_a_vote_for_the_end_reaches_all_ranks() -> None:
     def body(rank: FaultyRank) -> Any:
         if rank.number == 0:
             rank.train(3)
-            rank.averager.gates.vote(Vote.END)
+            rank.averager.sync_points.vote(Vote.END)
         deadline = time.monotonic() + LIMIT_S
-        while Vote.END not in rank.averager.gates.agreed and time.monotonic() < deadline:
+        while Vote.END not in rank.averager.sync_points.agreed and time.monotonic() < deadline:
             rank.train(1)
-        assert Vote.END in rank.averager.gates.agreed
-        assert rank.meet(Gate.TRAIN_END) is Arrival.OPEN
+        assert Vote.END in rank.averager.sync_points.agreed
+        assert rank.meet(SyncPointKind.TRAIN_END) is Arrival.OPEN
         return rank.x.clone()
 
     for overlap in (False, True):
@@ -522,14 +522,14 @@ def test_ranks_in_step_act_on_a_vote_behind_the_same_step(vote: Vote) -> None:
     turn = Turnstile()
 
     def body(rank: FaultyRank) -> Any:
-        gates, loop, name = rank.averager.gates, rank.averager.control._loop, str(rank.number)
+        sync_points, loop, name = rank.averager.sync_points, rank.averager.control._loop, str(rank.number)
         rank.train(3)
         before = loop.seq
         turn.set(f"stepped {name}")
         turn.wait(f"stepped {1 - rank.number}")
         if rank.number == 0:
-            gates.request_stop() if vote is Vote.STOP else gates.vote(vote)
-            gates.resume()  # passes a signal's vote on
+            sync_points.request_stop() if vote is Vote.STOP else sync_points.vote(vote)
+            sync_points.resume()  # passes a signal's vote on
         deadline = time.monotonic() + LIMIT_S
         while loop.seq == before:  # until the header is served
             assert time.monotonic() < deadline
@@ -538,11 +538,11 @@ def test_ranks_in_step_act_on_a_vote_behind_the_same_step(vote: Vote) -> None:
         turn.wait(f"heard {1 - rank.number}")
         if rank.number == 1:
             rank.train(1)
-        while vote not in gates.agreed:
+        while vote not in sync_points.agreed:
             rank.train(1)
-        gate = Gate.STOP if vote is Vote.STOP else Gate.TRAIN_END
+        sync_point = SyncPointKind.STOP if vote is Vote.STOP else SyncPointKind.TRAIN_END
         own = rank.x.clone()
-        assert rank.meet(gate) is Arrival.OPEN
+        assert rank.meet(sync_point) is Arrival.OPEN
         return rank.averager.step, own, rank.x.clone()
 
     (steps, own, met), (steps_1, own_1, met_1) = values(2, body, schedule=Synchronous())
@@ -567,10 +567,10 @@ def test_a_header_without_a_round_leaves_a_waiting_message_as_it_is() -> None:
                 rank.train(1)
                 assert ready[0].wait(LIMIT_S)
                 if votes:
-                    rank.averager.gates.vote(Vote.END)
+                    rank.averager.sync_points.vote(Vote.END)
                     deadline = time.monotonic() + LIMIT_S
-                    while Vote.END not in rank.averager.gates.agreed and time.monotonic() < deadline:
-                        rank.averager.gates.resume()
+                    while Vote.END not in rank.averager.sync_points.agreed and time.monotonic() < deadline:
+                        rank.averager.sync_points.resume()
                 rank.train(3)
             return rank.rule_state["anchor"].clone()
 
@@ -594,18 +594,18 @@ def test_a_rank_at_the_end_of_its_epoch_that_is_told_to_stop_stops_all() -> None
         averager = rank.averager
         if rank.number == 0:
             rank.train(2)
-            threading.Timer(0.5, averager.gates.request_stop).start()
-            arrival = rank.meet(Gate.EPOCH_END)
+            threading.Timer(0.5, averager.sync_points.request_stop).start()
+            arrival = rank.meet(SyncPointKind.EPOCH_END)
             while arrival is not Arrival.OPEN:
-                arrival = rank.meet(Gate.STOP)
-            return Vote.STOP in averager.gates.agreed
+                arrival = rank.meet(SyncPointKind.STOP)
+            return Vote.STOP in averager.sync_points.agreed
         rank.train(2)
         deadline = time.monotonic() + LIMIT_S
-        while Vote.STOP not in averager.gates.agreed and time.monotonic() < deadline:
+        while Vote.STOP not in averager.sync_points.agreed and time.monotonic() < deadline:
             rank.train(1)
             turn.event("never").wait(0.001)
-        in_time = Vote.STOP in averager.gates.agreed
-        rank.meet(Gate.STOP)
+        in_time = Vote.STOP in averager.sync_points.agreed
+        rank.meet(SyncPointKind.STOP)
         return in_time
 
     assert values(2, body, schedule=NEVER, overlap=True) == [True, True]
@@ -621,15 +621,15 @@ def test_a_validation_is_heard_of_while_the_asking_ranks_message_waits() -> None
             rank.train(6)
             turn.set("ready")
             turn.event("never").wait(0.3)  # its header is under way
-            assert rank.meet(Gate.VALIDATE) is Arrival.OPEN
+            assert rank.meet(SyncPointKind.VALIDATE) is Arrival.OPEN
             return True
         turn.wait("ready")
         deadline = time.monotonic() + LIMIT_S
-        while Vote.VALIDATE not in averager.gates.agreed and time.monotonic() < deadline:
-            averager.gates.resume()  # trains a long step
+        while Vote.VALIDATE not in averager.sync_points.agreed and time.monotonic() < deadline:
+            averager.sync_points.resume()  # trains a long step
             turn.event("never").wait(0.01)
-        in_time = Vote.VALIDATE in averager.gates.agreed
-        assert rank.meet(Gate.VALIDATE) is Arrival.OPEN
+        in_time = Vote.VALIDATE in averager.sync_points.agreed
+        assert rank.meet(SyncPointKind.VALIDATE) is Arrival.OPEN
         return in_time
 
     assert values(2, body, schedule=EveryNSteps(4), overlap=True) == [True, True]
@@ -637,7 +637,10 @@ def test_a_validation_is_heard_of_while_the_asking_ranks_message_waits() -> None
 
 @pytest.mark.parametrize(
     ("left", "right"),
-    [((Gate.EPOCH_END, 0), (Gate.TRAIN_END, 0)), ((Gate.EPOCH_END, 0), (Gate.EPOCH_END, 1))],
+    [
+        ((SyncPointKind.EPOCH_END, 0), (SyncPointKind.TRAIN_END, 0)),
+        ((SyncPointKind.EPOCH_END, 0), (SyncPointKind.EPOCH_END, 1)),
+    ],
 )
 def test_gates_that_do_not_match_raise_on_every_rank(left, right) -> None:
     def body(rank: FaultyRank) -> None:
@@ -675,7 +678,7 @@ def test_anchors_are_equal_after_a_warm_up_with_unequal_epochs() -> None:
     def body(rank: FaultyRank) -> Any:
         for epoch in range(2):
             rank.train(6 if rank.number == 0 else 15)
-            rank.meet(Gate.EPOCH_END, epoch)
+            rank.meet(SyncPointKind.EPOCH_END, epoch)
         return rank.x.clone(), rank.rule_state
 
     (a, left), (b, right) = values(2, body, rule=DiLoCo(), schedule=Warmup(EveryNSteps(3), steps=8))

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_async import ops
-from lightning_async.comm.simulated.faulty import Fail, Fault, Kill
-from lightning_async.engine.gradients.feedback import Feedback
+from lightning_async.algorithms import PowerSGD, Synchronous, TopK
+from lightning_async.comm.simulated import Fail, Fault, Kill
+from lightning_async.engine.gradients.compression import GradientResiduals
 from lightning_async.engine.replica import Replica
-from lightning_async.rules import PowerSGD, Synchronous, TopK
 from tests.engine.fault_ranks import HEADER, PAYLOAD, FaultyRank, outcomes, values
 from tests.engine.ranks import Rank, bits, run
 
@@ -62,7 +62,7 @@ def test_error_feedback_loses_nothing(compression: Any, world_size: int, seed: i
 
     def body(rank: Rank) -> Any:
         replica = Replica(network())
-        feedback = Feedback(compression, replica, rank.averager.control.transfer)
+        feedback = GradientResiduals(compression, replica, rank.averager.control.transfer)
         exact = torch.zeros(replica.layout.numel, dtype=torch.float64)
         delivered, left = torch.zeros_like(exact), 0.0
         for i in range(10):
@@ -92,7 +92,7 @@ def small(rank: FaultyRank) -> Any:
     rank.train(6, samples=1.0 + rank.number)
     feedback = rank.gradients.rounds.feedback
     assert feedback is not None
-    return rank.x.clone(), feedback.residual.clone(), rank.averager.control.mailbox.failed
+    return rank.x.clone(), feedback.residual.clone(), rank.averager.control.shared_state.failed
 
 
 @every_kind
@@ -124,7 +124,7 @@ def test_a_window_that_is_not_finite_leaves_no_trace(compression: Any) -> None:
         replica, seen = Replica(network()), []
         transfer, others = rank.averager.control.transfer, (None, float("inf"), float("nan"))
         for spoilt in others:
-            feedback = Feedback(compression, replica, transfer)
+            feedback = GradientResiduals(compression, replica, transfer)
             for i in range(4):
                 this = Round(2, replica, i)
                 this.used.fill_(1.0)
@@ -182,7 +182,7 @@ def test_what_a_sum_takes_on_the_wire(compression: Any, expected: int) -> None:
         counted: Any = Counted(transfer.large)
         transfer.large = counted
         assert replica.layout.numel == 417
-        Feedback(compression, replica, transfer).move_(replica.layout.empty() + 1.0, True, torch.ones(4))
+        GradientResiduals(compression, replica, transfer).move_(replica.layout.empty() + 1.0, True, torch.ones(4))
         return counted.bytes
 
     assert run(2, body) == [expected] * 2
@@ -194,7 +194,7 @@ def test_a_sum_of_low_rank_arrives_whole() -> None:
 
     def body(rank: Rank) -> Any:
         replica = Replica(network())
-        feedback = Feedback(PowerSGD(2), replica, rank.averager.control.transfer)
+        feedback = GradientResiduals(PowerSGD(2), replica, rank.averager.control.transfer)
         own = torch.randn(16, 24, generator=torch.Generator().manual_seed(5)) * (1.0 if number(rank) else -1.0)
         out = replica.layout.empty()
         replica.layout.views(out)[0].copy_(torch.outer(left[number(rank)], right[number(rank)]) + own)
@@ -230,7 +230,7 @@ def test_state_goes_on_to_the_bit_and_parameters_may_be_unfrozen(compression: An
         for thaw in (False, True):
             net = network(frozen=thaw)
             replica = Replica(net)
-            feedback, me = Feedback(compression, replica, transfer), number(rank)
+            feedback, me = GradientResiduals(compression, replica, transfer), number(rank)
             for i in range(3):
                 this = Round(2, replica, i)
                 out = this.messages[me].clone()
@@ -247,11 +247,11 @@ def test_state_goes_on_to_the_bit_and_parameters_may_be_unfrozen(compression: An
                 assert len(now) == 4 > len(held["residual"]) == 2
                 assert all(torch.equal(now[name], held["residual"][name]) for name in held["residual"])
                 assert not now["1.weight"].any()
-                older = Feedback(compression, replica, transfer)
+                older = GradientResiduals(compression, replica, transfer)
                 older.load_state_dict(held)
                 assert torch.equal(older.residual, feedback.residual)
                 held = feedback.state_dict()
-            other = Feedback(compression, replica, transfer)
+            other = GradientResiduals(compression, replica, transfer)
             other.load_state_dict(held)
             ranks.append((feedback, other))
             this = Round(2, replica, 9)

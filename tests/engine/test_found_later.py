@@ -10,16 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_async.comm.simulated.faulty import Fail, Fault
-from lightning_async.engine.digest import is_finite, real
-from lightning_async.engine.header import Arrival, Gate, Vote
-from lightning_async.engine.replica import Replica
+from lightning_async.algorithms import DiLoCo, EveryNSteps, Mean, Warmup
+from lightning_async.algorithms.schedules import Action, ReplicaClock, Step
+from lightning_async.comm.simulated import Fail, Fault
+from lightning_async.engine.replica import Replica, is_finite, real
+from lightning_async.engine.shared_state import Arrival, SyncPointKind, Vote
 from lightning_async.errors import AsyncTrainingError, LayoutMismatch
-from lightning_async.rules import DiLoCo, EveryNSteps, Mean, Warmup
-from lightning_async.rules.schedules.protocol import Action, Clock, Step
 from tests.engine.fault_ranks import HEADER, LIMIT_S, NEVER, FaultyRank, values
 from tests.engine.ranks import Rank, bits, run
-from tests.engine.test_calls import LIGHTNING, Caller, call
+from tests.engine.test_replayable_calls import LIGHTNING, Caller, call
 from tests.engine.test_tensors import BLOCKING, Model, on_ranks
 
 
@@ -33,8 +32,8 @@ def test_unequal_shards_over_a_warm_up_have_no_negative_work(batches, overlap) -
                 batches[rank.averager.summary.rank], each=lambda _: seen.append((box.work.steps, box.since_round))
             )
             mine = rank.x[0, 0].item()
-            assert rank.meet(Gate.EPOCH_END, epoch) is Arrival.OPEN
-            rank.averager.gates.resume()
+            assert rank.meet(SyncPointKind.EPOCH_END, epoch) is Arrival.OPEN
+            rank.averager.sync_points.resume()
             seen.append((box.work.steps, box.since_round))
             ends.append((epoch, mine, rank.x[0, 0].item()))
         return min(work for work, _ in seen), min(since for _, since in seen)
@@ -62,7 +61,7 @@ def test_float64_that_is_alike_keeps_its_bits_where_something_else_differs() -> 
     def body(rank: Rank, module: Any, number: int) -> Any:
         module.count += number
         rank.train(4)
-        rank.meet(Gate.VALIDATE)
+        rank.meet(SyncPointKind.VALIDATE)
         return module.fine.clone(), module.still.detach().clone(), module.count.item(), rank.averager.summary.healed
 
     for schedule in (NEVER, EveryNSteps(2)):
@@ -78,7 +77,7 @@ def test_a_buffer_that_becomes_infinite_everywhere_is_meant_so() -> None:
         module.mask = torch.full((2,), -torch.inf)
         rank.train(8)
         before = rank.x[0, 0].item()
-        rank.meet(Gate.VALIDATE)
+        rank.meet(SyncPointKind.VALIDATE)
         return before, rank.x[0, 0].item(), rank.averager.summary
 
     for schedule in (NEVER, EveryNSteps(4)):
@@ -95,7 +94,7 @@ def test_where_no_replica_is_finite_nobody_is_healed() -> None:
         rank.averager.on_healed = lambda: healed.append(1)
         rank.train(1)
         rank.x[0, number] = torch.nan
-        rank.meet(Gate.VALIDATE)
+        rank.meet(SyncPointKind.VALIDATE)
         return healed, rank.averager.summary.healed
 
     assert on_ranks(Model, body, schedule=NEVER) == [([], 0), ([], 0)]
@@ -113,7 +112,7 @@ def test_a_frozen_parameter_of_one_replica_that_is_not_finite_reaches_no_other()
         rank.train(2)
         with torch.no_grad():
             module.teacher.fill_(torch.nan if number == 1 else 0.5)
-        rank.meet(Gate.VALIDATE)
+        rank.meet(SyncPointKind.VALIDATE)
         return module.teacher.tolist()
 
     found = on_ranks(lambda: Model(teacher=nn.Parameter(torch.ones(4), requires_grad=False)), body, schedule=NEVER)
@@ -129,7 +128,7 @@ def test_a_complex_parameter_may_be_given_new_memory() -> None:
     def body(rank: Rank, module: Any, number: int) -> Any:
         module.weight.data = torch.full((2,), 2.0 + number, dtype=torch.complex64)
         rank.averager.tick(Step(Action.LOCAL), 1.0)
-        rank.meet(Gate.VALIDATE)
+        rank.meet(SyncPointKind.VALIDATE)
         return module.weight.tolist()
 
     assert on_ranks(Complex, body, schedule=NEVER) == [[2.5 + 0j] * 2] * 2
@@ -142,7 +141,7 @@ def test_buffers_registered_anew_keep_their_places() -> None:
         del module.a
         module.register_buffer("a", a)
         rank.train(2)
-        rank.meet(Gate.VALIDATE)
+        rank.meet(SyncPointKind.VALIDATE)
         return module.a.tolist(), module.b.tolist()
 
     found = on_ranks(lambda: Model(a=torch.ones(2), b=torch.full((2,), 2.0)), body, schedule=EveryNSteps(2))
@@ -162,7 +161,7 @@ def test_odd_buffers_are_refused_by_name_wherever_they_come_from(kind) -> None:
     def body(rank: Rank, module: Any, number: int) -> None:
         module.odd = odd
         rank.train(2)
-        rank.meet(Gate.VALIDATE)
+        rank.meet(SyncPointKind.VALIDATE)
 
     plain = torch.zeros(odd.shape, dtype=odd.dtype)
     with pytest.raises(AsyncTrainingError, match="odd"):
@@ -189,9 +188,9 @@ def test_constant_buffers_keep_their_bits_over_many_rounds(world_size) -> None:
 def test_one_rank_that_unfreezes_alone_is_named_even_if_a_round_is_due() -> None:
     def body(rank: Rank, module: Any, number: int) -> None:
         for epoch in range(2):
-            rank.averager.gates.resume()
+            rank.averager.sync_points.resume()
             rank.train(6)
-            rank.meet(Gate.EPOCH_END, epoch)
+            rank.meet(SyncPointKind.EPOCH_END, epoch)
             if number == 0:
                 module.backbone.requires_grad_(True)
 
@@ -208,9 +207,9 @@ def test_a_rank_without_batches_follows_what_is_unfrozen() -> None:
             if epoch == 1:
                 module.backbone.requires_grad_(True)
             if number == 0:
-                rank.averager.gates.resume()
+                rank.averager.sync_points.resume()
                 rank.train(6)
-            assert rank.meet(Gate.EPOCH_END, epoch) is Arrival.OPEN
+            assert rank.meet(SyncPointKind.EPOCH_END, epoch) is Arrival.OPEN
         return rank.x.tolist()
 
     def make() -> Model:
@@ -223,11 +222,11 @@ def test_a_rank_without_batches_follows_what_is_unfrozen() -> None:
 def test_parameters_may_be_unfrozen_before_the_first_batch() -> None:
     def body(rank: Rank, module: Any, number: int) -> Any:
         module.backbone.requires_grad_(True)
-        rank.averager.gates.resume()
+        rank.averager.sync_points.resume()
         with torch.no_grad():
             module.backbone.add_(number)
         rank.train(4)
-        rank.meet(Gate.EPOCH_END)
+        rank.meet(SyncPointKind.EPOCH_END)
         return module.backbone.tolist()
 
     def make() -> Model:
@@ -282,7 +281,7 @@ def test_the_clock_of_all_is_not_ahead_of_them_where_a_rank_has_begun_late() -> 
 class BackAt11:
     """Local steps with a round after every third, synchronous ones from the twelfth on."""
 
-    def next(self, clock: Clock) -> Action:
+    def next(self, clock: ReplicaClock) -> Action:
         if clock.step >= 11:
             return Action.GRADIENTS
         return Action.ROUND if clock.steps_since_round >= 2 else Action.LOCAL
@@ -293,11 +292,11 @@ def test_a_rank_that_comes_late_to_synchronous_steps_is_taken_in() -> None:
         seen, x = {}, torch.empty(0)
         for epoch in range(5):
             for _ in range(5 + rank.averager.summary.rank):
-                rank.averager.gates.resume()
+                rank.averager.sync_points.resume()
                 rank.train(1)
                 seen[epoch] = rank.averager.ledger.synchronous
             x = rank.x.clone()
-            assert rank.meet(Gate.EPOCH_END, epoch) is Arrival.OPEN
+            assert rank.meet(SyncPointKind.EPOCH_END, epoch) is Arrival.OPEN
         return seen, x, rank.averager.summary.synchronous_steps
 
     (left, x, steps), (right, x2, steps2) = run(2, body, schedule=BackAt11())
@@ -307,7 +306,7 @@ def test_a_rank_that_comes_late_to_synchronous_steps_is_taken_in() -> None:
 
 
 class OnceAtTheFourthStep:
-    def next(self, clock: Clock) -> Action:
+    def next(self, clock: ReplicaClock) -> Action:
         return Action.ROUND if clock.step == 3 else Action.LOCAL
 
 
@@ -320,16 +319,16 @@ def test_a_vote_is_heard_of_although_its_header_only_says_to_catch_up() -> None:
 
         def vote_and_recover(error: Any) -> None:
             if rank.number == 1:
-                averager.gates.vote(Vote.STOP)
+                averager.sync_points.vote(Vote.STOP)
             recover(error)
 
         averager.control._loop._recover = vote_and_recover
         deadline = time.monotonic() + LIMIT_S
-        while Vote.STOP not in averager.gates.agreed and time.monotonic() < deadline:
+        while Vote.STOP not in averager.sync_points.agreed and time.monotonic() < deadline:
             rank.train(1)
             never.wait(0.001)
-        agreed = Vote.STOP in averager.gates.agreed
-        rank.meet(Gate.STOP)
+        agreed = Vote.STOP in averager.sync_points.agreed
+        rank.meet(SyncPointKind.STOP)
         return agreed
 
     script = [Fault(op="all_gather", nth=2, action=Fail(after=True), name=HEADER)]  # the commit's answer
@@ -339,7 +338,7 @@ def test_a_vote_is_heard_of_although_its_header_only_says_to_catch_up() -> None:
 def test_what_a_caller_does_to_an_answer_reaches_no_other() -> None:
     def body(caller: Caller) -> Any:
         caller.averager.tick(caller.averager.plan(), 1.0)
-        assert caller.averager.gates.rendezvous(Gate.VALIDATE) is Arrival.OPEN
+        assert caller.averager.sync_points.rendezvous(SyncPointKind.VALIDATE) is Arrival.OPEN
         total = caller.world.reduce(torch.tensor([1.0 + caller.number]), "sum")
         total /= 2
         caller.world.barrier("after")

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_async.engine.averaging.agreed import Agreed, Work
-from lightning_async.engine.averaging.merge import Merger
-from lightning_async.engine.averaging.records import ROUND, AveragingPlan, LocalMessage, Merge
+from lightning_async.algorithms import DeltaMean
+from lightning_async.algorithms.averaging import Round
+from lightning_async.engine.averaging.averager import Merger
+from lightning_async.engine.averaging.rounds import ROUND, AveragingPlan, LocalMessage, Merge
+from lightning_async.engine.averaging.rule_state import RuleState, Work
 from lightning_async.engine.buckets import Buckets
-from lightning_async.engine.mailbox import Mailbox
 from lightning_async.engine.replica import Replica
-from lightning_async.rules import DeltaMean
-from lightning_async.rules.averaging.protocol import Round
+from lightning_async.engine.shared_state import SharedState
 
 START, SNAPSHOT, TARGET = 1.0, 3.0, 5.0
 
@@ -46,10 +46,10 @@ def merged(
     """Where a replica stands after a merge, that stood at ``now``."""
     module = nn.Linear(2, 1, bias=False)
     nn.init.constant_(module.weight, START)
-    mailbox = Mailbox()
-    buckets = Buckets(Replica(module), mailbox)
-    wing: Any = Shown()
-    merger = Merger(buckets, Agreed(rule or DeltaMean(), buckets, mailbox), wing)
+    shared_state = SharedState()
+    buckets = Buckets(Replica(module), shared_state)
+    component: Any = Shown()
+    merger = Merger(buckets, RuleState(rule or DeltaMean(), buckets, shared_state), component)
     nn.init.constant_(module.weight, now)
     buckets.at_target = message_step is None and now == START
     message = None if message_step is None else LocalMessage(ROUND, message_step, Work(1.0, 1.0), 1.0, True)
@@ -60,7 +60,7 @@ def merged(
         base=None if base is None else torch.full((2,), base), **fields,
     )  # fmt: skip
     merger.merge(arrived, step)
-    return module.weight[0, 0].item(), merger, buckets, wing
+    return module.weight[0, 0].item(), merger, buckets, component
 
 
 def test_without_a_step_since_the_snapshot_it_is_a_copy() -> None:
@@ -93,9 +93,9 @@ def test_the_rule_may_say_what_becomes_of_progress(now: float, step: int, expect
 
 
 def test_a_model_of_its_own_comes_back_after_the_gate() -> None:
-    x, merger, buckets, wing = merged(2.0, base=None, is_consensus=True, message_step=None, rule=Own())
-    assert (x, wing.showing) == (TARGET, True)
+    x, merger, buckets, component = merged(2.0, base=None, is_consensus=True, message_step=None, rule=Own())
+    assert (x, component.showing) == (TARGET, True)
     assert merger.restore_local()
     assert buckets.replica.parameters[0][0, 0].item() == 2.0
-    assert (wing.showing, buckets.at_target) == (False, False)
+    assert (component.showing, buckets.at_target) == (False, False)
     assert not merger.restore_local(), "once"

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_async.algorithms import PowerSGD, Synchronous, TopK
+from lightning_async.algorithms.schedules import Action, Step
 from lightning_async.engine.gradients.window import Window
-from lightning_async.rules import PowerSGD, Synchronous, TopK
-from lightning_async.rules.schedules.protocol import Action, Step
 from tests.engine.fault_ranks import FaultyRank, values
-from tests.engine.test_last_pass import gather, leave_with, take
+from tests.engine.test_last_backward import gather, leave_with, take
 from tests.engine.test_overlap import Net, every, grads, small_parts, step
 
 __all__ = ["small_parts"]  # as there: small parameters leave in three parts

@@ -12,15 +12,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_async.comm.simulated.faulty import Fail, Fault
+from lightning_async.algorithms import EveryNSteps, Synchronous, Warmup
+from lightning_async.comm.simulated import Fail, Fault
 from lightning_async.engine import backward
 from lightning_async.engine.backward import spans
-from lightning_async.engine.deadlines import Deadlines
-from lightning_async.engine.gradients import parts
+from lightning_async.engine.gradients import overlap
 from lightning_async.engine.gradients.window import Window
-from lightning_async.engine.header import Arrival
+from lightning_async.engine.shared_state import Arrival
+from lightning_async.engine.timeouts import Timeouts
 from lightning_async.flat import ROOM, FlatLayout
-from lightning_async.rules import EveryNSteps, Synchronous, Warmup
 from tests.engine.fault_ranks import HEADER, LIMIT_S, PAYLOAD, FaultyRank, Turnstile, outcomes, values
 
 SHAPES = ((3, 2), (5,), (2, 2), (7,), ())
@@ -43,7 +43,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that five small parameters leave in three parts."""
     monkeypatch.setattr(backward, "_FIRST_BYTES", 8)
     monkeypatch.setattr(backward, "_PART_BYTES", 48)
-    monkeypatch.setattr(parts, "_LINE", 1)
+    monkeypatch.setattr(overlap, "_LINE", 1)
 
 
 def grads(net: Any) -> list[float | None]:
@@ -104,7 +104,7 @@ def test_the_first_parts_sum_is_there_before_the_backward_pass_is_over() -> None
 
 @pytest.mark.parametrize("line", [4, 16, 64])
 def test_parts_begin_on_lines_and_what_lies_before_goes_with_the_next(line: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr(parts, "_LINE", line)
+    monkeypatch.setattr(overlap, "_LINE", line)
 
     def body(rank: FaultyRank, net: Any) -> Any:
         large, starts = rank.averager.control.transfer.large, []
@@ -436,15 +436,15 @@ def test_a_backward_pass_that_fails_and_is_caught_is_taken_back() -> None:
 
 def test_a_backward_pass_that_takes_long_is_waited_for_without_a_payload_under_way() -> None:
     """A late rank is no failure, and payloads have a deadline."""
-    deadlines = Deadlines(payload=timedelta(seconds=2), grace=timedelta(seconds=90), reform=timedelta(seconds=60))
+    deadlines = Timeouts(payload=timedelta(seconds=2), grace=timedelta(seconds=90), reform=timedelta(seconds=60))
 
     def body(rank: FaultyRank, net: Any) -> Any:
         control, planned = rank.averager.control, rank.averager.plan()
         offered = []
 
         def wait(_: Tensor) -> None:
-            with control.mailbox.changed:
-                assert control.mailbox.changed.wait_for(lambda: not control.buckets.has_message, LIMIT_S)
+            with control.shared_state.changed:
+                assert control.shared_state.changed.wait_for(lambda: not control.buckets.has_message, LIMIT_S)
                 offered.append(control.buckets.announced)
 
         if rank.number == 1:
@@ -454,6 +454,6 @@ def test_a_backward_pass_that_takes_long_is_waited_for_without_a_payload_under_w
         rank.gradients.reduce_(1.0)
         rank.averager.tick(planned, 1.0)
         assert rank.meet() is Arrival.OPEN
-        return grads(net), control.mailbox.failed, len(offered)
+        return grads(net), control.shared_state.failed, len(offered)
 
     assert on_ranks(2, body, deadlines=deadlines) == [([1.5] * len(SHAPES), 0, 0), ([1.5] * len(SHAPES), 0, 1)]

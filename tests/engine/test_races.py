@@ -12,9 +12,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_async.comm.simulated.faulty import Fail, Fault
-from lightning_async.engine.header import Arrival, Gate, Vote
-from lightning_async.rules import DeltaMean, DiLoCo, EveryNSteps, Synchronous, Warmup
+from lightning_async.algorithms import DeltaMean, DiLoCo, EveryNSteps, Synchronous, Warmup
+from lightning_async.comm.simulated import Fail, Fault
+from lightning_async.engine.shared_state import Arrival, SyncPointKind, Vote
 from tests.engine.fault_ranks import HEADER, NEVER, PAYLOAD, FaultyRank, values
 
 few = settings(
@@ -39,7 +39,7 @@ def own_pace(plans: list[tuple[int, int]]):
         samples, seen, averager = 0.0, [], rank.averager
 
         def validate() -> None:
-            arrival = rank.meet(Gate.VALIDATE)
+            arrival = rank.meet(SyncPointKind.VALIDATE)
             assert arrival is Arrival.OPEN, arrival
             seen.append(rank.x.clone())
 
@@ -47,9 +47,9 @@ def own_pace(plans: list[tuple[int, int]]):
             size = 1.0 + (i + rank.number) % 3
             rank.train(1, samples=size)
             samples += size
-            if Vote.VALIDATE in averager.gates.agreed or (every and (i + 1) % every == 0):
+            if Vote.VALIDATE in averager.sync_points.agreed or (every and (i + 1) % every == 0):
                 validate()
-        while (arrival := rank.meet(Gate.TRAIN_END)) is not Arrival.OPEN:
+        while (arrival := rank.meet(SyncPointKind.TRAIN_END)) is not Arrival.OPEN:
             assert arrival is Arrival.VALIDATE, arrival
             validate()
         return {
@@ -111,12 +111,12 @@ def test_failed_rounds_at_any_pace_end_in_one_model(switching, plans, overlap, c
 def test_a_gate_opens_on_all_ranks_or_on_none() -> None:
     def body(rank: FaultyRank) -> list[Arrival]:
         rank.train(3)
-        assert rank.meet(Gate.VALIDATE) is Arrival.OPEN
+        assert rank.meet(SyncPointKind.VALIDATE) is Arrival.OPEN
         arrivals = []
         while not arrivals or arrivals[-1] is not Arrival.OPEN:
-            arrivals.append(rank.meet(Gate.TRAIN_END))
+            arrivals.append(rank.meet(SyncPointKind.TRAIN_END))
             if arrivals[-1] is Arrival.VALIDATE:
-                rank.meet(Gate.VALIDATE)
+                rank.meet(SyncPointKind.VALIDATE)
         return arrivals
 
     for nth in (3, 4, 5):  # which header opens the gate depends on who came first
@@ -182,8 +182,8 @@ def test_many_gates_in_a_row(switching) -> None:
         seen = []
         for epoch in range(25):
             rank.train(1 + (epoch + rank.number) % 3)
-            assert rank.meet(Gate.VALIDATE) is Arrival.OPEN
-            assert rank.meet(Gate.EPOCH_END, epoch) is Arrival.OPEN
+            assert rank.meet(SyncPointKind.VALIDATE) is Arrival.OPEN
+            assert rank.meet(SyncPointKind.EPOCH_END, epoch) is Arrival.OPEN
             seen.append(rank.x.clone())
         return seen
 
@@ -199,10 +199,10 @@ def test_a_vote_at_the_last_gate_is_the_same_for_all(switching) -> None:
     def body(rank: FaultyRank) -> Any:
         rank.train(3)
         if rank.number == 0:
-            rank.averager.gates.request_stop()
-        arrival = rank.meet(Gate.TRAIN_END)
+            rank.averager.sync_points.request_stop()
+        arrival = rank.meet(SyncPointKind.TRAIN_END)
         if arrival is Arrival.STOP:
-            assert rank.meet(Gate.STOP) is Arrival.OPEN
+            assert rank.meet(SyncPointKind.STOP) is Arrival.OPEN
         return arrival, rank.x.clone()
 
     for _ in range(15):

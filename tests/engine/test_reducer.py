@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_async.comm.simulated.inprocess import InProcessWorld
-from lightning_async.engine.gradients.reducer import GradientReducer
+from lightning_async.comm.simulated import InProcessWorld
+from lightning_async.horovod.reducer import GradientReducer
 
 
 class Branches(nn.Module):

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_async.algorithms import DeltaMean, DiLoCo, EveryNSteps, Synchronous, Warmup
 from lightning_async.engine.averaging.averager import BackgroundAverager
-from lightning_async.engine.header import Arrival, Gate
-from lightning_async.rules import DeltaMean, DiLoCo, EveryNSteps, Synchronous, Warmup
+from lightning_async.engine.shared_state import Arrival, SyncPointKind
+from tests.algorithms.coming import Compressed, Eager, Elastic, PushSum
 from tests.engine.ranks import Rank, bits, run
-from tests.rules.coming import Compressed, Eager, Elastic, PushSum
 
 
 @pytest.mark.parametrize("steps", [12, 13])
@@ -22,12 +22,12 @@ def test_a_rendezvous_shows_the_centre_and_training_goes_on_from_the_local_model
     def body(rank: Rank):
         rank.train(steps)  # the 13th is in no round yet
         before = rank.x.clone()
-        assert rank.meet(Gate.VALIDATE) is Arrival.OPEN
+        assert rank.meet(SyncPointKind.VALIDATE) is Arrival.OPEN
         shown = rank.x.clone()
-        assert rank.meet(Gate.EPOCH_END) is Arrival.OPEN
+        assert rank.meet(SyncPointKind.EPOCH_END) is Arrival.OPEN
         assert rank.averager._buckets.message is None, "what it shows is not its own to send"
         again = rank.x.clone()
-        rank.averager.gates.resume()
+        rank.averager.sync_points.resume()
         restored = rank.x.clone()
         rank.train(8)
         assert rank.meet() is Arrival.OPEN
@@ -63,8 +63,8 @@ def test_an_absent_replica_with_a_model_of_its_own_stays_where_it_is() -> None:
         if rank.averager.summary.rank == 0:
             rank.train(20)
         before = rank.x.clone()
-        rank.averager.gates.rendezvous(Gate.TRAIN_END)
-        rank.averager.gates.resume()
+        rank.averager.sync_points.rendezvous(SyncPointKind.TRAIN_END)
+        rank.averager.sync_points.resume()
         return before, rank.x.clone(), rank.averager.summary.rounds
 
     busy, absent = run(2, body, rule=Elastic(), schedule=EveryNSteps(4), config={"overlap": False})

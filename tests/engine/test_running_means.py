@@ -15,12 +15,11 @@ import torch
 from hypothesis import given
 from torch import nn
 
-from lightning_async.comm.simulated.inprocess import InProcessWorld
-from lightning_async.engine.deadlines import Deadlines
-from lightning_async.engine.header import Arrival, Gate
-from lightning_async.engine.replica import Replica
-from lightning_async.engine.running_means import PIECE, RunningMean, count, late_mean, merge_late_, remaining
-from lightning_async.rules.schedules.protocol import Action, Step
+from lightning_async.algorithms.schedules import Action, Step
+from lightning_async.comm.simulated import InProcessWorld
+from lightning_async.engine.replica import PIECE, Replica, RunningMean, count, late_mean, merge_late_, remaining
+from lightning_async.engine.shared_state import Arrival, SyncPointKind
+from lightning_async.engine.timeouts import Timeouts
 from tests.engine.fault_ranks import NEVER
 from tests.engine.ranks import Rank, rank_of
 from tests.engine.test_merge import Half
@@ -192,7 +191,7 @@ def in_flight(rank: Rank, meanwhile: Callable[[], None]) -> None:
     averager = rank.averager
     averager.tick(Step(Action.ROUND), 1.0)
     meanwhile()
-    buckets, changed = averager.control.buckets, averager.control.mailbox.changed
+    buckets, changed = averager.control.buckets, averager.control.shared_state.changed
     with changed:
         assert changed.wait_for(lambda: buckets.arrived is not None, timeout=60.0)
     averager.tick(Step(Action.LOCAL), 1.0)
@@ -230,7 +229,7 @@ def test_replicas_that_see_unequally_many_batches_while_rounds_are_in_flight(
         after = module.norm.running_mean.item()
         in_flight(rank, lambda: None)  # nobody has changed since
         same = module.norm.running_mean.item()
-        assert rank.meet(Gate.VALIDATE) is Arrival.OPEN
+        assert rank.meet(SyncPointKind.VALIDATE) is Arrival.OPEN
         return after, same, module.norm.running_mean.item(), module.norm.num_batches_tracked.item()
 
     made = on_ranks(
@@ -260,7 +259,7 @@ def test_replicas_that_see_unequally_many_batches_while_rounds_are_in_flight(
 
 def test_an_absent_replica_keeps_its_statistics_and_is_in_the_next_mean() -> None:
     done = threading.Event()
-    soon = Deadlines(payload=timedelta(seconds=30), grace=timedelta(seconds=0.2), reform=timedelta(seconds=60))
+    soon = Timeouts(payload=timedelta(seconds=30), grace=timedelta(seconds=0.2), reform=timedelta(seconds=60))
 
     def body(rank: Rank, module: Any, number: int) -> Any:
         module.see(*([8.0, 8.0] if number else [16.0]))
@@ -269,7 +268,7 @@ def test_an_absent_replica_keeps_its_statistics_and_is_in_the_next_mean() -> Non
             done.set()
         assert done.wait(60.0)
         alone = module.norm.running_mean.item()
-        assert rank.meet(Gate.VALIDATE) is Arrival.OPEN
+        assert rank.meet(SyncPointKind.VALIDATE) is Arrival.OPEN
         return alone, module.norm.running_mean.item()
 
     (first, agreed), (second, agreed2) = on_ranks(

@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_async.comm.simulated.inprocess import InProcessWorld
-from lightning_async.engine.digest import digest
-from lightning_async.engine.gradients.packing import Plans, gradients_of, pack_, unpack_
-from lightning_async.engine.header import Arrival, Gate
-from lightning_async.engine.replica import Replica
+from lightning_async.algorithms import DiLoCo, EveryNSteps
+from lightning_async.algorithms.schedules import Action, Step
+from lightning_async.comm.simulated import InProcessWorld
+from lightning_async.engine.gradients.overlap import Plans, gradients_of, pack_, unpack_
+from lightning_async.engine.replica import Replica, digest
+from lightning_async.engine.shared_state import Arrival, SyncPointKind
 from lightning_async.errors import AsyncTrainingError
-from lightning_async.rules import DiLoCo, EveryNSteps
-from lightning_async.rules.schedules.protocol import Action, Step
 from tests.engine.fault_ranks import NEVER
 from tests.engine.ranks import Rank, bits, rank_of
 
@@ -68,7 +67,7 @@ def test_kinds_of_buffers_at_a_gate() -> None:
         module.byte[number] = 200
         module.fine += number
         rank.train(3)
-        assert rank.meet(Gate.VALIDATE) is Arrival.OPEN
+        assert rank.meet(SyncPointKind.VALIDATE) is Arrival.OPEN
         return {name: b.clone() for name, b in module.named_buffers()}
 
     for found in on_ranks(make, body, schedule=NEVER):
@@ -122,7 +121,7 @@ def test_buffers_that_are_assigned_anew_are_followed() -> None:
             module.steps = module.steps + 1 + number
             rank.train(1)
         before = module.ema.clone()
-        assert rank.meet(Gate.VALIDATE) is Arrival.OPEN
+        assert rank.meet(SyncPointKind.VALIDATE) is Arrival.OPEN
         return before, module.ema.clone(), module.steps.item()
 
     (a, ema, steps), (b, ema2, steps2) = on_ranks(
@@ -138,7 +137,7 @@ def test_a_buffer_that_changes_its_shape_is_refused_by_name() -> None:
     def body(rank: Rank, module: Any, number: int) -> None:
         module.cache = torch.zeros(5)
         rank.train(2)
-        rank.meet(Gate.VALIDATE)
+        rank.meet(SyncPointKind.VALIDATE)
 
     with pytest.raises(AsyncTrainingError, match=r"Buffers \['cache'\]"):
         on_ranks(lambda: Model(cache=torch.zeros(2)), body, schedule=NEVER)
@@ -162,7 +161,7 @@ def test_frozen_parameters_that_the_user_moves_are_agreed_on(by_data) -> None:
                 with torch.no_grad():
                     module.teacher.lerp_(module.weight, 0.1)
         before = module.teacher.detach().clone()
-        assert rank.meet(Gate.VALIDATE) is Arrival.OPEN
+        assert rank.meet(SyncPointKind.VALIDATE) is Arrival.OPEN
         return before, module.teacher.detach().clone(), module.still.detach().clone()
 
     (a, teacher, still), (b, teacher2, _) = on_ranks(make, body, schedule=NEVER)
@@ -181,7 +180,7 @@ def test_float64_is_not_cut_at_gates_or_rounds(overlap) -> None:
 
     def body(rank: Rank, module: Any, number: int) -> Any:
         rank.train(8)
-        assert rank.meet(Gate.VALIDATE) is Arrival.OPEN
+        assert rank.meet(SyncPointKind.VALIDATE) is Arrival.OPEN
         return rank.x.clone()
 
     a, b = on_ranks(Double, body, config={"overlap": overlap}, schedule=EveryNSteps(100))
@@ -199,13 +198,13 @@ def test_buffers_that_move_without_a_step_are_agreed_on() -> None:
 
     def body(rank: Rank, module: Any, number: int) -> Any:
         rank.train(2)
-        assert rank.meet(Gate.VALIDATE) is Arrival.OPEN
-        rank.averager.gates.resume()
+        assert rank.meet(SyncPointKind.VALIDATE) is Arrival.OPEN
+        rank.averager.sync_points.resume()
         shown = rank.x.clone()
         module.norm.running_mean += number
         rank.averager.tick(Step(Action.LOCAL), 1.0, stepped=False)
-        assert rank.meet(Gate.VALIDATE) is Arrival.OPEN
-        return shown, rank.x.clone(), module.norm.running_mean.clone(), rank.averager.gates.moved_at_gate
+        assert rank.meet(SyncPointKind.VALIDATE) is Arrival.OPEN
+        return shown, rank.x.clone(), module.norm.running_mean.clone(), rank.averager.sync_points.moved_at_sync_point
 
     for shown, x, mean, moved in on_ranks(lambda: Model(norm=nn.BatchNorm1d(3, affine=False)), body, 3, schedule=NEVER):
         torch.testing.assert_close(mean, torch.ones(3))
@@ -224,7 +223,7 @@ def test_a_variance_of_one_replica_that_is_not_finite_reaches_no_other(caplog) -
         if number == 1:
             module.norm.running_var.fill_(float("nan"))
         rank.train(2)
-        rank.meet(Gate.VALIDATE)
+        rank.meet(SyncPointKind.VALIDATE)
         return module.norm.running_var.clone(), module.mask.clone(), rank.averager.summary.healed
 
     for schedule in (EveryNSteps(2), NEVER):
@@ -240,7 +239,7 @@ def test_broadcast_buffers_come_from_a_replica_that_is_finite() -> None:
     def body(rank: Rank, module: Any, number: int) -> Any:
         module.norm.running_mean.fill_(float("nan") if number == 0 else number)
         rank.train(2)
-        rank.meet(Gate.VALIDATE)
+        rank.meet(SyncPointKind.VALIDATE)
         return module.norm.running_mean.clone()
 
     found = on_ranks(lambda: Model(norm=nn.BatchNorm1d(3, affine=False)), body, 3, schedule=NEVER, buffers="broadcast")
@@ -284,7 +283,7 @@ def test_healing_that_repeats_is_an_error_in_the_log(caplog) -> None:
             if number == 1:
                 rank.x.fill_(float("nan"))
             rank.train(1)
-            rank.meet(Gate.VALIDATE)
+            rank.meet(SyncPointKind.VALIDATE)
 
     on_ranks(Model, body, schedule=NEVER)
     levels = [record.levelname for record in caplog.records if "not finite" in record.getMessage()]
@@ -299,15 +298,15 @@ def test_parameters_that_are_unfrozen_at_a_gate_travel_from_then_on(rule) -> Non
 
     def body(rank: Rank, module: Any, number: int) -> Any:
         rank.train(5)
-        assert rank.meet(Gate.EPOCH_END) is Arrival.OPEN
+        assert rank.meet(SyncPointKind.EPOCH_END) is Arrival.OPEN
         anchor = rank.averager.state_dict()["rule_state"].get("anchor")
         module.backbone.requires_grad_(True)
-        rank.averager.gates.resume()
+        rank.averager.sync_points.resume()
         carried = rank.averager.state_dict()["rule_state"].get("anchor")
         with torch.no_grad():
             module.backbone.add_(number)
         rank.train(4)
-        assert rank.meet(Gate.EPOCH_END, 1) is Arrival.OPEN
+        assert rank.meet(SyncPointKind.EPOCH_END, 1) is Arrival.OPEN
         return anchor, carried, module.backbone.detach().clone(), rank.x.clone()
 
     (anchor, carried, left, x), (_, _, right, x2) = on_ranks(make, body, rule=rule, schedule=EveryNSteps(4))

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_async.comm.protocols import Pending
-from lightning_async.comm.simulated.inprocess import InProcessWorld
-from lightning_async.engine.mailbox import Mailbox
+from lightning_async.comm.collectives import Pending
+from lightning_async.comm.simulated import InProcessWorld
+from lightning_async.engine.shared_state import SharedState
 from lightning_async.engine.transfer import Closed, Transfer
 from lightning_async.errors import CollectiveError, CollectiveTimeout, GenerationChanged, PeerLost
 
@@ -47,8 +47,8 @@ class Members:
             raise self.error
 
 
-def transfer(members: Any, deadline: float = 5.0) -> tuple[Transfer, Mailbox, list[float]]:
-    box, clock = Mailbox(), [0.0]
+def transfer(members: Any, deadline: float = 5.0) -> tuple[Transfer, SharedState, list[float]]:
+    box, clock = SharedState(), [0.0]
     unused: Any = None
     made = Transfer(
         unused,
@@ -117,7 +117,7 @@ def test_payloads_move_in_parts_and_end_alike_everywhere() -> None:
     def body(collectives: Any) -> Any:
         alive: Any = Members()
         made = Transfer(
-            collectives.fork("small"), collectives.fork("large"), Mailbox(), alive,
+            collectives.fork("small"), collectives.fork("large"), SharedState(), alive,
             timedelta(seconds=10), part_bytes=8,
         )  # fmt: skip
         rank = float(collectives.rank)
@@ -136,7 +136,7 @@ def test_all_have_a_payload_where_none_has_doubts() -> None:
     """With the sum of what they say; else all hear that somebody has."""
 
     def body(comm: Any) -> Any:
-        box, unused = Mailbox(), Members()
+        box, unused = SharedState(), Members()
         made: Any = Transfer(comm, comm, box, unused, timedelta(seconds=60), 16)  # pyright: ignore[reportArgumentType]
         return made.all_have(1.5 + comm.rank, False), made.all_have(1.0, comm.rank == 1), made.all_have(0.0, False)
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from lightning_async.comm.launched import REJOIN, came_back
-from lightning_async.comm.membership.signing import SECRET
+from lightning_async.membership.launcher_channel import REJOIN, came_back
+from lightning_async.membership.signing import SECRET
 from lightning_async.trainer.namespace import fabric
 from tests.benchmarks.elastic_trace import alive
 from tests.support import ROOT

@@ -22,7 +22,7 @@ import pytest
 import yaml
 from torch.distributed import TCPStore
 
-from lightning_async.comm.membership.signing import SECRET
+from lightning_async.membership.signing import SECRET
 from tests.examples.test_clusters import check_replica
 from tests.support import ROOT, Process, free_port, shell_environment, start_script
 

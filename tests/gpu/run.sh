@@ -90,7 +90,7 @@ if ! stage probe 20 "$PYTHON" -c "$probe"; then
 fi
 stage driver 5 nvidia-smi
 stage build 60 "$PYTHON" cuda_ext/build.py cuda
-stage doctor 20 "$PYTHON" -m lightning_async.commands.main doctor
+stage doctor 20 "$PYTHON" -m lightning_async.cli.main doctor
 stage tests 40 "$PYTHON" -m pytest -m gpu tests/ops -p no:cacheprovider
 stage benchmark 25 "$PYTHON" -m tests.benchmarks.ops_gpu --out "$out"
 stage overlap 80 "$PYTHON" -m tests.benchmarks.overlap_gpu --seconds 68 --out "$out"

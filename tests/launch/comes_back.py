@@ -15,8 +15,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lightning_async import AsyncAveragingStrategy, Deadlines, EveryNSteps, PeerMemory
-from lightning_async.comm.launched import came_back
+from lightning_async import AsyncAveragingStrategy, EveryNSteps, PeerMemory, Timeouts
+from lightning_async.membership.launcher_channel import came_back
 from lightning_async.trainer.namespace import pl
 
 
@@ -33,7 +33,7 @@ class Waits(pl.LightningModule):
         time.sleep(0.01)
         if came_back() is None and batch_idx == 10 and os.environ["RANK"] == os.environ.get("DIES", "0"):
             peers: Any = memory._now
-            while peers._courier.busy:
+            while peers._peer_copy_sender.busy:
                 time.sleep(0.001)
             os.kill(os.getpid(), signal.SIGKILL)
         if batch_idx == 10:
@@ -52,7 +52,7 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     here, everywhere = (int(os.environ[name]) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     memory = PeerMemory(every_n_train_steps=1)
-    deadlines = Deadlines(dead_after=timedelta(seconds=float(os.environ.get("DEAD_AFTER", "30"))))
+    deadlines = Timeouts(dead_after=timedelta(seconds=float(os.environ.get("DEAD_AFTER", "30"))))
     trainer = pl.Trainer(
         strategy=AsyncAveragingStrategy(schedule=EveryNSteps(5), min_replicas=1, deadlines=deadlines),
         accelerator="cpu", num_nodes=everywhere // here, devices=here, max_epochs=1, logger=False,

@@ -16,7 +16,7 @@ import pytest
 from tests.support import ROOT, Process, shell_environment, start_script
 
 SCRIPT = str(Path(__file__).with_name("ranks.py"))
-CONSOLE = str(ROOT / "lightning_async/commands/bin/lightning-async")
+CONSOLE = str(ROOT / "lightning_async/cli/bin/lightning-async")
 
 
 def _shells(environment: Mapping[str, str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""A user's script: the last of three ranks serves. ``dedicated.py FOLDER``: it is killed, and comes back; with
+"""A user's script: the last of three ranks serves. ``server_lifecycle.py FOLDER``: it is killed, and comes back; with
 ``endless`` training is to be ended."""
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from lightning_async import ParameterServerStrategy
-from lightning_async.comm.launched import came_back
-from lightning_async.strategies import dedicated
+from lightning_async.membership.launcher_channel import came_back
+from lightning_async.strategies import server_lifecycle
 from lightning_async.trainer.namespace import pl
 from tests.strategies.failure_workers import Tiny, digest, loader, make_trainer
 
@@ -37,7 +37,7 @@ class Kills(pl.Callback):
         if trainer.global_step == 3 and trainer.global_rank == 0:
             os.kill(int((self.folder / "serves").read_text()), signal.SIGKILL)
         if trainer.global_step == 6:
-            (beats,) = dedicated._beats.values()
+            (beats,) = server_lifecycle._beats.values()
             while "server-0.1" not in beats.guests():
                 time.sleep(0.01)
             os.write(1, f"\nSERVER {trainer.strategy.servers.addresses[0]['name']}\n".encode())

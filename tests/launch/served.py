@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lightning_async import ParameterServerStrategy
-from lightning_async.comm.reach import machine_name
+from lightning_async.comm.p2p_gloo import machine_name
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
 from tests.strategies.problem import adam

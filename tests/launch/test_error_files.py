@@ -10,11 +10,11 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, ProcessFailure
 
 from lightning_async.errors import PeerLost, StoreLost
-from lightning_async.launch.error_files import ERROR_FILE, ErrorFiles
-from lightning_async.launch.state import STORE_LOST
-from lightning_async.trainer import error_file
-from lightning_async.trainer.error_file import note_end
-from lightning_async.trainer.patches import in_words
+from lightning_async.launch.process import ERROR_FILE, ErrorFiles
+from lightning_async.launch.state_machine import STORE_LOST
+from lightning_async.trainer.environment import subprocess_launcher
+from lightning_async.trainer.environment.subprocess_launcher import note_end
+from lightning_async.trainer.namespace import in_words
 
 
 def fail(error: BaseException) -> None:
@@ -54,7 +54,7 @@ def test_a_lost_peer_is_written_down_with_its_places_and_shown_without(tmp_path:
 def test_a_script_that_ends_for_want_of_the_store_has_a_code_of_its_own_and_shows_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    assert error_file.STORE_LOST == STORE_LOST == 69
+    assert subprocess_launcher.STORE_LOST == STORE_LOST == 69
     shown: list[BaseException] = []
     monkeypatch.setattr(sys, "excepthook", before := lambda kind, value, traceback: shown.append(value))
     lost, others = StoreLost("the store does not answer"), [PeerLost("rank 1 is gone", (1,)), ValueError("no more")]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_async.launch.environment import Job
+from lightning_async.launch.environment import LaunchedJob
 from tests.launch.conftest import CONSOLE, SCRIPT, Launched, lives, with_variable
 from tests.support import ROOT
 
@@ -57,15 +57,15 @@ def test_what_torchrun_sets_is_set():
     block = source[source.index("worker_env = {") :]
     names = set(re.findall(r'"([A-Z_]+)":', block[: block.index("}")]))
     assert {"RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} <= names
-    ours = Job.of(["x"], 2, 0, {}, cores=4)
+    ours = LaunchedJob.of(["x"], 2, 0, {}, cores=4)
     # What torch's NCCL is told, it takes as a default.
     assert names - {"TORCH_NCCL_ASYNC_ERROR_HANDLING"} <= ours.environment(0, 1, 0).keys()
 
 
 @pytest.mark.parametrize(("ranks", "cores", "threads"), [(1, 4, "4"), (2, 4, "2"), (3, 4, "1"), (8, 4, "1")])
 def test_ranks_share_the_cores(ranks: int, cores: int, threads: str):
-    assert Job.of(["x"], ranks, 0, {}, cores).base["OMP_NUM_THREADS"] == threads
-    assert Job.of(["x"], ranks, 0, {"OMP_NUM_THREADS": "5"}, cores).base["OMP_NUM_THREADS"] == "5"
+    assert LaunchedJob.of(["x"], ranks, 0, {}, cores).base["OMP_NUM_THREADS"] == threads
+    assert LaunchedJob.of(["x"], ranks, 0, {"OMP_NUM_THREADS": "5"}, cores).base["OMP_NUM_THREADS"] == "5"
 
 
 def test_exit_codes_and_words_say_what_has_happened(launch: Launch):

@@ -11,22 +11,24 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import HashStore
 
-from lightning_async.comm.membership.standing import ENDED, FAILED, Standing
-from lightning_async.launch import keeper
-from lightning_async.launch.progress import Progress, Watched
-from lightning_async.launch.state import Policy
-from lightning_async.launch.store import Keeper
+from lightning_async.launch import store_main
+from lightning_async.launch.hang_detection import ReportedProgress, Watched
+from lightning_async.launch.state_machine import Policy
+from lightning_async.launch.store import LaunchStore
+from lightning_async.membership.status import ENDED, FAILED, StatusRecord
 from tests.launch.conftest import SCRIPT, Launched
 
 
-def says(name: int, step: int, state: str = "trains", at: float = 1.0, members: str = "01", run: int = 1) -> Standing:
-    return Standing(
+def says(
+    name: int, step: int, state: str = "trains", at: float = 1.0, members: str = "01", run: int = 1
+) -> StatusRecord:
+    return StatusRecord(
         name=str(name), step=step, state=state, at=at, process=10 + name, members=tuple(members), run=run
     )  # fmt: skip
 
 
 def test_where_nobody_takes_a_step_it_says_where_each_stands():
-    progress = Progress((20.0, 10.0), 3, now=0.0)
+    progress = ReportedProgress((20.0, 10.0), 3, now=0.0)
     assert progress.look([], 9.9) is None
     assert progress.look([says(0, 4), says(1, 5, at=1.0)], 9.95) is None  # they have begun
     assert progress.look([says(0, 4, at=2.0), says(1, 5)], 15.0) is None
@@ -45,7 +47,7 @@ def test_where_nobody_takes_a_step_it_says_where_each_stands():
 
 
 def test_nobody_has_begun():
-    words = Progress((10.0, 1.0), 2, now=5.0).look([], 15.0)
+    words = ReportedProgress((10.0, 1.0), 2, now=5.0).look([], 15.0)
     assert words is not None
     assert words.splitlines() == [
         "No rank has taken its first step within 10 s (--hang-after-start 10):",
@@ -56,7 +58,7 @@ def test_nobody_has_begun():
 
 def test_until_the_first_step_of_a_training_there_is_more_time():
     """Imports, then a step that compiles; the same in a training that goes on from step 400, and in a second one."""
-    progress = Progress((100.0, 10.0), 2, now=0.0)
+    progress = ReportedProgress((100.0, 10.0), 2, now=0.0)
     assert progress.look([], 90.0) is None
     told = [says(0, 400), says(1, 400)]
     assert progress.look(told, 99.0) is None
@@ -75,7 +77,7 @@ def test_until_the_first_step_of_a_training_there_is_more_time():
 
 def test_one_that_comes_back_has_no_more_time_than_the_others():
     """They wait for it: they have taken steps in this training."""
-    progress = Progress((100.0, 10.0), 2, now=0.0)
+    progress = ReportedProgress((100.0, 10.0), 2, now=0.0)
     assert progress.look([says(0, 0), says(1, 0)], 1.0) is None
     assert progress.look([says(0, 7), says(1, 7)], 2.0) is None
     back = replace(says(1, 7), process=99)
@@ -100,7 +102,7 @@ def test_a_limit_that_nobody_looks_at_is_refused():
 def test_time_in_which_nobody_looks_does_not_count():
     """A job was suspended for an hour."""
     clock = Watched(100.0)
-    progress = Progress((30.0, 30.0), 1, clock.now)
+    progress = ReportedProgress((30.0, 30.0), 1, clock.now)
     told = [says(0, 4, members="0")]
     assert progress.look(told, clock.tick(100.5)) is None
     assert progress.look(told, clock.tick(3700.5)) is None
@@ -115,16 +117,16 @@ def test_a_hang_that_goes_on_is_told_of_again_and_not_to_those_who_have_another_
 ):
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     store, looks = HashStore(), iter(range(10))
-    monkeypatch.setattr(keeper, "_stores", [store])
+    monkeypatch.setattr(store_main, "_stores", [store])
 
     def sleep(seconds: float) -> None:
         if next(looks) == 9:
-            keeper._stores.append(None)
+            store_main._stores.append(None)
 
-    monkeypatch.setattr(keeper, "time", SimpleNamespace(monotonic=iter(range(100)).__next__, sleep=sleep))
+    monkeypatch.setattr(store_main, "time", SimpleNamespace(monotonic=iter(range(100)).__next__, sleep=sleep))
     with mine, theirs:
-        keeper._look_for_progress(store, theirs, 4711, 1, (3.0, 9.0))
-        kept = object.__new__(Keeper)
+        store_main._look_for_progress(store, theirs, 4711, 1, (3.0, 9.0))
+        kept = object.__new__(LaunchStore)
         kept._channel = mine
         for port in (4711, 4711, 4712):
             kept._port = port
@@ -136,7 +138,7 @@ def test_a_hang_that_goes_on_is_told_of_again_and_not_to_those_who_have_another_
 @pytest.mark.parametrize("state", [ENDED, FAILED])
 def test_what_follows_after_training_is_no_hang(state: str):
     """Rank 1 was lost in it."""
-    progress = Progress((10.0, 10.0), 2, now=0.0)
+    progress = ReportedProgress((10.0, 10.0), 2, now=0.0)
     told = [says(1, 3), says(0, 9, members="0", run=2)]
     assert progress.look(told, 1.0) is None
     told[1] = says(0, 9, state, members="0", run=2)

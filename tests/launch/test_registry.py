@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_async.comm.membership.signing import SECRET
-from lightning_async.commands import status
+from lightning_async.cli import status
 from lightning_async.launch.registry import running
+from lightning_async.membership.signing import SECRET
 from tests.launch.conftest import SCRIPT, Launched
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the launcher needs Linux")

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_async.launch.decide import begin, decide
-from lightning_async.launch.state import (
+from lightning_async.launch.process import Ending, report
+from lightning_async.launch.state_machine import (
     STORE_LOST,
     TRY_AGAIN,
     Action,
@@ -16,25 +16,26 @@ from lightning_async.launch.state import (
     Due,
     Event,
     Finish,
+    LaunchState,
     Phase,
     Policy,
     Rejoin,
     Send,
     Signalled,
-    Start,
-    State,
-    StoreLost,
+    StartRanks,
+    StoreEnded,
     Wait,
+    begin,
+    decide,
 )
-from lightning_async.launch.summary import Ending, report
-from tests.launch.test_regrouping import ALL, FIRST, dies, done, tell
+from tests.launch.test_reconfiguring import ALL, FIRST, dies, done, tell
 
 TERM = signal.SIGTERM
 ONCE = Policy(ranks=3, max_restarts=1, grace_s=30.0, patience_s=5.0)
 OFTEN = replace(ONCE, max_restarts=9)
 
 
-def run(policy: Policy, *steps: list[Event]) -> tuple[State, list[Action]]:
+def run(policy: Policy, *steps: list[Event]) -> tuple[LaunchState, list[Action]]:
     """The state after all, and what was to be done after the last event."""
     state, actions = begin(policy)
     for event in [event for step in steps for event in step]:
@@ -72,10 +73,10 @@ SERVES = [*BACK, tell(0, by=(2,))]
         pytest.param([*BACK, done(0), dies(1)], [Send(TERM, frozenset({2})), Wait(30.0)], id="or dead"),
         pytest.param([*BACK, done(0, status=75)], [Send(TERM, frozenset({2})), Wait(30.0)], id="the others save"),
         pytest.param([*BACK, [Signalled(TERM, 0.0)]], [Send(TERM, ALL), Wait(30.0)], id="told to end"),
-        pytest.param([*BACK, [StoreLost()]], [Send(TERM, ALL), Wait(30.0)], id="the store is lost"),
+        pytest.param([*BACK, [StoreEnded()]], [Send(TERM, ALL), Wait(30.0)], id="the store is lost"),
         pytest.param([*BACK, dies(0), [Due()]], [Send(TERM, frozenset({1, 2})), Wait(5.0)], id="they do not go on"),
         pytest.param([*LOST, [Signalled(TERM, 0.0)], pause_is_over(2)], [], id="told to end before its pause is over"),
-        pytest.param([*LOST, [StoreLost()], pause_is_over(2)], [], id="the store is lost before"),
+        pytest.param([*LOST, [StoreEnded()], pause_is_over(2)], [], id="the store is lost before"),
         pytest.param([*LOST, pause_is_over(1)], [], id="nobody is paused"),
         pytest.param([*LOST, done(0, 1)], [Finish(0)], id="the others are done before its pause is over"),
         pytest.param([*SERVES, done(0, 1)], [], id="one that serves the others hears by itself that they are done"),
@@ -131,7 +132,7 @@ def test_who_is_lost(steps: list[list[Event]], lost: set[int]):
         pytest.param([*BACK, done(0, 1), [Due(), Due()]], 0, id="nor when"),
         pytest.param([*BACK, done(0, 1, status=75), done(2, status=-TERM)], TRY_AGAIN, id="the others are preempted"),
         pytest.param([*BACK, [Signalled(TERM, 0.0)], done(0, 1, status=75), done(2, status=1)], TRY_AGAIN, id="told"),
-        pytest.param([*BACK, [StoreLost()], done(0, 1, status=75), done(2, status=1)], STORE_LOST, id="no store"),
+        pytest.param([*BACK, [StoreEnded()], done(0, 1, status=75), done(2, status=1)], STORE_LOST, id="no store"),
         pytest.param([*BACK, dies(0, 3), dies(1, 4), done(2, status=-TERM)], 3, id="the others die"),
         pytest.param([*JOINED, done(2), done(0), done(1)], 0, id="it has joined, and is done"),
         pytest.param([*SERVES, done(0, 1), done(2)], 0, id="it has served, and is done"),
@@ -150,7 +151,7 @@ def test_all_start_again_when_the_others_die_as_long_as_restarts_are_left():
     state, actions = run(OFTEN, *dead, done(2, status=-TERM))
     assert (state.phase, actions) == (Phase.BACKING_OFF, [Wait(1.0)])  # those of single ranks went well
     state, actions = decide(OFTEN, state, Due())
-    assert (state, actions) == (State(living=ALL, restarts=2, anew=1), [Start(ALL)])
+    assert (state, actions) == (LaunchState(living=ALL, restarts=2, anew=1), [StartRanks(ALL)])
     assert decide(OFTEN, state, Due(2)) == (state, [])
 
 

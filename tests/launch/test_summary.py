@@ -7,9 +7,9 @@ import signal
 import pytest
 
 from lightning_async.callbacks.watchdog import HangWatchdog
-from lightning_async.launch.state import TRY_AGAIN
-from lightning_async.launch.summary import HUNG, Ending, how, report
-from lightning_async.trainer import preemption
+from lightning_async.launch.process import HUNG, Ending, how, report
+from lightning_async.launch.state_machine import TRY_AGAIN
+from lightning_async.trainer.loops import preemption
 
 
 @pytest.mark.parametrize(

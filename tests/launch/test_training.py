@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.launch.conftest import Launched, lives
-from tests.strategies.survivor_workers import SAMPLES
+from tests.strategies.live_rank_workers import SAMPLES
 
 SCRIPT = str(Path(__file__).with_name("train.py"))
 COMES_BACK = str(Path(__file__).with_name("comes_back.py"))
@@ -127,7 +127,7 @@ def test_rank_0_is_killed_then_rank_2_and_the_last_one_trains_and_tests(
 ):
     """Of the deaths they are told: by silence alone they would have to wait for longer than the launcher waits."""
     deaths, silence = {"0": ["step", 0, 4], "2": ["validation", 1, 2]}, "200"
-    program = ("-m", "tests.strategies.survivor_workers", str(tmp_path / "run"), json.dumps(deaths), silence)
+    program = ("-m", "tests.strategies.live_rank_workers", str(tmp_path / "run"), json.dumps(deaths), silence)
     run = launch("-n", "3", *program, forks=True)
     assert run.end() == 0, run.out + run.err
     assert re.search(r"goes on as rank 0 of 2: rank 0 died: its process was killed by SIGKILL after [\d.]+ s", run.err)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_async import AsyncAveragingStrategy, EveryNSteps, FaultTolerantCheckpoint
-from lightning_async.engine.checkpoint.store import CheckpointStore
+from lightning_async.checkpoint.store import CheckpointStore
 from tests.strategies.failure_workers import Tiny, digest, loader, make_trainer
 
 

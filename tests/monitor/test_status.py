@@ -6,27 +6,27 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from lightning_async.comm.membership.standing import Standing
-from lightning_async.monitor.status import Job
+from lightning_async.membership.status import StatusRecord
+from lightning_async.monitor.status import JobStatus
 
 NOW = 1000.0
 
 
-def said(name: str, **fields: Any) -> Standing:
-    base = Standing(
+def said(name: str, **fields: Any) -> StatusRecord:
+    base = StatusRecord(
         name=name, rank=int(name), members=("0", "1", "2"), run=1, state="trains", process=100 + int(name), host="here",
         at=NOW - 0.5, step=50, steps_per_s=40.0, rounds=5, round_ago_s=0.25, round_s=0.012,
     )  # fmt: skip
     return replace(base, **fields)
 
 
-def states(*standings: Standing) -> dict[str, str]:
-    job = Job.of("store:1", standings, NOW)
+def states(*standings: StatusRecord) -> dict[str, str]:
+    job = JobStatus.of("store:1", standings, NOW)
     return {replica.standing.name: replica.state for replica in job.replicas}
 
 
 def test_all_train_and_one_lags():
-    job = Job.of("store:1", [said("2", step=30), said("0"), said("1")], NOW)
+    job = JobStatus.of("store:1", [said("2", step=30), said("0"), said("1")], NOW)
     assert [(r.standing.name, r.state, r.lag, r.restarts) for r in job.replicas] == [
         ("0", "trains", 0, 0), ("1", "trains", 0, 0), ("2", "trains", 20, 0),
     ]  # fmt: skip
@@ -52,7 +52,7 @@ def test_one_is_silent_and_then_lost_to_the_others():
         "1": "lost",
         "2": "trains",
     }
-    job = Job.of("store:1", [said("0", **after), stopped, said("2", rank=1, **after)], NOW)
+    job = JobStatus.of("store:1", [said("0", **after), stopped, said("2", rank=1, **after)], NOW)
     assert (job.training, job.generation) == (2, 1)
     assert "1       -  lost (60 s)" in job.table()
     assert "in generation 1" in job.table()
@@ -64,11 +64,11 @@ def test_one_that_the_others_left_out_is_lost_though_it_is_heard():
 
 
 def test_one_that_came_back_is_one_replica_with_a_restart():
-    job = Job.of("store:1", [said("0"), said("1", at=NOW - 30.0), said("1", process=7, step=40)], NOW)
+    job = JobStatus.of("store:1", [said("0"), said("1", at=NOW - 30.0), said("1", process=7, step=40)], NOW)
     assert [(r.standing.process, r.state, r.lag, r.restarts) for r in job.replicas] == [
         (100, "trains", 0, 0), (7, "trains", 10, 1),
     ]  # fmt: skip
-    again = Job.of("store:1", [said("0", run=1), said("0", run=2, restarts=3)], NOW)
+    again = JobStatus.of("store:1", [said("0", run=1), said("0", run=2, restarts=3)], NOW)
     assert [r.restarts for r in again.replicas] == [3]  # another run of one process is no restart
 
 
@@ -79,5 +79,5 @@ def test_those_that_have_ended_are_not_silent():
 
 
 def test_before_anybody_trains():
-    assert Job.of("store:1", [], NOW).table() == "store:1: no replica has trained yet"
-    assert json.loads(Job.of("store:1", [], NOW).json())["replicas"] == []
+    assert JobStatus.of("store:1", [], NOW).table() == "store:1: no replica has trained yet"
+    assert json.loads(JobStatus.of("store:1", [], NOW).json())["replicas"] == []

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_async import ops
-from lightning_async.ops.reference import averaging, compression, outer, server
+from lightning_async.ops.reference import buckets, compression, server
 
 HALVES = (torch.float32, torch.bfloat16, torch.float16)
 FP32 = (torch.float32,)
@@ -89,9 +89,9 @@ def of(module: Any, name: str, dtypes: Sequence[torch.dtype], make: Callable[...
 
 
 CASES = [
-    of(averaging, "accumulate_", HALVES, lambda v, n, d: [v(n), v(n, dtype=d), 0.7]),
-    of(outer, "outer_merge_", FP32, lambda v, n, d: [v(n), v(n), v(n), v(n), 0.7, 0.9, True]),
-    of(outer, "outer_merge_", FP32, lambda v, n, d: [v(n), v(n), v(n), None, 0.7, 0.9, False]),
+    of(buckets, "accumulate_", HALVES, lambda v, n, d: [v(n), v(n, dtype=d), 0.7]),
+    of(buckets, "outer_merge_", FP32, lambda v, n, d: [v(n), v(n), v(n), v(n), 0.7, 0.9, True]),
+    of(buckets, "outer_merge_", FP32, lambda v, n, d: [v(n), v(n), v(n), None, 0.7, 0.9, False]),
     server_case("server_add_", 1, 1, False, 0.7),
     server_case("server_add_", 1, 1, True, -0.1),
     server_case("server_add_", 1, 1, True, -0.1, 0.001),

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lightning_async import ops
 from lightning_async.flat import FlatLayout
-from lightning_async.ops import calls, native
-from lightning_async.ops.define import eager
+from lightning_async.ops import native
+from lightning_async.ops.flat_ops import eager
 from lightning_async.ops.reference import buckets
 from tests.ops.cases import CASES, ROWS, Case, cloned, difference, values
 
@@ -59,7 +59,7 @@ def test_every_level_is_the_reference_to_the_bit(case: Case, dtype: torch.dtype,
 @needs_library
 @pytest.mark.parametrize(("case", "dtype"), ROWS, ids=str)
 def test_several_chunks_and_threads(case: Case, dtype: torch.dtype):
-    arguments = case.make(values(0, special=False), 3 * calls.CHUNK + 777, dtype)
+    arguments = case.make(values(0, special=False), 3 * native.CHUNK + 777, dtype)
     expected = cloned(arguments)
     case.reference(*expected)
     for threads in (1, 2, 3):
@@ -73,7 +73,7 @@ def test_several_chunks_and_threads(case: Case, dtype: torch.dtype):
 
 
 # a strip, a strip and its tail, several chunks
-STRIPS = [1, 15, 16, 63, 64, 65, 128, 200, 3 * calls.CHUNK + 777]
+STRIPS = [1, 15, 16, 63, 64, 65, 128, 200, 3 * native.CHUNK + 777]
 
 
 def norms(x: Tensor) -> tuple[float, float | None]:

@@ -7,7 +7,7 @@ import torch
 
 from lightning_async import ops
 from lightning_async.flat import FlatLayout
-from lightning_async.ops import calls, native
+from lightning_async.ops import native
 from tests.ops.cases import ROWS, Case, cloned, difference, values
 
 pytestmark = [
@@ -23,7 +23,7 @@ def library() -> None:
 
 @pytest.mark.parametrize(("case", "dtype"), ROWS, ids=str)
 @pytest.mark.parametrize("offset", [0, 1])
-@pytest.mark.parametrize("n", [0, 1, 300, 2049, calls.CHUNK + 13])
+@pytest.mark.parametrize("n", [0, 1, 300, 2049, native.CHUNK + 13])
 def test_the_gpu_is_the_reference_to_the_bit(case: Case, dtype: torch.dtype, n: int, offset: int):
     arguments = case.make(values(n, offset=offset), n, dtype)
     expected, mine = cloned(arguments), cloned(arguments, "cuda")

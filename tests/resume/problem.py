@@ -14,9 +14,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from lightning_async.trainer.checkpoint.resume import Resume
+from lightning_async.trainer.data.samplers import resized
 from lightning_async.trainer.namespace import pl
-from lightning_async.trainer.resized import resized
-from lightning_async.trainer.resume import Resume
 
 FEATURES = 4
 

@@ -9,15 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_async.data.by_steps import by_steps
-from lightning_async.data.samplers import divide
-from lightning_async.data.shares import Share, distributed, inherited
+from lightning_async.data.redistribution import DataShard, by_steps, distributed, divide, inherited
 from tests.resume.test_shares import samples, shares
 
 SIZE = 3
 
 
-def steps(dealt: dict[str, Share], number: int) -> list[list[int]]:
+def steps(dealt: dict[str, DataShard], number: int) -> list[list[int]]:
     """Of each step, what all ranks have."""
     found = []
     for step in range(number):
@@ -78,7 +76,7 @@ def test_what_a_checkpoint_of_more_ranks_repeats_is_taken_once() -> None:
     parts = [torch.tensor(divide(rest, rank, 3, 4)) for rank in range(3)]
     assert sum(map(len, parts)) == 51
     told = [{"kind": "given", "length": 50, "batch_size": 4, "indices": part} for part in parts]
-    left = [(Share(2, 7, 0, False, [(each, 5)]), 2) for each in told]
+    left = [(DataShard(2, 7, 0, False, [(each, 5)]), 2) for each in told]
     dealt = by_steps(left, {"0": 2, "1": 2, "3": 2}, {"0": 6, "1": 6, "3": 4})
     assert sorted(i for each in dealt.values() for i in samples(each)) == rest
 

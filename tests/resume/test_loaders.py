@@ -20,7 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torch.utils.data import WeightedRandomSampler as Weighted
 
 from lightning_async.data.random_states import reseed
-from lightning_async.data.source import sources_of
+from lightning_async.data.stateful_loader import sources_of
 from lightning_async.trainer.namespace import pytorch
 from tests.resume.problem import FEATURES, Endless, Net, Saves, Sized, Training, draw, goes_on
 

@@ -15,20 +15,20 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_async import FaultTolerantCheckpoint
-from lightning_async.data.partitioned import PartitionedSampler, PartitionedStream
-from lightning_async.data.partitions import (
+from lightning_async.data.partition import (
     ByKey,
     Partition,
+    PartitionedSampler,
+    PartitionedStream,
     Random,
     Sequential,
     Weighted,
     largest_remainder,
     rendezvous,
 )
-from lightning_async.data.samplers import deal, describe, share
-from lightning_async.trainer.dealing import Dealing
+from lightning_async.data.redistribution import deal, describe, share
+from lightning_async.trainer.data.samplers import SamplerResize, resized
 from lightning_async.trainer.namespace import pl
-from lightning_async.trainer.resized import resized
 from tests.callbacks.problem import Line, trainer
 
 ALL: list[Partition] = [
@@ -127,9 +127,11 @@ def test_parts_within_a_sampler_of_batches_and_within_a_dataset_are_numbered_ane
         DataLoader(Wrapped(stream)), DataLoader(data),
     ]  # fmt: skip
     loop = SimpleNamespace(_combined_loader=SimpleNamespace(flattened=loaders), setup_data=lambda: None)
-    strategy = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": 2, "rank": 1}, survivors=None, shrinks=False)
+    strategy = SimpleNamespace(
+        distributed_sampler_kwargs={"num_replicas": 2, "rank": 1}, live_ranks=None, shrinks=False
+    )
     fit = SimpleNamespace(epoch_loop=SimpleNamespace(val_loop=SimpleNamespace(setup_data=lambda: None)), **vars(loop))
-    Dealing(cast(Any, strategy), SimpleNamespace(fit_loop=fit, strategy=strategy)).install()
+    SamplerResize(cast(Any, strategy), SimpleNamespace(fit_loop=fit, strategy=strategy)).install()
     fit.setup_data()
     assert (sampler.num_replicas, sampler.rank, stream.num_replicas) == (2, 1, 2)
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_async.data.source import sources_of
-from lightning_async.trainer.resume import Resume
+from lightning_async.data.stateful_loader import sources_of
+from lightning_async.trainer.checkpoint.resume import Resume
 from tests.resume.problem import Endless, Net, Sized, Training
 from tests.resume.test_loaders import Batches, UntilItsEnd
 

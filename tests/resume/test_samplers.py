@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_async.data.samplers import deal, deal_steps, describe, divide, in_the_last_step, rest, share
-from lightning_async.trainer.resized import batches_left, resized
+from lightning_async.data.redistribution import deal, deal_steps, describe, divide, in_the_last_step, rest, share
+from lightning_async.trainer.data.samplers import batches_left, resized
 
 LENGTH = 23
 

@@ -11,11 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_async.data.samplers import describe, share
-from lightning_async.data.shares import Batches, Share, before, distributed, inherited, joined, unheard
-from lightning_async.trainer.resized import resized
+from lightning_async.data.redistribution import (
+    DataShard,
+    JoinedBatches,
+    before,
+    describe,
+    distributed,
+    inherited,
+    joined,
+    share,
+    unheard,
+)
+from lightning_async.trainer.data.samplers import resized
 
-Shares = dict[str, Share]
+Shares = dict[str, DataShard]
 
 
 def shares(length: int, ranks: int, size: int = 3, limit: int | None = None, **settings: Any) -> Shares:
@@ -27,13 +36,13 @@ def shares(length: int, ranks: int, size: int = 3, limit: int | None = None, **s
         sampler.set_epoch(2)
         loader: DataLoader[Any] = DataLoader(data, size, sampler=sampler, drop_last=drop_last)
         end = len(loader) if limit is None else min(limit, len(loader))
-        found[str(rank)] = Share(0, end, 0, True, [(describe(loader, None), len(loader))])
+        found[str(rank)] = DataShard(0, end, 0, True, [(describe(loader, None), len(loader))])
     return found
 
 
-def batches_of(of: Share, begin: int) -> list[tuple[list[int], ...]]:
+def batches_of(of: DataShard, begin: int) -> list[tuple[list[int], ...]]:
     """From the batch with this number on, the indices of each for every loader."""
-    found = Batches.of([(of, begin)])
+    found = JoinedBatches.of([(of, begin)])
     columns = [
         [part.tolist() for part in found.take(column, torch.arange(len(found))).split(lengths.tolist())]
         for column, lengths in enumerate(found.lengths)
@@ -41,8 +50,8 @@ def batches_of(of: Share, begin: int) -> list[tuple[list[int], ...]]:
     return list(zip(*columns, strict=True))
 
 
-def samples(of: Share, begin: int = 0, end: int | None = None) -> list[int]:
-    one: Share = of._replace(end=of.end if end is None else end)
+def samples(of: DataShard, begin: int = 0, end: int | None = None) -> list[int]:
+    one: DataShard = of._replace(end=of.end if end is None else end)
     return [index for batch in batches_of(one, begin) for index in batch[0]]
 
 
@@ -107,7 +116,7 @@ def test_a_limit_on_batches_is_one_for_those_who_inherit() -> None:
 @pytest.mark.parametrize("cycles", [True, False])
 def test_batches_of_several_loaders_stay_together(cycles: bool) -> None:
     long, short = shares(60, 3, size=4, shuffle=False)["1"], shares(12, 3, size=1, shuffle=False)["1"]
-    both = Share(0, 5 if cycles else 4, 0, cycles, [*long.loaders, *short.loaders])
+    both = DataShard(0, 5 if cycles else 4, 0, cycles, [*long.loaders, *short.loaders])
     own = [share({"share": each.loaders[0][0]}) for each in (long, short)]
     expected = [(own[0][4 * k : 4 * k + 4], [own[1][k % 4]]) for k in range(int(both.end))]
     assert batches_of(both, 0) == expected
@@ -120,7 +129,7 @@ def test_an_epoch_that_was_gone_on_with_from_the_middle_is_counted_from_there() 
     resumed = whole._replace(first=2, skipped=2)
     assert samples(resumed, 3) == samples(whole, 3)
     told = {"kind": "given", "length": 60, "batch_size": 3, "indices": torch.arange(12)}
-    divided = Share(3, 7, 0, True, [(told, 4)])  # its epoch has been counted to 3
+    divided = DataShard(3, 7, 0, True, [(told, 4)])  # its epoch has been counted to 3
     assert samples(divided, 5) == list(range(6, 12)) and samples(divided) == list(range(12))
 
 
@@ -134,7 +143,7 @@ def test_those_who_were_lost_before_they_said_what_they_have_are_found_by_their_
 
 def test_what_nobody_can_tell_is_not_dealt_out() -> None:
     weighted: DataLoader[Any] = DataLoader(range(9), 3, sampler=torch.utils.data.WeightedRandomSampler([1.0] * 9, 9))  # pyright: ignore
-    unknown = Share(0, 3, 0, True, [(describe(weighted, None), 3)])
+    unknown = DataShard(0, 3, 0, True, [(describe(weighted, None), 3)])
     assert not unknown.is_known and inherited([(unknown, 0)], {"0": 3}) == {}
     assert unheard([unknown]) == []
 
@@ -189,5 +198,5 @@ def test_the_order_of_an_epoch_is_drawn_once_for_all_ranks(monkeypatch: pytest.M
     monkeypatch.setattr(torch, "randperm", lambda n, **kwargs: drawn.append(n) or draw(n, **kwargs))
     held = shares(1009, 5, shuffle=True, seed=71)
     drawn.clear()
-    assert len(Batches.of([(each, 0) for each in held.values()])) == 4 * 68 + 67
+    assert len(JoinedBatches.of([(each, 0) for each in held.values()])) == 4 * 68 + 67
     assert drawn == [1009]

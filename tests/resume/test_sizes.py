@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
 
-from lightning_async.data.source import recounted, sources_of
+from lightning_async.data.stateful_loader import recounted, sources_of
 from tests.resume.problem import FEATURES, Endless, Net, Saves, Sized, draw
 from tests.resume.problem import Training as Usual
 

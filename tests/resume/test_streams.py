@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from lightning_async.data.partitioned import PartitionedStream
-from lightning_async.data.partitions import ByKey, Partition, Random, Weighted
-from lightning_async.data.shares import Share, stream_of, streamed
-from lightning_async.data.source import sources_of
+from lightning_async.data.partition import ByKey, Partition, PartitionedStream, Random, Weighted
+from lightning_async.data.redistribution import DataShard, stream_of, streamed
+from lightning_async.data.stateful_loader import sources_of
 
 
 def batches(stream: PartitionedStream, told: dict[str, Any]) -> list[list[int]]:
@@ -29,10 +28,10 @@ def batches(stream: PartitionedStream, told: dict[str, Any]) -> list[list[int]]:
 @pytest.mark.parametrize("length", [60, 61, 71])
 def test_whoever_is_lost_each_sample_of_a_stream_is_taken_once(partition: Partition, length: int) -> None:
     chance, stream, names = random.Random(length), PartitionedStream(range(length), partition), list("01234")
-    held: dict[str, Share] = {}
+    held: dict[str, DataShard] = {}
     for rank, name in enumerate(names):
         told = {"kind": "stream", "members": names, "rank": rank, "batch_size": 1 + rank % 3, "workers": 1 + rank % 2}
-        held[name] = Share(0, 1, 0, False, [(told, 0)])
+        held[name] = DataShard(0, 1, 0, False, [(told, 0)])
     counted: list[int] = []
     ready = dict.fromkeys(names, 0)
     while held:
@@ -61,8 +60,8 @@ def test_the_rest_of_a_stream_is_gone_on_with_where_it_was_saved_and_the_next_ep
     own = stream_of(loader)
     assert own is not None
     lost = {**own, "rank": 1, "workers": 2, "batch_size": 4}
-    held = {"0": (Share(0, 1, 0, False, [(own, 0)]), 7)}
-    (share,) = streamed([(Share(0, 1, 0, False, [(lost, 0)]), 2)], held).values()
+    held = {"0": (DataShard(0, 1, 0, False, [(own, 0)]), 7)}
+    (share,) = streamed([(DataShard(0, 1, 0, False, [(lost, 0)]), 2)], held).values()
     assert share.first == 7
     told = share.loaders[0][0] or {}
     rest = list(range(1, 40, 2))[8:]  # behind a batch of each of two workers

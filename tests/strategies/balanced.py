@@ -19,16 +19,16 @@ from lightning_async import (
     AsyncAveragingStrategy,
     AsyncGradientStrategy,
     BalancedBatchSizes,
-    Deadlines,
     EveryNSteps,
     ParameterServerStrategy,
     PartitionedSampler,
     Synchronous,
+    Timeouts,
 )
 from lightning_async.callbacks.checkpoint import FaultTolerantCheckpoint
-from lightning_async.engine.checkpoint.claim import Claim
-from lightning_async.engine.checkpoint.store import CheckpointStore
-from lightning_async.engine.header import Vote
+from lightning_async.checkpoint.store import CheckpointStore
+from lightning_async.checkpoint.writer_process import DirectoryLock
+from lightning_async.engine.shared_state import Vote
 from lightning_async.errors import PeerLost
 from lightning_async.trainer.namespace import pytorch
 from tests.strategies import problem
@@ -36,7 +36,7 @@ from tests.strategies.problem import momentum
 from tests.strategies.workers import PATIENT, Net, logged, make_trainer, rank, scenario
 
 RANKS, SIZE, LENGTH = 4, 8, 1003
-HASTY = Deadlines(grace=timedelta(seconds=0.05))
+HASTY = Timeouts(grace=timedelta(seconds=0.05))
 """Headers go on without a rank that is in the middle of a batch."""
 COSTS = (1000.0, 1010.0, 1030.0, 3000.0)
 """Seconds for a sample, that nobody waits for: what ranks really wait is nothing beside it. By these, of 32 samples the
@@ -75,13 +75,13 @@ class Noted(Net):
 
     def _hear(self, behind: int) -> None:
         """Headers tell rank 0 how fast all are, and it calls them; nobody comes to the end of the epoch before."""
-        gates = self.trainer.strategy.gates
+        sync_points = self.trainer.strategy.sync_points
         (callback,) = (each for each in self.trainer.callbacks if isinstance(each, BalancedBatchSizes))  # pyright: ignore
         if rank() == 0 and behind == 0:
             ring = self.trainer.strategy.averager.control.ring  # for a header
-            until(lambda: ring() or (len(gates.paces) == RANKS and all(gates.speeds.values())))
+            until(lambda: ring() or (len(sync_points.paces) == RANKS and all(sync_points.speeds.values())))
         if rank() != 0 and behind == 3:
-            until(lambda: Vote.DECIDE in gates.agreed or callback.batch_sizes["3"] != SIZE)
+            until(lambda: Vote.DECIDE in sync_points.agreed or callback.batch_sizes["3"] != SIZE)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y, ids = batch
@@ -203,7 +203,7 @@ def _saved(folder: Path, stops_after: int = -1) -> Any:
 @scenario
 def saved_and_resumed(folder: Path) -> Any:
     whole, begun = _saved(folder / "whole"), _saved(folder / "parts", 49)
-    Claim(CheckpointStore(folder / "parts"), "a test").wait(timeout_s=40.0)
+    DirectoryLock(CheckpointStore(folder / "parts"), "a test").wait(timeout_s=40.0)
     return {"whole": whole, "begun": begun, "rest": _saved(folder / "parts")}
 
 

@@ -15,7 +15,7 @@ from lightning_async import AsyncAveragingStrategy, BalancedBatchSizes, Synchron
 from lightning_async.trainer.namespace import pl
 from tests.strategies.failure_workers import digest
 from tests.strategies.joining_workers import UntilBack, wait_for
-from tests.strategies.survivor_workers import CAME_BACK, DEADLINES, NUMBER, RANKS
+from tests.strategies.live_rank_workers import CAME_BACK, DEADLINES, NUMBER, RANKS
 
 LENGTH, SIZE, STEP = 1600, 8, 24
 SAMPLE_S = (0.004, 0.004, 0.012)

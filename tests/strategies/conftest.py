@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from lightning_async.comm.membership.neighbours import STARTER
+from lightning_async.membership.process_liveness import STARTER
 from tests.strategies.workers import Outcomes
 
 

@@ -124,7 +124,7 @@ class KillsOneWithASnapshot(KillsSupervisor):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_rank == 0 and trainer.global_step == 3:
-            (worker,) = trainer.strategy._session.stepping.tables.workers
+            (worker,) = trainer.strategy._session.step_runner.tables.workers
             until = time.monotonic() + 60
             while worker._client.pull().survives != "snapshot":
                 assert time.monotonic() < until

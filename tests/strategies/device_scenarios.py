@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, EveryNSteps, Synchronous, TorchTransport
-from lightning_async.rules.schedules.protocol import Schedule
+from lightning_async.algorithms.schedules import Schedule
 from tests.strategies.problem import momentum
 from tests.strategies.workers import Net, fit, loader, scenario, shard
 

@@ -26,7 +26,7 @@ from lightning_async import (
     HorovodStrategy,
     fit_elastic,
 )
-from lightning_async.comm.horovod.elastic import Committed
+from lightning_async.horovod.collectives import Committed
 from lightning_async.trainer.namespace import pl, pytorch
 
 SAMPLES, VALIDATED, BATCH = 117, 20, 2
@@ -110,14 +110,14 @@ class Stream(IterableDataset[Any]):
 
 def make_trainer() -> Any:
     saves = "horovod" in sys.argv and not os.path.exists("done")
-    drifting = {
+    asynchronous = {
         "averaging": AsyncAveragingStrategy(DiLoCo(), EveryNSteps(5)), "gradients": AsyncGradientStrategy(2),
     }  # fmt: skip
     tell("WORLD")
     return pl.Trainer(
         accelerator="cpu",
         callbacks=[FaultTolerantCheckpoint("checkpoints", every_n_train_steps=7)] if saves else [],
-        strategy=drifting.get(sys.argv[1], HorovodStrategy()),
+        strategy=asynchronous.get(sys.argv[1], HorovodStrategy()),
         max_epochs=2,
         logger=pytorch("loggers").CSVLogger("logs", name=None) if not os.path.exists("done") else False,
         log_every_n_steps=1,

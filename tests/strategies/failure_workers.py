@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_async import AsyncAveragingStrategy, AsyncGradientStrategy, Deadlines, EveryNSteps
+from lightning_async import AsyncAveragingStrategy, AsyncGradientStrategy, EveryNSteps, Timeouts
 from lightning_async.errors import StoreLost
 from lightning_async.trainer.namespace import pl
 from lightning_async.transports import torch as torch_transport
@@ -47,11 +47,11 @@ class Tiny(pl.LightningModule):
         gate: a file; the wait ends when it is there.
     """
 
-    def __init__(self, pause_s: float = 0.0, at: tuple[int, int, str] | None = None, gate: str = "") -> None:
+    def __init__(self, pause_s: float = 0.0, at: tuple[int, int, str] | None = None, sync_point: str = "") -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layer = nn.Linear(8, 1)
-        self.pause_s, self.at, self.gate = pause_s, at, gate
+        self.pause_s, self.at, self.sync_point = pause_s, at, sync_point
         self.taken = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -63,7 +63,7 @@ class Tiny(pl.LightningModule):
                 raise ValueError("the data ran dry")
             if self.at[2] == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
-            _wait_for(Path(self.gate).exists)
+            _wait_for(Path(self.sync_point).exists)
         return (self.layer(batch) - self.trainer.global_rank).pow(2).mean()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -105,7 +105,7 @@ def train(
     deadlines: dict[str, float] | None = None,
     pause_s: float = 0.005,
     at: tuple[int, int, str] | None = None,
-    gate: str = "",
+    sync_point: str = "",
     windows: int | None = None,
     fewest: int | None = None,
     **options: Any,
@@ -116,12 +116,12 @@ def train(
     """
     own = int(os.environ["RANK"])
     times = {name: timedelta(seconds=s) for name, s in (deadlines or {}).items()}
-    limits: Any = {"min_replicas": fewest or len(batches), "deadlines": Deadlines(**times)}  # pyright: ignore
+    limits: Any = {"min_replicas": fewest or len(batches), "deadlines": Timeouts(**times)}  # pyright: ignore
     if windows is None:
         strategy = AsyncAveragingStrategy(schedule=EveryNSteps(period), overlap=overlap, **limits)
     else:
         strategy = AsyncGradientStrategy(windows, **limits)
-    module = Tiny(pause_s, at, gate)
+    module = Tiny(pause_s, at, sync_point)
     trainer = make_trainer(strategy, len(batches), **options)
     told: dict[str, Any] = {"rank": own}
     try:
@@ -158,12 +158,12 @@ def left_alone() -> None:
     print("ENDED " + json.dumps({"said": messages, "taken": taken}), flush=True)
 
 
-def without_the_store(gate: str, **kwargs: Any) -> None:
+def without_the_store(sync_point: str, **kwargs: Any) -> None:
     """Train; where the store is lost, end as any script does, once the gate is open."""
     try:
         train(**kwargs)
     except StoreLost:
-        _wait_for(Path(gate).exists)
+        _wait_for(Path(sync_point).exists)
         raise
 
 
@@ -171,7 +171,7 @@ def between_runs(then: str, how: str, dead_after: float, folder: str) -> None:
     """Fit; then rank 1 is gone, and the others go on with another call of the Trainer; say how that ended."""
     num_ranks, own = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     strategy = AsyncAveragingStrategy(
-        schedule=EveryNSteps(4), min_replicas=num_ranks, deadlines=Deadlines(dead_after=timedelta(seconds=dead_after))
+        schedule=EveryNSteps(4), min_replicas=num_ranks, deadlines=Timeouts(dead_after=timedelta(seconds=dead_after))
     )
     module, trainer = Tiny(), make_trainer(strategy, num_ranks)
     trainer.fit(module, loader(8))

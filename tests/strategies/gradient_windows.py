@@ -39,7 +39,7 @@ def watch_passes(module: Any) -> list[bool]:
     seen: list[bool] = []
 
     def see(_: Any) -> None:
-        seen.append(module.trainer.strategy._session.stepping._gradients.in_flight)
+        seen.append(module.trainer.strategy._session.step_runner._gradients.in_flight)
 
     next(module.parameters()).register_hook(see)
     return seen

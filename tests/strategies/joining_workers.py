@@ -25,11 +25,11 @@ from lightning_async import (
     PeerMemory,
     Synchronous,
 )
-from lightning_async.data.partitions import Random
-from lightning_async.rules.saving import Latest
+from lightning_async.algorithms import Latest
+from lightning_async.data.partition import Random
 from lightning_async.trainer.namespace import pl, pytorch
 from tests.strategies.failure_workers import digest
-from tests.strategies.survivor_workers import CAME_BACK, DEADLINES, NUMBER, RANKS, Seen, die, loader
+from tests.strategies.live_rank_workers import CAME_BACK, DEADLINES, NUMBER, RANKS, Seen, die, loader
 
 RULES = {"mean": DeltaMean(), "diloco": DiLoCo()}
 
@@ -72,7 +72,7 @@ class UntilBack(Seen):
 
     def on_train_epoch_end(self) -> None:
         super().on_train_epoch_end()
-        lost = self.trainer.strategy.survivors is not None and self.trainer.strategy.survivors.room
+        lost = self.trainer.strategy.live_ranks is not None and self.trainer.strategy.live_ranks.room
         self._since += bool(lost and self.trainer.world_size == self._until)
         if self._since == 3:  # the epoch in which it came, and two
             self.trainer.should_stop = True

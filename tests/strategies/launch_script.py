@@ -9,8 +9,8 @@ import sys
 from typing import Any, cast
 
 from lightning_async import AsyncAveragingStrategy, EveryNSteps, TorchTransport
-from lightning_async.comm.membership.signing import Seal
-from lightning_async.comm.torch.sockets import listening_port, snapshot
+from lightning_async._sockets import listening_port, snapshot
+from lightning_async.membership.signing import Seal
 from tests.strategies.failure_workers import Tiny, digest, finite, loader, make_trainer
 
 BEFORE = set(os.environ)

@@ -24,7 +24,7 @@ from lightning_async import (
     ParameterServerStrategy,
     Synchronous,
 )
-from lightning_async.rules.schedules.protocol import Action, Clock, Step
+from lightning_async.algorithms.schedules import Action, ReplicaClock, Step
 from lightning_async.trainer.namespace import pl, pytorch
 from tests.strategies import problem
 from tests.strategies.workers import Net, fit, loader, make_trainer, rank, scenario, shard, together
@@ -158,7 +158,7 @@ def compiled(folder: Path) -> Any:
 class ThenSynchronous:
     """Local steps, which make replicas different, and then synchronous ones."""
 
-    def next(self, clock: Clock) -> Step:
+    def next(self, clock: ReplicaClock) -> Step:
         return Step(Action.LOCAL if clock.step < 4 else Action.GRADIENTS)
 
 
@@ -176,7 +176,7 @@ class Stateful(Net):
         if batch_idx == 4:  # within the optimizer's step, after its gate
             state = [s for s in self.trainer.optimizers[0].state.values() if s.get("momentum_buffer") is not None]
             norm: Any = self.net[0]  # pyright: ignore[reportIndexIssue]
-            self.begins_with = [len(state), norm.running_mean.tolist(), self.trainer.strategy.world.drifting]
+            self.begins_with = [len(state), norm.running_mean.tolist(), self.trainer.strategy.world.asynchronous]
         return super().training_step(batch, batch_idx)
 
 

@@ -143,7 +143,7 @@ def a_version_without_this_check() -> Any:
     def describe(strategy: Any, trainer: Any, world: Any) -> None:
         world.gather_objects(["net.0.weight: 8, 6"])
 
-    with mock.patch("lightning_async.strategies.drifting.check_settings", describe) if rank() else nullcontext():
+    with mock.patch("lightning_async.strategies.async_strategy.check_settings", describe) if rank() else nullcontext():
         return _refused({})
 
 

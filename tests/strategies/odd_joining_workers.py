@@ -25,12 +25,12 @@ from lightning_async import (
     FaultTolerantCheckpoint,
     HangWatchdog,
 )
-from lightning_async.rules.saving import Latest
-from lightning_async.strategies import connecting, reception
+from lightning_async.algorithms import Latest
+from lightning_async.strategies import join
 from lightning_async.trainer.namespace import pl
 from tests.strategies.failure_workers import digest
 from tests.strategies.joining_workers import wait_for
-from tests.strategies.survivor_workers import CAME_BACK, DEADLINES, NUMBER, RANKS, Seen, die, loader
+from tests.strategies.live_rank_workers import CAME_BACK, DEADLINES, NUMBER, RANKS, Seen, die, loader
 
 STEPS = 60
 
@@ -81,9 +81,9 @@ class Odd(Seen):
             self.pause_s = 1.0  # all is heard of between two batches, of which nine are left
         if self._moment == "accumulates" and NUMBER == 2 and self.current_epoch == 1 and self.trainer.world_size == 3:
             with contextlib.suppress(FileNotFoundError):  # the newcomer is told, once; it stands at a gate
-                newcomer = self._folder / "newcomer"
-                os.kill(int(newcomer.read_text()), signal.SIGTERM)
-                newcomer.unlink()
+                joining = self._folder / "newcomer"
+                os.kill(int(joining.read_text()), signal.SIGTERM)
+                joining.unlink()
         if self._moment == "at the end" and NUMBER == 0 and step == STEPS:
             (self._folder / "rank 0 has ended").touch()
         if self._moment == "at the end" and NUMBER == 2 and step == STEPS - 2:
@@ -115,8 +115,8 @@ class Odd(Seen):
 
     def on_train_epoch_end(self) -> None:
         super().on_train_epoch_end()
-        survivors: Any = self.trainer.strategy.survivors
-        began = {"ready": CAME_BACK or self._seen == 2, "room": survivors.room != "", "short": True}
+        live_ranks: Any = self.trainer.strategy.live_ranks
+        began = {"ready": CAME_BACK or self._seen == 2, "room": live_ranks.room != "", "short": True}
         began = began.get(self._moment, False)
         self._since += began and self.trainer.world_size == 2
         if self._since == 3:  # the epoch in which it came, and two
@@ -125,7 +125,7 @@ class Odd(Seen):
     def _see_it_come(self, number: int = 1) -> None:
         (self._folder / f"start {number}").touch()
         host: Any = self.trainer.strategy.host
-        wait_until(lambda: host._reception._ready is not None)
+        wait_until(lambda: host._join_preparation._ready is not None)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Nobody saves here: it is for a newcomer."""
@@ -160,10 +160,10 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def train(folder: str, moment: str, windows: int = 0) -> None:
-    connecting.PATIENCE = timedelta(seconds=8)  # for a newcomer that waits for one who has died
+    join.PATIENCE = timedelta(seconds=8)  # for a newcomer that waits for one who has died
     if moment == "trouble" and NUMBER == 2:
-        first = [reception.connect]
-        reception.connect = lambda *args: first.pop()(*args) if first else die()  # at the second newcomer
+        first = [join.connect]
+        join.connect = lambda *args: first.pop()(*args) if first else die()  # at the second newcomer
     short = moment.startswith("short")
     deadlines = replace(DEADLINES, replicas=timedelta(seconds={"short": 90, "short for good": 6}.get(moment, 0)))
     limits: Any = {"deadlines": deadlines, "min_replicas": 2 if short else 1}

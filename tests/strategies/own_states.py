@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from lightning_async import AsyncAveragingStrategy, EveryNSteps, PeerMemory, Synchronous, Warmup
-from lightning_async.comm.frames import flatten, unflatten
+from lightning_async.comm.serialization import flatten, unflatten
+from lightning_async.trainer.checkpoint.checkpoint_state import put, take
 from lightning_async.trainer.namespace import pl, pytorch
-from lightning_async.trainer.own_state import put, take
 from tests.strategies import problem
 from tests.strategies.workers import Net, loader, logged, make_trainer, rank, scenario, shard
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from lightning_async import AsyncAveragingStrategy, EveryNSteps, PeerMemory
-from lightning_async.rules.saving import Progress
+from lightning_async.algorithms import SaveProgress
 from lightning_async.trainer.namespace import pl
 from tests.strategies.failure_workers import digest
 from tests.strategies.joining_workers import UntilBack, wait_for
-from tests.strategies.survivor_workers import CAME_BACK, DEADLINES, NUMBER, RANKS, die, loader
+from tests.strategies.live_rank_workers import CAME_BACK, DEADLINES, NUMBER, RANKS, die, loader
 
 
 class Noted(PeerMemory):
@@ -42,7 +42,7 @@ class Once:
 
     ever: bool
 
-    def due(self, progress: Progress) -> bool:
+    def due(self, progress: SaveProgress) -> bool:
         return self.ever and progress.saved_step == 0
 
 
@@ -68,11 +68,15 @@ class Own(UntilBack):
         if CAME_BACK:
             return
         os.write(1, b"\nOWN %b\n" % json.dumps([self.trainer.global_step, *what_is_own(self.trainer)]).encode())
-        if NUMBER == 0 and "1" not in self.trainer.strategy.survivors.names and (courier := peers._courier):
+        if (
+            NUMBER == 0
+            and "1" not in self.trainer.strategy.live_ranks.names
+            and (peer_copy_sender := peers._peer_copy_sender)
+        ):
             until = time.monotonic() + 60.0
-            while courier.busy and time.monotonic() < until:
+            while peer_copy_sender.busy and time.monotonic() < until:
                 time.sleep(0.001)
-            if courier._at and courier._at.port == peers._door.read_keeper("2")["port"]:
+            if peer_copy_sender._at and peer_copy_sender._at.port == peers._door.read_keeper("2")["port"]:
                 die()
 
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from lightning_async import ParameterServerStrategy
-from lightning_async.comm.membership.signing import SECRET
-from lightning_async.engine.server.line import Line
-from lightning_async.engine.server.quorum import Terms
-from lightning_async.strategies.servers import Servers
+from lightning_async.membership.signing import SECRET
+from lightning_async.parameter_server.client import ShardConnection
+from lightning_async.parameter_server.consistency import WorkerRules
+from lightning_async.strategies.server_lifecycle import Servers
 from lightning_async.trainer.namespace import pl, pytorch
-from tests.commands.test_serve import SECRET_OF_JOB, free_ports, serving
+from tests.cli.test_serve import SECRET_OF_JOB, free_ports, serving
 from tests.strategies import problem
 from tests.strategies.problem import adam, momentum
 from tests.strategies.workers import Net, Pulls, Recorder, Some, loader, make_trainer, rank, scenario, shard
@@ -99,15 +99,15 @@ def asynchronous() -> Any:
 @scenario
 def overlapped() -> Any:
     """And how many gradients were said to be of what was pulled before the last pull."""
-    ask, earlier = Line.ask, []
+    ask, earlier = ShardConnection.ask, []
 
-    def noted(line: Line, header: Any, size: int) -> None:
+    def noted(line: ShardConnection, header: Any, size: int) -> None:
         last = line._spare  # pyright: ignore[reportPrivateUsage]
         ask(line, header, size)
         earlier.append(header["do"] == "push" and line._request[0]["of"] != last)  # pyright: ignore[reportPrivateUsage]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Line, "ask", noted)
+        patch.setattr(ShardConnection, "ask", noted)
         fitted = fit(ParameterServerStrategy("async", overlap=True), optimizer=adam, max_epochs=4)
     return {**fitted, "earlier": sum(earlier)}
 
@@ -327,9 +327,9 @@ def on_their_own(folder: Path) -> Any:
         first = folder / "first" / "epoch=0.ckpt"
         again = goes_on(folder / "again", ParameterServerStrategy("sync", server_address=address), 2, first)
         with pytest.raises(ValueError, match="server 0 there has mode='sync', and this training has 'async'"):
-            Servers.at(address, Terms(staleness="auto"))
+            Servers.at(address, WorkerRules(staleness="auto"))
         with pytest.raises(ValueError, match=r"server 0 there waits for 2 workers before .* and 1 begin"):
-            Servers.at(address, Terms(mode="sync"))
+            Servers.at(address, WorkerRules(mode="sync"))
         (folder / f"done {rank()}").touch()
         while rank() == 0 and not (folder / "done 1").exists():
             time.sleep(0.05)

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_async import ParameterServerStrategy
-from lightning_async.comm.membership.signing import SECRET
+from lightning_async.membership.signing import SECRET
 from lightning_async.trainer.namespace import pl
-from tests.commands.test_serve import SECRET_OF_JOB, free_ports, serving
+from tests.cli.test_serve import SECRET_OF_JOB, free_ports, serving
 from tests.strategies import problem
 from tests.strategies.workers import Net, loader, make_trainer, scenario
 
@@ -34,7 +34,7 @@ class Steps(pl.Callback):
         self.in_step: list[bool] = []
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self.in_step.append(trainer.strategy._session.stepping.tables.in_step)
+        self.in_step.append(trainer.strategy._session.step_runner.tables.in_step)
 
 
 @scenario

@@ -9,7 +9,7 @@ import torch
 
 from lightning_async import ParameterServerStrategy
 from lightning_async.trainer.namespace import pl
-from tests.engine.server.test_server import until
+from tests.parameter_server.test_server import until
 from tests.strategies import problem
 from tests.strategies.served import BATCHES, Adversaries, fit
 from tests.strategies.workers import Net, loader, make_trainer, rank, scenario, shard

@@ -38,7 +38,7 @@ class LosesAfterSnapshot(pl.Callback):
         self.taken, self.lost = folder / "taken", -1
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        (worker,) = trainer.strategy._session.stepping.tables.workers
+        (worker,) = trainer.strategy._session.step_runner.tables.workers
         until = time.monotonic() + 50
         if rank() == 0 and trainer.global_step == 0:
             assert worker._client.snapshot().survives == "snapshot"
@@ -57,7 +57,7 @@ class LosesAfterSnapshot(pl.Callback):
             os.close(ended)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        (worker,) = trainer.strategy._session.stepping.tables.workers
+        (worker,) = trainer.strategy._session.step_runner.tables.workers
         self.lost = worker._client.pull().lost
 
 

@@ -69,7 +69,7 @@ def _summary(schedule: Any, **options: Any) -> Any:
         "rows": dict(line.strip().split("  ", 1) for line in str(summary).splitlines()),
         "metrics": summary.metrics(),
         "hints": [m for m in messages if "No averaging round" in m],
-        "gate_s": summary.gate_exchange_s,
+        "gate_s": summary.sync_point_exchange_s,
     }
 
 

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from lightning_async import AsyncAveragingStrategy, AsyncGradientStrategy, HorovodStrategy, TorchTransport
-from lightning_async.comm.simulated.inprocess import InProcessWorld
-from lightning_async.engine.world import World
+from lightning_async.comm.simulated import InProcessWorld
+from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.errors import SettingsMismatch
-from lightning_async.strategies.commits import Commit, agree
-from lightning_async.strategies.horovod_elastic import check_carried, fit_elastic
+from lightning_async.horovod.elastic import Commit, agree, check_carried, fit_elastic
 from tests.horovod import needs_horovod
 
 
@@ -22,7 +21,7 @@ def meet(commits: list[Commit], settings: list[str] | None = None) -> list[Any]:
 
     def on_rank(collectives: Any) -> Any:
         try:
-            return agree(World(collectives), commits[collectives.rank], told[collectives.rank])
+            return agree(LightningCollectives(collectives), commits[collectives.rank], told[collectives.rank])
         except SettingsMismatch as error:
             return error
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from lightning_async.comm.membership.membership import Membership
-from lightning_async.comm.membership.stores import HashStore
-from lightning_async.comm.torch.collectives import TorchCollectives
+from lightning_async.comm.torch_collectives import TorchCollectives
 from lightning_async.errors import Evicted, PeerLost, StoreLost
-from lightning_async.strategies.drifting import DriftingStrategy
-from lightning_async.transports import transport
-from lightning_async.transports.transport import Connection
-from tests.comm.test_membership import in_thread, until
+from lightning_async.membership.membership import Membership
+from lightning_async.membership.store import HashStore
+from lightning_async.strategies.async_strategy import AsyncStrategy
+from lightning_async.transports import base
+from lightning_async.transports.base import Connection
+from tests.membership.test_membership import in_thread, until
 
 
 def connections() -> list[Connection]:
@@ -30,7 +30,11 @@ def connections() -> list[Connection]:
     made = [Connection(root, root, membership) for root, membership in zip(roots, memberships, strict=True)]
     for join in [in_thread(connection.open) for connection in made]:
         join()
-    until(lambda: all(membership._census.peers[str(1 - rank)].confirmed for rank, membership in enumerate(memberships)))
+    until(
+        lambda: all(
+            membership._failure_detector.peers[str(1 - rank)].confirmed for rank, membership in enumerate(memberships)
+        )
+    )
     return made
 
 
@@ -52,15 +56,15 @@ def test_the_stores_host_goes_last_where_others_have_to_hear_why() -> None:
     first.membership.fail("ValueError: the data ran dry.")
     join = in_thread(lambda: first.close(in_order=False))
     until(lambda: second.membership.lost() == ("0",))
-    assert first.membership._heart.beats, "it waits for the other one"
+    assert first.membership._heartbeat_thread.beats, "it waits for the other one"
     second.close(in_order=False)
     join()
-    assert not first.membership._heart.beats
+    assert not first.membership._heartbeat_thread.beats
     assert first.membership.left() == {"1"}
 
 
 def test_the_stores_host_waits_for_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "_OUTLIVES_S", 0.3)
+    monkeypatch.setattr(base, "_OUTLIVES_S", 0.3)
     first, second = connections()
     began = time.monotonic()
     first.close(in_order=False)
@@ -72,10 +76,10 @@ def test_the_stores_host_waits_for_nobody_for_long(monkeypatch: pytest.MonkeyPat
     ("error", "waits"), [(StoreLost("no answer"), False), (Evicted("without it"), False), (PeerLost("rank 1"), True)]
 )
 def test_the_stores_host_waits_for_nobody_who_cannot_hear(error: Exception, waits: bool) -> None:
-    connection = SimpleNamespace(world=SimpleNamespace(drifting=False), outlives=True)
-    strategy: Any = SimpleNamespace(gates=None, failed=False, _connection=connection)
-    DriftingStrategy.on_exception(strategy, error)
-    assert (strategy.failed, connection.world.drifting, connection.outlives) == (True, True, waits)
+    connection = SimpleNamespace(world=SimpleNamespace(asynchronous=False), outlives=True)
+    strategy: Any = SimpleNamespace(sync_points=None, failed=False, _connection=connection)
+    AsyncStrategy.on_exception(strategy, error)
+    assert (strategy.failed, connection.world.asynchronous, connection.outlives) == (True, True, waits)
 
 
 def test_a_fork_closes_nothing_of_its_parents() -> None:

@@ -58,11 +58,11 @@ class Reference:
         self.schedule.step()
         self.steps += 1
 
-    def gate(self) -> None:
+    def sync_point(self) -> None:
         self.arrive()
         self.before = None
 
-    def train(self, shards: Sequence[Sequence[Batch]], size: int, gates: Sequence[int], epochs: int) -> None:
+    def train(self, shards: Sequence[Sequence[Batch]], size: int, sync_points: Sequence[int], epochs: int) -> None:
         for _ in range(epochs):
             held, there = 0, None
             total, samples = [torch.zeros_like(p) for p in self.params], 0
@@ -87,15 +87,15 @@ class Reference:
                     if self.steps < self.warm:
                         self.arrive()
                     total, samples, held = [torch.zeros_like(t) for t in total], 0, 0
-                if i in gates:
-                    self.gate()
+                if i in sync_points:
+                    self.sync_point()
                     there = None
-            self.gate()
+            self.sync_point()
 
 
 def reference(ahead: float = 1.5) -> Reference:
     made = Reference(momentum, ahead=ahead, warm=1)
-    made.train(SHARDS, 2, gates=(8,), epochs=2)
+    made.train(SHARDS, 2, sync_points=(8,), epochs=2)
     return made
 
 
@@ -116,10 +116,10 @@ def test_the_correction_shows() -> None:
 
 def test_predicted_parameters_are_there_for_the_passes_only(ranks: Outcomes) -> None:
     """Hooks around a batch, and validations, see parameters that were stepped with."""
-    gates = {8, 13, 21}  # where what is in flight is stepped with
+    sync_points = {8, 13, 21}  # where what is in flight is stepped with
     for told in ranks("predicted"):
         seen, after = told["seen"], [each[0] for each in told["history"]]
-        assert all(seen[i] == after[i - 1] for i in range(1, 26) if i not in gates)
+        assert all(seen[i] == after[i - 1] for i in range(1, 26) if i not in sync_points)
         assert sum(here != there for here, there in zip(seen, told["computed"], strict=True)) == 10
 
 

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from lightning_async import AsyncAveragingStrategy
-from lightning_async.comm.membership.generation import Generation
-from lightning_async.strategies import survivors
-from lightning_async.strategies.survivors import Survivors
-from lightning_async.transports.transport import Connection
+from lightning_async.membership.generation import Generation
+from lightning_async.strategies import rank_mapping
+from lightning_async.strategies.rank_mapping import RankMap
+from lightning_async.transports.base import Connection
 
 
 @pytest.fixture(autouse=True)
 def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(survivors, "_here", [])
-    monkeypatch.setattr(survivors, "number_rank", lambda rank: None)
+    monkeypatch.setattr(rank_mapping, "_here", [])
+    monkeypatch.setattr(rank_mapping, "number_rank", lambda rank: None)
 
 
 def strategy(min_replicas: int, world_size: int) -> tuple[Any, list[str]]:
@@ -31,13 +31,13 @@ def strategy(min_replicas: int, world_size: int) -> tuple[Any, list[str]]:
     )
     root: Any = SimpleNamespace(fork=lambda name: SimpleNamespace(rank=0, world_size=world_size))
     own.use(Connection(root, root, membership), 1)
-    own.survivors = Survivors(Generation.first(0, world_size), 1, min_replicas)
+    own.live_ranks = RankMap(Generation.first(0, world_size), 1, min_replicas)
     return own, reported
 
 
 def test_the_end_of_one_without_which_the_others_go_on_already_ends_nobody() -> None:
     own, reported = strategy(2, 3)
-    own.survivors.go_on(Generation(1, ("0", "2"), 0), "rank 1 failed")  # before its process has ended
+    own.live_ranks.go_on(Generation(1, ("0", "2"), 0), "rank 1 failed")  # before its process has ended
     assert own._child_died(1, 1) is None
     own._connection = None  # as after a fit
     assert own._child_died(1, 1) is None
@@ -46,14 +46,14 @@ def test_the_end_of_one_without_which_the_others_go_on_already_ends_nobody() -> 
 
 def test_one_more_than_may_be_lost_ends_the_others() -> None:
     own, reported = strategy(2, 3)
-    own.survivors.go_on(Generation(1, ("0", "2"), 0), "rank 1 failed")
+    own.live_ranks.go_on(Generation(1, ("0", "2"), 0), "rank 1 failed")
     assert isinstance(own._child_died(2, 1), timedelta)
     assert reported == ["2"]
 
 
 def test_in_a_later_run_it_is_reported_by_the_name_that_it_has_there(monkeypatch: pytest.MonkeyPatch) -> None:
     own, reported = strategy(1, 4)
-    own.survivors.go_on(Generation(1, ("0", "2", "3"), 0), "rank 1 failed")
+    own.live_ranks.go_on(Generation(1, ("0", "2", "3"), 0), "rank 1 failed")
     connection, names = own._connection, []
     hear_deaths = connection.hear_deaths
     connection.hear_deaths = lambda name_of: names.append(name_of) or hear_deaths(name_of)
@@ -65,6 +65,6 @@ def test_in_a_later_run_it_is_reported_by_the_name_that_it_has_there(monkeypatch
     assert [names[0](rank) for rank in (0, 2, 3)] == ["0", "1", "2"]  # for what another launcher says of them
     with pytest.raises(ValueError, match="not in"):
         names[0](1)
-    own.survivors = Survivors(Generation.first(0, 3), 2, 1, own.survivors)
+    own.live_ranks = RankMap(Generation.first(0, 3), 2, 1, own.live_ranks)
     assert own._child_died(3, -9) is None
     assert reported == ["1", "2"]

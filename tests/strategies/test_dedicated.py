@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_async import HorovodTransport, ParameterServerStrategy, TorchTransport
-from lightning_async.strategies.muster import Quorum, muster
+from lightning_async.strategies.server_lifecycle import StartQuorum, join_or_start
 from tests.horovod import needs_horovod
 from tests.strategies.dedicated import BATCHES
 from tests.strategies.problem import adam, batches, distance, flat, joined, train_alone
@@ -126,7 +126,7 @@ def test_workers_begin_without_one_that_has_not_come_in_time(tmp_path: Path) -> 
 )
 def test_when_workers_begin(number: int | None, within_s: float, begins: dict[int, float | None]) -> None:
     """So many have come of four; after how long they begin."""
-    quorum = Quorum(number, timedelta(seconds=within_s))
+    quorum = StartQuorum(number, timedelta(seconds=within_s))
     for come, after_s in begins.items():
         for waited_s in (0.0, 8.9, 9.0, 1e9):
             expected = after_s is not None and waited_s >= after_s
@@ -145,7 +145,7 @@ def test_numbers_of_workers_that_cannot_be(told: Any) -> None:
 def test_numbers_of_workers_that_do_not_suit_the_job(quorum: int, words: str) -> None:
     trainer = make_trainer(ParameterServerStrategy(wait_for_workers=quorum, min_replicas=2))
     with pytest.raises(ValueError, match=words):
-        muster(trainer.strategy, "Strategy")
+        join_or_start(trainer.strategy, "Strategy")
 
 
 @needs_horovod

@@ -18,7 +18,7 @@ SCRIPT = str(ROOT / "tests/strategies/dedicated_script.py")
 NEEDS_MPIRUN = pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np"]
 HOROVODRUN = [str(Path(sys.executable).with_name("horovodrun")), "--gloo", "-np"]
-LAUNCHED = [sys.executable, "-m", "lightning_async.commands.main", "launch", "-n"]
+LAUNCHED = [sys.executable, "-m", "lightning_async.cli.main", "launch", "-n"]
 TORCHRUN = [sys.executable, torch.distributed.run.__file__, "--nproc-per-node"]
 
 

@@ -19,7 +19,7 @@ import torch
 
 from tests.horovod import needs_horovod
 from tests.strategies.elastic_script import HOLDS_AT, SAMPLES, VALIDATED, Module
-from tests.strategies.test_survivors import logged
+from tests.strategies.test_live_ranks import logged
 from tests.support import ROOT, Process, _start, shell_environment
 
 SCRIPT = ROOT / "tests/strategies/elastic_script.py"

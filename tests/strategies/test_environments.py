@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_async.trainer import environments
-from lightning_async.trainer.environments import MPIRunEnvironment
+from lightning_async.trainer.environment import environments
+from lightning_async.trainer.environment.environments import MPIRunEnvironment
 from tests.support import ROOT
 
 NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "MASTER_PORT", "MASTER_ADDR")

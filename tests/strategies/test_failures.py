@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from lightning_async.comm.membership.signing import SECRET
+from lightning_async.membership.signing import SECRET
 from tests.support import RankGroup, RankResult, free_port, start_ranks
 
 TRAIN = "tests.strategies.failure_workers:train"
@@ -23,7 +23,7 @@ LIMIT_S = 150.0
 """For the ranks of one test; on an idle machine none takes a quarter of it."""
 SOON_S = 25.0
 """Long for a machine that has other work, and shorter than whatever would end a wait where nobody hears of its cause:
-`Deadlines` by default, but for the grace, and the patience with a rank that has just started."""
+`Timeouts` by default, but for the grace, and the patience with a rank that has just started."""
 
 
 def ended(result: RankResult) -> dict[str, Any]:
@@ -184,14 +184,14 @@ def test_the_store_of_a_job_without_our_launcher_is_lost_and_each_rank_ends_with
     store: Any = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
     kwargs = {"batches": [ENDLESS] * 2, "windows": windows, "deadlines": {"dead_after": 3.0}}
-    worker, gate = "tests.strategies.failure_workers:without_the_store", tmp_path / "gate"
-    with start_ranks(worker, 2, kwargs=kwargs | {"gate": str(gate)}, timeout=LIMIT_S, env=env) as group:
+    worker, sync_point = "tests.strategies.failure_workers:without_the_store", tmp_path / "gate"
+    with start_ranks(worker, 2, kwargs=kwargs | {"gate": str(sync_point)}, timeout=LIMIT_S, env=env) as group:
         wait_for_step(group, 30, 2)
         killed_at = time.time()
         del store
         for rank in range(2):
             group.wait_for(rank, "ENDED ")
-        gate.touch()
+        sync_point.touch()
         results = group.join()
     for result in results:
         assert not result.timed_out and result.returncode == 69, result
@@ -218,13 +218,13 @@ def test_a_second_rank_1_and_a_stranger_do_not_disturb_a_run() -> None:
         names = [key for key in store.list_keys() if key.endswith("membership/1")]
         assert len(names) == 2, "of the process, and of its run"
         record = {"life": "x", "beat": 10**6, "wanted": 0, "bell": 0, "state": "failed", "text": "I am a stranger"}
-        with start_ranks(TRAIN, 1, kwargs=kwargs, timeout=100.0, env=second) as newcomer:
+        with start_ranks(TRAIN, 1, kwargs=kwargs, timeout=100.0, env=second) as joining:
             for forged in (json.dumps(record), json.dumps(record | {"state": "left"}), "garbage", "[" * 5000):
                 for _ in range(100):
                     for name in names:
                         store.set(name, forged)
                     time.sleep(0.005)
-            (refused,) = newcomer.join()
+            (refused,) = joining.join()
         assert "rank 1 is taken: process" in refused.stderr
         assert refused.returncode == 1
         steps = [group.output(rank).count("step") for rank in range(2)]
@@ -294,20 +294,20 @@ def test_a_stopped_rank_is_waited_for(overlap: bool) -> None:
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_pause_in_training_is_no_failure_at_all(overlap: bool, tmp_path: Path) -> None:
     """Longer than a payload may take; with overlap, the other rank takes all of its steps meanwhile."""
-    gate, pause_s = tmp_path / "go on", 7.0
+    sync_point, pause_s = tmp_path / "go on", 7.0
     kwargs = {
         "batches": [300, 300],
         "overlap": overlap,
         "deadlines": {"payload": 5.0, "dead_after": 30.0, "grace": 1000.0},
         "at": [1, 50, "wait"],
-        "gate": str(gate),
+        "gate": str(sync_point),
     }
     with start_ranks(TRAIN, 2, kwargs=kwargs, timeout=LIMIT_S) as group:
         group.wait_for(1, "step 50\n")
         time.sleep(pause_s)
         if overlap:
             group.wait_for(0, "step 300\n")
-        gate.touch()
+        sync_point.touch()
         results = group.join()
     told = all_well(results)
     assert [each["failed"] for each in told] == [0, 0]

@@ -32,13 +32,13 @@ def reference(
     *,
     epochs: int = 1,
     clip: float | None = None,
-    gates: Sequence[int] = (),
+    sync_points: Sequence[int] = (),
     halves_every: int = 0,
     strength: float = 0.0,
     warm: int = 0,
     optimizer: Callable[[Any], torch.optim.Optimizer] = momentum,
 ) -> tuple[list[float], int]:
-    """The parameters and the number of steps, in float64; ``gates`` come after so many batches of an epoch."""
+    """The parameters and the number of steps, in float64; ``sync_points`` come after so many batches of an epoch."""
     module, steps = problem.network().double(), 0
     sizes = [size] * len(shards[0]) if isinstance(size, int) else size
     closes = {*itertools.accumulate(sizes)}
@@ -78,7 +78,7 @@ def reference(
                 if delay == 0 or steps < warm:
                     step()
                     began = steps
-            if i in gates:
+            if i in sync_points:
                 step()
                 began = began if samples else steps
         step()
@@ -92,8 +92,11 @@ def reference(
         ("no_delay_adam_clipped", lambda: reference(SHORT, 3, 0, epochs=2, clip=0.2, optimizer=adam)),
         ("no_delay_unequal_batches", lambda: reference(UNEQUAL, 2, 0)),
         ("delayed", lambda: reference(UNEQUAL, 2, 1, epochs=2)),
-        ("slow_steps_at_gates", lambda: reference((batches(0, 14), batches(1, 14)), 4, 1, epochs=2, gates=(6, 12))),
-        ("compensated", lambda: reference(EQUAL, 2, 1, epochs=2, gates=(6,), strength=0.5, warm=1)),
+        (
+            "slow_steps_at_gates",
+            lambda: reference((batches(0, 14), batches(1, 14)), 4, 1, epochs=2, sync_points=(6, 12)),
+        ),
+        ("compensated", lambda: reference(EQUAL, 2, 1, epochs=2, sync_points=(6,), strength=0.5, warm=1)),
     ],
 )
 def test_steps_are_those_of_one_process_in_float64(
@@ -139,7 +142,7 @@ def test_the_delay_shows() -> None:
 def test_validations_and_epochs_step_with_what_is_in_flight(ranks: Outcomes) -> None:
     """14 batches in windows of 4, a validation after 8: ``global_step``, schedulers and hooks see each step once."""
     shards = (batches(0, 14), batches(1, 14))
-    where, steps = reference(shards, 4, 1, epochs=2, gates=(8,), halves_every=2)
+    where, steps = reference(shards, 4, 1, epochs=2, sync_points=(8,), halves_every=2)
     a, b = ranks("steps_and_schedulers")
     assert a["digest"] == b["digest"]
     assert distance(a["flat"], where) < 1e-5
@@ -395,7 +398,7 @@ def test_checkpoints_hold_what_compressed_messages_lacked(ranks: Outcomes) -> No
         ({"buffers": "drop"}, ValueError, "AsyncGradientStrategy(buffers='drop')"),
         ({"part_mb": 0.0}, ValueError, "AsyncGradientStrategy(part_mb=0.0)"),
         ({"part_mb": "16"}, TypeError, "AsyncGradientStrategy(part_mb='16')"),
-        ({"deadlines": 12}, TypeError, "`deadlines=12` must be Deadlines(...)"),
+        ({"deadlines": 12}, TypeError, "`deadlines=12` must be Timeouts(...)"),
     ],
 )
 def test_arguments_that_cannot_be(options: dict[str, Any], error: type[Exception], words: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_async import AsyncAveragingStrategy, Deadlines, HorovodStrategy, HorovodTransport, TorchTransport
+from lightning_async import AsyncAveragingStrategy, HorovodStrategy, HorovodTransport, Timeouts, TorchTransport
 from lightning_async.strategies import base
 from tests.horovod import horovod_environment, needs_horovod
 from tests.strategies import problem
@@ -171,8 +171,8 @@ def test_a_transport_of_its_own_timeout() -> None:
         HorovodTransport(gloo_timeout=timedelta(0))
     transport = HorovodTransport(gloo_timeout=timedelta(seconds=7))
     assert AsyncAveragingStrategy(transport=transport).transport is transport
-    with pytest.raises(ValueError, match=r"`Deadlines\(replicas=.*over HorovodTransport.*nobody comes back"):
-        AsyncAveragingStrategy(transport=transport, deadlines=Deadlines(replicas=timedelta(minutes=1)))
+    with pytest.raises(ValueError, match=r"`Timeouts\(replicas=.*over HorovodTransport.*nobody comes back"):
+        AsyncAveragingStrategy(transport=transport, deadlines=Timeouts(replicas=timedelta(minutes=1)))
     dead_after = AsyncAveragingStrategy().config.deadlines.dead_after
     assert AsyncAveragingStrategy(transport="horovod").transport == HorovodTransport(gloo_timeout=dead_after)
 

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from lightning_async.comm.protocols import Collectives
-from lightning_async.comm.simulated.inprocess import InProcessWorld
-from lightning_async.engine.checkpoint.store import CheckpointStore
-from lightning_async.engine.world import World
-from lightning_async.trainer.common_rates import CommonRates
-from lightning_async.trainer.validation import Validation
-from tests.strategies.survivor_workers import SAMPLES
+from lightning_async.checkpoint.store import CheckpointStore
+from lightning_async.comm.collectives import Collectives
+from lightning_async.comm.simulated import InProcessWorld
+from lightning_async.engine.collectives import LightningCollectives
+from lightning_async.trainer.loop_patches import Validation
+from lightning_async.trainer.loops.updates import SharedLearningRates
+from tests.strategies.live_rank_workers import SAMPLES
 from tests.strategies.test_failures import ended
-from tests.strategies.test_survivors import epochs_logged
+from tests.strategies.test_live_ranks import epochs_logged
 from tests.support import RankGroup, RankResult, start_ranks
 
 TRAIN = "tests.strategies.joining_workers:train"
@@ -67,17 +67,17 @@ def test_it_takes_over_what_the_others_have_and_trains_with_them(
     with ranks(tmp_path, dies, **options) as group:
         results = group.join()
     said = told(results, [*({0, 1, 2} - {dies}), 3])
-    newcomer = said[-1]
+    joining = said[-1]
     assert all(each["momentum"] for each in said)
     for same in ("lr", "epochs", "best", "wait", "rule_state"):
         assert len({str(each[same]) for each in said}) == 1, (same, said)
-    assert newcomer["lr"] == pytest.approx(0.01 * 0.99 ** newcomer["epochs"])
-    later = range(newcomer["came_at"] + 1, newcomer["epochs"])
+    assert joining["lr"] == pytest.approx(0.01 * 0.99 ** joining["epochs"])
+    later = range(joining["came_at"] + 1, joining["epochs"])
     assert len(later) == 2
     for epoch in map(str, later):
         for what in ("trained", "validated"):
             assert sorted(sample for each in said for sample in each[what][epoch]) == list(range(SAMPLES)), what
-            assert newcomer[what][epoch]
+            assert joining[what][epoch]
     assert sorted(sample for each in said for sample in each["tested"]) == list(range(SAMPLES))
     assert f"rank {dies} has joined, and 3 replicas train from here" in results[1].stderr
     assert "event=own_state" in results[3].stderr  # of its own, or rank 0's where its copy had not arrived
@@ -88,13 +88,13 @@ def test_one_that_has_come_back_is_rank_0_at_last_and_logs_where_the_others_did(
     with ranks(tmp_path, 1, leaves=True) as group:
         results = group.join()
     assert [result.returncode for result in results] == [-9, -9, -9, 0], "\n".join(map(str, results))
-    newcomer = ended(results[3])
-    assert (newcomer["rank"], newcomer["world_size"], newcomer["lost"]) == (0, 1, 2)
-    assert newcomer["epochs"] == newcomer["came_at"] + 3
-    assert epochs_logged(tmp_path / "log") == [str(epoch) for epoch in range(newcomer["epochs"])]
+    joining = ended(results[3])
+    assert (joining["rank"], joining["world_size"], joining["lost"]) == (0, 1, 2)
+    assert joining["epochs"] == joining["came_at"] + 3
+    assert epochs_logged(tmp_path / "log") == [str(epoch) for epoch in range(joining["epochs"])]
     shown = {int(number) for number in re.findall(r"Epoch (\d+):", results[3].stdout)}
-    assert max(shown) == newcomer["epochs"] - 1
-    assert newcomer["came_at"] not in shown
+    assert max(shown) == joining["epochs"] - 1
+    assert joining["came_at"] not in shown
 
 
 def assert_saved_by_all(store: CheckpointStore, dies: int) -> None:
@@ -125,10 +125,10 @@ def test_windows_of_gradients_are_gathered_with_it(windows: Any, tmp_path: Path)
     assert all(each["momentum"] for each in said)
     for same in ("lr", "epochs", "best", "global_step"):
         assert len({str(each[same]) for each in said}) == 1, (same, said)
-    newcomer = said[-1]
-    for epoch in map(str, range(newcomer["came_at"] + 1, newcomer["epochs"])):
+    joining = said[-1]
+    for epoch in map(str, range(joining["came_at"] + 1, joining["epochs"])):
         assert sorted(sample for each in said for sample in each["trained"][epoch]) == list(range(SAMPLES))
-        assert newcomer["trained"][epoch]
+        assert joining["trained"][epoch]
     assert_saved_by_all(CheckpointStore(tmp_path / "saved"), 1)
 
 
@@ -136,7 +136,7 @@ def test_one_that_comes_within_the_rest_of_an_epoch_ends_it_as_the_others_do() -
     """What a lost rank had left is dealt out at the end of the epoch, and who comes meanwhile has not met before."""
 
     def on_rank(collectives: Collectives) -> list[str]:
-        there, world = collectives.rank == 0, World(collectives, deadline=timedelta(seconds=20))
+        there, world = collectives.rank == 0, LightningCollectives(collectives, deadline=timedelta(seconds=20))
         stepped: list[str] = []
         epoch = SimpleNamespace(
             _update_learning_rates=lambda interval, watches: stepped.append(f"{interval}{', watching' * watches}"),
@@ -146,13 +146,18 @@ def test_one_that_comes_within_the_rest_of_an_epoch_ends_it_as_the_others_do() -
         progress = SimpleNamespace(current=SimpleNamespace(processed=0))
         fit = SimpleNamespace(epoch_loop=epoch, epoch_progress=progress, max_epochs=9, restarting=False)
         fit.on_advance_end = lambda: stepped.append("ended")
-        strategy: Any = SimpleNamespace(begin_again=lambda: None, end_epoch=lambda: None, gates=True, shrinks=True)
+        strategy: Any = SimpleNamespace(
+            begin_again=lambda: None, end_epoch=lambda: None, sync_points=True, shrinks=True
+        )
         loggers = SimpleNamespace(log_eval_end_metrics=None)
         trainer = SimpleNamespace(
             fit_loop=fit, strategy=strategy, current_epoch=0, should_stop=False, _logger_connector=loggers
         )
-        rates = CommonRates(trainer)
-        strategy.updates, strategy.world = SimpleNamespace(rates=rates), World(InProcessWorld(1).collectives(0))
+        rates = SharedLearningRates(trainer)
+        strategy.updates, strategy.world = (
+            SimpleNamespace(rates=rates),
+            LightningCollectives(InProcessWorld(1).collectives(0)),
+        )
         rates.ends_epoch, left = there, [True, False] if there else [False]
 
         def rest() -> bool:

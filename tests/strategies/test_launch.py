@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch.distributed.run
 
-from lightning_async.trainer.popen import _Watch
+from lightning_async.trainer.environment.subprocess_launcher import _Watch
 from tests.support import ROOT, RankResult, free_port, run_ranks, shell_environment, start_ranks
 
 SCRIPT = str(ROOT / "tests/strategies/launch_script.py")

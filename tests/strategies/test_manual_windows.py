@@ -18,7 +18,9 @@ SCENARIOS = "tests.strategies.manual_windows"
 SHARDS: Sequence[Sequence[Batch]] = (batches(0, 12, 3), batches(1, 12, 9))
 
 
-def reference(size: int, delay: int, gathers: int = 1, gates: Sequence[int] = (), epochs: int = 2) -> tuple[Any, int]:
+def reference(
+    size: int, delay: int, gathers: int = 1, sync_points: Sequence[int] = (), epochs: int = 2
+) -> tuple[Any, int]:
     """Both networks, and the steps of both optimizers, in float64."""
     nets = problem.network().double(), problem.network(4).double()
     steppers = torch.optim.SGD(nets[0].parameters(), lr=0.05, momentum=0.9), torch.optim.SGD(nets[1].parameters(), 0.02)
@@ -62,7 +64,7 @@ def reference(size: int, delay: int, gathers: int = 1, gates: Sequence[int] = ()
                 total[:], behind, counted = [None, None], [0.0, 0.0], 0
                 if delay == 0:
                     take()
-            if i + 1 in gates:
+            if i + 1 in sync_points:
                 take()
         take()
     return nets, steps

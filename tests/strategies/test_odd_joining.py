@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from lightning_async.engine.checkpoint.shards import load_own
-from lightning_async.engine.checkpoint.store import CheckpointStore
+from lightning_async.checkpoint.shards import load_own
+from lightning_async.checkpoint.store import CheckpointStore
 from tests.strategies.joining_workers import wait_for
+from tests.strategies.live_rank_workers import SAMPLES
 from tests.strategies.odd_joining_workers import STEPS
-from tests.strategies.survivor_workers import SAMPLES
 from tests.strategies.test_failures import ended
 from tests.support import RankGroup, start_ranks
 

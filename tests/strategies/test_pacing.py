@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lightning_async.rules.pace import Pace
-from lightning_async.trainer.pacing import Pacing
+from lightning_async.algorithms.schedules import Pace
+from lightning_async.trainer.loops.timing import Pacing
 
 
 class Loop:
@@ -17,13 +17,13 @@ class Loop:
 
     def __init__(self) -> None:
         self.now = self.merged = 0.0
-        self.gates = SimpleNamespace(
-            waited_s=0.0, told=[], paces={}, tell_pace=lambda pace: self.gates.told.append(pace)
+        self.sync_points = SimpleNamespace(
+            waited_s=0.0, told=[], paces={}, tell_pace=lambda pace: self.sync_points.told.append(pace)
         )
         self.trainer = SimpleNamespace(
             fit_loop=SimpleNamespace(epoch_loop=self), callbacks=[], global_rank=0, strategy=None
         )
-        strategy: Any = SimpleNamespace(gates=self.gates)
+        strategy: Any = SimpleNamespace(sync_points=self.sync_points)
         self.pacing = Pacing(strategy, self.trainer, lambda: self.merged, lambda: self.now)
         self.undo = self.pacing.install()
 
@@ -39,7 +39,7 @@ class Loop:
         self.pacing.samples = 8.0
         self.now += compute + communication + waiting
         self.merged += communication
-        self.gates.waited_s += waiting
+        self.sync_points.waited_s += waiting
 
 
 def test_times_are_told_apart_and_waiting_for_others_is_nobodys() -> None:
@@ -48,9 +48,9 @@ def test_times_are_told_apart_and_waiting_for_others_is_nobodys() -> None:
         loop.advance((50.0, 50.0, 50.0, 50.0))  # the first ones are not measured
     for _ in range(19):
         loop.advance((1.0, 2.0, 0.5, 7.0))
-    assert loop.gates.told == []
+    assert loop.sync_points.told == []
     loop.advance((1.0, 2.0, 0.5, 7.0))
-    assert loop.gates.told == [loop.pacing.pace] == [loop.pacing.mean]
+    assert loop.sync_points.told == [loop.pacing.pace] == [loop.pacing.mean]
     assert loop.pacing.pace == pytest.approx(Pace(1.0, 2.0, 0.5, 8.0))
     for _ in range(100):
         loop.advance((1.0, 4.0, 0.5, 0.0))
@@ -67,7 +67,7 @@ def test_a_straggler_is_named_once_by_rank_0(caplog: pytest.LogCaptureFixture) -
         caplog.clear()
         loop = Loop()
         loop.trainer.global_rank = global_rank
-        loop.gates.paces = {"0": Pace(0.1, 1.0, 0.0, 8.0), "3": Pace(2.1, 1.0, 0.0, 8.0)}
+        loop.sync_points.paces = {"0": Pace(0.1, 1.0, 0.0, 8.0), "3": Pace(2.1, 1.0, 0.0, 8.0)}
         with caplog.at_level(logging.WARNING, "lightning_async.events"):
             for _ in range(40):
                 loop.advance((1.0, 2.0, 0.5, 0.0))

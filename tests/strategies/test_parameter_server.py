@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from lightning_async import ParameterServerStrategy
-from lightning_async.engine.checkpoint.store import CheckpointStore
-from lightning_async.rules.staleness import AdaptiveLr, Bounded, Buffered, Uncorrected
-from lightning_async.strategies.lateness import ahead
+from lightning_async.algorithms import AdaptiveLr, Bounded, Buffered, NoCorrection
+from lightning_async.checkpoint.store import CheckpointStore
+from lightning_async.strategies.server_options import ahead
 from tests.strategies import problem
+from tests.strategies.live_rank_workers import SAMPLES
 from tests.strategies.problem import adam, batches, distance, flat, joined, momentum, train_alone
 from tests.strategies.served import BATCHES, two_optimizers
-from tests.strategies.survivor_workers import SAMPLES
 from tests.strategies.test_failures import ended
 from tests.strategies.test_joining import assert_saved_by_all, ranks
 from tests.strategies.test_joining import told as told_by
-from tests.strategies.test_survivors import survivors, three_ranks
+from tests.strategies.test_live_ranks import live_ranks, three_ranks
 from tests.strategies.workers import SCENARIOS, Outcomes
 
 FEATURES = (
@@ -108,7 +108,7 @@ def test_workers_are_killed_and_the_others_go_on(mode: str, victim: int, tmp_pat
     """Rank 0 has started the server, which goes on without it."""
     with three_ranks(tmp_path, {str(victim): ("step", 0, 4)}, served=mode) as group:
         results = group.join()
-    told = survivors(results, [victim])
+    told = live_ranks(results, [victim])
     said = "".join(result.stderr for result in results)
     assert "event=regrouped" in said and "start again" not in said
     assert {each["world_size"] for each in told} == {2}
@@ -198,7 +198,7 @@ def test_a_worker_that_stands_still_is_done_without(mode: str, tmp_path: Path) -
         group.wait_for(0, "ENDED")
         group.signal(1, signal.SIGCONT)
         results = group.join()
-    survivors(results, [1])
+    live_ranks(results, [1])
     assert "Evicted" in ended(results[1])["error"]
 
 
@@ -277,15 +277,15 @@ def test_wrong_arguments_are_named_at_once(arguments: dict[str, Any], error: typ
     [
         ({"staleness": "bounded", "max_staleness": 4}, Bounded(4), None),
         ({"staleness": "bounded"}, Bounded(16), None),
-        ({"mode": "ssp", "staleness": "none", "max_staleness": 4, "pull_every": 3}, Uncorrected(), 2),
-        ({"mode": "ssp", "staleness": "none", "overlap": True}, Uncorrected(), 2),
+        ({"mode": "ssp", "staleness": "none", "max_staleness": 4, "pull_every": 3}, NoCorrection(), 2),
+        ({"mode": "ssp", "staleness": "none", "overlap": True}, NoCorrection(), 2),
         ({"mode": "ssp", "staleness": "bounded"}, Bounded(16), 3),
-        ({"mode": "ssp", "staleness": "none", "max_staleness": 0}, Uncorrected(), 0),
+        ({"mode": "ssp", "staleness": "none", "max_staleness": 0}, NoCorrection(), 0),
         ({"staleness": "adaptive_lr", "staleness_lr_factor": 0.5}, AdaptiveLr(0.5), None),
         ({"staleness": "fedbuff", "buffer_size": 4}, Buffered(4, AdaptiveLr(form="sqrt")), None),
         ({"staleness": "rennala", "buffer_size": 3}, Buffered(3, Bounded(1)), None),
         ({"mode": "dist"}, "auto", None),
-        ({"update_on_server": False}, Uncorrected(), None),
+        ({"update_on_server": False}, NoCorrection(), None),
     ],
 )
 def test_arguments_reach_the_policy_and_the_bound(arguments: dict[str, Any], policy: Any, bound: int | None) -> None:

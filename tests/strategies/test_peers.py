@@ -75,11 +75,11 @@ def test_the_own_is_put_over_the_runs_by_name_where_it_fits(ranks: Outcomes) -> 
 
 
 def test_what_is_own_where_replicas_drift_and_where_they_do_not(ranks: Outcomes) -> None:
-    drifting, alike = ["optimizers", "random"], ["random"]
+    asynchronous, alike = ["optimizers", "random"], ["random"]
     for said in ranks("what_is_own"):
         assert said == {
-            "drifting": [drifting] * 4, "buffers": [["buffers", *drifting]] * 4, "averaged": [alike] * 4,
-            "synchronous": [alike] * 4, "warm-up": [*[alike] * 2, *[drifting] * 2],
+            "drifting": [asynchronous] * 4, "buffers": [["buffers", *asynchronous]] * 4, "averaged": [alike] * 4,
+            "synchronous": [alike] * 4, "warm-up": [*[alike] * 2, *[asynchronous] * 2],
         }  # fmt: skip
 
 

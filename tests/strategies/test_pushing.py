@@ -8,9 +8,8 @@ from typing import Any, cast
 import pytest
 
 from lightning_async.engine.averaging.averager import BackgroundAverager
-from lightning_async.engine.server.totals import PushTotals
-from lightning_async.strategies.pushing import Pushing
-from lightning_async.strategies.requests import Requests
+from lightning_async.parameter_server.metrics import PushTotals
+from lightning_async.strategies.server_steps import PushSteps, Requests
 
 
 class Silent:
@@ -30,7 +29,7 @@ class Silent:
 
 def test_a_worker_that_has_failed_ends_though_its_servers_hang() -> None:
     """What it asks them for its last save is broken off."""
-    pushing: Any = object.__new__(Pushing)
+    pushing: Any = object.__new__(PushSteps)
     pushing.tables = tables = Silent()
     pushing._undo, nothing = [], Any
     pushing._requests = Requests(cast(BackgroundAverager, nothing), PushTotals())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_async.strategies.placement import ServerRoles
+from lightning_async.strategies.server_placement import ServerRoles
 
 
 class Ranks:

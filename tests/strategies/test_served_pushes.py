@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_async.engine.server.feedback import Feedback
-from lightning_async.rules import Int8, TwoBit
+from lightning_async.algorithms import Int8, TwoBit
+from lightning_async.parameter_server.client import PushResiduals
 from tests.strategies import problem
 from tests.strategies.problem import batches, distance, flat, joined, momentum, train_alone
 from tests.strategies.served import BATCHES
@@ -47,7 +47,7 @@ def in_step(compression: Any, epochs: int) -> list[float]:
     """What one process makes of both ranks' gradients as they arrive."""
     net = problem.network()
     optimizer, numel = momentum(net.parameters()), sum(p.numel() for p in net.parameters())
-    kept, out = [Feedback(compression, numel) for _ in DATA], torch.empty(numel)
+    kept, out = [PushResiduals(compression, numel) for _ in DATA], torch.empty(numel)
     memory = torch.zeros(4 * numel, dtype=torch.uint8)
     for _ in range(epochs):
         for parts in zip(*DATA, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_async.engine.server.plan import Plan
+from lightning_async.parameter_server.partition import ServerPartition
 from tests.strategies.problem import batches, distance, flat, joined, train_alone
 from tests.strategies.served import BATCHES
 from tests.strategies.served_settings import decaying
@@ -76,7 +76,7 @@ def test_a_checkpoint_holds_the_plan(outcomes: Outcomes) -> None:
     assert fast["plans"] == slow["plans"]
     (plain,), other = fast["plans"]
     assert other is None
-    plan = Plan.from_plain(plain)
+    plan = ServerPartition.from_plain(plain)
     assert (plan.num_servers, plan.bigarray_bound) == (2, 10)
     assert plan.names == tuple(name for name, _ in Net().named_parameters())
     assert sum(plan.sizes) == fast["first"]["numel"]

@@ -15,7 +15,7 @@ from tests.strategies.problem import flat
 from tests.strategies.served import BATCHES
 from tests.strategies.served_snapshots import FEWER, STEP
 from tests.strategies.test_failures import ended
-from tests.strategies.test_survivors import three_ranks
+from tests.strategies.test_live_ranks import three_ranks
 from tests.strategies.workers import Outcomes
 
 

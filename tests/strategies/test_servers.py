@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_async.comm.reach import address_of
-from lightning_async.engine.server.line import forget
-from lightning_async.engine.server.plan import Plan
+from lightning_async.comm.p2p_gloo import address_of
 from lightning_async.errors import AsyncTrainingError, ChannelTimeout, PeerLost
-from lightning_async.strategies import servers
-from lightning_async.strategies.servers import Servers
-from tests.engine.server.running import push, running
+from lightning_async.parameter_server.client import forget
+from lightning_async.parameter_server.partition import ServerPartition
+from lightning_async.strategies import server_lifecycle
+from lightning_async.strategies.server_lifecycle import Servers
+from tests.parameter_server.running import push, running
 
 
 def test_a_server_that_is_started_again_is_told_who_was_lost_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,7 +27,7 @@ def test_a_server_that_is_started_again_is_told_who_was_lost_meanwhile(monkeypat
             raise failures.pop()
         forget(*told)
 
-    monkeypatch.setattr(servers, "forget", failing)
+    monkeypatch.setattr(server_lifecycle, "forget", failing)
     with running(mode="sync", num_workers=2) as server, ThreadPoolExecutor(2) as pool:
         a, b = server.started("a"), server.started("b")
         both = [pool.submit(push, a, 1.0), pool.submit(push, b, 3.0)]
@@ -40,17 +40,17 @@ def test_a_server_that_is_started_again_is_told_who_was_lost_meanwhile(monkeypat
 
 def test_a_server_of_this_training_that_nobody_supervises_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that was started elsewhere may come back; who was stopped, and has lost all of them, hears of that first."""
-    plan = Plan.of({"weight": torch.zeros(8)}, 1, 10)
+    plan = ServerPartition.of({"weight": torch.zeros(8)}, 1, 10)
     for of_this_run, error, words in (
         (True, AsyncTrainingError, "server 0 is gone for good"),
         (False, PeerLost, "nobody answers"),
     ):
-        monkeypatch.setattr(servers, "_GONE_S", 10.0)
+        monkeypatch.setattr(server_lifecycle, "_GONE_S", 10.0)
         (dial,) = Servers([address_of("lightning_async-nobody")], of_this_run=of_this_run).dials(plan)
         with closing(dial):
             with pytest.raises(PeerLost, match="nobody answers"):
                 dial.connect(1.0)
-            monkeypatch.setattr(servers, "_GONE_S", 0.0)
+            monkeypatch.setattr(server_lifecycle, "_GONE_S", 0.0)
             with pytest.raises(error, match=words) as raised:
                 dial.connect(1.0)
         assert type(raised.value) is error

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_async import AsyncAveragingStrategy
-from lightning_async.trainer.patches import validation_interval
+from lightning_async.trainer.namespace import validation_interval
 from tests.strategies import problem
 from tests.strategies.problem import adam, batches, distance, flat, momentum, train_alone
 from tests.strategies.uneven import SHORT, Raises, fit_short

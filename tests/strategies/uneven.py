@@ -24,7 +24,7 @@ from lightning_async import (
     ParameterServerStrategy,
     Synchronous,
 )
-from lightning_async.rules.pace import straggler
+from lightning_async.algorithms.schedules import straggler
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
 from tests.strategies.problem import adam, momentum
@@ -514,7 +514,7 @@ class Jumps(Net):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if not self.slow or batch_idx:
             return
-        average = self.trainer.strategy.averager.wing.average
+        average = self.trainer.strategy.averager.component.average
         move = average.move
 
         def move_late(exchange: Any) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_async import AsyncAveragingStrategy, Deadlines
+from lightning_async import AsyncAveragingStrategy, Timeouts
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
 from tests.support import Environment, run_ranks
@@ -31,7 +31,7 @@ from tests.support import Environment, run_ranks
 LIMIT_S = 60.0
 """For one scenario. One that hangs shall not take the others with it."""
 
-PATIENT = Deadlines(grace=timedelta(hours=1))
+PATIENT = Timeouts(grace=timedelta(hours=1))
 """For what must come out to the bit: no round goes on without a rank that is given no time, or compiles for long."""
 
 SCENARIOS: dict[str, dict[str, Callable[..., Any]]] = {}
@@ -137,7 +137,7 @@ def until_it_has_arrived(module: Any) -> None:
     """Within a step: wait for the round that is under way, so that how many there are is not up to the machine."""
     averager = module.trainer.strategy.averager
     buckets = averager._buckets  # a round that is due does not begin while a header of others' is under way
-    averager.gates.wait(lambda: buckets.message is None and not buckets.announced)
+    averager.sync_points.wait(lambda: buckets.message is None and not buckets.announced)
 
 
 class Net(pl.LightningModule):

@@ -7,30 +7,93 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from lightning_async.engine.averaging.agreed import Agreed, Ledger, Work
-from lightning_async.engine.averaging.config import AveragerConfig
-from lightning_async.engine.averaging.marks import Marks
-from lightning_async.engine.averaging.merge import Merger
-from lightning_async.engine.averaging.records import ROUND, LocalMessage, Merge
-from lightning_async.engine.averaging.report import Reports, RoundReport, RunSummary
-from lightning_async.engine.averaging.wing import AveragingWing
-from lightning_async.engine.control import ControlPlane
-from lightning_async.engine.digest import all_finite
-from lightning_async.engine.gates import Gates
-from lightning_async.engine.header import Arrival, Gate, Vote
-from lightning_async.rules.averaging.protocol import AveragingRule
-from lightning_async.rules.schedules.protocol import Action, Clock, Schedule, Step
+import torch
+from torch import Tensor
 
-__all__ = ["BackgroundAverager"]
+from lightning_async.algorithms.averaging import AveragingRule
+from lightning_async.algorithms.schedules import Action, ReplicaClock, Schedule, Step
+from lightning_async.engine.averaging.report import Reports, RoundReport, RunSummary
+from lightning_async.engine.averaging.rounds import ROUND, AveragingComponent, CheckpointMarkers, LocalMessage, Merge
+from lightning_async.engine.averaging.rule_state import AveragerConfig, RuleState, Work, WorkLedger
+from lightning_async.engine.buckets import Buckets
+from lightning_async.engine.control_plane import ControlPlane
+from lightning_async.engine.replica import all_finite
+from lightning_async.engine.shared_state import Arrival, SyncPointKind, Vote
+from lightning_async.engine.sync_points import SyncPoints
 
 log = logging.getLogger(__name__)
+
+
+# Moving the parameters by what arrived: the training thread's last step of a round.
+
+
+class Merger:
+    """Merges committed rounds into one replica's parameters.
+
+    Args:
+        buckets: what has arrived.
+        agreed: the rule, which says what becomes of progress made meanwhile, and of local models at a rendezvous.
+        wing: hears whether the parameters only show a model.
+        exact: False where a message counts as what its codes decode to: what they lack stays in the parameters.
+    """
+
+    def __init__(self, buckets: Buckets, agreed: RuleState, component: AveragingComponent, exact: bool = True) -> None:
+        self._buckets, self._agreed, self._component = buckets, agreed, component
+        self._replica = buckets.replica
+        self._exact = exact
+        self._local: Tensor | None = None
+        """What training goes on from, while the parameters show the model of a rendezvous."""
+
+    def merge(self, arrived: Merge, step: int) -> None:
+        """Move the parameters; ``step`` is the replica's step count."""
+        replica, rule, message, consensus = self._replica, self._agreed.rule, arrived.message, arrived.is_consensus
+        self._buckets.to_training.take(*(bucket for bucket in (arrived.target, arrived.base) if bucket is not None))
+        stood_still = message.step == step and self._exact if message is not None else self._buckets.at_target
+        copies = consensus or arrived.base is None or stood_still
+        # Buffers change without a step, too (accumulated batches): whether they stood still is seen where they are.
+        if isinstance(message, LocalMessage) and arrived.base is not None and not consensus:
+            replica.merge_late_(arrived.target, arrived.base, message.updates, arrived.plan.source is not None)
+        target, base = arrived.target, None if copies else arrived.base
+        if consensus and rule.restores_local and self._local is None:
+            self._local = torch.empty_like(target)
+            replica.pack_(self._local)
+        if base is not None and rule.mixes:
+            target, base = self._mix(arrived, base), None
+        replica.merge_(
+            target,
+            base,
+            with_state=consensus or (message is not None and arrived.base is None),
+            buffers_too=arrived.plan.source is not None,
+            still=stood_still and not consensus and arrived.base is not None,
+            of_round=not consensus,
+        )
+        self._buckets.at_target = copies
+        if consensus:
+            replica.tensors.set_apart(arrived.apart)
+            self._component.showing = self._local is not None
+
+    def _mix(self, arrived: Merge, base: Tensor) -> Tensor:
+        """The target, with as much of the progress since ``base`` as the rule takes up."""
+        replica, mixed = self._replica, arrived.target.clone()
+        live, snapshot, target = (replica.of_rule(bucket) for bucket in (mixed, base, arrived.target))
+        replica.pack_parameters_(live)
+        self._agreed.mix_(live, snapshot, target, arrived.round)
+        return mixed
+
+    def restore_local(self) -> bool:
+        """Where the parameters only show a model, put this replica's own back; whether it did."""
+        if self._local is None:
+            return False
+        self._replica.merge_(self._local, None, with_state=True)
+        self._local, self._buckets.at_target, self._component.showing = None, False, False
+        return True
 
 
 class BackgroundAverager:
     """Averages one replica with its peers while it trains.
 
     The training thread calls `plan` before and `tick` after every optimizer step (or once per batch, where
-    several optimizers step), `gates.rendezvous` wherever all ranks must hold one model, and `gates.resume` when it
+    several optimizers step), `sync_points.rendezvous` wherever all ranks must hold one model, and `sync_points.resume` when it
     trains on. The control plane's thread serves the rounds meanwhile. All ranks must start with equal parameters.
 
     Args:
@@ -53,17 +116,17 @@ class BackgroundAverager:
         self.config = config or AveragerConfig()
         self.config.check_rule(type(self).__name__, rule)
         self.control, self.schedule = control, schedule
-        self._box, self._buckets, self._now = control.mailbox, control.buckets, control.now
+        self._box, self._buckets, self._now = control.shared_state, control.buckets, control.now
         self.replica = control.buckets.replica
-        self.ledger = Ledger(self._now)
-        self.agreed = Agreed(rule, self._buckets, self._box)
-        self.wing = AveragingWing(control, self.agreed, self.ledger, self.config)
-        control.register(self.wing)
-        self.marks = Marks(control, self.agreed, self.ledger)
-        self.gates = Gates(control, self)
+        self.ledger = WorkLedger(self._now)
+        self.agreed = RuleState(rule, self._buckets, self._box)
+        self.component = AveragingComponent(control, self.agreed, self.ledger, self.config)
+        control.register(self.component)
+        self.marks = CheckpointMarkers(control, self.agreed, self.ledger)
+        self.sync_points = SyncPoints(control, self)
         self.summary = RunSummary(rank=control.rank, world_size=control.transfer.small.world_size)
         self._reports = Reports(self.summary)
-        self._merger = Merger(self._buckets, self.agreed, self.wing, exact=self.config.compression == "none")
+        self._merger = Merger(self._buckets, self.agreed, self.component, exact=self.config.compression == "none")
         self.on_healed: Callable[[], None] = lambda: None
         """Called when this replica was not finite and has taken over the others' model."""
         self.gathered: Callable[[], Any] = lambda: None  # towards a step to come, for checkpoints
@@ -81,7 +144,7 @@ class BackgroundAverager:
         ledger.start()
         self.first_step = self.step
         if not self.step and not self._resumed:  # so that a rank without data, too, knows how training begins
-            ledger.fresh = ledger.synchronous = self._ask(Clock(0, 0, 0, 0.0)).action is Action.GRADIENTS
+            ledger.fresh = ledger.synchronous = self._ask(ReplicaClock(0, 0, 0, 0.0)).action is Action.GRADIENTS
         self.control.start()
 
     def close(self, timeout: timedelta = timedelta(seconds=10)) -> None:
@@ -91,8 +154,8 @@ class BackgroundAverager:
 
     # ---- stepping ----
 
-    def plan(self, meet: Callable[[Gate], Arrival] | None = None) -> Step:
-        """What to do with the step that the training thread is about to take; ``meet``, by default `Gates.rendezvous`,
+    def plan(self, meet: Callable[[SyncPointKind], Arrival] | None = None) -> Step:
+        """What to do with the step that the training thread is about to take; ``meet``, by default `SyncPoints.rendezvous`,
         opens a gate that it needs first."""
         box, ledger = self._box, self.ledger
         with box.changed:
@@ -100,7 +163,7 @@ class BackgroundAverager:
             committed, message = ledger.last_round, self._buckets.message
             since = ledger.since_round - (message.steps if isinstance(message, LocalMessage) else 0.0)
         step = self._ask(
-            Clock(
+            ReplicaClock(
                 step=self.step,
                 epoch=self.epoch,
                 steps_since_round=int(since),
@@ -111,8 +174,8 @@ class BackgroundAverager:
             )
         )
         apart = not ledger.synchronous or Vote.SYNCHRONISE in box.agreed
-        meet = meet or self.gates.rendezvous
-        if step.action is Action.GRADIENTS and apart and meet(Gate.SYNCHRONISE) is not Arrival.OPEN:
+        meet = meet or self.sync_points.rendezvous
+        if step.action is Action.GRADIENTS and apart and meet(SyncPointKind.SYNCHRONISE) is not Arrival.OPEN:
             step = Step(Action.LOCAL)  # others ask for a validation, or to stop: first that, at the end of this batch
         synchronous = step.action is Action.GRADIENTS
         if ledger.synchronous and not synchronous:
@@ -121,7 +184,7 @@ class BackgroundAverager:
             ledger.synchronous = box.in_step = synchronous
         return step
 
-    def _ask(self, clock: Clock) -> Step:
+    def _ask(self, clock: ReplicaClock) -> Step:
         return Step.of(self.schedule.next(clock), self.schedule, self.replica.num_fragments)
 
     def _leave_synchronous(self) -> None:
@@ -136,7 +199,7 @@ class BackgroundAverager:
         self.ledger.synchronous_step(None if samples is None else Work(samples, 1.0))
         message = self._buckets.message
         if isinstance(message, LocalMessage) and message.announced:
-            self.wing.average.abandon()  # made with a rule state that begins anew; its work stays for another one
+            self.component.average.abandon()  # made with a rule state that begins anew; its work stays for another one
 
     def tick(self, step: Step, samples: float, *, stepped: bool = True, lr: float = 0.0) -> RoundReport | None:
         """Count a step, take what arrived, and start a round if that was planned; returns the round that was merged.
@@ -176,9 +239,9 @@ class BackgroundAverager:
         while not self._pack(lr, fragment):
             if not self._has_news():
                 return report
-            self.gates.wait(lambda: not buckets.announced and buckets.message is None)
+            self.sync_points.wait(lambda: not buckets.announced and buckets.message is None)
             report = self._take() or report
-        self.gates.wait(lambda: buckets.message is None)
+        self.sync_points.wait(lambda: buckets.message is None)
         self._reports.blocked_s = self._now() - started
         return self._take() or report
 
@@ -191,8 +254,8 @@ class BackgroundAverager:
         box, buckets, ledger, started = self._box, self._buckets, self.ledger, self._now()
         with box.changed:
             message = LocalMessage(ROUND, self.step, ledger.work, ledger.since_round, due, lr, fragment)
-            opened = not due and box.gate is Gate.NONE
-            if opened or self.wing.showing or not buckets.can_pack() or not self._has_news():
+            opened = not due and box.sync_point is SyncPointKind.NONE
+            if opened or self.component.showing or not buckets.can_pack() or not self._has_news():
                 return False
             buckets.take()
         with buckets.used(message):
@@ -245,7 +308,7 @@ class BackgroundAverager:
 
     def go(self, waited_s: float) -> None:
         if not self._buckets.announced:
-            self.wing.drop_left_over()
+            self.component.drop_left_over()
         self.summary.idle_s += waited_s
 
     def resume(self) -> None:
@@ -265,7 +328,7 @@ class BackgroundAverager:
                     replica.take_thawed()
                     buckets.lay_out(self.control.transfer.registered)
                     self.agreed.follow_layout(before)
-                    self.wing.average.follow_layout()
+                    self.component.average.follow_layout()
                     self.control.forget()
         log.info("Rank %d: %d parameters were unfrozen and are averaged from now on.", self.summary.rank, len(thawed))
 

@@ -20,12 +20,56 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_async.engine.digest import real
-from lightning_async.engine.running_means import RunningMean
-
-__all__ = ["AveragedState", "every_tensor", "materialise", "reset"]
+from lightning_async.engine.collectives import LightningCollectives
+from lightning_async.engine.replica import RunningMean, real, with_statistics
 
 log = logging.getLogger(__name__)
+
+
+# BatchNorm statistics of an averaged model, recomputed from recent batches.
+#
+# The statistics of an average are not the average of statistics (as with `torch.optim.swa_utils.update_bn`;
+# precise BatchNorm, Wu and Johnson, 2021).
+
+RECENT_BATCHES = 16
+
+
+def recompute_batch_norm(module: nn.Module, batches: list[Any], world: LightningCollectives) -> None:
+    r"""Set every BatchNorm's statistics to the mean over the batches of all replicas.
+
+    Each batch's input (its first element, where it is a tuple or list) passes through ``module.forward`` in training
+    mode without gradients.
+
+    Args:
+        module: the model, equal on all ranks.
+        batches: this rank's; other ranks may have more, fewer, or none.
+        world: of all ranks, which call this together.
+    """
+    if not (layers := with_statistics(module)):
+        return
+    momenta, modes = [layer.momentum for layer in layers], {m: m.training for m in module.modules()}
+    counters = [
+        layer.num_batches_tracked.clone() if layer.num_batches_tracked is not None else None for layer in layers
+    ]
+    for layer in layers:
+        layer.reset_running_stats()
+        layer.momentum = None  # a cumulative mean
+    module.train()
+    with torch.no_grad():
+        for batch in batches:
+            module(batch[0] if isinstance(batch, (tuple, list)) else batch)
+    for mode_of, mode in modes.items():
+        mode_of.training = mode
+    weight = torch.tensor(float(len(batches)))
+    total = world.reduce(weight, "sum").clamp(min=1.0)
+    for layer, momentum, counter in zip(layers, momenta, counters, strict=True):
+        layer.momentum = momentum
+        for statistic in (layer.running_mean, layer.running_var):
+            assert statistic is not None
+            statistic.copy_(world.reduce(statistic * weight.to(statistic), "sum") / total.to(statistic))
+        if counter is not None and layer.num_batches_tracked is not None:
+            layer.num_batches_tracked.copy_(counter)
+
 
 Group = dict[str, Any]
 

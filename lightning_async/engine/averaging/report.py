@@ -7,11 +7,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_async.engine.averaging.records import Merge
-from lightning_async.engine.totals import Totals
-from lightning_async.rules.pace import Pace, straggler
-
-__all__ = ["Reports", "RoundReport", "RunSummary"]
+from lightning_async.algorithms.schedules import Pace, straggler
+from lightning_async.engine.averaging.rounds import Merge
+from lightning_async.engine.metrics import Totals
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +65,7 @@ class RunSummary:
     steps: int = 0
     payload_bytes: int = 0
     exchange_s: float = 0.0
-    gate_exchange_s: float = 0.0
+    sync_point_exchange_s: float = 0.0
     blocked_s: float = 0.0
     merge_s: float = 0.0
     idle_s: float = 0.0
@@ -83,7 +81,7 @@ class RunSummary:
         """Count one round."""
         if report.is_consensus:
             self.consensuses += 1
-            self.gate_exchange_s += report.exchange_s
+            self.sync_point_exchange_s += report.exchange_s
         else:
             self.rounds += 1
             self.absent_rounds += report.share == 0.0
@@ -225,7 +223,7 @@ class RunSummary:
                 "synchronous steps": f"{self.synchronous_steps}",
                 "samples": samples,
                 "sent": f"{self.payload_bytes / 2**20:.1f} MiB",
-                "communication": f"{self._hidden()}; at gates {self.gate_exchange_s:.2f} s",
+                "communication": f"{self._hidden()}; at gates {self.sync_point_exchange_s:.2f} s",
                 "staleness": f"{self.mean_staleness_steps:.1f} steps" if self.rounds else "no round",
                 "packing and merging": f"{self.merge_s:.2f} s",
                 **others,

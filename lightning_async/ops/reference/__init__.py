@@ -8,6 +8,6 @@ All functions run without autograd, and write through torch's in-place operation
 move and a backward pass over overwritten values fails instead of returning wrong gradients.
 """
 
-from lightning_async.ops.reference import averaging, buckets, compression, outer, server
+from lightning_async.ops.reference import buckets, compression, server
 
-__all__ = ["averaging", "buckets", "compression", "outer", "server"]
+__all__ = ["buckets", "compression", "server"]

@@ -9,7 +9,39 @@ from torch import Tensor
 
 from lightning_async.flat import FlatLayout
 
-__all__ = ["all_finite", "apply_", "pack_", "scale_", "sq_distance", "sq_norm"]
+# Weighted sums in plain torch.
+
+
+@torch.no_grad()
+def accumulate_(total: Tensor, source: Tensor, weight: float) -> None:
+    r"""Add a weighted tensor, :math:`t \leftarrow t + w\,\mathrm{fp32}(x)`.
+
+    Args:
+        total: :math:`t`, fp32; updated in place.
+        source: :math:`x`, fp32, bf16 or fp16, of the same shape.
+        weight: :math:`w`.
+
+    Raises:
+        TypeError: a tensor has another dtype.
+        ValueError: shapes or devices differ, tensors are not contiguous or overlap, or ``total`` requires grad in
+            grad mode.
+
+    >>> total = torch.tensor([1.0])
+    >>> accumulate_(total, torch.tensor([2.0]), 0.5)
+    >>> total
+    tensor([2.])
+    """
+    total.add_(source.float() * weight)
+
+
+def weighted_sum_(out: Tensor, terms: list[Tensor], weights: Tensor) -> None:
+    """The sum in the order of the terms; the first one is not added to zero, which would lose a negative zero."""
+    for k, term in enumerate(terms):
+        if k == 0:
+            torch.mul(term, weights[k], out=out)
+        else:
+            out.add_(term * weights[k])
+
 
 _CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
 """Elements per step of the reductions: their float64 temporaries stay in a CPU's cache, or fill a GPU."""
@@ -229,3 +261,52 @@ def check_flat(op: str, *tensors: Tensor) -> None:
         raise TypeError(f"`{op}` needs float32 tensors, got {', '.join(str(t.dtype) for t in tensors)}.")
     if any(t.shape != tensors[0].shape for t in tensors):
         raise ValueError(f"`{op}` needs equal shapes, got {', '.join(str(tuple(t.shape)) for t in tensors)}.")
+
+
+# Outer optimizers in plain torch: momentum on the last agreed parameters, the anchor.
+
+
+def momentum_step_(anchor: Tensor, momentum: Tensor, gradient: Tensor, lr: float, mu: float, nesterov: bool) -> None:
+    """``m = mu m + g``, then ``a -= lr (g + mu m)`` with nesterov, else ``a -= lr m``."""
+    momentum.mul_(mu).add_(gradient)
+    anchor.sub_((gradient + momentum * mu if nesterov else momentum) * lr)
+
+
+@torch.no_grad()
+def outer_merge_(
+    anchor: Tensor, momentum: Tensor, received: Tensor, sent: Tensor | None, lr: float, mu: float, nesterov: bool
+) -> None:
+    r"""One step of SGD with (Nesterov) momentum on the buckets of a round: the target comes out in ``received``, the
+    snapshot in ``sent``.
+
+    .. math::
+        s &\leftarrow a - s, \qquad m \leftarrow \mu m + r \\
+        a &\leftarrow a - \eta\, (r + \mu m) \text{ with nesterov, else } a - \eta\, m, \qquad r \leftarrow a
+
+    Every product and every sum is rounded, on every device. `torch.optim.SGD` rounds some of them together where the
+    processor has a fused multiply-add, so the two agree within a few units in the last place and not to the bit.
+
+    Args:
+        anchor: flat fp32 :math:`a`; updated in place.
+        momentum: flat fp32 :math:`m`; updated in place.
+        received: flat fp32 :math:`r`, the mean pseudo-gradient; becomes the new anchor.
+        sent: flat fp32 :math:`s`, this replica's pseudo-gradient; becomes its snapshot, up to rounding. Or None.
+        lr: :math:`\eta`.
+        mu: :math:`\mu`.
+        nesterov: look ahead along the new momentum.
+
+    Raises:
+        TypeError: a tensor is not fp32.
+        ValueError: shapes or devices differ, or tensors are not contiguous or overlap.
+
+    Source: Douillard et al., "DiLoCo", 2023, https://arxiv.org/abs/2311.08105
+
+    >>> anchor, momentum, received, sent = (torch.tensor([v]) for v in (1.0, 0.0, 0.5, 0.25))
+    >>> outer_merge_(anchor, momentum, received, sent, lr=0.5, mu=0.5, nesterov=True)
+    >>> received, sent
+    (tensor([0.6250]), tensor([0.7500]))
+    """
+    if sent is not None:
+        torch.sub(anchor, sent, out=sent)
+    momentum_step_(anchor, momentum, received, lr, mu, nesterov)
+    received.copy_(anchor)

@@ -10,17 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_async.ops.reference.averaging import weighted_sum_
-
-__all__ = [
-    "dequantize_2bit_average_",
-    "dequantize_average_",
-    "quantize_",
-    "quantize_2bit_",
-    "requantize_average_",
-    "topk_",
-    "topk_accumulate_",
-]
+from lightning_async.ops.reference.buckets import weighted_sum_
 
 BLOCK = 256
 """Elements that share a scale."""

@@ -12,9 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from lightning_async.ops.reference.outer import momentum_step_
-
-__all__ = ["server_adam_", "server_add_", "server_dana_", "server_sgd_"]
+from lightning_async.ops.reference.buckets import momentum_step_
 
 
 @torch.no_grad()

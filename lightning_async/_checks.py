@@ -1,0 +1,64 @@
+"""Checks of constructor arguments, with one style of message."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+
+
+def check_choice(owner: str, argument: str, value: object, allowed: tuple[object, ...]) -> None:
+    """Raise ValueError unless the argument is one of ``allowed``."""
+    if value not in allowed:
+        raise ValueError(f"`{owner}({argument}={value!r})` must be one of {allowed}.")
+
+
+def check_protocol(owner: str, argument: str, value: object, protocol: type, what: str) -> None:
+    """Raise TypeError unless the argument is an object that has all that ``protocol`` asks for."""
+    names = [name for name in (*protocol.__annotations__, *vars(protocol)) if not name.startswith("_")]
+    lacks = [name for name in names if not hasattr(value, name)]
+    shown = f"`{owner}({argument}={value!r})` must be {what}."
+    if isinstance(value, type) or len(lacks) == len(names):
+        raise TypeError(shown)
+    if lacks:
+        raise TypeError(f"{shown} Of what `{protocol.__name__}` asks for, {type(value).__name__} lacks {lacks}.")
+
+
+def check_int(owner: object, argument: str, at_least: int) -> None:
+    """The argument must be an ``int`` (and not a ``bool``) that is at least ``at_least``."""
+    check_number(type(owner).__name__, argument, getattr(owner, argument), at_least)
+
+
+def check_number(owner: str, argument: str, value: object, at_least: int) -> None:
+    """The same, of a value that its owner does not keep under that name."""
+    shown = f"`{owner}({argument}={value!r})`"
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{shown} must be an int, got {type(value).__name__}.")
+    if value < at_least:
+        raise ValueError(f"{shown} must be >= {at_least}.")
+
+
+def check_time(owner: str, argument: str, value: object) -> None:
+    """The argument must be a ``timedelta``, of more than nothing."""
+    shown = f"`{owner}({argument}={value!r})`"
+    if not isinstance(value, timedelta):
+        raise TypeError(f"{shown} must be a timedelta.")
+    if value <= timedelta(0):
+        raise ValueError(f"{shown} must be > 0.")
+
+
+def check_real(
+    owner: object, argument: str, *, above: float | None = None, at_least: float | None = None, below: float = math.inf
+) -> None:
+    """The argument must be a finite number within the bounds that are given."""
+    value = getattr(owner, argument)
+    shown = f"`{type(owner).__name__}({argument}={value!r})`"
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{shown} must be a number, got {type(value).__name__}.")
+    if not math.isfinite(value):
+        raise ValueError(f"{shown} must be finite.")
+    if above is not None and not value > above:
+        raise ValueError(f"{shown} must be > {above:g}.")
+    if at_least is not None and not value >= at_least:
+        raise ValueError(f"{shown} must be >= {at_least:g}.")
+    if not value < below:
+        raise ValueError(f"{shown} must be < {below:g}.")

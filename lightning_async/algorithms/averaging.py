@@ -1,0 +1,446 @@
+"""Rules with an outer optimizer: the replicas' common progress is a gradient for the last agreed parameters."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from lightning_async import ops
+from lightning_async._checks import check_real
+from lightning_async.flat import FlatLayout
+
+# What an averaging rule must answer. No I/O, no threads, no clocks.
+
+S = TypeVar("S")
+
+
+class Topology:
+    r"""How messages travel: replica :math:`i` receives :math:`\sum_j W_{ij} u_j` of the messages :math:`u_j`.
+
+    One subclass per choice of weights :math:`W`. The engine refuses a rule with one that it cannot serve.
+    """
+
+    def row(self, round: Round) -> tuple[float, ...]:
+        r""":math:`W_{i\cdot}`: the weight, for the replica ``round.rank``, of every replica's message."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class AllMean(Topology):
+    r"""Every replica receives the work-weighted mean of all replicas' messages.
+
+    .. math:: W_{ij} = w_j = \frac{n_j}{\sum_k n_k}
+
+    :math:`n_j` is replica :math:`j`'s work. Where nobody has any, the first that brings steps stands for all.
+
+    >>> AllMean().row(Round(id=1, rank=0, work=(1.0, 3.0)))
+    (0.25, 0.75)
+    >>> AllMean().row(Round(id=1, rank=0, work=(0.0, 0.0), steps=(0.0, 2.0)))
+    (0.0, 1.0)
+    """
+
+    def row(self, round: Round) -> tuple[float, ...]:
+        total = sum(round.work)
+        if total > 0.0:
+            return tuple(work / total for work in round.work)
+        owing = [rank for rank, steps in enumerate(round.steps) if steps > 0.0]
+        return tuple(float(rank == (owing or [0])[0]) for rank in range(len(round.work)))
+
+
+class Round(NamedTuple):
+    """What every replica knows about one averaging round before its payload moves.
+
+    Args:
+        id: number of this round; committed rounds count up by one on all replicas.
+        rank: this replica.
+        work: every replica's work since its last round (samples, or steps); zero for one that is absent.
+        steps: every replica's optimizer steps since its last round.
+        scalars: what every replica's `AveragingRule.message_` returned.
+        lr: every replica's inner learning rate; 0 where it is absent. Replicas may differ, so a rule that needs one
+            must derive a common value.
+        fragment: which part of the parameters this round carries.
+    """
+
+    id: int
+    rank: int
+    work: tuple[float, ...]
+    steps: tuple[float, ...] = ()
+    scalars: tuple[tuple[float, ...], ...] = ()
+    lr: tuple[float, ...] = ()
+    fragment: int = 0
+
+
+@runtime_checkable
+class AveragingRule(Protocol[S]):
+    r"""How replicas become one model again: a value without state of its own.
+
+    One round, seen from one replica. The engine packs the parameters into a flat fp32 bucket, the *snapshot*
+    :math:`s`. `message_` turns it into the message :math:`u`. All replicas exchange messages, and
+    :math:`\bar u = \sum_i w_i u_i` arrives, :math:`w_i` being replica :math:`i`'s share of the work. `merge_`
+    turns :math:`\bar u` into the *target* :math:`t`, where this replica would stand had it done nothing
+    meanwhile, and :math:`u` back into the snapshot. The engine then moves the parameters by displacement,
+    :math:`x \leftarrow x + (t - s)`, so that progress made since the snapshot is kept; where there was none it
+    copies :math:`t`. A replica that is absent (weight zero) moves from the last target to the new one.
+
+    The state is a ``NamedTuple`` of flat fp32 tensors, equal on all replicas between rounds but for the fields in
+    `per_replica`. A rule treats every element, or every tensor of the layout, alike: so it may be given a part of the
+    parameters (a fragment) as if that were all, with a state for each part.
+
+    Any class that has all of this will do. One that inherits it gets the defaults; `RuleBase` has more of them.
+    """
+
+    @property
+    @abstractmethod
+    def topology(self) -> Topology:
+        """How the messages travel."""
+        ...
+
+    num_scalars: int
+    """How many scalars `message_` returns, to ride in the round's header."""
+    overlappable: bool
+    """Whether `merge_` may happen while local steps go on. False for rules that overwrite."""
+    per_replica: frozenset[str]
+    """Fields of the state that differ between replicas (what a compression still owes, the weight of push-sum)."""
+    absent_follow: bool
+    """Whether an absent replica moves with the target. False where replicas keep models of their own."""
+    restores_local: bool
+    """Whether a rendezvous only shows `agree`'s model: each replica then goes on from the parameters that it had.
+    That costs an fp32 copy of them meanwhile. False: all go on from the agreed model."""
+    mixes: bool
+    """Whether `mix_` says what becomes of the progress since the snapshot, instead of keeping all of it. That costs
+    an fp32 copy of the parameters during a merge."""
+
+    sends_difference: bool
+    """Whether messages are differences from what all replicas share: small, so that 8 bits per element hold them."""
+
+    @abstractmethod
+    def init(self, params: Tensor, layout: FlatLayout) -> S:
+        """The state at a point where all replicas hold ``params`` (flat fp32; ``layout`` knows the shapes)."""
+        ...
+
+    @abstractmethod
+    def message_(self, out: Tensor, state: S) -> tuple[float, ...]:
+        """Turn the snapshot in ``out`` into this replica's message, in place; return scalars for the header."""
+        ...
+
+    @abstractmethod
+    def merge_(self, sent: Tensor | None, received: Tensor, state: S, round: Round) -> S:
+        """Turn ``received`` (the mean message) into the target and ``sent`` back into the snapshot, in place.
+
+        ``sent`` is None on a replica that was absent, or whose parameters were not finite: that one takes over what is
+        in ``received``. Returns the state after the round.
+        """
+        ...
+
+    def abandon_(self, sent: Tensor, state: S) -> S:
+        """This replica's message, in ``sent``, goes nowhere: no round will hold it.
+
+        Returns the state, of which only the fields in `per_replica` may have changed. Default: nothing was noted of the
+        message that would have to be undone.
+        """
+        return state
+
+    def mix_(self, live: Tensor, base: Tensor, target: Tensor, state: S, round: Round) -> S:
+        """Turn ``live``, the parameters now, into what they shall be, in place; called where `mixes`.
+
+        ``base`` is the snapshot (of an absent replica, the last target) and may be used up; ``target`` stays. Not
+        called where there was no progress: then the target is copied. Returns the state, of which only the fields in
+        `per_replica` may have changed. Default: all progress is kept, ``live + (target - base)``.
+        """
+        live.sub_(base.sub_(target))
+        return state
+
+    def agree(self, mean: Tensor, state: S) -> Tensor:
+        """The model a rendezvous shows, given the work-weighted ``mean`` of the parameters. Default: the mean."""
+        return mean
+
+    @abstractmethod
+    def state_dict(self, state: S) -> dict[str, Any]:
+        """The state as a plain dict of tensors and numbers, for a checkpoint."""
+        ...
+
+    @abstractmethod
+    def load_state_dict(self, state: S, saved: dict[str, Any]) -> S:
+        """``state`` with the content of ``saved``."""
+        ...
+
+
+# What most rules share, so that a rule is little more than its equations.
+
+RuleS = TypeVar("RuleS", bound=NamedTuple)
+
+
+class AveragingState(NamedTuple):
+    """Nothing is remembered between rounds."""
+
+
+class RuleBase(AveragingRule[RuleS], ABC):
+    """An averaging rule over all replicas, without scalars, whose state is a ``NamedTuple`` of flat tensors.
+
+    A rule states `message_` and `merge_`; `init` too, where it remembers anything.
+    """
+
+    # Without annotations: jsonargparse evaluates those of a dataclass's bases in the dataclass's own module.
+    topology = AllMean()  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
+    num_scalars = 0
+    overlappable = True
+    per_replica = frozenset[str]()
+    absent_follow = True
+    restores_local = False
+    mixes = False
+    sends_difference = False
+
+    def init(self, params: Tensor, layout: FlatLayout) -> RuleS:
+        """Nothing to remember: an `AveragingState`."""
+        return cast(RuleS, AveragingState())
+
+    def state_dict(self, state: RuleS) -> dict[str, Any]:
+        """The state's tensors by name; references, not copies, as in torch."""
+        return dict(state._asdict())
+
+    def load_state_dict(self, state: RuleS, saved: dict[str, Any]) -> RuleS:
+        """``state``, its tensors overwritten in place with the saved ones.
+
+        Raises:
+            ValueError: the saved names or sizes are those of another rule or model.
+        """
+        copy_saved_(self, state._asdict(), saved)
+        return state
+
+
+def copy_saved_(rule: object, tensors: dict[str, Tensor], saved: dict[str, Any]) -> None:
+    """Copy ``saved`` into ``tensors`` in place, after a check that all of it fits."""
+    name = type(rule).__name__
+    if set(saved) != set(tensors):
+        raise ValueError(f"The saved state of `{name}` holds {sorted(saved)}, this one {sorted(tensors)}.")
+    for key, tensor in tensors.items():
+        if saved[key].shape != tensor.shape:
+            raise ValueError(
+                f"The saved state of `{name}` has {tuple(saved[key].shape)} as the shape of {key}, "
+                f"this model {tuple(tensor.shape)}."
+            )
+    with torch.no_grad():
+        for key, tensor in tensors.items():
+            tensor.copy_(saved[key])
+
+
+_OUTER_LR, _OUTER_MOMENTUM, _NESTEROV = 0.7, 0.9, True
+
+
+class DiLoCoState(NamedTuple):
+    """What DiLoCo remembers between rounds.
+
+    Args:
+        anchor: the last agreed parameters, flat fp32.
+        momentum: the outer momentum, flat fp32; without elements where an ``outer_optimizer`` keeps its own.
+        optimizer: the optimizer that ``outer_optimizer`` built over shaped views of ``anchor``, or None.
+    """
+
+    anchor: Tensor
+    momentum: Tensor
+    optimizer: torch.optim.Optimizer | None = None
+
+
+@dataclass(frozen=True)
+class DiLoCo(RuleBase[DiLoCoState]):
+    r"""Distributed low-communication training: Nesterov's method on the mean pseudo-gradient of all replicas.
+
+    .. math::
+        g &= \sum_j w_j (a - s_j) \\
+        m &\leftarrow \mu m + g \\
+        a &\leftarrow a - \eta\, (g + \mu m) \text{ with nesterov, else } a - \eta\, m \\
+        x_i &\leftarrow x_i + (a - s_i)
+
+    :math:`a` is the anchor (the last agreed parameters), :math:`s_i` replica :math:`i`'s snapshot. With
+    :math:`\eta = 1, \mu = 0` this is local SGD. Meant for many local steps per round: at 32 or fewer, plain
+    averaging tends to do better than a momentum of 0.9.
+
+    Args:
+        outer_lr: :math:`\eta`. Default: 0.7.
+        outer_momentum: :math:`\mu`. Default: 0.9.
+        nesterov: look ahead along the new momentum. Default: True.
+        outer_optimizer: builds any `torch.optim.Optimizer` (one that steps without a closure) for the anchor, which
+            it is given as one fp32 tensor per parameter, in its shape; it must take all of them. A checkpoint
+            restores the optimizer's options too, as in torch. Default: None, the equations above.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: ``outer_lr`` is not positive, ``outer_momentum`` not in [0, 1), or one of the three is set
+            besides ``outer_optimizer``, which would ignore it.
+
+    Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023,
+    https://arxiv.org/abs/2311.08105
+
+    >>> rule = DiLoCo(outer_lr=0.5, outer_momentum=0.5)
+    >>> params = torch.tensor([1.0])
+    >>> state = rule.init(params, FlatLayout([params]))
+    >>> sent = torch.tensor([0.5])  # one replica, whose local steps moved it from 1.0 to 0.5
+    >>> _ = rule.message_(sent, state)
+    >>> received = sent.clone()  # the mean over one replica
+    >>> state = rule.merge_(sent, received, state, Round(id=0, rank=0, work=(1.0,)))
+    >>> sent, received, state.momentum
+    (tensor([0.5000]), tensor([0.6250]), tensor([0.5000]))
+    """
+
+    outer_lr: float = _OUTER_LR
+    outer_momentum: float = _OUTER_MOMENTUM
+    nesterov: bool = _NESTEROV
+    outer_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | None = None
+
+    sends_difference = True
+
+    def __post_init__(self) -> None:
+        check_real(self, "outer_lr", above=0)
+        check_real(self, "outer_momentum", at_least=0, below=1)
+        if not isinstance(self.nesterov, bool):
+            raise TypeError(f"`DiLoCo(nesterov={self.nesterov!r})` must be a bool.")
+        if self.outer_optimizer is None:
+            return
+        if not callable(self.outer_optimizer):
+            raise TypeError(f"`DiLoCo(outer_optimizer={self.outer_optimizer!r})` must be callable or None.")
+        for argument, default in (
+            ("outer_lr", _OUTER_LR),
+            ("outer_momentum", _OUTER_MOMENTUM),
+            ("nesterov", _NESTEROV),
+        ):
+            if getattr(self, argument) != default:
+                raise ValueError(
+                    f"`DiLoCo({argument}={getattr(self, argument)!r})` has no effect together with "
+                    "`outer_optimizer`; set it there."
+                )
+
+    def init(self, params: Tensor, layout: FlatLayout) -> DiLoCoState:
+        """Anchor at ``params``, no momentum."""
+        anchor = params.detach().clone()
+        if self.outer_optimizer is None:
+            return DiLoCoState(anchor, torch.zeros_like(anchor))
+        shaped: list[Tensor] = [torch.nn.Parameter(view) for view in layout.views(anchor)]
+        optimizer = self.outer_optimizer(list(shaped))
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"`DiLoCo(outer_optimizer=...)` must build a torch optimizer, got {type(optimizer)}.")
+        taken = {id(p) for p in _parameters(optimizer)}
+        if taken != {id(p) for p in shaped}:
+            missing = [name for name, p in zip(layout.names, shaped, strict=True) if id(p) not in taken]
+            raise ValueError(
+                "`DiLoCo(outer_optimizer=...)` must build an optimizer over exactly the tensors that it is given; "
+                f"it holds {len(taken)} tensors and left out {missing}."
+            )
+        return DiLoCoState(anchor, anchor.new_empty(0), optimizer)
+
+    def message_(self, out: Tensor, state: DiLoCoState) -> tuple[float, ...]:
+        """Pseudo-gradient: anchor minus snapshot."""
+        torch.sub(state.anchor, out, out=out)
+        return ()
+
+    def merge_(self, sent: Tensor | None, received: Tensor, state: DiLoCoState, round: Round) -> DiLoCoState:
+        """One outer step; the target is the new anchor. The snapshot comes back up to fp32 rounding."""
+        if state.optimizer is None:
+            ops.outer_merge_(
+                state.anchor, state.momentum, received, sent, self.outer_lr, self.outer_momentum, self.nesterov
+            )
+            return state
+        if sent is not None:
+            torch.sub(state.anchor, sent, out=sent)
+        _step(state.optimizer, state.anchor, received)
+        received.copy_(state.anchor)
+        return state
+
+    def state_dict(self, state: DiLoCoState) -> dict[str, Any]:
+        """Anchor and momentum, or anchor and the optimizer's own state; references, not copies, as in torch."""
+        if state.optimizer is None:
+            return {"anchor": state.anchor, "momentum": state.momentum}
+        return {"anchor": state.anchor, "optimizer": state.optimizer.state_dict()}
+
+    def load_state_dict(self, state: DiLoCoState, saved: dict[str, Any]) -> DiLoCoState:
+        """``state``, overwritten in place with ``saved``.
+
+        Raises:
+            ValueError: the saved state is of another model, or only one of the two has an ``outer_optimizer``.
+        """
+        if ("optimizer" in saved) != (state.optimizer is not None):
+            which = "has" if "optimizer" in saved else "lacks"
+            raise ValueError(f"The saved state of `DiLoCo` {which} a torch optimizer, unlike this `outer_optimizer`.")
+        if state.optimizer is None:
+            copy_saved_(self, {"anchor": state.anchor, "momentum": state.momentum}, saved)
+            return state
+        copy_saved_(self, {"anchor": state.anchor}, {key: v for key, v in saved.items() if key != "optimizer"})
+        # torch keeps references to what it loads; a copy keeps two states that load the same dict apart
+        state.optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
+        return state
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _step(optimizer: torch.optim.Optimizer, anchor: Tensor, gradient: Tensor) -> None:
+    """Step the shaped views of ``anchor`` on the same places of ``gradient``."""
+    parameters = _parameters(optimizer)
+    for p in parameters:  # a view of the anchor knows its own place, whatever group the optimizer sorted it into
+        start = p.storage_offset() - anchor.storage_offset()
+        p.grad = gradient[start : start + p.numel()].view(p.shape)
+    optimizer.step()
+    for p in parameters:
+        p.grad = None
+
+
+# Rules whose message is the parameters themselves.
+
+
+class _ParameterMean(RuleBase[AveragingState]):
+    """The snapshot is the message and the mean message is the target: there is nothing to compute."""
+
+    def message_(self, out: Tensor, state: AveragingState) -> tuple[float, ...]:
+        return ()
+
+    def merge_(self, sent: Tensor | None, received: Tensor, state: AveragingState, round: Round) -> AveragingState:
+        return state
+
+
+@dataclass(frozen=True)
+class Mean(_ParameterMean):
+    r"""Local SGD: every replica waits for the round and takes the work-weighted mean of the parameters.
+
+    .. math:: x_i \leftarrow \bar x = \sum_j w_j x_j
+
+    A round stands between two steps; use `DeltaMean` to go on training while it travels.
+
+    Source: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019, https://arxiv.org/abs/1805.09767
+
+    >>> import torch
+    >>> rule = Mean()
+    >>> received = torch.tensor([2.0])
+    >>> rule.merge_(torch.tensor([1.0]), received, AveragingState(), Round(id=0, rank=0, work=(1.0, 1.0)))
+    AveragingState()
+    >>> received, rule.overlappable
+    (tensor([2.]), False)
+    """
+
+    overlappable = False
+
+
+@dataclass(frozen=True)
+class DeltaMean(_ParameterMean):
+    r"""Averaging that overlaps with training: parameters move by what the others did, and keep their own progress.
+
+    .. math:: x_i \leftarrow x_i + (\bar s - s_i), \qquad \bar s = \sum_j w_j s_j
+
+    :math:`s_i` is the snapshot that replica :math:`i` sent. With no step since the snapshot this is the plain
+    mean; with steps it conserves the work-weighted mean of the replicas.
+
+    Source: delayed parameter averaging with the delta rule, as in Bagua's asynchronous model averaging,
+    https://github.com/BaguaSys/bagua, and in hivemind, https://github.com/learning-at-home/hivemind
+
+    >>> import torch
+    >>> rule, x, sent = DeltaMean(), torch.tensor([1.5]), torch.tensor([1.0])  # 0.5 was learned meanwhile
+    >>> received = torch.tensor([2.0])
+    >>> _ = rule.merge_(sent, received, AveragingState(), Round(id=0, rank=0, work=(1.0, 1.0)))
+    >>> x + (received - sent)
+    tensor([2.5000])
+    """

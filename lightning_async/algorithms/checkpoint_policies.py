@@ -1,0 +1,371 @@
+"""When to save a checkpoint: policies as pure functions of where training stands."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Protocol, runtime_checkable
+
+from lightning_async._checks import check_choice, check_int, check_protocol, check_real, check_time
+
+# Which checkpoints to keep: policies as pure functions of those that there are.
+#
+# Whatever a policy says, the newest one, the last good one and the one resumed from are kept.
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A committed checkpoint, as a keep policy sees it.
+
+    Args:
+        number: counts the saves of a directory.
+        step: optimizer steps taken by then.
+        metrics: what was logged by then. Default: none.
+        good: whether it was marked as good afterwards. Default: False.
+    """
+
+    number: int
+    step: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    good: bool = False
+
+
+@runtime_checkable
+class KeepPolicy(Protocol):
+    """Which checkpoints to keep. A policy of your own needs this one method."""
+
+    def keep(self, saved: Sequence[Saved]) -> set[int]:
+        """The numbers of those to keep, out of all that there are."""
+        ...
+
+
+@dataclass(frozen=True)
+class Latest:
+    r"""The ``n`` newest.
+
+    .. math:: \{i : i \text{ is one of the } n \text{ largest numbers}\}
+
+    Args:
+        n: how many. Default: 1.
+
+    Raises:
+        TypeError: ``n`` is not an int.
+        ValueError: ``n`` is less than 1.
+
+    Source: ``LatestN`` of Orbax, https://orbax.readthedocs.io
+
+    >>> sorted(Latest(2).keep([Saved(1, 10), Saved(2, 20), Saved(3, 30)]))
+    [2, 3]
+    """
+
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        check_int(self, "n", at_least=1)
+
+    def keep(self, saved: Sequence[Saved]) -> set[int]:
+        """The largest numbers."""
+        return set(sorted((each.number for each in saved), reverse=True)[: self.n])
+
+
+@dataclass(frozen=True)
+class Best:
+    r"""The ``n`` best by a logged metric; of equal ones, the newer.
+
+    .. math:: \{i : m_i \text{ is one of the } n \text{ smallest (or largest) finite values}\}
+
+    Args:
+        monitor: name of the metric. A checkpoint without it, or with one that is not finite, is never among the best.
+        n: how many. Default: 1.
+        mode: ``"min"`` or ``"max"``. Default: ``"min"``.
+
+    Raises:
+        TypeError: ``n`` is not an int, or ``monitor`` not a str.
+        ValueError: ``n`` is less than 1, ``monitor`` is empty, or ``mode`` is neither of the two.
+
+    Source: ``ModelCheckpoint(monitor=, save_top_k=)`` of Lightning, https://lightning.ai/docs
+
+    >>> sorted(Best("loss").keep([Saved(1, 10, {"loss": 0.5}), Saved(2, 20, {"loss": 0.4}), Saved(3, 30)]))
+    [2]
+    """
+
+    monitor: str
+    n: int = 1
+    mode: str = "min"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.monitor, str):
+            raise TypeError(f"`Best(monitor={self.monitor!r})` must be the name of a metric.")
+        if not self.monitor:
+            raise ValueError("`Best(monitor='')` must be the name of a metric.")
+        check_int(self, "n", at_least=1)
+        check_choice("Best", "mode", self.mode, ("min", "max"))
+
+    def keep(self, saved: Sequence[Saved]) -> set[int]:
+        """The best of those that have the metric."""
+        return {each.number for each in self.ranked(saved)[: self.n]}
+
+    def ranked(self, saved: Sequence[Saved]) -> list[Saved]:
+        """Those that have the metric, the best first."""
+        sign = 1 if self.mode == "min" else -1
+        known = [each for each in saved if math.isfinite(each.metrics.get(self.monitor, math.nan))]
+        return sorted(known, key=lambda each: (sign * each.metrics[self.monitor], -each.number))
+
+
+@dataclass(frozen=True)
+class EveryNth:
+    r"""Every ``n``-th save, for good.
+
+    .. math:: \{i : i \equiv 0 \pmod n\}
+
+    Args:
+        n: saves.
+
+    Raises:
+        TypeError: ``n`` is not an int.
+        ValueError: ``n`` is less than 1.
+
+    Source: ``EveryNSteps`` of Orbax' preservation policies, https://orbax.readthedocs.io
+
+    >>> sorted(EveryNth(2).keep([Saved(1, 10), Saved(2, 20), Saved(3, 30), Saved(4, 40)]))
+    [2, 4]
+    """
+
+    n: int
+
+    def __post_init__(self) -> None:
+        check_int(self, "n", at_least=1)
+
+    def keep(self, saved: Sequence[Saved]) -> set[int]:
+        """The multiples, counted over the life of the directory."""
+        return {each.number for each in saved if each.number % self.n == 0}
+
+
+@dataclass(frozen=True)
+class LastGood:
+    r"""The newest one that was marked as good: training went on from it without harm.
+
+    .. math:: \{\max \{i : i \text{ is good}\}\}
+
+    Source: going back to before a spike of the loss, Chowdhery et al., "PaLM", section 5.1,
+    https://arxiv.org/abs/2204.02311
+
+    >>> LastGood().keep([Saved(1, 10, good=True), Saved(2, 20, good=True), Saved(3, 30)])
+    {2}
+    """
+
+    def keep(self, saved: Sequence[Saved]) -> set[int]:
+        """The newest good one, if there is any."""
+        return set(sorted(each.number for each in saved if each.good)[-1:])
+
+
+class KeepAny:
+    r"""What one of several policies keeps.
+
+    .. math:: K_1 \cup K_2 \cup \dots
+
+    Args:
+        policies: at least one.
+
+    Raises:
+        TypeError: one of them is no policy.
+        ValueError: none is given.
+
+    Source: ``AnyPreservationPolicy`` of Orbax, https://orbax.readthedocs.io
+
+    >>> sorted(KeepAny(Latest(), EveryNth(2)).keep([Saved(1, 10), Saved(2, 20), Saved(3, 30)]))
+    [2, 3]
+    """
+
+    def __init__(self, *policies: KeepPolicy) -> None:
+        if not policies:
+            raise ValueError("`KeepAny()` needs at least one policy.")
+        for policy in policies:
+            check_protocol("KeepAny", "policies", policy, KeepPolicy, "a policy such as `Latest(3)`")
+        self.policies = policies
+
+    def keep(self, saved: Sequence[Saved]) -> set[int]:
+        """The union."""
+        return set().union(*(policy.keep(saved) for policy in self.policies))
+
+    def __repr__(self) -> str:
+        return f"KeepAny({', '.join(map(repr, self.policies))})"
+
+
+@dataclass(frozen=True)
+class SaveProgress:
+    """Where training stands, as a save policy sees it after a step.
+
+    Args:
+        step: optimizer steps taken, their mean over the replicas while these drift.
+        saved_step: the step of the newest save, or that which training was resumed from or rolled back to. Default: 0.
+        seconds_since_save: since the newest save, or since the start. Default: 0.
+        save_cost_s: what one save costs training, stall and slower steps together. Default: None, not known yet.
+        epoch_end: whether an epoch has just ended. Default: False.
+    """
+
+    step: int
+    saved_step: int = 0
+    seconds_since_save: float = 0.0
+    save_cost_s: float | None = None
+    epoch_end: bool = False
+
+
+@runtime_checkable
+class SavePolicy(Protocol):
+    """When to save. A policy of your own needs this one method."""
+
+    def due(self, progress: SaveProgress) -> bool:
+        """Whether to save now."""
+        ...
+
+
+@dataclass(frozen=True)
+class EveryNTrainSteps:
+    r"""A save whenever the steps have reached or passed a multiple of ``n``.
+
+    .. math:: \lfloor s / n \rfloor > \lfloor s_\text{saved} / n \rfloor
+
+    So none is left out where steps come several at once, or where a save was not possible at the multiple itself.
+
+    Args:
+        n: optimizer steps.
+
+    Raises:
+        TypeError: ``n`` is not an int.
+        ValueError: ``n`` is less than 1.
+
+    Source: ``ModelCheckpoint(every_n_train_steps=)`` of Lightning, https://lightning.ai/docs
+
+    >>> [step for step in range(1, 10) if EveryNTrainSteps(4).due(Progress(step, saved_step=step - 1))]
+    [4, 8]
+    """
+
+    n: int
+
+    def __post_init__(self) -> None:
+        check_int(self, "n", at_least=1)
+
+    def due(self, progress: SaveProgress) -> bool:
+        """Whether a multiple was reached since the newest save."""
+        return progress.step // self.n > progress.saved_step // self.n
+
+
+@dataclass(frozen=True)
+class EveryInterval:
+    r"""A save whenever a time has passed since the newest one.
+
+    .. math:: t \ge T
+
+    Args:
+        interval: :math:`T`.
+
+    Raises:
+        TypeError: ``interval`` is not a `timedelta`.
+        ValueError: ``interval`` is not positive.
+
+    Source: ``ModelCheckpoint(train_time_interval=)`` of Lightning, https://lightning.ai/docs
+
+    >>> EveryInterval(timedelta(minutes=5)).due(Progress(step=7, seconds_since_save=301.0))
+    True
+    """
+
+    interval: timedelta
+
+    def __post_init__(self) -> None:
+        check_time("EveryInterval", "interval", self.interval)
+
+    def due(self, progress: SaveProgress) -> bool:
+        """Whether the time is up."""
+        return progress.seconds_since_save >= self.interval.total_seconds()
+
+
+@dataclass(frozen=True)
+class AtEpochEnd:
+    r"""A save at the end of each epoch.
+
+    .. math:: \text{due} \iff \text{an epoch has ended}
+
+    Source: the default of ``ModelCheckpoint`` of Lightning, https://lightning.ai/docs
+
+    >>> AtEpochEnd().due(Progress(step=7, epoch_end=True))
+    True
+    """
+
+    def due(self, progress: SaveProgress) -> bool:
+        """Whether an epoch has just ended."""
+        return progress.epoch_end
+
+
+@dataclass(frozen=True)
+class Adaptive:
+    r"""As many saves as a share of training time pays for.
+
+    .. math:: c \le \mathit{share} \cdot t
+
+    :math:`c` is the cost of a save, slower steps while it is written included, :math:`t` the time since the newest one.
+    The cost is measured again with each save, so the interval follows the size of the state and the speed of the disk.
+    The first save, before anything is measured, is due after the first step.
+
+    Args:
+        share: of the training time, at most. Default: 0.05.
+
+    Raises:
+        TypeError: ``share`` is not a number.
+        ValueError: ``share`` is not between 0 and 1.
+
+    Source: Mohan et al., "CheckFreq: Frequent, Fine-Grained DNN Checkpointing", FAST 2021,
+    https://www.usenix.org/conference/fast21/presentation/mohan
+
+    >>> policy = Adaptive(share=0.05)
+    >>> [policy.due(Progress(step=9, seconds_since_save=seconds, save_cost_s=0.5)) for seconds in (9.0, 10.0)]
+    [False, True]
+    """
+
+    share: float = 0.05
+
+    def __post_init__(self) -> None:
+        check_real(self, "share", above=0, below=1)
+
+    def due(self, progress: SaveProgress) -> bool:
+        """Whether the time since the newest save has paid for another one."""
+        if progress.save_cost_s is None:
+            return progress.step > progress.saved_step
+        # 0.05 is not 1/20 to the bit, nor are clocks: what is equal but for rounding is due
+        return progress.save_cost_s <= self.share * progress.seconds_since_save * (1 + 1e-9)
+
+
+class AnySave:
+    r"""A save whenever one of several policies asks for it.
+
+    .. math:: \text{due} = \text{due}_1 \lor \text{due}_2 \lor \dots
+
+    Args:
+        policies: at least one.
+
+    Raises:
+        TypeError: one of them is no policy.
+        ValueError: none is given.
+
+    Source: ``AnySavePolicy`` of Orbax, https://orbax.readthedocs.io
+
+    >>> policy = AnySave(AtEpochEnd(), EveryNTrainSteps(4))
+    >>> policy.due(Progress(step=3)), policy.due(Progress(step=3, epoch_end=True)), policy.due(Progress(step=4))
+    (False, True, True)
+    """
+
+    def __init__(self, *policies: SavePolicy) -> None:
+        if not policies:
+            raise ValueError("`AnySave()` needs at least one policy.")
+        for policy in policies:
+            check_protocol("AnySave", "policies", policy, SavePolicy, "a policy such as `EveryNTrainSteps(100)`")
+        self.policies = policies
+
+    def due(self, progress: SaveProgress) -> bool:
+        """Whether one of the policies asks for it."""
+        return any(policy.due(progress) for policy in self.policies)
+
+    def __repr__(self) -> str:
+        return f"AnySave({', '.join(map(repr, self.policies))})"

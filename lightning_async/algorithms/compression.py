@@ -1,0 +1,295 @@
+"""How gradients are compressed: as codes of fewer bits, or a part of them; what a message lacks is in the next one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from lightning_async import ops
+from lightning_async._checks import check_int, check_real
+from lightning_async.flat import FlatLayout
+from lightning_async.ops.flat_ops import eager
+
+_LARGEST_PART = 1 << 30
+"""Bytes of fp32: places in a part are numbers of 32 bits."""
+_quantize_, _dequantize_ = eager(ops.quantize_), eager(ops.dequantize_average_)
+_quantize_2bit_, _dequantize_2bit_ = eager(ops.quantize_2bit_), eager(ops.dequantize_2bit_average_)
+_topk_, _topk_accumulate_ = eager(ops.topk_), eager(ops.topk_accumulate_)
+
+
+@runtime_checkable
+class PushCompression(Protocol):
+    r"""How one message travels from a worker to a server: :math:`v = g + r`, :math:`r \leftarrow v - \mathrm{C}(v)`.
+
+    Messages are flat uint8, and lie where memory is aligned for fp32. What is no finite number is sent as NaN, and its
+    residual begins at zero again.
+    """
+
+    def message_bytes(self, numel: int) -> int:
+        """Of a message of so many elements."""
+        ...
+
+    def encode_(self, message: Tensor, source: Tensor, residual: Tensor) -> None:
+        """Fill ``message`` with what of ``source + residual`` travels; ``residual`` becomes the rest.
+
+        Args:
+            message: uint8, `message_bytes` of it.
+            source: fp32, flat; as it is afterwards.
+            residual: fp32, as large; zeros at first.
+        """
+        ...
+
+    def decode_(self, out: Tensor, message: Tensor) -> None:
+        """Fill ``out``, fp32, flat, with what ``message`` says."""
+        ...
+
+
+class _Codes:
+    """Codes of 8 or 16 bits; those of 8 with a scale for each 256 elements in front of them."""
+
+    dtype: torch.dtype
+
+    def message_bytes(self, numel: int) -> int:
+        return self._scale_bytes(numel) + numel * self.dtype.itemsize
+
+    def encode_(self, message: Tensor, source: Tensor, residual: Tensor) -> None:
+        scales, codes = self._halves(message, source.numel())
+        _quantize_(codes, scales, source, residual)
+
+    def decode_(self, out: Tensor, message: Tensor) -> None:
+        scales, codes = self._halves(message, out.numel())
+        one = torch.ones(1)
+        _dequantize_(out, codes[None], None if scales is None else scales[None], one)
+
+    def _scale_bytes(self, numel: int) -> int:
+        return 0 if self.dtype is torch.bfloat16 else torch.float32.itemsize * ops.blocks(numel)
+
+    def _halves(self, message: Tensor, numel: int) -> tuple[Tensor | None, Tensor]:
+        at = self._scale_bytes(numel)
+        scaled = self.dtype is not torch.bfloat16
+        return message[:at].view(torch.float32) if scaled else None, message[at:].view(self.dtype)
+
+
+@dataclass(frozen=True)
+class Bf16(_Codes):
+    r"""Half the bytes: each element as bf16.
+
+    .. math:: q = \mathrm{bf16}(v)
+
+    >>> Bf16().message_bytes(1000)
+    2000
+    """
+
+    dtype = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Fp8(_Codes):
+    r"""A quarter of the bytes: each element as fp8 (e4m3), with a scale for each block of 256; see `ops.quantize_`.
+
+    .. math:: q = \sigma_b\, \mathrm{fp8}(v / \sigma_b), \qquad \sigma_b = \max_{j \in b} |v_j| / 448
+
+    >>> Fp8().message_bytes(1000)
+    1016
+    """
+
+    dtype = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class Int8(_Codes):
+    r"""A quarter of the bytes: each element as an integer, with a scale for each block of 256; see `ops.quantize_`.
+
+    .. math:: q = \sigma_b\, \mathrm{round}(v / \sigma_b), \qquad \sigma_b = \max_{j \in b} |v_j| / 127
+
+    Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022, https://arxiv.org/abs/2110.02861
+
+    >>> Int8().message_bytes(1000)
+    1016
+    """
+
+    dtype = torch.int8
+
+
+@dataclass(frozen=True)
+class TwoBit:
+    r"""A sixteenth of the bytes: of each element the threshold with its sign, once so much has come together, or 0.
+
+    .. math:: q = t\,[v \ge t] - t\,[v \le -t]
+
+    An element moves by the threshold in one push at most: where gradients are mostly larger it lags behind for ever,
+    where they are mostly smaller it moves rarely.
+
+    Args:
+        threshold: :math:`t`, in the gradient's units. Default 0.5, as MXNet's.
+
+    Raises:
+        TypeError: ``threshold`` is not a number.
+        ValueError: ``threshold`` is not above 0.
+
+    Source: MXNet's gradient compression, after Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud
+    Computing", 2015
+
+    >>> TwoBit(0.1).message_bytes(1000)
+    250
+    """
+
+    threshold: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_real(self, "threshold", above=0)
+
+    def message_bytes(self, numel: int) -> int:
+        return -(-numel // 4)
+
+    def encode_(self, message: Tensor, source: Tensor, residual: Tensor) -> None:
+        _quantize_2bit_(message, source, residual, self.threshold)
+
+    def decode_(self, out: Tensor, message: Tensor) -> None:
+        _dequantize_2bit_(out, message[None], torch.ones(1), self.threshold)
+
+
+@dataclass(frozen=True)
+class TopK:
+    r"""The elements of largest magnitude travel, each with its place: 8 bytes for each of them, from every rank.
+
+    .. math:: q = v \odot [\,|v| \ge |v|_{(k)}\,], \qquad k = \lceil \text{fraction} \cdot n \rceil
+
+    Args:
+        fraction: of the elements. Default 0.01.
+
+    Raises:
+        TypeError: ``fraction`` is not a number.
+        ValueError: ``fraction`` is not within (0, 1].
+
+    Source: Stich et al., "Sparsified SGD with Memory", 2018, https://arxiv.org/abs/1809.07599
+
+    >>> TopK(0.1)
+    TopK(fraction=0.1)
+    """
+
+    fraction: float = 0.01
+
+    def __post_init__(self) -> None:
+        check_real(self, "fraction", above=0)
+        if self.fraction > 1:
+            raise ValueError(f"`TopK(fraction={self.fraction!r})` must be <= 1.")
+
+    def count(self, numel: int) -> int:
+        """Elements that travel of a part of ``numel``."""
+        return math.ceil(self.fraction * numel)
+
+    def message_bytes(self, numel: int) -> int:
+        return 8 * sum(self.count(size) for size in _part_sizes(numel))
+
+    def encode_(self, message: Tensor, source: Tensor, residual: Tensor) -> None:
+        parts = zip(*(FlatLayout.parts(each, _LARGEST_PART) for each in (source, residual)), strict=True)
+        for (values, places), (part, rest) in zip(self._halves(message, source.numel()), parts, strict=True):
+            found = places.new_empty(len(places), dtype=torch.int64)
+            _topk_(values, found, part, rest)
+            places.copy_(found)
+
+    def decode_(self, out: Tensor, message: Tensor) -> None:
+        out.zero_()
+        halves = self._halves(message, out.numel())
+        for (values, places), part in zip(halves, FlatLayout.parts(out, _LARGEST_PART), strict=True):
+            _topk_accumulate_(part, values, places.long(), 1.0)
+
+    def _halves(self, message: Tensor, numel: int) -> list[tuple[Tensor, Tensor]]:
+        """Of each part, its values and their places."""
+        counts = [self.count(size) for size in _part_sizes(numel) for _ in range(2)]
+        halves = message.view(torch.int32).split(counts)
+        return [(a.view(torch.float32), b) for a, b in zip(halves[::2], halves[1::2], strict=True)]
+
+
+def _part_sizes(numel: int) -> list[int]:
+    largest = _LARGEST_PART // torch.float32.itemsize
+    return [min(largest, numel - at) for at in range(0, numel, largest)]
+
+
+@dataclass(frozen=True)
+class PowerSGD:
+    r"""Each matrix of gradients travels as two thin ones, which one step of power iteration improves every time.
+
+    .. math:: P = \mathrm{orth}\Big(\sum_i M_i Q\Big), \qquad Q \leftarrow \sum_i M_i^\top P, \qquad \hat M = P Q^\top
+
+    Parameters of one dimension, and matrices that would not become smaller, travel as they are.
+
+    Args:
+        rank: columns of :math:`P` and :math:`Q`. Default 1.
+
+    Raises:
+        TypeError: ``rank`` is not an int.
+        ValueError: ``rank`` is below 1.
+
+    Source: Vogels et al., "PowerSGD", NeurIPS 2019, https://arxiv.org/abs/1905.13727
+
+    >>> PowerSGD(2)
+    PowerSGD(rank=2)
+    """
+
+    rank: int = 1
+
+    def __post_init__(self) -> None:
+        check_int(self, "rank", at_least=1)
+
+
+PushCompressionName = Literal["none", "bf16", "fp8", "int8", "2bit", "topk"]
+PUSHES: dict[str, type[Any]] = {"bf16": Bf16, "fp8": Fp8, "int8": Int8, "2bit": TwoBit, "topk": TopK}
+"""What pushes to a parameter server can be compressed by, by short names."""
+
+
+def make_compression(owner: str, compression: object) -> PushCompression | None:
+    """A compression of pushes by its short name, with its defaults, or as it is; None for "none".
+
+    Raises:
+        ValueError: there is none of this name.
+        TypeError: it is neither a name nor one of these classes.
+
+    >>> make_compression("Strategy", "2bit"), make_compression("Strategy", "none")
+    (TwoBit(threshold=0.5), None)
+    """
+    if isinstance(compression, str):
+        if compression not in ("none", *PUSHES):
+            raise ValueError(f"`{owner}(compression={compression!r})` must be one of {('none', *PUSHES)}.")
+        return None if compression == "none" else PUSHES[compression]()
+    if type(compression) not in PUSHES.values():
+        names = ", ".join(f"`{cls.__name__}`" for cls in PUSHES.values())
+        raise TypeError(
+            f"`{owner}(compression={compression!r})` must be one of {('none', *PUSHES)}, or one of {names}."
+        )
+    return compression  # pyright: ignore[reportReturnType]
+
+
+def described(compression: PushCompression | None) -> list[Any] | None:
+    """A compression in JSON's terms: its short name and its arguments.
+
+    >>> described(TwoBit(0.25))
+    ['2bit', {'threshold': 0.25}]
+    """
+    if compression is None:
+        return None
+    (name,) = [name for name, cls in PUSHES.items() if type(compression) is cls]
+    return [name, asdict(compression)]  # pyright: ignore[reportArgumentType]
+
+
+def from_description(told: Sequence[Any] | None) -> PushCompression | None:
+    """What `described` was given.
+
+    Raises:
+        ValueError, TypeError: this is no description.
+
+    >>> from_description(["topk", {"fraction": 0.5}])
+    TopK(fraction=0.5)
+    """
+    if told is None:
+        return None
+    name, arguments = told
+    if name not in PUSHES:
+        raise ValueError(f"{name!r} is none of {tuple(PUSHES)}.")
+    return PUSHES[name](**arguments)

@@ -1,0 +1,736 @@
+"""Policies by name, by what suits an optimizer, and in JSON's terms, as a server's process is told."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, get_args, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from lightning_async._checks import check_choice, check_int, check_real
+
+# What is done about steps that are one window late: the parameters have moved since their gradients were
+# computed.
+#
+# A correction says one of two things: what becomes of the late gradient, or where gradients are computed
+# instead. What it says depends on what all replicas share, and on nothing else. `DelayCompensation` and
+# `WeightPrediction` are policies of parameter servers, too: see `rules.staleness`.
+
+
+@runtime_checkable
+class GradientCorrection(Protocol):
+    """Changes a late gradient."""
+
+    def correct_(self, gradient: Tensor, moved: Tensor) -> None:
+        """Correct a gradient in place.
+
+        Args:
+            gradient: the mean of all replicas, flat, fp32.
+            moved: the parameters now, less those that it was computed at; may be used up.
+        """
+        ...
+
+
+@runtime_checkable
+class Prediction(Protocol):
+    """Computes gradients where the parameters are likely to be when they are stepped with."""
+
+    def predict_(self, before: Tensor, now: Tensor) -> None:
+        """Put the prediction in place of ``before``.
+
+        Args:
+            before: one parameter ahead of the last step, in its own precision.
+            now: the same after it.
+        """
+        ...
+
+
+DelayCorrection: TypeAlias = GradientCorrection | Prediction
+
+
+# What a server does about a push that is late: how much it counts, what it is corrected by, what is pulled in
+# place of the weights.
+#
+# A policy is a frozen dataclass that extends `StalenessPolicy` and changes what differs. A server asks it once
+# for each push, with what it has measured for it; a policy keeps nothing itself.
+
+
+class PushFacts(NamedTuple):
+    """What a server knows of a push before it applies it; each shard by itself.
+
+    Args:
+        lag: updates since the worker pulled the weights that its gradient was computed at.
+        moved: the norm of how far the weights have gone since. 0 where ``lag`` is.
+        typical: the running mean of the norm of one update. 0 where there was none.
+        norm: of the gradient.
+    """
+
+    lag: int
+    moved: float = 0.0
+    typical: float = 0.0
+    norm: float = 0.0
+
+
+class Weight(NamedTuple):
+    """How much a push counts.
+
+    Args:
+        rate: factor of the learning rate, of the update that the push is applied with.
+        gradient: factor of the gradient, before the optimizer sees it.
+    """
+
+    rate: float = 1.0
+    gradient: float = 1.0
+
+
+class StalenessPolicy:
+    """What a server does about staleness: here, nothing.
+
+    A policy of your own extends this in a module that the server's process can import, as a frozen dataclass whose
+    fields JSON can hold (or are policies), and changes `weigh`.
+    """
+
+    measures: frozenset[str] = frozenset()
+    """Of `PushFacts`, what is to be measured: ``"moved"`` (with ``"typical"``) and ``"norm"``. The first makes the server
+    keep the weights that each worker has pulled."""
+    decay: float = 0.99
+    """Of the running mean ``typical``."""
+    adjusts: bool = False
+    """Whether `adjust_` does anything; the server then keeps the weights that each worker has pulled."""
+    fields: tuple[str, ...] = ()
+    """Names of the state of `adjust_`: zeros at first, of the parameters' size."""
+    predicts: bool = False
+    """Whether `look_ahead_` says what is pulled."""
+    momentum_by_worker: bool = False
+    """Whether each worker has a momentum of its own, and pulls where all of them lead."""
+    buffer_size: int = 1
+    """Pushes that an update is the mean of."""
+
+    def weigh(self, late: PushFacts) -> Weight | None:
+        """How much a push counts; None: it is left out."""
+        return Weight()
+
+    def adjust_(self, gradient: Tensor, moved: Tensor, state: Mapping[str, Tensor]) -> None:
+        """Correct a gradient in place, by elements: a server may ask for one piece after another.
+
+        Args:
+            gradient: flat, fp32.
+            moved: the parameters now, less those that it was computed at; may be used up.
+            state: of the `fields`, updated in place.
+        """
+
+    def look_ahead_(self, before: Tensor, now: Tensor, late: float) -> None:
+        """Put what workers are to pull in place of ``before``.
+
+        Args:
+            before: the parameters ahead of the last update.
+            now: after it.
+            late: the running mean of the lag.
+        """
+
+
+@dataclass(frozen=True)
+class NoCorrection(StalenessPolicy):
+    r"""Every push counts, as it comes.
+
+    .. math:: x_{t+1} = \mathrm{Opt}(x_t,\; g(x_{t-\tau}))
+
+    Source: Dean et al., "Large Scale Distributed Deep Networks", 2012; Recht et al., "Hogwild!", 2011,
+    https://arxiv.org/abs/1106.5730
+
+    >>> NoCorrection().weigh(Late(lag=100))
+    Weight(rate=1.0, gradient=1.0)
+    """
+
+
+UNCORRECTED = NoCorrection()
+
+
+class PolicyWrapper(StalenessPolicy):
+    """A policy around another one, ``policy``: all that it does not change is that one's."""
+
+    policy: StalenessPolicy
+
+    @property
+    def measures(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.policy.measures
+
+    @property
+    def decay(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.policy.decay
+
+    @property
+    def adjusts(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.policy.adjusts
+
+    @property
+    def fields(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.policy.fields
+
+    @property
+    def predicts(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.policy.predicts
+
+    @property
+    def momentum_by_worker(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.policy.momentum_by_worker
+
+    @property
+    def buffer_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.policy.buffer_size
+
+    def weigh(self, late: PushFacts) -> Weight | None:
+        return self.policy.weigh(late)
+
+    def adjust_(self, gradient: Tensor, moved: Tensor, state: Mapping[str, Tensor]) -> None:
+        self.policy.adjust_(gradient, moved, state)
+
+    def look_ahead_(self, before: Tensor, now: Tensor, late: float) -> None:
+        self.policy.look_ahead_(before, now, late)
+
+
+# A smaller learning rate for what is late.
+
+Form = Literal["exponential", "inverse", "sqrt", "linear"]
+
+
+@dataclass(frozen=True)
+class AdaptiveLr(StalenessPolicy):
+    r"""The learning rate of a push falls with its lag.
+
+    .. math::
+        \eta_\tau = \eta \cdot \begin{cases}
+            f^{\tau} & \text{exponential} \\
+            1 / \max(1, \tau) & \text{inverse} \\
+            1 / \sqrt{1 + \tau} & \text{sqrt} \\
+            1 / (1 + f\, \tau) & \text{linear}
+        \end{cases}
+
+    Args:
+        factor: :math:`f`. Default: 0.9 for the exponential form, 0.1 for the linear one; the others have none.
+        form: as above. Default: ``"exponential"``.
+
+    Raises:
+        TypeError: ``factor`` is not a number.
+        ValueError: ``factor`` is not in (0, 1], or the form has none; there is no such form.
+
+    Source: Chan and Lane, "Distributed Asynchronous Optimization of Convolutional Neural Networks", 2014 (exponential);
+    Zhang et al., "Staleness-aware Async-SGD", 2016, https://arxiv.org/abs/1511.05950 (inverse); Nguyen et al.,
+    "FedBuff", 2022, https://arxiv.org/abs/2106.06639 (sqrt); Xie et al., "Asynchronous Federated Optimization", 2019,
+    https://arxiv.org/abs/1903.03934 (linear)
+
+    >>> AdaptiveLr(0.5).weigh(Late(lag=2)).rate, AdaptiveLr(form="sqrt").weigh(Late(lag=3)).rate
+    (0.25, 0.5)
+    """
+
+    factor: float | None = None
+    form: Form = "exponential"
+
+    def __post_init__(self) -> None:
+        check_choice("AdaptiveLr", "form", self.form, get_args(Form))
+        if self.factor is None:
+            return
+        check_real(self, "factor", above=0)
+        if self.factor > 1:
+            raise ValueError(f"`AdaptiveLr(factor={self.factor!r})` must be <= 1.")
+        if self.form in ("inverse", "sqrt"):
+            raise ValueError(f"`AdaptiveLr(factor={self.factor!r})`: the form {self.form!r} has none.")
+
+    def weigh(self, late: PushFacts) -> Weight:
+        """See `StalenessPolicy`."""
+        if self.form == "exponential":
+            return Weight(rate=(0.9 if self.factor is None else self.factor) ** late.lag)
+        if self.form == "inverse":
+            return Weight(rate=1 / max(1, late.lag))
+        if self.form == "sqrt":
+            return Weight(rate=1 / math.sqrt(1 + late.lag))
+        return Weight(rate=1 / (1 + (0.1 if self.factor is None else self.factor) * late.lag))
+
+
+# What is too late is left out.
+
+
+@dataclass(frozen=True)
+class Bounded(StalenessPolicy):
+    r"""A push whose lag reaches a bound is dropped; its worker goes on from the newest weights.
+
+    .. math:: x_{t+1} = \begin{cases} \mathrm{Opt}(x_t,\; g) & \tau < R \\ x_t & \text{else} \end{cases}
+
+    To have workers wait in place of dropping what they did, take ``mode="ssp"``. About a push of each worker comes
+    between two of one's own, so a bound below the number of workers drops much.
+
+    Args:
+        max_staleness: :math:`R`, updates.
+
+    Raises:
+        TypeError: ``max_staleness`` is not an int.
+        ValueError: it is below 1: nothing would ever be applied.
+
+    Source: Maranjyan et al., "Ringmaster ASGD", 2025, https://arxiv.org/abs/2501.16168
+
+    >>> Bounded(2).weigh(Late(lag=1)), Bounded(2).weigh(Late(lag=2))
+    (Weight(rate=1.0, gradient=1.0), None)
+    """
+
+    max_staleness: int
+
+    def __post_init__(self) -> None:
+        check_int(self, "max_staleness", at_least=1)
+
+    def weigh(self, late: PushFacts) -> Weight | None:
+        """See `StalenessPolicy`."""
+        return Weight() if late.lag < self.max_staleness else None
+
+
+# Updates that are the mean of some pushes.
+
+
+@dataclass(frozen=True)
+class Buffered(PolicyWrapper):
+    r"""An update is the mean of so many pushes, whoever they are of.
+
+    .. math:: x_{t+1} = \mathrm{Opt}\Big(x_t,\; \frac{1}{K} \sum_{k=1}^{K} w_k\, g_k\Big)
+
+    ``Buffered(K, AdaptiveLr(form="sqrt"))`` is FedBuff, ``Buffered(K, Bounded(1))`` Rennala SGD, which takes gradients
+    of the newest weights only. A lag counts updates, and so is :math:`K` times shorter.
+
+    Args:
+        buffer_size: :math:`K`. Default: 10.
+        policy: that says how much each counts, :math:`w`. Default: all of it.
+
+    Raises:
+        TypeError: ``buffer_size`` is not an int, or ``policy`` no policy.
+        ValueError: ``buffer_size`` is below 1, or ``policy`` gathers pushes itself, gives each worker a momentum, or
+            has a state of its own.
+
+    Source: Nguyen et al., "Federated Learning with Buffered Asynchronous Aggregation", 2022,
+    https://arxiv.org/abs/2106.06639; Tyurin and Richtárik, "Optimal Time Complexities of Parallel Stochastic
+    Optimization Methods", 2023, https://arxiv.org/abs/2305.12387
+
+    >>> Buffered(4).buffer_size
+    4
+    """
+
+    buffer_size: int = 10  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
+    policy: StalenessPolicy = UNCORRECTED
+
+    def __post_init__(self) -> None:
+        check_int(self, "buffer_size", at_least=1)
+        if not isinstance(self.policy, StalenessPolicy):
+            raise TypeError(f"`Buffered(policy={self.policy!r})` must be a staleness policy.")
+        if self.policy.buffer_size > 1 or self.policy.momentum_by_worker or self.policy.fields:
+            raise ValueError(
+                f"`Buffered(policy={self.policy!r})` must be a policy that neither gathers pushes itself, nor gives "
+                "each worker a momentum, nor has a state of its own."
+            )
+
+
+# No push is longer than a bound.
+
+
+@dataclass(frozen=True)
+class Clipping(PolicyWrapper):
+    r"""A gradient is scaled down to a norm, so that what is late and large does not lead far astray.
+
+    .. math:: w = w_{\text{policy}} \cdot \min(1,\; c / \lVert g \rVert)
+
+    The norm is that of a shard: of a server's part of the parameters.
+
+    Args:
+        max_norm: :math:`c`. Default: 1.
+        policy: that says how much a push counts besides. Default: all of it.
+
+    Raises:
+        TypeError: ``max_norm`` is not a number, or ``policy`` no policy.
+        ValueError: ``max_norm`` is not above 0.
+
+    Source: Pascanu et al., "On the Difficulty of Training Recurrent Neural Networks", 2013,
+    https://arxiv.org/abs/1211.5063
+
+    >>> Clipping(0.5).weigh(Late(lag=0, norm=2.0))
+    Weight(rate=1.0, gradient=0.25)
+    """
+
+    max_norm: float = 1.0
+    policy: StalenessPolicy = UNCORRECTED
+
+    def __post_init__(self) -> None:
+        check_real(self, "max_norm", above=0)
+        if not isinstance(self.policy, StalenessPolicy):
+            raise TypeError(f"`Clipping(policy={self.policy!r})` must be a staleness policy.")
+
+    @property
+    def measures(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.policy.measures | {"norm"}
+
+    def weigh(self, late: PushFacts) -> Weight | None:
+        """See `StalenessPolicy`."""
+        weight = self.policy.weigh(late)
+        if weight is None or late.norm <= self.max_norm:
+            return weight
+        return weight._replace(gradient=weight.gradient * self.max_norm / late.norm)
+
+
+# A momentum for each worker, and weights from where all of them lead.
+
+
+@dataclass(frozen=True)
+class Dana(PolicyWrapper):
+    r"""Each worker has its own momentum, and pulls where the momenta of all of them are about to lead.
+
+    .. math::
+        v_i &\leftarrow \mu\, v_i + w\, g_i, \qquad x \leftarrow x - \eta\, v_i \\
+        \hat x &= x - \eta \mu \sum_j v_j
+
+    What worker :math:`i` pulls is :math:`\hat x`: about where the weights will be when its gradient comes back. With
+    one worker that is SGD with Nesterov's momentum. It is for SGD with momentum, whose ``momentum`` is :math:`\mu`, and
+    takes the room of two copies of the parameters for each worker.
+
+    Args:
+        policy: that says how much a push counts, :math:`w`. Default: all of it; with ``GapAware("gradient")`` it is
+            DANA with gap-awareness.
+
+    Raises:
+        TypeError: ``policy`` is no policy.
+        ValueError: ``policy`` looks ahead itself, or gathers pushes of several workers.
+
+    Source: Hakimi et al., "Taming Momentum in a Distributed Asynchronous Environment", 2019,
+    https://arxiv.org/abs/1907.11612
+
+    >>> from lightning_async.algorithms.staleness import GapAware
+    >>> Dana(GapAware("gradient")).measures
+    frozenset({'moved'})
+    """
+
+    policy: StalenessPolicy = UNCORRECTED
+
+    momentum_by_worker = True  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.policy, StalenessPolicy):
+            raise TypeError(f"`Dana(policy={self.policy!r})` must be a staleness policy.")
+        if self.policy.momentum_by_worker or self.policy.predicts or self.policy.buffer_size > 1:
+            raise ValueError(
+                f"`Dana(policy={self.policy!r})` must be a policy that neither looks ahead itself nor gathers pushes."
+            )
+
+
+# What a late gradient would be at the parameters of now, to first order.
+
+
+@dataclass(frozen=True)
+class DelayCompensation(StalenessPolicy, GradientCorrection):
+    r"""A Taylor expansion to the parameters of now, with the gradient's square in place of the Hessian.
+
+    .. math:: g \leftarrow g + \lambda\, g \odot g \odot (x_{\text{now}} - x_{\text{then}})
+
+    Args:
+        strength: :math:`\lambda`. Default 0.04, the paper's for a constant one.
+
+    Raises:
+        TypeError: ``strength`` is not a number.
+        ValueError: ``strength`` is negative, or not finite.
+
+    Source: DC-ASGD (Zheng et al., ICML 2017), https://arxiv.org/abs/1609.08326
+
+    >>> gradient = torch.tensor([2.0, -1.0])
+    >>> DelayCompensation(0.5).correct_(gradient, torch.tensor([1.0, 3.0]))
+    >>> gradient
+    tensor([4.0000, 0.5000])
+    """
+
+    strength: float = 0.04
+
+    adjusts = True
+
+    def __post_init__(self) -> None:
+        check_real(self, "strength", at_least=0)
+
+    @torch.no_grad()
+    def correct_(self, gradient: Tensor, moved: Tensor) -> None:
+        """See `GradientCorrection`."""
+        gradient.add_(moved.mul_(gradient).mul_(gradient), alpha=self.strength)
+
+    def adjust_(self, gradient: Tensor, moved: Tensor, state: Mapping[str, Tensor]) -> None:
+        """See `StalenessPolicy`."""
+        self.correct_(gradient, moved)
+
+
+@dataclass(frozen=True)
+class AdaptiveDelayCompensation(StalenessPolicy):
+    r"""`DelayCompensation` whose strength is each element's own: the smaller, the larger its gradients are.
+
+    .. math::
+        s &\leftarrow m\, s + (1 - m)\, g \odot g, \qquad \lambda = \lambda_0 / \sqrt{s + \epsilon} \\
+        g &\leftarrow g + \lambda \odot g \odot g \odot (x_{\text{now}} - x_{\text{then}})
+
+    Args:
+        strength: :math:`\lambda_0`. Default 2.0, the paper's.
+        decay_square: :math:`m`. Default 0.95.
+        eps: :math:`\epsilon`. Default 1e-7.
+
+    Raises:
+        TypeError: an argument is not a number.
+        ValueError: an argument is negative or not finite, ``decay_square`` not below 1, or ``eps`` 0.
+
+    Source: DC-ASGD-a (Zheng et al., ICML 2017), https://arxiv.org/abs/1609.08326
+
+    >>> gradient, state = torch.tensor([2.0]), {"mean_square": torch.zeros(1)}
+    >>> AdaptiveDelayCompensation(1.0, decay_square=0.0).adjust_(gradient, torch.tensor([0.5]), state)
+    >>> gradient
+    tensor([3.])
+    """
+
+    strength: float = 2.0
+    decay_square: float = 0.95
+    eps: float = 1e-7
+
+    adjusts = True
+    fields = ("mean_square",)
+
+    def __post_init__(self) -> None:
+        check_real(self, "strength", at_least=0)
+        check_real(self, "decay_square", at_least=0, below=1)
+        check_real(self, "eps", above=0)
+
+    @torch.no_grad()
+    def adjust_(self, gradient: Tensor, moved: Tensor, state: Mapping[str, Tensor]) -> None:
+        """See `StalenessPolicy`."""
+        square = state["mean_square"]
+        square.mul_(self.decay_square).addcmul_(gradient, gradient, value=1 - self.decay_square)
+        moved.mul_(gradient).mul_(gradient).div_((square + self.eps).sqrt_())
+        gradient.add_(moved, alpha=self.strength)
+
+
+# What counts is not how many updates have come between, but how far they led.
+
+Scales = Literal["rate", "gradient"]
+
+
+@dataclass(frozen=True)
+class GapAware(StalenessPolicy):
+    r"""A push counts the less, the more steps the weights have gone since its worker pulled them.
+
+    .. math::
+        w = \frac{1}{1 + \lVert x_t - x_{t-\tau} \rVert / C}, \qquad
+        C \leftarrow d\, C + (1 - d) \lVert x_{t+1} - x_t \rVert
+
+    Args:
+        scales: what :math:`w` is a factor of. ``"rate"``: the learning rate of the update. ``"gradient"``: the
+            gradient, as in the paper; of use with optimizers that are linear in it only: Adam's steps are as long for a
+            small one.
+            Default: ``"rate"``.
+        decay: :math:`d`. Default: 0.99.
+
+    Raises:
+        TypeError: ``decay`` is not a number.
+        ValueError: ``decay`` is not in [0, 1), or ``scales`` is none of the two.
+
+    Source: Barkai et al., "Gap-Aware Mitigation of Gradient Staleness", 2020, https://arxiv.org/abs/1909.10802
+
+    >>> GapAware().weigh(Late(lag=5, moved=0.75, typical=0.25))
+    Weight(rate=0.25, gradient=1.0)
+    """
+
+    scales: Scales = "rate"
+    decay: float = 0.99
+
+    measures = frozenset({"moved"})
+
+    def __post_init__(self) -> None:
+        check_choice("GapAware", "scales", self.scales, get_args(Scales))
+        check_real(self, "decay", at_least=0, below=1)
+
+    def weigh(self, late: PushFacts) -> Weight:
+        """See `StalenessPolicy`."""
+        near = late.lag == 0 or late.moved == 0 or late.typical == 0
+        weight = 1.0 if near else 1 / (1 + late.moved / late.typical)
+        return Weight(rate=weight) if self.scales == "rate" else Weight(gradient=weight)
+
+
+# Gradients are computed where the parameters are likely to be when they are stepped with.
+
+
+@dataclass(frozen=True)
+class WeightPrediction(StalenessPolicy, Prediction):
+    r"""Gradients that will be late are computed where the last step, taken again, would lead.
+
+    .. math:: \hat x = x_t + s\,\tau\,(x_t - x_{t-1})
+
+    The last step is the optimizer's own: :math:`-\eta v` with momentum, as in SpecTrain, and
+    :math:`-\eta\, \hat m / (\sqrt{\hat v} + \epsilon)` with Adam, as in XPipe, its weight decay included. :math:`\tau`
+    is how many steps a gradient is late: 1 where windows of gradients are, on a parameter server the running mean of
+        the lag.
+
+    Args:
+        steps: :math:`s`, steps ahead for each that a gradient is late. Default 1.0.
+
+    Raises:
+        TypeError: ``steps`` is not a number.
+        ValueError: ``steps`` is negative, or not finite.
+
+    Source: SpecTrain (Chen et al., 2018), https://arxiv.org/abs/1809.02839, and XPipe (Guan et al., 2019),
+    https://arxiv.org/abs/1911.04610
+
+    >>> there = torch.tensor([1.0, 2.0])
+    >>> WeightPrediction(2.0).predict_(there, torch.tensor([1.5, 1.0]))
+    >>> there
+    tensor([ 2.5000, -1.0000])
+    """
+
+    steps: float = 1.0
+
+    predicts = True
+
+    def __post_init__(self) -> None:
+        check_real(self, "steps", at_least=0)
+
+    def predict_(self, before: Tensor, now: Tensor) -> None:
+        """See `Prediction`."""
+        self.look_ahead_(before, now, 1.0)
+
+    @torch.no_grad()
+    def look_ahead_(self, before: Tensor, now: Tensor, late: float) -> None:
+        """See `StalenessPolicy`."""
+        torch.sub(now, before, out=before)
+        torch.add(now, before, alpha=self.steps * late, out=before)
+
+
+AUTO = "auto"
+NAMES: dict[str, Callable[[], StalenessPolicy]] = {
+    "none": NoCorrection,
+    "adaptive_lr": AdaptiveLr,
+    "bounded": lambda: Bounded(16),
+    "delay_compensation": DelayCompensation,
+    "adaptive_delay_compensation": AdaptiveDelayCompensation,
+    "gap_aware": GapAware,
+    "dana": Dana,
+    "dana_gap_aware": lambda: Dana(GapAware("gradient")),
+    "fedbuff": lambda: Buffered(10, AdaptiveLr(form="sqrt")),
+    "rennala": lambda: Buffered(10, Bounded(1)),
+    "weight_prediction": WeightPrediction,
+    "clipping": Clipping,
+}
+"""Short names, with each policy's defaults."""
+_OWN: tuple[type[StalenessPolicy], ...] = (
+    NoCorrection, AdaptiveLr, Bounded, DelayCompensation, AdaptiveDelayCompensation, GapAware, Dana, Buffered,
+    WeightPrediction, Clipping,
+)  # fmt: skip
+_CLASSES = {cls.__name__: cls for cls in _OWN}
+
+
+def auto(optimizer: str, arguments: Mapping[str, Any] | None = None) -> StalenessPolicy:
+    """The policy that suits an optimizer: DANA with gap-awareness for SGD with momentum, gap-aware rates for others.
+
+    Args:
+        optimizer: the name of its class, or ``"delta"``.
+        arguments: of its constructor. Default: none.
+
+    >>> auto("SGD", {"lr": 0.1, "momentum": 0.9})
+    Dana(policy=GapAware(scales='gradient', decay=0.99))
+    >>> auto("Adam")
+    GapAware(scales='rate', decay=0.99)
+    """
+    given = arguments or {}
+    if optimizer == "SGD" and given.get("momentum") and not given.get("dampening"):
+        return Dana(GapAware("gradient"))
+    return GapAware("rate")
+
+
+def momentum_warning(policy: StalenessPolicy, optimizer: str, arguments: Mapping[str, Any] | None = None) -> str | None:
+    """What to say of momentum whose staleness nothing is done about; None: nothing.
+
+    Args:
+        policy: of the server.
+        optimizer, arguments: as of `auto`.
+
+    >>> momentum_warning(NoCorrection(), "SGD", {"momentum": 0.9})
+    "`SGD(momentum=0.9)` with `staleness='none'`: ..."
+    """
+    momentum = (arguments or {}).get("momentum")
+    if not momentum or type(policy) is not NoCorrection:
+        return None
+    return (
+        f"`{optimizer}(momentum={momentum!r})` with `staleness='none'`: late gradients go on in the momentum, so that "
+        "training with several workers is slower, or diverges. Take `staleness='auto'`, or no momentum."
+    )
+
+
+def make_policy(
+    policy: str | StalenessPolicy | Mapping[str, Any],
+    optimizer: str | None = None,
+    arguments: Mapping[str, Any] | None = None,
+) -> StalenessPolicy:
+    """A policy by its short name, as it is, or from what `described` says of it.
+
+    Args:
+        policy: one of `NAMES` or ``"auto"``, a policy, or a description.
+        optimizer, arguments: what ``"auto"`` is for, see `auto`; the others need none.
+
+    Raises:
+        ValueError: there is none of this name.
+        TypeError: it is none of these, or its arguments are wrong.
+
+    >>> make_policy("fedbuff").buffer_size
+    10
+    >>> make_policy(described(Dana(GapAware("gradient"))))
+    Dana(policy=GapAware(scales='gradient', decay=0.99))
+    """
+    if isinstance(policy, StalenessPolicy):
+        return policy
+    if isinstance(policy, Mapping):
+        return _from_description(policy)
+    if not isinstance(policy, str):
+        raise TypeError(f"`staleness={policy!r}` must be a name, or a policy that extends `StalenessPolicy`.")
+    if policy == AUTO and optimizer is not None:
+        return auto(optimizer, arguments)
+    if policy not in NAMES:
+        raise ValueError(f"`staleness={policy!r}` must be a policy, or one of {(AUTO, *NAMES)}.")
+    return NAMES[policy]()
+
+
+def described(policy: StalenessPolicy) -> dict[str, Any]:
+    """A policy in JSON's terms: its class and its arguments.
+
+    Raises:
+        TypeError: another process could not make it of that.
+
+    >>> described(Bounded(8))
+    {'policy': 'Bounded', 'arguments': {'max_staleness': 8}}
+    """
+    cls = type(policy)
+    name = cls.__name__ if _CLASSES.get(cls.__name__) is cls else f"{cls.__module__}:{cls.__qualname__}"
+    if not is_dataclass(policy) or cls.__module__ == "__main__" or "<locals>" in name:
+        raise TypeError(
+            f"`staleness={policy!r}` must be a frozen dataclass of a module that a server's process can import, which "
+            f"{cls.__module__}:{cls.__qualname__} is not."
+        )
+    given = {field.name: getattr(policy, field.name) for field in fields(policy)}
+    plain = {key: described(each) if isinstance(each, StalenessPolicy) else each for key, each in given.items()}
+    try:
+        told = {"policy": name, "arguments": json.loads(json.dumps(plain))}
+        same = _from_description(told) == policy
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"`staleness={policy!r}` has arguments that JSON does not hold: {error}.") from error
+    if not same:
+        raise TypeError(f"`staleness={policy!r}` is not what it was when made of its arguments in JSON's terms.")
+    return told
+
+
+def _from_description(told: Mapping[str, Any]) -> StalenessPolicy:
+    name, given = told["policy"], told["arguments"]
+    cls: Any = _CLASSES.get(name)
+    if cls is None:
+        module, _, path = name.partition(":")
+        cls = importlib.import_module(module)
+        for part in path.split("."):
+            cls = getattr(cls, part)
+        if not (isinstance(cls, type) and issubclass(cls, StalenessPolicy)):
+            raise TypeError(f"{name} is no class that extends `StalenessPolicy`.")
+    described_ = {key: isinstance(each, Mapping) and "policy" in each for key, each in given.items()}
+    return cls(**{key: _from_description(each) if described_[key] else each for key, each in given.items()})

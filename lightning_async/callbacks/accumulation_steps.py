@@ -1,0 +1,282 @@
+"""What an optimizer step is to a strategy: whose gradients it has, and its learning rates while it is taken."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, get_args
+
+import torch
+
+from lightning_async._checks import check_choice, check_int, check_protocol
+from lightning_async.algorithms import AccumulationPolicy, Fixed, LrScaling, Synchronous
+from lightning_async.algorithms.staleness import GradientCorrection, Prediction
+from lightning_async.trainer.environment.environments import is_joining
+from lightning_async.trainer.namespace import Undo, callbacks_of, pulls, replace
+
+log = logging.getLogger(__name__)
+
+
+def ranks_of(strategy: Any) -> int:
+    """How many ranks' gradients become one before a step; of replicas that drift each steps by itself."""
+    if _averages_models(strategy):
+        served = strategy.served and not (strategy.mode == "sync" and strategy.update_on_server)
+        together = isinstance(strategy.schedule, Synchronous) and not served
+        return int(strategy.world_size) if together else 1
+    kwargs = getattr(strategy, "distributed_sampler_kwargs", None) or {}
+    return int(kwargs.get("num_replicas", 1))
+
+
+def in_lockstep(strategy: Any) -> bool:
+    """Whether all ranks must have equal numbers of batches in a window; replicas of our engine need not."""
+    return not _averages_models(strategy) and ranks_of(strategy) > 1
+
+
+def mean_of(strategy: Any, value: float) -> float:
+    """Over the ranks that have equal numbers of batches in a window."""
+    if not in_lockstep(strategy):
+        return value
+    tensor = torch.tensor(value, dtype=torch.float64, device=strategy.root_device)
+    return float(strategy.reduce(tensor, reduce_op="sum")) / strategy.world_size
+
+
+def lends(strategy: Any) -> bool:
+    """Whether it gathers windows by itself, and may be told how large they are: `AsyncGradientStrategy`."""
+    return hasattr(strategy, "accumulate") and (strategy.world_size > 1 or is_joining(strategy))
+
+
+def _averages_models(strategy: Any) -> bool:
+    return hasattr(type(strategy), "averager")
+
+
+def told_of(strategy: Any) -> Any:
+    """What all ranks have told by the engine with the gradients of the step that is taken now, alike on all, see
+    `engine.gradients.records.Told`; None where the step is of this rank's gradients, or another's to average."""
+    return getattr(_gradients(strategy), "told", None)
+
+
+def ask(strategy: Any, base: float, size: float) -> None:
+    """Have all ranks hear this with this one's next gradients, where they go by the engine."""
+    if (gradients := _gradients(strategy)) is not None:
+        gradients.asks = base, size
+
+
+def _gradients(strategy: Any) -> Any:
+    """What moves them by the engine, in a training of several ranks."""
+    return getattr(getattr(getattr(strategy, "course", None), "session", None), "gradients", None)
+
+
+def check_arguments(callback: Any) -> AccumulationPolicy:
+    """The policy that an `AdaptiveGradientAccumulation` was given.
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong kind, or does not go with the others.
+    """
+    owner, base, target = type(callback).__name__, callback.base_batch_size, callback.target_batch_size
+    if (callback.accumulation_steps is None) == (target is None):
+        raise ValueError(f"`{owner}` needs exactly one of `accumulation_steps` and `target_batch_size`.")
+    if (base is None) != (target is None):
+        raise ValueError(
+            f"`{owner}(base_batch_size={base}, target_batch_size={target})`: the two go together; `base_batch_size` is "
+            "that of the loader."
+        )
+    if base is not None:
+        check_int(callback, "base_batch_size", at_least=1)
+    check_choice(owner, "lr_scaling", callback.lr_scaling, (*get_args(LrScaling), None))
+    if callback.count is not None and not callable(callback.count):
+        raise TypeError(f"`{owner}(count={callback.count!r})` must be a function of a batch.")
+    if not isinstance(callback.split_on_oom, bool):
+        raise TypeError(f"`{owner}(split_on_oom={callback.split_on_oom!r})` must be True or False.")
+    name, unit = ("accumulation_steps", "batches") if target is None else ("target_batch_size", "samples")
+    given = getattr(callback, name)
+    if isinstance(given, int):
+        check_int(callback, name, at_least=1)
+        return Fixed(given)
+    check_protocol(owner, name, given, AccumulationPolicy, "an int or a policy such as ByEpoch({0: 1, 4: 8})")
+    if given.unit not in ("any", unit):
+        raise ValueError(f"`{owner}({name}={given!r})`: this policy counts {given.unit}, not {unit}.")
+    return given
+
+
+def check_trainer(callback: Any, trainer: Any, module: Any) -> None:
+    """Whether windows can be a callback's.
+
+    Raises:
+        ValueError: they are somebody else's already, or the module's.
+    """
+    name = type(callback).__name__
+    if not module.automatic_optimization:
+        raise ValueError(
+            f"`{name}` works with automatic optimization: with manual optimization the module decides when its "
+            "optimizers step."
+        )
+    if pulls(module):
+        raise ValueError(
+            f"`{name}` must know a batch before it is trained on: `training_step(dataloader_iter)` takes it by itself. "
+            "Take `training_step(batch, batch_idx)`."
+        )
+    if any(other is not callback and type(other) is type(callback) for other in trainer.callbacks):
+        raise ValueError(f"The Trainer has two `{name}`: one decides how long a window is.")
+    if callbacks_of(trainer, "GradientAccumulationScheduler"):
+        raise ValueError(
+            f"The Trainer has a `GradientAccumulationScheduler` beside `{name}`: leave it out, and pass "
+            f"`{name}(ByEpoch({{...}}))` with what it was given."
+        )
+    if trainer.accumulate_grad_batches != 1:
+        raise ValueError(
+            f"`Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})` beside `{name}`: leave it out, the "
+            "callback says how many batches a window has."
+        )
+    if callback.split_on_oom and in_lockstep(trainer.strategy):
+        raise ValueError(
+            f"`{name}(split_on_oom=True)` is for ranks that step by themselves: under "
+            f"`{type(trainer.strategy).__name__}` the others wait for this one's gradients, bucket by bucket."
+        )
+    _check_servers(callback, trainer.strategy)
+    if trainer.strategy.handles_gradient_accumulation:
+        raise ValueError(
+            f"`{type(trainer.strategy).__name__}` accumulates gradients by itself: leave `{name}` out, or take another "
+            "strategy. `AsyncGradientStrategy(accumulate=)` says how many batches a step has."
+        )
+    if hasattr(trainer.strategy, "accumulate"):
+        _check_windows(callback, trainer.strategy)
+
+
+def _check_windows(callback: Any, strategy: Any) -> None:
+    """Whether a strategy that gathers windows by itself can be told how large they are.
+
+    Raises:
+        ValueError: it cannot, or what is to be measured is not to be seen.
+    """
+    name, owner = type(callback).__name__, type(strategy).__name__
+    policy, correction = callback.policy, strategy.correction
+    measures = getattr(policy, "measures", "nothing")
+    if strategy.accumulate != 1:
+        raise ValueError(
+            f"`{owner}(accumulate={strategy.accumulate!r})` beside `{name}`: one says how large a window is. Leave "
+            f"`accumulate` out, or `{name}`."
+        )
+    if callback.split_on_oom:
+        raise ValueError(f"`{name}(split_on_oom=True)` is for other strategies than `{owner}`: leave it out.")
+    if callback.lr_scaling is not None and isinstance(correction, Prediction):
+        raise ValueError(
+            f"`{name}(lr_scaling={callback.lr_scaling!r})` with `{owner}(correction={correction!r})`: that foresees "
+            "steps at the rates that optimizers have. Leave one of the two out."
+        )
+    changed = strategy.compression != "none" or isinstance(correction, GradientCorrection)
+    if measures == "noise" and changed:
+        what = f"compression={strategy.compression!r}, correction={correction!r}"
+        raise ValueError(
+            f"`{name}` with `{policy!r}` and `{owner}({what})`: noise is measured of the mean of a window as all have "
+            "made it, which is not what arrives there. Leave both out, or take a number or a schedule."
+        )
+    if measures == "times" and strategy.delay:
+        raise ValueError(
+            f"`{name}` with `{policy!r}` and `{owner}(delay=1)`: behind the next window nothing is to be seen of "
+            "communication. `accumulate='until_reduced'`, without this callback, fills its time; or take `delay=0`."
+        )
+
+
+def _check_servers(callback: Any, strategy: Any) -> None:
+    """Whether a worker knows in time what a step needs that servers make of the gradients of all workers.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if not getattr(strategy, "served", False) or not strategy.update_on_server or strategy.world_size == 1:
+        return
+    name, owner, policy = type(callback).__name__, type(strategy).__name__, callback.policy
+    if callback.lr_scaling is not None and (strategy.mode == "sync" or strategy.warmup_steps):
+        how = "mode='sync'" if strategy.mode == "sync" else f"warmup_steps={strategy.warmup_steps}"
+        raise ValueError(
+            f"`{name}(lr_scaling={callback.lr_scaling!r})` with `{owner}({how})`: the learning rate goes with each "
+            "push, and how many samples all workers push only the servers hear. Leave `lr_scaling` out, or take "
+            "`AsyncAveragingStrategy(schedule=Synchronous())`."
+        )
+    if getattr(policy, "measures", "nothing") != "nothing" and strategy.mode == "sync":
+        raise ValueError(
+            f"`{name}` with `{policy!r}` and `{owner}(mode='sync')`: each worker measures by itself, and they could "
+            "not agree on the size of a step. Take a number or a schedule, or "
+            "`AsyncAveragingStrategy(schedule=Synchronous())`."
+        )
+
+
+def check_target(callback: Any, trainer: Any, size: int, ranks: int, began: bool) -> None:
+    """Whether a target can be met to the sample; where ranks were lost since training ``began``, as near as can be.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    base = callback.base_batch_size
+    unit = base * ranks
+    if size % unit == 0:
+        return
+    if not began:
+        log.warning(
+            "Rank %d: %d ranks average their gradients now, so that steps have multiples of %d samples: as near to "
+            "`target_batch_size=%d` as can be.", trainer.global_rank, ranks, unit, size,
+        )  # fmt: skip
+        return
+    lower = size - size % unit
+    near = " or ".join(str(each) for each in (lower, lower + unit) if each)
+    raise ValueError(
+        f"`{type(callback).__name__}(base_batch_size={base}, target_batch_size={size})`: steps have multiples of "
+        f"{unit} samples, {base} on each of {ranks} ranks that average their gradients. Take {near}, or another batch "
+        "size in the loader."
+    )
+
+
+def show(trainer: Any, module: Any, metrics: dict[str, float]) -> None:
+    """In all loggers; the first one in the progress bar, too."""
+    for logger in trainer.loggers:
+        logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+    name = next(iter(metrics))
+    module.log(name, metrics[name], on_step=True, on_epoch=False, prog_bar=True, logger=False, batch_size=1)
+
+
+class TemporaryRates:
+    """Learning rates that are others for the time of one optimizer step.
+
+    Schedulers and checkpoints never see them: they are set when gradients are ready, and put back when the step is
+    done, whatever came of it.
+    """
+
+    def __init__(self) -> None:
+        self._before: list[tuple[dict[str, Any], Any]] = []
+
+    def install(self, trainer: Any) -> list[Undo]:
+        """Patch; returns what takes it back."""
+        automatic = trainer.fit_loop.epoch_loop.automatic_optimization
+
+        def wrap(original: Callable[..., None]) -> Callable[..., None]:
+            def optimizer_step(*args: Any, **kwargs: Any) -> None:
+                try:
+                    original(*args, **kwargs)
+                finally:
+                    self._put_back()
+
+            return optimizer_step
+
+        return [self._put_back, replace(automatic, "_optimizer_step", wrap)]
+
+    @torch.no_grad()
+    def multiply(self, optimizer: Any, factor: float) -> None:
+        """By this, for the step that comes; groups without a learning rate stay as they are."""
+        self._put_back()
+        for group in optimizer.param_groups if factor != 1.0 else ():
+            lr = group.get("lr")
+            if isinstance(lr, torch.Tensor):  # whose memory a captured step reads
+                self._before.append((group, lr.clone()))
+                lr.mul_(factor)
+            elif lr is not None:
+                self._before.append((group, lr))
+                group["lr"] = lr * factor
+
+    @torch.no_grad()
+    def _put_back(self) -> None:
+        while self._before:
+            group, lr = self._before.pop()
+            if isinstance(lr, torch.Tensor):
+                group["lr"].copy_(lr)
+            else:
+                group["lr"] = lr

@@ -1,0 +1,227 @@
+"""A rank's own state on its way into another rank's memory: the training thread copies, a thread of its own sends.
+
+    FREE --- due: the training thread fills it ---> WRITER --- sent, or given up: the thread ---> FREE
+
+One buffer: while it is on its way nothing else is begun. What the other rank has is whole at any moment, see `Keeper`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_async.checkpoint.buffers import Buffer, BufferOwner, Growth, uncollected
+from lightning_async.checkpoint.saver import Costs, Usual
+from lightning_async.checkpoint.shards import CheckpointShard, own_of, shard
+from lightning_async.comm.peer_storage import Address, PeerStoreConnection, deposit, fetch, forget
+from lightning_async.errors import DamagedCheckpoint
+from lightning_async.membership.signing import Seal
+
+_ENDS_S = 5.0
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What has become of one copy.
+
+    Args:
+        to: where it went.
+        size: bytes.
+        seconds: since it was handed over.
+        error: why it is not there; None where it is.
+    """
+
+    to: Address
+    size: int
+    seconds: float
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class PeerCopy:
+    """A state that another rank has kept.
+
+    Args:
+        at: where.
+        label: what its owner has said of it.
+        own: the state.
+    """
+
+    at: Address
+    label: Mapping[str, Any]
+    own: Any
+
+
+class PeerCopySender:
+    """Brings copies of one rank's state to where they are kept; ended by `close`.
+
+    Args:
+        owner: whose state it is.
+        seal: of the job.
+        at: where an older copy is, which is forgotten once a newer one is elsewhere. Default: nowhere.
+    """
+
+    def __init__(self, owner: str, seal: Seal, at: Address | None = None) -> None:
+        self.costs = Costs()
+        self.size = 0
+        """Bytes of the last copy."""
+        self._owner, self._seal, self._at = owner, seal, at
+        self._buffer, self._growth, self._usual = Buffer(f"own-{owner}"), Growth(), Usual(time.monotonic())
+        self._jobs: queue.SimpleQueue[tuple[Address, Mapping[str, Any], int] | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[Sent] = queue.SimpleQueue()
+        self._line: PeerStoreConnection | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether a copy is on its way, or the memory for one is yet to come."""
+        return self._buffer.owner is not BufferOwner.FREE or self._growth.active
+
+    def step(self) -> None:
+        """A step is done: its time counts as a cost where it is longer than usual and a copy is on its way."""
+        self.costs.slowed_s += self._usual.step(time.monotonic(), self.busy)
+
+    def send(self, to: Address, label: Mapping[str, Any], own: Any) -> bool:
+        """Copy a state, which may change from then on, and send the copy; not while `busy`.
+
+        Args:
+            to: where it is to be kept.
+            label: what is said of it to whoever asks for it; the newest copy is that of the greatest ``"life"`` of its
+                owner, and of those the one with the greatest ``"at"``.
+            own: the state, see `comm.frames.flatten`.
+
+        Returns:
+            whether it has begun; False where there is no memory yet, which comes in the background.
+
+        Raises:
+            TypeError: there is something in the state that cannot be copied; names it.
+            CheckpointError: there is no memory for it.
+        """
+        began = time.monotonic()
+        with uncollected():
+            part = shard({}, own, 0, [0])
+            if part.size > self._buffer.size:
+                self._growth.begin([self._buffer], part.size)
+                if self._growth.active:
+                    return False
+            self._fill(part)
+        self.size = part.size
+        self.costs.saves += 1
+        self._jobs.put((to, {**label, "text": part.size - len(part.text)}, part.size))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="lightning_async courier", daemon=True)
+            self._thread.start()
+        self._usual.last = time.monotonic()
+        self.costs.stalled_s += self._usual.last - began
+        return True
+
+    def _fill(self, part: CheckpointShard) -> None:
+        self._buffer.owner = BufferOwner.FILLING
+        try:
+            self._buffer.fill(part.tensors, part.text)
+        except BaseException:
+            self._buffer.owner = BufferOwner.FREE
+            raise
+        self._buffer.owner = BufferOwner.WRITER
+
+    def poll(self) -> list[Sent]:
+        """What has become of copies since the last call; waits for nothing."""
+        found = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                found.append(self._results.get_nowait())
+                self.costs.committed += found[-1].error is None
+                self.costs.failed += found[-1].error is not None
+        return found
+
+    def close(self) -> None:
+        """Give up what is on its way, and the memory; idempotent."""
+        self._closed = True
+        if self._thread is not None:
+            self._jobs.put(None)
+            if (line := self._line) is not None:
+                line.break_off()
+            self._thread.join(_ENDS_S)
+        self._growth.wait(_ENDS_S)
+        if self._thread is None or not self._thread.is_alive():
+            self._buffer.release()
+        self._thread = None
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            (to, label, size), began, error = job, time.monotonic(), None
+            try:
+                self._bring(to, label, size)
+            except OSError as failure:
+                error = f"{type(failure).__name__}: {failure}"
+            self._line = None
+            self._buffer.owner = BufferOwner.FREE
+            self._results.put(Sent(to, size, time.monotonic() - began, error))
+
+    def _bring(self, to: Address, label: Mapping[str, Any], size: int) -> None:
+        data = self._buffer.view(size)
+        try:
+            deposit(to, self._seal, self._owner, label, data, self._connected)
+        finally:
+            data.release()
+        before, self._at = self._at, to
+        if before is not None and before != to:
+            with contextlib.suppress(OSError):  # it is gone, with what it had
+                forget(before, self._seal, self._owner)
+
+    def _connected(self, line: PeerStoreConnection) -> None:
+        self._line = line
+        if self._closed:
+            line.break_off()
+
+
+def find(owner: str, seal: Seal, keepers: Mapping[str, Address]) -> tuple[PeerCopy | None, dict[str, str]]:
+    """The newest state of an owner that anybody has, who has it still; and of those that could not be asked, why.
+
+    All are asked at once, and each is given up after `SILENCE_S` without a word. Older copies are forgotten.
+
+    Args:
+        owner: whose.
+        seal: of the job.
+        keepers: where to ask, by name.
+    """
+    if not keepers:
+        return None, {}
+    copies: list[tuple[Address, dict[str, Any], bytearray]] = []
+    silent: dict[str, str] = {}
+    with ThreadPoolExecutor(len(keepers), "lightning_async asks") as pool:  # hosts that are gone say so by silence
+        asked = {name: pool.submit(fetch, address, seal, owner) for name, address in keepers.items()}
+        for name, answer in asked.items():
+            try:
+                if (found := answer.result()) is not None:
+                    copies.append((keepers[name], *found))
+            except OSError as error:
+                silent[name] = f"{type(error).__name__}: {error}"
+    if not copies:
+        return None, silent
+    address, label, data = max(copies, key=lambda copy: _age(copy[1]))
+    for other, _, _ in copies:
+        if other != address:
+            with contextlib.suppress(OSError):
+                forget(other, seal, owner)
+    begins, whole = label.get("text"), memoryview(data)
+    try:
+        if type(begins) is not int or not 0 <= begins <= len(whole):
+            raise DamagedCheckpoint(f"its text cannot begin at byte {begins!r} of {len(whole)}")
+        own = own_of(whole[:begins], bytes(whole[begins:]), f"the copy of rank {owner}'s state")
+    except DamagedCheckpoint as error:
+        return None, {**silent, "that has a copy": str(error)}
+    return PeerCopy(address, label, own), silent
+
+
+def _age(label: Mapping[str, Any]) -> tuple[float, float]:
+    """The greater the newer: which life of its owner it is of, whose clocks need not agree, and when."""
+    life, at = label.get("life"), label.get("at")
+    return (life if isinstance(life, int) else 0.0, at if isinstance(at, int | float) else 0.0)

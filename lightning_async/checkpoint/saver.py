@@ -1,0 +1,346 @@
+"""One rank's saves: handed to the writer, heard of, counted where they fail, and old ones deleted after a commit."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_async.algorithms import KeepPolicy
+from lightning_async.checkpoint.retention import LostParts, RetentionThread
+from lightning_async.checkpoint.store import CheckpointStore
+from lightning_async.checkpoint.writer import Result, SaveBusy, SaveJob, Writer
+from lightning_async.errors import CheckpointError
+from lightning_async.events import tell
+
+log = logging.getLogger(__name__)
+
+
+# What saves cost training.
+
+
+@dataclass
+class Costs:
+    """What saves have cost so far, in seconds.
+
+    Args:
+        saves: that were handed over.
+        committed: of these, by this rank.
+        failed: of these.
+        stalled_s: training stood still for so long.
+        slowed_s: steps took so much longer while a save was written.
+    """
+
+    saves: int = 0
+    committed: int = 0
+    failed: int = 0
+    stalled_s: float = 0.0
+    slowed_s: float = 0.0
+    failed_in_a_row: int = field(default=0, repr=False)
+
+    @property
+    def of_one(self) -> float | None:
+        """What one save costs training, its slower steps included; None before the first one is done."""
+        done = self.committed + self.failed
+        return (self.stalled_s + self.slowed_s) / self.saves if done else None
+
+
+class Usual:
+    """How long steps take while nothing is written, and how much longer they do while something is.
+
+    Args:
+        now: seconds.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.last, self._usual_s = now, 0.0
+
+    def step(self, now: float, writing: bool) -> float:
+        """A step is done; what it took longer than usual, in seconds, while something was being written."""
+        took, self.last = now - self.last, now
+        if writing and self._usual_s:
+            return max(0.0, took - self._usual_s)
+        self._usual_s = 0.9 * self._usual_s + 0.1 * took if self._usual_s else took
+        return 0.0
+
+
+PATIENCE_S = 600.0
+"""For what is still being written."""
+_QUIET_S, _BEAT_S = 5.0, 0.2
+
+
+class Saver:
+    """Saves of one rank.
+
+    Args:
+        store: where.
+        rank: this rank.
+        run: names this run in unfinished checkpoints; the same on all ranks.
+        keep: what to keep; applied after each commit by the rank that has made it.
+        resumed_from: number of the checkpoint that training began from, which stays. Default: none.
+        good_after: a checkpoint is good when so many steps without harm have followed. Default: none ever is.
+        buffers: copies of the state that there is memory for. Default: 2.
+        max_failures: so many failed saves in a row end training. Default: 3.
+        pickles: pickle objects that are no plain values or tensors. Default: a state that holds some is refused.
+        lost: the ranks without which training goes on. Default: there are none.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        rank: int,
+        run: str,
+        keep: KeepPolicy,
+        *,
+        resumed_from: int | None = None,
+        good_after: int | None = None,
+        buffers: int = 2,
+        max_failures: int = 3,
+        pickles: bool = False,
+        lost: Callable[[], Collection[int]] = tuple,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.costs = Costs()
+        self.pickles = pickles
+        """Whether objects are pickled."""
+        self._rank, self._run, self._good_after = rank, run, good_after
+        self._max_failures, self._now = max_failures, now
+        self._store, self._keeper = store, RetentionThread(store, keep, resumed_from)
+        self._steps = 0
+        self._begun_at: dict[int, int] = {}
+        """Saves that may become good yet: after which of this rank's steps they were begun, by number."""
+        self._shared: dict[int, int] = {}
+        """The steps of saves in which other ranks take part, too, and that are not heard of yet, by number."""
+        self.gave_up = False
+        """A save was given up, as ranks are lost: another one is due, and who makes that takes this back."""
+        self._losses, self._lost, self._looked_at = LostParts(store, rank, now), lost, -math.inf
+        self._alone = -1
+        """The save that other ranks may have made first."""
+        self._writer = Writer(store.dirpath, rank, buffers, pickles=pickles)
+        self._usual, self._last_error = Usual(now()), ""
+        self._warn_after_s = PATIENCE_S
+
+    def start(self) -> None:
+        """Start the writer, so that the first save does not."""
+        self._writer.start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is being written."""
+        return self._writer.busy
+
+    def save(
+        self,
+        number: int,
+        step: int,
+        ranks: Sequence[int],
+        shared: Any,
+        own: Any,
+        manifest: Mapping[str, Any],
+        queue: bool = False,
+    ) -> None:
+        """Copy the state and have it written.
+
+        Waits for the save before, if that is still under way; with ``queue`` it is written after that, where a buffer
+        is free. A save that cannot begin is one that has failed, see `poll`.
+
+        Raises:
+            SaveBusy: with ``queue``, there is no buffer free.
+        """
+        started = self._now()
+        if not queue:
+            self.wait(PATIENCE_S)
+        job = SaveJob(number, step, self._run, tuple(ranks), shared, own, manifest)
+        self.costs.saves += 1
+        self._begun_at[number] = self._steps
+        if len(ranks) > 1:
+            self._shared[number] = step
+            self._losses.begin(number, step, self._run, ranks)
+        try:
+            self._writer.save(job, queue)
+        except (CheckpointError, TypeError, ValueError) as error:  # a state may come to hold what cannot be saved
+            if len(ranks) > 1:
+                self.give_up(number, step, str(error), ranks)
+            if queue and isinstance(error, SaveBusy):
+                raise
+            self._hear(Result(number, 0.0, error=f"rank {self._rank}: save {number} {error}"))
+        self.costs.stalled_s += self._now() - started
+        self._usual.last = self._now()
+
+    def save_alone(
+        self, number: int, step: int, shared: Any, own: Any, manifest: Mapping[str, Any], patience_s: float
+    ) -> bool:
+        """The same for a checkpoint of this rank alone, which other ranks may be saving, too: the first one counts.
+
+        Waits ``patience_s`` at most for a save that is under way. False where another rank has begun before.
+
+        Raises:
+            CheckpointError, TypeError, ValueError: it cannot begin.
+        """
+        if self._store.begun(number, self._run):
+            return False
+        job = SaveJob(number, step, f"{self._run}-{self._rank}", (self._rank,), shared, own, manifest)
+        self.costs.saves += 1
+        self._begun_at[number], self._alone = self._steps, number
+        try:
+            self._writer.save(job, queue=True)
+        except SaveBusy:
+            self.wait(patience_s)
+            self._writer.save(job, queue=True)
+        return True
+
+    def give_up(self, number: int, step: int, why: str, ranks: Sequence[int] = ()) -> None:
+        """This rank has nothing for a save that it was to take part in: the others need not wait for it."""
+        self._keeper.give_up(self._store.temporary(number, step, self._run), self._rank, why, ranks)
+
+    def reserve(self, step: int, ranks: Sequence[int], shared: Any, own: Any) -> None:
+        """Have the memory for saves before the first one.
+
+        Raises:
+            TypeError: there is something in the state that cannot be saved; names it.
+        """
+        self._writer.reserve(SaveJob(1, step, self._run, tuple(ranks), shared, own))
+
+    def expect(self, step: int, ranks: Sequence[int], shared: Any, own: Any, more: int = 0) -> None:
+        """The state has grown, as it does when optimizers have stepped: have the memory soon, and wait for nothing.
+
+        Args:
+            more: bytes that saves have besides. Default: 0.
+        """
+        self._writer.expect(SaveJob(1, step, self._run, tuple(ranks), shared, own), more)
+
+    def step(self, harmless: int | None = None) -> None:
+        """A step is done: its time counts as a cost where it is longer than usual and a save is being written.
+
+        Args:
+            harmless: so many steps up to this one were without harm, as far as is known. Default: nobody watches.
+        """
+        self._steps += 1
+        if harmless is not None:
+            self._promote(harmless)
+        self.costs.slowed_s += self._usual.step(self._now(), self.busy)
+
+    def poll(self) -> None:
+        """Hear what has become of saves; wait for nothing. Says so where one takes very long.
+
+        Raises:
+            CheckpointError: too many in a row have failed.
+        """
+        for result in self._writer.poll():
+            self._hear(result)
+        self._look()
+        self._check()
+        waited_s = self._writer.waited_s
+        if waited_s < PATIENCE_S:
+            self._warn_after_s = PATIENCE_S
+        elif waited_s >= self._warn_after_s:
+            self._warn_after_s = waited_s + PATIENCE_S
+            log.warning(
+                "Rank %d: a checkpoint has been under way for %.0f s (process %s); none is begun meanwhile. See "
+                "whether that process lives, and what its disk does.", self._rank, waited_s, self._writer.pid,
+            )  # fmt: skip
+
+    def wait(self, timeout_s: float, settled: bool = False) -> bool:
+        """Wait until nothing is being written, ``settled``: nor by lost ranks; whether so. Says if it takes long."""
+        if not self._heard_within(min(timeout_s, _QUIET_S), settled) and timeout_s > _QUIET_S:
+            log.warning(
+                "Rank %d: a checkpoint is still being written (process %s); waiting %.0f s more at most.",
+                self._rank, self._writer.pid, timeout_s - _QUIET_S,
+            )  # fmt: skip
+            self._heard_within(timeout_s - _QUIET_S, settled)
+        return not self._writer.busy
+
+    def is_committed(self, number: int) -> bool:
+        """Whether a save is a checkpoint by now, whoever has committed it."""
+        return any(entry.manifest is not None for entry in self._store.entries(number))
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until all is written, marked and deleted that was asked for."""
+        self.wait(timeout_s)
+        self._keeper.flush(timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        """Wait for what is being written, and end the writer."""
+        began = self._now()
+        self.wait(timeout_s)
+        for result in self._writer.close(max(0.0, timeout_s - (self._now() - began))):
+            self._hear(result)
+        self._keeper.close(timeout_s)
+
+    def _heard_within(self, timeout_s: float, settled: bool) -> bool:
+        """Whether nothing is under way any more, after so many seconds at most; ranks may be lost meanwhile."""
+        until = self._now() + timeout_s
+        while True:
+            for result in self._writer.wait(max(0.0, min(_BEAT_S, until - self._now()))):
+                self._hear(result)
+            self._look()
+            if not self._writer.busy and not (settled and self._losses.concerned(self._lost())):
+                return True
+            if self._now() >= until:
+                return False
+            if not self._writer.busy:
+                time.sleep(_BEAT_S / 4)
+
+    def _look(self) -> None:
+        """Have found out what becomes of saves that lost ranks take part in, if that is for this rank to do."""
+        for number in self._losses.given_up():
+            self.gave_up = True
+            log.warning("Rank %d: save %d is given up: a rank is lost whose part was yet to come.", self._rank, number)
+        now = self._now()
+        if now - self._looked_at >= _BEAT_S / 2 and self._losses.concerned(self._lost()):
+            self._looked_at = now
+            self._keeper.look(self._losses)
+
+    def _check(self) -> None:
+        if self.costs.failed_in_a_row >= self._max_failures:
+            raise CheckpointError(
+                f"Rank {self._rank}: {self.costs.failed_in_a_row} saves in a row have failed, the last one with: "
+                f"{self._last_error} Training ends here rather than go on without checkpoints: make room, or another "
+                "`dirpath`, and start again; it resumes from the newest checkpoint that is whole."
+            )
+
+    def _hear(self, result: Result) -> None:
+        costs, step = self.costs, self._shared.pop(result.number, None)
+        if result.lost and result.error is not None and step is not None:
+            self.give_up(result.number, step, result.error)
+        self._losses.concerned(self._lost())  # a rank that has left may have said so, in time for this save to fail
+        if self._losses.written(result.number, result.committed, result.error is not None):
+            self._begun_at.pop(result.number, None)
+            return
+        if result.error is not None:
+            if result.number == self._alone and any(each.number == self._alone for each in self._store.entries()):
+                return  # another rank was quicker
+            costs.failed += 1
+            costs.failed_in_a_row += 1
+            self._last_error = result.error
+            self._begun_at.pop(result.number, None)
+            goes_on = "" if result.number == self._alone else "; training goes on"
+            words = f"A checkpoint could not be saved{goes_on}. {result.error}"
+            tell("save_failed", logging.ERROR, words, rank=self._rank, number=result.number)
+            return
+        costs.failed_in_a_row = 0
+        costs.committed += 1
+        if result.committed:
+            words = f"Rank {self._rank}: checkpoint {result.number} is committed."
+            tell("saved", logging.INFO, words, rank=self._rank, number=result.number)
+            if self._good_after is not None:
+                self._keeper.awaited.add(result.number)
+            self._keeper.prune()
+        else:
+            self._begun_at.pop(result.number, None)
+
+    def _promote(self, harmless: int) -> None:
+        """Mark as good what was followed by steps without harm; what was followed by harm never will be."""
+        for number in sorted(self._keeper.awaited):
+            after = self._steps - self._begun_at[number]
+            good = self._good_after is not None and after >= self._good_after
+            if harmless >= after and not good:
+                continue
+            self._keeper.awaited.discard(number)
+            del self._begun_at[number]
+            if harmless >= after:
+                self._keeper.promote(number)
+                self._keeper.prune()

@@ -1,0 +1,449 @@
+"""The trainer's side of the process that writes checkpoints: hand over, hear, replace it if it dies or is stopped.
+
+    save --- copied into a free buffer, told by a message ---> the writer --- poll: its answer ---> the buffer is free
+
+Only the training thread uses it. Nothing waits for a disk, but `Writer.wait` and `Writer.close`, which have a timeout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import socket
+import subprocess
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, ClassVar
+
+from lightning_async._subprocess import bare_command
+from lightning_async.checkpoint.buffers import Buffer, BufferOwner, Growth, anonymous_file, uncollected
+from lightning_async.checkpoint.shards import CheckpointShard, shard
+from lightning_async.checkpoint.storage import Lock, files_at
+from lightning_async.checkpoint.store import Manifest
+from lightning_async.checkpoint.writer_process import MESSAGE, lock_of_writer, wait_for
+from lightning_async.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+
+# A process that writes checkpoints, as its trainer sees it: how it is started, told, heard, and noticed to be
+# dead.
+
+_EXIT_S = 1.0  # a writer that has nothing to do ends at once; one that is stopped is not waited for
+_STANDSTILL_LOOK_S = 0.5
+_LONGEST_LOOK_S = 10.0
+
+
+class Standstill:
+    """Seconds for which a process has been stopped (SIGSTOP), by looks at it.
+
+    Between two looks at most some seconds count: a job that is suspended stops who looks, too, and when it goes on, the
+    process that is looked at may do so a moment later.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._last: float | None = None
+
+    def look(self, stopped: bool, now: float) -> float:
+        """Whether it is stopped, at that many monotonic seconds; for how long it has been.
+
+        >>> still = Standstill()
+        >>> [still.look(True, now) for now in (100.0, 104.0, 3704.0)], still.look(False, 3705.0)
+        ([0.0, 4.0, 14.0], 0.0)
+        """
+        before, self._last = self._last, now if stopped else None
+        self.seconds = 0.0 if before is None or not stopped else self.seconds + min(now - before, _LONGEST_LOOK_S)
+        return self.seconds
+
+
+class WriterChannel:
+    """One process that writes, and the channel to it.
+
+    Args:
+        rank: whose parts it writes.
+        lock: that the process holds as long as it lives; this one keeps nothing of it. Default: none.
+
+    Raises:
+        CheckpointError: the system does not let it start.
+    """
+
+    _left: ClassVar[list[subprocess.Popen[bytes]]] = []  # those that still wrote when they were closed
+
+    def __init__(self, rank: int, lock: Lock | None = None) -> None:
+        self.died = False
+        """Whether it has ended, as far as `answers` knows."""
+        self._received = b""
+        self._standstill, self._looks_at = Standstill(), -math.inf
+        try:
+            with contextlib.ExitStack() as opened:
+                self._start(rank, lock, opened)
+                opened.pop_all()
+        except OSError as error:
+            raise CheckpointError(f"rank {rank}: no process that writes checkpoints can be started: {error}") from error
+        finally:
+            if lock is not None:
+                lock.close()
+        self.pid = self._popen.pid
+
+    def _start(self, rank: int, lock: Lock | None, opened: contextlib.ExitStack) -> None:
+        self._errors = anonymous_file("checkpoint-errors")
+        opened.callback(os.close, self._errors)
+        self._channel, theirs = map(opened.enter_context, socket.socketpair())
+        told = [theirs.fileno(), os.getpid()]
+        command = bare_command(
+            "lightning_async.checkpoint.writer_process", told, f"writes the checkpoints of rank {rank}"
+        )
+        with theirs:
+            self._popen = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._errors,
+                pass_fds=[theirs.fileno(), *([lock.descriptor] if lock else [])], start_new_session=True,
+            )  # fmt: skip
+
+    def send(self, descriptor: int, offset: int, length: int, again: bool) -> None:
+        """Hand over a job; raises OSError where the process has ended."""
+        socket.send_fds(self._channel, [MESSAGE.pack(offset, length, again)], [descriptor])
+
+    def answers(self) -> list[dict[str, Any]]:
+        """All that have come; notices that no more can."""
+        with contextlib.suppress(BlockingIOError):
+            while not self.died:
+                try:
+                    data = self._channel.recv(1 << 16, socket.MSG_DONTWAIT)
+                except ConnectionError:
+                    data = b""
+                self._received += data
+                self.died = not data
+        *lines, self._received = self._received.split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def wait(self, timeout: float) -> None:
+        """Until there is an answer, or the process has ended, or so many seconds are over."""
+        wait_for(self._channel, timeout)
+
+    def stopped_s(self) -> float:
+        """For how long it has been stopped, by looks at it twice a second; 0 where the system does not say."""
+        now = time.monotonic()
+        if now >= self._looks_at:
+            self._looks_at = now + _STANDSTILL_LOOK_S
+            self._standstill.look(_is_stopped(self.pid), now)
+        return self._standstill.seconds
+
+    def kill(self) -> None:
+        """End it, also where it is stopped; `answers` notices that it has ended."""
+        self._popen.kill()
+        self._standstill = Standstill()
+
+    def close(self) -> str:
+        """There are no more jobs; how it has ended, if it has."""
+        with contextlib.suppress(OSError):
+            self._channel.shutdown(socket.SHUT_WR)  # forks of this process may have it open, too
+        self._channel.close()
+        try:
+            code = self._popen.wait(_EXIT_S)
+        except subprocess.TimeoutExpired:
+            self._left[:] = [self._popen, *(each for each in self._left if each.poll() is None)]
+            return "it has not ended"
+        finally:
+            said = os.pread(self._errors, 1 << 16, 0).decode(errors="replace").strip()
+            os.close(self._errors)
+        return f"signal {-code}" if code < 0 else f"exit status {code}: {said[-1000:]}"
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, and not by a debugger, which would go on with it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
+    except (OSError, IndexError):
+        return False
+
+
+_REMEDY = (
+    "Put plain values and tensors there, or pass `FaultTolerantCheckpoint(objects='pickle')`: then whoever loads such "
+    "a checkpoint has to ask for it, as that executes code in it."
+)
+_ATTEMPTS = 2  # of writers at one job: one that kills its writer would kill the next one, too
+_STOPPED_S, _LOOK_S = 20.0, 0.5
+"""A writer that is stopped for so long is replaced; how often a wait looks whether it is."""
+
+
+class SaveBusy(CheckpointError):
+    """The save before this one is still being written."""
+
+
+@dataclass(frozen=True)
+class SaveJob:
+    """One rank's part of one save.
+
+    Args:
+        number, step, run: of the checkpoint, see `CheckpointStore.temporary`; the same on all ranks.
+        ranks: that take part. The first of them commits.
+        shared: what is equal on all of these, see `comm.frames.flatten` for what can be in it.
+        own: what is this rank's.
+        manifest: fields of the `Manifest` besides these. Only those of the rank that commits count. Default: none.
+    """
+
+    number: int
+    step: int
+    run: str
+    ranks: Sequence[int]
+    shared: Any
+    own: Any
+    manifest: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of one save.
+
+    Args:
+        number: of the save.
+        seconds: since it was handed over.
+        bytes: of this rank's files.
+        committed: this rank has committed it. Other ranks know that their part is durable, no more.
+        error: what went wrong; None where nothing did.
+        lost: nobody has told the other ranks of it, who wait for this one's part.
+    """
+
+    number: int
+    seconds: float
+    bytes: int = 0
+    committed: bool = False
+    error: str | None = None
+    lost: bool = False
+
+
+@dataclass
+class _Flight:
+    """A save that the writer has, and where in which buffer its job lies."""
+
+    number: int
+    buffer: Buffer
+    offset: int
+    length: int
+    attempts: int = 1
+    started: float = field(default_factory=time.monotonic)
+
+
+class Writer:
+    """Writes one rank's part of checkpoints in a process of its own.
+
+    Args:
+        dirpath: where checkpoints are, a local directory or a URL that fsspec knows.
+        rank: this rank. Default: 0.
+        buffers: copies of the state that there is memory for. With 2, one save can be copied while another one is being
+            written. Default: 2.
+        deadline: how long the rank that commits waits for the parts of the others. Default: 10 minutes.
+        pickles: pickle objects that are no plain values or tensors. Default: a state that holds some is refused.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self, dirpath: str | os.PathLike[str], rank: int = 0, buffers: int = 2,
+        deadline: timedelta = timedelta(minutes=10), pickles: bool = False,
+    ) -> None:  # fmt: skip
+        if buffers not in (1, 2):
+            raise ValueError(f"`Writer(buffers={buffers!r})` must be 1 or 2.")
+        if deadline <= timedelta(0):
+            raise ValueError(f"`Writer(deadline={deadline!r})` must be > 0.")
+        path = os.fspath(dirpath)
+        self._dirpath = path if "://" in path else os.path.abspath(os.path.expanduser(path))
+        self._rank, self._deadline = rank, deadline
+        self._pickles = pickles
+        self._buffers = [Buffer(f"checkpoint-{rank}-{i}") for i in range(buffers)]
+        self._flights: deque[_Flight] = deque()
+        self._done: list[Result] = []
+        self._process: WriterChannel | None = None
+        self._growth = Growth()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is being written, as far as `poll` knows, or its memory is yet to come, see `expect`."""
+        return bool(self._flights) or self._growth.active
+
+    @property
+    def waited_s(self) -> float:
+        """How long the save that is being written has been under way; 0 where there is none."""
+        return _since(self._flights[0]) if self._flights else 0.0
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process; None where there is none."""
+        return self._process.pid if self._process else None
+
+    def start(self) -> None:
+        """Start the process, if there is none. Takes some milliseconds.
+
+        Raises:
+            CheckpointError: the system does not let it.
+        """
+        if self._process is None:
+            self._process = WriterChannel(self._rank, lock_of_writer(*files_at(self._dirpath), self._rank))
+
+    def reserve(self, job: SaveJob) -> None:
+        """Have the memory for saves like this one: the first of them then takes no longer than the others."""
+        size = self._shard(job).size
+        for buffer in self._buffers:
+            if buffer.owner is BufferOwner.FREE:
+                buffer.reserve(size)
+
+    def expect(self, job: SaveJob, more: int = 0) -> None:
+        """The same in the background, for saves that have ``more`` bytes besides: `busy` meanwhile. Default: 0."""
+        self._growth.begin(self._buffers, self._shard(job).size + more)
+
+    def save(self, job: SaveJob, queue: bool = False) -> float:
+        """Copy the state, which may change from then on, and hand the copy over; the seconds that this took.
+
+        Args:
+            job: what to save.
+            queue: where one save is being written, and a buffer is free, write this one after it. Default: False.
+
+        Raises:
+            SaveBusy: a save is being written (with ``queue``: no buffer is free).
+            TypeError: there is something in the state that cannot be saved; names it.
+            CheckpointError: there is no memory for a copy, or no writer can be started.
+        """
+        began = time.monotonic()
+        self._growth.wait()
+        self._take_answers()
+        free = [buffer for buffer in self._buffers if buffer.owner is BufferOwner.FREE]
+        if not free or (self._flights and not queue):
+            first = self._flights[0]
+            raise SaveBusy(
+                f"rank {self._rank}: save {job.number} cannot begin: save {first.number} has been under way for "
+                f"{began - first.started:.1f} s (process {self.pid})."
+            )
+        self.start()
+        with uncollected():
+            part, buffer = self._shard(job), free[0]
+            buffer.owner = BufferOwner.FILLING
+            try:
+                flight = self._fill(buffer, job, part)
+            except BaseException:
+                buffer.owner = BufferOwner.FREE
+                raise
+        buffer.owner = BufferOwner.WRITER
+        self._flights.append(flight)
+        self._send(flight)
+        return time.monotonic() - began
+
+    def poll(self) -> list[Result]:
+        """What has become of saves since the last call, oldest first. Waits for nothing."""
+        self._take_answers()
+        results, self._done = self._done, []
+        return results
+
+    def wait(self, timeout: float) -> list[Result]:
+        """The same, once nothing is being written any more, or after ``timeout`` seconds."""
+        until = time.monotonic() + timeout
+        self._growth.wait(timeout)
+        self._take_answers()
+        while self._flights and self._process and (left := until - time.monotonic()) > 0:
+            self._process.wait(min(left, _LOOK_S))
+            self._take_answers()
+        return self.poll()
+
+    def close(self, timeout: float) -> list[Result]:
+        """Wait for what is being written, end the process, give the memory back; what `wait` says.
+
+        What is not written after ``timeout`` seconds has a `Result` with an error; its process writes on, then ends.
+        """
+        results = self.wait(timeout)
+        self._growth.wait()
+        process, self._process = self._process, None
+        for flight in self._flights:
+            pid = process.pid if process else None
+            results.append(self._failure(flight, f"is not written yet; process {pid} writes on, then ends unheard."))
+        self._flights.clear()
+        for buffer in self._buffers:
+            buffer.owner = BufferOwner.FREE
+            buffer.release()
+        if process is not None:
+            process.close()
+        return results
+
+    def _shard(self, job: SaveJob) -> CheckpointShard:
+        if self._rank not in job.ranks:
+            raise ValueError(f"`SaveJob(ranks={job.ranks!r})` must hold rank {self._rank}, whose part it is.")
+        try:
+            return shard(job.shared, job.own, self._rank, job.ranks, self._pickles)
+        except TypeError as error:
+            raise error if self._pickles else TypeError(f"{error} {_REMEDY}") from None
+
+    def _fill(self, buffer: Buffer, job: SaveJob, part: CheckpointShard) -> _Flight:
+        ranks = sorted(job.ranks)
+        manifest = Manifest(**{"created": time.time(), **job.manifest, "number": job.number, "step": job.step,
+                               "ranks": tuple(ranks)})  # fmt: skip
+        end = part.size - len(part.text)
+        told = {
+            "dirpath": self._dirpath, "number": job.number, "step": job.step, "run": job.run, "ranks": ranks,
+            "rank": self._rank, "deadline_s": self._deadline.total_seconds(), "bytes": part.size,
+            "pickles": part.pickles,
+            "files": {f"rank-{self._rank}.bin": [0, end], f"rank-{self._rank}.json": [end, part.size]},
+            "manifest": asdict(manifest),
+        }  # fmt: skip
+        text = json.dumps(told).encode()
+        buffer.fill(part.tensors, part.text + text)
+        return _Flight(job.number, buffer, part.size, len(text))
+
+    def _send(self, flight: _Flight) -> None:
+        assert self._process is not None
+        with contextlib.suppress(OSError):  # it has died: the next look at its answers tells
+            self._process.send(flight.buffer.descriptor, flight.offset, flight.length, again=flight.attempts > 1)
+
+    def _take_answers(self) -> None:
+        if self._process is None:
+            return
+        for answer in self._process.answers():
+            flight = self._flights.popleft()
+            flight.buffer.owner = BufferOwner.FREE
+            if "error" in answer:
+                self._done.append(self._failure(flight, f"has failed. {answer['error']}"))
+            else:
+                written, committed = answer["bytes"], answer["committed"]
+                self._done.append(Result(flight.number, _since(flight), written, committed))
+        if self._process.died:
+            self._replace(self._process)
+        elif self._flights and (stopped_s := self._process.stopped_s()) >= _STOPPED_S:
+            # Nothing is saved while it stands still. What it had begun is finished as after any other death.
+            log.warning(
+                "Rank %d: the process %d that writes checkpoints has been stopped (SIGSTOP) for %.0f s, with a save to "
+                "write. It is killed, and another one writes that.", self._rank, self._process.pid, stopped_s,
+            )  # fmt: skip
+            self._process.kill()
+
+    def _replace(self, dead: WriterChannel) -> None:
+        """Have another process write what the dead one had: it is all still in memory."""
+        how, self._process = dead.close(), None
+        log.warning("Rank %d: the process %d that writes checkpoints has ended (%s).", self._rank, dead.pid, how)
+        first, *_ = [*self._flights, None]  # it has died of this one; the next it had not begun with
+        for flight in list(self._flights):
+            try:
+                if flight.attempts == _ATTEMPTS:
+                    raise CheckpointError(f"is lost: {_ATTEMPTS} processes have died of it; the last one: {how}.")
+                self.start()
+            except CheckpointError as error:
+                self._flights.remove(flight)
+                flight.buffer.owner = BufferOwner.FREE
+                self._done.append(self._failure(flight, str(error), lost=True))
+            else:
+                flight.attempts += flight is first
+                self._send(flight)
+
+    def _failure(self, flight: _Flight, what: str, lost: bool = False) -> Result:
+        seconds = _since(flight)
+        shown = f"rank {self._rank}: save {flight.number}, begun {seconds:.1f} s ago, {what}"
+        return Result(flight.number, seconds, error=shown, lost=lost)
+
+
+def _since(flight: _Flight) -> float:
+    return time.monotonic() - flight.started

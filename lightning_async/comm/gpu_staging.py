@@ -1,0 +1,137 @@
+"""Collectives for a GPU's tensors over a transport that moves the host's memory only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from datetime import timedelta
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_async.comm.collectives import (
+    CommunicatorWrapper,
+    ElasticCollectives,
+    Pending,
+    ReduceOp,
+    check_buffer,
+    check_rows,
+    room_for,
+)
+from lightning_async.membership.generation import Generation
+
+T = TypeVar("T")
+
+
+class StagedCollectives(CommunicatorWrapper):
+    """Moves a device's tensors through pinned memory of the host; implements `ElasticCollectives`.
+
+    The GPU's copy engines do the copies, in the order of the stream that is current: a thread with a stream of its own
+    disturbs no other. Submitting an operation waits until its tensor is in the host's memory; the way back is queued
+    when its result is taken.
+
+    Args:
+        inner: the transport; used by nobody else.
+        device: where the tensors are.
+    """
+
+    def __init__(self, inner: ElasticCollectives, device: torch.device) -> None:
+        self.inner, self.device = inner, device
+
+    def all_reduce(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Pending[Tensor]:
+        return self._in_place(buffer, lambda host: self.inner.all_reduce(host, op))
+
+    def broadcast(self, buffer: Tensor, src: int = 0) -> Pending[Tensor]:
+        return self._in_place(buffer, lambda host: self.inner.broadcast(host, src))
+
+    def all_gather(self, buffer: Tensor, out: Tensor | None = None) -> Pending[Tensor]:
+        out = room_for(buffer, self.world_size, out)
+        return self._anew(buffer, lambda host: self.inner.all_gather(host, self._host_namespace(out)), out)
+
+    def reduce_scatter(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Pending[Tensor]:
+        return self._anew(buffer, lambda host: self.inner.reduce_scatter(host, op))
+
+    def all_to_all(self, buffer: Tensor, out: Tensor | None = None) -> Pending[Tensor]:
+        check_rows(buffer, self.world_size)
+        out = room_for(buffer[0], self.world_size, out)
+        return self._anew(buffer, lambda host: self.inner.all_to_all(host, self._host_namespace(out)), out)
+
+    def exchange(self, buffer: Tensor, peer: int) -> Pending[Tensor]:
+        return self._anew(buffer, lambda host: self.inner.exchange(host, peer))
+
+    def barrier(self) -> Pending[None]:
+        return self.inner.barrier()
+
+    def fork(self, name: str, timeout: timedelta | None = None) -> StagedCollectives:
+        return StagedCollectives(self.inner.fork(name, timeout), self.device)
+
+    def split(self, ranks: Collection[int], name: str, timeout: timedelta | None = None) -> StagedCollectives | None:
+        inner = self.inner.split(ranks, name, timeout)
+        return None if inner is None else StagedCollectives(inner, self.device)
+
+    def registered(self, buffer: Tensor) -> Tensor:
+        """See `Collectives`. No transport sees the device's memory."""
+        return buffer
+
+    def open(self) -> None:
+        self.inner.open()
+
+    def reconfigure(self, generation: Generation) -> None:
+        self.inner.reconfigure(generation)
+
+    def abort(self) -> None:
+        self.inner.abort()
+
+    def close(self) -> None:
+        self.inner.close()
+
+    # ------------------------------------------------------------------ the machinery
+
+    def _in_place(self, buffer: Tensor, operation: Callable[[Tensor], Pending[Tensor]]) -> Pending[Tensor]:
+        return _Landing(operation(self._to_host(buffer)), lambda host: _back(buffer, host))
+
+    def _anew(
+        self, buffer: Tensor, operation: Callable[[Tensor], Pending[Tensor]], out: Tensor | None = None
+    ) -> Pending[Tensor]:
+        pending = operation(self._to_host(buffer))
+        return _Landing(
+            pending, lambda host: _back(torch.empty_like(host, device=self.device) if out is None else out, host)
+        )
+
+    def _to_host(self, buffer: Tensor) -> Tensor:
+        check_buffer(buffer)
+        host = self._host_namespace(buffer)
+        host.copy_(buffer.detach(), non_blocking=True)
+        if self.device.type == "cuda":
+            copied = torch.cuda.Event(blocking=True)  # else waiting for it would take a core
+            copied.record(torch.cuda.current_stream(self.device))
+            copied.synchronize()
+        return host
+
+    def _host_namespace(self, like: Tensor) -> Tensor:
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=self.device.type == "cuda")
+
+
+def _back(device: Tensor, host: Tensor) -> Tensor:
+    device.detach().copy_(host, non_blocking=True)
+    return device
+
+
+class _Landing(Generic[T]):
+    """An operation whose result goes back to the device when it is taken, once."""
+
+    def __init__(self, inner: Pending[T], land: Callable[[T], T]) -> None:
+        self._inner, self._land = inner, land
+        self._landed: list[T] = []
+
+    def done(self) -> bool:
+        return self._inner.done()
+
+    def wait(self, timeout: timedelta) -> bool:
+        return self._inner.wait(timeout)
+
+    def result(self, timeout: timedelta | None = None) -> T:
+        value = self._inner.result(timeout)
+        if not self._landed:
+            self._landed.append(self._land(value))
+        return self._landed[0]

@@ -1,0 +1,429 @@
+"""Channels between two processes of one host: shared memory for the bytes, a socket for the turns.
+
+The memory is an anonymous file that who dials has made, and hands over with its first message: it has no name that
+could be left behind, it is there for a peer that has been started again, and it cannot shrink while somebody reads it.
+The socket has a name that is in no folder. The kernel closes it with its process, so a death is heard at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import mmap
+import os
+import secrets
+import select
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from lightning_async.comm.peer_storage import unshared
+from lightning_async.errors import ChannelTimeout, PeerLost
+
+# What two processes say to each other, in turns, with memory that goes along: a channel, whatever carries it.
+#
+# who dials who answers fills `outgoing`, `send` --- header, bytes ---> `receive`, reads `incoming` `receive`,
+# reads `incoming` <--- header, bytes --- fills `outgoing`, `send`
+#
+# The turns are the back-pressure: there is one message on its way at most, in memory that is there from the
+# start, so a peer that reads slowly costs nobody anything but itself. Whose turn it is has both memories; the
+# other side touches neither. Who dials has the first turn. A channel that has missed a deadline is broken: it
+# is closed, and dialled again.
+
+LONGEST = 1 << 15
+"""Bytes of a header."""
+
+
+@runtime_checkable
+class PeerChannel(Protocol):
+    """One end. All but `break_off` is called by one thread at a time."""
+
+    @property
+    def peer(self) -> str:
+        """Who is at the other end, for messages."""
+        ...
+
+    @property
+    def outgoing(self) -> Tensor:
+        """uint8, to be filled before `send`."""
+        ...
+
+    @property
+    def incoming(self) -> Tensor:
+        """uint8, what `receive` has received; until the next `send`."""
+        ...
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether `outgoing` is the peer's `incoming`: nothing is moved."""
+        ...
+
+    def send(self, header: Mapping[str, Any], size: int = 0, timeout_s: float = 60.0) -> None:
+        """A header, and ``size`` bytes of `outgoing`; it is the peer's turn then, and does not wait for it.
+
+        Args:
+            header: an ``at`` in it says where these bytes begin, here and in the peer's `incoming`; else at 0.
+            timeout_s: for the peer to take it; the channel is broken then.
+
+        Raises:
+            ValueError: the header is too long, or there is less memory.
+            PeerLost, ChannelTimeout: the peer is known to be gone, or has no room; else `receive` says so.
+        """
+        ...
+
+    def receive(self, timeout_s: float | None = 60.0) -> tuple[dict[str, Any], int]:
+        """The peer's header, and how many bytes have come to `incoming`.
+
+        Args:
+            timeout_s: None to wait for as long as the peer lives.
+
+        Raises:
+            ChannelTimeout: nothing has come in time; the channel is broken.
+            PeerLost: the peer is gone, or has said what is none of this job's.
+        """
+        ...
+
+    def break_off(self) -> None:
+        """From any thread: what waits in this channel, here and at the peer, fails now."""
+        ...
+
+    def close(self) -> None:
+        """Give the connection back, and the memory that is the channel's own; idempotent.
+
+        What was sent and not received is lost, over some transports.
+        """
+        ...
+
+
+class Dial(Protocol):
+    """Where a peer is, and the memory for talking to it, which outlives any one channel.
+
+    What lies in `outgoing` is there until it is written to: after a peer's death it is sent again to the next one.
+    """
+
+    @property
+    def outgoing(self) -> Tensor: ...
+
+    @property
+    def incoming(self) -> Tensor: ...
+
+    def connect(self, timeout_s: float) -> PeerChannel:
+        """A new channel with this memory; the one before it is closed by whoever has it.
+
+        Raises:
+            PeerLost: nobody is there, or not in time.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give the memory back; idempotent."""
+        ...
+
+
+class CheckedDial:
+    """A dial that knows why nobody will be there any more.
+
+    Args:
+        dial: this one's from now on.
+        check: called with the error where nobody is there; raises where nobody will be.
+    """
+
+    def __init__(self, dial: Dial, check: Callable[[PeerLost], None]) -> None:
+        self._dial, self._check = dial, check
+
+    @property
+    def outgoing(self) -> Tensor:
+        return self._dial.outgoing
+
+    @property
+    def incoming(self) -> Tensor:
+        return self._dial.incoming
+
+    def connect(self, timeout_s: float) -> PeerChannel:
+        """See `Dial`; and what ``check`` raises."""
+        try:
+            return self._dial.connect(timeout_s)
+        except PeerLost as error:
+            self._check(error)
+            raise
+
+    def close(self) -> None:
+        self._dial.close()
+
+
+def nobody_listens(error: BaseException) -> bool:
+    """Whether a dial has failed because nothing listens there any more: it was not late, nor out of reach."""
+    return isinstance(error.__cause__, ConnectionRefusedError)
+
+
+def packed(header: Mapping[str, Any], size: int, room: int) -> bytes:
+    """A header as it travels, with the number of bytes that go along.
+
+    >>> unpacked(packed({"version": 3}, 8, room=8), "a", room=8)
+    ({'version': 3}, 8)
+
+    Raises:
+        ValueError: it is too long, or there is no room for so many bytes.
+    """
+    at = header.get("at", 0)
+    if not (at >= 0 and 0 <= size <= room - at):
+        raise ValueError(f"`send(size={size})` must be in [0, {room - at}], the memory of this channel.")
+    data = json.dumps([size, dict(header)]).encode()
+    if len(data) > LONGEST:
+        raise ValueError(f"`send(header=...)` takes {len(data)} bytes, more than {LONGEST}.")
+    return data
+
+
+def unpacked(data: bytes, peer: str, room: int) -> tuple[dict[str, Any], int]:
+    """What `packed` was given.
+
+    Raises:
+        PeerLost: it is none of this job's.
+    """
+    try:
+        size, header = json.loads(data)
+    except (ValueError, TypeError, RecursionError):
+        size, header = None, None
+    at = header.get("at", 0) if isinstance(header, dict) else None
+    if (
+        not isinstance(header, dict)
+        or type(at) is not int
+        or type(size) is not int
+        or not (at >= 0 and 0 <= size <= room - at)
+    ):
+        raise PeerLost(f"{peer} has sent {len(data)} bytes that are no message of this job's: the channel is closed.")
+    return header, size
+
+
+_HELLO_S = 10.0
+_ANSWER_S = 0.0003  # to sleep, and to be woken, takes a tenth of that
+_BACKLOG = 128
+_USER = struct.Struct("3i")
+
+
+class Memory:
+    """An anonymous file, mapped: all of it is there before it is first written to.
+
+    Args:
+        size: in bytes; None to take what the file has.
+        descriptor: of an open file; the memory's from now on. Default: a new one.
+        name: shown by the system's tools.
+
+    Raises:
+        OSError: there is no such memory.
+    """
+
+    def __init__(self, size: int | None, descriptor: int = -1, name: str = "lightning_async") -> None:
+        made = descriptor < 0
+        self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING) if made else descriptor
+        try:
+            if size is not None and size != os.fstat(self.descriptor).st_size:
+                os.ftruncate(self.descriptor, size)
+                os.posix_fallocate(self.descriptor, 0, size)  # an error here, where a write would be a signal
+            mapping = mmap.mmap(self.descriptor, 0)
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+        self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)  # holds the mapping as long as it lives
+
+    def seal(self) -> None:
+        """From now on nobody can change the size: a read cannot end in a signal."""
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
+
+    @property
+    def sealed(self) -> bool:
+        return fcntl.fcntl(self.descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+
+    def close(self) -> None:
+        """Close the file; the mapping goes with the last tensor over it. Idempotent."""
+        descriptor, self.descriptor = self.descriptor, -1
+        self.bytes = self.bytes[:0].clone()
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+_SEALS = getattr(fcntl, "F_SEAL_SHRINK", 2) | getattr(fcntl, "F_SEAL_GROW", 4) | getattr(fcntl, "F_SEAL_SEAL", 1)
+
+
+class ShmChannel:
+    """One end of a channel through shared memory; see `Channel`.
+
+    Args:
+        sock: connected; the channel's from now on.
+        peer: who is at the other end.
+        outgoing, incoming: the memory of each direction.
+        asks: whether this end is answered at once: it looks for so long as an answer takes that is worth no sleep.
+    """
+
+    shares_memory = True
+
+    def __init__(self, sock: socket.socket, peer: str, outgoing: Tensor, incoming: Tensor, asks: bool = False) -> None:
+        self._socket, self.peer = sock, peer
+        self.outgoing, self.incoming = outgoing, incoming
+        self._looks_s = _ANSWER_S if asks else 0.0
+        sock.setblocking(False)
+
+    def send(self, header: Mapping[str, Any], size: int = 0, timeout_s: float = 60.0) -> None:
+        data = packed(header, size, self.outgoing.numel())
+        self._when(select.POLLOUT, timeout_s, "has taken nothing", lambda: self._socket.send(data))
+
+    def receive(self, timeout_s: float | None = 60.0) -> tuple[dict[str, Any], int]:
+        data: bytes = self._when(select.POLLIN, timeout_s, "has said nothing", lambda: self._socket.recv(LONGEST + 1))
+        if not data:
+            raise self._lost("has closed the connection")
+        try:
+            return unpacked(data, self.peer, self.incoming.numel())
+        except PeerLost:
+            self.break_off()
+            raise
+
+    def break_off(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.break_off()
+        self._socket.close()
+        self.outgoing = self.incoming = torch.empty(0, dtype=torch.uint8)
+
+    def _when(self, event: int, timeout_s: float | None, late: str, do: Any) -> Any:
+        began = time.monotonic()
+        while True:
+            try:
+                return do()
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                raise self._lost(f"is gone ({error.strerror})") from error
+            now = time.monotonic()
+            left = None if timeout_s is None else began + timeout_s - now
+            if now - began < self._looks_s:
+                os.sched_yield()  # whoever has work to do goes first
+            elif left is not None and left <= 0:
+                self.break_off()
+                raise ChannelTimeout(
+                    f"{self.peer} {late} for {time.monotonic() - began:.1f} s: it is stopped, or busy. See its log."
+                )
+            else:
+                poll = select.poll()  # `select.select` cannot take descriptors above 1023
+                poll.register(self._socket, event)
+                poll.poll(None if left is None else left * 1000 + 1)
+
+    def _lost(self, what: str) -> PeerLost:
+        return PeerLost(f"{self.peer} {what}.")
+
+
+class ShmDial:
+    """Where a peer of this host listens, and the memory for talking to it; see `Dial`.
+
+    Args:
+        name: that it listens under, see `listen`.
+        outgoing_bytes, incoming_bytes: of each direction.
+
+    Raises:
+        OSError: there is no such memory, or the system has no anonymous files.
+    """
+
+    def __init__(self, name: str, outgoing_bytes: int, incoming_bytes: int) -> None:
+        self.name, self._sizes = name, (outgoing_bytes, incoming_bytes)
+        first, second = (_whole_pages(size) for size in self._sizes)
+        self._memory = Memory(first + second, name="lightning_async-channel")
+        self._memory.seal()
+        self.outgoing, self.incoming = _halves(self._memory, self._sizes)
+
+    def connect(self, timeout_s: float) -> ShmChannel:
+        sock = unshared(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        try:
+            sock.settimeout(timeout_s)
+            sock.connect(_address(self.name))
+            _check_user(sock)
+            socket.send_fds(sock, [json.dumps(self._sizes).encode()], [self._memory.descriptor])
+        except OSError as error:
+            sock.close()
+            kind = ChannelTimeout if isinstance(error, TimeoutError) else PeerLost
+            raise kind(f"nobody answers at {self.name} of this host ({error}).") from error
+        return ShmChannel(sock, self.name, self.outgoing, self.incoming, asks=True)
+
+    def close(self) -> None:
+        self.outgoing = self.incoming = torch.empty(0, dtype=torch.uint8)
+        self._memory.close()
+
+
+def listen(name: str | None = None) -> tuple[socket.socket, str]:
+    """A socket for `answer`, and the name to dial; the name is gone with the last process that has the socket open.
+
+    Raises:
+        OSError: the name is taken.
+    """
+    name = name or f"lightning_async-{secrets.token_hex(8)}"
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock.bind(_address(name))
+        sock.listen(_BACKLOG)
+    except BaseException:
+        sock.close()
+        raise
+    return sock, name
+
+
+def answer(sock: socket.socket, peer: str) -> ShmChannel:
+    """The channel that somebody has dialled, over a socket that a listening one has accepted.
+
+    Args:
+        sock: accepted; the channel's from now on.
+        peer: what it is to be called in messages.
+
+    Raises:
+        PeerLost: it is of another user, or has handed over no memory within ten seconds.
+    """
+    descriptors: list[int] = []
+    try:
+        unshared(sock).settimeout(_HELLO_S)
+        _check_user(sock)
+        data, descriptors, _, _ = socket.recv_fds(sock, LONGEST, 1)
+        sizes = tuple(json.loads(data))
+        if len(descriptors) != 1 or len(sizes) != 2 or any(type(size) is not int or size < 0 for size in sizes):
+            raise ValueError("it has handed over no memory")
+        memory = Memory(None, descriptors.pop())
+        try:
+            if not memory.sealed or memory.bytes.numel() != sum(map(_whole_pages, sizes)):
+                raise ValueError("its memory is not what it says")
+            theirs, ours = _halves(memory, sizes)
+        finally:
+            memory.close()  # the mapping is what counts
+        return ShmChannel(sock, peer, ours, theirs)
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        sock.close()
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise PeerLost(f"{peer} has dialled and is not answered: {error}.") from error
+
+
+def _check_user(sock: socket.socket) -> None:
+    _, user, _ = _USER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _USER.size))
+    if user != os.getuid():
+        raise PermissionError(f"it is of user {user}")
+
+
+def _halves(memory: Memory, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    first, second = sizes
+    at = _whole_pages(first)
+    return memory.bytes[:first], memory.bytes[at : at + second]
+
+
+def _whole_pages(size: int) -> int:
+    """Each direction begins at a page of its own, and has one where it has no bytes: nothing cannot be mapped."""
+    return max(1, -(-size // mmap.PAGESIZE)) * mmap.PAGESIZE
+
+
+def _address(name: str) -> str:
+    if sys.platform != "linux":
+        raise OSError(f"channels through shared memory need Linux, and this is {sys.platform}: use Gloo's")
+    return f"\0{name}"

@@ -1,0 +1,557 @@
+"""Channels between two processes anywhere: each is a group of Gloo's of its own, of two ranks; see `dialling`.
+
+    who sends                                    who receives
+                                    <----------  has memory ready for bytes and for a head, before it is asked to
+    bytes, head: at once, in order  ---------->  a head: what it is, and how many bytes there are; these are there then
+
+Gloo moves what is sent when the peer is ready to receive, so that it is: nobody waits for a word about that. Both hear
+within milliseconds of the other one's death. What torch does not do is to hear of that with half a message there, see
+`groups`: so it is the head behind the bytes that is waited for. Parts of a message have their head in front, as it says
+where they belong: large ones are waited for on a thread, and the connection is looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import select
+import socket
+import struct
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_async.comm.collectives import Where
+from lightning_async.comm.p2p import LONGEST, Dial, ShmDial, packed, unpacked
+from lightning_async.comm.peer_storage import PeerStoreConnection
+from lightning_async.comm.torch_groups import TorchGroup
+from lightning_async.comm.torch_rendezvous import MeetingOptions, form
+from lightning_async.errors import AsyncTrainingError, ChannelTimeout, CollectiveTimeout, PeerLost
+from lightning_async.membership.generation import Generation
+from lightning_async.membership.signing import SECRET, Seal
+from lightning_async.membership.store import Store
+
+_LENGTH = struct.Struct("<I")
+_HEAD = 2048  # bytes of the first message, which most headers fit into
+_WATCHED = 1 << 15  # bytes from which on a message may be half there
+_FOREVER_S = 30 * 24 * 3600.0
+_PART_S, _SLOWEST = 60.0, 1 << 20  # seconds, and bytes of each further one, for what has begun to come to be whole
+_LOOK_S = 0.05
+_SETTLE = timedelta(seconds=1)
+# Tags: where a group has several connections, each takes every so many-th tag, and all of these are the first one's.
+_HEADS, _BYTES, _PARTS = 0, 2520, 5040
+
+
+class PairChannel:
+    """One end of a channel over Gloo; see `Channel`.
+
+    Args:
+        group: formed; the channel's from now on.
+        rank: in it.
+        peer: who is at the other end.
+        outgoing, incoming: the memory of each direction.
+    """
+
+    shares_memory = False
+
+    def __init__(self, group: TorchGroup, rank: int, peer: str, outgoing: Tensor, incoming: Tensor) -> None:
+        self._group, self._other, self.peer = group, 1 - rank, peer
+        self.outgoing, self.incoming = outgoing, incoming
+        self._sent: list[Any] = []
+        self._head: tuple[Any, Tensor] | None = None
+        self._bytes: Any = None
+        self._patience = OrphanedWait(group)
+        self._broken = self._closed = False
+
+    def send(self, header: Mapping[str, Any], size: int = 0, timeout_s: float = 60.0) -> None:
+        data = packed(header, size, self.outgoing.numel())
+        text = torch.frombuffer(bytearray(_LENGTH.pack(len(data)) + data), dtype=torch.uint8)
+        head = torch.zeros(_HEAD, dtype=torch.uint8)
+        first, at = min(len(text), _HEAD), header.get("at", 0)
+        head[:first] = text[:first]
+        self._expect()
+        heads = (head, _HEADS), (text[_HEAD:], _HEADS)
+        bytes_ = self.outgoing[at : at + size], _PARTS if at else _BYTES
+        for tensor, tag in (*heads, bytes_) if at else (bytes_, *heads):
+            if tensor.numel():
+                self._sent.append(self._begin("send", tensor, tag))
+
+    def receive(self, timeout_s: float | None = 60.0) -> tuple[dict[str, Any], int]:
+        until = time.monotonic() + (_FOREVER_S if timeout_s is None else timeout_s)
+        self._expect()
+        assert self._head is not None
+        (work, head), self._head = self._head, None
+        self._wait(work, until, "has said nothing")
+        self._settle()  # who answers has heard
+        (length,) = _LENGTH.unpack(head[: _LENGTH.size].numpy().tobytes())
+        text = head
+        if (rest := min(max(0, _LENGTH.size + length - _HEAD), LONGEST)) > 0:
+            text = torch.cat([head, torch.empty(rest, dtype=torch.uint8)])
+            self._wait(self._begin("recv", text[_HEAD:], _HEADS), until, "has said nothing more")
+        try:
+            data = text[_LENGTH.size : _LENGTH.size + length].numpy().tobytes()
+            header, size = unpacked(data, self.peer, self.incoming.numel())
+        except PeerLost:
+            self._break()
+            raise
+        if size:
+            until = min(until, time.monotonic() + _PART_S + size / _SLOWEST)
+            if at := header.get("at", 0):
+                work = self._begin("recv", self.incoming[at : at + size], _PARTS)
+                self._wait(work, until, "has sent only a part of a message", large=size >= _WATCHED)
+            else:
+                work, self._bytes = self._bytes, None
+                self._wait(work, until, "has sent only a part of a message")  # it was there before its head
+        return header, size
+
+    def break_off(self) -> None:
+        self._group.break_off()
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._break()
+            self._head = self._bytes = None
+            self._sent.clear()  # torch reads and writes nothing more, as the connection is closed
+            self._patience.close()
+            self._group.dispose()
+            self.outgoing = self.incoming = torch.empty(0, dtype=torch.uint8)
+
+    def _expect(self) -> None:
+        """Have memory ready for what the peer says next; for bytes all there is, of which it may fill less."""
+        if self._bytes is None and self.incoming.numel():
+            self._bytes = self._begin("recv", self.incoming, _BYTES)
+        if self._head is None:  # behind the bytes, or the peer might send it ahead of them
+            head = torch.empty(_HEAD, dtype=torch.uint8)
+            self._head = self._begin("recv", head, _HEADS), head
+
+    def _begin(self, kind: str, tensor: Tensor, tag: int) -> Any:
+        try:
+            if self._broken:
+                raise RuntimeError("the channel is closed")
+            return getattr(self._group.pg, kind)([tensor], self._other, tag)  # what it returns holds the tensor
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def _wait(self, work: Any, until: float, late: str, large: bool = False) -> None:
+        began = time.monotonic()
+        left_s = max(until - began, 0.001)
+        try:
+            self._patience.wait(work, left_s) if large else work.wait(timedelta(seconds=left_s))
+        except (RuntimeError, TimeoutError) as error:
+            timed_out = isinstance(error, TimeoutError) or "timed out" in str(error).lower()
+            if time.monotonic() < until and not timed_out:
+                raise self._lost(error) from error
+            self._break()
+            raise ChannelTimeout(
+                f"{self.peer} {late} for {time.monotonic() - began:.1f} s: it is stopped, or busy. See its log."
+            ) from error
+
+    def _settle(self) -> None:
+        """What was sent has arrived: torch has done with its memory."""
+        for work in self._sent:
+            with contextlib.suppress(RuntimeError):
+                work.wait(_SETTLE)
+        self._sent.clear()
+
+    def _lost(self, error: Exception) -> PeerLost:
+        self._break()
+        return PeerLost(f"{self.peer} is gone ({str(error).splitlines()[0].rstrip('.')}).")
+
+    def _break(self) -> None:
+        self._broken = True
+        self.break_off()
+
+
+class OrphanedWait:
+    """A thread that waits in torch for what is half there, in place of who may not wait for ever.
+
+    Args:
+        group: the channel's.
+    """
+
+    def __init__(self, group: TorchGroup) -> None:
+        self._group = group
+        self._works: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._ends: queue.SimpleQueue[RuntimeError | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def wait(self, work: Any, timeout_s: float) -> None:
+        """Until it is done.
+
+        Raises:
+            RuntimeError: it never will be.
+            TimeoutError: not in time.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="lightning_async arrivals", daemon=True)
+            self._thread.start()
+        self._group.helped_by(self._thread, timeout_s)
+        self._works.put((work, timedelta(seconds=timeout_s)))
+        until, looks = time.monotonic() + timeout_s, 0
+        while looks < 3:  # it may just be completing: the last bytes and the end of the connection come together
+            try:
+                error = self._ends.get(timeout=min(_LOOK_S, max(0.001, until - time.monotonic())))
+            except queue.Empty:
+                looks += not self._group.connected
+                if time.monotonic() > until:
+                    raise TimeoutError from None
+                continue
+            if error is not None:
+                raise error
+            return
+        raise RuntimeError("the connection to a peer was lost")
+
+    def close(self) -> None:
+        self._works.put(None)
+
+    def _run(self) -> None:
+        while (given := self._works.get()) is not None:
+            work, limit = given
+            try:
+                work.wait(limit)
+                error = None
+            except RuntimeError as raised:
+                error = raised
+            del work, given  # they hold the memory
+            self._group.helpers.discard(threading.current_thread())
+            self._ends.put(error)
+
+
+# How two processes come to have a channel over Gloo: over one connection, made for that.
+#
+# who dials who answers, at a port that is known <------------- a nonce whom I look for, my memory
+# -------------> <------------- who I am, or why not both form a group of two: what torch would have a store for
+# goes over this connection, which then ends
+#
+# All but the nonce is sealed with it. So a stranger gets no further than this; whoever dies in between, the
+# other one hears of it; and who has been started again answers the calls that have come meanwhile.
+
+_ANSWERS, _DIALS = 0, 1  # ranks
+_FORMING_S = 10.0
+
+
+class PairDial:
+    """Where a peer of any host listens, and the memory for talking to it; see `Dial`.
+
+    Args:
+        host, port: that it listens at.
+        name: that it answers under; None for whoever listens there.
+        outgoing_bytes, incoming_bytes: of each direction.
+        seal: as it has it. Default: without a secret.
+    """
+
+    def __init__(
+        self, host: str, port: int, name: str | None, outgoing_bytes: int, incoming_bytes: int, seal: Seal | None = None
+    ) -> None:
+        self.host, self.port, self.name = host, port, name
+        self._seal = seal or Seal()
+        self.outgoing = torch.zeros(outgoing_bytes, dtype=torch.uint8)
+        self.incoming = torch.zeros(incoming_bytes, dtype=torch.uint8)
+
+    def connect(self, timeout_s: float) -> PairChannel:
+        sizes = [self.outgoing.numel(), self.incoming.numel()]
+        until = time.monotonic() + timeout_s
+        with _called(self.host, self.port, self._seal, timeout_s, name=self.name, sizes=sizes) as (line, host, _):
+            left = max(until - time.monotonic(), 0.001)
+            group = _formed(line, host, _DIALS, left)
+        return PairChannel(group, _DIALS, shown(self.host, self.port), self.outgoing, self.incoming)
+
+    def close(self) -> None:
+        self.outgoing = self.incoming = torch.empty(0, dtype=torch.uint8)
+
+
+def ask(host: str, port: int, seal: Seal | None = None, timeout_s: float = 10.0) -> dict[str, Any]:
+    """What a peer that listens there says of itself, see `answer_pair`.
+
+    Raises:
+        PeerLost, ChannelTimeout: nobody is there, not in time, or one who has another secret.
+    """
+    with _called(host, port, seal or Seal(), timeout_s, name=None) as (_, _, told):
+        return told
+
+
+def answer_pair(sock: socket.socket, peer: str, seal: Seal, told: Mapping[str, Any]) -> PairChannel | None:
+    """The channel that somebody has dialled, over a socket that a listening one has accepted.
+
+    Args:
+        sock: accepted; closed at the end.
+        peer: what it is to be called in messages.
+        seal: of whoever dials.
+        told: what is said to whoever calls: ``name``, by which a dial knows this peer; of JSON's terms.
+
+    Returns:
+        None for one who has only asked.
+
+    Raises:
+        PeerLost: it is none of this job's, looks for another one, or is gone.
+    """
+    try:
+        line = PeerStoreConnection(sock, _scoped(seal))
+        try:
+            host = _own_address(sock)
+            line.greet()
+            heard = line.hear()
+            if (name := heard.get("name")) not in (None, told["name"]):
+                line.say({"refused": f"{told['name']} listens there now, and not {name}"})
+                raise PeerLost(f"{peer} looks for {name}.")
+            if (sizes := heard.get("sizes")) is None:
+                line.say(told)
+                return None
+            try:
+                memory = _memory(sizes)
+            except (ValueError, MemoryError) as error:
+                line.say({"refused": str(error)})
+                raise
+            line.say(told)
+            group = _formed(line, host, _ANSWERS, _FORMING_S)
+            return PairChannel(group, _ANSWERS, peer, *reversed(memory))
+        finally:
+            line.close()
+    except (OSError, ValueError, TypeError, MemoryError) as error:
+        raise PeerLost(f"{peer} has dialled and is not answered: {error}.") from error
+
+
+def _memory(sizes: Any) -> list[Tensor]:
+    if not isinstance(sizes, list) or len(sizes) != 2 or any(type(size) is not int or size < 0 for size in sizes):
+        raise ValueError(f"memory of {sizes!r} bytes is none")
+    first, second = sizes
+    try:
+        return [torch.zeros(size, dtype=torch.uint8) for size in (first, second)]
+    except RuntimeError as error:
+        raise MemoryError(f"there is no memory for {first + second} bytes") from error
+
+
+@contextlib.contextmanager
+def _called(host: str, port: int, seal: Seal, timeout_s: float, **words: Any) -> Any:
+    """A line that was taken up, this host's address on it, and what was told."""
+    try:
+        line = PeerStoreConnection(socket.create_connection((host, port), timeout_s), _scoped(seal), timeout_s)
+        try:
+            line.hear_greeting()
+            line.say(words)
+            told = line.hear()
+            if (why := told.get("refused")) is not None:
+                raise PeerLost(f"{shown(host, port)}: {why}.")
+            yield line, _own_address(line.socket), told
+        finally:
+            line.close()
+    except OSError as error:
+        kind = ChannelTimeout if isinstance(error, TimeoutError) else PeerLost
+        raise kind(
+            f"nobody answers at {shown(host, port)} ({error}): see the log there; {SECRET} must be the same on all "
+            "hosts."
+        ) from error
+
+
+def _formed(line: PeerStoreConnection, host: str, rank: int, timeout_s: float) -> TorchGroup:
+    store = _LineStore(line)
+    where = Where("channel", Generation(0, ("answers", "dials"), rank))
+    meeting_options = MeetingOptions(check=store.still_there, host=host)
+    try:
+        return form(store, where, "gloo", timedelta(seconds=timeout_s), None, 0, lambda: False, meeting_options)
+    except PeerLost:
+        raise
+    except (AsyncTrainingError, RuntimeError) as error:
+        kind = ChannelTimeout if isinstance(error, CollectiveTimeout) else PeerLost
+        raise kind(f"no channel comes about: {error}") from error
+
+
+class _LineStore(Store):
+    """What two that form a group have to say to each other, over one line, as torch's store has it."""
+
+    def __init__(self, line: PeerStoreConnection) -> None:
+        super().__init__()
+        self._line = line
+        self._values: dict[str, bytes] = {}
+        self._counts: dict[str, int] = {}
+        self._ended = ""  # why; not the error, which holds on to all that is under way
+
+    def still_there(self) -> None:
+        """Whether more may come of the other one.
+
+        Raises:
+            PeerLost: it may not.
+        """
+        if self._ended:
+            why = f"the connection by which a channel was to be made has ended ({self._ended})"
+            raise PeerLost(f"{why}.")
+
+    def set(self, key: str, value: Any) -> None:
+        value = value.encode() if isinstance(value, str) else bytes(value)
+        self._values[key] = value
+        try:
+            self._line.say({"key": key, "value": value.decode("latin-1")})
+        except OSError as error:
+            self._ended = repr(error)
+            self.still_there()
+
+    def get(self, key: str) -> bytes:
+        return self._values[key]
+
+    def add(self, key: str, value: int) -> int:  # pyright: ignore
+        """Of this side alone."""
+        self._counts[key] = self._counts.get(key, 0) + value
+        return self._counts[key]
+
+    def check(self, keys: list[str]) -> bool:  # pyright: ignore
+        poll = select.poll()
+        poll.register(self._line.socket, select.POLLIN)
+        try:
+            while not self._ended and poll.poll(0):
+                heard = self._line.hear()
+                self._values[str(heard["key"])] = str(heard["value"]).encode("latin-1")
+        except (OSError, KeyError, UnicodeError) as error:
+            self._ended = repr(error)  # what it has said before is heard: it may have been all
+        return all(key in self._values for key in keys)
+
+    def has_extended_api(self) -> bool:
+        return False
+
+
+def _scoped(seal: Seal) -> Seal:
+    return seal.within("dialling")
+
+
+def _own_address(sock: socket.socket) -> str:
+    """By which the peer can reach this host: it has, or has been."""
+    return sock.getsockname()[0]
+
+
+def shown(host: str, port: int) -> str:
+    """As it is written.
+
+    >>> shown("::1", 80)
+    '[::1]:80'
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+# Where a server is, in JSON's terms, and the way to it from here: shared memory on its own host, Gloo from
+# others.
+
+_ANSWERS_S = 10.0
+
+
+def dial(address: Mapping[str, Any], outgoing_bytes: int, incoming_bytes: int, via: str | None = None) -> Dial:
+    """The way to a server, with memory for talking to it.
+
+    Args:
+        address: of the server; see `address_of` and `look_up`.
+        outgoing_bytes, incoming_bytes: of each direction.
+        via: ``"shm"`` or ``"gloo"``. Default: shared memory on the server's own host, Gloo from others.
+
+    Raises:
+        ValueError: there is no such way, or the address is none.
+        OSError: there is no such memory.
+    """
+    try:
+        machine, name, host, port = (address[key] for key in ("machine", "name", "host", "port"))
+    except (KeyError, TypeError):
+        raise ValueError(f"`dial(address={address!r})` must be a server's: machine, name, host and port.") from None
+    if via not in (None, "shm", "gloo"):
+        raise ValueError(f"`dial(via={via!r})` must be 'shm', 'gloo' or None.")
+    here = machine == machine_name()
+    if via == "shm" and not here:
+        raise ValueError(f"`dial(via='shm')`: the server is not on this host, or is another user's: {address!r}.")
+    if via != "gloo" and here:
+        return ShmDial(name, outgoing_bytes, incoming_bytes)
+    if host is None:
+        raise ValueError(
+            f"`dial(address={address!r})`: the server listens on its own host only; start it with an address that "
+            "the others can reach, `ServerProcess(host=...)`."
+        )
+    return PairDial(host, port, name, outgoing_bytes, incoming_bytes, seal_of_servers())
+
+
+def answers(address: Mapping[str, Any]) -> bool:
+    """Whether somebody still is at the address of a server of this host."""
+    if address["machine"] != machine_name():
+        return False
+    called = ShmDial(address["name"], 0, 0)
+    try:
+        called.connect(_ANSWERS_S).close()
+    except (PeerLost, OSError):
+        return False
+    finally:
+        called.close()
+    return True
+
+
+def look_up(host: str, port: int, timeout_s: float = 10.0) -> dict[str, Any]:
+    """The address of a server that was started on its own and listens there, and what else it says of itself.
+
+    Raises:
+        PeerLost, ChannelTimeout: nobody is there, not in time, or one who has another secret.
+    """
+    return {**ask(host, port, seal_of_servers(), timeout_s), "host": host, "port": port}
+
+
+def look_up_all(places: str, timeout_s: float = 10.0) -> list[dict[str, Any]]:
+    """The addresses of servers that were started on their own, see `look_up`; in the order of their numbers.
+
+    Args:
+        places: ``"HOST:PORT,HOST:PORT"``, as ``lightning-async serve`` prints it.
+        timeout_s: for each.
+
+    Raises:
+        ValueError: it is no such list, or a server is not the one whose place it has.
+        PeerLost, ChannelTimeout: see `look_up`.
+    """
+    found = []
+    for number, (host, port) in enumerate(places_of(places)):
+        found.append(look_up(host, port, timeout_s))
+        if (theirs := found[-1].get("server")) != number:
+            at = places.split(",")[number].strip()
+            raise ValueError(f"{places!r}: at {at!r} is server {theirs}, where server {number} is to be.")
+    return found
+
+
+def places_of(places: str) -> list[tuple[str, int]]:
+    """Hosts and ports of ``"HOST:PORT,HOST:PORT"``.
+
+    Raises:
+        ValueError: it is no such list.
+
+    >>> places_of("here:4000, [::1]:4001")
+    [('here', 4000), ('::1', 4001)]
+    """
+    found = []
+    for place in places.split(","):
+        host, _, port = place.strip().rpartition(":")
+        if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
+            raise ValueError(f"{place!r} in {places!r} must be HOST:PORT, with a port from 1 to 65535.")
+        found.append((host.removeprefix("[").removesuffix("]"), int(port)))
+    return found
+
+
+def address_of(name: str, host: str | None = None, port: int | None = None) -> dict[str, Any]:
+    """The address of a server of this host.
+
+    Args:
+        name: that it listens under, see `shm.listen`.
+        host, port: at which others reach it. Default: they do not.
+    """
+    return {"machine": machine_name(), "name": name, "host": host, "port": port}
+
+
+def seal_of_servers() -> Seal:
+    """With the secret that the environment holds, if any; the same for all attempts at a job, and several jobs."""
+    return Seal(os.environ.get(SECRET), "servers")
+
+
+def machine_name() -> str:
+    """Equal for processes that reach each other's names of sockets, and may."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # names of hosts need not differ
+        return f"{boot}/{os.readlink('/proc/self/ns/net')}/{os.getuid()}"
+    except OSError:
+        return uuid.uuid4().hex

@@ -1,0 +1,414 @@
+"""Bytes that one rank leaves with another one for later: what goes over one connection, made for one errand.
+
+    client                                    keeper, see `keeper`
+                                   <--------- a nonce
+    an errand, sealed with it      --------->
+    deposit:                       <--------- there is memory for it, or why not
+    the bytes, their sum           --------->
+                                   <--------- done: they are kept from now on, in place of older ones
+    fetch:                         <--------- what they were called; the bytes, their sum
+    forget:                        <--------- done
+
+The connection is all there is between the two: whoever dies, the other one finds it closed, or silent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import socket
+import struct
+import threading
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_async.membership.signing import Seal
+
+log = logging.getLogger(__name__)
+
+
+SILENCE_S = 10.0
+"""Seconds without a byte after which a connection is given up."""
+_PIECE = 4 << 20
+_LONGEST = 1 << 16  # bytes of a message
+_LENGTH = struct.Struct("!I")
+_NONCE = 16
+
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    """In a fork, such as a DataLoader's worker: or the other side would not see the rank's death while that lives."""
+    for each in list(_sockets):
+        each.close()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a keeper is.
+
+    Args:
+        host, port: that it listens at.
+        token: which one it is, of all that have ever listened there.
+    """
+
+    host: str
+    port: int
+    token: str
+
+    def note(self) -> dict[str, Any]:
+        """For the store."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, note: Mapping[str, Any]) -> Address | None:
+        """What `note` has said; None where that says nothing."""
+        host, port, token = note.get("host"), note.get("port"), note.get("token")
+        if not isinstance(host, str) or type(port) is not int or not 0 < port < 1 << 16 or not isinstance(token, str):
+            return None
+        return cls(host, port, token)
+
+
+class PeerStoreConnection:
+    """One connection: sealed messages, and bytes with their sum. What goes wrong on it is an `OSError`.
+
+    Args:
+        sock: connected; this line's from now on.
+        seal: of the job.
+        silence_s: after which it is given up. Default: ten seconds.
+    """
+
+    def __init__(self, sock: socket.socket, seal: Seal, silence_s: float = SILENCE_S) -> None:
+        self.socket, self._seal, self._nonce = unshared(sock), seal.within("parcels"), ""
+        sock.settimeout(silence_s)
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def greet(self) -> None:
+        """On the keeper's side: what is said to another connection is worth nothing here."""
+        nonce = secrets.token_bytes(_NONCE)
+        self._nonce = nonce.hex()
+        self.socket.sendall(nonce)
+
+    def hear_greeting(self) -> None:
+        """On the client's side."""
+        self._nonce = bytes(self.receive(_NONCE)).hex()
+
+    def say(self, message: Mapping[str, Any]) -> None:
+        sealed = self._seal.sign(self._nonce, json.dumps(dict(message)).encode())
+        self.socket.sendall(_LENGTH.pack(len(sealed)) + sealed)
+
+    def hear(self) -> dict[str, Any]:
+        (length,) = _LENGTH.unpack(self.receive(_LENGTH.size))
+        if length > _LONGEST:
+            raise ConnectionError(f"a message of {length} bytes is none of this job's")
+        value = self._seal.read(self._nonce, bytes(self.receive(length)))
+        try:
+            message = None if value is None else json.loads(value)
+        except (ValueError, RecursionError):
+            message = None
+        if not isinstance(message, dict):
+            raise ConnectionError("a message came that is none of this job's")
+        return message
+
+    def send(self, data: memoryview) -> None:
+        """All of it, and its sum."""
+        total = 0
+        for at in range(0, len(data), _PIECE):
+            piece = data[at : at + _PIECE]
+            total = zlib.crc32(piece, total)
+            self.socket.sendall(piece)
+        self.say({"crc32": total})
+
+    def receive_into(self, data: memoryview) -> None:
+        """The same; what has arrived is right when this returns."""
+        total, at = 0, 0
+        while at < len(data):
+            if not (count := self.socket.recv_into(data[at : at + _PIECE])):
+                raise ConnectionError(f"the connection ended after {at} of {len(data)} bytes")
+            total, at = zlib.crc32(data[at : at + count], total), at + count
+        if self.hear().get("crc32") != total:
+            raise ConnectionError(f"{len(data)} bytes have not arrived as they were sent")
+
+    def receive(self, count: int) -> bytearray:
+        data, at = bytearray(count), 0
+        while at < count:
+            if not (more := self.socket.recv_into(memoryview(data)[at:])):
+                raise ConnectionError("the connection ended")
+            at += more
+        return data
+
+    def break_off(self) -> None:
+        """From any thread: what waits on this line ends now."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+def unshared(sock: socket.socket) -> socket.socket:
+    """One that forks of this process do not hold open."""
+    _sockets.add(sock)
+    return sock
+
+
+@contextlib.contextmanager
+def _errand(
+    address: Address, seal: Seal, opened: Callable[[PeerStoreConnection], None] = lambda line: None, **words: Any
+) -> Iterator[PeerStoreConnection]:
+    line = PeerStoreConnection(socket.create_connection((address.host, address.port), SILENCE_S), seal)
+    try:
+        opened(line)
+        line.hear_greeting()
+        line.say({"token": address.token, **words})
+        yield line
+    finally:
+        line.close()
+
+
+def deposit(
+    address: Address, seal: Seal, owner: str, label: Mapping[str, Any], data: memoryview,
+    opened: Callable[[PeerStoreConnection], None] = lambda line: None,
+) -> None:  # fmt: skip
+    """Leave bytes with a keeper, in place of those that it has of this owner; these stay until all have arrived.
+
+    Args:
+        address: of the keeper.
+        seal: of the job.
+        owner: whose they are.
+        label: what is said of them to whoever fetches them; of JSON's terms.
+        data: the bytes, which stay as they are meanwhile.
+        opened: called with the connection, to break it off. Default: nobody does.
+
+    Raises:
+        OSError: it is gone, says nothing for ten seconds, or does not take them.
+    """
+    with _errand(address, seal, opened, errand="deposit", owner=owner, label=dict(label), size=len(data)) as line:
+        if (why := line.hear().get("refused")) is not None:
+            raise ConnectionError(str(why))
+        line.send(data)
+        line.hear()
+
+
+def fetch(address: Address, seal: Seal, owner: str) -> tuple[dict[str, Any], bytearray] | None:
+    """What a keeper has of an owner, with its label; None where it has nothing.
+
+    Raises:
+        OSError: see `deposit`.
+    """
+    with _errand(address, seal, errand="fetch", owner=owner) as line:
+        found = line.hear()
+        if type(size := found.get("size")) is not int or not isinstance(label := found.get("label"), dict):
+            return None
+        data = bytearray(size)
+        line.receive_into(memoryview(data))
+        return label, data
+
+
+def forget(address: Address, seal: Seal, owner: str) -> None:
+    """Have a keeper forget what it has of an owner.
+
+    Raises:
+        OSError: see `deposit`.
+    """
+    with _errand(address, seal, errand="forget", owner=owner) as line:
+        line.hear()
+
+
+# A rank keeps bytes for others in its memory, where they outlive their owners; see `parcels` for what is said.
+
+_AT_ONCE = 16
+_ENDS_S = 5.0
+
+
+@dataclass
+class _Parcel:
+    label: dict[str, Any]
+    data: bytearray
+    readers: int = 0
+
+
+class PeerStore:
+    """Listens at a free port, and has a thread for each errand; ended by `close`.
+
+    Of each owner it has the bytes that came last, whole, and memory for the next ones to arrive in.
+
+    Args:
+        host: an address of this host's, that the others reach.
+        seal: of the job.
+
+    Raises:
+        OSError: it cannot listen there.
+    """
+
+    def __init__(self, host: str, seal: Seal) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = unshared(socket.create_server((host, 0), family=family, backlog=_AT_ONCE))
+        self.address = Address(host, self._listener.getsockname()[1], secrets.token_hex(16))
+        self._seal, self._pid = seal, os.getpid()
+        self._kept: dict[str, _Parcel] = {}
+        self._spare: dict[str, bytearray] = {}
+        self._lock = threading.Lock()
+        self._lines: dict[PeerStoreConnection, threading.Thread] = {}
+        self._closed = False
+        self._thread = threading.Thread(target=self._listen, name="lightning_async keeper", daemon=True)
+        self._thread.start()
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory that it has for others."""
+        with self._lock:
+            kept = [len(parcel.data) for parcel in self._kept.values()]
+            return sum(kept) + sum(map(len, self._spare.values()))
+
+    @property
+    def owners(self) -> tuple[str, ...]:
+        """Of whom it has something."""
+        with self._lock:
+            return tuple(sorted(self._kept))
+
+    def close(self) -> None:
+        """End what is under way, and give the memory back; idempotent. In a fork this does nothing."""
+        if os.getpid() != self._pid or self._closed:
+            return
+        with self._lock:
+            self._closed = True
+            lines = dict(self._lines)
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+        for line in lines:
+            line.break_off()
+        for thread in (self._thread, *lines.values()):
+            thread.join(_ENDS_S)
+        self._listener.close()
+        with self._lock:
+            self._kept.clear()
+            self._spare.clear()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError as error:
+                if not self._closed:
+                    log.warning("What is left with this rank is not heard of any more: %s", error)
+                return
+            line = PeerStoreConnection(sock, self._seal)
+            thread = threading.Thread(target=self._serve, args=(line,), name="lightning_async errand", daemon=True)
+            with self._lock:
+                refused = self._closed or len(self._lines) >= _AT_ONCE
+                if not refused:
+                    self._lines[line] = thread
+            if refused:
+                line.close()
+                continue
+            thread.start()
+
+    def _serve(self, line: PeerStoreConnection) -> None:
+        try:
+            line.greet()
+            told = line.hear()
+            owner = told.get("owner")
+            if told.get("token") != self.address.token or not isinstance(owner, str):
+                return
+            {"deposit": self._deposit, "fetch": self._fetch, "forget": self._forget}[told["errand"]](line, owner, told)
+        except (OSError, KeyError, TypeError, ValueError, MemoryError) as error:
+            log.debug("An errand came to nothing: %r", error)  # who came says so
+        finally:
+            line.close()
+            with self._lock:
+                self._lines.pop(line, None)
+
+    def _deposit(self, line: PeerStoreConnection, owner: str, told: dict[str, Any]) -> None:
+        size = int(told["size"])
+        with self._lock:
+            data = self._spare.pop(owner, bytearray())
+        if len(data) != size:
+            try:
+                data = bytearray(size)
+            except MemoryError:
+                line.say({"refused": f"there is no memory for {size / 2**20:.0f} MiB"})
+                return
+        try:
+            line.say({})
+            line.receive_into(memoryview(data))
+        except BaseException:
+            with self._lock:
+                self._spare.setdefault(owner, data)
+            raise
+        with self._lock:
+            before, self._kept[owner] = self._kept.get(owner), _Parcel(dict(told["label"]), data)
+            if before is not None and not before.readers:
+                self._spare[owner] = before.data
+        line.say({})
+
+    def _fetch(self, line: PeerStoreConnection, owner: str, told: dict[str, Any]) -> None:
+        with self._lock:
+            if (parcel := self._kept.get(owner)) is not None:
+                parcel.readers += 1
+        if parcel is None:
+            line.say({})
+            return
+        try:
+            line.say({"size": len(parcel.data), "label": parcel.label})
+            line.send(memoryview(parcel.data))
+        finally:
+            with self._lock:
+                parcel.readers -= 1
+
+    def _forget(self, line: PeerStoreConnection, owner: str, told: dict[str, Any]) -> None:
+        with self._lock:
+            self._kept.pop(owner, None)
+            self._spare.pop(owner, None)
+        line.say({})
+
+
+def facing(host: str, port: int) -> str:
+    """The address of this host's that another one is reached from; ``facing("127.0.0.1", 1)`` is ``"127.0.0.1"``.
+
+    Raises:
+        OSError: it cannot be reached.
+    """
+    kind, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    with socket.socket(kind[0], socket.SOCK_DGRAM) as sock:
+        sock.connect(kind[4])  # nothing is sent
+        return sock.getsockname()[0]
+
+
+def next_to(mine: int, left: Sequence[int], hosts: Mapping[int, str]) -> int | None:
+    """Who is to keep what a rank leaves: on the next host the one at the same place, on one host the next rank.
+
+    So a host takes nobody's copy with it, and nobody has more than others, where hosts have equal numbers of ranks.
+
+    >>> two = {0: "a", 1: "a", 2: "b", 3: "b"}
+    >>> [next_to(rank, [0, 1, 2, 3], two) for rank in range(4)]
+    [2, 3, 0, 1]
+    >>> [next_to(rank, [0, 2, 3], two) for rank in (0, 2, 3)], [next_to(rank, [2, 3], two) for rank in (2, 3)]
+    ([2, 0, 0], [3, 2])
+    >>> next_to(3, [3], two) is None
+    True
+
+    Args:
+        mine: this rank.
+        left: all that are there, this one among them.
+        hosts: where each of them is.
+    """
+    by_host: dict[str, list[int]] = {}
+    for rank in left:
+        by_host.setdefault(hosts.get(rank, ""), []).append(rank)
+    names = list(by_host)
+    here = by_host[hosts.get(mine, "")]
+    there = by_host[names[(names.index(hosts.get(mine, "")) + 1) % len(names)]]
+    place = here.index(mine) + (there is here)
+    found = there[place % len(there)]
+    return None if found == mine else found

@@ -1,0 +1,413 @@
+"""Collectives through torch.distributed: Gloo, NCCL, and MPI where torch was built with it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
+
+from lightning_async.comm import torch_groups
+from lightning_async.comm.collectives import (
+    ElasticCommunicator,
+    Operation,
+    ReduceOp,
+    Where,
+    as_bytes,
+    check_buffer,
+    check_rows,
+    reducible,
+    room_for,
+    sum_rows,
+)
+from lightning_async.comm.nccl import RegisteredMemory
+from lightning_async.comm.torch_groups import TorchGroup
+from lightning_async.comm.torch_rendezvous import MeetingOptions, form
+from lightning_async.errors import AsyncTrainingError, CollectiveError
+from lightning_async.membership.generation import Generation, at_start
+from lightning_async.membership.store import Store
+
+# Operations under way over a group of torch's, and the end of all of them as soon as one fails.
+#
+# An operation's tensors change hands twice. From `start` on they are the group's, which keeps them until torch
+# lets go: that may be later than the operation has ended, where it was broken off. Its result is the caller's
+# when it is complete. A generation ends by `land`: the group is disposed of, and its operations, which have
+# failed, are forgotten.
+
+T = TypeVar("T")
+Finish = Callable[[], T]
+
+
+class Flights:
+    """What is under way over one group; used by the thread that calls, and by torch's when operations end.
+
+    Args:
+        fail: called with the error and the operation that failed first; it is to `break_off`.
+    """
+
+    def __init__(self, fail: Callable[[CollectiveError, Operation[Any]], None]) -> None:
+        self.group: TorchGroup | None = None
+        self._broken: CollectiveError | None = None
+        self._fail = fail
+        self._lock = threading.Lock()
+        self._pending: dict[int, Operation[Any]] = {}
+
+    def __len__(self) -> int:
+        return sum(not operation.done() for operation in list(self._pending.values()))
+
+    def over(self, group: TorchGroup) -> None:
+        """From now on, operations go over this group."""
+        with self._lock:
+            self.group = group
+
+    def start(
+        self,
+        group: TorchGroup,
+        operation: Operation[T],
+        start: Callable[[Any], Any],
+        finish: Finish[T],
+        tensors: tuple[Tensor, ...],
+        backstop: timedelta,
+    ) -> None:
+        """Have torch begin; `over` was called before.
+
+        Args:
+            group: what operations went over when this one was called. Another thread may have had it `land` since.
+            start: makes torch's work of its group.
+            finish: makes the result when that has ended.
+            tensors: what torch reads or writes.
+            backstop: torch's own deadline.
+        """
+        with self._lock:
+            landed = self.group is not group
+            if not landed:
+                self._pending[operation.seq] = operation
+                group.in_flight[operation.seq] = tensors, None
+        if landed:
+            operation.fail(_landed(operation))
+            return
+        try:
+            works = start(group.pg)
+        except Exception as error:
+            self._end(operation, finish, error)
+            group.in_flight.pop(operation.seq, None)
+            return
+        group.watch(operation, works, lambda error: self._end(operation, finish, error), backstop)
+        if self._broken is not None:  # in this instant, by another thread that did not see this operation
+            operation.fail(CollectiveError(f"{operation} was broken off: {self._broken}"))
+
+    def break_off(self, error: CollectiveError, first: Operation[Any] | None = None) -> None:
+        """``first`` fails with the error, everything else because of it; any thread may call it."""
+        with self._lock:
+            if self._broken is None:
+                self._broken = error
+            group, pending = self.group, list(self._pending.values())
+        if first is not None:
+            first.fail(error)
+        for operation in pending:
+            operation.fail(CollectiveError(f"{operation} was broken off after {operation.elapsed_s():.2f} s: {error}"))
+        if group is not None:
+            group.break_off()
+
+    def land(self) -> None:
+        """Dispose of the group. What is under way has failed: how it ends is no news of the next group's."""
+        with self._lock:
+            group, pending = self.group, list(self._pending.values())
+            self.group, self._pending = None, {}
+        for operation in pending:
+            operation.fail(_landed(operation))
+        if group is not None:
+            group.dispose()
+        with self._lock:
+            self._broken = None
+
+    def _end(self, operation: Operation[T], finish: Finish[T], error: Exception | None) -> None:
+        if error is None and not operation.ended():
+            try:
+                value = finish()
+            except Exception as caught:
+                error = caught
+            else:
+                operation.complete(value)
+        if error is not None and not operation.ended():
+            self._fail(operation.failure(error), operation)
+        if self._pending.get(operation.seq) is operation:  # it may be of an earlier generation
+            del self._pending[operation.seq]
+
+
+def _landed(operation: Operation[Any]) -> CollectiveError:
+    return CollectiveError(f"{operation} was broken off: its groups are no more.")
+
+
+_BACKENDS = ("gloo", "nccl", "mpi")
+# From so many bytes on, sends and receives are quicker than what Gloo makes of a gather, see `torch_groups.swap`.
+_LARGE_BYTES = 1 << 16
+_LARGE_TAGS = 1 << 30  # those of `exchange` are below
+_OPS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.MIN: dist.ReduceOp.MIN, ReduceOp.MAX: dist.ReduceOp.MAX}
+
+
+class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
+    """One communicator over a torch process group formed from a store, without the default group.
+
+    The constructor does no I/O: `open`, or else the first operation, forms the group together with all
+    members, within ``form_timeout``. Forks made before are opened with it, forks made later open at once.
+
+    An operation that fails or passes its deadline breaks its communicator off: its sockets are shut down, so
+    that peers waiting in it fail as well, and every later operation raises at once; see `ElasticCommunicator`.
+
+    Args:
+        store: reachable by all members; keys lie below ``lightning_async/``. It may be used by other threads too, as
+            long as none blocks in it.
+        rank, world_size: of this member at the start; those of later generations come with `reconfigure`.
+        backend: "gloo" (CPU tensors), "nccl" (CUDA tensors) or "mpi".
+        name: differs between communicators that share a store.
+        timeout: deadline of each operation.
+        form_timeout: deadline of forming a group.
+        member: the name of a newcomer, of rank 0 in a world of 1, which is to be reconfigured into the others' next
+            generation; by default ranks are named by their numbers.
+        device: where NCCL's barrier lives and connects; the current CUDA device by default.
+        max_ctas: how many blocks of the GPU NCCL may take from the training beside it.
+        terms: on which members meet.
+
+    Raises:
+        ValueError: an argument is out of range, or torch was built without the backend.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        *,
+        backend: str = "gloo",
+        name: str = "world",
+        timeout: timedelta = timedelta(minutes=5),
+        form_timeout: timedelta = timedelta(minutes=5),
+        member: str | None = None,
+        device: torch.device | None = None,
+        max_ctas: int = 4,
+        meeting_options: MeetingOptions | None = None,
+    ) -> None:
+        _check_arguments(backend, timeout, form_timeout)
+        super().__init__(Where(name, at_start("TorchCollectives", rank, world_size, member)), timeout)
+        self._store = store
+        self._backend, self._device, self._max_ctas = backend, device, max_ctas
+        self._form_timeout, self._meeting_options = (
+            form_timeout,
+            MeetingOptions() if meeting_options is None else meeting_options,
+        )
+        self._flights = Flights(self._fail)
+        self._memory = RegisteredMemory()
+        self._made: dict[Any, Any] = {}
+
+    def all_reduce(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Operation[Tensor]:
+        """See `Collectives`. Types that Gloo cannot reduce are widened for the way."""
+        check_buffer(buffer)
+        wire, torch_op, narrow = reducible(buffer, op)
+
+        def start(pg: Any) -> Any:
+            return pg.allreduce([wire], self._options(dist.AllreduceOptions, reduceOp=_OPS[torch_op]))
+
+        def finish() -> Tensor:
+            narrow(wire)
+            return buffer
+
+        return self._submit(f"all_reduce({op.value})", start, finish, (buffer, wire))
+
+    def all_gather(self, buffer: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
+        check_buffer(buffer)
+        gathered = room_for(buffer, self.world_size, out)
+        rows, mine = [as_bytes(row) for row in gathered], as_bytes(buffer)
+        large = self._large_tag(mine)
+
+        def start(pg: Any) -> Any:
+            if large is not None:
+                return torch_groups.swap(
+                    pg, self.rank, dict.fromkeys(range(len(rows)), mine), dict(enumerate(rows)), large
+                )
+            if self._backend == "nccl":  # the list form copies
+                return pg._allgather_base(as_bytes(gathered), mine, self._options(AllgatherOptions))
+            return pg.allgather([rows], [mine], self._options(AllgatherOptions))
+
+        return self._submit("all_gather", start, lambda: gathered, (buffer, gathered))
+
+    def reduce_scatter(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Operation[Tensor]:
+        """See `Collectives`. Rows are exchanged, then combined in the order of ranks, half types in fp32."""
+        # Gloo's own reduce_scatter has no future to wait on.
+        check_rows(buffer, self.world_size)
+        return self._all_to_all(buffer, f"reduce_scatter({op.value})", lambda rows: sum_rows(rows, op))
+
+    def all_to_all(self, buffer: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
+        check_rows(buffer, self.world_size)
+        return self._all_to_all(buffer, "all_to_all", lambda rows: rows, out)
+
+    def broadcast(self, buffer: Tensor, src: int = 0) -> Operation[Tensor]:
+        check_buffer(buffer)
+        self._check_peer(src, "src")
+        data = as_bytes(buffer)
+
+        def start(pg: Any) -> Any:
+            return pg.broadcast([data], self._options(dist.BroadcastOptions, rootRank=src, rootTensor=0))
+
+        return self._submit(f"broadcast(src={src})", start, lambda: buffer, (buffer,))
+
+    def exchange(self, buffer: Tensor, peer: int) -> Operation[Tensor]:
+        """See `Collectives`. Ranks that exchange with nobody need not call it."""
+        check_buffer(buffer)
+        self._check_peer(peer, "peer")
+        out = torch.empty_like(buffer)
+        mine, theirs = as_bytes(buffer), as_bytes(out)
+        kind = f"exchange(peer={peer})"
+        tag = self._exchanged[peer] = self._exchanged.get(peer, 0) + 1
+        if peer == self.rank:
+            out.copy_(buffer)
+            return self._submit(kind, None, lambda: out, (buffer, out))
+
+        def start(pg: Any) -> Any:
+            return torch_groups.swap(pg, self.rank, {peer: mine}, {peer: theirs}, tag, self._backend == "nccl")
+
+        return self._submit(kind, start, lambda: out, (buffer, out))
+
+    def barrier(self) -> Operation[None]:
+        token = torch.zeros(1, device=self._token_device())
+        return self._submit(
+            "barrier", lambda pg: pg.allreduce([token], self._options(dist.AllreduceOptions)), lambda: None, (token,)
+        )
+
+    def reconfigure(self, generation: Generation) -> None:
+        if self._backend == "mpi":
+            raise CollectiveError(f"{self._where}: torch forms groups of MPI only once. It failed by: {self._failure}")
+        super().reconfigure(generation)
+
+    def split(self, ranks: Collection[int], name: str, timeout: timedelta | None = None) -> TorchCollectives | None:
+        if self._backend == "mpi" and len(set(ranks)) < self.world_size:
+            raise ValueError(
+                f"{self._where}: `split(ranks={sorted(ranks)})`: torch's MPI has groups of all ranks only."
+            )
+        return super().split(ranks, name, timeout)
+
+    def registered(self, buffer: Tensor) -> Tensor:
+        """See `Collectives`: NCCL registers memory; Gloo and MPI do not."""
+        if self._backend != "nccl":
+            return buffer
+        return self._memory.copy(self._open().pg, buffer)
+
+    def close(self) -> None:
+        self._closed = True
+        for branch in self._branches:
+            branch.close()
+        if len(self._flights):
+            self._fail(CollectiveError(f"{self._where}: closed with operations under way."))
+        self._flights.land()
+
+    # ------------------------------------------------------------------ the machinery
+
+    def _large_tag(self, data: Tensor) -> int | None:
+        """The tag of this gather or all-to-all, if it is to go by sends and receives."""
+        if self._backend != "gloo" or data.numel() < _LARGE_BYTES:
+            return None
+        return _LARGE_TAGS + self._num_collectives() % _LARGE_TAGS
+
+    def _all_to_all(
+        self, buffer: Tensor, kind: str, finish: Callable[[Tensor], T], out: Tensor | None = None
+    ) -> Operation[T]:
+        received = room_for(buffer[0], self.world_size, out)
+        mine, theirs = as_bytes(buffer), as_bytes(received)
+        large = self._large_tag(mine)
+
+        def start(pg: Any) -> Any:
+            if large is not None:
+                sent, rows = (dict(enumerate(each.chunk(self.world_size))) for each in (mine, theirs))
+                return torch_groups.swap(pg, self.rank, sent, rows, large)
+            return pg.alltoall_base(theirs, mine, [], [], self._options(dist.AllToAllOptions))
+
+        return self._submit(kind, start, lambda: finish(received), (buffer, received))
+
+    def _submit(
+        self, kind: str, start: Callable[[Any], Any] | None, finish: Callable[[], T], tensors: tuple[Tensor, ...]
+    ) -> Operation[T]:
+        self._check_usable()
+        group = self._open()
+        self._seq += 1
+        operation: Operation[T] = Operation(self._where, kind, self._seq, self._timeout, self._fail)
+        if start is None:
+            operation.complete(finish())
+        else:
+            self._flights.start(group, operation, start, finish, tensors, self._backstop())
+        return operation
+
+    def _fail(self, error: CollectiveError, first: Operation[Any] | None = None) -> None:
+        if self._failure is None:
+            self._failure = error
+        self._flights.break_off(error, first)
+
+    def _is_open(self) -> bool:
+        return self._flights.group is not None
+
+    def _open(self) -> torch_groups.TorchGroup:
+        group = self._flights.group  # once: another thread may have it land
+        if group is None:
+            self._check_usable()
+            try:
+                group = form(
+                    self._store,
+                    self._where,
+                    self._backend,
+                    self._form_timeout,
+                    self._token_device() if self._backend == "nccl" else None,
+                    self._max_ctas,
+                    cancelled=lambda: self._failure is not None or self._closed,
+                    meeting_options=self._meeting_options,
+                )
+            except AsyncTrainingError as error:
+                self._fail(error if isinstance(error, CollectiveError) else CollectiveError(str(error)))
+                raise
+            self._memory.register(group.pg)
+            self._flights.over(group)
+        self._check_usable()
+        return group
+
+    def _child(self, where: Where, timeout: timedelta) -> TorchCollectives:
+        child = TorchCollectives(
+            self._store, where.rank, where.world_size, backend=self._backend, name=where.name, timeout=timeout,
+            form_timeout=self._form_timeout, device=self._device, max_ctas=self._max_ctas, meeting_options=self._meeting_options,
+        )  # fmt: skip
+        child._where = where
+        return child
+
+    def _enter(self, where: Where) -> None:
+        self._flights.land()
+        self._where = where
+
+    def _options(self, kind: Callable[[], Any], **fields: Any) -> Any:
+        key = kind, *fields.items()
+        if key not in self._made:
+            options = self._made[key] = kind()
+            for name, value in {"timeout": self._backstop(), **fields}.items():
+                setattr(options, name, value)
+        return self._made[key]
+
+    def _backstop(self) -> timedelta:
+        # Ours comes first, with the better message; this one only ends what could not be broken off.
+        return self._timeout + timedelta(seconds=1)
+
+    def _token_device(self) -> torch.device:
+        if self._backend != "nccl":
+            return torch.device("cpu")
+        return self._device if self._device is not None else torch.device("cuda", torch.cuda.current_device())
+
+
+def _check_arguments(backend: str, timeout: timedelta, form_timeout: timedelta) -> None:
+    if backend not in _BACKENDS:
+        raise ValueError(f"`TorchCollectives(backend={backend!r})` must be one of {_BACKENDS}.")
+    available = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
+    if not available[backend]():
+        raise ValueError(f"`TorchCollectives(backend={backend!r})`: this torch ({torch.__version__}) has no {backend}.")
+    for argument, value in (("timeout", timeout), ("form_timeout", form_timeout)):
+        if value <= timedelta(0):
+            raise ValueError(f"`TorchCollectives({argument}={value})` must be positive.")

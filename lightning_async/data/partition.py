@@ -1,0 +1,551 @@
+"""One replica's part of a dataset, or of a stream, by a `Partition`: each sample once an epoch over all replicas."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+from abc import abstractmethod
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DistributedSampler, IterableDataset, get_worker_info
+
+from lightning_async._checks import check_int, check_protocol
+
+# Who takes which samples of an epoch: pure functions, alike on all replicas, for any number of them.
+
+
+def largest_remainder(total: int, weights: Sequence[float]) -> list[int]:
+    r"""Whole shares of a total, as near to these weights as can be.
+
+    .. math:: n_i = \Big\lfloor \frac{w_i}{\sum_j w_j} n \Big\rfloor + [i \text{ has one of the largest remainders}]
+
+    Exact for any floats; of equal remainders the first ones win.
+
+    Raises:
+        ValueError: a weight is negative or not finite, or none is positive.
+
+    Source: the method of Hamilton, as in Balinski and Young, "Fair Representation", 1982
+
+    >>> largest_remainder(10, [1, 1, 1]), largest_remainder(10, [1.0, 2.5, 0.0])
+    ([4, 3, 3], [3, 7, 0])
+    """
+    if not all(0 <= weight < float("inf") for weight in weights) or not any(weights):
+        raise ValueError(f"`largest_remainder(weights={list(weights)})` must be >= 0 and finite, one of them > 0.")
+    exact = [Fraction(weight) for weight in weights]
+    quotas = [total * each / sum(exact) for each in exact]
+    shares = [int(quota) for quota in quotas]
+    by_remainder = sorted(range(len(shares)), key=lambda i: (shares[i] - quotas[i], i))
+    for i in by_remainder[: total - sum(shares)]:
+        shares[i] += 1
+    return shares
+
+
+def rendezvous(key: object, members: Sequence[str], seed: int = 0) -> int:
+    r"""The place among ``members`` of the one that a key belongs to.
+
+    .. math:: \arg\max_m h(\text{seed}, \text{key}, m)
+
+    Where a member goes, its keys alone move; where one comes, it takes its part from all. The same in every process.
+
+    Source: Thaler and Ravishankar, "Using name-based mappings to increase hit rates", 1998
+
+    >>> owners = [rendezvous(key, ["0", "1", "2"]) for key in range(30)]
+    >>> fewer = [rendezvous(key, ["0", "2"]) for key in range(30)]
+    >>> all(("0", "2")[now] == str(was) for was, now in zip(owners, fewer) if was != 1)
+    True
+    """
+    text = f"{seed}|{key!r}|"
+    return max(
+        range(len(members)), key=lambda i: hashlib.blake2b(f"{text}{members[i]}".encode(), digest_size=8).digest()
+    )
+
+
+@runtime_checkable
+class Partition(Protocol):
+    """What makes the parts of an epoch: each sample is in exactly one, whoever the replicas are.
+
+    One of your own states `owners`; for streams, `dealer`.
+    """
+
+    shuffle: bool = True
+    seed: int = 0
+
+    @abstractmethod
+    def owners(self, order: Tensor, members: Sequence[str]) -> Tensor:
+        """The place among ``members`` of who takes each of these indices.
+
+        Args:
+            order: indices of samples, as they are taken in this epoch.
+            members: the replicas, by the names that they have for life.
+        """
+        ...
+
+    def dealer(self, members: Sequence[str]) -> Callable[[Any], int]:
+        """The same for a stream: called with each sample in turn.
+
+        Raises:
+            TypeError: this partition is not one of streams.
+        """
+        raise TypeError(f"`{self!r}` needs to know all indices: it cannot divide a stream.")
+
+    def order(self, length: int, epoch: int) -> Tensor:
+        """The order of an epoch: shuffled by seed and epoch, or as the data is."""
+        if not self.shuffle:
+            return torch.arange(length)
+        return torch.randperm(length, generator=torch.Generator().manual_seed(self.seed + epoch))
+
+    def part(self, length: int, members: Sequence[str], me: int, epoch: int) -> Tensor:
+        """What the replica at place ``me`` takes in an epoch, in order."""
+        order = self.order(length, epoch)
+        return order[self.owners(order, members) == me]
+
+
+@dataclass(frozen=True)
+class Sequential(Partition):
+    r"""Each replica has one block of the data, in its order.
+
+    .. math:: \{ i : b_r \le i < b_{r+1} \}, \quad b_r = r \lfloor L / N \rfloor + \min(r, L \bmod N)
+
+    For data that is read from disk in its order, and for series in time.
+
+    >>> Sequential().part(7, ["0", "1", "2"], me=0, epoch=3)
+    tensor([0, 1, 2])
+    """
+
+    shuffle = False
+
+    def owners(self, order: Tensor, members: Sequence[str]) -> Tensor:
+        return _blocks(largest_remainder(len(order), [1.0] * len(members)))
+
+
+@dataclass(frozen=True)
+class Random(Partition):
+    r"""Each epoch shuffled, and dealt out in turn.
+
+    .. math:: \{ \pi(p) : p \bmod N = r \}
+
+    As torch's `DistributedSampler`, whose parts are equal as some samples are taken twice; these differ by one at most.
+
+    Args:
+        seed: of :math:`\pi`, together with the epoch. Default 0.
+
+    >>> parts = [Random().part(7, ["0", "1"], me, epoch=0).tolist() for me in (0, 1)]
+    >>> [len(part) for part in parts], sorted(parts[0] + parts[1])
+    ([4, 3], [0, 1, 2, 3, 4, 5, 6])
+    """
+
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_int(self, "seed", at_least=0)
+
+    def owners(self, order: Tensor, members: Sequence[str]) -> Tensor:
+        return torch.arange(len(order)) % len(members)
+
+    def dealer(self, members: Sequence[str]) -> Callable[[Any], int]:
+        taken = 0
+
+        def deal(sample: Any) -> int:
+            nonlocal taken
+            taken += 1
+            return (taken - 1) % len(members)
+
+        return deal
+
+
+@dataclass(frozen=True)
+class Weighted(Partition):
+    r"""Shares of unequal size: for replicas of unequal speed.
+
+    .. math:: \Big| n_r - \frac{w_r}{\sum_j w_j} L \Big| < 1
+
+    The sizes are those of `largest_remainder`. Of a stream, every beginning is divided so, nearly.
+
+    Args:
+        weights: by the number that a replica was started with, such as its samples per second; others have 1.
+        shuffle: default True; else each has one block of the data, in its order.
+        seed: of the shuffling, together with the epoch. Default 0.
+
+    Raises:
+        TypeError, ValueError: weights are not numbers >= 0.
+
+    >>> [len(Weighted({1: 3.0}).part(10, ["0", "1"], me, epoch=0)) for me in (0, 1)]
+    [3, 7]
+    """
+
+    weights: Mapping[int, float]
+    shuffle: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_int(self, "seed", at_least=0)
+        shown = f"`Weighted(weights={self.weights!r})`"
+        if not isinstance(self.weights, Mapping):
+            raise TypeError(f"{shown} must be a mapping from the numbers of replicas to numbers.")
+        if not all(isinstance(each, int | float) and 0 <= each < float("inf") for each in self.weights.values()):
+            raise ValueError(f"{shown} must be finite numbers >= 0.")
+
+    def owners(self, order: Tensor, members: Sequence[str]) -> Tensor:
+        return _blocks(largest_remainder(len(order), self._of(members)))
+
+    def dealer(self, members: Sequence[str]) -> Callable[[Any], int]:
+        weights = [Fraction(each) for each in self._of(members)]
+        credit, total = [Fraction(0)] * len(members), sum(weights)
+
+        def deal(sample: Any) -> int:
+            for i, weight in enumerate(weights):
+                credit[i] += weight
+            most = max(range(len(members)), key=lambda i: (credit[i], -i))
+            credit[most] -= total
+            return most
+
+        return deal
+
+    def _of(self, members: Sequence[str]) -> list[float]:
+        """All equal where those that are left have none."""
+        found = [float(self.weights.get(int(name), 1.0)) for name in members]
+        return found if any(found) else [1.0] * len(members)
+
+
+@dataclass(frozen=True)
+class ByKey(Partition):
+    r"""All samples of a key on one replica: users, documents, shards of a file.
+
+    .. math:: \{ i : \text{rendezvous}(\text{key}(i)) = r \}
+
+    Few keys move where replicas are lost or come, see `rendezvous`. Parts are as unequal as keys are.
+
+    Args:
+        key: of the index of a sample, such as ``users.__getitem__``; in a stream, of the sample itself. An int, a
+            string, or another value whose ``repr`` is the same in every process.
+        shuffle: the order within each part. Default True.
+        seed: of keys' places, and of the shuffling, together with the epoch. Default 0.
+
+    Raises:
+        TypeError: ``key`` is no function.
+
+    >>> parts = [ByKey(lambda i: i % 5).part(20, ["0", "1"], me, epoch=0).tolist() for me in (0, 1)]
+    >>> {i % 5 for i in parts[0]} & {i % 5 for i in parts[1]}
+    set()
+    """
+
+    key: Callable[[Any], object]
+    shuffle: bool = True
+    seed: int = 0
+    _keys: list[object] = field(default_factory=list, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_int(self, "seed", at_least=0)
+        if not callable(self.key):
+            raise TypeError(f"`ByKey(key={self.key!r})` must be a function of an index.")
+
+    def owners(self, order: Tensor, members: Sequence[str]) -> Tensor:
+        if len(self._keys) != len(order):  # what may take long is done once
+            self._keys[:] = [self.key(index) for index in range(len(order))]
+        found = self.dealer(members, of=lambda key: key)
+        of_index = torch.tensor([found(key) for key in self._keys], dtype=torch.int64)
+        return of_index[order]
+
+    def dealer(self, members: Sequence[str], of: Callable[[Any], object] | None = None) -> Callable[[Any], int]:
+        known: dict[str, int] = {}
+
+        def deal(sample: Any) -> int:
+            key = (of or self.key)(sample)
+            text = repr(key)
+            if text not in known:
+                known[text] = rendezvous(key, members, self.seed)
+            return known[text]
+
+        return deal
+
+
+def _blocks(sizes: Sequence[int]) -> Tensor:
+    """So many of each number, in turn."""
+    return torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+
+
+# Whose a sample of a stream is, where those that are left read it again for what the lost had left: pure
+# functions.
+
+Told = Mapping[str, Any]
+"""One rank's part of a stream, in plain values: its ``members`` and ``rank``; or ``place``, of ``parts``, in what
+others had ``left``, each with the number of the first batch that counts. Its loader has ``batch_size``, ``workers``."""
+
+
+def place_in(partition: Partition, told: Told) -> Callable[[Any], int | None]:
+    """Called with each sample of a stream in turn: its place in this part, or None where it is in another one."""
+    if "left" in told:
+        return _place_in_rest(partition, told)
+    owner, rank, taken = partition.dealer(told["members"]), told["rank"], 0
+
+    def place(sample: Any) -> int | None:
+        nonlocal taken
+        if owner(sample) != rank:
+            return None
+        taken += 1
+        return taken - 1
+
+    return place
+
+
+def _place_in_rest(partition: Partition, told: Told) -> Callable[[Any], int | None]:
+    lost = [(place_in(partition, each), each, begin) for each, begin in told["left"]]
+    mine, parts, taken = told["place"], told["parts"], 0
+
+    def place(sample: Any) -> int | None:
+        nonlocal taken
+        places = [(each(sample), of, begin) for each, of, begin in lost]  # all are asked of each sample
+        if not any(at is not None and _batch(at, of) >= begin for at, of, begin in places):
+            return None
+        taken += 1
+        return (taken - 1) // parts if (taken - 1) % parts == mine else None
+
+    return place
+
+
+def _batch(place: int, of: Told) -> int:
+    """The number of the batch with this sample: workers have samples in turn, and give batches in turn.
+
+    >>> [_batch(place, {"workers": 2, "batch_size": 2}) for place in range(7)]
+    [0, 1, 0, 1, 2, 3, 2]
+    """
+    turn, worker = divmod(place, of["workers"])
+    return turn // of["batch_size"] * of["workers"] + worker
+
+
+def dealt(left: Iterable[tuple[Told, int]], takers: Mapping[str, Told]) -> dict[str, Told]:
+    """What is left of these parts, each with the number of the first batch that counts, dealt out by samples in turn.
+
+    Args:
+        takers: by name, what each has: its loader stays.
+    """
+    lost = [(dict(each), begin) for each, begin in left]
+    return {
+        name: {
+            "kind": "stream", "batch_size": own["batch_size"], "workers": own["workers"], "left": lost, "place": i,
+            "parts": len(takers),
+        }
+        for i, (name, own) in enumerate(takers.items())
+    }  # fmt: skip
+
+
+_HOROVODS = (
+    ("HOROVOD_SIZE", "HOROVOD_RANK"), ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("PMI_SIZE", "PMI_RANK"),
+)  # fmt: skip
+_LAUNCHERS = (*_HOROVODS, ("WORLD_SIZE", "RANK"))
+"""What launchers tell ranks."""
+_looked_for: ContextVar[bool] = ContextVar("looked_for", default=False)
+
+
+@contextmanager
+def yet_to_be_numbered() -> Iterator[None]:
+    """A strategy looks for samplers, to tell each its part: what they have within this need not be equal."""
+    token = _looked_for.set(True)
+    try:
+        yield
+    finally:
+        _looked_for.reset(token)
+
+
+class _Place:
+    """Which part is this replica's.
+
+    Args:
+        num_replicas, rank: where both are None: those of the strategy, of torch.distributed, or of the launcher.
+    """
+
+    def __init__(self, owner: str, num_replicas: int | None, rank: int | None) -> None:
+        if (num_replicas is None) != (rank is None):
+            raise ValueError(f"`{owner}(num_replicas={num_replicas}, rank={rank})`: give both or none of the two.")
+        if num_replicas is not None and rank is not None and not 0 <= rank < num_replicas:
+            raise ValueError(f"`{owner}(num_replicas={num_replicas}, rank={rank})`: a rank is from 0 on, and below.")
+        self.members: Sequence[str] | None = None if num_replicas is None else tuple(map(str, range(num_replicas)))
+        self.rank = rank or 0
+
+    def known(self) -> tuple[Sequence[str], int]:
+        """All replicas, and the place of this one."""
+        if self.members is not None:
+            return self.members, self.rank
+        if dist.is_available() and dist.is_initialized():
+            return tuple(map(str, range(dist.get_world_size()))), dist.get_rank()
+        for size, rank in _LAUNCHERS:
+            if size in os.environ and rank in os.environ:
+                return tuple(map(str, range(int(os.environ[size])))), int(os.environ[rank])
+        return ("0",), 0
+
+    @property
+    def in_step(self) -> bool:
+        """Whether those who have the parts take every step together: no strategy of ours has numbered them, nor the
+        user, and torch.distributed or Horovod has."""
+        if self.members is not None or _looked_for.get():
+            return False
+        together = dist.is_available() and dist.is_initialized()
+        return together or any(size in os.environ and rank in os.environ for size, rank in _HOROVODS)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a process that is started anew, and cannot ask who it belongs to: a worker of a loader."""
+        members, rank = self.known()
+        return {"members": members, "rank": rank}
+
+
+class _Numbered:
+    """Whoever has a part, and can be told another one."""
+
+    _place: _Place
+
+    @property
+    def num_replicas(self) -> int:
+        """How many parts there are."""
+        return len(self._place.known()[0])
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether it was told which part."""
+        return self._place.members is not None
+
+    def number(self, members: Sequence[str], rank: int) -> None:
+        """These replicas are there from here on, by the numbers that they were started with."""
+        self._place.members, self._place.rank = tuple(members), rank
+
+
+class PartitionedSampler(_Numbered, DistributedSampler[Any]):  # pyright: ignore[reportIncompatibleVariableOverride]
+    r"""The indices that are this replica's, in an epoch; without padding, so that parts may be unequal.
+
+    Lightning leaves it as it is. Under `AsyncAveragingStrategy` it is numbered by the strategy, anew where replicas are
+    lost or come; what a lost one had left of an epoch the others train on. Ranks that take every step together (DDP,
+    Horovod) need equal parts: unequal ones are refused where an epoch begins. Where their numbers of batches are equal
+    none the less, say so by ``num_replicas`` and ``rank``.
+
+    Args:
+        dataset: a map-style dataset, or anything with a length.
+        partition: `Random` (default), `Sequential`, `Weighted`, `ByKey`, or one of your own.
+        num_replicas, rank: which part. Default: as the strategy, torch.distributed or the launcher has it; else all.
+
+    Raises:
+        TypeError: ``partition`` is none.
+        ValueError: one of ``num_replicas`` and ``rank``, or a rank out of range; where an epoch begins, unequal parts
+            of ranks that take every step together.
+
+    >>> sampler = PartitionedSampler(range(8), Random(seed=1), num_replicas=2, rank=1)
+    >>> sampler.set_epoch(3)
+    >>> len(sampler), len(set(sampler))
+    (4, 4)
+    """
+
+    def __init__(
+        self, dataset: Any, partition: Partition | None = None, num_replicas: int | None = None, rank: int | None = None
+    ) -> None:
+        self.partition: Partition = Random() if partition is None else partition
+        check_protocol("PartitionedSampler", "partition", self.partition, Partition, "a partition such as Random()")
+        self.dataset, self.epoch, self.drop_last = dataset, 0, False
+        self.shuffle, self.seed = self.partition.shuffle, self.partition.seed
+        self._place = _Place("PartitionedSampler", num_replicas, rank)
+        self._made: tuple[Any, list[int]] | None = None
+
+    @property
+    def rank(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Which one is this replica's."""
+        return self._place.known()[1]
+
+    def indices(self) -> list[int]:
+        """Of this epoch."""
+        members, rank = self._place.known()
+        wanted = (len(self.dataset), tuple(members), rank, self.epoch)
+        if self._made is None or self._made[0] != wanted:
+            self._made = wanted, self.partition.part(*wanted).tolist()
+        return self._made[1]
+
+    def __iter__(self) -> Iterator[int]:
+        if self._place.in_step:
+            self._check_equal()
+        return iter(self.indices())
+
+    def _check_equal(self) -> None:
+        """The one with the smallest part would end first, and the others wait for it until they fail.
+
+        Raises:
+            ValueError: parts are unequal.
+        """
+        members, _ = self._place.known()
+        whole, epoch = len(self.dataset), self.epoch
+        owners = self.partition.owners(self.partition.order(whole, epoch), members)
+        sizes = torch.bincount(owners, minlength=len(members)).tolist()
+        if len(set(sizes)) > 1:
+            raise ValueError(
+                f"`PartitionedSampler(partition={self.partition!r})`: its parts of {whole} samples are unequal "
+                f"({', '.join(map(str, sizes))}), and ranks under DDP and Horovod take every step together. Take "
+                "`AsyncAveragingStrategy`, or parts that are equal, or Lightning's DistributedSampler. Where batches "
+                "come out equal in number, pass `num_replicas=trainer.world_size, rank=trainer.global_rank`."
+            )
+
+    def __len__(self) -> int:
+        return len(self.indices())
+
+
+class PartitionedStream(_Numbered, IterableDataset[Any]):
+    """The samples of a stream that are this replica's, each sample once over all replicas and all their workers.
+
+    Every worker of every replica reads the whole stream, which must be the same for all, and leaves what is not its
+    own: for streams that are cheap to read, or whose samples are cheap until they are decoded behind this. Where
+    replicas are lost it is divided anew with the next epoch. What these had left of the epoch under way the others
+    train on at its end, for which they read the stream once more: within an epoch it must yield the same again.
+
+    Args:
+        stream: any iterable over samples that can be iterated over again.
+        partition: `Random` (default: in turn), `Weighted`, `ByKey`, or one of your own with a `dealer`.
+        num_replicas, rank: as of `PartitionedSampler`.
+
+    Raises:
+        TypeError: ``partition`` is none, or none of streams; ``stream`` is a generator, which ends with an epoch.
+        ValueError: as of `PartitionedSampler`.
+
+    >>> [list(PartitionedStream(range(5), num_replicas=2, rank=rank)) for rank in (0, 1)]
+    [[0, 2, 4], [1, 3]]
+    """
+
+    def __init__(
+        self,
+        stream: Iterable[Any],
+        partition: Partition | None = None,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        if isinstance(stream, Generator):
+            raise TypeError(
+                f"`PartitionedStream(stream={stream!r})` must begin anew with every epoch, as an "
+                "IterableDataset does: of a generator the second epoch would be empty."
+            )
+        self.stream, self.partition = stream, Random() if partition is None else partition
+        check_protocol("PartitionedStream", "partition", self.partition, Partition, "a partition such as Random()")
+        self.partition.dealer(("0",))
+        self._place = _Place("PartitionedStream", num_replicas, rank)
+        self._rest: Told | None = None
+
+    def part(self) -> dict[str, Any]:
+        """Which one is this replica's, in plain values."""
+        members, rank = self._place.known()
+        return {"members": list(members), "rank": rank}
+
+    def rest(self, told: Told) -> PartitionedStream:
+        """The same stream, of which this replica has that part of what others had left."""
+        found = copy.copy(self)
+        found._rest = told
+        return found
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        mine, own = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        place_of = place_in(self.partition, self._rest or self.part())
+        for sample in self.stream:
+            place = place_of(sample)
+            if place is not None and place % own == mine:
+                yield sample

@@ -1,0 +1,589 @@
+"""A loader whose position can be saved, and which can begin at a saved one."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data.dataloader import _DatasetKind
+
+from lightning_async.data.iterators import IterationPosition, Position, epoch_of, iterate
+from lightning_async.data.random_states import Generators, Resumed, Tape, generators_in, resumable, stateful
+from lightning_async.data.redistribution import kept, length_of, share, size_of, workers_of
+
+log = logging.getLogger(__name__)
+
+
+def sources_of(loaders: Sequence[Any]) -> list[Source]:
+    """How the positions of a training's loaders, any iterables, are followed."""
+    names = ["the train dataloader"] if len(loaders) == 1 else [f"train dataloader {i}" for i in range(len(loaders))]
+    return [_source_of(loader, name) for loader, name in zip(loaders, names, strict=True)]
+
+
+def generators_of(sources: Sequence[Source]) -> Generators:
+    """All that draws random numbers: what everybody uses, and what these loaders have of their own."""
+    named = {
+        f"{index}.{path}": generator
+        for index, source in enumerate(sources)
+        for path, generator in source.generators().items()
+    }
+    return Generators(named, devices=True)
+
+
+def recounted(sources: Sequence[Source], positions: Sequence[Position]) -> list[Position]:
+    """The positions in these loaders, which may have batches of another size, other datasets, or other workers, than
+    those then.
+
+    The position of a single loader is one among samples. What cannot be continued exactly is told.
+    """
+    if len(sources) != len(positions):
+        return list(positions)
+    if len(sources) == 1:
+        return [
+            source.recount(each) if source.differs(each) else each
+            for source, each in zip(sources, positions, strict=True)
+        ]
+    return [
+        source.behind_as_many(each, len(sources)) if source.differs(each) else each
+        for source, each in zip(sources, positions, strict=True)
+    ]
+
+
+def _sizes(batch_size: int | None, length: int | None, workers: int | None) -> str:
+    told = f"batches of {batch_size}" + (f" of {length} samples" if length is not None else "")
+    return told if workers is None else f"{told} by {workers} workers"
+
+
+def begin_at(sources: Sequence[Source], positions: Sequence[Position]) -> None:
+    """The next iteration of each begins at its position.
+
+    Raises:
+        ValueError: there are more, or fewer, loaders than then.
+    """
+    if len(sources) != len(positions):
+        raise ValueError(
+            f"the checkpoint is of a training with {len(positions)} train dataloaders, and this one has {len(sources)}."
+        )
+    for source, position in zip(sources, positions, strict=True):
+        source.begin_at(position)
+
+
+def _source_of(loader: Any, name: str) -> Source:
+    own = isinstance(loader, DataLoader) and type(loader)._get_iterator is not DataLoader._get_iterator
+    if isinstance(loader, DataLoader) and not own and not stateful(loader):
+        return _OfDataLoader(loader, name)
+    return _OfIterable(loader, name)
+
+
+class Source:
+    """One loader of a training.
+
+    Args:
+        loader: any iterable over batches.
+        name: what messages call it.
+    """
+
+    stand_in: Any
+    """What to iterate over in place of the loader."""
+
+    def __init__(self, loader: Any, name: str) -> None:
+        self.loader, self.name, self.stand_in = loader, name, loader
+        self.idle = False
+        """An iteration yields nothing: Lightning makes one at the start of fit that nobody reads."""
+        self.ahead = True
+        """Lightning fetches a batch ahead, as it does where it does not know the number of batches."""
+        self.told: Callable[[], bool] = lambda: False
+        """Whether this process was told to stop, if that is known within a moment: then workers that SIGTERM has ended
+        are replaced, as far as that is possible."""
+        self._armed: Position | None = None
+
+    def generators(self) -> dict[str, Any]:
+        """The random generators that the loader holds, by path."""
+        return {}
+
+    def position(self, before: bool, ended: bool) -> Position:
+        """Where the iteration stands.
+
+        Args:
+            before: before the last fetch, for Lightning holds the batch and has not trained on it.
+            ended: nothing more of this iteration will be read.
+        """
+        raise NotImplementedError
+
+    def keep(self, before: bool, ended: bool) -> Callable[[], Position]:
+        """The same, put together when it is asked for, at most one fetch later."""
+        position = self.position(before, ended)
+        return lambda: position
+
+    def begin_at(self, position: Position) -> None:
+        """The next iteration begins there."""
+        raise NotImplementedError
+
+    def differs(self, position: Position) -> bool:
+        """Whether the loader has batches of another size, another number of samples, or another number of workers that
+        divide a stream among them, than where that was taken."""
+        return False
+
+    def recount(self, position: Position) -> Position:
+        """The position of a loader that differs, in batches of this one's."""
+        return position
+
+    def behind_as_many(self, position: Position, loaders: int) -> Position:
+        """Tell that a loader that differs, one of so many, goes on behind as many batches; return where that is."""
+        loader, workers = self.loader, position.get("num_workers")
+        log.warning(
+            "%s has %s, and %s when the checkpoint was made: as it is one of %d train dataloaders, it goes on behind "
+            "as many batches as then (%d), so that samples of this epoch are skipped or come again.",
+            self.name, _sizes(size_of(loader), length_of(loader), workers_of(loader)),
+            _sizes(position["batch_size"], position.get("length"), workers), loaders, position["taken"],
+        )  # fmt: skip
+        return _without_states(position, loader) if self._has_other_workers(position) else position
+
+    def _has_other_workers(self, position: Position) -> bool:
+        then = position.get("num_workers")
+        return then is not None and workers_of(self.loader) not in (None, then)
+
+    def _begun_anew(self, position: Position) -> Position:
+        """Tell that the epoch begins anew, as nobody knows which samples were seen; return where that is."""
+        loader, taken, size = self.loader, position["taken"], position["batch_size"]
+        workers = loader.num_workers if position["num_workers"] is None else position["num_workers"]
+        if taken:
+            log.warning(
+                "%s has num_workers=%d and batch_size=%s, and had num_workers=%d and batch_size=%s when the checkpoint "
+                "was made. Nobody knows which samples it had left, so this epoch begins anew: %d batches (%d samples) "
+                "that were trained on come again. With num_workers=%d and batch_size=%s it could go on.",
+                self.name, loader.num_workers, size_of(loader), workers, size,
+                taken, taken * (size or 1), workers, size,
+            )  # fmt: skip
+        return {**_without_states(position, loader), "taken": 0, "made": 0, "drawn": {}, "state": None}
+
+    def problems(self) -> list[str]:
+        """What keeps the position from being saved, and what to do."""
+        return []
+
+    def detach(self) -> None:
+        """Leave the loader as it was."""
+
+    def _set_epoch(self, position: Position) -> None:
+        """Tell the dataset its epoch, as a hook at the epoch's start has done, which is not called again within it."""
+        tell = getattr(getattr(self.loader, "dataset", None), "set_epoch", None)
+        if position.get("epoch") is not None and callable(tell):
+            tell(position["epoch"])
+
+    def _tell(self, taken: int) -> None:
+        if taken:
+            log.warning(
+                "%s cannot save its position: its first %d batches are fetched again to find it. With `state_dict` and "
+                "`load_state_dict` it could go on at once.", self.name, taken
+            )  # fmt: skip
+
+
+def _without_states(position: Position, loader: Any) -> Position:
+    """A position without what workers had, which are others now; the batches before it are fetched again."""
+    states = {"dataset": None, "random": None, "seed": None, "turn": 0, "workers": {}, "first": {}}
+    sizes = {"batch_size": size_of(loader), "length": length_of(loader), "num_workers": workers_of(loader)}
+    return {**position, **states, **sizes}
+
+
+class _OfDataLoader(Source):
+    """torch's own DataLoader, with an iterator of ours."""
+
+    def __init__(self, loader: DataLoader[Any], name: str) -> None:
+        super().__init__(loader, name)
+        self._here: IterationPosition | None = None
+        self._resumed: Resumed | None = None
+        vars(loader)["_get_iterator"] = _IteratorsOf(self)
+        loader._iterator = None  # workers that persist from an earlier fit were made without us
+
+    def generators(self) -> dict[str, Any]:
+        names = ["generator", "sampler", "batch_sampler"]
+        if self.loader.num_workers == 0:
+            names += ["dataset", "collate_fn"]
+        return generators_in({name: getattr(self.loader, name) for name in names})
+
+    def position(self, before: bool, ended: bool) -> Position:
+        if self._here is None or (ended and not self._persists):
+            return {"ended": ended, "dataset": self._dataset_state(), "epoch": epoch_of(self.loader)}
+        return self._here.position(before)
+
+    def keep(self, before: bool, ended: bool) -> Callable[[], Position]:
+        if self._here is None or (ended and not self._persists):
+            return super().keep(before, ended)
+        return self._here.keep(before)
+
+    def begin_at(self, position: Position) -> None:
+        dataset: Any = self.loader.dataset
+        self._set_epoch(position)
+        if position.get("dataset") is not None and resumable(dataset):
+            state = copy.deepcopy(position["dataset"])
+            if self._is_iterable:
+                self._resumed = Resumed(dataset, ended="taken" not in position or position.get("exhausted", False))
+                self._resumed.load_state_dict(state)
+            else:
+                dataset.load_state_dict(state)
+        if "taken" in position:
+            self._armed = position
+        else:
+            self.idle = position["ended"]
+
+    def differs(self, position: Position) -> bool:
+        if "taken" not in position or "batch_size" not in position or position.get("exhausted"):
+            return False
+        sizes = size_of(self.loader), length_of(self.loader)
+        return (position["batch_size"], position["length"]) != sizes or self._has_other_workers(position)
+
+    def recount(self, position: Position) -> Position:
+        then, now = position["batch_size"], size_of(self.loader)
+        if self._is_iterable:
+            if self._has_other_workers(position):
+                if not self._has_one_reader(position):
+                    return self._begun_anew(position)
+                position = self._of_one_reader(position)
+            return self._refetched(position, then, now) if then and now and then != now else position
+        if not position["taken"] and not position["made"]:  # nothing of the epoch is drawn yet
+            return self._undrawn(position)
+        if type(self.loader.batch_sampler) is not BatchSampler or (order := self._order(position)) is None:
+            log.warning(
+                "%s has %s, and %s when the checkpoint was made. Nobody knows its samples but by its own batches, so "
+                "it goes on behind as many as then (%d), and samples of this epoch may be skipped or come again.",
+                self.name, _sizes(now, length_of(self.loader), None), _sizes(then, position["length"], None),
+                position["taken"],
+            )  # fmt: skip
+            return position
+        return self._behind(position, order)
+
+    def _undrawn(self, position: Position) -> Position:
+        """The position at the beginning of an epoch, or of the rest of one that was divided among other ranks."""
+        told, then, now = position.get("share") or {}, position["batch_size"], size_of(self.loader)
+        if told.get("kind") != "given":
+            return position
+        if then != now:
+            log.warning(
+                "%s has batches of %s, and %s when the checkpoint was made. What is left of this epoch was divided "
+                "among another number of ranks, and is trained on in batches of %s, later epochs of %s.",
+                self.name, now, then, then, now,
+            )  # fmt: skip
+        if position["length"] == (length := length_of(self.loader)):
+            return position
+        left = told["indices"].tolist()
+        found = self._still_there(position, left, as_many=told.get("left", len(left)) != len(left))
+        if told.get("full_batches"):
+            found = found[: len(found) - len(found) % told["batch_size"]]
+        given = {**told, "length": length, "indices": torch.tensor(found, dtype=torch.int64)}
+        return {**position, "batch_size": now, "length": length, "share": given}
+
+    def _still_there(self, position: Position, left: list[int], as_many: bool = False) -> list[int]:
+        """Those of these indices that the dataset has; tell of it where it is another one.
+
+        Args:
+            as_many: other ranks take as many, so that some come again in place of those that are gone.
+        """
+        length, sampler = len(self.loader.dataset), getattr(self.loader.batch_sampler, "sampler", None)
+        if length != position["length"]:
+            gone = len(left) - len(kept(left, length, as_many=False))
+            log.warning(
+                "The dataset of %s has %d samples, and had %d when the checkpoint was made. This epoch goes on with "
+                "the %d samples that it had left of these%s; an index is taken for the same sample as then.",
+                self.name, length, position["length"], len(left) - gone,
+                f", and without the {gone} that are there no more" if gone else "; new ones come in the next epoch",
+            )  # fmt: skip
+        return kept(left, length, as_many=as_many or isinstance(sampler, DistributedSampler))
+
+    def _order(self, position: Position) -> list[int] | None:
+        """All indices of the epoch that is under way; None where that cannot be told."""
+        if position.get("share") is not None:
+            return share(position)
+        batches, size = self.loader.batch_sampler, position["batch_size"]
+        if size is None or type(batches) is not BatchSampler or not hasattr(batches.sampler, "__len__"):
+            return None
+        sampler: Any = batches.sampler
+        generators = Generators(self.generators())
+        tape, order = Tape(generators, position["drawn"]), list[int]()
+        with generators.kept():
+            drawn = tape.call(lambda: iter(BatchSampler(sampler, size, False)))
+            for _ in range(-(-len(sampler) // size)):
+                order += tape.call(lambda: next(drawn, []))
+        return order
+
+    def _behind(self, position: Position, order: list[int]) -> Position:
+        told, size = position.get("share") or {}, size_of(self.loader) or 1
+        batches: Any = self.loader.batch_sampler
+        length, drops = len(self.loader.dataset), batches.drop_last  # pyright: ignore[reportArgumentType]
+        left = order[position["taken"] * told.get("batch_size", position["batch_size"]) :]
+        found = self._still_there(position, left)
+        if length == position["length"]:
+            log.info(
+                "%s has batches of %s, and of %s when the checkpoint was made: %d samples of this epoch are left.",
+                self.name, size, position["batch_size"], len(found),
+            )  # fmt: skip
+        if drops:
+            found = found[: len(found) - len(found) % size]
+        given = {
+            "kind": "given", "length": length, "batch_size": size, "full_batches": drops,
+            "indices": torch.tensor(found, dtype=torch.int64),
+        }  # fmt: skip
+        sizes = {"batch_size": size_of(self.loader), "length": length}
+        return {**position, **sizes, "taken": 0, "made": 0, "drawn": {}, "share": given}
+
+    def _refetched(self, position: Position, then: int, now: int) -> Position:
+        """Of a dataset without indices: in whole batches of each worker's."""
+        samples = position["taken"] * then
+        if resumable(self.loader.dataset):  # it knows its place itself
+            return {**position, "batch_size": now, "taken": samples // now}
+        workers = max(1, self.loader.num_workers)
+        taken = position["taken"] // workers * then // now * workers
+        if taken * now != samples:
+            log.warning(
+                "%s has batches of %d, and of %d when the checkpoint was made: of the %d samples that were trained on "
+                "in this epoch the last %d come again. With `state_dict` and `load_state_dict` its dataset could go on "
+                "at once.", self.name, now, then, samples, samples - taken * now,
+            )  # fmt: skip
+        return {**position, "batch_size": now, "taken": taken}
+
+    def _has_one_reader(self, position: Position) -> bool:
+        """Whether one reads the whole dataset, then and now: this process, or a single worker."""
+        return max(position["num_workers"], self.loader.num_workers) == 1
+
+    def _of_one_reader(self, position: Position) -> Position:
+        """The position where this process has read so far, and a worker does now, or the other way round."""
+        workers = position["workers"]
+        state = workers.get(0, {}).get("dataset") if position["num_workers"] else position["dataset"]
+        moved, loader = _without_states(position, self.loader), self.loader
+        if state is not None and resumable(loader.dataset):
+            into = {"workers": {0: {"random": {}, "dataset": state}}} if loader.num_workers else {"dataset": state}
+            return {**moved, **into, "batch_size": position["batch_size"]}
+        if position["taken"]:
+            log.warning(
+                "%s has num_workers=%d, and had num_workers=%d when the checkpoint was made. It goes on behind %d "
+                "batches (%d samples) of this epoch. Where its dataset draws their order from the process, not from "
+                "a seed of its own, these are not those that were trained on; with num_workers=%d they are.",
+                self.name, loader.num_workers, position["num_workers"], position["taken"],
+                position["taken"] * (position["batch_size"] or 1), position["num_workers"],
+            )  # fmt: skip
+        return {**moved, "drawn": {}, "batch_size": position["batch_size"]}
+
+    def problems(self) -> list[str]:
+        loader, found = self.loader, []
+        if not getattr(loader, "in_order", True):
+            found.append(
+                f"{self.name} yields batches in the order in which its workers are ready (in_order=False), which no "
+                "resume can repeat: use in_order=True"
+            )
+        if type(loader).__iter__ is not DataLoader.__iter__:
+            found.append(
+                f"{self.name} is a {type(loader).__name__} with an `__iter__` of its own, of which no position is "
+                "known: give it `state_dict` and `load_state_dict`, or yield one batch for each of the DataLoader's"
+            )
+        return found
+
+    def detach(self) -> None:
+        vars(self.loader).pop("_get_iterator", None)
+
+    @property
+    def _is_iterable(self) -> bool:
+        return self.loader._dataset_kind == _DatasetKind.Iterable
+
+    @property
+    def _persists(self) -> bool:
+        return self.loader.persistent_workers and self.loader.num_workers > 0
+
+    def _dataset_state(self) -> Any:
+        dataset = self.loader.dataset
+        return copy.deepcopy(dataset.state_dict()) if not self.loader.num_workers and stateful(dataset) else None
+
+    def _iterator(self) -> Iterator[Any]:
+        if self.idle and not self._persists:
+            return iter(())
+        start, self._armed = self._armed, None
+        if start and self._is_iterable and not resumable(self.loader.dataset):
+            self._tell(start["taken"])
+        self._here = IterationPosition(self.loader, Generators(self.generators()), start, self.ahead, self._resumed)
+        self._here.told = lambda: self.told()
+        return iterate(self.loader, self._here)
+
+
+class _IteratorsOf:
+    """In the place of a loader's `_get_iterator`. Pickles and deep copies of the loader have its own.
+
+    Args:
+        source: makes the iterators.
+    """
+
+    def __init__(self, source: _OfDataLoader) -> None:
+        self._loader, self.source = source.loader, source
+
+    def __call__(self) -> Iterator[Any]:
+        return self.source._iterator()
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._loader, "_get_iterator")
+
+
+class _OfIterable(Source):
+    """Any other iterable: by its ``state_dict``, or by fetching again."""
+
+    def __init__(self, loader: Any, name: str) -> None:
+        super().__init__(loader, name)
+        self.stand_in = _Followed(loader, self._iterator)
+        self._now: Callable[[], Position] = lambda: {"taken": 0, "state": None}
+        self._before: Position | None = None
+        self._first: list[Position] = []
+        """The position before the first fetch since `keep`."""
+        self._tape: Tape | None = None
+        self._iterates = loader
+        self._dataset: Any = None
+        """The loader's own, where another one stands for it."""
+        self._loaded = self._loaded_before = False
+
+    def generators(self) -> dict[str, Any]:
+        return generators_in({"loader": self.loader})
+
+    def position(self, before: bool, ended: bool) -> Position:
+        if ended:
+            return {"ended": True, "state": self._now()["state"], "epoch": epoch_of(self.loader)}
+        now = (self._before if before else None) or self._now()
+        return {**now, "drawn": self._tape.drawn(now["made"]) if self._tape is not None else {}}
+
+    def keep(self, before: bool, ended: bool) -> Callable[[], Position]:
+        if before or ended:
+            return super().keep(before, ended)
+        first, tape = [], self._tape  # to ask the loader for its state may take long: it is asked before each fetch
+        self._first = first
+
+        def later() -> Position:
+            now = {**first[0], "random": None} if first else self._now()
+            return {**now, "drawn": tape.drawn(now["made"]) if tape is not None else {}}
+
+        return later
+
+    def begin_at(self, position: Position) -> None:
+        self._set_epoch(position)
+        if position.get("state") is not None and self._by_state:
+            ended, loader = "taken" not in position, self.loader
+            if not isinstance(loader, DataLoader):
+                self._iterates = Resumed(loader, ended)
+            elif loader._dataset_kind == _DatasetKind.Iterable and stateful(loader.dataset):
+                self._dataset = loader.dataset
+                vars(loader)["dataset"] = Resumed(loader.dataset, ended)  # which the loader loads
+            self._iterates.load_state_dict(copy.deepcopy(position["state"]))
+            self._loaded = True
+            if ended:
+                with Generators(self.generators()).kept():
+                    self._begin()  # that iteration is behind
+        if "taken" in position:
+            self._armed = position
+        else:
+            self.idle = position["ended"]
+
+    def differs(self, position: Position) -> bool:
+        if "taken" not in position or "batch_size" not in position or not isinstance(self.loader, DataLoader):
+            return False
+        return position["batch_size"] != size_of(self.loader) or self._has_other_workers(position)
+
+    def recount(self, position: Position) -> Position:
+        return self._begun_anew(position)
+
+    def detach(self) -> None:
+        if self._dataset is not None:
+            vars(self.loader)["dataset"] = self._dataset
+
+    @property
+    def _by_state(self) -> bool:
+        dataset = getattr(self.loader, "dataset", None)
+        return stateful(self.loader) and (not stateful(dataset) or resumable(dataset))
+
+    def _begin(self) -> Iterator[Any]:
+        """The loader's own next iteration."""
+        loaded, self._loaded = self._loaded, False
+        if self._loaded_before and getattr(self.loader, "restore", False) is True:
+            # litdata's loader begins at a loaded state until it has come to its end, which nobody waits for.
+            self.loader.restore = False
+        self._loaded_before = loaded
+        return iter(self._iterates)
+
+    def problems(self) -> list[str]:
+        if isinstance(self.loader, DataLoader) and hasattr(self.loader, "restore"):  # litdata's
+            return [
+                f"{self.name} is a {type(self.loader).__name__}, which does not go on in the same order within a "
+                "later epoch than the first: use torch's DataLoader, which reads its dataset again up to its place"
+            ]
+        if isinstance(self.loader, DataLoader) and stateful(self.loader) and self.loader.num_workers > 0:
+            return [
+                f"{self.name} is a {type(self.loader).__name__}, which does not save its workers' random states: use "
+                "torch's DataLoader, whose position and workers are saved here"
+            ]
+        if iter_is_itself(self.loader):
+            return [
+                f"{self.name} is an iterator ({type(self.loader).__name__}), which cannot begin again: pass what makes "
+                "it, with `__iter__`"
+            ]
+        return []
+
+    def _iterator(self) -> Iterator[Any]:
+        generators = Generators(self.generators())
+        if self.idle:
+            return
+        start, self._armed = self._armed or {}, None
+        again = not self._by_state
+        self._tape = tape = Tape(generators, start.get("drawn") if again else None)
+        taken, first, sizes = 0, start.get("random"), {}
+        if again and isinstance(self.loader, DataLoader):
+            sizes = {"batch_size": size_of(self.loader), "num_workers": workers_of(self.loader)}
+
+        def now(random: Any = None) -> Position:
+            # Before the first fetch the loaded state is it; litdata's loader would write its own of then into it.
+            loaded = start.get("state") if tape.made <= 1 else None
+            state = None if again else copy.deepcopy(loaded or self.loader.state_dict())
+            epoch = epoch_of(self.loader)
+            return {"taken": taken, "made": tape.made, "random": random, "state": state, "epoch": epoch, **sizes}
+
+        self._now, self._before = now, None
+        batches = tape.call(self._begin)
+        if start and (again or start.get("state") is None):
+            self._tell(start["taken"])
+            with generators.kept():
+                for _ in range(start["taken"]):
+                    tape.call(lambda: next(batches, None))
+        taken = start.get("taken", 0)
+        while True:
+            if first is not None:
+                generators.put(first)
+                first = None
+            self._before = now(generators.take())
+            if not self._first:
+                self._first.append(self._before)
+            try:
+                batch = tape.call(lambda: next(batches))
+            except StopIteration:
+                return
+            taken += 1
+            yield batch
+
+
+def iter_is_itself(loader: Any) -> bool:
+    """Whether it is an iterator, and not what makes one."""
+    return callable(getattr(loader, "__next__", None)) and not isinstance(loader, DataLoader)
+
+
+class _Followed:
+    """An iterable, with an iterator of ours; all else is its own."""
+
+    def __init__(self, loader: Any, iterator: Callable[[], Iterator[Any]]) -> None:
+        self._loader, self._make = loader, iterator
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._make()
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __reduce__(self) -> Any:
+        return operator.itemgetter(0), ((self._loader,),)  # a copy is one of the loader: what follows this one stays

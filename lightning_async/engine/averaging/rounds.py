@@ -1,0 +1,674 @@
+"""Averaging as the control plane sees it: what a rank says of it in headers, and what all headers together ask for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_async import ops
+from lightning_async.algorithms.averaging import Round
+from lightning_async.engine.averaging.rule_state import REST, AveragerConfig, RuleState, Work, WorkLedger
+from lightning_async.engine.buckets import InFlightRound, Message, RoundType
+from lightning_async.engine.compressed_mean import CompressedMean
+from lightning_async.engine.control_plane import ControlPlane
+from lightning_async.engine.replica import Updates, digests
+from lightning_async.engine.shared_state import Header, Mark, SyncPointKind, Vote
+from lightning_async.errors import AsyncTrainingError, CollectiveError
+
+log = logging.getLogger(__name__)
+
+
+# The records of averaging: what one rank says, sends, what all decide, and what then moves.
+
+ROUND = 1
+"""The priority of averaging rounds: the lowest."""
+NOT_COMPARED, UNLIKE = -1, -2
+"""In place of a digest: this rank has not looked yet; its replica shows what no other one does."""
+
+
+class AveragingPart(NamedTuple):
+    """What one rank says of averaging in a header.
+
+    Args:
+        due: its schedule asked for the message; else it only sends along what it had when it came to a gate.
+        work: work in its message that no agreement holds: its weight.
+        steps: optimizer steps in its message that no round holds.
+        unreported: its weight in a consensus: all its work since replicas last agreed.
+        lr: its inner learning rate.
+        healthy: its parameters and its optimizers' state are finite.
+        sound: its buffers and frozen parameters are; looked at where some rank's are.
+        fresh: it has taken synchronous steps since the rule's state was begun: that begins anew with the next round.
+        digest: of the parameters that the rule applies to, see `engine.digest`; compared at gates.
+        digest_rest: of all else that replicas share.
+        fragment: which part of the parameters the message carries.
+        scalars: the rule's.
+    """
+
+    due: bool = False
+    work: float = 0.0
+    steps: float = 0.0
+    unreported: float = 0.0
+    lr: float = 0.0
+    healthy: bool = True
+    sound: bool = True
+    fresh: bool = False
+    digest: int = NOT_COMPARED
+    digest_rest: int = NOT_COMPARED
+    fragment: int = 0
+    scalars: tuple[float, ...] = ()
+
+
+@dataclass
+class LocalMessage(Message):
+    """A snapshot of one replica, and what is behind it.
+
+    Args:
+        work: since replicas last agreed.
+        steps: that no round holds; more than in ``work``, where a gate came between.
+        due: the schedule asked for it. Else it is what a replica had when it came to a gate, and is dropped with that.
+        lr: the inner learning rate.
+        fragment: which part of the parameters it is.
+        updates: how often buffers and the optimizers' state had been updated, see `Replica.updates`.
+        state_is_finite: whether the optimizers' state is: one bool where that state is.
+        scalars: the rule's.
+        announced: a header has carried it: from then on the bucket holds the rule's message, not the snapshot.
+        healthy: False if the snapshot, or the optimizers' state, is not finite: then it takes part with weight zero.
+        sound: False if buffers in it are not finite; that counts where other replicas' are.
+    """
+
+    work: Work
+    steps: float
+    due: bool
+    lr: float = 0.0
+    fragment: int = 0
+    updates: Updates = ((), ())
+    state_is_finite: Tensor | None = None
+    scalars: tuple[float, ...] = ()
+    announced: bool = False
+    healthy: bool = True
+    sound: bool = True
+
+
+class AveragingPlan(NamedTuple):
+    """What an averaging round, or a consensus, is to do.
+
+    Args:
+        kind: of the round; None where nobody has anything to average: the messages are dropped.
+        weights: every rank's share in the mean; they add up to 1, a rank that is absent has 0.
+        source: the rank whose buffers are broadcast: the first that takes part; None where none does.
+        fresh: some rank has taken synchronous steps since the rule's state was begun.
+        alike: of a consensus, all hold the same parameters, to the bit, and only the rest differs.
+        able: whether what a rank holds may be taken over by others, by rank.
+        fragment: which part of the parameters the messages carry.
+    """
+
+    kind: RoundType | None
+    weights: tuple[float, ...] = ()
+    able: tuple[bool, ...] = ()
+    source: int | None = None
+    fresh: bool = False
+    alike: bool = False
+    fragment: int = 0
+
+
+@dataclass(kw_only=True)
+class Merge(InFlightRound):
+    """An averaging round, or a consensus: what it moves, and what its merge needs.
+
+    Args:
+        plan: what the headers decided.
+        round: what the rule gets to know.
+        share: this rank's weight.
+        able: what this rank holds may be shared.
+        message_bytes: what its message takes on the wire.
+        is_consensus: all replicas become one model; else a round of the rule.
+        base: what the target is a displacement from; None where it must be copied.
+        apart: of a consensus, what moved beside the bucket, by name.
+        owed: of compressed messages, see `CompressedMean.carried_residual`.
+        healed: this replica was not healthy, and takes over the others' model.
+    """
+
+    plan: AveragingPlan
+    round: Round
+    share: float
+    able: bool
+    message_bytes: int
+    is_consensus: bool = False
+    base: Tensor | None = None
+    apart: dict[str, Tensor] = field(default_factory=dict)
+    carried_residual: Tensor | None = None
+    healed: bool = False
+
+
+# A round: the messages of all replicas become one mean, and the rule says what that means.
+
+
+class AveragingRound:
+    """See `Kind`.
+
+    Args:
+        control: the control plane.
+        agreed: the rule and its state.
+        ledger: this replica's work.
+        config: whether messages are compressed.
+    """
+
+    takes_marks = True
+
+    def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, config: AveragerConfig) -> None:
+        self._buckets, self._transfer = control.buckets, control.transfer
+        self._replica, self._shared_state = control.buckets.replica, control.shared_state
+        self._agreed, self._ledger, self._config = agreed, ledger, config
+        self._compressed: CompressedMean | None = None
+        self.follow_layout()
+
+    def follow_layout(self) -> None:
+        """Make room for messages of the replica's layout."""
+        config, transfer = self._config, self._transfer
+        if config.compression != "none":
+            self._compressed = CompressedMean(
+                transfer.large, transfer.result, config.compression, self._replica.layout.numel, transfer.part_bytes,
+                self._replica.device,
+            )  # fmt: skip
+
+    def begin(self, plan: AveragingPlan, id: int, parts: Sequence[AveragingPart]) -> Merge:
+        message = self._buckets.message
+        mine = message if isinstance(message, LocalMessage) else None
+        exchange = self.record(plan, id, parts)
+        exchange.message = mine
+        # An absent replica keeps the last target in `received`: it moves from there.
+        exchange.target = self._buckets.landing() if mine is None else self._buckets.received
+        return exchange
+
+    def record(self, plan: AveragingPlan, id: int, parts: Sequence[AveragingPart]) -> Merge:
+        """What is known of a round before anything moves; it lands in `received`."""
+        rank, replica = self._transfer.rank, self._replica
+        facts = Round(
+            id=id,
+            rank=rank,
+            work=tuple(p.work for p in parts),
+            steps=tuple(p.steps for p in parts),
+            scalars=tuple(p.scalars for p in parts),
+            lr=tuple(p.lr for p in parts),
+            fragment=plan.fragment,
+        )
+        return Merge(
+            id=id, kind=self, message=None, target=self._buckets.received, plan=plan, round=facts,
+            share=plan.weights[rank], able=plan.able[rank], healed=not plan.able[rank], message_bytes=4 * replica.numel,
+        )  # fmt: skip
+
+    def move(self, exchange: Merge) -> None:
+        replica, target, sent, share = self._replica, exchange.target, self._buckets.sent, exchange.share
+        if self._compressed is not None and self._compressed.world_size != self._transfer.large.world_size:
+            self.follow_layout()  # a generation of another size
+        compressed, plan = self._compressed, exchange.plan
+        if exchange.message is not None:
+            is_source = exchange.round.rank == plan.source
+            replica.scale_(target, sent, share, is_source, of_rule=compressed is None)
+        else:
+            target.zero_()
+        if compressed is None:
+            self._transfer.sum_(target)
+        else:
+            self._transfer.sum_(replica.beyond_rule(target))
+            part, message = replica.of_rule(target), replica.of_rule(sent) if share > 0.0 else None
+            exchange.carried_residual = compressed.move_(part, message, plan.weights)
+            exchange.message_bytes += compressed.message_bytes - 4 * part.numel()
+        if share > 0.0:
+            exchange.tally = share * ops.sq_distance(replica.of_rule(sent), replica.of_rule(target))
+
+    def commit(self, exchange: Merge) -> None:
+        """Averages that are averages of have moved themselves: what they owe is paid with the next."""
+        takes_part = exchange.message is not None and exchange.able
+        self._agreed.merge_(self._buckets.sent if takes_part else None, exchange.target, exchange.round)
+        if self._compressed is not None and exchange.carried_residual is not None:
+            self._compressed.carried_residual = exchange.carried_residual
+
+    def hand_over(self, exchange: Merge) -> None:
+        message, follows = exchange.message, self._agreed.rule.absent_follow
+        if isinstance(message, LocalMessage):
+            self._ledger.round(message.work, message.steps)
+            exchange.base = self._buckets.sent if exchange.able else None
+        else:
+            self._ledger.round(None)
+            if not follows:
+                return  # others have met; this replica stays where it is
+            exchange.base = self._moved_from(exchange)
+        self.deliver(exchange)
+
+    def _moved_from(self, exchange: Merge) -> Tensor | None:
+        """Absent: from the last target to the new one. With a round that is not merged yet, from where that began."""
+        last, pending = self._buckets.turn(exchange.target), self._buckets.arrived
+        if self._ledger.synchronous:  # there is no last target, and all that it did is in the others' models
+            return None
+        return pending.base if pending is not None else last
+
+    def deliver(self, exchange: Merge) -> None:
+        """Put the result, with one that the training thread has yet to take, where it takes both. Under the lock."""
+        pending = self._buckets.arrived
+        self._buckets.hand_over(exchange)
+        if pending is not None:
+            exchange.message, exchange.healed = exchange.message or pending.message, exchange.healed or pending.healed
+
+    def abandon(self) -> None:
+        """The message goes nowhere; its work stays for another one. Under the lock."""
+        message, self._buckets.message = self._buckets.message, None
+        if isinstance(message, LocalMessage) and message.announced and message.healthy:
+            self._agreed.abandon_(self._buckets.sent, message.fragment)
+
+    def forget_debts(self) -> None:
+        """All replicas hold one model: nothing is owed."""
+        if self._compressed is not None:
+            self._compressed.carried_residual.zero_()
+
+
+# A consensus: at a gate that every rank has reached, all replicas become one model.
+
+
+class ConsensusRound:
+    """See `Kind`. It moves what replicas are, not the rule's messages: it is no outer step.
+
+    Args:
+        control: the control plane.
+        agreed: the rule and its state.
+        ledger: this replica's work.
+        average: rounds, whose messages and debts end with it.
+    """
+
+    takes_marks = True
+
+    def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, average: AveragingRound) -> None:
+        self._buckets, self._transfer = control.buckets, control.transfer
+        self._replica, self._shared_state = control.buckets.replica, control.shared_state
+        self._agreed, self._ledger, self._average = agreed, ledger, average
+
+    def begin(self, plan: AveragingPlan, id: int, parts: Sequence[AveragingPart]) -> Merge:
+        """Should it fail, the bucket no longer holds what a message said: the message goes first."""
+        with self._shared_state.changed:
+            self._average.abandon()
+        self._replica.pack_(self._buckets.sent)
+        exchange = self._average.record(plan, id, parts)
+        exchange.kind, exchange.is_consensus = self, True
+        return exchange
+
+    def move(self, exchange: Merge) -> None:
+        replica, target, sent, plan = self._replica, exchange.target, self._buckets.sent, exchange.plan
+        is_source = exchange.round.rank == plan.source
+        replica.scale_(target, sent, exchange.share, is_source, of_rule=not plan.alike)
+        if plan.alike:
+            self._transfer.sum_(replica.beyond_rule(target))
+            replica.of_rule(target).copy_(replica.of_rule(sent))
+            exchange.message_bytes -= 4 * replica.layout.numel
+        else:
+            self._transfer.sum_(target)
+        self._move_apart(exchange)
+
+    def _move_apart(self, exchange: Merge) -> None:
+        """What does not travel in the bucket, where replicas differ in it."""
+        apart = self._replica.tensors.apart
+        if not apart:
+            return
+        table = self._transfer.gather(torch.tensor(digests(apart.values())))
+        unlike = (table != table[0]).any(dim=0).tolist()
+        for (name, tensor), differs in zip(apart.items(), unlike, strict=True):
+            if differs:
+                exchange.apart[name] = self._one_of(name, tensor, exchange.share)
+                exchange.message_bytes += tensor.nbytes
+            elif tensor.dtype is torch.float64:  # the bucket has cut it
+                exchange.apart[name] = tensor.detach().clone()
+
+    def _one_of(self, name: str, tensor: Tensor, share: float) -> Tensor:
+        """The largest of integers and bools, the mean of others."""
+        if not tensor.is_floating_point():
+            flat = tensor.to("cpu", torch.int64, copy=True).reshape(-1)
+            self._transfer.largest_(flat)
+            return flat.view(tensor.shape)
+        if tensor.element_size() < 2:
+            raise AsyncTrainingError(
+                f"Rank {self._transfer.rank}: the frozen parameter '{name}' ({tensor.dtype}) has changed on some ranks "
+                "only, and 8-bit floating numbers cannot be averaged. Keep it as it is, or as another type."
+            )
+        wide = torch.float64 if tensor.dtype is torch.float64 else torch.float32
+        flat = tensor.detach().to(self._replica.device, wide, copy=True).reshape(-1)
+        flat = flat.zero_() if share == 0.0 else flat.mul_(share)
+        self._transfer.sum_(flat)
+        return flat.view(tensor.shape)
+
+    def commit(self, exchange: Merge) -> None:
+        self._agreed.agree_(exchange.target)
+        if exchange.plan.fresh:
+            self._agreed.begin(exchange.target)
+        self._average.forget_debts()
+
+    def hand_over(self, exchange: Merge) -> None:
+        """Replicas agree: nothing is left to weigh. What the rule has yet to learn stays owed; its clock goes on."""
+        self._ledger.begin()
+        if not self._agreed.rule.restores_local:
+            self._ledger.agree()
+        self._average.deliver(exchange)
+
+
+# Checkpoints of replicas that drift: what all have agreed on is copied with the round that was marked for it.
+
+
+class MarkedRound(NamedTuple):
+    """A round that a checkpoint belongs to, as this rank has it.
+
+    Args:
+        mark: names the checkpoint, and who takes part.
+        share: `RuleState.share` after it; None after synchronous steps, where every replica is what all agree on.
+    """
+
+    mark: Mark
+    share: dict[str, Any] | None
+
+
+class CheckpointMarkers:
+    """Asks for marked rounds, and hands them to the training thread; the last one only.
+
+    Args:
+        control: the control plane.
+        agreed: what is copied.
+        ledger: this replica's work.
+    """
+
+    def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger) -> None:
+        self._box, self._control, self._agreed, self._ledger = control.shared_state, control, agreed, ledger
+        self._name = control.membership.generation.name
+        self.settle: Callable[[], None] = lambda: None
+        """Called where a gate comes: what is due is taken now, as this replica is."""
+        control.on_mark(self._copy)
+
+    # ---- the training thread ----
+
+    def ask(self) -> None:
+        """Have the next round marked. Rings for nobody: it goes with the next header."""
+        with self._box.changed:
+            self._box.asked |= Vote.SAVE
+
+    def begin(self, saved: int) -> None:
+        """Saves up to this number are known to all ranks; before the control plane starts, or at a gate."""
+        with self._box.changed:
+            self._box.saved = max(self._box.saved, saved)
+
+    def replica(self) -> dict[str, Any]:
+        """What this replica is beside what all have agreed on, but for its tensors.
+
+        Its work that no agreement holds, whether it is the last target, to the bit, what buffers are sent against, and
+        what parameters of 16 bits lack.
+        """
+        with self._box.changed:
+            work = [self._ledger.work.samples, self._ledger.work.steps]
+            buckets = self._control.buckets
+            return {
+                "work": work,
+                "at_target": buckets.at_target,
+                "reference": buckets.replica.reference,
+                "remainders": buckets.replica.remainders,
+            }
+
+    def part(self, replica: Mapping[str, Any], tensors: Mapping[str, Tensor], module: nn.Module) -> None:
+        """All replicas hold what was agreed on: go on from this one's own parameters and buffers, and its `replica`."""
+        buckets = self._control.buckets
+        with buckets.alone(self._control.see), torch.no_grad():
+            for name, value in module.state_dict().items():
+                if isinstance(value, Tensor) and name in tensors:
+                    value.copy_(tensors[name])
+            if buckets.replica.reference.shape == replica["reference"].shape:  # buffers may be kept now, or not
+                buckets.replica.reference.copy_(replica["reference"])
+            remainders = replica.get("remainders", {})
+            for name in buckets.replica.remainders.keys() & remainders.keys():
+                buckets.replica.remainders[name].copy_(remainders[name])
+            if replica["at_target"]:
+                buckets.replica.pack_(buckets.received)
+        with self._box.changed:
+            self._ledger.work, buckets.at_target = Work(*replica["work"]), replica["at_target"]
+
+    @property
+    def saved(self) -> int:
+        """The last save, by number."""
+        return self._box.saved
+
+    @property
+    def due(self) -> bool:
+        """A round was marked that this rank takes part in, and is not taken yet."""
+        with self._box.changed:
+            marked = self._box.marked
+        return marked is not None and self._name in marked.mark.members
+
+    def take(self) -> MarkedRound | None:
+        """The round that was marked, once this replica has merged it and before another one is handed over.
+
+        None where this rank takes no part.
+        """
+        with self._box.changed:
+            if self._control.buckets.arrived is not None:
+                return None
+            marked, self._box.marked = self._box.marked, None
+        return marked if marked is not None and self._name in marked.mark.members else None
+
+    def lost(self, all: bool = False) -> list[Mark]:
+        """The marks that this rank was to take part in, and has come too late for; ``all``: also for the last one."""
+        with self._box.changed:
+            lost, self._box.lost = self._box.lost, []
+            if all and self._box.marked is not None:
+                lost, self._box.marked = [*lost, self._box.marked], None
+        return [marked.mark for marked in lost if self._name in marked.mark.members]
+
+    # ---- the engine's thread ----
+
+    def _copy(self, exchange: InFlightRound) -> MarkedRound:
+        """Under `Mailbox.committing`."""
+        mark, share = exchange.mark, None
+        assert mark is not None
+        if isinstance(exchange, Merge) and self._name in mark.members:
+            share = self._agreed.share(exchange.target, mark.members.index(self._name), len(mark.members))
+        if not isinstance(exchange, Merge):  # gradients: the step that they are for comes with them
+            mark = mark._replace(step=mark.step + 1)
+        return MarkedRound(mark, share)
+
+
+# A start: after synchronous steps the rule's state begins anew, with the same parameters on all replicas.
+
+
+class AnchorRound:
+    """See `Kind`. Where one rank came from when it left synchronous training goes to all; its bucket still holds it.
+
+    Args:
+        control: the control plane.
+        agreed: the rule, whose state begins.
+        ledger: this replica's work.
+        average: rounds, whose debts end with it.
+    """
+
+    takes_marks = False
+
+    def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, average: AveragingRound) -> None:
+        self._buckets, self._transfer = control.buckets, control.transfer
+        self._agreed, self._ledger, self._average = agreed, ledger, average
+        self._source = 0
+
+    def begin(self, plan: AveragingPlan, id: int, parts: Sequence[AveragingPart]) -> InFlightRound:
+        self._source = plan.weights.index(1.0)
+        return InFlightRound(id, self, None, self._buckets.received)
+
+    def move(self, exchange: InFlightRound) -> None:
+        self._transfer.broadcast_(self._buckets.replica.of_rule(exchange.target), self._source)
+
+    def commit(self, exchange: InFlightRound) -> None:
+        self._agreed.begin(exchange.target)
+        self._average.forget_debts()
+
+    def hand_over(self, exchange: InFlightRound) -> None:
+        """Nothing to merge: the round with the messages follows."""
+        self._ledger.fresh = False
+
+
+class AveragingComponent:
+    """See `Wing`.
+
+    Args:
+        control: the control plane.
+        agreed: the rule and its state.
+        ledger: this replica's work.
+        config: weights.
+    """
+
+    def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, config: AveragerConfig) -> None:
+        self._control, self._agreed, self._ledger, self._config = control, agreed, ledger, config
+        self._buckets, self._replica = control.buckets, control.buckets.replica
+        self.rule = agreed.rule
+        self.blank = AveragingPart(scalars=(0.0,) * self.rule.num_scalars)
+        self.average = AveragingRound(control, agreed, ledger, config)
+        self.consensus = ConsensusRound(control, agreed, ledger, self.average)
+        self.start = AnchorRound(control, agreed, ledger, self.average)
+        self.showing = False
+        """The parameters only show the model of a rendezvous, and are not this replica's own."""
+        self._diverged = False
+
+    # ---- what this rank says ----
+
+    def is_indispensable(self) -> bool:
+        return self._ledger.synchronous or self._ledger.fresh
+
+    def compose(self) -> AveragingPart:
+        ledger, weighting = self._ledger, self._config.weighting
+        weight = ledger.work.weight(weighting)
+        if self._config.compression != "none":
+            weight += REST * ledger.reported.weight(weighting)
+        return self.blank._replace(unreported=weight, fresh=ledger.fresh)
+
+    def complete(self, part: AveragingPart, message: Message | None, compare: bool) -> AveragingPart:
+        """The message becomes the rule's on its first header."""
+        if isinstance(message, LocalMessage):
+            if not message.announced and not part.fresh:
+                self._announce(message)
+            part = part._replace(
+                due=message.due,
+                work=message.work.weight(self._config.weighting) if message.healthy else 0.0,
+                steps=message.steps if message.healthy else 0.0,
+                lr=message.lr,
+                healthy=message.healthy,
+                sound=message.sound,
+                fragment=message.fragment,
+                scalars=message.scalars or part.scalars,
+            )
+        return self._compared(part) if compare else part
+
+    def _announce(self, message: LocalMessage) -> None:
+        sent, message.announced = self._buckets.sent, True
+        message.healthy, message.sound = self._replica.judge_packed(sent)
+        message.healthy = message.healthy and bool(message.state_is_finite)
+        if message.healthy:  # else the rule's state would learn of it
+            message.scalars = self._agreed.message_(sent, message.fragment)
+
+    def _compared(self, part: AveragingPart) -> AveragingPart:
+        """With what this replica holds, for the gate at which all ranks stand."""
+        whole, rest = self._replica.digests()
+        if self.rule.restores_local and not self.showing:
+            whole = UNLIKE  # a replica's own model, in place of the one that the gate shows
+        healthy, sound = self._replica.judge()
+        return part._replace(digest=whole, digest_rest=rest, healthy=healthy, sound=sound)
+
+    def weigh_step(self, samples: float) -> float:
+        """What gradients of so many samples weigh in a synchronous step: what a local step of as many would; of none,
+        nothing."""
+        return Work(samples, 1.0).weight(self._config.weighting) if samples > 0.0 else 0.0
+
+    # ---- what all headers ask for ----
+
+    def is_due(self, parts: Sequence[AveragingPart]) -> bool:
+        return any(p.due for p in parts)
+
+    def plan(self, priority: int, headers: Sequence[Header], parts: Sequence[AveragingPart]) -> AveragingPlan | None:
+        """A round of those who have something to average; after synchronous steps first where the rule begins."""
+        if priority != ROUND:
+            return None
+        able = able_to_share(headers, parts)
+        present = [rank for rank, ok in enumerate(able) if ok and headers[rank].ready == ROUND]
+        work = [parts[rank].work if rank in present else 0.0 for rank in range(len(parts))]
+        # Where an agreement left no work to weigh by, one brings for all what the anchor has yet to learn.
+        steps = [parts[rank].steps if rank in present else 0.0 for rank in range(len(parts))]
+        if sum(work) <= 0.0 and not any(steps):
+            return AveragingPlan(None)
+        source, fresh = min(present, default=None), any(p.fresh for p in parts)
+        if fresh:
+            first = max(present, key=lambda rank: work[rank])
+            weights = tuple(float(rank == first) for rank in range(len(work)))
+        else:
+            weights = self.rule.topology.row(Round(0, self._control.transfer.rank, tuple(work), tuple(steps)))
+        kind = self.start if fresh else self.average
+        return AveragingPlan(kind, weights, tuple(able), source, fresh, fragment=_fragment(parts, present))
+
+    def settle(self, headers: Sequence[Header], parts: Sequence[AveragingPart]) -> tuple[bool, AveragingPlan | None]:
+        """A gate opens where all hold the same, to the bit; else there is one model to be made."""
+        held = {(p.digest, p.digest_rest) for p in parts}
+        if any(p.digest == NOT_COMPARED for p in parts):
+            return False, None
+        unlike = any(p.digest == UNLIKE for p in parts)
+        if len(held) == 1 and not unlike:
+            return True, None
+        able = able_to_share(headers, parts)
+        work = [p.unreported if ok else 0.0 for p, ok in zip(parts, able, strict=True)]
+        if (total := sum(work)) <= 0.0:  # something has moved without a step
+            work = [float(ok) for ok in able]
+            total = sum(work)
+        weights = tuple(w / total for w in work)
+        alike = len({p.digest for p in parts}) == 1 and not unlike
+        fresh = any(p.fresh for p in parts)
+        return False, AveragingPlan(self.consensus, weights, tuple(able), able.index(True), fresh, alike)
+
+    def opened(self, here: bool) -> None:
+        """All replicas hold one model, which is the last target from now on."""
+        if not self.rule.restores_local:
+            self._ledger.agree()
+            self.average.forget_debts()
+            self._replica.note_agreed()
+            if not self._buckets.at_target:  # equal without an exchange
+                self._replica.pack_(self._buckets.received)
+                self._buckets.at_target = True
+        if here:
+            self.drop_left_over()
+
+    def drop_left_over(self) -> None:
+        """Take back a message that its schedule did not ask for; its work stays. Under the lock."""
+        message = self._buckets.message
+        if isinstance(message, LocalMessage) and not message.due:
+            self.average.abandon()
+
+    def drop(self) -> None:
+        """Nobody has anything to average."""
+        message = self._buckets.message
+        self.average.abandon()
+        if isinstance(message, LocalMessage) and not message.healthy and not self._diverged:
+            self._diverged = True
+            log.error(
+                "Rank %d: no replica is finite at step %d, so there is no model to take over: training has diverged. "
+                "Lower the learning rate, clip gradients, or resume from the last checkpoint.",
+                self._control.transfer.rank, message.step,
+            )  # fmt: skip
+
+
+def _fragment(parts: Sequence[AveragingPart], present: Sequence[int]) -> int:
+    """The part of the parameters that all messages carry.
+
+    Raises:
+        CollectiveError: they differ.
+    """
+    fragments = {parts[rank].fragment for rank in present}
+    if len(fragments) != 1:
+        raise CollectiveError(f"The ranks' messages carry different fragments: {[p.fragment for p in parts]}.")
+    return fragments.pop()
+
+
+def able_to_share(headers: Sequence[Header], parts: Sequence[AveragingPart]) -> list[bool]:
+    """Which ranks hold what others may take over. Where none does at a gate, nobody is to be healed: all do."""
+    some_sound = any(p.sound and p.healthy for p in parts)
+    able = [p.healthy and (p.sound or not some_sound) for p in parts]
+    at_sync_points = all(h.sync_point is not SyncPointKind.NONE for h in headers)
+    return able if any(able) or not at_sync_points else [True] * len(parts)

@@ -1,0 +1,333 @@
+"""What all headers together decide: pure functions of the gathered rows, so that every rank decides alike.
+
+A row holds float64 numbers (exact for integers below 2**53): a header's common part, then each wing's own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from lightning_async.engine.buckets import Message, RoundType
+from lightning_async.engine.shared_state import Header, Mark, SyncPointKind, Vote
+from lightning_async.errors import CollectiveError, GateMismatch, LayoutMismatch
+
+_ASKED_BY_STANDING = {
+    SyncPointKind.VALIDATE: Vote.VALIDATE,
+    SyncPointKind.STOP: Vote.STOP,
+    SyncPointKind.SYNCHRONISE: Vote.SYNCHRONISE,
+    SyncPointKind.DECIDE: Vote.DECIDE,
+    SyncPointKind.EPOCH_END: Vote.EPOCH,
+}
+
+
+class ComponentPlan(Protocol):
+    """What a wing makes of all headers, the same on every rank."""
+
+    @property
+    def kind(self) -> RoundType | None:
+        """The kind of round that is to come; None where the messages that are ready hold nothing and are dropped."""
+        ...
+
+
+class EngineComponent(Protocol):
+    """A capability, as the control plane sees it. All calls come on the engine's thread.
+
+    ``headers`` and ``parts`` hold the common and the wing's own part of every rank's header. What is made of them must
+    be a pure function, so that all ranks decide alike.
+    """
+
+    @property
+    def blank(self) -> tuple[Any, ...]:
+        """A part that says nothing."""
+        ...
+
+    def is_indispensable(self) -> bool:
+        """Whether nobody goes on without this rank, however late it is. Under the lock."""
+        ...
+
+    def compose(self) -> Any:
+        """This rank's part but for its message. Under the lock."""
+        ...
+
+    def complete(self, part: Any, message: Message | None, compare: bool) -> Any:
+        """The part with its message; ``compare``: all ranks stand at one gate, and say what they hold."""
+        ...
+
+    def is_due(self, parts: Sequence[Any]) -> bool:
+        """Whether a message is to be served before a gate can open."""
+        ...
+
+    def plan(self, priority: int, headers: Sequence[Header], parts: Sequence[Any]) -> ComponentPlan | None:
+        """What is exchanged where all are ready for the kind of round with this priority; None for another wing's."""
+        ...
+
+    def settle(self, headers: Sequence[Header], parts: Sequence[Any]) -> tuple[bool, ComponentPlan | None]:
+        """At a gate where all ranks stand: whether it may open, and else what is exchanged first, if anything."""
+        ...
+
+    def opened(self, here: bool) -> None:
+        """A gate has opened on all ranks, and all hold one model; ``here``: this one stood at it. Under the lock."""
+        ...
+
+    def drop(self) -> None:
+        """The messages that were ready hold nothing. Under the lock."""
+        ...
+
+
+class RoundDecision(NamedTuple):
+    """What all headers together decide.
+
+    Args:
+        common: what does not depend on a wing.
+        plan: what is exchanged.
+        wing: whose plan it is, by number.
+        opens: the gate at which all ranks stand opens.
+    """
+
+    common: CommonDecision
+    plan: ComponentPlan | None = None
+    component: int = 0
+    opens: bool = False
+
+    @property
+    def compare(self) -> bool:
+        """All ranks stand at one gate, which has yet to open: the next header says what they hold."""
+        return self.common.place is not SyncPointKind.NONE and not self.opens and not self.common.late
+
+
+def decide(
+    headers: Sequence[Header], parts: Sequence[Sequence[Any]], components: Sequence[EngineComponent]
+) -> RoundDecision:
+    """What these headers mean; ``parts`` by wing, then by rank.
+
+    Raises:
+        GateMismatch, LayoutMismatch, CollectiveError: see `survey`.
+    """
+    due = any(component.is_due(own) for component, own in zip(components, parts, strict=True))
+    common = survey(headers, busy=due)
+    if common.catch_up is not None or common.late:
+        return RoundDecision(common)
+    if not due and all(h.sync_point is not SyncPointKind.NONE for h in headers):
+        if common.place is SyncPointKind.NONE:
+            return RoundDecision(common)
+        settled = [component.settle(headers, own) for component, own in zip(components, parts, strict=True)]
+        for number, (_, plan) in enumerate(settled):
+            if plan is not None:
+                return RoundDecision(common, plan, number)
+        return RoundDecision(common, opens=all(ok for ok, _ in settled))
+    priority = ready_for(headers)
+    for number, (component, own) in enumerate(zip(components, parts, strict=True)):
+        plan = component.plan(priority, headers, own) if priority else None
+        if plan is not None:
+            if plan.kind is not None:
+                _check_layouts(headers)
+            return RoundDecision(common, plan, number)
+    return RoundDecision(common)
+
+
+class CommonDecision(NamedTuple):
+    """What all headers together mean, the same on every rank, before any wing is asked.
+
+    Args:
+        votes: what some rank asks for.
+        catch_up: the exchange that some rank committed and others did not; those that did not commit it now.
+        late: some ranks have seen the last gate open and others lost the answer; it opens for these now.
+        place: the gate at which every rank stands, and which may open; of ``late``, the one that has opened.
+        moved: whether the model has changed, on any rank, since the gate before that.
+        clock: steps of all ranks when that gate opens.
+    """
+
+    votes: Vote = Vote.NONE
+    catch_up: int | None = None
+    late: bool = False
+    place: SyncPointKind = SyncPointKind.NONE
+    moved: bool = False
+    clock: float = 0.0
+
+
+def survey(headers: Sequence[Header], busy: bool = False) -> CommonDecision:
+    """What these headers, one per rank, mean for all wings.
+
+    Args:
+        headers: by rank.
+        busy: a message is to be served before a gate can open.
+
+    Raises:
+        GateMismatch: all ranks stand at gates, at different ones.
+        LayoutMismatch: they do, and hold different parameters.
+        CollectiveError: the ranks' exchanges differ by more than one.
+    """
+    votes = Vote.NONE
+    for header in headers:
+        votes |= header.votes | _ASKED_BY_STANDING.get(header.sync_point, Vote.NONE)
+    newest = max(h.exchange for h in headers)
+    behind = [rank for rank, h in enumerate(headers) if h.exchange < newest]
+    if behind:
+        if any(headers[rank].exchange != newest - 1 for rank in behind):
+            raise CollectiveError(f"Ranks {behind} have missed more than one round (newest is {newest - 1}).")
+        return CommonDecision(votes=votes.lasting, catch_up=newest - 1)
+    if len({h.opened for h in headers}) > 1:
+        last = max(headers, key=lambda h: h.opened)
+        at = {"place": last.last_sync_point, "moved": last.last_moved, "clock": last.last_clock}
+        return CommonDecision(votes=votes.lasting, late=True, **at)
+    if any(h.sync_point is SyncPointKind.NONE for h in headers):
+        return CommonDecision(votes=votes)
+    _check_layouts(headers)
+    if busy or (place := _place(headers, votes)) is SyncPointKind.NONE:
+        return CommonDecision(votes=votes)
+    clock, first = sum(h.clock for h in headers), headers[0]
+    moved = clock != first.last_clock or first.exchange != first.last_exchange
+    return CommonDecision(votes=votes, place=place, moved=moved, clock=clock)
+
+
+def _place(headers: Sequence[Header], votes: Vote) -> SyncPointKind:
+    """The gate at which all stand; NONE where some of them must go to another one first."""
+    places = {(h.sync_point, h.sync_point_index if h.sync_point is SyncPointKind.EPOCH_END else 0) for h in headers}
+    sync_point = (
+        SyncPointKind.SYNCHRONISE
+        if any(h.sync_point is SyncPointKind.SYNCHRONISE for h in headers)
+        else headers[0].sync_point
+    )
+    if len(places) > 1 and votes & (Vote.VALIDATE | Vote.STOP | Vote.DECIDE):
+        return SyncPointKind.NONE  # the others join that one and come back
+    if len(places) > 1 and sync_point is not SyncPointKind.SYNCHRONISE:  # that opens while others wait elsewhere
+        where = ", ".join(f"rank {rank} at {h.sync_point.name} {h.sync_point_index}" for rank, h in enumerate(headers))
+        raise GateMismatch(
+            f"Ranks came to a rendezvous for different things: {where}. Epoch-end work (checkpoints, metrics, early "
+            "stopping) needs the same number of epochs on every rank: limit training by `max_epochs` rather than by "
+            "`max_steps`, or validate with `val_check_interval` instead of at the end of epochs."
+        )
+    if Vote.STOP in votes and sync_point is not SyncPointKind.STOP:
+        return SyncPointKind.NONE  # all leave together, by that one
+    return sync_point
+
+
+def between_steps(headers: Sequence[Header]) -> Vote:
+    """Return the votes that headers without an exchange leave for the next ones, which repeat them.
+
+    A bell calls for headers at any time, when one rank may have passed the batch boundary at which another one would
+    act: it would take the next synchronous step without that one. With an exchange all ranks in step are in one step.
+
+    >>> between_steps([Header(in_step=True), Header()]), between_steps([Header(in_step=True, excused=True), Header()])
+    (<Vote.STOP|END: 3>, <Vote.NONE: 0>)
+    >>> between_steps([Header(in_step=True), Header(gate=Gate.STOP, excused=True)])
+    <Vote.END: 2>
+    """
+    if not any(h.in_step and not h.excused for h in headers):
+        return Vote.NONE
+    leaves = any(
+        h.sync_point is SyncPointKind.STOP for h in headers
+    )  # it has heard so behind the last step: here is what others lost
+    return Vote.END if leaves else Vote.STOP | Vote.END
+
+
+def places_of(headers: Sequence[Header], names: Sequence[str]) -> dict[str, float]:
+    """How far the data of each rank that takes part goes in what these headers decide on: all, in a consensus."""
+    ready = max(h.ready for h in headers)
+    return {name: h.place for name, h in zip(names, headers, strict=True) if h.ready == ready}
+
+
+def ready_for(headers: Sequence[Header]) -> int:
+    """The kind of round that can go ahead, by its priority; 0: none can.
+
+    It is the highest that a rank has a message for, once every rank has one for it, or is excused. A rank that is ready
+    for a lower kind need not be waited for.
+
+    >>> ready_for([Header(ready=1), Header(excused=True)]), ready_for([Header(ready=1), Header()])
+    (1, 0)
+    """
+    wanted = max(h.ready for h in headers)
+    there = all(h.ready == wanted or h.excused or 0 < h.ready < wanted for h in headers)
+    # Where layouts differ for a while, some ranks have yet to follow a change of theirs.
+    return wanted if there and len({h.version for h in headers}) == 1 else 0
+
+
+def mark_of(headers: Sequence[Header], members: Sequence[str]) -> Mark | None:
+    """The checkpoint that some rank asks for: it belongs to the round that these headers of ``members`` begin.
+
+    >>> standing = Header(gate=Gate.TRAIN_END)
+    >>> mark_of([Header(votes=Vote.SAVE, ready=1, clock=9, saved=3), Header(saved=2), standing], ["0", "2", "3"])
+    Mark(number=4, step=3, members=('0', '3'))
+    """
+    if not any(Vote.SAVE in h.votes for h in headers):
+        return None
+    present = tuple(
+        name for name, h in zip(members, headers, strict=True) if h.ready or h.sync_point is not SyncPointKind.NONE
+    )
+    step = int(sum(h.clock for h in headers) / len(headers))
+    return Mark(max(h.saved for h in headers) + 1, step, present)
+
+
+def _check_layouts(headers: Sequence[Header]) -> None:
+    """Raise LayoutMismatch where they differ: unequal sizes would abort the process inside the transport."""
+    if len({h.layout for h in headers}) > 1:
+        raise LayoutMismatch(
+            f"The replicas' parameters differ: layout fingerprints by rank are {[h.layout for h in headers]}. Were "
+            "parameters added, removed, resized, frozen or unfrozen after training began, on some ranks only?"
+        )
+
+
+def to_row(parts: Sequence[tuple[Any, ...]]) -> list[float]:
+    """A header's parts, one behind the other, as numbers.
+
+    >>> to_row([Header(ready=2, votes=Vote.END)])[:3]
+    [1.0, 2.0, 2.0]
+    """
+    return [float(x.value) if isinstance(x, Vote) else float(x) for part in parts for x in _flat(part)]
+
+
+def from_rows(blanks: Sequence[tuple[Any, ...]], rows: Sequence[Sequence[float]]) -> list[list[Any]]:
+    """The parts that `to_row` laid out, each like its blank: by part, then by rank.
+
+    >>> from_rows([Header()], [to_row([Header(gate=Gate.STOP)])])[0][0].gate
+    <Gate.STOP: 4>
+    """
+    parts, start = [], 0
+    for blank in blanks:
+        end = start + len(_flat(blank))
+        parts.append([_like(blank, row[start:end]) for row in rows])
+        start = end
+    return parts
+
+
+def _flat(part: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A part's values; a tuple at its end is laid out behind the rest."""
+    return (*part[:-1], *part[-1]) if isinstance(part[-1], tuple) else part
+
+
+def _like(blank: tuple[Any, ...], row: Sequence[float]) -> Any:
+    """A part of the blank's type, with the row's numbers as what they were."""
+    values = [x if cast is None else cast(int(x)) for cast, x in zip(_casts(blank), row, strict=True)]
+    fixed = len(blank) - isinstance(blank[-1], tuple)
+    kind: Any = type(blank)
+    return kind(*values) if fixed == len(blank) else kind(*values[:fixed], tuple(values[fixed:]))
+
+
+@functools.lru_cache(maxsize=32)
+def _casts(blank: tuple[Any, ...]) -> list[Any]:
+    """Of each number, the type that it had; None for a float."""
+    return [None if isinstance(x, float) else type(x) for x in _flat(blank)]
+
+
+def batches_per_second(pace: tuple[float, ...]) -> float:
+    """Return the speed of a rank with this pace; 0.0 where it is not known.
+
+    >>> batches_per_second((0.1, 0.3, 0.1, 8.0))
+    2.0
+    """
+    taken_s = sum(pace[:3])
+    return 1.0 / taken_s if taken_s > 0.0 else 0.0
+
+
+def relative_speed(pace: tuple[float, ...], paces: Iterable[tuple[float, ...]], unknown: float) -> float:
+    """Return the speed of a rank over that of the fastest; ``unknown`` where some rank's is not known.
+
+    >>> relative_speed((0.0, 0.5, 0.0, 8.0), [(0.0, 0.5, 0.0, 8.0), (0.0, 0.25, 0.0, 8.0)], unknown=1.0)
+    0.5
+    >>> relative_speed((0.0, 0.5, 0.0, 8.0), [(0.0, 0.5, 0.0, 8.0), (0.0, 0.0, 0.0, 0.0)], unknown=1.0)
+    1.0
+    """
+    speeds = list(map(batches_per_second, paces))
+    return batches_per_second(pace) / max(speeds) if all(speeds) else unknown

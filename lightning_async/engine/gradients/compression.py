@@ -1,0 +1,306 @@
+"""Gradients that travel compressed, with error feedback: what a message lacks is in the next one."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from lightning_async import ops
+from lightning_async.algorithms.compression import PowerSGD, TopK
+from lightning_async.engine.compressed_mean import CompressedMean, Compression
+from lightning_async.engine.replica import Replica
+from lightning_async.engine.transfer import Transfer
+from lightning_async.flat import FlatLayout
+
+# Sums of matrices as products of two thin ones, by power iteration.
+
+
+class _Matrix(NamedTuple):
+    """A tensor's place in the bucket, and in the thin matrices of all."""
+
+    start: int
+    rows: int
+    columns: int
+    rank: int
+    left: int
+    right: int
+
+    def of(self, bucket: Tensor) -> Tensor:
+        return bucket[self.start : self.start + self.rows * self.columns].view(self.rows, self.columns)
+
+    def left_of(self, thin: Tensor) -> Tensor:
+        return thin[self.left : self.left + self.rows * self.rank].view(self.rows, self.rank)
+
+    def right_of(self, thin: Tensor) -> Tensor:
+        return thin[self.right : self.right + self.columns * self.rank].view(self.columns, self.rank)
+
+
+class PowerSum:
+    r"""See `CompressedSum`, and `PowerSGD` for the equations.
+
+    A rank keeps what its own matrix has beyond the common columns, :math:`M_i - P (M_i^\top P)^\top`; these add up to
+    what the sum lacks. The basis is found anew by every sum, on all ranks alike: one that comes with another one makes
+    no more than one sum worse.
+
+    Args:
+        rank: columns of the thin matrices.
+        layout: of the bucket.
+        transfer: moves them.
+        device: of the bucket.
+    """
+
+    def __init__(self, rank: int, layout: FlatLayout, transfer: Transfer, device: torch.device) -> None:
+        self._transfer = transfer
+        self._matrices: list[_Matrix] = []
+        self._plain: list[tuple[slice, slice]] = []
+        start = left = right = 0
+        for shape, numel in zip(layout.shapes, layout.sizes, strict=True):
+            rows = shape[0] if len(shape) > 1 and numel else 0
+            columns = numel // rows if rows else 0
+            width = min(rank, rows, columns)
+            if width and width * (rows + columns) < numel:
+                self._matrices.append(_Matrix(start, rows, columns, width, left, right))
+                left, right = left + rows * width, right + columns * width
+            else:
+                self._plain.append((slice(start, start + numel), slice(left, left + numel)))
+                left += numel
+            start += numel
+        self._first = torch.zeros(left, device=device)
+        self.basis = torch.randn(right, generator=torch.Generator().manual_seed(0)).to(device)
+        """Of all matrices, one after the other; the same on all ranks, but for one that has just come."""
+        self._next = torch.zeros(right, device=device)
+
+    @torch.no_grad()
+    def move_(self, out: Tensor, present: bool, residual: Tensor) -> None:
+        first, second = self._first.zero_(), self._next.zero_()
+        if present:
+            residual.add_(out)
+            for each in self._matrices:
+                torch.mm(each.of(residual), each.right_of(self.basis), out=each.left_of(first))
+            for here, there in self._plain:
+                first[there] = residual[here]
+                residual[here] = 0.0
+        self._transfer.sum_(first)
+        if not ops.all_finite(first):
+            out.fill_(torch.nan)  # as all ranks see
+            return
+        for each in self._matrices:
+            left = each.left_of(first)
+            left.copy_(torch.linalg.qr(left).Q)
+            if present:
+                own = torch.mm(each.of(residual).T, left, out=each.right_of(second))
+                each.of(residual).addmm_(left, own.T, alpha=-1.0)
+        self._transfer.sum_(second)
+        for here, there in self._plain:
+            out[here] = first[there]
+        for each in self._matrices:
+            right = each.right_of(second)
+            torch.mm(each.left_of(first), right.T, out=each.of(out))
+            found = right.norm(dim=0) > 0.0  # nobody has used it else: its columns stay
+            right.copy_(torch.where(found, normalize(right, dim=0), each.right_of(self.basis)))
+
+    @property
+    def message_bytes(self) -> int:
+        """The thin matrices, and what is not worth any."""
+        return 4 * (self._first.numel() + self.basis.numel())
+
+    def commit(self) -> None:
+        """The columns that were found are where the next search begins."""
+        self.basis, self._next = self._next, self.basis
+
+    def load(self, basis: Tensor) -> None:
+        """Go on from there, if it fits."""
+        if basis.shape == self.basis.shape:
+            self.basis.copy_(basis)
+
+
+# Sums of which only the elements of largest magnitude travel.
+
+_LARGEST_PART = 1 << 30
+"""Bytes: places in a part are numbers of 32 bits."""
+
+
+class TopKSum:
+    """See `CompressedSum`: every rank gathers all ranks' largest elements, and adds them up in the order of ranks.
+
+    Args:
+        fraction: of the elements of each part.
+        numel: of what is added up.
+        transfer: moves them.
+    """
+
+    def __init__(self, fraction: float, numel: int, transfer: Transfer) -> None:
+        self._fraction, self._numel, self._transfer = fraction, numel, transfer
+
+    def move_(self, out: Tensor, present: bool, residual: Tensor) -> None:
+        part_bytes = self._part_bytes
+        for part, rest in zip(FlatLayout.parts(out, part_bytes), FlatLayout.parts(residual, part_bytes), strict=True):
+            count = math.ceil(self._fraction * len(part))
+            values, places = out.new_zeros(count), torch.arange(count, device=out.device)
+            if present:
+                ops.topk_(values, places, part, rest)
+            large = self._transfer.large
+            pending = large.all_gather(values), large.all_gather(places.int())
+            everyones, where = (self._transfer.result(each) for each in pending)
+            part.zero_()
+            for row, row_places in zip(everyones, where.long(), strict=True):
+                ops.topk_accumulate_(part, row, row_places, 1.0)
+
+    @property
+    def _part_bytes(self) -> int:
+        return min(self._transfer.part_bytes, _LARGEST_PART)
+
+    @property
+    def message_bytes(self) -> int:
+        """A value and a place for each element that travels."""
+        whole, rest = divmod(self._numel, self._part_bytes // 4)
+        return 8 * (whole * math.ceil(self._fraction * (self._part_bytes // 4)) + math.ceil(self._fraction * rest))
+
+    def commit(self) -> None:
+        """Nothing but the residual is kept."""
+
+
+GradientCompression = Literal["none", "bf16", "fp8", "int8"] | TopK | PowerSGD
+"""How gradients travel."""
+
+
+class CompressedSum(Protocol):
+    """One way to add up what all ranks bring. All calls come on the engine's thread."""
+
+    def move_(self, out: Tensor, present: bool, residual: Tensor) -> None:
+        """The sum of all ranks' ``out + residual``, as far as it is delivered, into ``out``: the same bits everywhere.
+
+        Not finite, where what a rank brings is not.
+
+        Args:
+            out: flat fp32; overwritten.
+            present: this rank brings something; else its ``out`` counts as zero, and its ``residual`` stays here.
+            residual: becomes what is yet to be delivered of this rank's.
+        """
+        ...
+
+    def commit(self) -> None:
+        """All ranks have the sum: keep what it has changed."""
+        ...
+
+    @property
+    def message_bytes(self) -> int:
+        """What this rank sends."""
+        ...
+
+
+class _CodedSum:
+    """See `CompressedSum`: as codes of 8 or 16 bits."""
+
+    def __init__(self, compression: Compression, numel: int, transfer: Transfer, device: torch.device) -> None:
+        large = transfer.large
+        self._weights = [1.0] * large.world_size
+        self._mean = CompressedMean(large, transfer.result, compression, numel, transfer.part_bytes, device)
+
+    def move_(self, out: Tensor, present: bool, residual: Tensor) -> None:
+        self._mean.move_(out, out if present else None, self._weights, residual)
+
+    def commit(self) -> None: ...
+
+    @property
+    def message_bytes(self) -> int:
+        return self._mean.message_bytes
+
+
+class GradientResiduals:
+    r"""What compression has yet to deliver of this replica's gradients.
+
+    .. math:: v_i = w_i g_i + r_i, \qquad \bar g = \sum_i \mathrm{C}(v_i), \qquad r_i \leftarrow v_i - \mathrm{C}(v_i)
+
+    :math:`w_i` is the replica's share in the mean, which goes in ahead of the compression :math:`C`. So whatever
+    shares are, and whoever is absent, the means that were delivered and the residuals add up to the exact means.
+
+    A residual changes when a reduction commits: one that fails, and is repeated, leaves it as it is, and so does one
+    whose mean is not finite, with which no replica steps. It is each replica's own, and in its checkpoints. It takes
+    the room of two fp32 copies of the parameters.
+
+    Args:
+        compression: how gradients travel.
+        replica: says which there are.
+        transfer: moves them.
+
+    Source: Karimireddy et al., "Error Feedback Fixes SignSGD", 2019, https://arxiv.org/abs/1901.09847
+    """
+
+    def __init__(self, compression: GradientCompression, replica: Replica, transfer: Transfer) -> None:
+        self._compression: GradientCompression = compression
+        self._replica, self._transfer = replica, transfer
+        self._layout = replica.layout
+        self.residual, self._spare = (self._layout.empty(replica.device) for _ in range(2))
+        self._sum, self._of = self._make(), transfer.large.world_size
+
+    def _make(self) -> CompressedSum:
+        compression, layout = self._compression, self._layout
+        if isinstance(compression, TopK):
+            return TopKSum(compression.fraction, layout.numel, self._transfer)
+        if isinstance(compression, PowerSGD):
+            return PowerSum(compression.rank, layout, self._transfer, self._replica.device)
+        return _CodedSum(compression, layout.numel, self._transfer, self._replica.device)
+
+    def move_(self, out: Tensor, present: bool, used: Tensor) -> Tensor | None:
+        """See `CompressedSum`.
+
+        Args:
+            used: 1.0 for every parameter that any rank has a gradient of. Nothing is delivered to the others: they
+                get no gradient.
+
+        Returns:
+            What the residual becomes with `commit`; None, for as it is, where the sum is not finite.
+        """
+        self._follow()
+        residual = self._spare.copy_(self.residual)
+        views = zip(self._layout.views(residual), used.tolist(), strict=True)
+        unused = [(view, view.clone()) for view, any_used in views if not any_used]
+        for view, _ in unused:
+            view.zero_()
+        self._sum.move_(out, present, residual)
+        for view, before in unused:
+            view.copy_(before)
+        return residual if ops.all_finite(out) else None
+
+    @property
+    def message_bytes(self) -> int:
+        """What this replica's gradients are on the wire."""
+        return self._sum.message_bytes
+
+    def commit(self, residual: Tensor) -> None:
+        """All ranks have the sum."""
+        self.residual, self._spare = residual, self.residual
+        self._sum.commit()
+
+    def _follow(self) -> None:
+        """Parameters were frozen or unfrozen at a gate, or the groups are formed anew, of another size."""
+        before, size = self._layout, self._transfer.large.world_size
+        if before is not self._replica.layout:
+            self._layout = self._replica.layout
+            self.residual = before.moved(self.residual, self._layout)
+            self._spare = torch.empty_like(self.residual)
+        elif isinstance(self._sum, PowerSum) or self._of == size:
+            return
+        self._sum, self._of = self._make(), size
+
+    # ---- checkpoints ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is yet to be delivered, by the parameters' names, copied."""
+        views = self._layout.views(self.residual)
+        named = {name: view.cpu().clone() for name, view in zip(self._layout.names, views, strict=True)}
+        return {"residual": named, "basis": self._sum.basis.cpu().clone() if isinstance(self._sum, PowerSum) else None}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on from there, with what there is of parameters that are trained now, in their size."""
+        self._follow()
+        for name, view in zip(self._layout.names, self._layout.views(self.residual), strict=True):
+            if name in saved["residual"] and saved["residual"][name].shape == view.shape:
+                view.copy_(saved["residual"][name])
+        if isinstance(self._sum, PowerSum) and saved["basis"] is not None:
+            self._sum.load(saved["basis"])

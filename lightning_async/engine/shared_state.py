@@ -1,0 +1,243 @@
+"""What the training thread and the engine's thread of one rank share, beside the buckets; all under one lock."""
+
+from __future__ import annotations
+
+import enum
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from lightning_async.errors import CollectiveError, PeerLost
+
+# What every rank says in a header, whichever wing it is for.
+
+
+class SyncPointKind(enum.IntEnum):
+    """Where a rank's training thread stands."""
+
+    NONE = 0
+    """Nowhere: it trains."""
+    VALIDATE = 1
+    EPOCH_END = 2
+    TRAIN_END = 3
+    STOP = 4
+    """It leaves training early, because a rank was told to."""
+    SYNCHRONISE = 5
+    """It goes from local steps back to synchronous ones, for which all replicas must be equal."""
+    DECIDE = 6
+    """It has called all together: something is to be decided on one model."""
+
+
+class Arrival(enum.Enum):
+    """How a rendezvous ended."""
+
+    OPEN = "open"
+    """Every rank is here and holds the same model."""
+    VALIDATE = "validate"
+    """A rank asks for a validation: go to `SyncPointKind.VALIDATE`, then come back."""
+    DECIDE = "decide"
+    """A rank has called all together: go to `SyncPointKind.DECIDE`, then come back."""
+    STOP = "stop"
+    """A rank was told to stop: go to `SyncPointKind.STOP`."""
+
+
+class Vote(enum.Flag):
+    """What one rank asks of all. All hear it with the next header, and do it from their next batch boundary on."""
+
+    NONE = 0
+    STOP = enum.auto()
+    """Leave training: this rank was told to."""
+    END = enum.auto()
+    """End training as after its last epoch: a time limit, `trainer.should_stop`."""
+    VALIDATE = enum.auto()
+    """Come to a validation: this rank waits there."""
+    SYNCHRONISE = enum.auto()
+    """Become equal: this rank is to take synchronous steps."""
+    SAVE = enum.auto()
+    """Mark the next round: a checkpoint is due. The engine's threads do it, so nobody else hears of it."""
+    DECIDE = enum.auto()
+    """Come together: this rank waits there."""
+    EPOCH = enum.auto()
+    """Whoever has no end of the epoch of its own comes to it: this rank waits there."""
+
+    @property
+    def lasting(self) -> Vote:
+        """What is still to be done once a gate has opened: all but what asks for a gate."""
+        return self & ~(Vote.VALIDATE | Vote.SYNCHRONISE | Vote.DECIDE | Vote.EPOCH)
+
+
+class Mark(NamedTuple):
+    """A checkpoint that belongs to an exchange: one model, one rule state, and what each rank has of its own.
+
+    Args:
+        number: of the save, the same on all ranks.
+        step: optimizer steps per replica, the mean over all.
+        members: the names of those that take part: they have a message, or stand at a gate. Names, as the exchange may
+            be committed in a generation in which numbers are others.
+    """
+
+    number: int
+    step: int
+    members: tuple[str, ...]
+
+
+class Header(NamedTuple):
+    """The common part.
+
+    Args:
+        exchange: id of the exchange that this rank would commit next.
+        ready: priority of the kind of round that it has a message for; 0 for none.
+        votes: what it asks of all.
+        excused: nobody need wait for its message: it stands at a gate, is done, or has been silent for long.
+        gate: where its training thread stands.
+        gate_index: which of the gates of that kind (the epoch).
+        layout: fingerprint of what its buckets hold.
+        version: how often that has changed since training began.
+        clock: optimizer steps that it has taken in all.
+        samples: samples that it has seen in all.
+        opened: gates that have opened for it.
+        last_gate: the last of them.
+        last_moved: whether the model had changed when that one opened.
+        last_clock: steps of all ranks at that time.
+        last_exchange: its `exchange` at that time.
+        saved: the last save that it knows of, by number.
+        loss: of its last batch; infinite where that is not known, or not finite.
+        place: how far it is in its data: with what its message holds, or, without one, with its last step.
+        held: the exchange whose payload it has, where others may not; 0 for none.
+        in_step: it takes synchronous steps.
+        pace: seconds that a batch takes of its own time, for data, compute and communication, and its samples.
+    """
+
+    exchange: int = 1
+    ready: int = 0
+    votes: Vote = Vote.NONE
+    excused: bool = False
+    sync_point: SyncPointKind = SyncPointKind.NONE
+    sync_point_index: int = 0
+    layout: int = 0
+    version: int = 0
+    clock: float = 0.0
+    samples: float = 0.0
+    opened: int = 0
+    last_sync_point: SyncPointKind = SyncPointKind.NONE
+    last_moved: bool = False
+    last_clock: float = 0.0
+    last_exchange: int = 1
+    saved: int = 0
+    loss: float = math.inf
+    place: float = 0.0
+    held: int = 0
+    in_step: bool = False
+    pace: tuple[float, ...] = (0.0,) * 4  # stays the last: a tuple is laid out behind the rest
+
+
+_ASKED_FOR = {
+    SyncPointKind.VALIDATE: Vote.VALIDATE,
+    SyncPointKind.DECIDE: Vote.DECIDE,
+    SyncPointKind.EPOCH_END: Vote.EPOCH,
+}
+
+
+@dataclass
+class SharedState:
+    """The shared state of one rank; every field is read and written under `changed`.
+
+    The training thread says where it stands and what it asks for; the engine's thread says what all have agreed on.
+    """
+
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    committing: threading.Lock = field(default_factory=threading.Lock)
+    """Held while what all replicas have committed changes, or is read whole. May be taken within `changed`, never the
+    other way round."""
+
+    # ---- of the training thread ----
+
+    sync_point: SyncPointKind = SyncPointKind.NONE
+    sync_point_index: int = 0
+    asked: Vote = Vote.NONE
+    samples: float = 0.0
+    """What this replica has seen since training began."""
+    steps: float = 0.0
+    """Optimizer steps that it has taken."""
+    loss: float = math.inf
+    """Of the last batch; infinite where it is not known."""
+    place: float = 0.0
+    """How far it is in its data, with the batches that its steps are of: a number that only grows."""
+    pace: tuple[float, ...] = (0.0,) * 4
+    """What a batch takes of its own time of late: seconds for data, compute and communication; and its samples."""
+    speed: float = 1.0
+    """Its batches per second, over those of the fastest; 1.0 while some are not known."""
+    last_seen: float = 0.0
+    """When the training thread was last heard of."""
+    in_step: bool = False
+    """It takes synchronous steps, so that all ranks act on a vote behind the same one."""
+    stop_requested: bool = False
+    """Set by a signal handler, which may touch nothing else: a vote for stopping follows."""
+    closing: bool = False
+    trouble: PeerLost | CollectiveError | None = None
+    """A call of the training thread's has failed: the groups are to be formed anew."""
+
+    # ---- of the engine's thread ----
+
+    composed: int = 0
+    """Number of the last header composed: what changes now is heard of with the next one."""
+    agreed: Vote = Vote.NONE
+    opened: bool = False
+    """The gate at which the training thread stands has opened."""
+    num_opened: int = 0
+    last_sync_point: SyncPointKind = SyncPointKind.NONE
+    """The gate that opened last, on whichever ranks stood there."""
+    last_clock: float = 0.0
+    """Steps of all ranks when it did."""
+    last_exchange: int = 1
+    """The exchange that was to come next."""
+    moved: bool = False
+    """Whether the model had changed, on any rank, since the gate before."""
+    next_exchange: int = 1
+    """The exchange that comes next; equal on all ranks, but for one that lost the last answer."""
+    saved: int = 0
+    """The last save, by number, that all ranks have agreed on."""
+    marked: Any = None
+    """What was copied for it; until the training thread takes it, or another exchange follows."""
+    lost: list[Any] = field(default_factory=list)
+    """What was copied, and not taken before another exchange followed."""
+    samples_by_rank: tuple[float, ...] = ()
+    """Samples that every replica had seen at the last header."""
+    losses: tuple[float, ...] = ()
+    """Every replica's, at the last header."""
+    paces: tuple[tuple[float, ...], ...] = ()
+    """Every replica's, at the last header."""
+    mean_steps: float = 0.0
+    """Optimizer steps per replica, on average over all, at the last header."""
+    steps_then: float = 0.0
+    """The same, of this replica, at the last header."""
+    places: dict[str, float] = field(default_factory=dict)
+    """By name, how far each rank was in its data with what all have committed; equal on all ranks at a gate."""
+    failed: int = 0
+    """Exchanges that failed and were repeated."""
+    error: BaseException | None = None
+    """What has ended the engine's thread."""
+
+    def wait(self, condition: Callable[[], bool], see: Callable[[], None]) -> None:
+        """Stand still on the training thread until ``condition``; ``see`` raises if it cannot come. Under the lock."""
+        while not condition():
+            see()
+            self.changed.wait(0.5)
+
+    def stands_at(self, sync_point: SyncPointKind) -> bool:
+        """Whether the training thread goes on when that gate opens: where one is for synchronous steps, others stand at
+        gates of their own. Under the lock."""
+        return sync_point is not SyncPointKind.SYNCHRONISE or self.sync_point is sync_point
+
+    def open_sync_point(self, sync_point: SyncPointKind, now: float) -> None:
+        """Let the training thread go, if that is where it stands. Under the lock."""
+        if sync_point is SyncPointKind.SYNCHRONISE:
+            self.agreed &= ~Vote.SYNCHRONISE
+        if not self.stands_at(sync_point):
+            return
+        self.agreed &= ~_ASKED_FOR.get(self.sync_point, Vote.NONE)
+        self.opened, self.sync_point = True, SyncPointKind.NONE
+        self.last_seen = now
+        self.changed.notify_all()

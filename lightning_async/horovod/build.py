@@ -1,0 +1,312 @@
+"""Build Horovod for the installed torch: ``lightning-async build-horovod [--mpi] [--nccl]``.
+
+Horovod 0.28.1, its last release, is published as a source package that compiles for the torch it finds, and that does
+not compile for torch 2.1 or newer as it is. This script gets that package (its checksum is compared), asks for the
+C++ standard that torch's headers ask for, has the library find torch beside itself, builds a wheel, keeps it in a
+folder outside the project for the next environment with the same torch, and installs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+# Wheels that take long to build: kept for the next environment, and compared with their checksums before use.
+
+
+class BuildError(RuntimeError):
+    """What stands in the way of a build, and what to do about it."""
+
+
+def kept(cache: Path, pattern: str) -> Path | None:
+    """The wheel that was kept, if it is what was kept.
+
+    Raises:
+        BuildError: other users may write into the folder, so that they could have it installed.
+    """
+    if not cache.is_dir():
+        return None
+    status = cache.stat()
+    if status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o022:
+        raise BuildError(
+            f"other users may write into {cache}: `chmod go-w` it, or pass `--cache` a folder of your own."
+        )
+    for wheel in cache.glob(pattern):
+        note = wheel.with_name(f"{wheel.name}.sha256")
+        if note.is_file() and note.read_text() == checksum(wheel):
+            return wheel
+        print(f"{wheel} is not what was kept there, and is built again", flush=True)
+    return None
+
+
+def keep(cache: Path, wheel: Path) -> Path:
+    """Copy a wheel to where the next build looks for it, with its checksum."""
+    cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+    place = cache / wheel.name
+    # Under other names first: builds may run at the same time.
+    half, note = (cache / f".{os.getpid()}-{wheel.name}{kind}" for kind in ("", ".sha256"))
+    shutil.copyfile(wheel, half)
+    note.write_text(checksum(half))
+    half.replace(place)
+    note.replace(cache / f"{wheel.name}.sha256")
+    return place
+
+
+def checksum(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+VERSION = "0.28.1"
+SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+PATCHES = 1
+"""To be raised with every change of `patch`: kept wheels are told apart by it."""
+TOOLS = ("setuptools==84.2.1", "wheel==0.48.0")
+CMAKE = "cmake==4.4.4"
+RUNTIME = ("cloudpickle", "psutil", "pyyaml", "packaging", "cffi>=1.4.0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Build:
+    """What the wheel is for.
+
+    Args:
+        torch: torch's version, ``"2.13.0+cpu"``.
+        cxx: the C++ standard of torch's headers.
+        mpi: with MPI beside Gloo; needs ``mpicxx``.
+        nccl: with NCCL; needs a CUDA build of torch, and a toolkit in ``cuda_home``.
+        cuda_home: the CUDA toolkit.
+        cuda_arch: compute capabilities without a dot, ``"80,90"``.
+    """
+
+    torch: str
+    cxx: int
+    mpi: bool = False
+    nccl: bool = False
+    cuda_home: Path | None = None
+    cuda_arch: str = "80,90"
+
+    @property
+    def local_version(self) -> str:
+        """Tells wheels apart: torch's version, what moves the bytes, and what was patched."""
+        parts = ["torch" + self.torch.replace("+", "."), "gloo"]
+        parts += [name for name in ("mpi", "nccl") if getattr(self, name)]
+        return ".".join([*parts, f"p{PATCHES}"])
+
+    def environment(self, nccl_home: Path | None, jobs: int) -> dict[str, str]:
+        """What Horovod's setup.py reads."""
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}
+        own = {
+            "HOROVOD_LOCAL_VERSION": self.local_version,
+            "HOROVOD_WITH_PYTORCH": "1",
+            "HOROVOD_WITHOUT_TENSORFLOW": "1",
+            "HOROVOD_WITHOUT_MXNET": "1",
+            "HOROVOD_WITH_GLOO": "1",
+            "HOROVOD_WITH_MPI" if self.mpi else "HOROVOD_WITHOUT_MPI": "1",
+            "CMAKE_POLICY_VERSION_MINIMUM": "3.5",  # cmake 4 refuses what Gloo asks for
+            "LDFLAGS": "-s",
+            "MAKEFLAGS": f"-j{jobs}",
+        }
+        if self.nccl:
+            own |= {
+                "HOROVOD_GPU_OPERATIONS": "NCCL",
+                "HOROVOD_CUDA_HOME": str(self.cuda_home),
+                "HOROVOD_BUILD_CUDA_CC_LIST": self.cuda_arch,
+                "HOROVOD_NCCL_HOME": str(nccl_home),
+                "HOROVOD_NCCL_LINK": "SHARED",
+            }
+        return inherited | own
+
+
+def cxx_standard(torch_folder: Path) -> int:
+    """The C++ standard that torch's headers ask for."""
+    found = re.search(r"C\+\+(\d+) or later", (torch_folder / "include/ATen/ATen.h").read_text())
+    return int(found.group(1)) if found else 17
+
+
+def nccl_package() -> str:
+    """The package with NCCL that the installed torch depends on.
+
+    Raises:
+        BuildError: torch depends on none, or the other one is installed too: they overwrite each other's files.
+    """
+    needed = [re.match(r"nvidia-nccl-cu\d+", each) for each in importlib.metadata.requires("torch") or []]
+    names = sorted({match.group() for match in needed if match})
+    installed = sorted(
+        name
+        for each in importlib.metadata.distributions()
+        if re.fullmatch(r"nvidia-nccl-cu\d+", name := each.metadata["Name"])
+    )
+    if not names:
+        raise BuildError("`--nccl`: the installed torch has no NCCL; install a CUDA build of torch first.")
+    if len(installed) > 1:
+        others = " ".join(name for name in installed if name != names[0])
+        raise BuildError(
+            f"{' and '.join(installed)} are both installed; they overwrite each other's files. "
+            f"`pip uninstall -y {others}`, then `pip install --force-reinstall --no-deps {names[0]}`."
+        )
+    if names[0] not in installed:
+        raise BuildError(f"`--nccl`: torch needs {names[0]}, which is not installed: `pip install {names[0]}`.")
+    return names[0]
+
+
+def prepare_nccl(folder: Path) -> Path:
+    """A folder with NCCL's headers and library, under the name that linkers look for."""
+    distribution = importlib.metadata.distribution(nccl_package())
+    home = Path(str(distribution.locate_file("nvidia/nccl")))
+    library = next(home.glob("lib/libnccl.so.*"), None)
+    if library is None:
+        raise BuildError(f"{home}/lib holds no libnccl.so: reinstall {distribution.metadata['Name']}.")
+    (folder / "lib").mkdir(parents=True)
+    (folder / "lib/libnccl.so").symlink_to(library)
+    (folder / "include").symlink_to(home / "include")
+    return folder
+
+
+def patch(source: Path, cxx: int) -> None:
+    """What Horovod does not build without, or not load, or not find its peers."""
+
+    def edit(name: str, old: str, new: str) -> None:
+        path = source / name
+        text = path.read_text()
+        if text.count(old) != 1:
+            raise BuildError(f"{name} of Horovod {VERSION} is not what it was.")
+        path.write_text(text.replace(old, new))
+
+    old, new = "set(CMAKE_CXX_STANDARD 14)", f"set(CMAKE_CXX_STANDARD {cxx})"
+    edit("horovod/torch/CMakeLists.txt", old, new)
+    # Torch and NCCL are found beside Horovod, wherever the environment lies.
+    rpath = r"\$ORIGIN/../../torch/lib;\$ORIGIN/../../nvidia/nccl/lib"
+    new += f'\nset(CMAKE_BUILD_WITH_INSTALL_RPATH TRUE)\nset(CMAKE_INSTALL_RPATH "{rpath}")'
+    edit("CMakeLists.txt", old, new)
+    # A process set, that of all ranks too, forgets which network interface was asked for, and takes what the host's
+    # name leads to: 127.0.1.1 on many. It is known to the context that it is made from.
+    edit(
+        "horovod/common/gloo/gloo_context.cc",
+        "assert(global_context.IsEnabled());",
+        "assert(global_context.IsEnabled());\n  gloo_iface_ = global_context.gloo_iface_;",
+    )
+
+
+def pip(*arguments: str, env: dict[str, str] | None = None) -> None:
+    """Run pip of this Python."""
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
+    print("$", shlex.join(command), flush=True)
+    if subprocess.run(command, env=env).returncode != 0:
+        raise BuildError(f"`{shlex.join(command)}` failed; see above.")
+
+
+def download(folder: Path) -> Path:
+    """Horovod's sources, unpacked; pip compares the checksum."""
+    wanted = folder / "requirements.txt"
+    wanted.write_text(f"horovod=={VERSION} --hash=sha256:{SHA256}\n")
+    pip("download", "--quiet", "--no-deps", "--no-binary=horovod", "--no-build-isolation", "--require-hashes",
+        f"--dest={folder}", f"--requirement={wanted}")  # fmt: skip
+    with tarfile.open(folder / f"horovod-{VERSION}.tar.gz") as archive:
+        if hasattr(tarfile, "data_filter"):
+            archive.extractall(folder, filter="data")
+        else:
+            archive.extractall(folder)  # its checksum is known
+    return folder / f"horovod-{VERSION}"
+
+
+def build(spec: Build, cache: Path, jobs: int) -> Path:
+    """The wheel, from ``cache`` where it is there."""
+    tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    pattern = f"horovod-{VERSION}+{spec.local_version}-{tag}-*.whl"
+    if found := kept(cache, pattern):
+        print(f"found {found}", flush=True)
+        return found
+    with tempfile.TemporaryDirectory(prefix="horovod-") as name:
+        folder = Path(name)
+        pip("install", "--quiet", *TOOLS)
+        source = download(folder)
+        patch(source, spec.cxx)
+        env = spec.environment(prepare_nccl(folder / "nccl") if spec.nccl else None, jobs)
+        if shutil.which("cmake") is None:
+            pip("install", "--quiet", CMAKE)
+            env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', '')}"
+        print(f"building for torch {spec.torch} with C++{spec.cxx}: some minutes", flush=True)
+        # A relative folder would be looked for in the sources.
+        pip("wheel", "--quiet", "--no-deps", "--no-build-isolation", f"--wheel-dir={folder / 'wheel'}", str(source),
+            env=env)  # fmt: skip
+        wheel = next((folder / "wheel").glob("*.whl"))
+        return keep(cache, wheel)
+
+
+def _finds_mpi_headers() -> bool:
+    """Some packages have the compiler's wrapper without the headers."""
+    command = ["mpicxx", "-E", "-x", "c++", "-include", "mpi.h", os.devnull]
+    return shutil.which("mpicxx") is not None and subprocess.run(command, capture_output=True).returncode == 0
+
+
+def specify(options: argparse.Namespace) -> Build:
+    """What to build, from the command line and the installed torch."""
+    found = importlib.util.find_spec("torch")
+    if found is None or not found.submodule_search_locations:
+        raise BuildError("torch is not installed; Horovod is compiled for the torch it will run with.")
+    if options.mpi and not _finds_mpi_headers():
+        raise BuildError("`--mpi` needs mpicxx and mpi.h: install MPI's development files (Debian: libopenmpi-dev).")
+    if options.nccl and not (options.cuda_home / "bin/nvcc").exists():
+        raise BuildError(f"`--nccl` needs a CUDA toolkit; there is none in --cuda-home={options.cuda_home}.")
+    if shutil.which("c++") is None and "CXX" not in os.environ:
+        raise BuildError("no C++ compiler: install g++ (Debian: g++ make).")
+    return Build(
+        torch=importlib.metadata.version("torch"),
+        cxx=cxx_standard(Path(found.submodule_search_locations[0])),
+        mpi=options.mpi,
+        nccl=options.nccl,
+        cuda_home=options.cuda_home,
+        cuda_arch=options.cuda_arch,
+    )
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    about = "Build Horovod for the installed torch."
+    parser = argparse.ArgumentParser(prog="lightning-async build-horovod", description=about)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_async/wheels"
+    cuda = Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda")
+    parser.add_argument("--mpi", action="store_true", help="with MPI beside Gloo")
+    parser.add_argument("--nccl", action="store_true", help="with NCCL, of the package that torch depends on")
+    parser.add_argument(
+        "--cuda-home", type=Path, default=cuda, help="the CUDA toolkit, for --nccl (default: %(default)s)"
+    )
+    parser.add_argument("--cuda-arch", default="80,90", help="compute capabilities, for --nccl (default: %(default)s)")
+    parser.add_argument("--cache", type=Path, default=cache, help="folder that keeps wheels (default: %(default)s)")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="compilers at once (default: %(default)s)"
+    )
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Build, install, and load once."""
+    options = parse(arguments)
+    try:
+        spec = specify(options)
+        pip("install", "--quiet", *RUNTIME)  # first: Horovod's build asks for some of it
+        wheel = build(spec, options.cache, options.jobs)
+        # --no-deps: Horovod names no torch, and must not move the one it was built for.
+        pip("install", "--quiet", "--no-deps", "--force-reinstall", str(wheel))
+    except BuildError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    check = "import horovod.torch as hvd; hvd.init(); assert hvd.size() == 1"
+    return subprocess.run([sys.executable, "-c", check], cwd="/").returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

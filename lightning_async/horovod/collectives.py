@@ -1,0 +1,551 @@
+"""Collectives through Horovod."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import sys
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import timedelta
+from types import ModuleType
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_async.comm.collectives import (
+    Communicator,
+    Operation,
+    ReduceOp,
+    Where,
+    as_bytes,
+    check_buffer,
+    check_rows,
+    reducible,
+    room_for,
+    sum_rows,
+)
+from lightning_async.errors import CollectiveError, CollectiveTimeout, PeerLost
+from lightning_async.membership.generation import Generation
+
+# What a process has of Horovod, which is imported only when it is asked for.
+#
+# Nothing in Horovod can be cancelled, and its blocking calls know no deadline. So every operation here is
+# asynchronous, named, and polled; a failed or late one *poisons* the world: nothing more is submitted, the
+# buffers of what is under way stay alive until Horovod has shut down, and every later operation raises at once.
+
+T = TypeVar("T")
+Start = Callable[[str], int]
+_current: HorovodWorld | None = None
+
+
+def load() -> ModuleType:
+    """``horovod.torch``.
+
+    Raises:
+        ModuleNotFoundError: it is not installed; says how to get it.
+    """
+    try:
+        return importlib.import_module("horovod.torch")
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            f"Horovod for this torch ({torch.__version__}) is not installed ({error}). Build it with "
+            "`lightning-async build-horovod`, or train without it: `AsyncAveragingStrategy(transport='torch')`."
+        ) from error
+
+
+class HorovodWorld:
+    """What this process has of Horovod, from one ``hvd.init()`` to the next.
+
+    Args:
+        hvd: the module.
+        process_sets: Horovod's, by their ranks in ascending order.
+    """
+
+    def __init__(self, hvd: ModuleType, process_sets: Mapping[tuple[int, ...], Any]) -> None:
+        self.hvd: Any = hvd
+        self.rank, self.size, self.local_rank = int(hvd.rank()), int(hvd.size()), int(hvd.local_rank())
+        self.one_host = int(hvd.local_size()) == self.size
+        self.another_follows = False
+        """What fails here goes on in another world: this process, and what it holds, stays until that is formed."""
+        self.failure: CollectiveError | None = None
+        self.num_runs = 0
+        """Runs of strategies so far, which names their operations apart; equal on all ranks."""
+        self.store: Any = None
+        """Of all ranks, for what is no collective; made by whoever needs it first."""
+        self.life = hvd.mpi_ops._handle_map  # a new one comes with every init
+        self._process_sets = dict(process_sets)
+        self.flights: set[Flight] = set()
+        internal_error = importlib.import_module("horovod.common.exceptions").HorovodInternalError
+
+        class HorovodFailed(CollectiveError, internal_error):
+            """For Horovod Elastic, too: it goes on after a `HorovodInternalError`, and after no other."""
+
+        class HorovodTimeout(CollectiveTimeout, internal_error):
+            """See `HorovodFailed`."""
+
+        class HorovodPeerLost(PeerLost, internal_error):
+            """See `HorovodFailed`."""
+
+        self.failed_type, self.timeout_type, self.lost_type = HorovodFailed, HorovodTimeout, HorovodPeerLost
+
+    @classmethod
+    def join(
+        cls,
+        size: int | None = None,
+        gloo_timeout: timedelta | None = None,
+        process_sets: Sequence[Collection[int]] = (),
+    ) -> HorovodWorld:
+        """Initialise Horovod where that is not done.
+
+        Args:
+            size: what the launcher started; compared with Horovod's own number.
+            gloo_timeout: after which Gloo inside Horovod gives up on a silent peer, unless
+                ``HOROVOD_GLOO_TIMEOUT_SECONDS`` says so. Read by Horovod at its start only.
+            process_sets: the ranks of every `HorovodCollectives.split` to come, and every two that will
+                `HorovodCollectives.exchange` in worlds of more than two. Read by Horovod at its start only.
+
+        Raises:
+            ModuleNotFoundError: Horovod is not installed.
+            RuntimeError: Horovod sees another number of ranks.
+        """
+        global _current
+        hvd: Any = load()
+        if not hvd.is_initialized():
+            if gloo_timeout is not None:
+                os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(math.ceil(gloo_timeout.total_seconds())))
+            # Waiting for a header is no stall here, and what is one is found by deadlines of our own.
+            os.environ.setdefault("HOROVOD_STALL_CHECK_DISABLE", "1")
+            # What is worth fusing is fused before it comes here: Horovod's own buffer would cost two copies more.
+            os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
+            sets = {tuple(sorted(ranks)): hvd.ProcessSet(sorted(ranks)) for ranks in process_sets}
+            hvd.init(process_sets=list(sets.values()))
+            _current = cls(hvd, sets)
+        elif _current is None or _current.life is not hvd.mpi_ops._handle_map:
+            _current = cls(hvd, {})  # the user has initialised it
+        if size is not None and _current.size != size:
+            raise RuntimeError(
+                f"Horovod sees {_current.size} rank(s), but the launcher started {size}: each would train alone. This "
+                "Horovod was built without MPI? `lightning-async build-horovod --mpi`, or use horovodrun."
+            )
+        return _current
+
+    @staticmethod
+    def current(size: int | None = None) -> HorovodWorld | None:
+        """The world, where Horovod is initialised; ``size`` is what `join` compares."""
+        hvd: Any = sys.modules.get("horovod.torch")
+        return HorovodWorld.join(size) if hvd is not None and hvd.is_initialized() else None
+
+    @staticmethod
+    def leave() -> None:
+        """Shut Horovod down; with a rank that stands still this blocks until Gloo's timeout."""
+        load().shutdown()
+
+    def process_set(self, ranks: Sequence[int]) -> Any:
+        """The process set of these ranks, in ascending order; None where there is none."""
+        if len(ranks) == self.size:
+            return self.hvd.global_process_set
+        return self._process_sets.get(tuple(ranks))
+
+    def add_process_set(self, ranks: Sequence[int]) -> Any:
+        """The same, made now where Horovod was started with ``HOROVOD_DYNAMIC_PROCESS_SETS=1``; all ranks call it."""
+        found = self.process_set(ranks)
+        if found is None and os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") == "1":
+            found = self._process_sets[tuple(ranks)] = self.hvd.add_process_set(list(ranks))
+        return found
+
+    def poison(self, error: Exception) -> CollectiveError:
+        """Fail what is under way, and all that is to come."""
+        if self.failure is None:
+            late = isinstance(error, CollectiveTimeout)
+            self.failure = (self.timeout_type if late else self.failed_type)(str(error))
+            for flight in list(self.flights):
+                flight.operation.fail(self.failure)
+        return self.failure
+
+
+class HorovodOperation(Operation[T]):
+    """An operation that belongs to a world of Horovod."""
+
+    remedy = (
+        "Horovod cannot cancel: this process takes part in no collective any more. Start again from the last "
+        "checkpoint, or run under Horovod Elastic."
+    )
+
+
+class Flight:
+    """The pieces of one operation, submitted one after the other: a small one of another fork is not kept waiting."""
+
+    def __init__(self, world: HorovodWorld, name: str, starts: Sequence[Start], operation: HorovodOperation) -> None:
+        self.operation = operation
+        self._world, self._name, self._starts = world, name, starts
+        self._outputs: list[Any] = []
+        self._handle: int | None = None
+        self._lock = threading.Lock()
+
+    def advance(self, finish: Callable[[list[Any]], object]) -> None:
+        """Submit the next piece, or end the operation; never blocks."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            hvd = self._world.hvd
+            while not self.operation.ended():
+                if self._handle is None and len(self._outputs) == len(self._starts):
+                    self.operation.complete(finish(self._outputs))
+                elif self._handle is None:
+                    # In Lightning's validation, new tensors would be such that Horovod's thread must not resize.
+                    with torch.inference_mode(False):
+                        self._handle = self._starts[len(self._outputs)](f"{self._name}.{len(self._outputs)}")
+                elif not hvd.poll(self._handle):
+                    return
+                else:
+                    self._outputs.append(hvd.synchronize(self._handle))  # does not block: it has ended
+                    self._handle = None
+            if self._handle is None:  # else Horovod may still write: the world keeps this, and so the buffers
+                self._world.flights.discard(self)
+        except Exception as error:
+            self._world.poison(CollectiveError(f"{self.operation}: {error} {self.operation.remedy}"))
+        finally:
+            self._lock.release()
+
+
+PIECE_BYTES = 4 << 20
+_NATIVE = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
+
+
+class HorovodCollectives(Communicator["HorovodCollectives"]):
+    """One communicator over Horovod's ranks, or over a process set: a prefix of names, with an order of its own.
+
+    Large buffers travel in pieces, one at a time, so that a small operation of another fork passes between them.
+    Byte-moving operations see uint8; bools, small integers and half types are reduced as int64 or fp32, and rounded
+    once.
+
+    Args:
+        world: from `HorovodWorld.join`.
+        name: differs between communicators of one world.
+        timeout: deadline of each operation.
+        piece_bytes: size of the pieces. Default 4 MiB.
+        poll_s: longest pause between two looks at an operation that is waited for.
+        native: types that are reduced as they are.
+        recurring: operations of one kind follow each other, under one name. Horovod remembers what it has negotiated
+            for a name; with numbered names, that do not recur, it negotiates every operation anew.
+    """
+
+    def __init__(
+        self,
+        world: HorovodWorld,
+        *,
+        name: str = "world",
+        timeout: timedelta = timedelta(minutes=5),
+        piece_bytes: int = PIECE_BYTES,
+        poll_s: float = 0.005,
+        native: frozenset[torch.dtype] = _NATIVE,
+        recurring: bool = False,
+    ) -> None:
+        if timeout <= timedelta(0):
+            raise ValueError(f"`HorovodCollectives(timeout={timeout!r})` must be longer than zero.")
+        if piece_bytes < 8:
+            raise ValueError(f"`HorovodCollectives(piece_bytes={piece_bytes})` must be at least 8.")
+        super().__init__(Where(name, Generation.first(world.rank, world.size)), timeout)
+        self.horovod = world
+        self._process_set: Any = world.hvd.global_process_set
+        self._piece_bytes, self._poll_s, self._native, self._recurring = piece_bytes, poll_s, native, recurring
+
+    def for_gradients(self, timeout: timedelta, piece_bytes: int) -> HorovodCollectives:
+        """A fork for what the training thread waits for, step by step: in one piece, fp16 reduced as it is."""
+        fork = self.fork("gradients", timeout)
+        fork._piece_bytes, fork._poll_s, fork._native = max(piece_bytes, PIECE_BYTES), 0.001, _NATIVE | {torch.float16}
+        fork._recurring = True
+        return fork
+
+    def split(self, ranks: Collection[int], name: str, timeout: timedelta | None = None) -> HorovodCollectives | None:
+        """See `Collectives`.
+
+        Raises:
+            ValueError: Horovod was not told at its start that these ranks will be by themselves.
+        """
+        child = super().split(ranks, name, timeout)
+        world_ranks = [self._world_rank(rank) for rank in sorted(set(ranks))]
+        # Making one is an operation of the whole world.
+        whole = self.world_size == self.horovod.size
+        process_set = (self.horovod.add_process_set if whole else self.horovod.process_set)(world_ranks)
+        if process_set is None:
+            raise ValueError(
+                f"{self._where}: `split(ranks={sorted(ranks)})`: Horovod knows some of its ranks by themselves only "
+                f"where it was told so at its start: `HorovodWorld.join(process_sets=[{world_ranks}])`, or by "
+                "HOROVOD_DYNAMIC_PROCESS_SETS=1."
+            )
+        if child is not None:
+            child._process_set = process_set
+        return child
+
+    def check_adasum(self) -> None:
+        """Raise ValueError where Horovod has no Adasum for this world."""
+        hvd = self.horovod.hvd
+        if not (hvd.mpi_built() and hvd.mpi_enabled()):
+            raise ValueError(
+                "Adasum needs Horovod over MPI: `lightning-async build-horovod --mpi`, then `mpirun` or "
+                "`horovodrun --mpi`."
+            )
+        if self.world_size & (self.world_size - 1):
+            raise ValueError(f"Adasum needs a number of ranks that is a power of two, not {self.world_size}.")
+
+    def adasum(self, buffer: Tensor) -> Operation[Tensor]:
+        """Combine ``buffer`` over all ranks by Adasum, in place; see `check_adasum`."""
+        return self._reduce(buffer, ReduceOp.SUM, "adasum", lambda _: self.horovod.hvd.Adasum, in_pieces=False)
+
+    def all_reduce(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Operation[Tensor]:
+        """See `Collectives`."""
+        hvd = self.horovod.hvd
+        ops = {ReduceOp.SUM: hvd.Sum, ReduceOp.MIN: hvd.Min, ReduceOp.MAX: hvd.Max}
+        return self._reduce(buffer, op, f"all_reduce({op.value})", ops.__getitem__)
+
+    def all_gather(self, buffer: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
+        check_buffer(buffer)
+        hvd, mine = self.horovod.hvd, as_bytes(buffer)
+        given = None if out is None else room_for(buffer, self.world_size, out)
+
+        def finish(outputs: list[Any]) -> Tensor:
+            data = (outputs[0] if outputs else mine).view(buffer.dtype).view(self.world_size, *buffer.shape)
+            return data if given is None else given.copy_(data)
+
+        starts = (
+            [lambda name: hvd.allgather_async(mine, name=name, process_set=self._process_set)] if mine.numel() else []
+        )
+        return self._submit("all_gather", starts, finish)
+
+    def reduce_scatter(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Operation[Tensor]:
+        """See `Collectives`. Rows are exchanged, then combined in the order of ranks, half types in fp32."""
+        check_rows(buffer, self.world_size)
+        return self._all_to_all(buffer, f"reduce_scatter({op.value})", lambda rows: sum_rows(rows, op))
+
+    def all_to_all(self, buffer: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
+        check_rows(buffer, self.world_size)
+        given = None if out is None else room_for(buffer[0], self.world_size, out)
+        return self._all_to_all(buffer, "all_to_all", lambda rows: rows if given is None else given.copy_(rows))
+
+    def broadcast(self, buffer: Tensor, src: int = 0) -> Operation[Tensor]:
+        check_buffer(buffer)
+        self._check_peer(src, "src")
+        hvd, root = self.horovod.hvd, self._world_rank(src)
+        return self._submit(
+            f"broadcast(src={src})",
+            [
+                lambda name, piece=piece: hvd.broadcast_async_(piece, root, name=name, process_set=self._process_set)
+                for piece in self._pieces(as_bytes(buffer))
+            ],
+            lambda _: buffer,
+        )
+
+    def exchange(self, buffer: Tensor, peer: int) -> Operation[Tensor]:
+        """See `Collectives`. Ranks that exchange with nobody need not call it.
+
+        Raises:
+            ValueError: the two were not among the ``process_sets`` of `HorovodWorld.join`, in a world of more than two.
+        """
+        check_buffer(buffer)
+        self._check_peer(peer, "peer")
+        if peer == self.rank:
+            return self._submit("exchange", [], lambda _: buffer.clone(), name="self")
+        hvd, mine = self.horovod.hvd, as_bytes(buffer)
+        two = sorted((self._world_rank(self.rank), self._world_rank(peer)))
+        pair = self.horovod.process_set(two)
+        if pair is None:
+            raise ValueError(
+                f"{self._where}: `peer={peer}`: Horovod moves bytes between two ranks only where it was told so at its "
+                f"start: `HorovodWorld.join(process_sets=[{two}])`."
+            )
+        tag = self._exchanged[peer] = self._exchanged.get(peer, 0) + 1
+        other = int(peer > self.rank)
+
+        def finish(outputs: list[Any]) -> Tensor:
+            return outputs[0].view(2, -1)[other].contiguous().view(buffer.dtype).view(buffer.shape)
+
+        return self._submit(
+            f"exchange(peer={peer})",
+            [lambda name: hvd.allgather_async(mine, name=name, process_set=pair)],
+            finish,
+            name=f"exchange{min(self.rank, peer)}-{max(self.rank, peer)}.{tag}",
+        )
+
+    def barrier(self) -> Operation[None]:
+        token, hvd = torch.zeros(1, dtype=torch.int32), self.horovod.hvd
+        return self._submit(
+            "barrier",
+            [lambda name: hvd.allreduce_async_(token, name=name, op=hvd.Sum, process_set=self._process_set)],
+            lambda _: None,
+        )
+
+    def close(self) -> None:
+        self._closed = True
+        for branch in self._branches:
+            branch.close()
+        # What is under way cannot be called back: the world keeps its buffers.
+        for flight in [each for each in self.horovod.flights if each.operation.where is self._where]:
+            flight.operation.fail(CollectiveError(f"{self._where}: closed with operations under way."))
+
+    # ------------------------------------------------------------------ the machinery
+
+    def _world_rank(self, rank: int) -> int:
+        """Horovod's own number of a rank."""
+        return int(self.generation.name_of(rank))  # of the first and only generation
+
+    def _pieces(self, flat: Tensor) -> list[Tensor]:
+        return list(flat.split(max(1, self._piece_bytes // flat.element_size())))
+
+    def _reduce(
+        self, buffer: Tensor, op: ReduceOp, kind: str, how: Callable[[ReduceOp], Any], in_pieces: bool = True
+    ) -> Operation[Tensor]:
+        check_buffer(buffer)
+        wire, op, narrow = reducible(buffer, op, self._native)
+        hvd, horovod_op = self.horovod.hvd, how(op)  # a bool's sum is a maximum
+
+        def finish(_: object) -> Tensor:
+            narrow(wire)
+            return buffer
+
+        return self._submit(
+            kind,
+            [
+                lambda name, piece=piece: hvd.allreduce_async_(
+                    piece, name=name, op=horovod_op, process_set=self._process_set
+                )
+                for piece in (self._pieces(wire) if in_pieces else [wire])
+            ],
+            finish,
+        )
+
+    def _all_to_all(self, buffer: Tensor, kind: str, finish: Callable[[Tensor], T]) -> Operation[T]:
+        hvd = self.horovod.hvd
+        # One row for each rank, whose length no splits have to name: those are 32-bit.
+        mine = as_bytes(buffer).view(self.world_size, -1)
+
+        def end(outputs: list[Any]) -> T:
+            received = outputs[0][0] if isinstance(outputs[0], tuple) else outputs[0]
+            return finish(received.view(-1).view(buffer.dtype).view(buffer.shape))
+
+        return self._submit(
+            kind, [lambda name: hvd.alltoall_async(mine, name=name, process_set=self._process_set)], end
+        )
+
+    def _submit(
+        self, kind: str, starts: Sequence[Start], finish: Callable[[list[Any]], T], name: str | None = None
+    ) -> Operation[T]:
+        """Start an operation.
+
+        Args:
+            kind: for messages, and part of the name.
+            starts: each submits one piece.
+            finish: makes the result of what Horovod returned for each piece.
+            name: where not all ranks call it; else the sequence number and the kind.
+        """
+        self._check_usable()
+        if name is None:
+            self._seq += 1
+            name = kind if self._recurring else f"{self._seq}:{kind}"
+        operation: HorovodOperation[T] = HorovodOperation(
+            self._where, kind, self._seq, self._timeout, self._fail, poll=lambda: flight.advance(finish)
+        )
+        operation.late, operation.poll_s = self.horovod.timeout_type, self._poll_s
+        flight = Flight(self.horovod, f"{self.name}/{name}", starts, operation)
+        self.horovod.flights.add(flight)
+        flight.advance(finish)
+        return operation
+
+    def _check_usable(self) -> None:
+        failure = self.horovod.failure
+        if failure is not None:
+            raise type(failure)(f"{self._where}: Horovod is unusable since an earlier failure. It was: {failure}")
+        super()._check_usable()
+
+    def _fail(self, error: CollectiveError) -> None:
+        self.horovod.poison(error)
+
+    def _open(self) -> None:
+        """Horovod has formed its groups."""
+
+    def _child(self, where: Where, timeout: timedelta) -> HorovodCollectives:
+        child = HorovodCollectives(
+            self.horovod, name=where.name, timeout=timeout, piece_bytes=self._piece_bytes, poll_s=self._poll_s,
+            native=self._native, recurring=self._recurring,
+        )  # fmt: skip
+        child._where, child._process_set = where, self._process_set
+        return child
+
+
+# Horovod Elastic: run, and run again with whoever is there, from what all ranks have committed.
+
+C = TypeVar("C")
+
+
+class Committed(Generic[C]):
+    """What all ranks go back to when ranks are lost, and what ranks that join begin with.
+
+    Attributes:
+        value: what was committed last; to be left as it is.
+    """
+
+    def __init__(self, value: C) -> None:
+        self.value = value
+        self._check: Callable[[], None] = lambda: None
+
+    def commit(self, value: C) -> None:
+        """Replace the value; all ranks do at the same point.
+
+        Raises:
+            HostsUpdatedInterrupt: hosts have come or are to go: leave, for a world with them.
+        """
+        self.value = value
+        self._check()
+
+
+def run_elastic(
+    train: Callable[[], T], committed: Committed[C], broadcast: Callable[[Any], Any], gloo_timeout: timedelta
+) -> T:
+    """Call ``train`` until it returns; after a lost rank, and with every change of hosts, in a new world.
+
+    Args:
+        train: sees to it that all ranks go on from one commit; must leave Horovod's errors alone.
+        committed: what it goes on from.
+        broadcast: rank 0's object to all ranks.
+        gloo_timeout: see `HorovodWorld.join`.
+    """
+    elastic: Any = importlib.import_module("horovod.common.elastic")
+    HorovodWorld.join(gloo_timeout=gloo_timeout)
+
+    class State(elastic.State):
+        """`Committed`, as Horovod wants to see it. What is committed is saved."""
+
+        def __init__(self) -> None:
+            super().__init__(bcast_object=broadcast, get_rank=lambda: HorovodWorld.join().rank)
+
+        def save(self) -> None:
+            """Done by `Committed.commit`."""
+
+        def restore(self) -> None:
+            """The committed value is what it was."""
+
+        def reset(self) -> None:
+            """Nothing here belongs to the old world."""
+
+        def sync(self) -> None:
+            """``train`` begins with that, where hosts were only lost as well."""
+
+    state = State()
+    committed._check = state.check_host_updates
+
+    def in_a_new_world() -> None:
+        HorovodWorld.leave()
+        HorovodWorld.join(gloo_timeout=gloo_timeout)
+
+    def in_this_world(_: State) -> T:
+        world = HorovodWorld.join()
+        world.another_follows = True
+        try:
+            return train()
+        finally:
+            world.another_follows = False
+
+    return elastic.run_fn(in_this_world, in_a_new_world)(state)

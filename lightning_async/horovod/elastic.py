@@ -1,0 +1,369 @@
+"""Commits in memory, under Horovod Elastic: moments of a fit that all ranks have agreed on, and go back to."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_async.callbacks.checkpoint import FaultTolerantCheckpoint
+from lightning_async.data.random_states import of_another
+from lightning_async.data.redistribution import deal, deal_steps
+from lightning_async.engine.collectives import LightningCollectives
+from lightning_async.errors import SettingsMismatch
+from lightning_async.horovod.collectives import Committed, HorovodCollectives, HorovodWorld, run_elastic
+from lightning_async.horovod.strategy import HorovodStrategy
+from lightning_async.horovod.transport import HorovodTransport
+from lightning_async.strategies.async_strategy import AsyncStrategy
+from lightning_async.trainer.checkpoint.checkpoint_recovery import MemoryIO
+from lightning_async.trainer.checkpoint.resume import Resume
+from lightning_async.trainer.checkpoint.safe_points import LastSafeState
+from lightning_async.trainer.data.samplers import resized, weight_of_the_last
+from lightning_async.trainer.loops.loggers import places, take_places
+from lightning_async.trainer.namespace import Undo, pytorch, replace, searches_lr, set_for_now, take_back
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+else:
+    Callback = pytorch("callbacks").Callback
+
+IN_MEMORY = "(the last commit, in memory)"
+_OF_PLACES = ("taken", "made", "drawn", "share", "ended")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commit:
+    """One moment of training, as one rank saw it.
+
+    Args:
+        number: counts commits; that of one moment is equal on all ranks.
+        dealt: ``(rank, world_size)`` then.
+        checkpoint: Lightning's, of this rank; None before training.
+        resume: what `Resume` goes on from; None before the first batch.
+        places: of all ranks, where their loaders stood.
+        weight: of this rank's last batch in the epoch under way, see `HorovodStrategy.weight`.
+        logs: where rank 0's loggers write, see `loggers.places`; those of each world's Trainer are others.
+    """
+
+    number: int = 0
+    dealt: tuple[int, int] = (0, 0)
+    checkpoint: dict[str, Any] | None = None
+    resume: dict[str, Any] | None = None
+    places: list[Any] = field(default_factory=list)
+    weight: float = 1.0
+    logs: list[dict[str, Any]] = field(default_factory=list)
+
+
+def agree(world: LightningCollectives, mine: Commit, settings: str) -> tuple[Commit, bool]:
+    """The commit that this rank goes on from, of those that the ranks of a new world hold; and whether each of them is
+    who it was then. A rank that holds another commit than rank 0 takes rank 0's, as if it were new.
+
+    Raises:
+        SettingsMismatch: this rank trains otherwise than rank 0. The others go on without it.
+    """
+    told = world.gather_objects([mine.number, *mine.dealt, settings])
+    if settings != told[0][3]:
+        raise SettingsMismatch(
+            f"Rank {world.rank} cannot train with the others under `fit_elastic`: it has {settings}, and rank 0 has "
+            f"{told[0][3]}. Start all with the same program; one with several fits can be joined in its first."
+        )
+    number = told[0][0]
+    if any(each[0] != number for each in told):
+        first = world.broadcast(mine if world.rank == 0 else None)
+        assert first is not None
+        if mine.number != number:
+            mine = _of_a_joining_rank(first, world.rank)
+    exact = all(each[:3] == [number, rank, len(told)] for rank, each in enumerate(told))
+    return mine, exact
+
+
+def _of_a_joining_rank(first: Commit, rank: int) -> Commit:
+    """Rank 0's commit, with other random numbers."""
+    if first.resume is None:
+        return first
+    random = of_another(first.resume["random"], rank)
+    return Commit(**{**vars(first), "resume": {**first.resume, "random": random}})
+
+
+class Commits(Callback):
+    """Puts a fit where the last commit was made, and commits: every so many steps, and at the end of each epoch.
+
+    Ranks that step together commit after the same step. Replicas that drift come to a gate for it.
+
+    Args:
+        committed: what is replaced.
+        every: so many steps.
+        exact: each rank is who it was when that was committed.
+    """
+
+    def __init__(self, committed: Committed[Commit], every: int, exact: bool) -> None:
+        self._committed, self._every, self._exact = committed, every, exact
+        self.call_together: Callable[[], None] | None = None
+        """Set while replicas drift, see `Convened`."""
+        self._trainer: Any = None
+        self._resume: Resume | None = None
+        self._undo: list[Undo] = []
+        self._step = 0
+        """Of the last commit."""
+        self._epoch, self._weight = -1, 1.0
+        """The epoch that was gone on with, and what its last batch counts."""
+
+    def read_by(self, strategy: Any) -> str | None:
+        """Have a strategy read the commit; under which path. None: there is none."""
+        checkpoint = self._committed.value.checkpoint
+        if checkpoint is None:
+            return None
+        self._undo.append(
+            set_for_now(strategy, "_checkpoint_io", MemoryIO(strategy.checkpoint_io, IN_MEMORY, checkpoint))
+        )
+        return IN_MEMORY
+
+    def close(self) -> None:
+        """The fit is over, however it has ended."""
+        take_back(self._undo)
+
+    # ---- before training ----
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._trainer = trainer
+        if stage == "fit" and self._beside() is None:
+            self._resume = Resume(trainer)
+            self._undo += self._resume.install()
+
+    def _beside(self) -> FaultTolerantCheckpoint | None:
+        """It follows the fit, too: once is enough."""
+        return next((each for each in self._trainer.callbacks if isinstance(each, FaultTolerantCheckpoint)), None)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        beside, commit, rank, ranks = self._beside(), self._committed.value, trainer.global_rank, trainer.world_size
+        if beside is not None:
+            self._resume = beside.resume
+        if self._resume is None or searches_lr(trainer):
+            return
+        self._undo.append(replace(self._resume, "on_boundary", self._after))
+        self._step, self._weight, self._epoch = 0, commit.weight, -1
+        if commit.resume is None or commit.checkpoint is None:
+            return
+        state: Any = copy.deepcopy(commit.resume)
+        if not self._exact:
+            together = isinstance(trainer.strategy, HorovodStrategy)
+            dealt = [{"loaders": place} for place in commit.places]
+            state = resized(dealt, rank, ranks, state, deal_steps if together else deal)
+            self._weight = weight_of_the_last(state, rank, ranks) if together else 1.0
+        self._resume.restore(state)
+        self._step, self._epoch = commit.checkpoint["global_step"], commit.checkpoint["epoch"]
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._resume is None:
+            return
+        if self._beside() is None:
+            self._resume.points.keeps = self.call_together is not None
+            self._undo.append(self._resume.points.follow())
+        if self._committed.value.checkpoint is None:
+            self._commit(LastSafeState(None, None), "start")
+
+    # ---- in training ----
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        strategy: Any = trainer.strategy
+        if isinstance(strategy, HorovodStrategy):
+            is_last = trainer.current_epoch == self._epoch and batch_idx + 1 == trainer.num_training_batches
+            strategy.weight = self._weight if is_last else 1.0
+
+    def _after(self, original: Callable[[], None]) -> Callable[[], None]:
+        def on_boundary() -> None:
+            original()
+            resume, trainer = self._resume, self._trainer
+            assert resume is not None
+            drifts = self.call_together is not None and trainer.strategy.sync_points is not None
+            if resume.where == "epoch":
+                if not drifts or not trainer.strategy.world.asynchronous:
+                    self._commit(LastSafeState(resume.capture(), None), "epoch")
+            elif resume.where == "batch" and self._is_due(drifts):
+                if drifts:
+                    assert self.call_together is not None
+                    self.call_together()
+                else:
+                    self._commit(LastSafeState(resume.capture(), None), "batch")
+
+        return on_boundary
+
+    def _is_due(self, drifts: bool) -> bool:
+        step, loop = self._trainer.global_step, self._trainer.fit_loop.epoch_loop
+        if drifts:
+            return step >= self._step + self._every
+        # The end of an epoch is committed as such.
+        return step > self._step and step % self._every == 0 and not loop.batch_progress.is_last_batch
+
+    def decide(self, world: LightningCollectives) -> bool:
+        """See `Convened`: all replicas are here, and hold one model."""
+        assert self._resume is not None
+        with self._resume.as_it_was() as state:
+            if all(world.gather_objects(state.resume is not None)):
+                self._commit(state, "gate")
+        return False
+
+    def _commit(self, state: LastSafeState, where: str) -> None:
+        trainer, before = self._trainer, self._committed.value
+        strategy, rank, ranks = trainer.strategy, trainer.global_rank, trainer.world_size
+        number = before.number + 1
+        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        if state.callbacks is not None:
+            checkpoint["callbacks"] = state.callbacks
+        if state.resume is None:
+            del checkpoint["loops"]  # they have yet to begin
+        strategy.write_state(checkpoint, f"commit {number}")
+        told = [[[_place(each, where) for each in (state.resume or {}).get("loaders", [])], places(trainer)]]
+        if strategy.world is not None:
+            told = strategy.world.gather_objects(told[0])
+        self._step = trainer.global_step
+        in_epoch = where != "epoch" and trainer.current_epoch == self._epoch
+        commit = Commit(
+            number=number, dealt=(rank, ranks), checkpoint=_to_memory(checkpoint), resume=_to_memory(state.resume),
+            places=[place for place, _ in told], weight=self._weight if in_epoch else 1.0, logs=told[0][1],
+        )  # fmt: skip  # copies: training goes on with the tensors
+        with self._leaving_together():
+            self._committed.commit(commit)
+
+    @contextmanager
+    def _leaving_together(self) -> Iterator[None]:
+        """Hosts have come, or are to go: all ranks leave this world here, and none of them has failed."""
+        try:
+            yield
+        except RuntimeError as error:
+            if type(error).__name__ == "HostsUpdatedInterrupt":
+                self._undo.append(set_for_now(self._trainer.strategy, "on_exception", lambda exception: None))
+            raise
+
+
+def _place(position: dict[str, Any], where: str) -> dict[str, Any]:
+    """What others must know of a loader's position."""
+    return {"ended": True} if where == "epoch" else {key: position[key] for key in _OF_PLACES if key in position}
+
+
+def _to_memory(value: Any) -> Any:
+    """A copy that shares nothing, its tensors on the CPU."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return type(value)((key, _to_memory(each)) for key, each in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(_to_memory(each) for each in value)
+    return copy.deepcopy(value)
+
+
+# `trainer.fit` under Horovod Elastic: entered again from memory when ranks are lost or come.
+
+_fits = itertools.count(1)  # of this process
+
+
+def fit_elastic(
+    make_trainer: Callable[[], Trainer],
+    module: LightningModule,
+    train_dataloaders: Any = None,
+    val_dataloaders: Any = None,
+    *,
+    datamodule: Any = None,
+    commit_every: int = 10,
+    gloo_timeout: timedelta = timedelta(seconds=30),
+) -> Trainer:
+    """`trainer.fit`, for ranks that come and go: ``horovodrun --min-np 1 --max-np 4 --host-discovery-script ...``.
+
+    All ranks commit together, in memory: every so many steps, and at the end of every epoch. When a rank is lost, the
+    others go back to the last commit and train on without it; a rank that joins is given it. What was not committed of
+    the epoch is dealt out anew among those that are there, each sample once.
+
+    Args:
+        make_trainer: makes a new Trainer with ``strategy=HorovodStrategy()``, or with ``AsyncAveragingStrategy()`` or
+            ``AsyncGradientStrategy()`` over Horovod; called for every world.
+        module: what is trained.
+        train_dataloaders, val_dataloaders, datamodule: as for `Trainer.fit`.
+        commit_every: steps between two commits: so many are lost at most. A commit copies the model and the
+            optimizers' state. Replicas that average meet for it and become one model: give them a few rounds. Default
+            10.
+        gloo_timeout: how long a rank that is lost without a trace (a host without power) goes unnoticed, and how long
+            the others wait for one that comes, while it imports. Default 30 seconds.
+
+    Returns:
+        The last Trainer.
+
+    Raises:
+        ValueError: ``commit_every`` is not positive, or the Trainer's strategy is none that Horovod carries.
+        SettingsMismatch: on a rank with another strategy than rank 0, or that commits at other steps.
+    """
+    if commit_every < 1:
+        raise ValueError(f"`fit_elastic(commit_every={commit_every})` must be at least 1.")
+    committed, number = Committed(Commit()), next(_fits)
+    trainers = []
+
+    def train() -> None:
+        trainer = make_trainer()
+        strategy: Any = trainer.strategy
+        check_carried(strategy)
+        trainers[:] = [trainer]
+        with _one_world() as world:
+            settings = re.sub(" at 0x[0-9a-f]+", "", f"fit {number}, {strategy!r}, commit_every={commit_every}")
+            committed.value, exact = agree(world, committed.value, settings)
+        take_places(trainer, committed.value.logs)
+        commits = Commits(committed, commit_every, exact)
+        trainer.callbacks = [commits, *trainer.callbacks]  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            path = commits.read_by(strategy)
+            trainer.fit(module, train_dataloaders, val_dataloaders, datamodule=datamodule, ckpt_path=path)
+        finally:
+            commits.close()
+            trainer.callbacks = [each for each in trainer.callbacks if each is not commits]  # pyright: ignore
+
+    run_elastic(train, committed, _broadcast, gloo_timeout)
+    return trainers[0]
+
+
+def check_carried(strategy: Any) -> None:
+    """Whether ranks that come and go can train with it.
+
+    Raises:
+        ValueError: they cannot; says why.
+    """
+    if not isinstance(strategy, HorovodStrategy | AsyncStrategy) or not isinstance(
+        strategy.transport, HorovodTransport
+    ):
+        raise ValueError(
+            "`fit_elastic` trains with `Trainer(strategy=HorovodStrategy())`, or with `AsyncAveragingStrategy("
+            f"transport='horovod')` or `AsyncGradientStrategy(transport='horovod')`; `make_trainer` chose {strategy!r}."
+        )
+    config = strategy.config if isinstance(strategy, AsyncStrategy) else None
+    for name in ("min_replicas", "max_replicas"):
+        if (number := getattr(config, name, None)) is not None:
+            raise ValueError(
+                f"`{type(strategy).__name__}({name}={number})` under `fit_elastic`: how many ranks there are is "
+                "for horovodrun's `--min-np` and `--max-np`. Leave it out."
+            )
+
+
+def _broadcast(obj: Any) -> Any:
+    """Rank 0's object, between two fits or within one."""
+    with _one_world() as world:
+        return world.broadcast(obj)
+
+
+@contextmanager
+def _one_world() -> Iterator[LightningCollectives]:
+    """Collectives of all ranks that there are, between two fits or within one."""
+    horovod = HorovodWorld.join()
+    horovod.num_runs += 1
+    collectives = HorovodCollectives(horovod, name=f"run{horovod.num_runs}")
+    try:
+        yield LightningCollectives(collectives)
+    finally:
+        collectives.close()

@@ -1,0 +1,202 @@
+"""Synchronous gradients without an engine: averaged over all replicas while the backward pass still runs.
+
+What a backward pass makes, and when a part of it is whole, is `Backward`'s, as for gradients through the engine. What
+moves them is not: no header, and no commit. Horovod negotiates each operation by itself, in whichever order ranks are
+ready, and can call none back; so ranks are the same from the first step to the last one, all of them take every step,
+and one that fails ends training on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_async.comm.collectives import Collectives, Pending
+from lightning_async.engine.backward import Backward, LayoutSpan, spans
+from lightning_async.engine.replica import is_finite, strided
+from lightning_async.flat import FlatLayout
+
+AllReduce = Callable[[Collectives, Tensor], Pending[Tensor]]
+
+
+@dataclass
+class _Bucket:
+    """Gradients that travel together.
+
+    Args:
+        params: neighbours.
+        places: their numbers.
+        flat: what travels.
+        views: each gradient's place in it.
+        collectives: a fork of the bucket's own: ranks need not be ready with their buckets at the same time.
+        pending: the operation under way.
+    """
+
+    params: list[nn.Parameter]
+    places: range
+    flat: Tensor
+    views: list[Tensor]
+    collectives: Collectives
+    pending: Pending[Tensor] | None = None
+
+    def wait(self) -> None:
+        assert self.pending is not None
+        self.pending.result()
+        self.pending = None
+
+
+class GradientReducer:
+    r"""Replaces gradients by their mean over all replicas.
+
+    .. math:: g \leftarrow \frac{1}{n} \sum_i g_i
+
+    Gradients move into flat buckets as the backward pass makes them, and a bucket leaves as soon as it is whole, while
+    the rest of the backward pass runs. `finish` waits for all; until then its parameters have no gradients, so that
+    their memory serves the rest of the pass. What a second pass makes of them is added to the mean, and averaged with
+    it once more. A parameter that no replica used keeps ``None``; one that some used counts as zero on the others.
+    A mean that is not finite is dropped, on all replicas alike: no parameter has a gradient then. What travels is the
+    mean already, so that nobody can repeat it without the replica that has spoilt it.
+
+    Args:
+        params: what is trained, in the order of the forward pass.
+        collectives: a communicator off which many forks cost nothing.
+        bucket_bytes: size of a bucket; 0 for one parameter in each.
+        wire: the type that travels (``torch.float16`` halves the bytes). Default: that of the gradients.
+        mean: whether gradients are scaled by one over the number of replicas, before they travel.
+        all_reduce: how a bucket is reduced. Default: a sum.
+        on_drop: called when a mean was dropped. None: whatever it is goes to the parameters, for a gradient scaler.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        collectives: Collectives,
+        *,
+        bucket_bytes: int = 25 << 20,
+        wire: torch.dtype | None = None,
+        mean: bool = True,
+        all_reduce: AllReduce = lambda collectives, flat: collectives.all_reduce(flat),
+        on_drop: Callable[[], None] | None = None,
+    ) -> None:
+        self._params, self._mean, self._collectives, self._all_reduce = list(params), mean, collectives, all_reduce
+        self._on_drop = on_drop
+        self._used: set[int] = set()
+        self._mask = collectives.fork("used")
+        layout, kinds = FlatLayout(self._params), tuple((p.dtype, p.device) for p in self._params)
+        parts = spans(layout, bucket_bytes, kinds) if self._params else []
+        self._buckets = [
+            self._bucket(span, collectives.fork(f"bucket{number}"), wire) for number, span in enumerate(parts)
+        ]
+        self._backward = Backward(self._params, layout, self._take, parts)
+        self.enabled = True
+
+    @property
+    def enabled(self) -> bool:
+        """False while gradients are accumulated: they stay where they are."""
+        return self._backward.under_way
+
+    @enabled.setter
+    def enabled(self, enabled: bool) -> None:
+        if not enabled:
+            if self.begun:  # what has left is averaged now; with what is added to it that comes out as it is
+                self.finish()
+            self._backward.give_up()
+        elif not self._backward.under_way:
+            self._backward.begin()  # nobody tells of a pass: where users call `loss.backward()` its hooks come first
+
+    @property
+    def _scale(self) -> float:
+        return 1.0 / self._collectives.world_size if self._mean else 1.0
+
+    def close(self) -> None:
+        """Leave the parameters alone from now on."""
+        self._backward.close()
+
+    @property
+    def begun(self) -> bool:
+        """Whether there are gradients that `finish` has yet to average."""
+        return self._backward.begun
+
+    def finish(self, absent: float = 0.0) -> None:
+        """The backward pass is over: wait for the gradients, and give them to the parameters.
+
+        Args:
+            absent: what this replica would have counted in the mean, where it has had no pass: the others count for it.
+
+        Raises:
+            CollectiveError: an operation failed or was late.
+        """
+        if not self.enabled:
+            return
+        late = {i for i in self._backward.finish() if self._params[i].requires_grad}
+        self._used |= late
+        mask = torch.zeros(len(self._params) + len(self._buckets) + 1)
+        mask[-1] = 0.0 if self._used else absent
+        mask[list(self._used)] = 1.0
+        for number, bucket in enumerate(self._buckets, start=len(self._params)):
+            mask[number] = float(not late.isdisjoint(bucket.places))
+        everyones = self._mask.all_reduce(mask)
+        for bucket in self._buckets:
+            bucket.wait()
+        told = everyones.result().tolist()
+        again, missing = told[len(self._params) : -1], told[-1]
+        self._average_again([bucket for bucket, late in zip(self._buckets, again, strict=True) if late])
+        if self._mean and 0.0 < missing < self._collectives.world_size:
+            for bucket in self._buckets:
+                bucket.flat.mul_(self._collectives.world_size / (self._collectives.world_size - missing))
+        if self._on_drop is not None and not is_finite(bucket.flat for bucket in self._buckets):
+            told = [0.0] * len(told)
+            self._on_drop()
+        for bucket in self._buckets:
+            for place, param, view in zip(bucket.places, bucket.params, bucket.views, strict=True):
+                if told[place]:
+                    param.grad = view.to(param.dtype)  # the view itself, where that is its type
+        self._used.clear()
+        self._backward.begin()
+
+    def _take(self, whole: Sequence[LayoutSpan]) -> None:
+        """Buckets that are whole leave."""
+        first = self._backward.filled - len(whole)
+        for bucket in self._buckets[first : self._backward.filled]:
+            for i, (place, param) in enumerate(zip(bucket.places, bucket.params, strict=True)):
+                if param.grad is not None and param.requires_grad:
+                    self._put(bucket, i, add=False)
+                    self._used.add(place)
+                else:
+                    bucket.views[i].zero_()
+            bucket.pending = self._all_reduce(bucket.collectives, bucket.flat)
+
+    def _average_again(self, buckets: Sequence[_Bucket]) -> None:
+        """What came after these had left, on any replica, is added to the mean."""
+        for bucket in buckets:
+            bucket.flat.mul_(self._scale)  # equal on all ranks, it comes out again as it is now (by Adasum, too)
+            for i, param in enumerate(bucket.params):
+                if param.grad is not None and param.requires_grad:
+                    self._put(bucket, i, add=True)
+            bucket.pending = self._all_reduce(bucket.collectives, bucket.flat)
+        for bucket in buckets:
+            bucket.wait()
+
+    @torch.no_grad()
+    def _put(self, bucket: _Bucket, i: int, add: bool) -> None:
+        param, view = bucket.params[i], bucket.views[i]
+        assert param.grad is not None
+        gradient = strided(param.grad)
+        if add:
+            view.add_(gradient, alpha=self._scale)
+        elif view.dtype == gradient.dtype:
+            torch.mul(gradient, self._scale, out=view)
+        else:
+            view.copy_(gradient * self._scale)
+        param.grad = None
+
+    def _bucket(self, span: LayoutSpan, collectives: Collectives, wire: torch.dtype | None) -> _Bucket:
+        params = self._params[span.first : span.last]
+        flat = torch.zeros(span.end - span.start, dtype=wire or params[0].dtype, device=params[0].device)
+        parts: Any = flat.split([param.numel() for param in params])
+        views = [part.view(param.shape) for part, param in zip(parts, params, strict=True)]
+        return _Bucket(params, range(span.first, span.last), flat, views, collectives)

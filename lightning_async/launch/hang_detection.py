@@ -1,0 +1,92 @@
+"""Whether any rank takes steps, as they tell it in the store; for the process that keeps it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_async.membership.status import ENDED, FAILED, StatusRecord
+
+_LONGEST_LOOK_S = 10.0
+
+
+class Watched:
+    """Seconds in which somebody looks: those in which all stood still, as in a job that is suspended, are none.
+
+    Args:
+        since: monotonic seconds.
+    """
+
+    def __init__(self, since: float) -> None:
+        self._last, self.now = since, 0.0
+
+    def tick(self, now: float) -> float:
+        """Somebody has looked."""
+        self.now += min(now - self._last, _LONGEST_LOOK_S)
+        self._last = now
+        return self.now
+
+
+class ReportedProgress:
+    """What all ranks of one start have told.
+
+    Args:
+        limits: so many seconds without a step, of any of them, are a hang: before the first step of a training, while
+            programs import, compile and read their data; and after it.
+        world_size: how many there are.
+        now: seconds, of which clock ever.
+    """
+
+    def __init__(self, limits: Sequence[float], world_size: int, now: float) -> None:
+        self._limits, self._world_size = limits, world_size
+        self._since = now
+        self._first: dict[tuple[str, int, int], int] = {}
+        """The step at which each training of each process was first heard of."""
+        self._begun: dict[tuple[str, int], int] = {}
+        """The newest step of each process that has taken one."""
+        self._reached: dict[tuple[str, int], tuple[int, bool]] = {}
+        self._heard: dict[tuple[str, int], tuple[float, float]] = {}
+
+    def look(self, standings: Sequence[StatusRecord], now: float) -> str | None:
+        """Where each rank stands, in words, where that is a hang, from which on it counts anew; None where it is none.
+
+        Args:
+            standings: of all processes, in the order in which they came.
+            now: seconds.
+        """
+        reached = {(s.name, s.process): (s.step, s.state in (ENDED, FAILED)) for s in standings}
+        for each in standings:
+            key = (each.name, each.process)
+            if self._heard.get(key, (0.0, 0.0))[0] != each.at:
+                self._heard[key] = each.at, now
+        last = {each.name: each for each in standings}
+        newest = max(((s.run, s.generation) for s in last.values()), default=(0, 0))
+        begun = False
+        for each in last.values():
+            process = each.name, each.process
+            key = *process, each.run
+            if key not in self._first:  # a run that goes on where the last one was, as ranks join, has begun
+                goes_on = process in self._begun and each.step >= self._begun[process]
+                self._first[key] = each.step - goes_on
+            if each.step > self._first[key]:
+                self._begun[process] = each.step
+                begun |= each.run == newest[0]
+        members = {name for s in last.values() if (s.run, s.generation) == newest for name in s.members}
+        done = bool(members) and all(reached[s.name, s.process][1] for s in last.values() if s.name in members)
+        if reached != self._reached or done:  # what a script does after training is its own business
+            self._reached, self._since = reached, now
+        silent_s, limit_s = now - self._since, self._limits[begun]
+        if silent_s < limit_s:
+            return None
+        self._since = now
+        what, option = ("a step for", "--hang-after") if begun else ("its first step within", "--hang-after-start")
+        lines = [f"No rank has taken {what} {silent_s:.0f} s ({option} {limit_s:g}):"]
+        for name in map(str, range(self._world_size)):
+            lines.append(f"rank {name} {self._where(last.get(name), now)}")
+        return "\n".join(lines)
+
+    def _where(self, standing: StatusRecord | None, now: float) -> str:
+        if standing is None:
+            return "has told of no step yet"
+        silent = now - self._heard[standing.name, standing.process][1]
+        quiet = f"; nothing was heard of it for {silent:.0f} s" if silent >= 5.0 else ""
+        return f"(process {standing.process}) {standing.state}, at step {standing.step}{quiet}"

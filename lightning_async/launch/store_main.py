@@ -1,0 +1,137 @@
+"""The process beside the launcher that keeps the store, and what happens when the launcher is killed.
+
+It lives in a session of its own, and is started without this package's ``__init__``. Torch is imported for the first
+store, while the ranks still import theirs; they can connect at once: the launcher listens, and hands the socket over.
+
+    launcher --- a message with a descriptor ---> keeper: a store on this socket; a rank has started, or ended
+             <-- words ------------------------- keeper: no rank takes steps, where that is asked for
+             --- the end of the channel --------> the launcher was killed; where all is in order, it kills the keeper
+
+When the launcher is killed, its ranks get a SIGTERM from the system, and save. For that they need the store, and
+somebody who reads what they write; whoever has not ended after the grace is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_async.launch.output import Outputs
+
+_LONGEST_MESSAGE = 1 << 10
+_LOOKS_S = 0.5
+_stores: list[Any] = []  # one for each start of the ranks; those of earlier ones have nobody left to answer
+
+
+def main(
+    channel: int,
+    readers: Sequence[int],
+    logs: str | None,
+    grace_s: float,
+    limits: Sequence[float] | None = None,
+) -> None:
+    """Keep the store until the launcher has ended, and its ranks.
+
+    Args:
+        channel: a socket to the launcher.
+        readers: of the ranks' pipes, see `Outputs`.
+        logs: the directory of the ranks' files.
+        grace_s: that ranks have to end, when the launcher was killed.
+        limits: the launcher is told where no rank takes a step for so long, see `ReportedProgress`; None: never.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)  # meant for the launcher, which tells the ranks
+    ranks: dict[int, int] = {}
+    with socket.socket(fileno=channel) as launcher:
+        while (message := _next(launcher)) is not None:
+            said, descriptors = message
+            if said["what"] == "store":
+                # On a thread: meanwhile the launcher can be killed, and imports take seconds.
+                threading.Thread(
+                    target=_open, args=(said["host"], said["port"], *descriptors, launcher, len(readers) // 2, limits),
+                    daemon=True,
+                ).start()  # fmt: skip
+            elif said["what"] == "started":
+                ranks[said["pid"]] = descriptors[0]
+            else:
+                os.close(ranks.pop(said["pid"]))
+    _see_to_the_end(ranks, Outputs(readers, Path(logs) if logs else None), grace_s)
+    os._exit(0)  # torch has threads, and the store nothing to say any more
+
+
+def _next(launcher: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """None where the launcher has ended."""
+    data, descriptors, *_ = socket.recv_fds(launcher, _LONGEST_MESSAGE, 1)
+    return (json.loads(data), descriptors) if data else None
+
+
+def _open(
+    host: str, port: int, listener: int, launcher: socket.socket, world_size: int, limits: Sequence[float] | None
+) -> None:
+    listening: Any = {"master_listen_fd": listener}
+    try:
+        from torch._C._distributed_c10d import TCPStore
+
+        _stores.append(TCPStore(host, port, None, True, wait_for_workers=False, **listening))
+        if limits is not None:
+            _look_for_progress(_stores[-1], launcher, port, world_size, limits)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+def _look_for_progress(
+    store: Any, launcher: socket.socket, port: int, world_size: int, limits: Sequence[float]
+) -> None:
+    """Until the ranks start again, with another store. It says so again where a hang goes on: the launcher does nothing
+    while it deals with a death."""
+    from lightning_async.launch.hang_detection import ReportedProgress, Watched
+    from lightning_async.membership.status import read_standings
+
+    clock = Watched(time.monotonic())
+    progress = ReportedProgress(limits, world_size, clock.now)
+    while _stores[-1] is store:
+        standings = read_standings(store, None)
+        if (words := progress.look(standings, clock.tick(time.monotonic()))) is not None:
+            with contextlib.suppress(OSError):  # it was killed
+                launcher.send(f"{port} {words}".encode())
+        time.sleep(_LOOKS_S)
+
+
+def _see_to_the_end(living: dict[int, int], outputs: Outputs, grace_s: float) -> None:
+    """The launcher was killed: read what its ranks write until they have ended, which is not for ever."""
+    outputs.say(f"The launcher was killed. Its ranks have {grace_s:g} s to save and to end.")
+    until = time.monotonic() + grace_s
+    selector = selectors.PollSelector()
+
+    def ended(pid: int) -> None:
+        selector.unregister(living.pop(pid))
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)  # what it leaves behind
+
+    for pid, pidfd in living.items():
+        selector.register(pidfd, selectors.EVENT_READ, lambda pid=pid: ended(pid))
+    while living:
+        outputs.watch(selector)
+        left = until - time.monotonic()
+        if left <= 0:
+            for pid in living:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+            until = float("inf")
+        for key, _ in selector.select(left if 0 < left < float("inf") else None):
+            key.data()
+    for pair in outputs.streams:
+        for stream in pair:
+            stream.drain()
+    outputs.flush()

@@ -1,0 +1,314 @@
+"""What one rank makes of everybody's records: who lives, who is lost, and what generation may come next.
+
+Without threads, store or clock: its owner reads the records, holds a lock, and says how much time has passed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from lightning_async.errors import START_AGAIN
+from lightning_async.membership.generation import Generation, in_order, listed
+
+# What ranks publish about themselves, and what one rank makes of another's records.
+
+PREFIX = "lightning_async/membership"
+
+ABSENT, UP, VISITING, LEFT, FAILED = "absent", "up", "visiting", "left", "failed"
+OUTSIDE = -1
+_MAX_BYTES = 1 << 14
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What one rank publishes. ``wanted`` is the generation it waits to enter, or is in.
+
+    ``since`` is the generation from which on it has been in all; `OUTSIDE` before its first one."""
+
+    life: str = ""  # differs between processes that use the same name
+    place: str = ""  # where this one is found, see `neighbours`
+    line: str = ""  # where it is reached, see `lifeline`
+    beat: int = 0
+    wanted: int = 0
+    since: int = OUTSIDE
+    bell: int = 0
+    state: str = ABSENT
+    text: str = ""
+
+
+@dataclass
+class Peer:
+    """What this rank knows of another one. ``silent_s`` counts only time in which the store was read."""
+
+    record: Record = Record()
+    fresh: bool = False  # the store holds nothing of earlier lives, so what is found there is of this one
+    confirmed: bool = False  # lives, or has lived, since this rank started
+    read: bool = False
+    restarted: bool = False  # a new life under the old name: its groups are gone, it waits to be taken in
+    silent_s: float = 0.0
+    limit_s: float = 0.0
+    lost: bool = False
+    death: tuple[int, str] | None = None  # a process of this name that has ended, and how, by whoever started it
+
+    @property
+    def up(self) -> bool:
+        return self.record.state == UP and self.confirmed and not self.lost
+
+    @property
+    def visits(self) -> bool:
+        return self.record.state == VISITING and self.confirmed and not self.lost
+
+    @property
+    def has_left(self) -> bool:
+        return self.record.state == LEFT and self.confirmed
+
+    @property
+    def failure(self) -> str | None:
+        """What is known of its end, if that was none in order."""
+        if self.record.state == FAILED and self.confirmed:
+            return f"failed: {self.record.text}"
+        if self.death is None or self.record.state == LEFT:
+            return None
+        process, text = self.death  # another process may live under the name by now
+        return text if not self.record.life or self.record.life.startswith(f"process {process} on ") else None
+
+    def judge(self, record: Record | None, passed_s: float, dead_s: float, start_s: float) -> None:
+        """Take in a reading, ``passed_s`` after the last one; None where it was no record."""
+        if record is not None and record != self.record and not self._is_older(record):
+            # What the first reading finds may be of a life that ended before this one began.
+            self.restarted = self.restarted or (self.confirmed and record.life != self.record.life)
+            self.confirmed = self.confirmed or self.read or self.fresh
+            self.record = record
+            self.silent_s = 0.0
+        else:
+            self.silent_s += passed_s
+        self.read = True
+        self.limit_s = dead_s if self.confirmed else start_s
+        expected = self.record.state in (UP, VISITING) or not self.confirmed
+        self.lost = self.failure is not None or (expected and self.silent_s >= self.limit_s)
+
+    def _is_older(self, record: Record) -> bool:
+        """Whether somebody has written an earlier record of the same life again."""
+        return record.life == self.record.life and record.beat < self.record.beat
+
+    def describe(self, rank: str) -> str:
+        """Why the peer is lost, for messages."""
+        if self.failure is not None:
+            return f"rank {rank} {self.failure}"
+        if self.restarted and not self.lost:
+            return f"rank {rank} was restarted"
+        if not self.lost:
+            given_up = f"rank {rank} was last seen {self.silent_s:.1f} s ago, and another rank has given it up"
+            return f"rank {rank} has left" if self.has_left else given_up
+        if not self.confirmed:
+            return f"rank {rank} has not come within {self.limit_s:g} s"
+        return f"rank {rank} was last seen {self.silent_s:.1f} s ago"
+
+
+def describe(lost: dict[str, Peer]) -> str:
+    """Why the peers are lost, and what to do about it."""
+    reasons = "; ".join(peer.describe(rank) for rank, peer in lost.items()).rstrip(".")
+    return f"{reasons}. See the log of rank(s) {listed(in_order(lost))}{START_AGAIN}."
+
+
+def new_life() -> str:
+    """Names this process, and no other, for good."""
+    return f"process {os.getpid()} on {socket.gethostname()} ({os.urandom(8).hex()})"
+
+
+def key(name: str) -> str:
+    """Where a rank's record lies in the store."""
+    return f"{PREFIX}/{name}"
+
+
+def dump(record: Record) -> bytes:
+    return json.dumps(vars(record)).encode()
+
+
+def load(value: bytes) -> Record | None:
+    """The record, or None where that is no record of this version."""
+    try:
+        fields = json.loads(value) if len(value) <= _MAX_BYTES else None
+    except (ValueError, RecursionError):
+        return None
+    known = vars(Record())
+    if not isinstance(fields, dict) or not fields.keys() <= known.keys():
+        return None
+    if any(type(value) is not type(known[name]) for name, value in fields.items()):
+        return None
+    record = Record(**fields)
+    counts = (record.beat, record.wanted, record.bell, record.since - OUTSIDE)
+    return record if record.state in (ABSENT, UP, VISITING, LEFT, FAILED) and min(counts) >= 0 else None
+
+
+_MIN_SUSPICION_S = 1.0
+
+
+class FailureDetector:
+    """The others by name, and the generation this rank is in.
+
+    Args:
+        generation: the first; of a newcomer, itself alone.
+        fresh: see `Membership`.
+        dead_s, start_s: the silence that is death, of a peer that was seen and of one that was not yet.
+        elastic: whether ranks may join: then who has been in longest comes first; else all keep their order.
+        readmit: whether a rank that a generation was formed without may come back.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        fresh: bool,
+        dead_s: float,
+        start_s: float,
+        elastic: bool = True,
+        readmit: bool = True,
+    ) -> None:
+        self.generation = generation
+        self.me = generation.name
+        self.peers: dict[str, Peer] = {}
+        self._fresh, self._dead_s, self._start_s, self._elastic = fresh, dead_s, start_s, elastic
+        self._soon_s = max(dead_s / 10, _MIN_SUSPICION_S)
+        self._silent_before: dict[str, float] = {}
+        """Seconds that each peer was silent for when something broke; empty where nothing has."""
+        self.readmit = readmit
+        self.fewest = 0
+        """Fewer do not go on, so they decide nothing for the others."""
+        self._evicted: set[str] = set()
+        self.hear_of(generation.members)
+
+    def hear_of(self, names: Iterable[str]) -> None:
+        """There are ranks of these names."""
+        for name in names:
+            if name != self.me and name not in self.peers:
+                self.peers[name] = Peer(fresh=self._fresh)
+
+    def judge(self, records: Mapping[str, Record | None], passed_s: float) -> None:
+        """Take in a reading, so long after the last one; None for what was no record."""
+        self.hear_of(records)
+        for name, record in records.items():
+            before_s = self._silent_before.get(name, self._dead_s)
+            self.peers[name].judge(record, passed_s, min(self._dead_s, before_s + self._soon_s), self._start_s)
+
+    def hear_death(self, name: str, process: int, text: str) -> None:
+        """A process has ended that spoke for a peer; what that means for the peer is judged with the next reading."""
+        if name in self.peers:
+            self.peers[name].death = process, text
+
+    def suspect(self) -> None:
+        """Something broke: until the next generation a tenth of the silence is death from now on, a second at least.
+
+        Who lives has heard of it, too, and says so within a few beats. Whose process is found to have ended is lost
+        without it, see `neighbours`.
+        """
+        self._silent_before = self._silent_before or {name: peer.silent_s for name, peer in self.peers.items()}
+
+    def lost(self) -> frozenset[str]:
+        """All that are lost, whether they are in this generation or not."""
+        return frozenset(name for name, peer in self.peers.items() if peer.lost)
+
+    def gone(self, known: frozenset[str] = frozenset(), restarts: bool = False) -> dict[str, Peer]:
+        """The members of this generation that are lost, but for those that were ``known`` to be.
+
+        Args:
+            restarts: also those that live again, as another process.
+        """
+        others = {name: self.peers[name] for name in self.generation.members if name != self.me and name not in known}
+        return {name: peer for name, peer in others.items() if peer.lost or (restarts and peer.restarted)}
+
+    @property
+    def enough(self) -> bool:
+        """Whether as many of this generation are left as go on."""
+        return self.generation.world_size - len(self.gone()) >= self.fewest
+
+    def guests(self) -> list[str]:
+        """Those that wait to be invited elsewhere, and have been heard of just now: they are not to be waited for."""
+        return in_order(name for name, peer in self.peers.items() if peer.visits and peer.silent_s < self._soon_s)
+
+    def bell(self) -> int:
+        """The highest that a peer has rung."""
+        return max([peer.record.bell for peer in self._heard().values()], default=0)
+
+    def view(self) -> object:
+        """What a listener is told of when it changes."""
+        return [
+            (name, peer.record.bell, peer.record.wanted, peer.record.state, peer.record.life, peer.lost)
+            for name, peer in self.peers.items()
+        ]
+
+    def newest(self) -> int:
+        """The newest generation that a living peer is in, or waits for.
+
+        Where nobody may come back, none is passed over: the next one may have been decided without this rank, which
+        then would propose itself for a later one.
+        """
+        newest = max([peer.record.wanted for peer in self._heard().values() if peer.up], default=0)
+        return newest if self.readmit else min(newest, self.generation.number + 1)
+
+    def ahead(self) -> list[str]:
+        """The living peers that have left this generation for a newer one."""
+        number = self.generation.number
+        return in_order(name for name, peer in self._heard().items() if peer.up and peer.record.wanted > number)
+
+    def awaited(self, wanted: int) -> list[str]:
+        """The ranks without which the generation that is wanted cannot be decided."""
+        return in_order(
+            name
+            for name, peer in self._heard().items()
+            if not peer.lost
+            and ((peer.up and peer.record.wanted != wanted) or (not peer.confirmed and name in self.generation.members))
+        )
+
+    def proposal(self, mine: Record) -> list[str] | None:
+        """Who would be in the generation that ``mine`` wants, in the order of their ranks; None while it is too early.
+
+        Where ranks may join, who has been in longest comes first: rank 0 has lived through what newcomers have not.
+        Else a rank that only heard too late of a generation with it keeps its number, too. A newcomer decides nothing,
+        as it may not have heard of all.
+        """
+        if not self.enough or self.generation.number < 0 or self.awaited(mine.wanted):
+            return None
+        since = {name: peer.record.since for name, peer in self._heard().items() if peer.up} | {self.me: mine.since}
+        if not self._elastic:
+            return in_order(since)
+        return sorted(in_order(since), key=lambda name: mine.wanted if since[name] == OUTSIDE else since[name])
+
+    def enter(self, number: int, members: tuple[str, ...]) -> None:
+        """Be in this generation from now on."""
+        self.hear_of(members)
+        if not self.readmit:
+            self._evicted |= {*self.generation.members} - {*members}
+        self._silent_before = {}
+        self.generation = Generation(number, members, members.index(self.me))
+        for peer in self.peers.values():
+            peer.restarted = False
+
+    def _heard(self) -> dict[str, Peer]:
+        """The peers whose word counts: one that was left out may wake up, and speaks of the past."""
+        return {name: peer for name, peer in self.peers.items() if name not in self._evicted}
+
+    # ---- in words ----
+
+    def left_behind(self, by: Iterable[str]) -> str:
+        """That others wait in a newer generation."""
+        return f"rank {self.me}: rank(s) {listed(by)} left generation {self.generation.number}."
+
+    def overdue(self, wanted: int, waited_s: float) -> str:
+        """That a generation has not come about, and whom it waits for."""
+        return (
+            f"rank {self.me}: generation {wanted} did not come about within {waited_s:g} s: rank(s) "
+            f"{listed(self.awaited(wanted))} live but have not left their generation. Are they in a long computation "
+            "that never calls check()?"
+        )
+
+    def evicted(self, number: int, members: Iterable[str]) -> str:
+        """That the others have gone on without this rank, and what to do about it."""
+        return (
+            f"rank {self.me}: rank(s) {listed(members)} heard nothing of it for too long, or that it had failed, and "
+            f"have gone on without it in generation {number}. What it did since is lost. Was its process or its host "
+            "stopped, or too busy for a heartbeat? Then raise `Timeouts(dead_after=...)`."
+        )

@@ -1,0 +1,109 @@
+"""One generation of the groups: who is in it, under which numbers.
+
+A rank has a name for life, and a number only within a generation: numbers change when ranks leave, are lost, or join.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+_NOBODYS = -1
+_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,100}")  # keys in the store are made of it
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Who takes part in one generation of the groups, as one of its members sees it.
+
+    >>> Generation.first(rank=2, world_size=3).only({"0", "2"}, number=1)
+    Generation(number=1, members=('0', '2'), rank=1)
+
+    Args:
+        number: counts up with every re-forming; names the groups' keys in the store.
+        members: their names, in the order of their ranks.
+        rank: the own one: the place of the own name among the members.
+    """
+
+    number: int
+    members: tuple[str, ...]
+    rank: int
+
+    @classmethod
+    def first(cls, rank: int, world_size: int) -> Generation:
+        """The one that all ranks start with, each named by its number."""
+        return cls(0, tuple(map(str, range(world_size))), rank)
+
+    @classmethod
+    def joining(cls, name: str) -> Generation:
+        """What a newcomer is in, before others take it into theirs: alone, in none of theirs."""
+        return cls(_NOBODYS, (name,), 0)
+
+    @property
+    def name(self) -> str:
+        """The own one."""
+        return self.members[self.rank]
+
+    @property
+    def world_size(self) -> int:
+        return len(self.members)
+
+    def rank_of(self, name: str) -> int:
+        """A member's number.
+
+        Raises:
+            ValueError: nobody in it has this name.
+        """
+        if name not in self.members:
+            raise ValueError(f"'{name}' is not in generation {self.number}: its members are {listed(self.members)}.")
+        return self.members.index(name)
+
+    def name_of(self, rank: int) -> str:
+        """A member's name.
+
+        Raises:
+            ValueError: nobody in it has this number.
+        """
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"`rank={rank}` is not in generation {self.number}, of {self.world_size} ranks.")
+        return self.members[rank]
+
+    def only(self, names: Collection[str], number: int | None = None) -> Generation | None:
+        """The same order, of these names only; None where the own one is not among them."""
+        members = tuple(name for name in self.members if name in names)
+        if self.name not in members:
+            return None
+        return Generation(self.number if number is None else number, members, members.index(self.name))
+
+
+def at_start(who: str, rank: int, world_size: int, member: str | None) -> Generation:
+    """What a rank is in at first, from the arguments of ``who``: with all ranks, or, as the newcomer ``member``, alone.
+
+    Raises:
+        ValueError: they do not fit together.
+    """
+    if not 0 <= rank < world_size:
+        raise ValueError(f"`{who}(rank={rank}, world_size={world_size})`: rank must be in [0, world_size).")
+    if member is None:
+        return Generation.first(rank, world_size)
+    if not is_name(member):
+        raise ValueError(f"`{who}(member={member!r})` must be of 1 to 100 letters, digits, '_', '.', ':' and '-'.")
+    if world_size != 1:
+        raise ValueError(f"`{who}(member={member!r}, world_size={world_size})`: a newcomer is alone at first.")
+    return Generation.joining(member)
+
+
+def is_name(name: str) -> bool:
+    """Whether a rank may be called this."""
+    return _NAME.fullmatch(name) is not None
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Numbers as numbers, and before words of the same length: equal on all ranks."""
+    return sorted(names, key=lambda name: (len(name), name))
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names, for messages."""
+    return f"[{', '.join(names)}]"

@@ -1,0 +1,242 @@
+"""The board in the store where all ranks pin their records: what a membership reads and writes.
+
+Where ranks may join, their names lie beside the records, a line each, which is only ever appended to.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+
+from lightning_async._sockets import own_address, shut_down
+from lightning_async.errors import AsyncTrainingError
+from lightning_async.membership.failure_detector import FAILED, LEFT, PREFIX, UP, Record, dump, key, load
+from lightning_async.membership.generation import in_order, is_name
+from lightning_async.membership.process_liveness import LocalProcessWatch
+from lightning_async.membership.signing import Seal
+from lightning_async.membership.store import Store, connect, own_client, reachable, read_all
+
+_LOOKS = 5
+_NAMES = f"{PREFIX}/names/all"  # no name has a slash, so no record lies here
+_PROBE = timedelta(seconds=2)
+
+
+class Waiting(Exception):
+    """It is too early to trouble a store again that did not answer in time."""
+
+
+class HeartbeatStore:
+    """All ranks' records, through one client that is kept for as long as it works.
+
+    Every new client costs the store's server time, in which it answers nobody (it looks up the client's name). So one
+    that is slow is waited for; when that fails, the pauses between attempts grow, and differ between ranks.
+
+    Args:
+        store: what the client is made of.
+        me: this rank's name.
+        names: of all ranks known at the start.
+        seal: of the records.
+        patience: how long an answer may take.
+        elastic: whether ranks of other names may join.
+        now: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        me: str,
+        names: Iterable[str],
+        seal: Seal,
+        patience: timedelta,
+        elastic: bool = False,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store, self._me, self._seal = store, me, seal
+        self._patience, self._elastic, self._now = patience, elastic, now
+        self._peers = [name for name in names if name != me]
+        self._sockets: dict[int, int] = {}
+        self._broken = False
+        self._timeouts, self._next_try = 0, 0.0
+        self._neighbours = LocalProcessWatch()
+        self._host: str | None = None
+        """This one's address, as the store's host sees it."""
+
+    def open(self, interval: timedelta) -> bool:
+        """Make a client, a record for each rank that has none, and sure that no other process lives under this name.
+
+        Returns:
+            whether this name has had a life before.
+
+        Raises:
+            AsyncTrainingError: one does.
+            RuntimeError, ConnectionError: the store is out of reach.
+        """
+        if not reachable(self._store, self._patience):
+            raise ConnectionError("connection refused")  # else torch tries for as long as a request may block
+        self._connect()
+        self._make_room([self._me, *self._peers])
+        if self._elastic:
+            self._store.compare_set(_NAMES, "", "\n")  # type: ignore[arg-type]
+        found = self._read([self._me])[0]
+        for _ in range(_LOOKS):
+            if found is None or found.state != UP:
+                break
+            threading.Event().wait(interval.total_seconds())
+            again = self._read([self._me])[0]
+            if again is not None and again != found:
+                raise AsyncTrainingError(
+                    f"rank {self._me} is taken: {again.life} lives under it, and goes on. Were two processes given "
+                    "the same rank, or do two jobs use one address and port (MASTER_ADDR, MASTER_PORT)?"
+                )
+        return found is not None and found.life != ""
+
+    def exchange(self, mine: Record) -> dict[str, Record | None]:
+        """Pin the own record, and read the others'; None for what is no record. Who has joined is among them.
+
+        For a neighbour whose process has ended it says so, to all, in its place.
+
+        Raises:
+            Waiting: it is too early for another attempt.
+            RuntimeError, OSError: the store is out of reach.
+        """
+        if self._broken:
+            self._reconnect()
+        asked = self._now()
+        try:
+            pinned = dump(self._neighbours.introduce(mine, self._host))
+            self._store.set(key(self._me), self._seal.sign(key(self._me), pinned))  # type: ignore[arg-type]
+            records = self._read_with_names() if self._elastic else self._read(self._peers)
+            found = dict(zip(self._peers, records, strict=True))
+            for name in self._neighbours.gone(found):
+                found[name] = self._speak_for(name, found[name])
+        except (RuntimeError, OSError):
+            # Not to be used again: a late answer to a request given up would be taken for the next one's.
+            self._broken = True
+            self._pause(self._now() - asked)
+            raise
+        self._timeouts = 0
+        return found
+
+    def decide(self, wanted: int, proposal: Sequence[str] | None) -> tuple[str, ...] | None:
+        """The members of a generation, once it is decided. The first proposal stands; whoever comes later takes it."""
+        name = f"{PREFIX}/generation/{wanted}"
+        if proposal is not None:
+            mine = self._seal.sign(name, json.dumps(list(proposal)).encode())
+            value: bytes = self._store.compare_set(name, "", mine)  # type: ignore[arg-type, assignment]
+            if (members := self._members(name, value)) is None:  # a stranger's
+                members = self._members(name, self._store.compare_set(name, value, mine))  # type: ignore[arg-type]
+            return members
+        return self._members(name, self._store.get(name)) if self._store.check([name]) else None
+
+    def report(self, name: str, text: str) -> None:
+        """Say that a rank failed that cannot say so itself."""
+        client = own_client(self._store, self._patience)  # this may be another thread
+        value = self._seal.open(key(name), client.get(key(name)))
+        record = (None if value is None else load(value)) or Record()
+        if record.state not in (LEFT, FAILED):
+            record = replace(record, state=FAILED, text=text)
+            client.set(key(name), self._seal.sign(key(name), dump(record)))  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        """Watch nobody any more; when no request is under way."""
+        self._neighbours.close()
+
+    def hang_up(self) -> None:
+        """End a request that hangs; any thread may call it. No other request is possible then."""
+        shut_down(self._sockets)
+
+    def _speak_for(self, name: str, record: Record | None) -> Record:
+        """Pin the dead one's last record, and return it; where there is another one by now, return that.
+
+        The records were read before the process was looked at: meanwhile the rank may have said goodbye and ended, so
+        that it is not to blame, or have been started again.
+        """
+        assert record is not None
+        failed = replace(record, state=FAILED, text="its process has ended, without a word")
+        before, after = (self._seal.sign(key(name), dump(each)) for each in (record, failed))
+        found = self._parse(key(name), self._store.compare_set(key(name), before, after))  # type: ignore[arg-type]
+        return failed if found is None or found == record else found
+
+    def _make_room(self, names: Iterable[str]) -> None:
+        # Reading many keys in one request blocks for missing ones. This sets only those that are missing.
+        for name in names:
+            self._store.compare_set(key(name), "", self._seal.sign(key(name), dump(Record())))  # type: ignore[arg-type]
+
+    def _read(self, names: Sequence[str]) -> list[Record | None]:
+        keys = [key(name) for name in names]
+        return [self._parse(name, value) for name, value in zip(keys, read_all(self._store, keys), strict=True)]
+
+    def _read_with_names(self) -> list[Record | None]:
+        """The same of all peers, and who they are: in one request, unless there are new ones."""
+        keys = [key(name) for name in self._peers]
+        *values, lines = read_all(self._store, [*keys, _NAMES])
+        records = [self._parse(name, value) for name, value in zip(keys, values, strict=True)]
+        names = [name for name in map(self._name, lines.split(b"\n")) if name is not None]
+        if self._me not in names:  # the first beat, or somebody has overwritten them
+            self._store.append(_NAMES, "\n" + self._seal.sign(_NAMES, self._me.encode()).decode() + "\n")  # type: ignore[attr-defined]
+        new = in_order({*names} - {*self._peers, self._me})
+        if new:
+            self._make_room(new)
+            records += self._read(new)
+            self._peers += new
+        return records
+
+    def _name(self, line: bytes) -> str | None:
+        sealed = self._seal.open(_NAMES, line) if line else None
+        name = "" if sealed is None else sealed.decode(errors="replace")
+        if name and not is_name(name):
+            self._seal.ignore(_NAMES, "has a line that is no name of a rank")
+        return name if is_name(name) else None
+
+    def _parse(self, name: str, sealed: bytes) -> Record | None:
+        value = self._seal.open(name, sealed)
+        if value is None:
+            return None
+        if (record := load(value)) is None:
+            self._seal.ignore(name, "is no record of a rank, or one of another version of this package")
+        return record
+
+    def _members(self, key_: str, sealed: bytes) -> tuple[str, ...] | None:
+        value = self._seal.open(key_, sealed)
+        try:
+            names = None if value is None else json.loads(value)
+        except (ValueError, RecursionError):
+            names = ()
+        if names is None:
+            return None
+        valid = isinstance(names, list) and names and all(isinstance(name, str) and is_name(name) for name in names)
+        if not valid or len(set(names)) < len(names) or not (self._elastic or {*names} <= {*self._peers, self._me}):
+            self._seal.ignore(key_, "names no members of a generation of these ranks")
+            return None
+        return tuple(names)
+
+    def _connect(self) -> None:
+        # A clone takes over the timeout: later ones, made of this one, do not try to connect for minutes.
+        self._store, self._sockets = connect(self._store, self._patience)
+        self._host = next(filter(None, map(own_address, self._sockets)), None)
+
+    def _reconnect(self) -> None:
+        if self._now() < self._next_try:
+            raise Waiting
+        if not reachable(self._store, min(_PROBE, self._patience)):
+            raise ConnectionError("connection refused")  # which costs nobody anything
+        asked = self._now()
+        try:
+            self._connect()
+        except (RuntimeError, OSError):
+            self._pause(self._now() - asked)
+            raise
+        self._broken = False
+
+    def _pause(self, waited_s: float) -> None:
+        patience_s = self._patience.total_seconds()
+        if waited_s >= patience_s / 2:  # it does not refuse, it is slow
+            self._timeouts += 1
+            # An attempt must be under way, or begin, shortly before the store is taken for lost.
+            pause_s = min(patience_s * 2.0 ** (self._timeouts - 3), patience_s / 2)
+            self._next_try = self._now() + pause_s * random.uniform(0.5, 1.0)

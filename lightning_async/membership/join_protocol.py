@@ -1,0 +1,166 @@
+"""Where a rank that comes back asks those that train to take it in: notes in the store, beside those of their runs.
+
+those that train              the newcomer
+pin(notice of their run)
+                              read_notice, compares, beats beside their hearts as a guest, see `Membership.guests`
+all stand at a gate:
+invite(guest, to a new run)
+                              read_invitation, and connects with all of them
+answer(guest, admitted)
+                              read_answer: it is one of them, or ends, or comes again
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from lightning_async._sockets import shut_down
+from lightning_async.errors import StoreLost
+from lightning_async.membership.signing import Seal
+from lightning_async.membership.store import Contact, PrefixStore, Store, TCPStore, base_of, connect
+
+_NOTICE, _KEEPERS = "notice", "keepers"
+
+
+class JoinBoard:
+    """Notes are small, of JSON's terms, and signed where the job has a secret. Reading never waits for one.
+
+    Args:
+        store: of the job; never blocked in, so that any number of threads may share it.
+        seal: of the job.
+    """
+
+    def __init__(self, store: Store, seal: Seal) -> None:
+        self._store: Any = PrefixStore("lightning_async/door", store)
+        self.seal = seal.within("door")
+
+    def pin(self, notice: Mapping[str, Any]) -> None:
+        """Say which run goes on, and what a newcomer must have in common with it. Empty: none that takes anybody in."""
+        self.write(_NOTICE, notice)
+
+    def read_notice(self) -> dict[str, Any]:
+        """What was pinned last; empty where nothing is."""
+        return self.read(_NOTICE)
+
+    def invite(self, joining_rank: str, invitation: Mapping[str, Any]) -> None:
+        """Say to which run a guest is invited, and as which rank."""
+        self.write(f"invitation/{joining_rank}", invitation)
+
+    def read_invitation(self, joining_rank: str) -> dict[str, Any]:
+        """The invitation of this guest; empty where there is none yet."""
+        return self.read(f"invitation/{joining_rank}")
+
+    def answer(self, joining_rank: str, admitted: bool, again: bool = False) -> None:
+        """Say whether a guest is one of those who train from now on, or else, whether it may come ``again``: where
+        nobody has stood still for it. All of them do."""
+        self.write(f"answer/{joining_rank}", {"admitted": admitted, "again": again})
+
+    def read_answer(self, joining_rank: str) -> dict[str, Any]:
+        """The answer to this guest; empty where there is none yet."""
+        return self.read(f"answer/{joining_rank}")
+
+    def keep_at(self, name: str, note: Mapping[str, Any]) -> None:
+        """Say where a rank keeps what others leave with it, see `Keeper`; by its name for life."""
+        self.write(f"keeper/{name}", note)
+        self._store.append(_KEEPERS, "\n" + self.seal.sign(_KEEPERS, name.encode()).decode() + "\n")
+
+    def keepers(self) -> list[str]:
+        """The names of all that have ever said so."""
+        lines = self._store.get(_KEEPERS).split(b"\n") if self._store.check([_KEEPERS]) else []
+        names = [self.seal.open(_KEEPERS, line) for line in lines if line]
+        return sorted({name.decode(errors="replace") for name in names if name is not None})
+
+    def read_keeper(self, name: str) -> dict[str, Any]:
+        """Where a rank has said that it keeps things; empty where it has not."""
+        return self.read(f"keeper/{name}")
+
+    @property
+    def host(self) -> tuple[str, int]:
+        """Address and port of the store; those of loopback where it is in this process."""
+        base = base_of(self._store)
+        return (base.host, base.port) if isinstance(base, TCPStore) else ("127.0.0.1", 1)
+
+    def connect(self, timeout: timedelta) -> tuple[Store, Callable[[], None]]:
+        """A client of the store for the calling thread alone, and what ends a request of it that hangs."""
+        store, sockets = connect(self._store, timeout)
+        return store, lambda: shut_down(sockets)
+
+    def write(self, key: str, note: Mapping[str, Any]) -> None:
+        """Any other note."""
+        self._store.set(key, self.seal.sign(key, json.dumps(dict(note)).encode()))
+
+    def read(self, key: str) -> dict[str, Any]:
+        """The note that is there; empty where there is none."""
+        if not self._store.check([key]):
+            return {}
+        value = self.seal.open(key, self._store.get(key))
+        try:
+            note = {} if value is None else json.loads(value)
+        except (ValueError, RecursionError):
+            note = {}
+        return note if isinstance(note, dict) else {}
+
+
+# Reading the store where that may be given up: a store that stands still, or whose host is gone, says nothing,
+# and torch waits for it in C, past every timeout, where nobody hears of a signal.
+
+T = TypeVar("T")
+_LOOK_S, _GOODBYE_S = 0.05, 2.0
+
+
+class JoinBoardWithTimeout(JoinBoard):
+    """A door whose notes are read through a client of its own, and on another thread than the one that waits for them.
+
+    Args:
+        door: the same, of the job.
+        rank: for messages.
+        dead_after: the silence after which the store is lost.
+        check: called all the time while the store is silent; raises to give up.
+
+    Raises:
+        StoreLost: the store is silent for so long; any reading raises it.
+        RuntimeError, ConnectionError: the store is out of reach; as above.
+    """
+
+    def __init__(self, door: JoinBoard, rank: int, dead_after: timedelta, check: Callable[[], None]) -> None:
+        self._rank, self._dead_s, self._check = rank, dead_after.total_seconds(), check
+        self._hang_up: Callable[[], None] = lambda: None
+        # Its own timeout never decides: the silence is measured by the one who waits.
+        self._store, self._hang_up = self.ask(lambda: door.connect(2 * dead_after))
+        self.seal = door.seal
+
+    def read(self, key: str) -> dict[str, Any]:
+        """See `JoinBoard`."""
+        read = super().read
+        return self.ask(lambda: read(key))
+
+    def ask(self, question: Callable[[], T]) -> T:
+        """The answer to any other question to the store; raises what that raises, too."""
+        answer: Future[T] = Future()
+        thread = threading.Thread(target=_answer, args=(question, answer), name="lightning_async asks", daemon=True)
+        contact = Contact(time.monotonic(), self._dead_s)
+        thread.start()
+        try:
+            while not wait([answer], _LOOK_S).done:
+                self._check()
+                if (silence := contact.lost(time.monotonic())) is not None:
+                    raise StoreLost(f"rank {self._rank}: {silence}", () if self._rank == 0 else (0,))
+        except BaseException:
+            self._hang_up()  # a thread that comes back from torch while the interpreter shuts down aborts the process
+            thread.join(_GOODBYE_S)
+            raise
+        thread.join()
+        return answer.result()
+
+
+def _answer(question: Callable[[], T], answer: Future[T]) -> None:
+    try:
+        answer.set_result(question())
+    except BaseException as error:
+        answer.set_exception(error)

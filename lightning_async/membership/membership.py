@@ -1,0 +1,393 @@
+"""Who is alive, and which generation of the groups they are in: heartbeats through a store.
+
+Liveness is independent of the collectives: a rank may wait in an operation for long, its heartbeat goes on. One
+record per rank; every beat writes the own and reads all, in two requests.
+
+A generation comes about in the store: whoever wants it says so in its record, and waits until all that live want
+it too. Whoever sees that first proposes those as its members, and the first proposal stands. No rank is special.
+
+    in generation g --(next_generation, or a peer wants more)--> wants g+1 --(decided with this rank)--> in g+1
+                                                   wants g+1 --(decided without it)--> wants g+2
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from datetime import timedelta
+
+from lightning_async.errors import CollectiveTimeout, Evicted, GenerationChanged, PeerLost, StoreLost, in_brief
+from lightning_async.membership.failure_detector import (
+    FAILED,
+    LEFT,
+    OUTSIDE,
+    UP,
+    VISITING,
+    FailureDetector,
+    Record,
+    describe,
+    new_life,
+)
+from lightning_async.membership.generation import Generation, at_start
+from lightning_async.membership.heartbeat_store import HeartbeatStore, Waiting
+from lightning_async.membership.signing import Seal
+from lightning_async.membership.store import Contact, Store
+
+log = logging.getLogger(__name__)
+
+
+# The thread of a heartbeat, from its start to an end in order.
+
+_THREAD_END_S = 2.0
+_started: weakref.WeakSet[HeartbeatThread] = weakref.WeakSet()
+
+
+class HeartbeatThread:
+    """Calls ``beat`` at an interval, and at once when it is woken.
+
+    Args:
+        beat: what it raises is logged.
+        interval_s: between two.
+        hang_up: ends a ``beat`` that hangs; called from another thread.
+    """
+
+    def __init__(self, beat: Callable[[], None], interval_s: float, hang_up: Callable[[], None]) -> None:
+        self._beat, self._interval_s, self._hang_up = beat, interval_s, hang_up
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._stop = False
+        self._pid = os.getpid()
+
+    @property
+    def started(self) -> bool:
+        return self._thread is not None
+
+    @property
+    def beats(self) -> bool:
+        """Whether the thread runs, in this process."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this is a fork of the process that it beats in."""
+        return os.getpid() != self._pid
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="lightning_async heartbeat", daemon=True)
+        self._thread.start()
+        _started.add(self)
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    def stop(self) -> bool:
+        """End the thread, within a few seconds; whether it has ended. Idempotent."""
+        self._stop = True
+        if self._thread is None or self.inherited:  # a fork that leaves: the rank is its parent's
+            return not self.inherited
+        self._wake.set()
+        self._thread.join(_THREAD_END_S)
+        if self._thread.is_alive():  # the store's host stands still, say
+            self._hang_up()
+            self._thread.join(_THREAD_END_S)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while not self._stop:
+            self._wake.wait(self._interval_s)
+            self._wake.clear()
+            try:
+                self._beat()
+            except Exception:
+                log.exception("A heartbeat failed; the next one comes.")
+
+
+@atexit.register
+def _stop_all() -> None:
+    # A thread that comes back from torch while the interpreter shuts down aborts the process.
+    for heartbeat_thread in list(_started):
+        heartbeat_thread.stop()
+
+
+HEARTBEAT = timedelta(seconds=0.2)
+_MIN_PATIENCE, _GOODBYE_S = timedelta(seconds=0.5), 2.0  # a shorter stall of the store costs nothing
+_GIVEUP = 3  # refusals in a row: no use in saying goodbye
+
+
+class Membership:
+    """This rank's heartbeat, and its view of the others'.
+
+    A peer is lost when its record has not changed for ``dead_after`` by this rank's clock, in at least four readings
+    of the store: time in which this rank was stopped, or the store was slow, does not count. A peer that closed in
+    order is never lost; one that failed is lost at once. A store serves one membership; give another a `PrefixStore`.
+
+    Args:
+        store: reachable by all ranks. Threads need a client each, so the heartbeat clones it.
+        rank, world_size: of this rank at the start; all that start together are named by their numbers, for life.
+        member: the name of a newcomer, of rank 0 in a world of 1, which is to be taken into a generation of the others.
+        visits: it is to be taken into none, but waits to be invited elsewhere.
+        elastic: whether newcomers are; all ranks say the same. Else nobody looks for them.
+        readmit: whether a rank that the others have gone on without may come back; else nobody listens to it.
+        interval: between two beats.
+        dead_after: the silence after which a peer, or the store, is lost. At least four intervals.
+        start_timeout: the silence allowed to a peer that has not been seen yet.
+        fresh: the store holds no records of earlier lives of the ranks, as it is no older than the job: what is found
+            there lives, or has lived, so its silence is judged by ``dead_after`` from the first reading on.
+        seal: of the records; by default they are not signed.
+        on_change: called on the heartbeat thread after a peer's bell, generation or liveness changed.
+        clock: monotonic seconds; for tests.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        *,
+        member: str | None = None,
+        visits: bool = False,
+        elastic: bool = False,
+        readmit: bool = True,
+        interval: timedelta = HEARTBEAT,
+        dead_after: timedelta = timedelta(seconds=20),
+        start_timeout: timedelta = timedelta(minutes=5),
+        fresh: bool = False,
+        seal: Seal | None = None,
+        on_change: Callable[[], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        generation = at_start("Membership", rank, world_size, member)
+        if interval <= timedelta(0) or dead_after < 4 * interval:
+            raise ValueError(f"`Membership(dead_after={dead_after})` must be at least four intervals of {interval}.")
+        elastic, patience = elastic or member is not None, max(_MIN_PATIENCE, dead_after / 4)
+        self._board = HeartbeatStore(store, generation.name, generation.members, seal or Seal(), patience, elastic)
+        self.dead_after, self._dead_s = dead_after, dead_after.total_seconds()
+        self._failure_detector = FailureDetector(
+            generation, fresh, self._dead_s, start_timeout.total_seconds(), elastic, readmit
+        )
+        self._interval_s, self.on_change, self._clock = interval.total_seconds(), on_change, clock
+        self._lock = self._beaten = threading.Condition(threading.Lock())
+        self._heartbeat_thread = HeartbeatThread(lambda: self.beat(), self._interval_s, self._board.hang_up)
+        self._here = VISITING if visits else UP
+        self._mine = self._published = Record(life=new_life(), state=self._here, since=0 if member is None else OUTSIDE)
+        self._decided: tuple[int, tuple[str, ...]] = (0, ())
+        self._deaths: list[tuple[str, int, str]] = []
+        """What was heard of processes that have ended, and is judged with the next reading of the store."""
+        self._read_at, self._contact = clock(), Contact(clock(), self._dead_s)
+
+    @property
+    def generation(self) -> Generation:
+        """The generation this rank is in: the first, then what `next_generation` returned last."""
+        return self._failure_detector.generation
+
+    @property
+    def bell(self) -> int:
+        """The highest round that any rank has rung for."""
+        with self._lock:
+            return max(self._mine.bell, self._failure_detector.bell())
+
+    def start(self) -> None:
+        """Publish the first record and start the heartbeat thread; does nothing where it runs.
+
+        Raises:
+            AsyncTrainingError: another process lives under this name; it is left alone.
+            RuntimeError, ConnectionError: the store is out of reach.
+        """
+        if self._heartbeat_thread.started:
+            return
+        if self._board.open(timedelta(seconds=self._interval_s)):
+            self._mine = replace(self._mine, since=OUTSIDE)  # what it lived through in an earlier life is gone
+        self._exchange()
+        self._heartbeat_thread.start()
+
+    def leave(self) -> None:
+        """Say goodbye, and go on hearing of the others."""
+        self._publish_end(LEFT)
+
+    def close(self) -> None:
+        """Say goodbye and end the thread; idempotent. A store out of reach delays it by a few seconds at most."""
+        self.leave()
+        if self._heartbeat_thread.stop():
+            self._board.close()
+
+    def fail(self, text: str) -> None:
+        """Tell the peers that this rank ends in an error; blocks until that is written, a few seconds at most."""
+        self._publish_end(FAILED, in_brief(text))
+
+    def report_death(self, name: str, text: str) -> None:
+        """Tell all ranks that a peer's process has ended in an error; RuntimeError where the store is out of reach."""
+        self._board.report(name, text)
+
+    def hear_death(self, name: str, process: int, text: str) -> None:
+        """Whoever started this process of a peer's knows that it has ended: it is lost now, but for one that left."""
+        with self._lock:
+            self._deaths.append((name, process, text))
+        self._heartbeat_thread.wake()
+
+    def ring(self, bell: int) -> None:
+        """Say that this rank wants round ``bell`` now. Published at once, by the heartbeat thread."""
+        with self._lock:
+            self._mine = replace(self._mine, bell=max(bell, self._mine.bell))
+        self._heartbeat_thread.wake()
+
+    def left(self) -> frozenset[str]:
+        """The names of the peers that have closed in order, by this rank's view. No I/O."""
+        with self._lock:
+            return frozenset(name for name, peer in self._failure_detector.peers.items() if peer.has_left)
+
+    def guests(self) -> tuple[str, ...]:
+        """The names of the newcomers that wait to be invited, by this rank's view. No I/O."""
+        with self._lock:
+            return tuple(self._failure_detector.guests())
+
+    def lost(self) -> tuple[str, ...]:
+        """The names of the members of this generation that are lost, by this rank's view. No I/O."""
+        with self._lock:
+            return tuple(self._failure_detector.gone())
+
+    def why(self, names: Iterable[str]) -> str:
+        """Why these peers are lost, in words. No I/O."""
+        with self._lock:
+            return "; ".join(self._failure_detector.peers[name].describe(name) for name in names)
+
+    def check(self) -> None:
+        """Raise if the present generation cannot go on. No I/O.
+
+        Raises:
+            PeerLost: names members that are silent or failed, or the store's host.
+            GenerationChanged: a peer waits in a newer generation; enter `next_generation`.
+        """
+        with self._lock:
+            self._check_store()
+            self._check_members(frozenset(), restarts=True)
+            if newer := self._failure_detector.ahead():
+                raise GenerationChanged(self._failure_detector.left_behind(newer))
+
+    def keep(self, fewest: int) -> None:
+        """Where fewer are left, they decide on no generation."""
+        self._failure_detector.fewest = fewest
+
+    def suspect(self) -> None:
+        """A connection has closed: see `FailureDetector.suspect`."""
+        with self._lock:
+            self._failure_detector.suspect()
+
+    def next_generation(self, timeout: timedelta) -> Generation:
+        """Enter the next generation together with every rank that lives; each member gets its view of the same one.
+
+        Ranks lost before the call are left out; one lost during it raises: call again. Others may come back, or join.
+
+        Raises:
+            PeerLost: names the ranks lost since the call began, or the store's host.
+            Evicted: the others have formed one without this rank, and it may not come back.
+            CollectiveTimeout: names the ranks that live but did not come.
+        """
+        deadline = self._clock() + timeout.total_seconds()
+        with self._beaten:
+            known = self._failure_detector.lost() if self._failure_detector.enough else frozenset()
+            self._want(max(self.generation.number, 0) + 1)
+            while True:
+                number, members = self._decided
+                if number == self._mine.wanted:
+                    if self._failure_detector.me in members:
+                        return self._enter(number, members)
+                    if not self._failure_detector.readmit:  # it was taken for dead; else it asks for another one
+                        raise Evicted(self._failure_detector.evicted(number, members))
+                    self._want(number + 1)
+                self._want(self._mine.wanted)
+                self._check_store()
+                self._check_members(known)
+                if self._clock() >= deadline:
+                    raise CollectiveTimeout(self._failure_detector.overdue(self._mine.wanted, timeout.total_seconds()))
+                self._beaten.wait(self._interval_s)
+
+    def beat(self) -> None:
+        """One heartbeat: publish, read, judge. The thread calls it; tests may do so in its place."""
+        before = self._view()
+        try:
+            self._exchange()
+        except Waiting:
+            pass
+        except (RuntimeError, OSError) as error:
+            with self._lock:
+                self._contact.refused(error)
+        with self._beaten:
+            self._beaten.notify_all()
+        if self.on_change is not None and self._view() != before:
+            try:
+                self.on_change()
+            except Exception:
+                log.exception("on_change of the membership failed; the heartbeat goes on.")
+
+    # ------------------------------------------------------------------ on the heartbeat thread
+
+    def _exchange(self) -> None:
+        """Write the own record, read all, and take part in the decision on a generation; raises as `HeartbeatStore.exchange`."""
+        with self._lock:
+            self._mine = mine = replace(self._mine, beat=self._mine.beat + 1)
+            # Before the records are read: who has ended has said goodbye before that, if at all.
+            while self._deaths:
+                self._failure_detector.hear_death(*self._deaths.pop(0))
+        records = self._board.exchange(mine)
+        with self._lock:
+            self._published, now = mine, self._clock()
+            self._contact.answered(now)
+            self._failure_detector.judge(records, min(now - self._read_at, self._dead_s / 4))
+            self._read_at = now
+            wanted = self._mine.wanted
+            deciding = wanted > max(self.generation.number, self._decided[0])
+            proposal = self._failure_detector.proposal(self._mine) if deciding else None
+        if deciding and (members := self._board.decide(wanted, proposal)) is not None:
+            with self._lock:
+                self._decided = wanted, members
+
+    # ------------------------------------------------------------------ under the lock
+
+    def _enter(self, number: int, members: tuple[str, ...]) -> Generation:
+        if self._mine.since == OUTSIDE or number != self.generation.number + 1:  # a newcomer, or left out meanwhile
+            self._mine = replace(self._mine, since=number)
+        self._failure_detector.enter(number, members)
+        return self.generation
+
+    def _want(self, generation: int) -> None:
+        wanted = max(generation, self._failure_detector.newest(), self._mine.wanted)
+        if wanted > self._mine.wanted:
+            self._mine = replace(self._mine, wanted=wanted)
+            self._heartbeat_thread.wake()
+
+    def _view(self) -> object:
+        with self._lock:
+            return self._failure_detector.view(), self._decided
+
+    def _check_store(self) -> None:
+        if self._heartbeat_thread.started and (silence := self._contact.lost(self._clock())) is not None:
+            raise StoreLost(
+                f"rank {self._failure_detector.me}: {silence}", () if self._failure_detector.me == "0" else (0,)
+            )
+
+    def _check_members(self, known: frozenset[str], restarts: bool = False) -> None:
+        if lost := self._failure_detector.gone(known, restarts):
+            text = f"rank {self._failure_detector.me}, generation {self.generation.number}: {describe(lost)}"
+            raise PeerLost(text, tuple(sorted(map(self.generation.rank_of, lost))))
+
+    def _publish_end(self, state: str, text: str = "") -> None:
+        if self._heartbeat_thread.inherited:
+            return
+        with self._beaten:
+            if self._mine.state == self._here:
+                self._mine = replace(self._mine, state=state, text=text)
+            if not self._heartbeat_thread.beats:
+                return
+            self._heartbeat_thread.wake()
+            until = time.monotonic() + _GOODBYE_S
+            while self._published.state == self._here and self._contact.refusals < _GIVEUP and time.monotonic() < until:
+                self._beaten.wait(self._interval_s)

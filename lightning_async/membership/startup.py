@@ -1,0 +1,491 @@
+"""The start: all ranks find the store, and say who they are, before anything is built on it.
+
+Nobody waits in silence: what is waited for, and until when, is said at once, and then at growing intervals.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import ipaddress
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import DistError, DistNetworkError, DistStoreError
+
+from lightning_async._sockets import connects, opening, serves_at
+from lightning_async.errors import AsyncTrainingError, CollectiveTimeout, PeerLost
+from lightning_async.membership.failure_detector import new_life
+from lightning_async.membership.generation import in_order, listed
+from lightning_async.membership.membership import Membership
+from lightning_async.membership.signing import Seal
+from lightning_async.membership.status import ENDED, FAILED, StatusRecord, read_standings
+from lightning_async.membership.store import PrefixStore, Store, base_of, reachable
+
+_log = logging.getLogger(__name__)
+_FIRST_WARNING_S, _LONGEST_SILENCE_S = 10.0, 300.0
+_PROBE_S = 2.0
+_CONNECTS = timedelta(seconds=60)  # many at once stand in a queue while the server looks up their names
+_LINGER_S = 1.0
+_BACKLOG = 2048
+_GOES_S = 3.0
+
+
+class WaitWithLog:
+    """A wait with a deadline that says what it is for.
+
+    Args:
+        rank: for messages.
+        timeout: raise after so long.
+        check: called all the time; raises where waiting is in vain.
+        now, sleep: for tests.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        timeout: timedelta,
+        check: Callable[[], None],
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._rank, self._timeout_s, self._check, self._now, self._sleep = (
+            rank, timeout.total_seconds(), check, now, sleep,
+        )  # fmt: skip
+        self._started = now()
+        self._next_word_s, self._pause_s = 0.0, 0.002
+
+    def wait(self, what: Callable[[], str]) -> None:
+        """Sleep shortly.
+
+        Args:
+            what: what is waited for, in words.
+
+        Raises:
+            CollectiveTimeout: the deadline has passed.
+        """
+        self._check()
+        waited_s = self._now() - self._started
+        if waited_s >= self._timeout_s:
+            raise CollectiveTimeout(f"rank {self._rank}: after {waited_s:.0f} s still {what()}.")
+        if waited_s >= self._next_word_s:
+            level = logging.WARNING if self._next_word_s else logging.INFO
+            left = f"giving up in {self._timeout_s - waited_s:.0f} s"
+            _log.log(level, "Rank %d: after %.0f s %s; %s.", self._rank, waited_s, what(), left)
+            self._next_word_s = max(
+                _FIRST_WARNING_S, min(2 * self._next_word_s, self._next_word_s + _LONGEST_SILENCE_S)
+            )
+        self._sleep(self._pause_s)
+        self._pause_s = min(self._pause_s * 1.5, 0.1)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address can be reached from its own host only. A name of the host counts as reachable."""
+    try:
+        return address == "localhost" or ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def open_store(
+    address: str, port: int, serve: bool, patience: WaitWithLog, timeout: timedelta = timedelta(minutes=30)
+) -> Store:
+    """The store at an address: its server, or a client of it. A server on loopback listens there only.
+
+    Args:
+        port: 0 for one that is free.
+        serve: whether this rank has the server.
+        timeout: of requests that block.
+
+    Raises:
+        AsyncTrainingError: the server cannot listen, or it is not known where it does.
+        CollectiveTimeout: nobody answers.
+    """
+    if not serve:
+        if port == 0:
+            raise AsyncTrainingError(
+                f"the store at {address} is to be found by its port, and MASTER_PORT is 0. Export one that is free, "
+                "the same on all ranks (`torchrun --standalone` finds one)."
+            )
+        return _client(address, port, patience, timeout)
+    with listen(address, port) as server:
+        port = server.getsockname()[1]
+        listening: Any = {"master_listen_fd": os.dup(server.fileno())}
+        serves_at(port)
+        with opening(lambda fd: connects(fd, set(), {port})):
+            return TCPStore(address, port, None, True, timeout, wait_for_workers=False, **listening)
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """What a store answers on: on loopback there only, else wherever this host is reached.
+
+    Raises:
+        AsyncTrainingError: the port is taken, for longer than the store of ranks that have ended needs to go.
+    """
+    until = time.monotonic() + _GOES_S
+    while True:
+        try:
+            return _listen(address, port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > until:
+                raise AsyncTrainingError(
+                    f"rank 0: the store cannot listen on {address}, port {port}: {str(error).splitlines()[0]}. Does "
+                    "another job use the port? Export another MASTER_PORT, the same on all ranks."
+                ) from error
+        time.sleep(0.05)
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    if is_loopback(address):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, port), family=family, backlog=_BACKLOG)
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+
+
+def _client(address: str, port: int, patience: WaitWithLog, timeout: timedelta) -> Store:
+    """A client of the server there, when that answers. Where it goes just as a client connects, torch tries for as long
+    as it may, in C, where nobody hears of a signal, or that it is in vain."""
+    error: Exception | None = None
+
+    def what() -> str:
+        said = str(error).split("\n", 1)[0]
+        return (
+            f"waiting for the store of rank 0 (or of the launcher) at {address}, port {port} ({said}): is that rank "
+            "running, and are MASTER_ADDR and MASTER_PORT right"
+        )
+
+    while True:
+        try:
+            socket.create_connection((address, port), _PROBE_S).close()
+            within = min(_CONNECTS, timeout)
+            with opening(lambda fd: connects(fd, set(), {port}), within):
+                store = TCPStore(address, port, None, False, within, wait_for_workers=False)
+        except (OSError, DistError) as caught:
+            error = caught
+        else:
+            store.set_timeout(timeout)
+            return store
+        patience.wait(what)
+
+
+def greet(store: Store, rank: int, world_size: int, job: str, seal: Seal, patience: WaitWithLog) -> None:
+    """Meet all ranks in the store, and compare what they take themselves for.
+
+    Args:
+        job: what the launcher calls this job, "" where it says nothing.
+
+    Raises:
+        AsyncTrainingError: another process has this rank already, which goes on; or ranks differ in the number of
+            ranks, or in the job.
+        CollectiveTimeout: ranks are missing; names them.
+    """
+    room: Any = PrefixStore("lightning_async/start", store)
+    seal = seal.within("start")
+    me = {"world_size": world_size, "job": job, "who": new_life()}
+    mine = seal.sign(str(rank), json.dumps(me).encode())
+    found = room.compare_set(str(rank), "", mine)
+    if found != mine and (other := _parse(seal.open(str(rank), found))) is not None:
+        raise AsyncTrainingError(
+            f"rank {rank} is taken: {other['who']} has it, and goes on without this process ({me['who']}). Were two "
+            "processes given the same rank, or do two jobs use one address and port (MASTER_ADDR, MASTER_PORT)?"
+        )
+    if found != mine:
+        room.set(str(rank), mine)  # a stranger's
+    missing = set(range(world_size)) - {rank}
+    while missing:
+        for other in sorted(missing):
+            if not room.check([str(other)]):
+                continue
+            theirs = _parse(seal.open(str(other), room.get(str(other))))
+            if theirs is not None:
+                _compare(rank, me, other, theirs)
+                missing.discard(other)
+        if missing:
+            patience.wait(lambda: f"waiting for rank(s) {sorted(missing)} of {world_size}")
+
+
+def _compare(rank: int, me: dict[str, Any], other: int, theirs: dict[str, Any]) -> None:
+    for name, what in (("world_size", "number of ranks there is"), ("job", "job this is")):
+        if me[name] != theirs[name]:
+            time.sleep(_LINGER_S * (rank == 0))  # the store ends with rank 0, and the other has to read it first
+            raise AsyncTrainingError(
+                f"rank {rank} ({me['who']}) and rank {other} ({theirs['who']}) differ in what {what}: {me[name]!r} "
+                f"and {theirs[name]!r}. Start all ranks with the same `devices` and `num_nodes`, and give each job a "
+                "MASTER_PORT of its own."
+            )
+
+
+def _parse(value: bytes | None) -> dict[str, Any] | None:
+    """What a rank says of itself; None where that is nothing."""
+    try:
+        said = None if value is None else json.loads(value)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(said, dict) or said.keys() != {"world_size", "job", "who"}:
+        return None
+    kinds = {"world_size": int, "job": str, "who": str}
+    return said if all(type(said[name]) is kind for name, kind in kinds.items()) else None
+
+
+# Before anything else: does this process begin together with all, or come back to others who train? The store
+# says.
+#
+# assembly/next the number of the next start of all; 0 at first assembly/<n>/<rank> who has come to that start,
+# and counts up there as long as it waits assembly/lives/<rank> how many processes of this rank have come
+# assembly/ended/<rank> which of these has ended in order status/... who trains, and with whom: see `standing`
+#
+# Each process comes to the next start. When all are there whoever sees it first counts ``next`` on, and they
+# begin. Where others train meanwhile, and this rank is not one of them, it is a rank that was lost: it joins
+# that training, which began with the start before. So nobody who starts processes again need know whether the
+# others still train. Where all others have ended in order, and this rank has not, there is nothing to come back
+# to, and nobody to begin with.
+
+AGENTS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+"""The environment variable that is "True" where whoever starts the ranks has the store, which outlives rank 0."""
+_NEXT = "next"
+_LOOK_S = 0.5
+_GOODBYE = timedelta(seconds=2)
+
+
+class ProcessRole(NamedTuple):
+    """What a process is.
+
+    Args:
+        attempt: which start of all it is of.
+        again: how often this rank was started before, where it comes back; 0 where it begins with all.
+    """
+
+    attempt: int
+    again: int
+
+
+class Assembly:
+    """All ranks of a job, each time that all are started.
+
+    Args:
+        store: of the job, which outlives the ranks.
+        rank, world_size: of this process.
+        secret: of the job.
+        settle: where all are started again, others may take so long longer than this one.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        secret: str | None,
+        settle: timedelta = timedelta(minutes=1),
+    ) -> None:
+        self._store, self._secret = store, secret
+        self._room: Any = PrefixStore("lightning_async/assembly", store)
+        self._seal = Seal(secret, "assembly")
+        self._rank, self._others = rank, set(range(world_size)) - {rank}
+        self._life, self._waited = int(self._room.add(f"lives/{rank}", 1)), 0
+        self._first: dict[int, bytes] = {}
+        """Of the others, what lay there when this one came: a process that has died may have left it."""
+        self._said: dict[tuple[str, int], float] = {}
+        self._looks_at, self._settles_at = 0.0, time.monotonic() + settle.total_seconds()
+        self._pid = os.getpid()
+
+    def end(self) -> None:
+        """This process ends in order: it will not be started again, and trains no more. Not for its forks."""
+        if os.getpid() != self._pid or not reachable(self._store, _GOODBYE):
+            return
+        with contextlib.suppress(RuntimeError):  # it went with the others
+            base_of(self._store).set_timeout(_GOODBYE)
+            key = f"ended/{self._rank}"
+            self._room.set(key, self._seal.sign(key, str(self._life).encode()))
+
+    def find(self, patience: WaitWithLog) -> ProcessRole:
+        """Wait until all have come, or others are seen to train without this rank.
+
+        Raises:
+            AsyncTrainingError: neither will be: all others that are missing have ended in order.
+            CollectiveTimeout: neither is so; names those that are missing.
+        """
+        first = self._seal.sign(_NEXT, b"0")
+        if self._seal.open(_NEXT, self._room.compare_set(_NEXT, "", first)) is None:  # a stranger's
+            self._room.set(_NEXT, first)
+        number, missing = self._next(), set(self._others)
+
+        def what() -> str:
+            here = f"waiting for rank(s) {sorted(missing)} of {len(self._others) + 1} to be started, too"
+            return f"{here}, or for those who train to go on without this one"
+
+        while True:
+            self._come(number)
+            missing -= self._here(number, missing)
+            if not missing:
+                self._count_on(number)
+            if self._next() > number:
+                return ProcessRole(number, 0)
+            said = self._standings()
+            if said is not None:
+                self._check_ends(missing)
+            if self._train_without(said or []):
+                return ProcessRole(max(number - 1, 0), max(self._life - 1, 1))
+            patience.wait(what)
+
+    def _next(self) -> int:
+        value = self._seal.open(_NEXT, self._room.get(_NEXT))
+        return int(value) if value is not None and value.isdigit() else 0
+
+    def _count_on(self, number: int) -> None:
+        mine, then = (self._seal.sign(_NEXT, str(each).encode()) for each in (number, number + 1))
+        self._room.compare_set(_NEXT, mine, then)
+
+    def _come(self, number: int) -> None:
+        self._waited += 1
+        key = f"{number}/{self._rank}"
+        self._room.set(key, self._seal.sign(key, f"{self._life}.{self._waited}".encode()))
+
+    def _here(self, number: int, others: Iterable[int]) -> set[int]:
+        """Those that wait, too."""
+        here = set()
+        for rank in others:
+            key = f"{number}/{rank}"
+            value = self._room.get(key) if self._room.check([key]) else b""
+            if value != self._first.setdefault(rank, value) and self._seal.open(key, value) is not None:
+                here.add(rank)
+        return here
+
+    def _check_ends(self, missing: set[int]) -> None:
+        """
+        Raises:
+            AsyncTrainingError: nobody who is missing comes any more.
+        """
+        if time.monotonic() < self._settles_at or self._has_ended(self._rank, self._life - 1):
+            return  # where this rank had ended in order, too, all are started anew
+        if all(self._has_ended(rank, int(self._room.add(f"lives/{rank}", 0))) for rank in missing):
+            raise AsyncTrainingError(
+                f"rank {self._rank}: rank(s) {sorted(missing)} have ended their training in order, without this one: "
+                "there is nobody to come back to, and no training to go on with. Start all ranks to train again."
+            )
+
+    def _has_ended(self, rank: int, life: int) -> bool:
+        """Whether that process of this rank, the last one, has ended in order."""
+        key = f"ended/{rank}"
+        value = self._seal.open(key, self._room.get(key)) if self._room.check([key]) else None
+        return life > 0 and value == str(life).encode()
+
+    def _standings(self) -> list[StatusRecord] | None:
+        """What was said since this was last asked; None where it is too soon to ask again."""
+        if (now := time.monotonic()) < self._looks_at:
+            return None
+        self._looks_at = now + _LOOK_S
+        told = read_standings(self._store, self._secret)
+        before, self._said = self._said, {(each.host, each.process): each.at for each in told}
+        return [each for each in told if before.get((each.host, each.process), each.at) != each.at]
+
+    def _train_without(self, said: Iterable[StatusRecord]) -> bool:
+        me = str(self._rank)
+        return any(each.members and me not in each.members and each.state not in (ENDED, FAILED) for each in said)
+
+
+# That a rank's process lives, for as long as it does: by this, ranks wait for each other between two runs.
+
+_INTERVAL = timedelta(seconds=1)
+_SEVERAL = 8  # beats within the silence after which a process is lost
+
+
+class ProcessHeartbeat:
+    """This process's heartbeat beside those of its runs, slower, from its first run to its end.
+
+    A rank may compute for hours between two runs: its process lives, and the others wait. One whose process has died,
+    or ended, comes to no run any more.
+
+    Args:
+        store: of all ranks, no older than the job.
+        rank, world_size: of this rank.
+        dead_after: a process without a heartbeat for so long is lost.
+        start_timeout: the same before its first run.
+        seal: of the records.
+        room: where the records lie in the store: another one for ranks that have other numbers.
+
+    Raises:
+        AsyncTrainingError: another process lives under this rank.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        dead_after: timedelta,
+        start_timeout: timedelta,
+        seal: Seal,
+        room: str = "lightning_async",
+    ) -> None:
+        self._store, self._rank, self._world_size, self.room = store, rank, world_size, room
+        self._membership = Membership(
+            PrefixStore(f"{room}/presence", store), rank, world_size,
+            interval=min(_INTERVAL, dead_after / _SEVERAL), dead_after=dead_after, start_timeout=start_timeout,
+            fresh=True, seal=seal.within("presence"),
+        )  # fmt: skip
+        self._membership.start()
+        self._pid = os.getpid()
+        atexit.register(self._membership.close)
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this is a fork of the process that it speaks for."""
+        return os.getpid() != self._pid
+
+    def close(self) -> None:
+        """This process lives on, elsewhere."""
+        atexit.unregister(self._membership.close)
+        self._membership.close()
+
+    def check(self) -> None:
+        """Raise if a process is gone. No I/O.
+
+        Raises:
+            PeerLost: names the ranks.
+        """
+        self._membership.check()
+        if left := in_order(self._membership.left()):
+            raise PeerLost(
+                f"rank {self._rank}: the process(es) of rank(s) {listed(left)} have ended, while this rank waits for "
+                "them. All ranks must make the same calls of the Trainer; see the log of those.",
+                tuple(map(self._membership.generation.rank_of, left)),
+            )
+
+    def meet(self, name: str, job: str, seal: Seal, timeout: timedelta) -> None:
+        """Wait until all ranks have come to the run ``name``, as long as they live; says what it waits for.
+
+        Raises:
+            PeerLost: a process is gone, or the store.
+            CollectiveTimeout: ranks live, but did not come; names them.
+        """
+        patience = WaitWithLog(self._rank, timeout, self.check)
+        with naming_the_stores_host(self._rank):
+            greet(PrefixStore(name, self._store), self._rank, self._world_size, job, seal.within(name), patience)
+
+
+@contextmanager
+def naming_the_stores_host(rank: int) -> Iterator[None]:
+    """Where the store fails, that rank 0 is gone is the cause, and is said.
+
+    Raises:
+        PeerLost: in place of what torch raised.
+    """
+    try:
+        yield
+    except (DistNetworkError, DistStoreError, ConnectionError) as error:
+        raise PeerLost(
+            f"rank {rank}: while it waited for the others, the store failed ({str(error).splitlines()[0]}). "
+            "Its host, rank 0 or the launcher, is gone: see the log of rank 0.",
+            () if rank == 0 else (0,),
+        ) from error

@@ -1,0 +1,249 @@
+"""What each replica says of itself for whoever looks on: a record in the store, about once a second.
+
+Liveness and decisions never depend on it. Each process that trains takes a slot, for good, so that one that came back
+is told from the one that died:
+
+    status/lives     how many slots were given out
+    status/<slot>    the record of one process, signed with the job's secret
+
+It lies at the root of the store, so that one who knows its address, and nothing of runs and attempts, finds it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import timedelta
+from typing import Any
+
+from lightning_async._sockets import shut_down
+from lightning_async.membership.membership import HeartbeatThread
+from lightning_async.membership.signing import Seal
+from lightning_async.membership.store import Store, TCPStore, base_of, connect, reachable
+
+ENDED, FAILED = "ended", "failed"
+INTERVAL = timedelta(seconds=1)
+_log = logging.getLogger(__name__)
+_ROOM = "lightning_async/status"
+_LIVES = f"{_ROOM}/lives"
+_PATIENCE = timedelta(seconds=5)
+_MAX_BYTES, _MAX_LIVES = 1 << 14, 1 << 12
+_WINDOW = 6
+_here: list[StatusPublisher] = []  # of this process
+_LONGEST_PAUSE = 32
+_SIGNATURE = re.compile(rb"\A[0-9a-f]{64}:")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusRecord:
+    """Where one replica stands, as it sees itself.
+
+    Args:
+        name: its number at the start of the job, which is its name for life.
+        rank: its number now.
+        members: the names of those that are in its generation.
+        run, generation: count up: calls of the Trainer, and groups that were formed anew in one.
+        state: what it does, in a word or two.
+        epoch, step: of its training.
+        samples: that it has seen.
+        steps_per_s: over the last seconds.
+        rounds: that it has seen committed.
+        round_ago_s: seconds since the last one; -1 where there was none.
+        round_s: what a round's exchange takes, on average.
+        failed_rounds: that were repeated.
+        hidden_share: of communication.
+        idle_s: at gates.
+        slow: where it takes much longer for a sample than the others do: how much, and what for.
+        sent_bytes: in all.
+        restarts: of all ranks together.
+        process, host: where it is.
+        at: when it said so, in seconds since 1970, by its host's clock.
+    """
+
+    name: str = ""
+    rank: int = 0
+    members: tuple[str, ...] = ()
+    run: int = 0
+    generation: int = 0
+    state: str = ""
+    epoch: int = 0
+    step: int = 0
+    samples: float = 0.0
+    steps_per_s: float = 0.0
+    rounds: int = 0
+    round_ago_s: float = -1.0
+    round_s: float = 0.0
+    failed_rounds: int = 0
+    hidden_share: float = 1.0
+    idle_s: float = 0.0
+    slow: str = ""
+    sent_bytes: int = 0
+    restarts: int = 0
+    process: int = 0
+    host: str = ""
+    at: float = 0.0
+
+    def dump(self) -> bytes:
+        return json.dumps(asdict(self), separators=(",", ":")).encode()
+
+    @classmethod
+    def load(cls, value: bytes) -> StatusRecord | None:
+        """The record, or None where that is none; what a newer version says beside it is left out.
+
+        >>> Standing.load(Standing(name="2", step=7).dump()).step
+        7
+        >>> Standing.load(b'{"name": 2}') is None
+        True
+        """
+        try:
+            said = json.loads(value) if len(value) <= _MAX_BYTES else None
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(said, dict):
+            return None
+        known = {field.name: said[field.name] for field in fields(cls) if field.name in said}
+        members = known.pop("members", [])
+        if not isinstance(members, list) or not all(isinstance(member, str) for member in members):
+            return None
+        defaults = cls()
+        for name, given in known.items():
+            wanted = type(getattr(defaults, name))
+            if type(given) is not wanted and not (wanted is float and type(given) is int):
+                return None
+        return cls(members=tuple(members), **known)
+
+
+class StatusPublisher:
+    """Publishes where this process stands, from its first run to its end, on a thread and by a client of its own.
+
+    A store that does not answer costs nothing but the records.
+
+    Args:
+        store: of all ranks.
+        secret: of the job.
+        interval: between two records.
+    """
+
+    def __init__(self, store: Store, secret: str | None, interval: timedelta = INTERVAL) -> None:
+        self._store, self._seal = store, Seal(secret, "status")
+        self._client: Any = None
+        self._sockets: dict[int, int] = {}
+        self._slot = 0
+        self._look: Callable[[], StatusRecord] | None = None
+        self._last: StatusRecord | None = None
+        self._steps: deque[tuple[float, int]] = deque(maxlen=_WINDOW)
+        self._skip = self._pause = 0
+        self._heartbeat_thread = HeartbeatThread(self._beat, interval.total_seconds(), self._hang_up)
+
+    def serves(self, store: Store) -> bool:
+        """Whether it is of this process, and its records lie in this store."""
+        mine, other = base_of(self._store), base_of(store)
+        alike = mine is other or (isinstance(mine, TCPStore) and isinstance(other, TCPStore)
+                                  and (mine.host, mine.port) == (other.host, other.port))  # fmt: skip
+        return alike and self._heartbeat_thread.beats
+
+    def follow(self, look: Callable[[], StatusRecord]) -> None:
+        """A run begins: publish this from now on. It is called on the thread; process, host, speed and time are added.
+
+        Waits for nothing, as `end` does.
+        """
+        self._look, self._last = look, None
+        self._steps.clear()
+        if self._heartbeat_thread.started:
+            self._heartbeat_thread.wake()
+        else:
+            self._heartbeat_thread.start()
+
+    def end(self, state: str = ENDED) -> None:
+        """The run has ended: say so once, and no more until another one follows."""
+        if self._look is not None:
+            self._last, self._look = replace(self._look(), state=state), None
+            self._heartbeat_thread.wake()
+
+    def close(self) -> None:
+        """End the thread, within a few seconds; idempotent."""
+        self._heartbeat_thread.stop()
+
+    def _beat(self) -> None:
+        look, last = self._look, self._last
+        if self._skip:
+            self._skip -= 1
+        elif look is not None:
+            self._try(look())
+        elif last is not None and self._try(last) and self._last is last:
+            self._last = None
+
+    def _try(self, standing: StatusRecord) -> bool:
+        """Whether it is published."""
+        now = time.monotonic()
+        self._steps.append((now, standing.step))
+        then, before = self._steps[0]
+        standing = replace(
+            standing, steps_per_s=(standing.step - before) / max(now - then, 1e-9),
+            process=os.getpid(), host=socket.gethostname(), at=time.time(),
+        )  # fmt: skip
+        try:
+            self._publish(standing)
+        except (RuntimeError, OSError) as error:
+            # Never used again: a late answer would be taken for that to a later request.
+            self._client, self._sockets = None, {}
+            self._pause = min(2 * self._pause + 1, _LONGEST_PAUSE)
+            self._skip = self._pause
+            _log.debug("What this rank does cannot be published: %s", error)
+            return False
+        self._pause = 0
+        return True
+
+    def _publish(self, standing: StatusRecord) -> None:
+        if self._client is None:
+            if not reachable(self._store, _PATIENCE):
+                raise ConnectionError("connection refused")
+            client, self._sockets = connect(self._store, _PATIENCE)
+            self._client = base_of(client)
+        if not self._slot:
+            self._slot = int(self._client.add(_LIVES, 1))
+        key, value = f"{_ROOM}/{self._slot}", standing.dump()
+        if len(value) <= _MAX_BYTES:
+            self._client.set(key, self._seal.sign(key, value))
+
+    def _hang_up(self) -> None:
+        shut_down(self._sockets)
+
+
+def publish(store: Store, look: Callable[[], StatusRecord], secret: str | None) -> StatusPublisher:
+    """Have this process's publisher follow a run."""
+    if _here and not _here[0].serves(store):
+        _here.pop().close()
+    if not _here:
+        _here.append(StatusPublisher(store, secret))
+    _here[0].follow(look)
+    return _here[0]
+
+
+def read_standings(store: Store, secret: str | None) -> list[StatusRecord]:
+    """What all processes that ever trained have said last, in the order in which they came.
+
+    Without the secret signatures are not looked at.
+
+    Raises:
+        RuntimeError: the store does not answer.
+    """
+    client: Any = base_of(store)
+    seal, found = Seal(secret, "status"), []
+    for slot in range(1, min(int(client.add(_LIVES, 0)), _MAX_LIVES) + 1):
+        key = f"{_ROOM}/{slot}"
+        if not client.check([key]):
+            continue
+        sealed: bytes = client.get(key)
+        value = seal.open(key, sealed) if seal.signs else _SIGNATURE.sub(b"", sealed, count=1)
+        standing = None if value is None else StatusRecord.load(value)
+        if standing is not None:
+            found.append(standing)
+    return found

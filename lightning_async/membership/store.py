@@ -1,0 +1,168 @@
+"""Clients of torch.distributed's stores: one per thread, each with its own timeout."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+
+from lightning_async._sockets import connects, opening
+from lightning_async.membership.signing import Seal
+
+T = TypeVar("T")
+_REFUSALS = 10
+_connecting = threading.Lock()
+
+
+class Contact:
+    """Whether the store still answers this rank.
+
+    Args:
+        now: monotonic seconds.
+        dead_s: the silence after which the store is lost; a quarter of it, where it refuses persistently.
+    """
+
+    def __init__(self, now: float, dead_s: float) -> None:
+        self.refusals = 0
+        self._dead_s = dead_s
+        self._answered_at = self._asked_at = now
+        self._silent_s = 0.0
+        self._error = "none"
+
+    def answered(self, now: float) -> None:
+        self._answered_at = now
+        self.refusals, self._silent_s = 0, 0.0
+
+    def refused(self, error: Exception) -> None:
+        self.refusals += 1
+        self._error = str(error).split("\n", 1)[0][:200]
+
+    def lost(self, now: float) -> str | None:
+        """Why the store is lost; None where it is not. To be asked now and then."""
+        # A request may hang (the host is stopped), so the silence is measured by the one who asks; in portions,
+        # because this process may have been the one that was stopped.
+        self._silent_s += min(now - max(self._asked_at, self._answered_at), self._dead_s / 4)
+        self._asked_at = now
+        refuses = self.refusals >= _REFUSALS and now - self._answered_at >= self._dead_s / 4
+        if not refuses and self._silent_s < self._dead_s:
+            return None
+        what = f"{self.refusals} attempts, last error: {self._error}" if self.refusals else "no answer, and no error"
+        return (
+            f"the store has not answered for {now - self._answered_at:.1f} s ({what}). Its host, rank 0 or the "
+            "launcher, is gone; without it no group can be formed. Start again from the last checkpoint."
+        )
+
+
+def own_client(store: Store, timeout: timedelta) -> Store:
+    """A client for the calling thread alone: one that blocks would hold up the other threads' requests.
+
+    To be kept: for every new client torch's server looks up its name, and answers nobody meanwhile; with a DNS that
+    does not answer that is many seconds.
+
+    Raises:
+        RuntimeError: the store is out of reach.
+    """
+    return connect(store, timeout)[0]
+
+
+def connect(store: Store, timeout: timedelta) -> tuple[Store, dict[int, int]]:
+    """See `own_client`; with the client's sockets, by which a request that hangs can be ended."""
+    client: Any = store
+    known: Any = base_of(client)
+    with _connecting:  # or another thread's client would be taken for ours
+        usual = None if isinstance(known, HashStore) else known.timeout
+        ports: set[int] = {known.port} if isinstance(known, TCPStore) else set()
+        if usual is not None:
+            known.set_timeout(timeout)  # or torch would try for as long as that, should its host go at this moment
+        try:
+            with opening(lambda fd: connects(fd, set(), ports), timeout) as opened:
+                client = client.clone()
+        finally:
+            if usual is not None:
+                known.set_timeout(usual)
+        sockets = opened.sockets()
+    # A HashStore has no clients: its clone is itself, and its timeout everybody's.
+    if not isinstance(known, HashStore):
+        client.set_timeout(timeout)
+    return client, sockets
+
+
+class PollingStore(Store):
+    """What torch forms a group through: a view of a store that never blocks in it.
+
+    Any number of threads can share the client below, and forming a group can be given up. What is not signed as it must
+    be counts as not there.
+
+    Args:
+        store: the store.
+        prefix: of all keys.
+        check: called again and again while a key is waited for; raises to give up.
+        seal: of the values.
+    """
+
+    def __init__(self, store: Store, prefix: str, check: Callable[[], None], seal: Seal) -> None:
+        super().__init__()
+        self._store: Any = store
+        self._prefix, self._check, self._seal = prefix, check, seal
+
+    def set(self, key: str, value: Any) -> None:
+        name = self._prefix + key
+        self._store.set(name, self._seal.sign(name, value.encode() if isinstance(value, str) else bytes(value)))
+
+    def get(self, key: str) -> bytes:
+        return self.read([key], bytes)[0]
+
+    def read(self, keys: Sequence[str], parse: Callable[[bytes], T | None]) -> list[T]:
+        """The values of all keys, once they are there and ``parse`` makes something of each."""
+        self.wait(list(keys))
+        names = [self._prefix + key for key in keys]
+        while True:
+            opened = map(self._seal.open, names, read_all(self._store, names))
+            values = [None if value is None else parse(value) for value in opened]
+            good = [value for value in values if value is not None]
+            if len(good) == len(names):
+                return good
+            self._check()
+            time.sleep(0.02)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # pyright: ignore
+        names, pause = [self._prefix + key for key in keys], 0.001
+        while not self._store.check(names):
+            self._check()
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.02)
+
+    def has_extended_api(self) -> bool:
+        return False
+
+
+def read_all(store: Store, keys: Sequence[str]) -> list[bytes]:
+    """The values of keys that exist, in one request where the store can; blocks for those that do not."""
+    client: Any = store
+    if keys and client.has_extended_api():
+        return client.multi_get(list(keys))
+    return [client.get(key) for key in keys]
+
+
+def reachable(store: Store, timeout: timedelta) -> bool:
+    """Whether somebody listens where the store is. A client would try for long, and print stack traces."""
+    base = base_of(store)
+    if not isinstance(base, TCPStore):
+        return True
+    try:
+        socket.create_connection((base.host, base.port), timeout.total_seconds()).close()
+    except OSError:
+        return False
+    return True
+
+
+def base_of(store: Any) -> Any:
+    """The store below all prefixes."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store  # type: ignore[attr-defined]
+    return store

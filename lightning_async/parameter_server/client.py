@@ -1,0 +1,592 @@
+"""A worker's side: it pushes and pulls, and says again what a server has not answered, to whoever comes after it.
+
+    push n: fill `gradients`, ask all servers, hear all answers
+    a server dies: dial it again, say hello under the same life, ask the same again; it knows whether n was applied
+
+What was pushed lies in this process's memory until it is answered, and is not touched before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_async.algorithms.compression import PushCompression, described, from_description
+from lightning_async.algorithms.staleness import StalenessPolicy
+from lightning_async.comm.p2p import Dial, PeerChannel
+from lightning_async.errors import AsyncTrainingError, ChannelTimeout, Evicted, PeerLost, SettingsMismatch
+from lightning_async.parameter_server import consistency
+from lightning_async.parameter_server.consistency import stated_staleness
+
+# Pushes that travel compressed: a worker keeps what each lacks, for the next one; a server decodes what has
+# come.
+
+
+class PushResiduals:
+    r"""What compression has yet to deliver of one worker's pushes to one server.
+
+    .. math:: v_n = g_n + r_{n-1}, \qquad q_n = \mathrm{C}(v_n), \qquad r_n = v_n - q_n
+
+    So :math:`\sum_n q_n + r_n = \sum_n g_n`, whatever the compression. A message is made once, and lies in memory that
+    outlives the server: one that is said again is the same to the bit. It takes the room of two fp32 copies of the
+    shard.
+
+    Args:
+        compression: C.
+        numel: of the shard.
+
+    Source: Karimireddy et al., "Error Feedback Fixes SignSGD", 2019, https://arxiv.org/abs/1901.09847
+    """
+
+    def __init__(self, compression: PushCompression, numel: int) -> None:
+        self._compression = compression
+        self.source, self.residual = torch.zeros(numel), torch.zeros(numel)
+
+    def encode_(self, memory: Tensor) -> int:
+        """Put what travels of `source` at the beginning of ``memory``, uint8; how many bytes it is."""
+        size = self.message_bytes
+        self._compression.encode_(memory[:size], self.source, self.residual)
+        return size
+
+    @property
+    def message_bytes(self) -> int:
+        """Of what travels."""
+        return self._compression.message_bytes(self.source.numel())
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """What a server has been pushed, as it came; the memory is the worker's, who does not touch it before the answer.
+
+    Args:
+        message: uint8.
+        compression: by which it was made; None: it is fp32.
+        numel: of the shard.
+
+    Raises:
+        ValueError: it is of another size.
+    """
+
+    message: Tensor
+    compression: PushCompression | None
+    numel: int
+
+    def __post_init__(self) -> None:
+        itemsize = torch.float32.itemsize
+        size = self.numel * itemsize if self.compression is None else self.compression.message_bytes(self.numel)
+        if self.message.numel() != size:
+            raise ValueError(
+                f"a push has {self.message.numel()} bytes, and is to have {size} for {self.numel} elements"
+            )
+
+    @classmethod
+    def of(cls, message: Tensor, header: Mapping[str, Any], numel: int) -> Arrived:
+        """What came with a header.
+
+        Raises:
+            TypeError, ValueError: it says nothing that is known, or something else than what came.
+        """
+        return cls(message, from_description(header["compression"]), numel)
+
+    def floats(self, room: Tensor) -> Tensor:
+        """fp32, flat: what came, or what it decodes to in ``room``."""
+        if self.compression is None:
+            return self._plain
+        self.compression.decode_(room, self.message)
+        return room
+
+    @cached_property
+    def _plain(self) -> Tensor:
+        return self.message.view(torch.float32)
+
+
+# A worker's line to one server: whichever process that is, what was not answered is asked again.
+
+_log = logging.getLogger(__name__)
+_PAUSE_S = 0.02
+_DIAL_S, _PART_S = 5.0, 60.0
+_REFUSALS: dict[str, type[AsyncTrainingError]] = {
+    "evicted": Evicted, "settings": SettingsMismatch, "missing": PeerLost, "uninitialised": PeerLost,
+}  # fmt: skip
+
+
+class ShardConnection:
+    """One server, whichever process that is; used by one thread, but for `give_up`.
+
+    Args:
+        server: its number, for messages.
+        dial: the line's from now on.
+        hello: that servers are told first: the ``worker`` whose line it is, and whatever else says who that is.
+        absent_s: a server that cannot be reached for so long is lost.
+        overlap: gradients may be of what was pulled before the last pull: the server has two places for that. Default:
+            they are of the last one.
+    """
+
+    def __init__(
+        self, server: int, dial: Dial, hello: Mapping[str, Any], absent_s: float, overlap: bool = False
+    ) -> None:
+        self.dial, self.base = dial, 0
+        self.began = False
+        """The server has weights: one without has lost them."""
+        self._overlap, self._spare, self._pushed_then = overlap, False, 0  # where the last pull is, and when that was
+        self.resent = self.pushed = 0
+        self._missing: list[tuple[int, int]] = []
+        """Pushes that were answered, and are lost since: behind one number, up to another."""
+        self._server, self._worker, self._hello = server, hello["worker"], hello
+        self._channel: PeerChannel | None = None
+        self._life: int | None = None
+        self._incarnation: str | None = None
+        self._request: tuple[Mapping[str, Any], int] = {}, 0
+        self._asked_at = 0.0
+        self._why = "nothing was heard of it"
+        self._given_up, self._absent_s = False, absent_s
+        self._left: int | None = None
+        """From this byte on the next push is at the server already; None: nothing of it is."""
+        self._away_since: float | None = None
+        """When the server was last reached; None while there is a channel."""
+
+    def ask(self, header: Mapping[str, Any], size: int) -> None:
+        """Say it, if there is somebody; `reply` sees to the rest."""
+        pushes, before = header["do"] == "push", header.get("base", self.base) < self.base
+        flips = pushes or self.pushed > self._pushed_then  # a pull after a pull is in its place: nothing is of that one
+        places = {"of": self._spare ^ (self._overlap and before), "to": self._spare ^ (self._overlap and flips)}
+        self._request, self._asked_at, self.resent = ({**header, **places}, size), time.monotonic(), 0
+        if self._channel is not None:
+            self._try(self._channel)
+
+    def pulled(self, version: int) -> None:
+        """The last request has brought weights, of this version."""
+        self.base, self._spare, self._pushed_then = version, self._request[0]["to"], self.pushed
+
+    @property
+    def lost(self) -> int:
+        """How many pushes were answered, and are in no weights any more."""
+        return sum(end - start for start, end in self._missing)
+
+    def begin_part(self) -> None:
+        """The memory is filled anew."""
+        self._left = None
+
+    def leave(self, at: int, size: int) -> None:
+        """A part of the next push leaves ahead of it: the last one, or one in front of those that have left, or again.
+
+        It may fail: what has not left goes with the push.
+        """
+        channel = self._channel
+        if channel is None or channel.shares_memory:
+            return
+        try:
+            channel.send({"do": "part", "at": at}, size)
+            channel.receive(_PART_S)
+        except PeerLost as error:
+            self._drop(error)
+        else:
+            self._left = at if self._left is None else min(self._left, at)
+
+    def reply(self, until: float) -> dict[str, Any]:
+        """The answer, of whichever process gives it."""
+        while True:
+            now = time.monotonic()
+            left = until - now
+            if self._given_up:
+                raise PeerLost(f"worker {self._worker!r} has given up on server {self._server}.")
+            if self._channel is None:
+                self._away_since = self._away_since or now
+                left = min(left, self._away_since + self._absent_s - now)
+                if left > 0 and not self._dial(left):
+                    time.sleep(min(_PAUSE_S, left))
+                    continue
+                left = until - now
+            if self._channel is None:
+                raise ChannelTimeout(
+                    f"worker {self._worker!r}: server {self._server} has not answered "
+                    f"{self._request[0].get('do')!r} for {time.monotonic() - self._asked_at:.1f} s: {self._why} "
+                    "See its log; it may need more time than `timeout`."
+                )
+            try:
+                reply, _ = self._channel.receive(max(left, 0.001))
+            except PeerLost as error:
+                self._drop(error)
+            else:
+                if self._request[0].get("do") == "push":
+                    self._left = None  # nothing of the next one is there
+                return self._heard(reply)
+
+    def give_up(self) -> None:
+        self._given_up = True
+        if (channel := self._channel) is not None:
+            channel.break_off()
+
+    def close(self, leave: bool) -> None:
+        if self._channel is not None and leave:
+            try:
+                self._channel.send({"do": "leave"}, 0, 1.0)
+                self._channel.receive(1.0)
+            except PeerLost:
+                pass  # it is gone, or busy: it sees the connection's end
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = None
+        self.dial.close()
+
+    def _dial(self, timeout_s: float) -> bool:
+        """Whether there is a channel now, and the request is on its way."""
+        try:
+            channel = self._channel = self.dial.connect(min(timeout_s, _DIAL_S))
+            now = {"life": self._life, "incarnation": self._incarnation, "said": self.pushed}
+            channel.send({"do": "hello", **self._hello, **now}, 0, timeout_s)
+            reply, _ = channel.receive(timeout_s)
+        except PeerLost as error:
+            self._drop(error)
+            return False
+        known, told = self._incarnation, self._heard(reply)
+        self._life = told["life"]
+        if self.began and told["version"] is None:
+            raise PeerLost(
+                f"worker {self._worker!r}: server {self._server} has lost its weights, of version {self.base} or "
+                "later: its memory is gone, with its supervisor or its host. Start again from the last checkpoint."
+            )
+        if None not in (known, told["version"]) and told["incarnation"] != known:
+            self._go_back(told)
+        self.resent += 1
+        self._away_since = None
+        self._try(channel)
+        return self._channel is not None
+
+    def _go_back(self, told: Mapping[str, Any]) -> None:
+        """The server had lost its memory, and has a snapshot: of what was said to it, less counts than was answered."""
+        kept = told["push"]
+        known = [(start, min(end, kept)) for start, end in self._missing if start < kept]
+        self._missing = [*known, (kept, max(kept, self.pushed))]
+        header, size = self._request
+        self.base = min(self.base, told["version"])
+        if "base" in header:
+            header = {**header, "base": self.base}
+        self._request = header, size
+        _log.warning(
+            "Worker %r: server %d has come back with a snapshot, of version %d. %d pushes of this worker's are lost in "
+            "all.", self._worker, self._server, told["version"], self.lost,
+        )  # fmt: skip
+
+    def _try(self, channel: PeerChannel) -> None:
+        header, size = self._request
+        try:
+            if self._left is not None and header["do"] == "push":
+                channel.send({**header, "size": size}, min(self._left, size))
+            else:
+                channel.send(header, size)
+        except PeerLost as error:
+            self._drop(error)
+
+    def _drop(self, error: PeerLost) -> None:
+        self._why, self._left = str(error), None
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = None
+
+    def _heard(self, reply: dict[str, Any]) -> dict[str, Any]:
+        if (kind := reply.get("refused")) is not None:
+            error = _REFUSALS.get(kind, AsyncTrainingError)
+            raise error(f"worker {self._worker!r}: server {self._server} refuses: {reply['why']}")
+        self._incarnation = reply.get("incarnation", self._incarnation)
+        self.pushed = reply.get("number", self.pushed)
+        return reply
+
+
+def forget(dial: Dial, workers: Sequence[str], timeout_s: float = 10.0) -> None:
+    """Tell a server that these workers are lost: nobody waits for them, and what they still say does not count.
+
+    Raises:
+        PeerLost: it does not answer in time.
+    """
+    _tell(dial, {"do": "forget", "workers": list(workers)}, timeout_s)
+
+
+def tell_over(dial: Dial, timeout_s: float = 5.0) -> None:
+    """Tell a server that the training is over: it ends when nobody is connected any more. Whoever does not answer has
+    ended already, or will, a while after."""
+    with contextlib.suppress(PeerLost), contextlib.closing(dial):
+        _tell(dial, {"do": "over"}, timeout_s)
+
+
+def _tell(dial: Dial, header: Mapping[str, Any], timeout_s: float) -> None:
+    channel = dial.connect(timeout_s)
+    try:
+        channel.send(header, 0, timeout_s)
+        channel.receive(timeout_s)
+    finally:
+        channel.close()
+
+
+@dataclass(frozen=True)
+class ServerAnswer:
+    """What servers say to a push or a pull.
+
+    Args:
+        versions: of each server's shard.
+        lags: updates since the weights that the push was computed at, of each server; zeros where there was none.
+        resent: servers that were asked again.
+        dropped: of each server, whether the push was left out, as too late.
+        durable: the version of each server's newest snapshot: this, and all before, survives the loss of its host;
+            -1 where there is none.
+        lost: pushes of this worker's that were acknowledged, and were lost since with a server's host.
+        in_step: the next version is made of a push of each worker.
+        restored: grows whenever a server has begun with a snapshot: versions go back with it.
+        called: in sync mode, whether a worker has called all with this round; all hear it of the same one.
+    """
+
+    versions: tuple[int, ...]
+    lags: tuple[int, ...] = ()
+    resent: int = 0
+    dropped: tuple[bool, ...] = ()
+    durable: tuple[int, ...] = ()
+    lost: int = 0
+    in_step: bool = False
+    called: bool = False
+    restored: int = 0
+
+    @property
+    def survives(self) -> str:
+        """What was answered survives the servers' ``"process"``, or, as it is in a ``"snapshot"``, their hosts.
+
+        >>> Answer((3, 4), durable=(3, 3)).survives, Answer((3, 4), durable=(3, 4)).survives
+        ('process', 'snapshot')
+        """
+        held = len(self.durable) == len(self.versions) and all(map(int.__ge__, self.durable, self.versions))
+        return "snapshot" if held else "process"
+
+
+class Client:
+    """One worker, as its servers know it; used by one thread at a time. An error leaves it of no use, but to `close`.
+
+    Args:
+        worker: its name.
+        dials: one for each server, in the plan's order; the client's from now on.
+        fingerprint: of the plan: servers take part in one only. Default: none.
+        timeout_s: for each request, over all servers and all that becomes of them; longer than their ``dead_after_s``,
+            so that they see first to a worker that all wait for. Default: 180.
+        absent_s: for a server to be reached, when it is not; then it is lost. Default: 180.
+        compression: of pushes. Default: none, they are fp32.
+        consistent: whether all that is pulled is of one version of all servers, see `consistency`. Default: each has its own.
+        table, overlap: of those that each server has, by number; see `ShardConnection`. Default: the first, and no.
+    """
+
+    def __init__(
+        self,
+        worker: str,
+        dials: Sequence[Dial],
+        fingerprint: str = "",
+        timeout_s: float = 180.0,
+        absent_s: float = 180.0,
+        compression: PushCompression | None = None,
+        consistent: bool = False,
+        table: int = 0,
+        overlap: bool = False,
+    ) -> None:
+        self.worker, self._timeout_s = worker, timeout_s
+        hello = {"worker": worker, "client": secrets.token_hex(3), "fingerprint": fingerprint, "table": table}
+        self._lines = [ShardConnection(server, dial, hello, absent_s, overlap) for server, dial in enumerate(dials)]
+        self._fingerprint, self._compression, self._at_a_cut = fingerprint, compression, consistent and len(dials) > 1
+        self.feedback: list[PushResiduals] = []
+        """What compression has yet to deliver, one for each server; empty without."""
+        if compression is not None:
+            self.feedback = [PushResiduals(compression, _floats(line.dial.outgoing).numel()) for line in self._lines]
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """fp32 memory for what is pushed next, one for each server; this worker's, but during a push."""
+        return [each.source for each in self.feedback] or [_floats(line.dial.outgoing) for line in self._lines]
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """fp32, what was pulled last, one for each server; this worker's until the next request."""
+        return [_floats(line.dial.incoming) for line in self._lines]
+
+    def bring(self, field: str) -> None:
+        """What is in `gradients` is a field of the optimizer's state, for `start`."""
+        self._ask_with_all({"do": "bring", "field": field})
+
+    def start(
+        self,
+        optimizer: str = "delta",
+        arguments: Mapping[str, Any] | None = None,
+        fields: Iterable[str] = (),
+        scalars: Mapping[str, float] | None = None,
+        staleness: str | StalenessPolicy | None = None,
+        anew: bool = False,
+        warmup_steps: int | None = None,
+    ) -> ServerAnswer:
+        """Join; servers that have no weights take those that are in `gradients`. Pull.
+
+        Args:
+            optimizer, arguments: of the servers; see `make_optimizer`. Default: what is pushed is added.
+            fields, scalars: of the state that it begins with; the first were brought before. Default: it is new.
+            staleness: that the servers' `Terms` are to have. Default: any.
+            anew: servers that have weights take these in their place; other workers are fenced. Default: False.
+            warmup_steps: of these weights, in place of the servers'. Default: theirs.
+
+        Raises:
+            PeerLost: a server is not there in time.
+            SettingsMismatch: a server has another optimizer, policy of staleness or plan, or cannot have this one.
+        """
+        told: dict[str, Any] = {"optimizer": optimizer, "arguments": dict(arguments or {})}
+        told |= {"fingerprint": self._fingerprint, "staleness": stated_staleness(staleness)}
+        told |= {"fields": list(fields), "scalars": dict(scalars or {}), "anew": anew, "warmup_steps": warmup_steps}
+        self._ask_with_all({"do": "initialise", **told})
+        for line in self._lines:
+            line.began = True
+        return self.pull()
+
+    def pull(self, field: str | None = None) -> ServerAnswer:
+        """The newest weights, in `weights`; or in their place a field of the servers' state, of the same version.
+
+        Raises:
+            PeerLost: a server has not answered in time, or has lost its weights.
+            Evicted: the others have gone on without this worker.
+        """
+        if self._at_a_cut:
+            return self._answer(consistency.pull(self._ask_all, field, self._timeout_s, self.worker))
+        return self._answer(self._ask_all({"do": "pull", "field": field}))
+
+    def push(
+        self,
+        *,
+        lr: float | None = None,
+        weight: float = 1.0,
+        pull: bool = True,
+        sync_point: int = 0,
+        call: bool = False,
+        bases: Sequence[int] | None = None,
+    ) -> ServerAnswer:
+        """Have what is in `gradients` applied, once, and pull. It is safe from the servers' deaths when this returns.
+
+        Args:
+            lr: in place of the optimizer's own.
+            weight: samples that it is the mean of; counts in sync mode. 0: there is nothing in it, and what compression
+                has yet to deliver stays here. Default: 1.
+            pull: whether to have the weights, too. Default: True.
+            gate: gates that are behind this worker, see `rest`. Default: 0.
+            call: in sync mode: all shall hear of it with the answer to this round, see `ServerAnswer.called`. Default: False.
+            bases: the versions that it was computed at, of each server. Default: those that were pulled last.
+
+        Raises:
+            ValueError: ``weight`` is below 0.
+            PeerLost, Evicted: as of `pull`.
+        """
+        if not weight >= 0:
+            raise ValueError(f"`push(weight={weight!r})` must be >= 0.")
+        apart = pull and self._at_a_cut
+        header = {
+            "do": "push", "compression": described(self._compression), "lr": lr, "weight": weight,
+            "pull": pull and not apart, "gate": sync_point, "call": call,
+        }  # fmt: skip
+        requests = []
+        for server, line in enumerate(self._lines):
+            base = line.base if bases is None else min(line.base, bases[server])
+            told = {**header, "number": line.pushed + 1, "base": base}
+            requests.append((told, self._put(server, line) if weight else 0))
+        answer = self._answer(self._ask(requests), pulled=pull and not apart)
+        if not apart:
+            return answer
+        pulled = self.pull()
+        how: Any = {name: getattr(answer, name) for name in ("lags", "dropped", "called")}
+        return replace(pulled, **how, resent=answer.resent + pulled.resent)
+
+    def begin_parts(self) -> None:
+        """`gradients` are filled anew, from the end on."""
+        for line in self._lines:
+            line.begin_part()
+
+    def leave(self, parts: Sequence[tuple[int, int]]) -> None:
+        """A part of the next push leaves ahead of it, where something has to be moved; of all servers.
+
+        Args:
+            parts: of each server's `gradients`, from one element to another: the tail, what is in front of parts that
+                have left, or one that has changed since. With compression all leaves with the push.
+        """
+        itemsize = torch.float32.itemsize
+        for line, (start, end) in zip(self._lines, parts, strict=True):
+            if end > start and not self.feedback:
+                line.leave(start * itemsize, (end - start) * itemsize)
+
+    def snapshot(self) -> ServerAnswer:
+        """Have all servers take a snapshot now; when this returns, it survives their hosts.
+
+        Raises:
+            AsyncTrainingError: a server takes none, or cannot write it.
+            PeerLost, Evicted: as of `pull`.
+        """
+        return self._answer(self._ask_all({"do": "snapshot"}), pulled=False)
+
+    def read(self, field: str) -> tuple[dict[str, Any], ...]:
+        """One field of all servers' state, in `weights`; what they say of it: ``fields``, ``scalars``, ``version``."""
+        return tuple(self._ask_all({"do": "read", "field": field}))
+
+    def rest(self, sync_point: int) -> None:
+        """Nobody is to wait for this worker until a push of somebody's comes from beyond that gate, by number.
+
+        Raises:
+            PeerLost, Evicted: as of `pull`.
+        """
+        self._ask_all({"do": "rest", "gate": sync_point})
+
+    def give_up(self) -> None:
+        """From any thread: the request that is under way fails now, and no other one is made."""
+        for line in self._lines:
+            line.give_up()
+
+    def lags(self) -> tuple[dict[str, Any], ...]:
+        """How late pushes were, of each server: ``counts`` of pushes by lag, from which on one key stands for the lags
+        up to the next one; the ``mean`` of recent ones; how many were ``dropped``; where snapshots are taken, what is
+        ``durable``, and how many of all workers' were ``lost``."""
+        told = [reply["lags"] for reply in self._ask_all({"do": "lags"})]
+        return tuple({**each, "counts": {int(key): count for key, count in each["counts"].items()}} for each in told)
+
+    def close(self, leave: bool = True) -> None:
+        """Say goodbye, so that nobody waits for this worker, and give the memory back; idempotent."""
+        for line in self._lines:
+            line.close(leave)
+
+    def _put(self, server: int, line: ShardConnection) -> int:
+        """Have the next push in the line's memory; how many bytes it is."""
+        outgoing = line.dial.outgoing
+        return self.feedback[server].encode_(outgoing) if self.feedback else outgoing.numel()
+
+    def _ask_with_all(self, header: Mapping[str, Any]) -> None:
+        """With what is in `gradients`, as it is."""
+        for server, each in enumerate(self.feedback):
+            _floats(self._lines[server].dial.outgoing).copy_(each.source)
+        self._ask([(header, line.dial.outgoing.numel()) for line in self._lines])
+
+    def _answer(self, replies: Sequence[Mapping[str, Any]], pulled: bool = True) -> ServerAnswer:
+        versions = tuple(reply["version"] for reply in replies)
+        if pulled:
+            for line, version in zip(self._lines, versions, strict=True):
+                line.pulled(version)
+        told = {"lag": 0, "dropped": False, "durable": -1, "restored": 0}
+        lags, dropped, durable, restored = (tuple(reply.get(*each) for reply in replies) for each in told.items())
+        lost, resent = (sum(getattr(line, name) for line in self._lines) for name in ("lost", "resent"))
+        in_step, called = (any(reply.get(name, False) for reply in replies) for name in ("in_step", "called"))
+        return ServerAnswer(versions, lags, resent, dropped, durable, lost, in_step, called, sum(restored))
+
+    def _ask_all(self, header: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return self._ask([(header, 0)] * len(self._lines))
+
+    def _ask(self, requests: Sequence[tuple[Mapping[str, Any], int]]) -> list[dict[str, Any]]:
+        until = time.monotonic() + self._timeout_s
+        for line, (header, size) in zip(self._lines, requests, strict=True):
+            line.ask(header, size)
+        return [line.reply(until) for line in self._lines]
+
+
+def _floats(memory: Tensor) -> Tensor:
+    return memory.view(torch.float32)

@@ -1,0 +1,282 @@
+"""Who waits for whom on a server: the terms, and what follows from them, as pure functions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_async._checks import check_choice, check_int, check_real
+from lightning_async.algorithms.staleness import AUTO, NoCorrection, StalenessPolicy, described, make_policy
+from lightning_async.errors import ChannelTimeout
+from lightning_async.parameter_server.store import said
+
+Workers = Mapping[str, Mapping[str, Any]]
+"""What a store remembers: of each name its ``life``, the ``push`` that was applied last, its ``clock``, whether it
+is ``live``, waited for by others, and the gate that it ``rests`` at: until others are beyond, nobody waits for it."""
+NEWCOMERS = "newcomers"
+"""Stands for those that are yet to come."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerRules:
+    """How a server treats its workers.
+
+    Args:
+        mode: ``"async"``: each push is applied as it comes. ``"sync"``: one of each worker at a time, as their mean,
+            weighted by samples. ``"ssp"``: as they come, and nobody goes on who is more than ``max_staleness`` pushes
+            ahead of the slowest. Default: ``"async"``.
+        num_workers: that are waited for before the first round of ``"sync"``. Default: 1.
+        max_staleness: pushes. Default: 3.
+        warmup_steps: versions at first that are made as in ``"sync"``, in the other modes. Default: 0.
+        dead_after_s: seconds for which others wait for a worker that says nothing, before they go on without it; also
+            for one that does not come back to a server that was started again. Default: 60.
+        staleness: what is done about pushes that are late: a policy, its short name, or ``"auto"``, see
+            `rules.staleness`. Pushes of ``"sync"`` are not late, and take none. Default: ``"none"``.
+
+    Raises:
+        TypeError, ValueError: an argument is out of range.
+
+    Source: Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", 2013.
+    """
+
+    mode: str = "async"
+    num_workers: int = 1
+    max_staleness: int = 3
+    warmup_steps: int = 0
+    dead_after_s: float = 60.0
+    staleness: str | StalenessPolicy | Mapping[str, Any] = "none"
+
+    def __post_init__(self) -> None:
+        check_choice("Terms", "mode", self.mode, ("async", "sync", "ssp"))
+        check_int(self, "num_workers", at_least=1)
+        check_int(self, "max_staleness", at_least=0)
+        check_int(self, "warmup_steps", at_least=0)
+        check_real(self, "dead_after_s", above=0)
+        told = stated_staleness(self.staleness)
+        if self.mode == "sync" and told not in (AUTO, described(NoCorrection())):
+            raise ValueError(
+                f"`WorkerRules(staleness={self.staleness!r})`: pushes of mode='sync' are not late: take 'none'."
+            )
+
+    def in_step(self, version: int, warmup_steps: int | None = None) -> bool:
+        """Whether the next version is made of a push of each worker.
+
+        Args:
+            version: of the weights.
+            warmup_steps: of these weights, where a training has gone on with them. Default: all.
+
+        >>> Terms(warmup_steps=2).in_step(1), Terms(warmup_steps=2).in_step(2), Terms(warmup_steps=2).in_step(1, 1)
+        (True, False, False)
+        """
+        return self.mode == "sync" or version < (self.warmup_steps if warmup_steps is None else warmup_steps)
+
+    def policy(self, optimizer: str, arguments: Mapping[str, Any]) -> StalenessPolicy:
+        """The policy, for a server's optimizer."""
+        return NoCorrection() if self.mode == "sync" else make_policy(self.staleness, optimizer, arguments)
+
+    def plain(self) -> dict[str, Any]:
+        """In JSON's terms."""
+        return {**vars(self), "staleness": stated_staleness(self.staleness)}
+
+
+def stated_staleness(staleness: str | StalenessPolicy | Mapping[str, Any] | None) -> str | dict[str, Any] | None:
+    """A policy in JSON's terms; ``"auto"``, and none, as they are.
+
+    >>> told_staleness("bounded")
+    {'policy': 'Bounded', 'arguments': {'max_staleness': 16}}
+    """
+    if staleness is None or staleness == AUTO:
+        return None if staleness is None else AUTO
+    return described(make_policy(staleness))
+
+
+def live(workers: Workers, sync_point: int = 0) -> set[str]:
+    """Those that others wait for who come from beyond so many gates.
+
+    >>> told = {"a": {"live": True, "rests": -1}, "b": {"live": True, "rests": 2}}
+    >>> live(told, 2), sorted(live(told, 3))
+    ({'a'}, ['a', 'b'])
+    """
+    return {name for name, told in workers.items() if told["live"] and told["rests"] < sync_point}
+
+
+def round_due(
+    worker_rules: WorkerRules, version: int, workers: Workers, waiting: Collection[str], sync_point: int = 0
+) -> bool:
+    """Whether the pushes that wait are to be applied: they are of all that live, and enough have come once.
+
+    >>> told = {"live": True, "rests": -1}
+    >>> two = Terms(mode="sync", num_workers=2)
+    >>> round_due(two, 0, {"a": told}, ["a"]), round_due(two, 0, {"a": told, "b": told}, ["a", "b"])
+    (False, True)
+    >>> round_due(two, 1, {"a": told, "b": {"live": False}}, ["a"])
+    True
+    """
+    come = version > 0 or len(workers) >= worker_rules.num_workers
+    return bool(waiting) and live(workers, sync_point) <= set(waiting) and come
+
+
+def awaited(
+    worker_rules: WorkerRules, workers: Workers, waiting: Collection[str], worker: str, number: int, sync_point: int = 0
+) -> set[str]:
+    """Whom a worker waits for that has pushed; nobody, where it may go on.
+
+    >>> fast = {"live": True, "rests": -1, "push": 5, "clock": 5}
+    >>> slow = {"live": True, "rests": -1, "push": 1, "clock": 1}
+    >>> awaited(Terms(mode="ssp", max_staleness=3), {"a": fast, "b": slow}, [], "a", 5)
+    {'b'}
+    >>> awaited(Terms(mode="ssp", max_staleness=4), {"a": fast, "b": slow}, [], "a", 5)
+    set()
+    """
+    if workers[worker]["push"] < number:  # it waits in a round
+        return (live(workers, sync_point) - set(waiting)) or {NEWCOMERS}
+    if worker_rules.mode == "ssp":
+        least = workers[worker]["clock"] - worker_rules.max_staleness
+        return {name for name in live(workers, sync_point) - {worker} if workers[name]["clock"] < least}
+    return set()
+
+
+# One version of all servers: no push is seen on one of them and absent on another.
+#
+# a worker its servers hold ------------------> no push is applied from now on <------------------ the last push
+# of each worker that is applied here pull, at the cut: the -> of what waits, those pushes are applied that are
+# in the cut; once all are, the weights, latest of all answers and the hold is over
+#
+# A push that one server has applied is on its way to the others, or its worker is gone: then nothing more of it
+# will come, and what has come counts. Whoever holds does so for a limited time, and only as long as it is
+# connected; where that was too short, it asks again.
+
+_HOLD_S, _LONGEST_HOLD_S = 1.0, 30.0
+
+Cut = Mapping[tuple[str, str], int]
+"""Of each worker, by its name and its client's own: the number of its last push."""
+
+
+def applied_by(workers: Workers) -> Cut:
+    """What a server has applied.
+
+    >>> applied_by({"a": {"client": "3f", "push": 4}, "b": {"client": "9c", "push": 1, "said": 2}})
+    {('a', '3f'): 4, ('b', '9c'): 2}
+    """
+    return {(name, told["client"]): said(told) for name, told in workers.items()}
+
+
+def latest(cuts: Iterable[Cut]) -> Cut:
+    """What has to be applied everywhere, as it is somewhere.
+
+    >>> latest([{("a", "3f"): 4}, {("a", "3f"): 5, ("b", "9c"): 1}])
+    {('a', '3f'): 5, ('b', '9c'): 1}
+    """
+    found: dict[tuple[str, str], int] = {}
+    for cut in cuts:
+        for worker, number in cut.items():
+            found[worker] = max(number, found.get(worker, 0))
+    return found
+
+
+def plain(cut: Cut) -> list[list[Any]]:
+    """In JSON's terms."""
+    return [[*worker, number] for worker, number in cut.items()]
+
+
+def from_plain(told: Sequence[Sequence[Any]]) -> Cut:
+    """What `plain` was given."""
+    return {(name, client): number for name, client, number in told}
+
+
+@dataclass
+class _Hold:
+    until: float
+    cut: Cut | None = None
+
+
+class ConsistentReads:
+    """Those who hold one server; used under its lock.
+
+    Args:
+        now: seconds. Default: the system's clock.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._holds: dict[str, _Hold] = {}
+
+    def hold(self, worker: str, limit_s: float) -> None:
+        """No push is applied until this worker has pulled, or for so many seconds."""
+        self._holds[worker] = _Hold(self._now() + limit_s)
+
+    def wants(self, worker: str, cut: Cut) -> None:
+        """It is to have these pushes."""
+        if (hold := self._holds.get(worker)) is not None:
+            hold.cut = cut
+
+    def release(self, worker: str) -> None:
+        """It has pulled, or begins anew."""
+        self._holds.pop(worker, None)
+
+    def holds(self, worker: str) -> bool:
+        """Whether its hold has lasted until now."""
+        hold = self._holds.get(worker)
+        return hold is not None and self._now() < hold.until
+
+    def allow(self, pushes: Mapping[str, int], workers: Workers, connected: Collection[str]) -> bool:
+        """Whether these pushes, by their workers' names, may be applied now."""
+        if not self._holds:
+            return True
+        for holder in [name for name in self._holds if name not in connected or not self.holds(name)]:
+            self.release(holder)
+        wanted = [hold.cut for hold in self._holds.values()]
+        return all(
+            cut is not None and number <= cut.get((name, workers[name]["client"]), 0)
+            for cut in wanted
+            for name, number in pushes.items()
+            if name in workers
+        )
+
+
+def missing(cut: Cut, workers: Workers) -> bool:
+    """Whether a push is yet to come here; none does of those who are gone for good.
+
+    >>> told = {"a": {"client": "3f", "push": 4}}
+    >>> missing({("a", "3f"): 5}, told), missing({("a", "3f"): 4, ("b", "9c"): 7, ("a", "1d"): 9}, told)
+    (True, False)
+    """
+    here = applied_by(workers)
+    return any(number > here[worker] for worker, number in cut.items() if worker in here)
+
+
+def pull(
+    ask: Callable[[Mapping[str, Any]], list[dict[str, Any]]],
+    field: str | None,
+    timeout_s: float,
+    worker: str,
+) -> list[dict[str, Any]]:
+    """On a worker's side: have all servers' weights, of one cut; what they say to that.
+
+    Args:
+        ask: all servers, and hear all answers.
+        field: to have in their place. None: nothing is.
+        timeout_s: for all of it.
+        worker: who asks.
+
+    Raises:
+        ChannelTimeout: a push has come to some servers only, and its worker is not known to be gone.
+    """
+    limit_s, until = _HOLD_S, time.monotonic() + timeout_s
+    while True:
+        began = time.monotonic()
+        held = ask({"do": "hold", "limit_s": limit_s})
+        wanted = plain(latest(from_plain(each["cut"]) for each in held))
+        replies = ask({"do": "pull", "field": field, "cut": wanted})
+        if not any(reply["again"] for reply in replies):
+            return replies
+        now = time.monotonic()
+        if now >= until:
+            raise ChannelTimeout(
+                f"worker {worker!r}: its {len(replies)} servers have not come to one version for {timeout_s:.1f} s: a "
+                "push has come to some of them only. See the other workers' logs."
+            )
+        limit_s = min(2 * limit_s, _LONGEST_HOLD_S)
+        time.sleep(min(now - began, until - now))  # for as long as others have had to wait

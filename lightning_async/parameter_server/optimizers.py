@@ -1,0 +1,352 @@
+"""The optimizers of servers, by name and JSON's arguments.
+
+Those with a fused op are in `steps`. Those without are torch's own: they copy a piece, and update it while it is in the
+cache. What gives other numbers on several elements than on each alone cannot be sharded, and is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_async import ops
+from lightning_async.ops.flat_ops import eager
+
+# A server's steps: from one bank of memory, which stays as it is, to another one, piece by piece, in any order.
+#
+# A fused op reads a piece once, and writes what becomes of it once: the new weights and state, and the reply to
+# the worker that has pushed. How much a late push counts is a factor of the rate, or of the gradient
+# (`ServerRates`); factors of 1 change no bit.
+
+Bank = Mapping[str, Tensor]
+"""``params`` and the optimizer's fields: flat, fp32, of one size."""
+Scalars = dict[str, float]
+"""An optimizer's state besides the fields, such as ``step``; empty before the first one."""
+
+_add_: Callable[..., None] = eager(ops.server_add_)
+_sgd_: Callable[..., None] = eager(ops.server_sgd_)
+_dana_: Callable[..., None] = eager(ops.server_dana_)
+_adam_: Callable[..., None] = eager(ops.server_adam_)
+_TOGETHER = "together"  # what there is of momentum is of workers together
+
+
+class ServerRates(NamedTuple):
+    """What a step is taken with.
+
+    Args:
+        lr: in place of the optimizer's own. Default: that one.
+        factor: of the rate.
+        scale: of the gradient.
+    """
+
+    lr: float | None = None
+    factor: float = 1.0
+    scale: float = 1.0
+
+    def of(self, own: float) -> float:
+        """The rate, for an optimizer with this one."""
+        return (own if self.lr is None else self.lr) * self.factor
+
+
+class ShardSpan(NamedTuple):
+    """A piece of a shard in a step.
+
+    Args:
+        old: read.
+        new: overwritten, all of it.
+        gradient: fp32, bf16 or fp16.
+        reply: overwritten with what workers are to have: the new weights, or what is ahead of them. None: nobody pulls.
+        whole: elements of the arrays that it is a piece of.
+    """
+
+    old: Bank
+    new: Bank
+    gradient: Tensor
+    reply: Tensor | None
+    whole: int
+
+    def before(self, *names: str) -> list[Tensor]:
+        return [self.old[name] for name in names]
+
+    def after(self, *names: str) -> list[Tensor]:
+        return [self.new[name] for name in names]
+
+
+class ServerOptimizer(Protocol):
+    """A step on a piece of a shard; by several threads at once."""
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Names of the state that is as large as the parameters; zeros before the first step."""
+        ...
+
+    def step(self, span: ShardSpan, scalars: Scalars, rates: ServerRates) -> Scalars:
+        """Fill what is new; the new scalars, the same for every piece.
+
+        Args:
+            span: the piece.
+            scalars: that go with what is old.
+            rates: see there.
+        """
+        ...
+
+
+class Delta:
+    r"""What is pushed is a change of the weights: :math:`x \leftarrow x + d`."""
+
+    fields = ()
+
+    def step(self, span: ShardSpan, scalars: Scalars, rates: ServerRates) -> Scalars:
+        _add(span, rates.factor * rates.scale)
+        return {}
+
+
+class Sgd:
+    """As `torch.optim.SGD`, by `ops.server_sgd_`; without momentum, by `ops.server_add_`.
+
+    Args:
+        lr: > 0.
+        momentum: in [0, 1).
+        nesterov, weight_decay, maximize: see there. Default: none of it.
+    """
+
+    def __init__(
+        self, lr: float, momentum: float, nesterov: bool, weight_decay: float = 0.0, maximize: bool = False
+    ) -> None:
+        self._lr, self._momentum, self._nesterov = float(lr), float(momentum), bool(nesterov)
+        self._weight_decay, self._sign = float(weight_decay), -1.0 if maximize else 1.0
+        self.fields = ("momentum_buffer",) if momentum else ()
+
+    def step(self, span: ShardSpan, scalars: Scalars, rates: ServerRates) -> Scalars:
+        rate, scale, names = rates.of(self._lr), self._sign * rates.scale, ("params", *self.fields)
+        if self._momentum:
+            how = rate, self._momentum, self._nesterov, scale, self._weight_decay, span.whole
+            _sgd_(*span.after(*names), span.reply, *span.before(*names), span.gradient, *how)
+        else:
+            _add(span, -rate * scale, rate * self._weight_decay)
+        return {}
+
+
+class DanaStep:
+    """SGD with a momentum for each worker, by `ops.server_dana_`; see `rules.staleness.Dana`.
+
+    The field ``momentum_buffer`` is the sum of all momenta: with one worker that of SGD. ``ahead`` is what workers
+    pull. Banks hold for a step what the worker has of its own, too: ``momentum``. Of a step that several workers take
+    together it is nobody's, and given up with the first step that is somebody's. Arguments are as of torch's SGD.
+    """
+
+    fields = ("momentum_buffer", "ahead")
+
+    def __init__(self, lr: float, momentum: float, weight_decay: float, maximize: bool) -> None:
+        self._lr, self._momentum = float(lr), float(momentum)
+        self._weight_decay, self._sign = float(weight_decay), -1.0 if maximize else 1.0
+
+    def step(self, span: ShardSpan, scalars: Scalars, rates: ServerRates) -> Scalars:
+        rate = rates._replace(factor=1.0).of(self._lr)  # or what is ahead would be nearer after a late push
+        names, gradient, mu = ("params", "momentum", "momentum_buffer"), span.gradient, self._momentum
+        if self._weight_decay or self._sign < 0:
+            gradient = torch.add(gradient.float() * self._sign, span.old["params"], alpha=self._weight_decay)
+        if "momentum" not in span.new:
+            both = "params", "momentum_buffer"
+            how = rate, mu, False, rates.scale, 0.0, span.whole
+            _sgd_(*span.after(*both), None, *span.before(*both), gradient, *how)
+            torch.sub(span.new["params"], span.new["momentum_buffer"], alpha=rate * mu, out=span.new["ahead"])
+            if span.reply is not None:
+                span.reply.copy_(span.new["ahead"])
+            return {"reach": rate * mu, _TOGETHER: 1.0}
+        old, own, total = span.before(*names)
+        if _TOGETHER in scalars:
+            total = torch.zeros_like(total)
+        how = rate, mu, rates.factor * rates.scale, span.whole
+        _dana_(*span.after(*names, "ahead"), span.reply, old, own, total, gradient, *how)
+        return {"reach": rate * mu}
+
+    def without(self, old: Bank, new: Bank, momenta: Sequence[Tensor], scalars: Scalars) -> None:
+        """Fill ``new`` with what ``old`` is without these workers' momenta."""
+        for name in old.keys() - {"ahead"}:
+            new[name].copy_(old[name])
+        for momentum in momenta:
+            new["momentum_buffer"].sub_(momentum)
+        torch.sub(new["params"], new["momentum_buffer"], alpha=scalars.get("reach", 0.0), out=new["ahead"])
+
+
+class Adam:
+    """As `torch.optim.Adam`, by `ops.server_adam_`; with ``decoupled`` decay, as `torch.optim.AdamW`.
+
+    Args:
+        lr: > 0.
+        beta1, beta2: in [0, 1).
+        eps: >= 0.
+        weight_decay, maximize: see there. Default: none of it.
+        decoupled: the decay is no part of the gradient. Default: it is L2.
+    """
+
+    fields = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float = 0.0,
+        decoupled: bool = False,
+        maximize: bool = False,
+    ) -> None:
+        self._lr, self._betas, self._eps = float(lr), (float(beta1), float(beta2)), float(eps)
+        self._decay, self._sign = (float(weight_decay), bool(decoupled)), -1.0 if maximize else 1.0
+
+    def step(self, span: ShardSpan, scalars: Scalars, rates: ServerRates) -> Scalars:
+        step, rate, names = int(scalars.get("step", 0)) + 1, rates.of(self._lr), ("params", *self.fields)
+        how = step, rate, *self._betas, self._eps, self._sign * rates.scale, *self._decay, span.whole
+        _adam_(*span.after(*names), span.reply, *span.before(*names), span.gradient, *how)
+        return {"step": step}
+
+
+def _add(span: ShardSpan, weight: float, decay: float = 0.0) -> None:
+    _add_(span.new["params"], span.reply, span.old["params"], span.gradient, weight, decay, span.whole)
+
+
+_BEGUN = "begun"  # one that has fields only is known by this to have taken a step
+
+
+def make_optimizer(
+    name: str, arguments: Mapping[str, Any], *, known: bool = False, momentum_by_worker: bool = False
+) -> ServerOptimizer:
+    """An optimizer by name.
+
+    Args:
+        name: of a class of torch.optim, or ``"delta"``: what workers push is added to the weights.
+        arguments: of its constructor, but for the parameters.
+        known: they were taken before. To ask torch's class takes it a second; one with a fused op is then not asked.
+        momentum_by_worker: each worker is to have its own. Default: no.
+
+    Raises:
+        ValueError: there is none of this name, or it cannot be sharded, or has no momentum that workers could have.
+        TypeError, ValueError: it does not take these arguments.
+
+    >>> make_optimizer("Adam", {"lr": 0.001}).fields
+    ('exp_avg', 'exp_avg_sq')
+    >>> make_optimizer("LBFGS", {})
+    Traceback (most recent call last):
+    ValueError: `optimizer='LBFGS'` cannot be sharded: ...
+    """
+    if momentum_by_worker and not (name == "SGD" and arguments.get("momentum") and not arguments.get("dampening")):
+        raise ValueError(
+            f"`optimizer={name!r}` with {dict(arguments)} has no momentum that each worker could have of its own, as "
+            "`staleness=Dana(...)` asks for: it is for SGD with `momentum` above 0, without dampening."
+        )
+    if name == "delta":
+        if arguments:
+            raise TypeError(f"`optimizer='delta'` takes no arguments, got {sorted(arguments)}.")
+        return Delta()
+    kind = getattr(torch.optim, name, None)
+    if not (inspect.isclass(kind) and issubclass(kind, Optimizer) and kind is not Optimizer):
+        raise ValueError(f"`optimizer={name!r}` must be 'delta', or the name of a class of torch.optim.")
+    if known:
+        options = {key: value.default for key, value in inspect.signature(kind).parameters.items()}
+        if momentum_by_worker:
+            return _dana({**options, **arguments})
+        if (fused := _fused(name, {**options, **arguments})) is not None:
+            return fused
+    whole = _Torch(name, kind, arguments)
+    if momentum_by_worker:
+        return _dana(whole.defaults)
+    return _fused(name, whole.defaults) or whole
+
+
+def _dana(options: Mapping[str, Any]) -> DanaStep:
+    return DanaStep(options["lr"], options["momentum"], options["weight_decay"], options["maximize"])
+
+
+def _fused(name: str, options: Mapping[str, Any]) -> ServerOptimizer | None:
+    """What the ops compute as torch's class does with these options; None where they do not."""
+    plain = not any(options.get(each) for each in ("amsgrad", "dampening"))
+    if not plain or any(isinstance(value, Tensor) for value in options.values()):
+        return None
+    if name == "SGD":
+        how = options["nesterov"], options["weight_decay"], options["maximize"]
+        return Sgd(options["lr"], options["momentum"], *how)
+    if name in ("Adam", "AdamW"):
+        decoupled = name == "AdamW" or options.get("decoupled_weight_decay", False)
+        (beta1, beta2), eps = options["betas"], options["eps"]
+        return Adam(options["lr"], beta1, beta2, eps, options["weight_decay"], decoupled, options["maximize"])
+    return None
+
+
+def begun(state: Mapping[str, Tensor] | None, scalars: Mapping[str, float] | None) -> Scalars:
+    """The scalars of an optimizer that begins with such a state: one with fields has taken a step."""
+    return {**({_BEGUN: 1.0} if state else {}), **(scalars or {})}
+
+
+class _Torch:
+    """A class of torch.optim as it is, with its own fields and scalars; they are found by trying it.
+
+    Args:
+        name: for messages.
+        kind: the class.
+        arguments: of its constructor.
+
+    Raises:
+        ValueError: it cannot be sharded.
+    """
+
+    def __init__(self, name: str, kind: type[Optimizer], arguments: Mapping[str, Any]) -> None:
+        self._make: Callable[[Parameter], Optimizer] = lambda parameter: kind([parameter], **arguments)  # pyright: ignore
+        start = torch.tensor([1.0, -2.0, 0.5])
+        self.defaults = dict(self._make(Parameter(start.clone())).defaults)
+        try:
+            state, together = self._try(start)
+            alone = torch.cat([self._try(start[i : i + 1])[1] for i in range(len(start))])
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(f"`optimizer={name!r}` cannot be sharded: {str(error).splitlines()[0]}") from error
+        if not torch.equal(together, alone):
+            raise ValueError(
+                f"`optimizer={name!r}` cannot be sharded: what becomes of an element depends on others. Take another "
+                "one, or `update_on_server=False`."
+            )
+        kept = {key: value for key, value in state.items() if value is not None}
+        self.fields = tuple(key for key, value in kept.items() if isinstance(value, Tensor) and value.dim())
+        self._tensors = {key for key, value in kept.items() if isinstance(value, Tensor) and not value.dim()}
+        wrong = [key for key in self.fields if kept[key].shape != start.shape or kept[key].dtype != start.dtype]
+        if wrong or any(not isinstance(value, Tensor | int | float) for value in kept.values()):
+            raise ValueError(f"`optimizer={name!r}` cannot be sharded: its state is not as large as its parameters.")
+
+    def _try(self, start: Tensor) -> tuple[dict[str, Any], Tensor]:
+        parameter = Parameter(start.clone())
+        optimizer = self._make(parameter)
+        for scale in (0.5, -2.0, 1.0):
+            parameter.grad = start * scale
+            optimizer.step()
+        return optimizer.state[parameter], parameter.detach()
+
+    @torch.no_grad()  # of the thread that calls it
+    def step(self, span: ShardSpan, scalars: Scalars, rates: ServerRates) -> Scalars:
+        new = span.new
+        for name, tensor in span.old.items():
+            new[name].copy_(tensor)
+        parameter = Parameter(new["params"])  # shares its memory
+        parameter.grad = span.gradient.float() if rates.scale == 1 else span.gradient.float() * rates.scale
+        optimizer = self._make(parameter)
+        if rates.lr is not None or rates.factor != 1:
+            for group in optimizer.param_groups:
+                group["lr"] = rates.of(group["lr"])
+        if scalars:
+            kept = {key: value for key, value in scalars.items() if key != _BEGUN}
+            held = {key: torch.tensor(value) if key in self._tensors else value for key, value in kept.items()}
+            optimizer.state[parameter] = {**{field: new[field] for field in self.fields}, **held}
+        optimizer.step()
+        state = optimizer.state[parameter]
+        for field in self.fields:
+            if state[field] is not new[field]:
+                new[field].copy_(state[field])
+        if span.reply is not None:
+            span.reply.copy_(new["params"])
+        others = {key: value for key, value in state.items() if key not in self.fields and value is not None}
+        return {_BEGUN: 1.0, **{key: float(value) for key, value in others.items()}}

@@ -1,0 +1,297 @@
+"""A server in a process of its own, as its starter sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import select
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from lightning_async._subprocess import bare_command
+from lightning_async.comm.p2p import listen
+from lightning_async.comm.p2p_gloo import address_of
+from lightning_async.comm.peer_storage import unshared
+from lightning_async.errors import AsyncTrainingError
+from lightning_async.parameter_server.consistency import WorkerRules
+from lightning_async.parameter_server.partition import TABLES
+from lightning_async.parameter_server.snapshots import Shelf
+from lightning_async.parameter_server.supervisor import DRAIN, END, STOP
+
+_ENDS_S = 10.0
+_BACKLOG = 128
+_left: list[subprocess.Popen[bytes]] = []
+
+
+class ServerProcess:
+    """A server on this host, under a supervisor that starts it again when it is killed, with all that it had.
+
+    It outlives who has started it: the other workers still need it. It ends when it is told to, or once its starter is
+    gone and nobody has been connected for a while.
+
+    Args:
+        terms: how it treats workers. Default: asynchronous.
+        linger_s: how long it waits for workers, once its starter is gone. Default: 30.
+        host: an address of this host's, at which workers on others reach it. Default: nothing listens there.
+        port: there. Default: a free one.
+        server: its number among the servers, for its snapshots. Default: 0.
+        name: by which this host's workers find it. Default: one that nobody can know.
+        snapshots: folder of all servers' snapshots, a path or what fsspec knows; it begins with its newest one, and
+            ends with a last one. Default: none are taken.
+        snapshot_every: seconds between two. Default: 60.
+
+    Raises:
+        ValueError: ``snapshot_every`` is not above 0.
+        AsyncTrainingError: the system does not let it start, or the folder cannot be written to.
+    """
+
+    def __init__(
+        self, worker_rules: WorkerRules | None = None, linger_s: float = 30.0, host: str | None = None, port: int = 0,
+        *, server: int = 0, name: str | None = None, snapshots: str | None = None, snapshot_every: float = 60.0,
+    ) -> None:  # fmt: skip
+        if not snapshot_every > 0:
+            raise ValueError(f"`ServerProcess(snapshot_every={snapshot_every!r})` must be > 0 seconds.")
+        self._settings = {
+            "terms": (worker_rules or WorkerRules()).plain(), "linger_s": linger_s, "server": server, "snapshots": snapshots,
+            "snapshot_every": snapshot_every,
+        }  # fmt: skip
+        self._popen: subprocess.Popen[bytes] | None = None
+        self.name = ""
+        """What `ShmDial` takes."""
+        self.address: dict[str, Any] = {}
+        """What `reach.dial` takes, on any host; in JSON's terms."""
+        try:
+            with contextlib.ExitStack() as opened:
+                self._start(opened, name, host, port)
+        except OSError as error:
+            raise AsyncTrainingError(f"no parameter server can be started: {error}") from error
+
+    def _start(self, opened: contextlib.ExitStack, name: str | None, host: str | None, port: int) -> None:
+        if (folder := self._settings["snapshots"]) is not None:
+            Shelf(folder, self._settings["server"]).close()  # where it cannot be written to, that is said here
+        memories = [os.memfd_create("lightning_async-server") for _ in range(TABLES)]
+        for memory in memories:
+            opened.callback(os.close, memory)
+        listener, self.name = listen(name)
+        listeners = [opened.enter_context(listener)]
+        self.address = address_of(self.name)
+        if host is not None:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+            listeners.append(opened.enter_context(listener))
+            self.address = address_of(self.name, host, listener.getsockname()[1])
+        ours, theirs = socket.socketpair()
+        opened.callback(theirs.close)
+        self._control = unshared(ours)
+        control, handed = theirs.fileno(), [*memories, *(each.fileno() for each in listeners)]
+        arguments = [control, handed, {**self._settings, "address": self.address}]
+        self._popen = subprocess.Popen(
+            bare_command("lightning_async.parameter_server.supervisor", arguments, "supervises a server"),
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[control, *handed], start_new_session=True,
+        )  # fmt: skip
+
+    @property
+    def supervisor(self) -> int:
+        """The supervisor's process number."""
+        assert self._popen is not None
+        return self._popen.pid
+
+    @property
+    def pid(self) -> int | None:
+        """The server's process number; None while there is none."""
+        with contextlib.suppress(OSError):
+            with open(f"/proc/{self.supervisor}/task/{self.supervisor}/children") as file:
+                children = file.read().split()
+            return int(children[0]) if children else None
+        return None
+
+    @property
+    def killed(self) -> bool:
+        """The supervisor has been, and all memory is gone with it."""
+        return self._popen is not None and (self._popen.poll() or 0) < 0
+
+    def tell_to_end(self) -> None:
+        """With a last snapshot, where any are taken; `close` waits for it."""
+        self._order(END if self._settings["snapshots"] else STOP)
+
+    def close(self, drain_s: float = 0.0, snapshot_s: float = _ENDS_S) -> int:
+        """End it, and give its memory back; idempotent.
+
+        Args:
+            drain_s: how long others may still be connected with it. Default: it ends now.
+            snapshot_s: seconds that it has for a last snapshot, where any are taken. Default: ten.
+
+        Returns:
+            0; 1 where it could not take its last snapshot, or has ended before, as it could not serve.
+        """
+        if self._popen is None:
+            return 0
+        if drain_s > 0.0:
+            self._order(DRAIN)
+        status = self._ended(drain_s)
+        if status is None:
+            self.tell_to_end()
+            status = self._ended(snapshot_s)
+        if status is None:
+            status = 1
+            self._order(STOP)
+            if self._ended(_ENDS_S) is None:
+                self._popen.kill()  # the server hears of it, and ends
+                self._popen.wait()
+        self._control.close()
+        self._popen = None
+        return int(status != 0)
+
+    def leave(self, within_s: float = 1.0) -> None:
+        """Others may go on with it: it ends when nobody is connected with it any more.
+
+        Args:
+            within_s: seconds that it is waited for. Default: one.
+        """
+        if self._popen is None:
+            return
+        self._order(DRAIN)
+        if self._ended(within_s) is None:
+            _left.append(self._popen)  # a process that is not waited for has no end of its own here
+        self._control.close()
+        self._popen = None
+
+    def _order(self, word: bytes) -> None:
+        with contextlib.suppress(OSError):
+            self._control.send(word)
+
+    def _ended(self, within_s: float) -> int | None:
+        assert self._popen is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._popen.wait(within_s)
+        return None
+
+
+# A server in the place of one whose memory is gone, at the same address: it begins with the newest snapshot
+# there is.
+#
+# supervisor is killed ---> its server ends, and the memory with it who started it sees that ---> the next one
+# listens under the same name ---> workers dial it, as they would anyway
+
+_log = logging.getLogger(__name__)
+_LOOK_S, _REPLACING_ENDS_S = 0.1, 20.0
+
+
+class Shelving(NamedTuple):
+    """Where the servers of one training keep their snapshots.
+
+    Args:
+        folder: of all of them, and of nobody else. Default: none are taken.
+        every_s: seconds between two. Default: 60.
+    """
+
+    folder: str | None = None
+    every_s: float = 60.0
+
+
+class ServerStart(NamedTuple):
+    """How the servers of one training are started.
+
+    Args:
+        terms: how they treat workers.
+        host: this one's address, by which others reach it; None where all are on one.
+        shelving: of snapshots. Default: none.
+    """
+
+    worker_rules: WorkerRules
+    host: str | None = None
+    shelving: Shelving = Shelving()
+
+    def begin(self, server: int, port: int = 0, name: str | None = None) -> ServerProcess:
+        """See `ServerProcess`."""
+        folder, every_s = self.shelving
+        return ServerProcess(
+            self.worker_rules,
+            host=self.host,
+            port=port,
+            server=server,
+            name=name,
+            snapshots=folder,
+            snapshot_every=every_s,
+        )
+
+    def again(
+        self, server: int, address: Mapping[str, Any], is_over: Callable[[], bool] = lambda: False
+    ) -> ServerProcess:
+        """At the address of one that is gone, or has not quite ended; ``is_over``: nobody needs it any more.
+
+        Raises:
+            AsyncTrainingError: the system does not let it start.
+        """
+        until = time.monotonic() + _REPLACING_ENDS_S
+        while True:
+            try:
+                return self.begin(server, address["port"] or 0, address["name"])
+            except AsyncTrainingError as error:
+                taken = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
+                if not taken or is_over() or time.monotonic() > until:
+                    raise
+                time.sleep(_LOOK_S)
+
+
+class Guard:
+    """Has another server take the place of each one beside this rank whose supervisor is killed; on a thread.
+
+    A server that has ended by itself, or could not serve, stays away.
+
+    Args:
+        start: how they are started.
+        own: they, by their numbers; whoever takes a place is there. The guard's until it is closed.
+    """
+
+    def __init__(self, start: ServerStart, own: dict[int, ServerProcess]) -> None:
+        self._start, self._own = start, own
+        self._woken, self._wakes = os.pipe()
+        self._watched = {os.pidfd_open(process.supervisor): number for number, process in own.items()}
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="lightning_async guard", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Idempotent; nobody is started from now on."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        os.close(self._wakes)
+        self._thread.join()
+        for descriptor in (self._woken, *self._watched):
+            os.close(descriptor)
+
+    def _watch(self) -> None:
+        while not self._closed.is_set():
+            poll = select.poll()
+            for descriptor in (self._woken, *self._watched):
+                poll.register(descriptor, select.POLLIN)
+            for descriptor, _ in poll.poll():
+                if descriptor in self._watched and not self._closed.is_set():
+                    self._replace(descriptor)
+
+    def _replace(self, descriptor: int) -> None:
+        number = self._watched.pop(descriptor)
+        os.close(descriptor)
+        before = self._own[number]
+        if not before.killed:
+            return
+        _log.warning(
+            "Server %d is lost with its memory: its supervisor was killed. Another one takes its place, with its "
+            "newest snapshot that is whole. Snapshots are in %s.", number, self._start.shelving.folder,
+        )  # fmt: skip
+        before.close()
+        try:
+            self._own[number] = self._start.again(number, before.address, self._closed.is_set)
+        except (AsyncTrainingError, OSError) as error:
+            if not self._closed.is_set():
+                _log.error("No server takes the place of server %d: %s", number, error)
+        else:
+            self._watched[os.pidfd_open(self._own[number].supervisor)] = number

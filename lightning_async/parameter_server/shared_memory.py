@@ -1,0 +1,256 @@
+"""Where the arrays of a shard lie in the file that outlives its server.
+
+    journal | params 0, params 1, momentum 0, momentum 1, ... | a worker's own: momentum 0, momentum 1, pulled, spare |
+
+What is updated has two places: who writes fills the other one, and the journal says which one counts. What each worker
+has of its own is mapped when it is first needed, and its memory given back when the worker is gone for good; the spare
+place of what has one only is mapped for those who ask for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import struct
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_async.engine._threads import share_out
+
+# A record that is there whole, whenever the process that writes it is killed.
+#
+# There are two slots, written in turn; each has its number and a digest in front. The newest one whose digest
+# is right is the record: what was being written when its process died is not, and the one before is untouched.
+
+_SLOT = 1 << 16
+SIZE = 2 * _SLOT
+"""Bytes of memory that a journal takes."""
+_HEAD = struct.Struct("<QI16s")
+ROOM = _SLOT - _HEAD.size
+"""Bytes of a record."""
+
+
+class Journal:
+    """One record, in memory that outlives the process.
+
+    Args:
+        memory: uint8, `SIZE` of it; zeros, or what a journal has left there.
+
+    >>> import torch
+    >>> memory = torch.zeros(SIZE, dtype=torch.uint8)
+    >>> Journal(memory).record is None
+    True
+    >>> Journal(memory).write({"version": 1})
+    >>> Journal(memory).record
+    {'version': 1}
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        array: Any = memory.numpy()
+        self._memory, self._texts = memoryview(array), _Texts()
+        found = [each for each in map(self._read, (0, 1)) if each is not None]
+        self._number, self._text = max(found, key=lambda each: each[0], default=(0, None))
+
+    @property
+    def record(self) -> dict[str, Any] | None:
+        """What was written last; None: nothing."""
+        return None if self._text is None else json.loads(self._text)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """From when this returns, and not before, the record is this one.
+
+        Raises:
+            ValueError: it is too long.
+        """
+        text = self._texts.of(record).encode()
+        if len(text) > ROOM:
+            raise ValueError(f"a record of {len(text)} bytes does not fit into {ROOM}.")
+        number = self._number + 1
+        at = number % 2 * _SLOT
+        self._memory[at + _HEAD.size : at + _HEAD.size + len(text)] = text
+        self._memory[at : at + _HEAD.size] = _HEAD.pack(number, len(text), _digest(number, text))
+        self._number, self._text = number, text
+
+    def _read(self, slot: int) -> tuple[int, bytes] | None:
+        at = slot * _SLOT
+        number, length, digest = _HEAD.unpack_from(self._memory, at)
+        text = bytes(self._memory[at + _HEAD.size : at + _HEAD.size + min(length, _SLOT)])
+        return (number, text) if number and digest == _digest(number, text) else None
+
+
+class _Texts:
+    """Records in JSON: what is the same object as before is not written anew, nor are those parts of a mapping of
+    mappings, as there is one for each worker; none is changed in place."""
+
+    def __init__(self) -> None:
+        self._last: Mapping[str, Any] = {}
+        self._kept: dict[str, str] = {}
+        self._known: dict[tuple[str, str], tuple[object, str]] = {}
+
+    def of(self, record: Mapping[str, Any]) -> str:
+        last, before, self._last, self._kept = self._last, self._kept, record, {}
+        fresh: dict[str, Any] = {}
+        for name, value in record.items():
+            if name in last and last[name] is value:
+                self._kept[name] = before.get(name) or self._text(name, value)
+            elif isinstance(value, dict) and _nests(value):
+                self._kept[name] = self._text(name, value)
+            else:
+                fresh[name] = value
+        texts = [json.dumps(fresh)[1:-1]] if fresh else []
+        return f"{{{', '.join([*texts, *self._kept.values()])}}}"
+
+    def _text(self, name: str, value: object) -> str:
+        if not (isinstance(value, dict) and _nests(value)):
+            return f"{json.dumps(name)}: {json.dumps(value)}"
+        texts = {}
+        for key, entry in value.items():
+            before, text = self._known.get((name, key), (None, ""))
+            texts[key] = text if before is entry else f"{json.dumps(key)}: {json.dumps(entry)}"
+        gone = [key for key in self._known if key[0] == name and key[1] not in value]
+        for key in gone:
+            del self._known[key]
+        self._known.update({(name, key): (value[key], text) for key, text in texts.items()})
+        return f"{json.dumps(name)}: {{{', '.join(texts.values())}}}"
+
+
+def _nests(value: Mapping[str, Any]) -> bool:
+    return bool(value) and all(isinstance(each, dict) for each in value.values())
+
+
+def _digest(number: int, text: bytes) -> bytes:
+    return hashlib.blake2b(text, digest_size=16, salt=struct.pack("<Q", number)).digest()
+
+
+T = TypeVar("T")
+Arrays = dict[str, Tensor]
+
+_PIECE = 1 << 19  # elements: few enough for the cache, enough that a call costs little beside them
+_LARGE = 1 << 21  # from so many on a second thread is worth its start
+
+
+WHOLE = slice(None)
+
+
+def piece_of(array: Tensor, here: slice) -> Tensor:
+    """One of the pieces that `SharedArrays.share_out` tells of; where there is one only, no view is made."""
+    return array if here is WHOLE else array[here]
+
+
+class SharedArrays:
+    """Flat fp32 arrays of one size, in a file.
+
+    Args:
+        descriptor: of the file.
+        numel: of each array.
+        shared: names of those that have two places, in `banks`.
+        own: names of each worker's, in two places.
+        kept: names of each worker's, in one.
+        threads: that work on large ones. Default: 1.
+
+    Raises:
+        OSError: there is no memory.
+    """
+
+    def __init__(
+        self,
+        descriptor: int,
+        numel: int,
+        shared: Sequence[str],
+        own: Sequence[str] = (),
+        kept: Sequence[str] = (),
+        threads: int = 1,
+    ) -> None:
+        self._descriptor, self._numel = descriptor, numel
+        self._threads = threads if numel >= _LARGE else 1
+        pieces = [slice(at, at + _PIECE) for at in range(0, numel, _PIECE)]
+        self._pieces = pieces if len(pieces) > 1 else [WHOLE]
+        self._own, self._kept = tuple(own), tuple(kept)
+        self._array_bytes = -(-max(1, numel * torch.float32.itemsize) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._slots_at = SIZE + 2 * len(shared) * self._array_bytes
+        self._slot_bytes = 2 * (len(self._own) + len(self._kept)) * self._array_bytes
+        self._slots: dict[int, tuple[Arrays, Arrays]] = {}
+        self._spares: dict[int, Arrays] = {}
+        self.banks = self._pair(mapped(descriptor, SIZE, self._slots_at - SIZE), shared)
+        """The shared arrays, twice."""
+
+    def slot(self, number: int) -> tuple[Arrays, Arrays]:
+        """A worker's own arrays, twice; those that have one place only are the same in both.
+
+        Raises:
+            OSError: there is no memory.
+        """
+        if number not in self._slots:
+            size = self._slot_bytes - len(self._kept) * self._array_bytes
+            memory = mapped(self._descriptor, self._slots_at + number * self._slot_bytes, size)
+            pair = self._pair(memory, self._own)
+            rest = memory[2 * len(self._own) * self._array_bytes :]
+            kept = {name: self._array(rest, place) for place, name in enumerate(self._kept)}
+            self._slots[number] = ({**pair[0], **kept}, {**pair[1], **kept})
+        return self._slots[number]
+
+    def spare(self, number: int) -> Arrays:
+        """A second place of those that have one only, beside that of `slot`; OSError as there."""
+        if number not in self._spares:
+            size = len(self._kept) * self._array_bytes
+            memory = mapped(self._descriptor, self._slots_at + (number + 1) * self._slot_bytes - size, size)
+            self._spares[number] = {name: self._array(memory, place) for place, name in enumerate(self._kept)}
+        return self._spares[number]
+
+    def keep_only(self, slots: Collection[int]) -> None:
+        """Give back the memory of all other slots."""
+        size, end = os.fstat(self._descriptor).st_size, self._slots_at + (max(slots, default=-1) + 1) * self._slot_bytes
+        for number in set(self._slots) - set(slots):
+            del self._slots[number]
+            self._spares.pop(number, None)
+        if size > end:
+            os.ftruncate(self._descriptor, end)
+        for number in set(range(max(slots, default=0))) - set(slots):
+            with mmap.mmap(
+                self._descriptor, self._slot_bytes, offset=self._slots_at + number * self._slot_bytes
+            ) as slot:
+                slot.madvise(mmap.MADV_REMOVE)
+
+    def share_out(self, do: Callable[[slice], T]) -> list[T]:
+        """Call a function with all pieces of an array; what it makes of them, in no order."""
+        return share_out(do, self._pieces, self._threads)
+
+    def copy(self, *pairs: tuple[Tensor, Tensor]) -> None:
+        """To memory of the arrays' size, from such memory, all in one pass."""
+
+        def copy(here: slice) -> None:
+            for target, source in pairs:
+                piece_of(target, here).copy_(piece_of(source, here))
+
+        self.share_out(copy)
+
+    def close(self) -> None:
+        """Let go of the memory; the file is another's."""
+        self.banks = ({}, {})
+        self._slots.clear()
+        self._spares.clear()
+
+    def _pair(self, memory: Tensor, names: Sequence[str]) -> tuple[Arrays, Arrays]:
+        places = [self._array(memory, place) for place in range(2 * len(names))]
+        return dict(zip(names, places, strict=False)), dict(zip(names, places[len(names) :], strict=True))
+
+    def _array(self, memory: Tensor, place: int) -> Tensor:
+        at = place * self._array_bytes
+        return memory[at : at + self._numel * torch.float32.itemsize].view(torch.float32)
+
+
+def mapped(descriptor: int, at: int, size: int) -> Tensor:
+    """A part of a file as uint8, in memory: all of it is there before it is first written to.
+
+    Raises:
+        OSError: there is no such memory.
+    """
+    if size == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    os.posix_fallocate(descriptor, at, size)  # an error here, where a write would be a signal
+    return torch.frombuffer(mmap.mmap(descriptor, size, offset=at), dtype=torch.uint8)  # holds the mapping

@@ -1,0 +1,261 @@
+"""A server's shard on disk, for the loss of its host: whole and verified, or passed over.
+
+    server-2/00000007.bin    the weights, and each field of the optimizer's state, one behind the other
+    server-2/00000007.json   what they are of, with the sum of that file and of itself; written when that one is durable
+
+A snapshot is there when its second file is. Of two, the older one is deleted when a third one is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_async.checkpoint.storage import FileRecord, Files, files_at, seal, unseal
+from lightning_async.errors import AsyncTrainingError, DamagedCheckpoint
+from lightning_async.parameter_server.consistency import WorkerRules
+from lightning_async.parameter_server.store import Store
+
+_FORMAT = 1
+_KEPT = 2
+_LOCK_S = 30.0  # a server that was killed lets go when the system has its memory back
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One version of a shard.
+
+    Args:
+        record: what the store's journal had of it, in JSON's terms.
+        parts: the weights and the optimizer's fields by name: flat, fp32.
+    """
+
+    record: Mapping[str, Any]
+    parts: Mapping[str, Tensor]
+
+
+class Shelf:
+    """The folder that one server keeps its snapshots in; no two have one at a time.
+
+    Args:
+        folder: of all servers' snapshots; a path, or what fsspec knows.
+        server: which one.
+        table: of its tables. Default: the first.
+
+    Raises:
+        OSError: it cannot be written to.
+        AsyncTrainingError: another server has it.
+    """
+
+    def __init__(self, folder: str, server: int, table: int = 0) -> None:
+        self._files, root = files_at(folder)
+        self._folder = f"{root}/server-{server}" + (f"-table-{table}" if table else "")
+        self._lock = _locked(self._files, f"{self._folder}/lock")
+        self._number = max(self._numbers(".bin") + self._numbers(".json"), default=0)
+        for torn in set(self._numbers(".bin")) - set(self._numbers(".json")):
+            self._files.unlink(self._path(torn, ".bin"))
+
+    def put(self, snapshot: Snapshot) -> None:
+        """When this returns, it is there, whatever happens to this host.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        number = self._number + 1
+        try:
+            self._write(number, snapshot)
+        except OSError:
+            self._delete(number)  # half of one would take the room that the next one needs
+            raise
+        self._number = number
+        for old in [each for each in self._numbers(".json") if each <= number - _KEPT]:
+            self._delete(old)
+
+    def newest(self) -> Snapshot | None:
+        """The newest one that is whole; what is damaged is said, and passed over."""
+        for number in sorted(self._numbers(".json"), reverse=True):
+            try:
+                return self._read(number)
+            except (OSError, DamagedCheckpoint) as error:
+                print(f"A snapshot of a parameter server is passed over: {error}", file=sys.stderr)
+        return None
+
+    def close(self) -> None:
+        """Let others have it."""
+        if self._lock is not None:
+            self._lock.close()
+
+    def _write(self, number: int, snapshot: Snapshot) -> None:
+        data, told = self._path(number, ".bin"), self._path(number, ".json")
+        names = {name: part.numel() for name, part in snapshot.parts.items()}
+        arrays: list[Any] = [part.numpy() for part in snapshot.parts.values() if part.numel()]
+        file = self._files.write(data, [memoryview(each).cast("B") for each in arrays])
+        self._files.sync(self._folder)
+        value = {"format": _FORMAT, "record": dict(snapshot.record), "parts": names, "file": asdict(file)}
+        self._files.write(told, [seal(value)])
+        self._files.sync(self._folder)
+
+    def _delete(self, number: int) -> None:
+        with contextlib.suppress(OSError):  # what cannot be deleted now is in nobody's way but the disk's
+            self._files.unlink(self._path(number, ".json"))
+            self._files.unlink(self._path(number, ".bin"))
+
+    def _read(self, number: int) -> Snapshot:
+        told, data = self._path(number, ".json"), self._path(number, ".bin")
+        value = unseal(self._files.read(told), told)
+        if not isinstance(value, dict) or value.get("format") != _FORMAT:
+            raise DamagedCheckpoint(f"{told} is no snapshot that this version can read.")
+        self._files.check(data, FileRecord(**value["file"]))
+        whole = torch.frombuffer(bytearray(self._files.view(data)) or bytearray(1), dtype=torch.uint8)
+        parts, at = {}, 0
+        for name, numel in value["parts"].items():
+            size = numel * torch.float32.itemsize
+            parts[name] = whole[at : at + size].view(torch.float32)
+            at += size
+        return Snapshot(value["record"], parts)
+
+    def _numbers(self, ending: str) -> list[int]:
+        names = [name for name in self._files.names(self._folder) if name.endswith(ending)]
+        return [int(name[: -len(ending)]) for name in names if name[: -len(ending)].isdigit()]
+
+    def _path(self, number: int, ending: str) -> str:
+        return f"{self._folder}/{number:08d}{ending}"
+
+
+class Snapshots:
+    """What of a store is on the shelf: taken now and then, and when somebody asks.
+
+    Args:
+        store: the server's.
+        lock: that the store is used under.
+        shelf: the server's.
+        every_s: seconds between two, where anything has changed.
+    """
+
+    def __init__(self, store: Store, lock: Any, shelf: Shelf, every_s: float = math.inf) -> None:
+        self._store, self._lock, self._shelf, self._every_s = store, lock, shelf, every_s
+        self._taking = threading.Lock()
+        self._copies: dict[str, Tensor] = {}
+        self._taken: Mapping[str, Any] = {}
+        if (found := shelf.newest()) is not None:
+            if restores := not store.ready:
+                store.restore(found.record, found.parts)
+            self._taken = store.record if restores else found.record
+
+    @property
+    def version(self) -> int:
+        """What is on the shelf has all of this version, and of those before; -1 where it has none. Under the lock."""
+        if not self._store.ready or self._taken.get("incarnation") != self._store.incarnation:
+            return -1
+        version = self._taken["version"]
+        # A push that waits in a buffer changes no version.
+        return version if version < self._store.version or self._has_all else version - 1
+
+    @property
+    def _has_all(self) -> bool:
+        now, then = self._store.record, self._taken
+        if any(then.get(each) != now[each] for each in ("incarnation", "version")):
+            return False
+        before = {(name, told["life"]): told["push"] for name, told in then["workers"].items()}
+        return all(told["push"] <= before.get((name, told["life"]), 0) for name, told in now["workers"].items())
+
+    def begin(self) -> None:
+        """Take them from now on, on a thread."""
+        if self._every_s < math.inf:
+            threading.Thread(target=self._now_and_then, name="lightning_async snapshots", daemon=True).start()
+
+    def take(self, last: bool = False) -> None:
+        """Have the present version on the shelf; workers are held up for as long as it takes to copy it.
+
+        Args:
+            last: nothing is to come after it: the lock is kept. Default: False.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        with self._taking:
+            if last:
+                self._lock.acquire()
+            with self._lock:
+                if not self._store.ready or self._has_all:
+                    return
+                numel, names = self._store.contents["numel"], list(self._store.parts)
+            while True:
+                if list(self._copies) != names:
+                    self._copies = {name: torch.zeros(numel) for name in names}  # kept: the next one costs no new pages
+                with self._lock:
+                    record, names = dict(self._store.record), list(self._store.parts)
+                    if list(self._copies) == names:
+                        self._store.copy_parts(self._copies)
+                        break
+            self._shelf.put(Snapshot(record, self._copies))
+            with self._lock:
+                self._taken = record
+
+    def _now_and_then(self) -> None:
+        while True:
+            time.sleep(self._every_s)
+            try:
+                self.take()
+            except (OSError, AsyncTrainingError) as error:
+                print(f"A parameter server cannot take a snapshot: {error}", file=sys.stderr)
+
+
+def _locked(files: Files, path: str) -> Any:
+    until = time.monotonic() + _LOCK_S
+    while True:
+        try:
+            return files.lock(path)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise AsyncTrainingError(f"{path} is locked: another server keeps its snapshots there.") from None
+        time.sleep(0.05)
+
+
+# Requests that a server does not do, and what it tells their workers.
+
+GONE = (
+    "was taken for dead, or was started again elsewhere; or another training has begun anew with the same servers, or "
+    "has a worker of the same name, as it may not in the modes sync and ssp."
+)
+"""What may have become of a worker that is refused."""
+
+
+class RequestError(Exception):
+    """A request that comes to nothing: of what kind, and why."""
+
+    def __init__(self, kind: str, why: str) -> None:
+        super().__init__(why)
+        self.kind = kind
+
+
+@contextmanager
+def memory_for(worker: str, worker_rules: WorkerRules) -> Iterator[None]:
+    """Refuse what there is no memory for."""
+    try:
+        yield
+    except OSError as error:
+        raise RequestError(
+            "memory",
+            f"its host has no memory for what `staleness={worker_rules.staleness!r}` keeps of {worker!r}: {error}.",
+        ) from error
+
+
+def take_asked(snapshots: Snapshots | None) -> None:
+    """A snapshot, as a worker has asked for one."""
+    if snapshots is None:
+        raise RequestError("request", "the server takes no snapshots: it was given no folder for them.")
+    try:
+        snapshots.take()
+    except OSError as error:
+        raise RequestError("request", f"the server cannot take a snapshot: {error}") from error

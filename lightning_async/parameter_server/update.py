@@ -1,0 +1,210 @@
+"""What a policy of staleness makes of a push: it is measured, weighed, corrected, and taken a step with, piece by
+piece.
+
+measured     how far the weights have moved since its worker pulled them; the gradient's norm
+weighed      the policy says how much it counts, or that it does not
+corrected    the gradient, in a copy of a piece
+gathered     in a buffer, until an update has as many pushes as the policy wants
+stepped      from one bank to the other; then what workers pull, where that is not the weights themselves
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_async import ops
+from lightning_async.algorithms.staleness import PushFacts, StalenessPolicy, Weight
+from lightning_async.ops.flat_ops import eager
+from lightning_async.parameter_server.optimizers import Bank, Scalars, ServerOptimizer, ServerRates, ShardSpan
+from lightning_async.parameter_server.shared_memory import piece_of
+
+_accumulate_ = eager(ops.accumulate_)
+AHEAD, BUFFER, MOMENTUM, PULLED = "ahead", "buffer", "momentum", "pulled"
+
+Pieces = Callable[[Callable[[slice], Any]], list[Any]]
+"""Calls a function with all pieces of a shard; what it makes of them, in no order."""
+
+
+class Means(NamedTuple):
+    """Running means of a shard.
+
+    Args:
+        step: of the norm of an update.
+        steps: updates that it is the mean of.
+        lag: of the lag.
+        pushes: that it is the mean of.
+    """
+
+    step: float = 0.0
+    steps: int = 0
+    lag: float = 0.0
+    pushes: int = 0
+
+    def with_step(self, norm: float, decay: float) -> Means:
+        """Plain means at first, so that the first one is not the mean for long."""
+        part = max(1 - decay, 1 / (self.steps + 1))
+        return self._replace(step=self.step + (norm - self.step) * part, steps=self.steps + 1)
+
+    def with_lag(self, lag: int, decay: float) -> Means:
+        part = max(1 - decay, 1 / (self.pushes + 1))
+        return self._replace(lag=self.lag + (lag - self.lag) * part, pushes=self.pushes + 1)
+
+
+class StateBeforePush(NamedTuple):
+    """What a push finds.
+
+    Args:
+        old: the bank that counts, with the worker's own arrays.
+        new: the other one, to be filled.
+        scalars: of the optimizer.
+        means: of the shard.
+        gathered: pushes in the buffer.
+    """
+
+    old: Bank
+    new: Bank
+    scalars: Scalars
+    means: Means
+    gathered: int
+
+
+@dataclass(frozen=True)
+class ShardUpdates:
+    """The updates of one shard.
+
+    Args:
+        policy, optimizer: of the server.
+        pieces: see there.
+    """
+
+    policy: StalenessPolicy
+    optimizer: ServerOptimizer
+    pieces: Pieces
+
+    def is_finite(self, gradient: Tensor) -> bool:
+        """Whether no element is infinite or NaN."""
+        return all(self.pieces(lambda here: ops.all_finite(piece_of(gradient, here))))
+
+    def weigh(self, before: StateBeforePush, gradient: Tensor, lag: int) -> Weight | None:
+        """Return how much a push counts. None: it does not, as the policy has it too late, or as it is not finite.
+
+        Workers push nothing that is not finite, but a server does not rely on them.
+        """
+        if not self.is_finite(gradient):
+            return None
+        policy, measures, old = self.policy, self.policy.measures, before.old
+        moved = norm = 0.0
+        if "moved" in measures and lag:
+            moved = _norm(
+                self.pieces(lambda here: _square(piece_of(old["params"], here) - piece_of(old[PULLED], here)))
+            )
+        if "norm" in measures:
+            norm = _norm(self.pieces(lambda here: _square(piece_of(gradient, here).float())))
+        return policy.weigh(PushFacts(lag, moved, before.means.step, norm))
+
+    def gather(self, before: StateBeforePush, gradient: Tensor, weight: Weight) -> None:
+        """Put a push with those in the buffer."""
+        old, new = before.old, before.new
+
+        def add(here: slice) -> None:
+            into = piece_of(new[BUFFER], here)
+            into.copy_(piece_of(old[BUFFER], here)) if before.gathered else into.zero_()
+            _accumulate_(into, self._adjusted(before, gradient, here), weight.rate * weight.gradient)
+
+        self.pieces(add)
+
+    def step(
+        self,
+        before: StateBeforePush,
+        gradient: Tensor,
+        weight: Weight,
+        lr: float | None,
+        late: bool = True,
+        reply: Tensor | None = None,
+    ) -> tuple[Scalars, Means]:
+        """Fill the new bank; the optimizer's scalars, and the means.
+
+        Args:
+            gradient: fp32, bf16 or fp16.
+            weight: of `weigh`.
+            lr: in place of the optimizer's own.
+            late: whether the policy is for this gradient: not for one that several workers have made together.
+            reply: filled with what workers pull then. Default: nobody does now.
+        """
+        policy, old, new = self.policy, before.old, before.new
+        rates = ServerRates(lr) if policy.buffer_size > 1 else ServerRates(lr, weight.rate, weight.gradient)
+        names = ("params", *self.optimizer.fields, *(own_arrays(policy) if late else ()))
+        count, whole = before.gathered + 1, gradient.numel()
+
+        def step(here: slice) -> tuple[Scalars, float]:
+            piece = self._adjusted(before, gradient, here) if late else piece_of(gradient, here)
+            if policy.buffer_size > 1 and late:
+                mean = torch.zeros_like(piece_of(new["params"], here))
+                if before.gathered:
+                    _accumulate_(mean, piece_of(old[BUFFER], here), 1 / count)
+                _accumulate_(mean, piece, weight.rate * weight.gradient / count)
+                piece = mean
+            was, now = _at(old, names, here), _at(new, names, here)
+            shown = None if reply is None else piece_of(reply, here)
+            span = ShardSpan(was, now, piece, None if policy.predicts else shown, whole)
+            scalars = self.optimizer.step(span, dict(before.scalars), rates)
+            length = _square(now["params"] - was["params"]) if "moved" in policy.measures else 0.0
+            if policy.predicts:
+                ahead = piece_of(new[AHEAD], here).copy_(was["params"])
+                policy.look_ahead_(ahead, now["params"], before.means.lag)
+                if shown is not None:
+                    shown.copy_(ahead)
+            return scalars, length
+
+        done = self.pieces(step)
+        means = before.means
+        if "moved" in policy.measures:
+            means = means.with_step(_norm([length for _, length in done]), policy.decay)
+        return done[0][0], means
+
+    def _adjusted(self, before: StateBeforePush, gradient: Tensor, here: slice) -> Tensor:
+        policy, piece = self.policy, piece_of(gradient, here)
+        if not policy.adjusts:
+            return piece
+        own = piece.float() if piece.dtype != torch.float32 else piece.clone()
+        moved = piece_of(before.old["params"], here) - piece_of(before.old[PULLED], here)
+        state = {
+            name: piece_of(before.new[name], here).copy_(piece_of(before.old[name], here)) for name in policy.fields
+        }
+        policy.adjust_(own, moved, state)
+        return own
+
+
+def shared_arrays(policy: StalenessPolicy, optimizer: ServerOptimizer) -> tuple[str, ...]:
+    """Names of a shard's arrays that updates change together."""
+    ahead, buffer = (AHEAD,) if policy.predicts else (), (BUFFER,) if policy.buffer_size > 1 else ()
+    return ("params", *optimizer.fields, *policy.fields, *ahead, *buffer)
+
+
+def own_arrays(policy: StalenessPolicy) -> tuple[str, ...]:
+    """Names of the arrays that updates change for each worker."""
+    return (MOMENTUM,) if policy.momentum_by_worker else ()
+
+
+def kept_arrays(policy: StalenessPolicy) -> tuple[str, ...]:
+    """Names of the arrays that are kept of each worker's last pull."""
+    return (PULLED,) if policy.adjusts or "moved" in policy.measures else ()
+
+
+def _at(bank: Bank, names: tuple[str, ...], here: slice) -> Mapping[str, Tensor]:
+    return {name: piece_of(bank[name], here) for name in names}
+
+
+def _square(piece: Tensor) -> float:
+    return torch.linalg.vector_norm(piece, dtype=torch.float64).item() ** 2
+
+
+def _norm(squares: list[float]) -> float:
+    """Of all pieces; equal in whatever order they come."""
+    return math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan

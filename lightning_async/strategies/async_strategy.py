@@ -1,0 +1,304 @@
+"""What strategies share whose replicas run at their own pace between gates, whatever they exchange."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_async.algorithms.averaging import AveragingRule
+from lightning_async.algorithms.schedules import Schedule
+from lightning_async.callbacks.monitor import monitor_for_now
+from lightning_async.engine.averaging.averager import BackgroundAverager
+from lightning_async.engine.averaging.report import RunSummary
+from lightning_async.engine.averaging.rule_state import AveragerConfig
+from lightning_async.engine.replica import BufferPolicy, OptimizerPolicy
+from lightning_async.engine.shared_state import Vote
+from lightning_async.engine.sync_points import SyncPoints
+from lightning_async.errors import Evicted, PeerLost, StoreLost
+from lightning_async.strategies.averaging_state import SavedState
+from lightning_async.strategies.base import ReplicatedStrategy
+from lightning_async.strategies.join import JoinCoordinator, JoiningRank
+from lightning_async.strategies.rank_mapping import started
+from lightning_async.strategies.session import FitSessions, Session
+from lightning_async.strategies.step_runner import LocalSteps
+from lightning_async.trainer import configuration_checks
+from lightning_async.trainer.environment.environments import is_joining
+from lightning_async.trainer.environment.settings import check_checkpoint, check_settings
+from lightning_async.trainer.environment.subprocess_launcher import note_end
+from lightning_async.trainer.loops.timing import Pacing
+from lightning_async.trainer.namespace import batch_size, in_words
+from lightning_async.transports.base import ElasticTransport, Transport
+from lightning_async.transports.resolve import TransportName
+
+_fits = itertools.count(1)  # of this process, in the order of its script, which is the same on all ranks
+
+
+class AsyncStrategy(ReplicatedStrategy):
+    """Replicas that meet at gates, and in the background in between.
+
+    Args:
+        rule: how they become one model where they differ.
+        schedule: when.
+        config: the rest of what the engine must know.
+        buffers: what happens to floating-point buffers.
+        optimizer_state: what happens to the optimizers' state.
+        lr_clock: whose steps the learning rates follow that change per batch.
+        transport: see `ReplicatedStrategy`.
+
+    Raises:
+        TypeError, ValueError: see `ReplicatedStrategy`.
+    """
+
+    checkpoint_key = "lightning_async"  # under which a checkpoint holds the rule's state and the clocks
+    make_step_runner: Callable[..., Any] = LocalSteps
+    """Makes what takes the steps of a session."""
+    make_totals: Callable[[], Any] | None = None
+    """Makes `Totals` of what replicas exchange; None: averaging rounds."""
+
+    def __init__(
+        self,
+        rule: AveragingRule,
+        schedule: Schedule,
+        config: AveragerConfig,
+        *,
+        buffers: BufferPolicy,
+        optimizer_state: OptimizerPolicy = "keep",
+        lr_clock: configuration_checks.LrClock = "local",
+        transport: Transport | TransportName,
+    ) -> None:
+        dead_after = config.deadlines.dead_after
+        super().__init__(transport=transport, dead_after=dead_after, gloo_timeout=dead_after)
+        self.rule, self.schedule, self.config, self.num_fits = rule, schedule, config, 0
+        self.host = JoinCoordinator(self) if isinstance(self.transport, ElasticTransport) else None
+        if config.deadlines.replicas and not isinstance(self.transport, ElasticTransport):
+            raise ValueError(
+                f"`Timeouts(replicas={config.deadlines.replicas!r})`: over {self.transport!r} nobody comes back to be "
+                "waited for. Use `TorchTransport()`, or leave it out."
+            )
+        self.buffers: BufferPolicy = buffers
+        self.optimizer_state_policy: OptimizerPolicy = optimizer_state
+        self.lr_clock: configuration_checks.LrClock = lr_clock
+        self.summary = RunSummary()
+        self._trainer: Any = None
+        self.fit_sessions: FitSessions | None = None
+        self.pacing: Any = None
+        """Measures this replica's speed, in a fit."""
+        self.saved = SavedState(self.checkpoint_key)
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.failed = False
+        self.saved.begin_run()
+        trainer: Any = self.module.trainer
+        configuration_checks.check_callbacks(trainer.callbacks)
+        if self.world is not None:
+            check_settings(self, trainer, self.world)
+            owner, config = type(self).__name__, self.config
+            configuration_checks.check_survival(owner, config.min_replicas, config.max_replicas, self.world_size)
+
+    def setup(self, trainer: Any) -> None:
+        self._trainer, fitting = trainer, trainer.state.fn == "fit"
+        self.saved.begin_stage(trainer.lightning_module, fitting)
+        if self.world is not None and fitting:
+            check_checkpoint(self.world, self.saved.origin)
+            configuration_checks.check_setup(trainer, self._layer_sync, self.buffers)
+        self.setup_replica(trainer)
+        if fitting:
+            self.num_fits = next(_fits)
+            self.fit_sessions = FitSessions(self, trainer)
+            if not is_joining(self):
+                self.fit_sessions.install(self.world)
+            self.fit_sessions.undo.append(monitor_for_now(trainer))
+            self.pacing = Pacing(self, trainer, lambda: self.summary.merge_s)
+            self.fit_sessions.undo += self.pacing.install()
+
+    def on_train_start(self) -> None:
+        """All ranks hold the same model: replicas part from here."""
+        if self.averager is not None:  # a loop within this fit, such as the LearningRateFinder's
+            self.start_over()
+        if is_joining(self):
+            JoiningRank(self, self._trainer).join()
+        elif self.fit_sessions is not None:
+            self.fit_sessions.begin()
+
+    def start_over(self) -> None:
+        """See `Drifting`."""
+        if self.fit_sessions is not None:
+            self.fit_sessions.start_over()
+
+    def begin_again(self) -> None:
+        """See `Drifting`."""
+        if self.fit_sessions is not None:
+            self.fit_sessions.begin_again()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell the peers, so that they end with this rank's error instead of waiting for it."""
+        agreed = self.sync_points is not None and Vote.STOP in self.sync_points.agreed
+        self.failed = not (agreed and isinstance(exception, SystemExit))  # Lightning's SIGTERMException is one
+        if self._connection is not None:
+            self._connection.world.asynchronous = True
+            self._connection.outlives &= not isinstance(exception, Evicted | StoreLost)  # nobody waits for it
+            if self.failed and not isinstance(exception, PeerLost):
+                self._connection.membership.fail(in_words(exception))
+        note_end(exception)  # after the others were told: a disk may hang
+
+    def teardown(self) -> None:
+        if self.fit_sessions is not None:
+            self.fit_sessions.end()
+        self.fit_sessions = self._trainer = None
+        self.disconnect(in_order=not self.failed)
+        super().teardown()
+
+    # ---- steps ----
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.begin_again()
+        session, world = self._session, self.world
+        if session is not None and world is not None:
+            world.asynchronous = True
+            session.step_runner.start_batch(batch)
+
+    def finish_batch(self) -> None:
+        """See `LocalSteps.finish_batch`."""
+        if self._session is not None:
+            self._session.step_runner.finish_batch()
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        run = partial(super().optimizer_step, optimizer, model=model, **kwargs)
+        session = self._session
+        if session is None or not self.module.automatic_optimization:
+            return run(closure)
+        return session.step_runner.step(closure, run)
+
+    def skip_batch(self) -> None:
+        if self._session is not None:
+            self._session.step_runner.skip_batch()
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if (session := self._session) is None:
+            return super().backward(closure_loss, *args, **kwargs)
+        with session.step_runner.backward():
+            return super().backward(closure_loss, *args, **kwargs)
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        if (session := self._session) is not None:
+            session.step_runner.after_backward()
+
+    # ---- ranks that are lost ----
+
+    @property
+    def fewest(self) -> int:
+        """With so many replicas training does not end."""
+        return self.config.survives(started(self), can_lose=isinstance(self.transport, ElasticTransport))
+
+    @property
+    def patience(self) -> timedelta:
+        """See `Drifting`."""
+        return self.config.deadlines.replicas
+
+    @property
+    def shrinks(self) -> bool:
+        """See `Drifting`."""
+        return self.fewest < max(started(self), (self.host and self.config.max_replicas) or 0)
+
+    # ---- gates ----
+
+    @property
+    def _session(self) -> Session | None:
+        return None if self.fit_sessions is None else self.fit_sessions.session
+
+    @property
+    def averager(self) -> BackgroundAverager | None:
+        """What averages this replica with the others, while it trains."""
+        session = self._session
+        return None if session is None else session.averager
+
+    @property
+    def sync_points(self) -> SyncPoints | None:
+        """See `Drifting`."""
+        fit_sessions = self.fit_sessions  # not by `_session`: it is asked for a dozen times a step
+        return (
+            None if fit_sessions is None or fit_sessions.session is None else fit_sessions.session.averager.sync_points
+        )
+
+    alone, between_windows, count = "so there is nothing to average", True, staticmethod(batch_size)
+    in_step = served = called = False
+    missed_steps: int | None = None
+
+    def call_with_step(self) -> bool:
+        return False
+
+    @property
+    def gathers(self) -> bool:
+        """See `Drifting`."""
+        return self._trainer.fit_loop.epoch_loop._should_accumulate()
+
+    @property
+    def shared_steps(self) -> tuple[int, int] | None:
+        """See `Drifting`."""
+        averager = None if self.lr_clock == "local" else self.averager
+        return None if averager is None else (averager.first_step, averager.global_step())
+
+    def end_epoch(self) -> None:
+        """See `Drifting`."""
+        if self.averager is not None:
+            self.averager.epoch += 1
+
+    def on_model_changed(self) -> None:
+        """See `Drifting`."""
+        if self._session is not None:
+            self._session.on_model_changed()
+
+    def summarise(self) -> None:
+        """See `Drifting`."""
+        if self.fit_sessions is not None:
+            self.fit_sessions.summarise()
+
+    # ---- settings ----
+
+    def settings(self) -> dict[str, object]:
+        """What must be equal on all ranks in a fit."""
+        return {
+            "strategy": type(self).__qualname__, "buffers": self.buffers,
+            "backend": self.transport.backend_on(self.root_device), **self.config.settings(),
+        }  # fmt: skip
+
+    def usual_settings(self) -> dict[str, object]:
+        """What need not be equal, but commonly is."""
+        return {"deadlines": self.config.deadlines}
+
+    # ---- servers, where weights are theirs ----
+
+    def go_on_without(self, names: Sequence[str], rank: int) -> None:
+        """These ranks are lost, and this one has another number; on the engine's thread."""
+
+    # ---- newcomers ----
+
+    def handed_over(self) -> dict[str, Any]:
+        """What newcomers need of this strategy besides."""
+        return {}
+
+    def take_handed_over(self, told: dict[str, Any]) -> None:
+        """What those who train have `handed_over`."""
+
+    # ---- checkpoints ----
+
+    def write_state(self, checkpoint: dict[str, Any], origin: str = "") -> None:
+        self.saved.write(checkpoint, None if self._session is None else self._session.state(), origin)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        self.write_state(checkpoint)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        if self.averager is not None:
+            self.start_over()
+        self.saved.load(checkpoint)
+        return checkpoint

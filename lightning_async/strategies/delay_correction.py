@@ -1,0 +1,170 @@
+"""What a correction of the delay needs of one replica, on its training thread.
+
+    a late gradient (`LateGradientCorrection`)     how far the parameters have moved since: a copy of them, from before the last step
+    a prediction (`ParameterLookahead`)       for a batch's forward and backward pass, and for nothing else, the parameters and a
+                                 copy change places; at every other time they are those that were stepped with
+
+A gate forgets all of it: what follows depends on nothing that a checkpoint lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_async.algorithms.staleness import DelayCorrection, GradientCorrection, Prediction
+from lightning_async.engine.gradients.reduction import Reduction, SynchronousGradients
+
+
+class Correcting:
+    """Nothing is done about the delay; others depart from that.
+
+    Args:
+        gradients: of the windows.
+    """
+
+    def __init__(self, gradients: SynchronousGradients) -> None:
+        self._gradients, self._replica = gradients, gradients.replica
+
+    @contextmanager
+    def batch(self, opens: bool) -> Iterator[None]:
+        """A batch's forward and backward pass; ``opens``: it is the first of its window."""
+        yield
+
+    def change_(self, mean: Tensor, arrived: Reduction) -> None:
+        """See the mean that has arrived before the optimizer does, and correct it in place."""
+
+    def forget(self) -> None:
+        """A gate has opened."""
+
+    def state(self) -> Any:
+        """For a checkpoint: plain values and tensors."""
+        return None
+
+    def load(self, state: Any) -> None:
+        """Go on from there, unless it is another correction's."""
+
+
+class LateGradientCorrection(Correcting):
+    """For a `GradientCorrection`.
+
+    Args:
+    correction: of gradients.
+    number: how many steps were taken.
+    """
+
+    def __init__(
+        self, gradients: SynchronousGradients, correction: GradientCorrection, number: Callable[[], int]
+    ) -> None:
+        super().__init__(gradients)
+        self._correction, self._number = correction, number
+        self._before: Tensor | None = None
+
+    def state(self) -> Any:
+        return self._before
+
+    def load(self, state: Any) -> None:
+        if isinstance(state, Tensor):
+            self._before = state.to(self._replica.device)
+
+    def change_(self, mean: Tensor, arrived: Reduction) -> None:
+        """Of a mean that is late by a step, make one for the parameters of now."""
+        now, before = torch.empty_like(mean), self._before
+        self._replica.pack_parameters_(now)
+        if before is not None and before.shape == now.shape and arrived.since < self._number():
+            self._correction.correct_(mean, torch.sub(now, before, out=before))
+        self._before = now
+
+
+class ParameterLookahead(Correcting):
+    """For a `Prediction`.
+
+    Args:
+    correction: says where gradients are computed.
+    """
+
+    def __init__(self, gradients: SynchronousGradients, correction: Prediction) -> None:
+        super().__init__(gradients)
+        self._correction = correction
+        self._there: dict[str, Tensor] = {}
+        """By name: parameters from before the last step; within a window of which `_is_ahead`, where that computes."""
+        self._is_ahead = self._has_stepped = False
+
+    @contextmanager
+    def batch(self, opens: bool) -> Iterator[None]:
+        if opens:
+            self._is_ahead = self._has_stepped and (self._gradients.in_flight or self._gradients.arrived is not None)
+            if self._is_ahead:
+                self._has_stepped = False
+                self._predict()
+        if not self._is_ahead:
+            yield
+            return
+        self._swap_()
+        versions = {name: p._version for name, p in self._parameters.items()}
+        try:
+            yield
+        finally:
+            moved = [name for name, p in self._parameters.items() if p._version != versions[name]]
+            self._swap_()
+        if moved:
+            raise RuntimeError(
+                f"`training_step` has changed {moved[:3]} by itself, which is lost where gradients are computed at "
+                f"predicted parameters. Change them in `on_train_batch_end`, or do without `{self._correction!r}`."
+            )
+
+    def forget(self) -> None:
+        self._there.clear()
+        self._is_ahead = self._has_stepped = False
+
+    def state(self) -> Any:
+        if not self._there:
+            return None
+        return {"there": dict(self._there), "ahead": self._is_ahead, "stepped": self._has_stepped}
+
+    def load(self, state: Any) -> None:
+        if not isinstance(state, dict):
+            return
+        mine = self._parameters
+        self._there = {name: t.to(mine[name].device, copy=True) for name, t in state["there"].items() if name in mine}
+        self._is_ahead, self._has_stepped = state["ahead"], state["stepped"]
+
+    @property
+    def _parameters(self) -> dict[str, Any]:
+        return self._replica.tensors.trained
+
+    @torch.no_grad()
+    def change_(self, mean: Tensor, arrived: Reduction) -> None:
+        for name, p in self._parameters.items():
+            if name in self._there:
+                self._there[name].copy_(p)
+            else:
+                self._there[name] = p.detach().clone()
+        self._has_stepped = True
+
+    @torch.no_grad()
+    def _predict(self) -> None:
+        for name, there in self._there.items():
+            self._correction.predict_(there, self._parameters[name].detach())
+
+    @torch.no_grad()
+    def _swap_(self) -> None:
+        for name, there in self._there.items():
+            here = self._parameters[name].detach().clone()
+            self._parameters[name].copy_(there)
+            there.copy_(here)
+
+
+def correcting(
+    correction: DelayCorrection | None, gradients: SynchronousGradients, number: Callable[[], int]
+) -> Correcting:
+    """What does as a correction says; ``number``: of steps that were taken."""
+    if isinstance(correction, GradientCorrection):
+        return LateGradientCorrection(gradients, correction, number)
+    if isinstance(correction, Prediction):
+        return ParameterLookahead(gradients, correction)
+    return Correcting(gradients)

@@ -1,0 +1,798 @@
+"""A rank that was lost comes back: those who train take it in at a gate, and go on with it from there.
+
+    those who train                          the newcomer, a process of its own, see `joining_rank`
+    pin a notice: which run, which settings
+                                             builds its model, compares, waits beside the run as a guest
+    see the guest, and rank 0 invites it
+    ------ all connect beside the connection that they have, and while they train, see `join_preparation` ------
+    all go to a gate, where rank 0 copies its state, and tell over the old connection whether they can
+        all can: it is closed, and averaging goes on over the new one
+        rank 0 hands its state over
+                                             takes that over, and is one of them
+        else: the new one is closed; nothing has happened
+                                             hears that, and ends
+
+So whatever becomes of the newcomer meanwhile, those who train go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.distributed import DistNetworkError, DistStoreError
+
+from lightning_async.comm.collectives import Collectives
+from lightning_async.engine.averaging.report import RunSummary
+from lightning_async.engine.averaging.rule_state import AveragerConfig
+from lightning_async.engine.collectives import LightningCollectives, Packed, packed
+from lightning_async.engine.control_plane import forks_of
+from lightning_async.engine.replica import describe
+from lightning_async.errors import AsyncTrainingError, CollectiveError, CollectiveTimeout, StoreLost
+from lightning_async.events import tell
+from lightning_async.membership.generation import Generation
+from lightning_async.membership.join_protocol import JoinBoard, JoinBoardWithTimeout
+from lightning_async.membership.launcher_channel import came_back
+from lightning_async.membership.startup import WaitWithLog
+from lightning_async.strategies.averaging_state import SavedState, clocks_of
+from lightning_async.strategies.rank_mapping import RankMap, count_run, name_in_run, next_run, run_name
+from lightning_async.strategies.session import FitSessions
+from lightning_async.trainer.data.join import StateCopying, begin_within_epoch, state_for_joining_ranks, take_over
+from lightning_async.trainer.environment.environments import RenumberedEnvironment
+from lightning_async.trainer.environment.settings import check_joining, settings_of
+from lightning_async.trainer.loops.loop_state import without_own
+from lightning_async.trainer.namespace import in_words, pytorch
+from lightning_async.transports.base import Connection, ElasticTransport, Transport
+
+log = logging.getLogger(__name__)
+
+
+# A connection of those who train and a newcomer, beside the one that they have: made on all sides, or not at
+# all.
+
+PATIENCE = timedelta(seconds=30)
+"""How long those who connect wait for each other at most."""
+
+
+class Connected(Protocol):
+    """What a strategy has whose ranks connect with newcomers."""
+
+    config: AveragerConfig
+    transport: Transport
+    live_ranks: RankMap | None
+
+    @property
+    def cluster_environment(self) -> Any: ...
+
+    @property
+    def connection(self) -> Connection | None: ...
+
+    @property
+    def root_device(self) -> torch.device: ...
+
+
+class PreparedJoin(NamedTuple):
+    """All who train, and a newcomer, are connected.
+
+    Args:
+        guest: the newcomer's name as a guest.
+        names: for life, of all; the newcomer's is the last.
+        run: the number that their run will have.
+        connection: of all, with all groups that training needs.
+        pair: of rank 0 and the newcomer; None on the others.
+        place: where the newcomer is, see `Newcomers.place`.
+    """
+
+    joining_rank: str
+    names: tuple[str, ...]
+    run: int
+    connection: Connection
+    pair: Collectives | None
+    place: list[Any]
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among them."""
+        return self.connection.root.rank
+
+    @property
+    def name(self) -> str:
+        """Its own, for life."""
+        return self.names[self.rank]
+
+
+def connect(
+    strategy: Connected, rank: int, joining_rank: str, place: dict[str, Any], check: Callable[[], None],
+    made: Callable[[Connection], None] = lambda connection: None, own: list[Any] | None = None,
+) -> PreparedJoin:  # fmt: skip
+    """With all that an invitation names, the newcomer included.
+
+    Args:
+        strategy: of this rank.
+        rank: its number among them.
+        guest: who is invited.
+        place: the invitation.
+        check: raises where somebody does not come.
+        made: called with the connection before its groups are formed: closing it ends that.
+        own: of the newcomer: where it is.
+
+    Raises:
+        AsyncTrainingError: it came to nothing, and nothing is left open.
+    """
+    names, config, transport, device = tuple(place["names"]), strategy.config, strategy.transport, strategy.root_device
+    assert isinstance(transport, ElasticTransport)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # of this thread
+    environment = RenumberedEnvironment(strategy.cluster_environment, rank, len(names), "")
+    connection = transport.widen(environment, device, place["room"], config.deadlines.dead_after, PATIENCE, check)
+    try:
+        made(connection)
+        connection.hear_deaths(partial(name_in_run, names=names))
+        connection.forks = forks_of(connection.root, connection.payload, config.deadlines)
+        pair = connection.root.split((0, len(names) - 1), "newcomer")
+        connection.open()
+        told = connection.world.gather_objects(own or [])
+    except BaseException as error:
+        release(connection, in_words(error))
+        raise
+    return PreparedJoin(joining_rank, names, int(place["run"]), connection, pair, told[-1])
+
+
+def release(connection: Connection, why: str) -> None:
+    """Close what came to nothing; the others in it hear why, so that nobody waits. Takes some seconds at most."""
+    connection.outlives = False
+    connection.membership.on_change = None
+    connection.membership.fail(why)
+    connection.close(in_order=False)
+
+
+# Those who train connect with a newcomer beside training, on a thread of each rank, before they stand still for
+# it.
+#
+# waits for guests --(one beats)--> invites it (rank 0), or finds the invitation --> all connect, and form all
+# groups ^ | |<--(somebody does not come, is lost, or fails: it is answered, and released)------| | v
+# '<-----------------(the same, until it is taken)-------------------------- ready, calls to a gate --> taken
+#
+# A guest is prepared once: one that could not be comes again by another name.
+
+_LOOK_S, _END_S = 0.02, 5.0
+
+
+def for_life(joining_rank: str) -> str:
+    """What a guest was called when it was started."""
+    return joining_rank.partition(".")[0]
+
+
+def tell_failed(rank: int, joining_rank: str, why: str) -> None:
+    """A newcomer could not be taken in."""
+    words = f"Rank {rank}: rank {for_life(joining_rank)} could not be taken in, and training goes on without: {why}"
+    tell("join_failed", logging.WARNING, words, rank=rank)
+
+
+class JoinPreparation:
+    """Of one run; closed by `close`.
+
+    Args:
+        strategy: of a rank that trains.
+        door: where newcomers ask.
+        most: so many replicas there may be.
+        on_coming: called when one is about to come, before all connect, on that thread.
+        on_ready: called when a newcomer can be taken, on a thread of its own.
+    """
+
+    def __init__(
+        self,
+        strategy: Connected,
+        door: JoinBoard,
+        most: int,
+        on_coming: Callable[[], None],
+        on_ready: Callable[[], None],
+    ) -> None:
+        assert strategy.connection is not None
+        self._strategy, self._door, self._most = strategy, door, most
+        self._on_coming, self._on_ready = on_coming, on_ready
+        self._connection = strategy.connection
+        self._lock, self._ends = threading.Lock(), threading.Event()
+        self._thread: threading.Thread | None = None
+        self._seen: set[str] = set()
+        """Those that have been prepared, whatever became of them."""
+        self._ready: PreparedJoin | None = None
+        self._held = False
+        """All are about to agree on who is ready."""
+        self._making: Connection | None = None
+
+    def look(self) -> None:
+        """Something is new among those who train, or wait: from any thread, and never blocks."""
+        with self._lock:
+            if self._thread is None and (self._broken() or self._waiting()):
+                self._thread = threading.Thread(target=self._run, name="lightning_async reception", daemon=True)
+                self._thread.start()
+
+    def hold(self) -> PreparedJoin | None:
+        """Who can be taken by this rank, if all others can, too: that stays so until `take` or `let_go`, whoever is
+        lost meanwhile. None for nobody yet."""
+        with self._lock:
+            self._held = self._ready is not None and not self._broken()
+            return self._ready if self._held else None
+
+    def let_go(self) -> None:
+        """Others cannot take it, or cannot yet."""
+        with self._lock:
+            self._held = False
+        self.look()
+
+    def take(self) -> None:
+        """Who was held is the caller's now."""
+        with self._lock:
+            self._ready, self._held = None, False
+
+    def answer(self, joining_rank: str, admitted: bool, again: bool = False) -> None:
+        """Without a word a newcomer ends: it is not to train alone what the others train without it."""
+        with contextlib.suppress(RuntimeError, OSError):  # the store is gone: the heartbeat says so
+            self._door.answer(joining_rank, admitted, again)
+
+    def drop(self, ready: PreparedJoin, why: str) -> None:
+        """Who was taken cannot stay: it is released beside training."""
+        threading.Thread(target=release, args=(ready.connection, why), name="lightning_async goodbye").start()
+        self.look()
+
+    def close(self) -> None:
+        """Nobody is prepared any more."""
+        self._ends.set()
+        with self._lock:
+            thread, making, ready, self._ready = self._thread, self._making, self._ready, None
+        if making is not None:
+            making.root.close()
+            making.payload.close()
+        if ready is not None:
+            self._send_again(ready.joining_rank)
+            release(ready.connection, "training has ended, or begins anew")
+        if thread is not None:
+            thread.join(_END_S)
+
+    # ---- under the lock ----
+
+    def _waiting(self) -> list[str]:
+        """Those who wait, and are not taken for one who is there; nobody while one is ready."""
+        live_ranks = self._strategy.live_ranks
+        if self._ends.is_set() or self._ready is not None or live_ranks is None:
+            return []
+        waiting = self._connection.membership.guests() if live_ranks.generation.world_size < self._most else ()
+        return [
+            joining_rank
+            for joining_rank in waiting
+            if joining_rank not in self._seen and for_life(joining_rank) not in live_ranks.names
+        ]
+
+    def _broken(self) -> bool:
+        """Whether who is ready cannot be taken, as somebody is lost."""
+        try:
+            if self._ready is not None and not self._held:
+                self._ready.connection.membership.check()
+                self._check_names(self._ready.names)
+        except AsyncTrainingError:
+            return True
+        return False
+
+    def _check_names(self, names: Sequence[str]) -> None:
+        there = () if self._strategy.live_ranks is None else self._strategy.live_ranks.names
+        if tuple(names[:-1]) != there:
+            lost = ", ".join({*names[:-1]} - {*there})
+            raise CollectiveTimeout(f"Meanwhile rank(s) {lost} were lost.")
+
+    # ---- on a thread of its own ----
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception:
+            log.exception(
+                "Who waits to join was not looked at; the next change among the ranks has it looked at again."
+            )
+            with self._lock:
+                self._thread = None
+
+    def _serve(self) -> None:
+        while True:
+            with self._lock:
+                broken, waiting = self._ready if self._broken() else None, self._waiting()
+                if broken is not None:
+                    self._ready = None
+                elif not waiting:
+                    self._thread = None
+                    return
+            if broken is not None:
+                self._refuse(broken.joining_rank, "a rank was lost before it could be taken in")
+                release(broken.connection, "a rank was lost")
+            elif (found := self._invitation(waiting)) is None:
+                self._ends.wait(_LOOK_S)
+            elif self._prepare(*found):
+                self._on_ready()
+
+    def _invitation(self, waiting: list[str]) -> tuple[str, dict[str, Any]] | None:
+        """Of one of these: rank 0 decides of whom, one by one, as what becomes of one is nothing to another."""
+        live_ranks = self._strategy.live_ranks
+        assert live_ranks is not None
+        with contextlib.suppress(RuntimeError, OSError):  # the store is gone: the heartbeat says so
+            if live_ranks.generation.rank == 0:
+                joining_rank, run = waiting[0], next_run()
+                names = [*live_ranks.names, for_life(joining_rank)]
+                place = {"run": run, "room": f"{run_name(run)}.{joining_rank}", "rank": len(names) - 1, "names": names}
+                place |= {"started": live_ranks.started, "ever": sorted(live_ranks.ever)}
+                self._door.invite(joining_rank, place)
+                return joining_rank, place
+            return next(
+                (
+                    (joining_rank, place)
+                    for joining_rank in waiting
+                    if (place := self._door.read_invitation(joining_rank))
+                ),
+                None,
+            )
+        return None
+
+    def _prepare(self, joining_rank: str, place: dict[str, Any]) -> bool:
+        live_ranks, membership = self._strategy.live_ranks, self._connection.membership
+        assert live_ranks is not None
+        self._seen.add(joining_rank)
+
+        def check() -> None:
+            membership.check()
+            self._check_names(place["names"])
+            if joining_rank not in membership.guests() and joining_rank not in membership.left():
+                raise CollectiveTimeout(f"{joining_rank} is gone.")
+            if self._ends.is_set() or self._door.read_answer(joining_rank):
+                raise CollectiveError("Training has ended, or another rank could not.")
+
+        def made(connection: Connection) -> None:
+            self._making = connection
+            check()
+
+        try:
+            check()
+            self._on_coming()
+            ready = connect(self._strategy, live_ranks.generation.rank, joining_rank, place, check, made)
+        except Exception as error:
+            self._refuse(joining_rank, f"{type(error).__name__}: {error}")
+            return False
+        finally:
+            self._making = None
+        with self._lock:
+            if not self._ends.is_set():
+                self._ready = ready
+                ready.connection.membership.on_change = self.look
+                return True
+        self._send_again(joining_rank)
+        release(ready.connection, "training has ended, or begins anew")
+        return False
+
+    def _refuse(self, joining_rank: str, why: str) -> None:
+        self._send_again(joining_rank)
+        live_ranks = self._strategy.live_ranks
+        if self._ends.is_set() or live_ranks is None:
+            return
+        tell_failed(live_ranks.generation.rank, joining_rank, why)
+
+    def _send_again(self, joining_rank: str) -> None:
+        """It is to come again; told before it hears that its connection is gone."""
+        self.answer(joining_rank, admitted=False, again=True)
+
+
+_GONE = "rank 0 was lost."
+
+
+class JoinCoordinatorView(Connected, Protocol):
+    """What a strategy has to whose training ranks come back."""
+
+    num_fits: int
+    num_runs: int
+    failed: bool
+    saved: SavedState
+    fit_sessions: FitSessions | None
+
+    @property
+    def module(self) -> Any: ...
+
+    def settings(self) -> dict[str, object]: ...
+
+    def handed_over(self) -> dict[str, Any]: ...
+
+    def take_handed_over(self, told: dict[str, Any]) -> None: ...
+
+    def usual_settings(self) -> dict[str, object]: ...
+
+
+class JoinCoordinator:
+    """Takes newcomers in; see `Convened`.
+
+    Args:
+        strategy: whose training they come to.
+    """
+
+    def __init__(self, strategy: JoinCoordinatorView) -> None:
+        self._strategy = strategy
+        self.call_together: Callable[[], None] | None = None
+        self._door: JoinBoard | None = None
+        self._join_preparation: JoinPreparation | None = None
+        self._hands_over: threading.Thread | None = None
+        self._copying = StateCopying()
+
+    def open(self, trainer: Any) -> None:
+        """Training begins, or goes on as another run: let it be known."""
+        strategy, transport = self._strategy, self._strategy.transport
+        connection, live_ranks = strategy.connection, strategy.live_ranks
+        if not isinstance(transport, ElasticTransport) or connection is None or live_ranks is None:
+            return
+        self._door = transport.door(strategy.cluster_environment)
+        most = strategy.config.max_replicas or live_ranks.started
+        self._join_preparation = JoinPreparation(strategy, self._door, most, self._prepare_for, self._call)
+        if self._speaks:
+            self._pin(
+                {
+                    "room": connection.name,
+                    "fit": strategy.num_fits,
+                    "settings": settings_of(strategy, trainer),
+                    "model": digest(strategy.module),
+                }
+            )
+        self.notice()
+
+    def close(self) -> None:
+        """Training ends: it takes nobody in any more. Where this rank alone fails, the others may train on."""
+        if self._speaks and not self._strategy.failed:
+            self._pin({})
+        if self._join_preparation is not None:
+            self._join_preparation.close()
+        if self._hands_over is not None:
+            self._hands_over.join(PATIENCE.total_seconds())
+        self._copying.close()
+        self._door = self._join_preparation = self._hands_over = None
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether it is this rank that tells newcomers of those that train."""
+        live_ranks = self._strategy.live_ranks
+        return self._door is not None and live_ranks is not None and live_ranks.generation.rank == 0
+
+    def _pin(self, notice: dict[str, Any]) -> None:
+        assert self._door is not None
+        with contextlib.suppress(RuntimeError, OSError):  # the store is gone: the heartbeat says so
+            self._door.pin(notice)
+
+    def notice(self) -> None:
+        """Something is new among the heartbeats, on whose thread this is called."""
+        if (join_preparation := self._join_preparation) is not None:
+            join_preparation.look()
+
+    def _prepare_for(self) -> None:
+        if (fit_sessions := self._strategy.fit_sessions) is None:
+            return
+        fit_sessions.patches.prepare_for()
+        if self._speaks and fit_sessions.session is not None:
+            self._copying.prepare_for(self._strategy.module.trainer, fit_sessions.session.averager.agreed.nbytes())
+
+    def _call(self) -> None:
+        if (call := self.call_together) is not None:
+            call()
+
+    def decide(self, world: LightningCollectives) -> bool:
+        """All ranks stand, and hold one model: if each of them can take the same newcomer, they go on with it.
+
+        One exchange says that, and where each is; nobody takes back what it has said in it. Returns False: the model
+        stays as it is.
+        """
+        strategy, fit_sessions, join_preparation = self._strategy, self._strategy.fit_sessions, self._join_preparation
+        if join_preparation is None or fit_sessions is None or fit_sessions.session is None:
+            return False
+        averager, place = fit_sessions.session.averager, fit_sessions.patches.place
+        # For rank 0, and so for whoever is as it is, it may be too late.
+        ready = None if world.rank == 0 and strategy.module.trainer.fit_loop.done else join_preparation.hold()
+        mine, own = ["", None, {}, []], None
+        if ready is not None:
+            own, why = self._pack(ready, fit_sessions)  # what each has gathered stays with it
+            mine = [ready.joining_rank, why, {**clocks_of(averager, world.rank), "gathered": None}, place(self._name)]
+        told: list[Any] = world.gather_objects(mine)
+        if ready is None or any(offer != ready.joining_rank for offer, *_ in told):
+            join_preparation.let_go()
+            return False
+        join_preparation.take()
+        try:
+            why = next((why for _, why, *_ in told if why is not None), _GONE)
+            join_preparation.answer(ready.joining_rank, admitted=not why, again=why is _GONE)
+            if why:
+                join_preparation.drop(ready, why)
+                tell_failed(world.rank, ready.joining_rank, why)
+            else:
+                self._take_in(ready, own, [clocks for *_, clocks, _ in told], [place for *_, place in told], world)
+        except BaseException as error:
+            if strategy.connection is not ready.connection:
+                release(ready.connection, in_words(error))
+            raise
+        return False
+
+    def _take_in(
+        self, ready: PreparedJoin, own: Packed | None, clocks: list[Any], places: list[Any], world: LightningCollectives
+    ) -> None:
+        """All can, and go on with the newcomer."""
+        strategy, fit_sessions = self._strategy, self._strategy.fit_sessions
+        assert fit_sessions is not None
+        assert fit_sessions.session is not None
+        averager, places = fit_sessions.session.averager, [*places, ready.place]
+        steps = [each["step"] for each in clocks]
+        clocks.append({**without_own(clocks[0]), "alike": None, "summary": RunSummary().state_dict()})
+        # The clock of all does not jump as one more comes.
+        gathered = {"replicas": clocks, "mean_steps": sum(steps) / len(steps)}
+        handed = {"averaging": gathered, "places": places, "strategy": strategy.handed_over()}
+        rest = packed(handed) if own is not None else None
+        rank, run = world.rank, count_run(ready.run)
+        joining_rank, size = for_life(ready.joining_rank), len(ready.names)
+        words = f"Rank {rank}: rank {joining_rank} has joined, and {size} replicas train from here."
+        tell("joined", logging.WARNING, words, rank=rank, run=run, world_size=size)
+        strategy.saved.go_on({**averager.state_dict(), **gathered}, averager.gathered())
+        fit_sessions.stop()  # from here on nobody is lost by its count
+        live_ranks = strategy.live_ranks
+        assert live_ranks is not None
+        # By names, as one may be lost since it was made.
+        strategy.live_ranks = live_ranks.with_joining_ranks(ready.rank, ready.names, run)
+        fit_sessions.widen(ready.connection, run)
+        fit_sessions.patches.go_on(ready.connection.world, ready.name, places)
+        if own is not None and rest is not None:
+            self._hands_over = threading.Thread(
+                target=_hand_over, args=(ready, own, rest), name="lightning_async hand-over", daemon=True
+            )
+            self._hands_over.start()
+
+    def _pack(self, ready: PreparedJoin, fit_sessions: FitSessions) -> tuple[Packed | None, str | None]:
+        """On rank 0 what the newcomer needs of it, as it is now, and why that could not be; "" where it could."""
+        if ready.pair is None:
+            return None, None
+        assert fit_sessions.session is not None
+        try:
+            own = state_for_joining_ranks(self._strategy.module.trainer)
+            averaging = fit_sessions.session.averager.state_dict()
+            return self._copying.packed({**own, **fit_sessions.patches.for_joining_ranks(), "averaging": averaging}), ""
+        except Exception as error:  # of hooks of the user's, too: who trains goes on
+            ready.connection.membership.fail(in_words(error))  # nobody waits for it
+            return None, f"{type(error).__name__}: {error}"
+
+    @property
+    def _name(self) -> str:
+        """This rank's, for life."""
+        live_ranks = self._strategy.live_ranks
+        assert live_ranks is not None
+        return live_ranks.names[live_ranks.generation.rank]
+
+
+def _hand_over(ready: PreparedJoin, *states: Packed) -> None:
+    """The newcomer is one of them, and waits for this; nobody else does."""
+    assert ready.pair is not None
+    try:
+        world = LightningCollectives(ready.pair, ready.connection.membership.check)
+        for state in states:
+            world.hand_over(state)
+    except Exception as error:  # it is lost, as any rank may be, or training has ended
+        log.warning("Rank %s did not get what it needs to take part: %s", for_life(ready.joining_rank), error)
+
+
+def digest(module: Any) -> int:
+    """Of the names, shapes and types of all that replicas share; what is trained of it may change in an epoch."""
+    return zlib.crc32(repr([line.rpartition(", ")[0] for line in describe(module)]).encode())
+
+
+# A process that was started while others train: it waits until they take it in, and goes on from where they
+# are.
+#
+# What happens between the two is drawn in `host`.
+
+_GUEST_LOOK_S, _HEAR_S = 0.05, 0.002  # while the others train, and while they stand and wait
+_ANSWER_S = 5.0
+_WAITS = (
+    "waiting to be taken in by those who train: do they? If not, start all ranks again. If so, they may be as many as "
+    "their `max_replicas` already, or on the way to a gate"
+)
+
+
+class JoiningRank:
+    """See `join`.
+
+    Args:
+        strategy: its own.
+        trainer: about to train.
+    """
+
+    def __init__(self, strategy: JoinCoordinatorView, trainer: Any) -> None:
+        self._strategy, self._trainer = strategy, trainer
+        self._number = int(strategy.cluster_environment.started_as)
+        self._attempts = 0
+        self._refused = (
+            f"Rank {self._number} could not be taken in: see what those who train have logged. They go on without."
+        )
+        self.patience = timedelta(minutes=30)
+        """How long to wait for a training to begin, and for its ranks to come to a gate."""
+
+    def join(self) -> None:
+        """Wait to be taken in, and take over what the others have.
+
+        Raises:
+            SettingsMismatch, ValueError: what they train is something else, or over another transport.
+            SIGTERMException: told to end while waiting.
+            CollectiveTimeout: nobody trains, or nobody takes it in, for 30 minutes.
+            StoreLost: the store is, also where it only says nothing for `Timeouts(dead_after=)`.
+        """
+        try:
+            self._join()
+        except (DistNetworkError, DistStoreError, ConnectionError) as error:
+            said = str(error).splitlines()[0].rstrip(".")
+            raise StoreLost(
+                f"rank {self._number}: while it waited to be taken in, the store failed ({said}). Without it nobody "
+                "can be. Start all again from the last checkpoint."
+            ) from error
+
+    def _join(self) -> None:
+        transport = self._strategy.transport
+        if not isinstance(transport, ElasticTransport):
+            raise ValueError(f"{transport!r} takes nobody in: start all ranks together.")
+        dead_after = self._strategy.config.deadlines.dead_after
+        door = JoinBoardWithTimeout(
+            transport.door(self._strategy.cluster_environment), self._number, dead_after, self._end_if_told
+        )
+        log.warning("Rank %d comes while others train, and waits to be taken in by them.", self._number)
+        while True:
+            notice = self._wait(door.read_notice)
+            self._compare(notice)
+            if self._visit(transport, door, str(notice["room"])):
+                return
+
+    def _wait(
+        self,
+        look: Callable[[], dict[str, Any]],
+        worthwhile: Callable[[], bool] = lambda: True,
+        look_s: float = _GUEST_LOOK_S,
+    ) -> dict[str, Any]:
+        """What is found, or nothing where it is no longer worthwhile to wait."""
+        patience = WaitWithLog(
+            self._number, self.patience, self._end_if_told, sleep=lambda seconds: time.sleep(min(seconds, look_s))
+        )
+        while not (found := look()) and worthwhile():
+            patience.wait(lambda: _WAITS)
+        return found
+
+    def _end_if_told(self) -> None:
+        if self._trainer.received_sigterm:
+            raise pytorch("utilities.exceptions").SIGTERMException
+
+    def _compare(self, notice: dict[str, Any]) -> None:
+        strategy = self._strategy
+        if notice.get("fit") != strategy.num_fits:
+            raise ValueError(
+                f"Rank {self._number} comes back to fit number {strategy.num_fits} of its script, and the others are "
+                f"in number {notice.get('fit')}: where a script fits several times, it can join the first only."
+            )
+        check_joining(notice.get("settings", {}), settings_of(strategy, self._trainer))
+        if notice.get("model") != digest(strategy.module):
+            raise ValueError(
+                f"Rank {self._number} comes back with another model than those who train have: its parameters or "
+                "buffers differ in number, name, shape or type. Build the same model on every rank."
+            )
+
+    def _visit(self, transport: ElasticTransport, door: JoinBoardWithTimeout, room: str) -> bool:
+        """Beat beside a run until it invites this rank, connect, and go on with it; False where that came to nothing
+        before this rank had anything of theirs."""
+        strategy, self._attempts = self._strategy, self._attempts + 1
+        joining_rank = f"{self._number}.{came_back()}.{self._attempts}"
+        dead_after = strategy.config.deadlines.dead_after
+        membership = transport.visit(strategy.cluster_environment, room, joining_rank, dead_after)
+        try:
+            door.ask(membership.start)
+            place = self._wait(
+                lambda: door.read_invitation(joining_rank), lambda: door.read_notice().get("room") == room
+            )
+            ready = self._connect(joining_rank, place, door) if place else None
+        finally:
+            membership.close()
+        state = None if ready is None else self._receive(ready, lambda: door.read_answer(joining_rank))
+        if ready is None or state is None:
+            return False
+        count_run(ready.run)
+        config, size = strategy.config, place["started"]
+        began = RankMap(Generation.first(0, size), ready.run, config.survives(size), wanted=config.fewest(size))
+        strategy.live_ranks = began.with_joining_ranks(ready.rank, ready.names, ready.run, place["ever"])
+        self._take_part(ready, state, lambda: door.read_answer(joining_rank))
+        return True
+
+    def _connect(self, joining_rank: str, place: dict[str, Any], door: JoinBoardWithTimeout) -> PreparedJoin | None:
+        """With all who train; None where they could not come, and train on."""
+
+        def check() -> None:
+            self._end_if_told()
+            if door.read_answer(joining_rank):
+                raise CollectiveError("one of them could not.")
+
+        fit_sessions, rank = self._strategy.fit_sessions, int(place["rank"])
+        assert fit_sessions is not None
+        own = fit_sessions.patches.place(place["names"][rank], comes=True)
+        try:
+            return connect(self._strategy, rank, joining_rank, place, check, own=own)
+        except StoreLost:
+            raise
+        except AsyncTrainingError as error:
+            log.warning("Rank %d could not be taken in, and waits again: %s", self._number, error)
+            return None
+
+    def _receive(self, ready: PreparedJoin, answer: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+        """What rank 0 has, once all stand at a gate; None where it does not come to that, and they train on.
+
+        Raises:
+            AsyncTrainingError: they have stood there, and could not.
+        """
+        connection = ready.connection
+        assert ready.pair is not None
+
+        def check() -> None:
+            connection.membership.check()
+            self._end_if_told()
+
+        world = LightningCollectives(ready.pair, check, self.patience)
+        try:
+            own, of_all = world.hand_over(None), world.hand_over(None)
+            return {**own, **of_all, "averaging": {**own["averaging"], **of_all["averaging"]}}
+        except BaseException as error:
+            release(connection, in_words(error))
+            if not isinstance(error, AsyncTrainingError) or isinstance(error, StoreLost):
+                raise
+            until = time.monotonic() + _ANSWER_S
+            if not self._wait(answer, lambda: time.monotonic() < until).get("again", True):
+                raise AsyncTrainingError(self._refused) from error
+            log.warning("Rank %d could not be taken in, and waits again: %s", self._number, error)
+            return None
+
+    def _take_part(self, ready: PreparedJoin, state: dict[str, Any], answer: Callable[[], dict[str, Any]]) -> None:
+        strategy, trainer, fit_sessions, connection = (
+            self._strategy,
+            self._trainer,
+            self._strategy.fit_sessions,
+            ready.connection,
+        )
+        assert fit_sessions is not None
+        try:
+            self._hear(connection, answer)
+            take_over(trainer, state)
+            if trainer.fit_loop.done:
+                raise ValueError(
+                    f"Rank {self._number} comes to epoch {trainer.current_epoch}, step {trainer.global_step} of the "
+                    "others, where its own limits end training. Give it the same `max_epochs` and `max_steps`."
+                )
+            fit_sessions.come()
+            fit_sessions.undo += reversed(begin_within_epoch(trainer, state, lambda: fit_sessions.patches.has_part))
+        except BaseException as error:
+            release(connection, in_words(error))
+            raise
+        strategy.take_handed_over(state["strategy"])
+        strategy.saved.go_on(state["averaging"])
+        fit_sessions.widen(connection, ready.run)
+        fit_sessions.patches.go_on(connection.world, ready.name, state["places"], state)
+        connection.world.asynchronous = True  # until the end of the epoch, where all meet
+
+    def _hear(self, connection: Connection, answer: Callable[[], dict[str, Any]]) -> None:
+        """Wait for the others' word that this rank is one of them.
+
+        Raises:
+            AsyncTrainingError: it is not, or they are gone.
+        """
+        patience = max(PATIENCE, 2 * self._strategy.config.deadlines.dead_after)  # one may be lost as they vote
+        until = time.monotonic() + patience.total_seconds()
+
+        def worthwhile() -> bool:
+            connection.membership.check()
+            return time.monotonic() < until
+
+        if not self._wait(answer, worthwhile, look_s=_HEAR_S).get("admitted"):
+            raise AsyncTrainingError(self._refused)

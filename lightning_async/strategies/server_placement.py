@@ -1,0 +1,335 @@
+"""A worker finds its servers, or starts them, and joins them with the model."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal, Protocol, cast, get_args
+
+import torch
+
+from lightning_async._checks import check_choice
+from lightning_async.algorithms.compression import PushCompression
+from lightning_async.algorithms.staleness import StalenessPolicy, make_policy, momentum_warning
+from lightning_async.comm.p2p_gloo import machine_name
+from lightning_async.comm.peer_storage import facing
+from lightning_async.engine.averaging.averager import BackgroundAverager
+from lightning_async.engine.collectives import LightningCollectives
+from lightning_async.parameter_server.consistency import WorkerRules
+from lightning_async.parameter_server.metrics import PushTotals, WorkerSteps
+from lightning_async.parameter_server.process import ServerStart, Shelving
+from lightning_async.parameter_server.tables import ParameterGroup, ParameterGroups, described_again, keys_of, state_of
+from lightning_async.parameter_server.worker import Worker, plan_of
+from lightning_async.strategies import server_lifecycle
+from lightning_async.strategies.averaging_state import SavedState
+from lightning_async.strategies.server_lifecycle import Servers, serve
+from lightning_async.strategies.server_options import Mode, StalenessView, ahead
+from lightning_async.trainer.configuration_checks import check_momentum_stays
+from lightning_async.trainer.environment.subprocess_launcher import leave
+from lightning_async.trainer.namespace import rank_zero_info
+from lightning_async.transports.base import ElasticTransport, Transport
+from lightning_async.transports.resolve import TransportName
+
+log = logging.getLogger(__name__)
+
+
+# Which ranks train, and which serve: the last ones.
+
+Placement = Literal["colocated", "dedicated"]
+
+
+class ServerRoles:
+    """Some ranks may serve. See `Roles`.
+
+    Args:
+        owner: the strategy's name, for messages.
+        placement: ``"colocated"``: all ranks train. ``"dedicated"``: the last ranks serve.
+        num_servers: None: one.
+        server_address: servers are elsewhere.
+
+    Raises:
+        ValueError: an unknown placement.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        placement: Placement,
+        num_servers: int | None,
+        server_address: str | None,
+    ) -> None:
+        check_choice(owner, "placement", placement, get_args(Placement))
+        self._owner, self.placement, self._num_servers = owner, placement, num_servers
+        self._elsewhere = server_address is not None
+        if self._elsewhere and placement == "dedicated":
+            raise ValueError(
+                f'`{owner}(placement="dedicated", server_address={server_address!r})`: servers that were started on '
+                "their own are no ranks. Leave one of them out."
+            )
+        self.expects_more = False
+        """Workers that begin do so without others, which are to be taken in."""
+
+    @property
+    def dedicated(self) -> bool:
+        """Whether servers are ranks."""
+        return self.placement == "dedicated"
+
+    @property
+    def num_servers(self) -> int:
+        """Of those that do not train."""
+        return self._num_servers or 1
+
+    @property
+    def num_serving(self) -> int:
+        """How many ranks do."""
+        return self.num_servers if self.dedicated else 0
+
+    def of(self, environment: Any) -> tuple[str, int]:
+        """ "worker" or "server", and which of these this process is."""
+        rank = getattr(environment, "started_as", None)
+        rank = environment.global_rank() if rank is None else rank
+        started = environment.world_size()
+        first = started - self.num_serving
+        return ("server", rank - first) if first <= rank < started else ("worker", rank)  # new ones train
+
+    def reached_at(self, environment: Any, num_nodes: int) -> str | None:
+        """This server's address, by which other hosts reach it; none where all are on one host."""
+        return facing(environment.main_address, environment.main_port) if num_nodes > 1 else None
+
+    def transport(self, transport: Transport | TransportName) -> Transport | TransportName:
+        """The one by which workers meet: where some ranks serve, these are no part of a group of all."""
+        return "torch" if transport == "auto" and self.dedicated else transport
+
+    def is_alone(self, world_size: int) -> bool:
+        return world_size == 1 and not (self.expects_more or self.dedicated or self._elsewhere)
+
+    def take_part(self, strategy: Any) -> None:
+        role, number = self.of(strategy.cluster_environment)
+        if role != "worker":
+            serve(strategy, number)
+            leave(strategy.module.trainer)
+
+    # ---- checks ----
+
+    def check_transport(self, transport: Transport) -> None:
+        """Raise ValueError where its groups are of all ranks."""
+        if not self.dedicated:
+            return
+        mpi = isinstance(transport, ElasticTransport) and transport.backend_on(torch.device("cpu")) == "mpi"
+        if mpi or not isinstance(transport, ElasticTransport):
+            raise ValueError(
+                f"`{self._owner}(transport={transport!r})`: its groups are of all ranks, and some of them serve. Use "
+                '`transport="torch"`, under any launcher, or `placement="colocated"`.'
+            )
+
+    def check_ranks(self, started: int) -> None:
+        """Raise ValueError where there are more servers than ranks, or no rank is left to train."""
+        if not self.dedicated and (self._num_servers or 0) > started:
+            raise ValueError(
+                f"`{self._owner}(num_servers={self._num_servers})`: there are {started} ranks, and each has one server "
+                "beside it at most."
+            )
+        if self.num_serving >= started:
+            raise ValueError(
+                f'`{self._owner}(placement="dedicated", num_servers={self.num_servers})`: there are {started} ranks, '
+                f"and one at least must train. Start more, or let servers be processes beside the workers: "
+                '`placement="colocated"`.'
+            )
+
+
+_REQUEST_S = 1800.0  # as long as torch's process groups wait: whoever is lost is told of by the ranks themselves
+
+
+class ServerDiscoveryView(server_lifecycle.ServedByRanks, StalenessView, Protocol):
+    """What a strategy has whose servers these are."""
+
+    mode: Mode
+    bigarray_bound: int
+    compression: PushCompression | None
+    consistent_pull: bool
+    warmup_steps: int
+    num_servers: int | None
+    server_address: str | None
+    snapshot_every: float | None
+    staleness: str | StalenessPolicy
+    groups: list[ParameterGroup]
+    num_runs: int
+    servers: Servers | None
+    progress: WorkerSteps
+    served_run: int | None
+    """For which servers that are ranks were called."""
+    brings: bool
+    """What this training has is to be on the servers, whatever they have."""
+    saved: SavedState
+
+    @property
+    def module(self) -> Any: ...
+
+    @property
+    def optimizers(self) -> Sequence[Any]: ...
+
+    @property
+    def roles(self) -> ServerRoles: ...
+
+    @property
+    def world(self) -> LightningCollectives | None: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+
+def join(strategy: ServerDiscoveryView, averager: BackgroundAverager) -> ParameterGroups:
+    """All workers call this together; who comes to a training of others finds their servers in ``servers``.
+
+    Raises:
+        ValueError: there are more servers than ranks, or those of an address do not suit.
+        AsyncTrainingError: no server can be started, or one has other settings or another model.
+    """
+    owner, world = type(strategy).__name__, strategy.world
+    if strategy.update_on_server:
+        strategy.groups = described_again(owner, strategy.optimizers, strategy.groups)
+    totals, warmup = cast(PushTotals, averager.summary.totals), 0
+    if begins := strategy.servers is None:
+        assert world is not None
+        steps = world.gather_objects(averager.step)  # before the checkpoint that training goes on from
+        worker_rules, elsewhere = _worker_rules(strategy), strategy.server_address is not None
+        strategy.brings |= strategy.saved.origin != "none"
+        warmup = (
+            worker_rules.warmup_steps
+            if elsewhere and not strategy.brings
+            else max(0, worker_rules.warmup_steps - max(steps))
+        )
+        strategy.servers = _find(
+            strategy, world, worker_rules if elsewhere else replace(worker_rules, warmup_steps=warmup)
+        )
+        strategy.progress = _progress(strategy, steps, replace(worker_rules, warmup_steps=warmup))
+        totals.begin()
+    servers, workers = strategy.servers, []
+    assert servers is not None
+    name = servers.name_of(averager.sync_points.name)
+    for number, group in enumerate(strategy.groups):
+        named = keys_of(strategy.module, _groups_of(strategy, group))
+        plan = plan_of(named, len(servers.addresses), strategy.bigarray_bound)
+        if begins:
+            rank_zero_info(f"{owner}, {group.name}: {plan}")
+        dials = servers.dials(plan)
+        how = strategy.compression, strategy.consistent_pull and strategy.mode != "sync"
+        workers.append(Worker(name, named, plan, dials, 2 * _REQUEST_S, *how, number, strategy.overlap))
+    if begins and strategy.global_rank == 0:  # the weights and the optimizers' state of a checkpoint are rank 0's
+        for group, worker in zip(strategy.groups, workers, strict=True):
+            state: Any = ({}, {})
+            if strategy.update_on_server:
+                state = state_of(strategy.optimizers[group.optimizer], worker.params)
+            left = warmup if strategy.brings else None
+            worker.start(group.name, group.arguments, state, strategy.staleness, strategy.brings, left)
+    strategy.brings, tables = False, ParameterGroups(workers, totals)
+    if begins and world is not None:  # servers have weights
+        first, *_ = world.gather_objects(tables.updates(strategy.groups))
+        strategy.progress.begin(first)
+    if not begins or strategy.global_rank != 0:
+        for group, worker in zip(strategy.groups, workers, strict=True):
+            worker.start(group.name, group.arguments, staleness=strategy.staleness)
+    return tables
+
+
+def end(strategy: ServerDiscoveryView, in_order: bool) -> None:
+    """Nobody needs the servers any more; where this rank has failed, the others go on with them."""
+    servers, strategy.servers = strategy.servers, None
+    if servers is not None:
+        servers.close(in_order, tells=strategy.global_rank == 0)
+    run, strategy.served_run = strategy.served_run, None
+    if run is not None and in_order and strategy.global_rank == 0:
+        server_lifecycle.dismiss(strategy, run)
+
+
+def handed_over(strategy: ServerDiscoveryView) -> dict[str, Any]:
+    """What one that comes must know of the servers."""
+    addresses = [] if strategy.servers is None else strategy.servers.addresses
+    called = "" if strategy.servers is None else strategy.servers.job
+    run = {"run": strategy.served_run, "job": called}
+    return {"servers": addresses, **run, "progress": strategy.progress.plain()}
+
+
+def take_handed_over(strategy: ServerDiscoveryView, told: dict[str, Any]) -> None:
+    """It comes, and has been told that."""
+    strategy.served_run = told["run"]
+    strategy.progress.take(told["progress"])
+    strategy.servers = server_lifecycle.found(strategy, strategy.served_run, told["servers"])
+    strategy.servers.job = told["job"]
+
+
+def _worker_rules(strategy: ServerDiscoveryView) -> WorkerRules:
+    """How servers treat workers."""
+    bound = {"max_staleness": ahead(strategy)} if strategy.mode == "ssp" else {}
+    return WorkerRules(
+        mode=strategy.mode, num_workers=strategy.world_size, **bound, dead_after_s=_REQUEST_S,
+        staleness=strategy.staleness, warmup_steps=strategy.warmup_steps,
+    )  # fmt: skip
+
+
+def _progress(strategy: ServerDiscoveryView, steps: Sequence[int], worker_rules: WorkerRules) -> WorkerSteps:
+    """Of schedules that follow versions."""
+    first, *_ = strategy.groups
+    pushes = (
+        1
+        if worker_rules.mode == "sync"
+        else make_policy(worker_rules.staleness, first.name, first.arguments).buffer_size
+    )
+    return WorkerSteps(steps, sys.maxsize if worker_rules.mode == "sync" else worker_rules.warmup_steps, pushes)
+
+
+def _find(strategy: ServerDiscoveryView, world: LightningCollectives, worker_rules: WorkerRules) -> Servers:
+    if strategy.server_address is not None:
+        return Servers.at(strategy.server_address, worker_rules)
+    if strategy.roles.dedicated:
+        strategy.served_run = strategy.num_runs
+        return server_lifecycle.call(strategy, strategy.served_run, worker_rules, _shelving(strategy, world))
+    host = None if len({*world.gather_objects(machine_name())}) == 1 else _own_address(strategy.cluster_environment)
+    return Servers.start(world, _count(strategy), ServerStart(worker_rules, host, _shelving(strategy, world)))
+
+
+def _shelving(strategy: ServerDiscoveryView, world: LightningCollectives) -> Shelving:
+    """A folder of its own for each training: none begins with what another one had, or touches what is another's."""
+    if strategy.snapshots is None:
+        return Shelving()
+    first, *_ = world.gather_objects(f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}")
+    rank_zero_info(f"{type(strategy).__name__}: snapshots of servers are in {strategy.snapshots}/{first}")
+    return Shelving(f"{strategy.snapshots}/{first}", float(strategy.snapshot_every or Shelving().every_s))
+
+
+def _own_address(environment: Any) -> str:
+    """Of this host, as others reach it."""
+    told = getattr(environment, "own_address", None)  # Horovod's ranks know no address of the first one
+    return told or facing(environment.main_address, environment.main_port)
+
+
+def _count(strategy: ServerDiscoveryView) -> int:
+    if strategy.num_servers is None:
+        return strategy.num_nodes
+    if strategy.num_servers > strategy.world_size:
+        raise ValueError(
+            f"`{type(strategy).__name__}(num_servers={strategy.num_servers})`: there are {strategy.world_size} ranks, "
+            "and each has one server beside it at most."
+        )
+    return strategy.num_servers
+
+
+def _groups_of(strategy: ServerDiscoveryView, group: ParameterGroup) -> list[Any]:
+    """The groups of optimizers whose parameters are in its table: all, where they are the worker's."""
+    if strategy.update_on_server:
+        return [strategy.optimizers[group.optimizer].param_groups[group.group]]
+    return [each for optimizer in strategy.optimizers for each in optimizer.param_groups]
+
+
+def check_momentum(strategy: ServerDiscoveryView, trainer: Any) -> None:
+    """Refuse schedulers that change it, and warn where late gradients go on in it."""
+    if strategy.world_size > 1:
+        check_momentum_stays(trainer, type(strategy).__name__)
+    for group in strategy.groups if strategy.mode != "sync" and strategy.global_rank == 0 else ():
+        policy = make_policy(strategy.staleness, group.name, group.arguments)
+        if (warning := momentum_warning(policy, group.name, group.arguments)) is not None:
+            log.warning(warning)

@@ -1,0 +1,300 @@
+"""One replica's optimizer steps, as the averager sees them: planned before, counted after."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_async.algorithms.schedules import Action, Schedule, Step
+from lightning_async.callbacks.accumulation import AdaptiveGradientAccumulation
+from lightning_async.engine.averaging.averager import BackgroundAverager
+from lightning_async.engine.averaging.optimizer_state import RECENT_BATCHES, reset
+from lightning_async.engine.gradients.reduction import SynchronousGradients
+from lightning_async.engine.replica import BufferPolicy, OptimizerPolicy
+from lightning_async.engine.shared_state import Arrival, SyncPointKind
+from lightning_async.trainer.namespace import batch_size, changes_gradients, pulled, pulls
+
+# The batch under way: what it counts, and what is kept of the last ones.
+
+
+class StepBatches:
+    """Of one replica. One that `training_step` takes by itself is known once it has been taken: it is looked at where
+    its gradients are, at the latest as the next one begins.
+
+    Args:
+        strategy: counts them; its module, what is done about buffers, and its `Pacing`.
+        tell: called once for each batch, with its samples.
+    """
+
+    def __init__(self, strategy: Any, tell: Callable[[float], None]) -> None:
+        self._strategy, self._tell = strategy, tell
+        self._pulls, self._unseen = pulls(strategy.module), False
+        self._taken: Any = None
+        self.recent: deque[Any] = deque(maxlen=RECENT_BATCHES)
+        """For recomputing BatchNorm's statistics, where that is asked for."""
+
+    def start(self, batch: Any) -> None:
+        """The training thread has a batch; or the one before, where `training_step` takes them."""
+        self.see()
+        self._unseen = self._pulls
+        if not self._pulls:
+            self._see(batch)
+
+    def see(self) -> None:
+        """Whatever batch there is has been taken by now."""
+        if not self._pulls:
+            return
+        taken = pulled(self._strategy.module.trainer)
+        if taken is not None and (self._unseen or taken is not self._taken):  # it may take several
+            self._unseen, self._taken = False, taken
+            self._see(taken)
+
+    def _see(self, batch: Any) -> None:
+        if self._strategy.buffers == "recompute":
+            self.recent.append(batch)
+        counted = self._strategy.count(batch)
+        self._strategy.pacing.samples = counted if self._strategy.count is batch_size else batch_size(batch)
+        self._tell(counted)
+
+
+def learning_rate(optimizers: Iterable[Any]) -> float:
+    """That of the first optimizer's first group; 0.0 where there is none, as optimizers of users' own may have it."""
+    groups = next((optimizer.param_groups for optimizer in optimizers), ())
+    lr = groups[0].get("lr") if groups else None
+    return 0.0 if lr is None else float(lr)
+
+
+def _weighs_by_samples(trainer: Any) -> bool:
+    """Return whether the batches of a window are weighted by their samples already."""
+    return any(isinstance(callback, AdaptiveGradientAccumulation) for callback in trainer.callbacks)
+
+
+class LocalStepsView(Protocol):
+    """What a strategy has whose steps these are."""
+
+    buffers: BufferPolicy
+    optimizer_state_policy: OptimizerPolicy
+    schedule: Schedule
+    count: Callable[[Any], float]
+
+    @property
+    def global_rank(self) -> int: ...
+
+    @property
+    def module(self) -> Any: ...
+
+    @property
+    def optimizers(self) -> list[Any]: ...
+
+    @property
+    def precision_plugin(self) -> Any: ...
+
+
+def is_scaled(strategy: Any) -> bool:
+    """Whether mixed precision multiplies losses, and so gradients until the step."""
+    scaler = getattr(strategy.precision_plugin, "scaler", None)
+    return scaler is not None and scaler.is_enabled()
+
+
+def loss_scale(strategy: LocalStepsView) -> float:
+    """What mixed precision multiplies losses by."""
+    return float(strategy.precision_plugin.scaler.get_scale()) if is_scaled(strategy) else 1.0
+
+
+def begin_scaling(strategy: Any) -> Tensor:
+    """In place of a loss: a gradient scaler makes its scale with the first one, and a rank may have had none yet."""
+    zero = torch.zeros((), device=strategy.module.device)
+    return strategy.precision_plugin.scaler.scale(zero) if is_scaled(strategy) else zero
+
+
+class LocalSteps:
+    """Tells the averager of every step; closed by `close`.
+
+    Args:
+        strategy: its module, optimizers and precision.
+        averager: started.
+        gradients: makes synchronous steps.
+        meet: how a gate that a step needs is opened, so that all hear of it whom it concerns.
+    """
+
+    def __init__(
+        self,
+        strategy: LocalStepsView,
+        averager: BackgroundAverager,
+        gradients: SynchronousGradients,
+        meet: Callable[[SyncPointKind], Arrival],
+    ) -> None:
+        self._strategy, self._averager, self._gradients, self._meet = strategy, averager, gradients, meet
+        averager.on_healed = self._forget_state
+        self._samples = self._of_batch = 0.0
+        self._batch_step: Step | None = None
+        self._seen = self._counted = self._dropped = 0
+        self._reduced = False
+        """Manual optimization: gradients were averaged since the last batch with a step."""
+        self._overlaps = not changes_gradients(strategy.module)
+        self._skipped = False
+        """Automatic optimization: the batch under way has no loss."""
+        self._without_loss = 0
+        """Automatic optimization: batches without a loss since the last step."""
+        self._in_step = False
+        """Automatic optimization: the closure of a synchronous step runs."""
+        self._batches = StepBatches(strategy, self._count_samples)
+        self.recent = self._batches.recent
+        self._hooks = [optimizer.register_step_post_hook(self._count) for optimizer in strategy.optimizers]
+
+    def close(self) -> None:
+        """Let go of the optimizers."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._gradients.close()
+
+    def start_batch(self, batch: Any) -> None:
+        """The training thread has a batch."""
+        self.finish_batch()
+        self._averager.sync_points.resume()
+        self._batches.start(batch)
+        if not self._strategy.module.automatic_optimization:
+            self._batch_step = self._averager.plan(self._meet)
+            self._counted = self._seen
+
+    def _count_samples(self, samples: float) -> None:
+        self._samples, self._of_batch = self._samples + samples, samples
+
+    def sum_up(self) -> None:
+        """All replicas are at the last gate: hear of the run what others count."""
+
+    def finish_batch(self) -> None:
+        """Manual optimization: a batch is one step, and merges happen between batches.
+
+        Between the steps of two losses a merge would break their graphs.
+        """
+        planned, self._batch_step = self._batch_step, None
+        if planned is not None:
+            stepped = self._seen > self._counted
+            self._reduced &= not stepped
+            self._tick(planned, stepped)
+
+    def step(self, closure: Callable[[], Any], run: Callable[[Callable[[], Any]], Any]) -> Any:
+        """Automatic optimization: ``run`` the optimizer's step with this ``closure``, or its synchronous kind."""
+        planned, self._gradients.told = self._averager.plan(self._meet), None
+        synchronous, before = planned.action is Action.GRADIENTS, self._seen
+        self._skipped = False
+        output = run(self._synchronised(closure) if synchronous else closure)
+        empty = synchronous and self._gradients.told is not None and not self._gradients.told.weight
+        if self._skipped and not synchronous:  # an optimizer's step without a gradient moves nothing
+            empty = all(p.grad is None for p in self._gradients.replica.tensors.trained.values())
+        self._tick(planned, stepped=self._seen > before and not empty)
+        return output
+
+    def skip_batch(self) -> None:
+        """Automatic optimization: `training_step` has made no loss of the batch under way."""
+        self._batches.see()
+        self._samples, self._of_batch, self._skipped = self._samples - self._of_batch, 0.0, True
+        self._without_loss += 1
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """A backward pass: where its gradients are to be averaged, they leave as it makes them."""
+        self._batches.see()
+        trained = self._gradients.replica.tensors.trained.values()
+        if self._strategy.module.automatic_optimization and all(p.grad is None for p in trained):
+            self._samples = self._of_batch  # whatever came before is in no gradient
+        # What has left cannot be multiplied any more.
+        if self._overlaps and (self._in_step or self._is_synchronous()) and self._factor == 1.0:
+            self._gradients.begin_backward(self._sample_counts, loss_scale(self._strategy))
+        try:
+            yield
+        except BaseException:
+            self._gradients.withdraw()
+            raise
+
+    def after_backward(self) -> None:
+        """Manual optimization: gradients are there."""
+        if self._is_synchronous():
+            self._reduce_gradients()
+            self._reduced = True
+
+    def _is_synchronous(self) -> bool:
+        """Manual optimization: this batch's step is one on averaged gradients."""
+        return self._batch_step is not None and self._batch_step.action is Action.GRADIENTS
+
+    def _synchronised(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """``closure``, then the mean of all replicas' gradients: before they are unscaled and clipped."""
+
+        def wrapped() -> Any:
+            self._in_step = True
+            try:
+                result = closure()
+            except BaseException:
+                self._gradients.withdraw()
+                raise
+            finally:
+                self._in_step = False
+            self._reduce_gradients()
+            told = self._gradients.told
+            if result is None and told is not None and told.weight > 0.0:
+                # `training_step` has returned None here: the others' mean is stepped with all the same.
+                return begin_scaling(self._strategy)
+            return result
+
+        return wrapped
+
+    def _reduce_gradients(self) -> None:
+        self._batches.see()
+        gradients = self._gradients
+        if (factor := self._factor) != 1.0:
+            trained = gradients.replica.tensors.trained.values()
+            torch._foreach_mul_([p.grad for p in trained if p.grad is not None], factor)
+        gradients.reduce_(self._sample_counts, loss_scale(self._strategy))
+        if gradients.told is not None and gradients.told.weight > 0.0:  # else no rank had any, and nothing has moved
+            self._averager.summary.payload_bytes += gradients.rounds.message_bytes
+
+    @property
+    def _factor(self) -> float:
+        """The number that makes gradients in accumulation a mean over the batches that have a loss. Lightning divides
+        each loss by the number of all, while their samples count as if it were the number of these."""
+        strategy = self._strategy
+        if not self._without_loss or _weighs_by_samples(strategy.module.trainer):
+            return 1.0
+        trainer = strategy.module.trainer
+        batches = (trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1) % trainer.accumulate_grad_batches + 1
+        counted = batches - self._without_loss
+        return batches / counted if counted > 0 else 1.0
+
+    @property
+    def _sample_counts(self) -> float:
+        """Samples behind what gradients are each replica's own. In manual optimization each backward pass is averaged:
+        what batches before have made in accumulation is a mean already."""
+        return self._samples if self._strategy.module.automatic_optimization else self._of_batch
+
+    def _tick(self, planned: Step, stepped: bool) -> None:
+        self._batches.see()
+        strategy, samples = self._strategy, self._samples
+        if stepped or strategy.module.automatic_optimization:  # else: manual accumulation, the step is yet to come
+            self._samples, self._without_loss = 0.0, 0
+        if self._gradients.rounds.dropped > self._dropped:
+            self._dropped, samples = self._gradients.rounds.dropped, 0.0
+        report = self._averager.tick(planned, samples, stepped=stepped, lr=learning_rate(strategy.optimizers))
+        if report is not None and strategy.optimizer_state_policy == "reset":
+            reset(strategy.optimizers)
+
+    def _forget_state(self) -> None:
+        """This replica was not finite: what its optimizers remember is not either, where it is not averaged."""
+        if self._strategy.optimizer_state_policy != "average":
+            reset(self._strategy.optimizers)
+
+    def _count(self, *_: Any) -> None:
+        """After every real optimizer step: mixed precision skips some, and users step optimizers themselves."""
+        self._seen += 1
+        if self._is_synchronous() and not self._reduced:
+            raise RuntimeError(
+                f"Rank {self._strategy.global_rank}: `schedule={self._strategy.schedule!r}` asks for a step on "
+                "averaged gradients, and the optimizer has stepped on this replica's own. With manual optimization "
+                "`self.manual_backward(loss)` is what averages them; `loss.backward()` does not."
+            )

@@ -1,0 +1,621 @@
+"""One replica's windows of gradients: when one closes, when it leaves, and when the step that it is for is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, Literal, Protocol, cast
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_async.algorithms.accumulation import BalancedWindows
+from lightning_async.algorithms.schedules import Action, Step
+from lightning_async.algorithms.staleness import DelayCorrection
+from lightning_async.engine.averaging.averager import BackgroundAverager
+from lightning_async.engine.gradients.compression import GradientCompression
+from lightning_async.engine.gradients.reduction import SynchronousGradients
+from lightning_async.engine.gradients.window import Window, WindowTotals
+from lightning_async.engine.shared_state import Arrival, SyncPointKind
+from lightning_async.engine.sync_points import SyncPoints
+from lightning_async.strategies.averaging_state import SavedState
+from lightning_async.strategies.delay_correction import correcting
+from lightning_async.strategies.server_steps import SampleCounts
+from lightning_async.strategies.step_runner import LocalStepsView, StepBatches, learning_rate, loss_scale
+from lightning_async.trainer.loops.updates import ExternalWindowSize, OptimizerUpdates
+from lightning_async.trainer.namespace import changes_gradients, pulls, searches_lr
+
+# What a replica has gathered towards steps to come, in checkpoints: the open window, and what compression owes.
+
+
+class WindowsView(LocalStepsView, Protocol):
+    """What a strategy has whose windows these are."""
+
+    accumulate: int | BalancedWindows | Literal["until_reduced"]
+    sizes: ExternalWindowSize | None
+    delay: int
+    warmup_steps: int
+    correction: DelayCorrection | None
+    compression: GradientCompression
+    updates: OptimizerUpdates | None
+    saved: SavedState
+
+    def tell_place(self) -> None: ...
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any: ...
+
+
+def size_of(accumulate: int | BalancedWindows | Literal["until_reduced"], sync_points: SyncPoints) -> int:
+    """Batches in the window that begins, at the least."""
+    if isinstance(accumulate, BalancedWindows):
+        speeds, name = sync_points.speeds, sync_points.name
+        if name not in speeds:
+            return accumulate.batches
+        return accumulate.size(list(speeds.values()), list(speeds).index(name))
+    return 1 if accumulate == "until_reduced" else accumulate
+
+
+def take(window: Window, gradients: SynchronousGradients, size: float, ends_epoch: bool) -> dict[str, Any] | None:
+    """With what has left the window and is in no step yet, where training ends between the two.
+
+    Args:
+        window: that is open.
+        gradients: by which it leaves.
+        size: that it is to have.
+        ends_epoch: see `CommonRates.ends_epoch`.
+    """
+    carried_residual = gradients.carried_residual()
+    held: dict[str, Any] = {} if carried_residual is None else {"compression": carried_residual}
+    if ends_epoch:
+        held["ends_epoch"] = True
+    if window.batches or gradients.unstepped() is not None:
+        held |= {"size": size, "asks": list(gradients.asks), "window": window.state_dict()}
+    return held or None
+
+
+def put(saved: dict[str, Any], window: Window, gradients: SynchronousGradients) -> float | None:
+    """Go on with it; the size that the window is to have, where one is open."""
+    if gradients.rounds.feedback is not None and "compression" in saved:
+        gradients.rounds.feedback.load_state_dict(saved["compression"])
+    if "window" not in saved:
+        return None
+    window.load_state_dict(saved["window"])
+    if "asks" in saved:  # it may leave at a gate, before a batch begins that says so
+        gradients.asks = saved["asks"][0], saved["asks"][1]
+    return float(saved["size"])
+
+
+# What holds for the windows of one replica just now: whether they have a size, and steps a delay.
+
+
+class WindowSchedule:
+    """Asked of the strategy at any moment: callbacks may change what it says.
+
+    Args:
+        strategy: says how it accumulates.
+        averager: counts the steps.
+    """
+
+    def __init__(self, strategy: WindowsView, averager: BackgroundAverager) -> None:
+        self._strategy, self._averager = strategy, averager
+
+    @property
+    def updates(self) -> OptimizerUpdates:
+        """Steps of this fit."""
+        assert self._strategy.updates is not None
+        return self._strategy.updates
+
+    @property
+    def warming_up(self) -> bool:
+        """Steps have no delay yet."""
+        return self._averager.step < self._strategy.warmup_steps or searches_lr(self._strategy.module.trainer)
+
+    @property
+    def in_turn(self) -> bool:
+        """Windows have a size; else each lasts until the one before is reduced."""
+        return self.warming_up or self._strategy.accumulate != "until_reduced"
+
+    @property
+    def late(self) -> bool:
+        """Steps have a delay by now."""
+        return self._strategy.delay > 0 and not self.warming_up
+
+    @property
+    def size(self) -> int:
+        """Batches in the window that begins, at the least."""
+        sizes = self._strategy.sizes
+        return size_of(self._strategy.accumulate, self._averager.sync_points) if sizes is None else sizes.size
+
+    def fills(self, batches: int, samples: float, size: float) -> bool:
+        """Whether so many batches, of so many samples, are a window that is to have ``size`` batches."""
+        sizes = self._strategy.sizes
+        return batches >= max(1, size) and (sizes is None or samples >= sizes.least)
+
+    @property
+    def scale(self) -> float:
+        """What mixed precision multiplies losses by."""
+        return loss_scale(self._strategy)
+
+    @property
+    def batch_scale(self) -> float:
+        """What a batch's gradients are multiplied by: Lightning divides the loss, too."""
+        return self.scale / self._strategy.module.trainer.accumulate_grad_batches
+
+
+# The last backward pass of a window whose step has no delay: gradients leave as it makes them.
+#
+# the training thread the engine's thread the last batch's backward pass begins: what the window holds goes into
+# `sent`, and the message is ready ---> headers meet the pass makes gradients, from the tail on ---------> of
+# each part, that in `sent` and that of the pass are summed the batch ends: the window is empty
+# ----------------> the rest, and the commit its step is taken
+
+
+class LastBackward:
+    """Of one replica, on its training thread. Until the pass is over the window holds what it has held.
+
+    A window leaves as a whole, behind the pass, where its gradients may change without a trace, a module takes its
+    batches by itself, in manual optimization, compressed, and on GPUs.
+
+    Args:
+        strategy: whose windows these are.
+        terms: of these.
+        gradients: by which they leave.
+        window: the open one.
+    """
+
+    def __init__(
+        self, strategy: WindowsView, window_schedule: WindowSchedule, gradients: SynchronousGradients, window: Window
+    ) -> None:
+        self._strategy, self._window_schedule, self._gradients, self._window = (
+            strategy,
+            window_schedule,
+            gradients,
+            window,
+        )
+        module = strategy.module
+        self._possible = module.automatic_optimization and not pulls(module) and not changes_gradients(module)
+        self._samples = 0.0
+        self.under_way = False
+        """The window is on its way, and its pass, or the batch that it is of, is not over."""
+
+    def begin(self, samples: float, size: float, step: int) -> None:
+        """A backward pass begins, of a batch of so many samples.
+
+        Args:
+            samples: of the batch.
+            size: batches that the window is to have.
+            step: steps that were taken before.
+        """
+        window, window_schedule = self._window, self._window_schedule
+        if (
+            self.under_way
+            or not self._possible
+            or samples <= 0.0
+            or window_schedule.late
+            or not window_schedule.in_turn
+        ):
+            return
+        full = window_schedule.fills(window.batches + 1, window.samples + samples, size)
+        if not (full or window_schedule.updates.ends_epoch) or window_schedule.updates.left <= 0:
+            return
+        self._samples = window.samples + samples
+        self._strategy.tell_place()
+        self.under_way = window.leave_with(samples, window_schedule.batch_scale, step)
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """The pass, or all of its batch: where that fails nobody waits for its gradients."""
+        try:
+            yield
+        except BaseException:
+            if self.under_way:
+                self.under_way = False
+                self._gradients.withdraw()
+            raise
+
+    def finish(self) -> float:
+        """The batch is over: it is in the window, which has left. Returns the samples behind that."""
+        self.under_way = False
+        self._window.clear()
+        self._gradients.finish_last()
+        return self._samples
+
+
+_GRADIENTS = Step(Action.GRADIENTS)
+_LAST = (SyncPointKind.EPOCH_END, SyncPointKind.TRAIN_END)
+
+
+class WindowSteps:
+    """In place of `Stepping`, which it is like to whoever calls it; at gates, see `Visitor`.
+
+    A gate finds nothing in flight: what is, is reduced and stepped with while the replica stands there, and so are the
+    gradients of others who train on, so that all replicas have taken the same steps when it opens. The last gates, of
+    an epoch and of training, close the open window, too.
+
+    Args:
+        strategy: its module, optimizers and precision, and how it accumulates.
+        averager: started; has the gates, and counts the steps.
+        gradients: by which windows leave.
+        meet: how a gate that a step needs is opened; no step needs one here.
+    """
+
+    def __init__(
+        self,
+        strategy: WindowsView,
+        averager: BackgroundAverager,
+        gradients: SynchronousGradients,
+        meet: Callable[[SyncPointKind], Arrival],
+    ) -> None:
+        self._strategy, self._averager, self._gradients = strategy, averager, gradients
+        gradients.rounds.follows = True
+        gradients.compress(strategy.compression)
+        self._window_schedule, self._window = WindowSchedule(strategy, averager), Window(gradients)
+        self._pass = LastBackward(strategy, self._window_schedule, gradients, self._window)
+        self._size = self._batch_samples = self._sent_samples = 0.0
+        self._totals = cast(WindowTotals, averager.summary.totals)
+        self._seen, self._batches = 0, StepBatches(strategy, self._count_samples)
+        self._made = self._held = self._restored = False
+        """Held: the window is full, and leaves with the next batch: first a checkpoint is made that has it."""
+        self._correcting = correcting(strategy.correction, gradients, lambda: averager.step)
+        self.recent = self._batches.recent
+        averager.sync_points.add(self)
+        averager.gathered = lambda: take(
+            self._window, gradients, self._size, self._window_schedule.updates.rates.ends_epoch
+        )
+        averager.alike = self._correcting.state
+        saved, alike = strategy.saved.take_gathered()
+        self._load(saved or {}, alike)
+        self._hooks = [optimizer.register_step_post_hook(self._count) for optimizer in strategy.optimizers]
+
+    def close(self) -> None:
+        """Let go of the optimizers."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._gradients.close()
+
+    def _load(self, saved: dict[str, Any], alike: Any) -> None:
+        if (size := put(saved, self._window, self._gradients)) is not None:
+            self._size, self._held = size, self._window_schedule.fills(self._window.batches, self._window.samples, size)
+        self._window_schedule.updates.rates.ends_epoch |= "ends_epoch" in saved
+        if alike is not None:
+            self._correcting.load(alike)
+            self._restored = True
+
+    def _count(self, *_: Any) -> None:
+        """After every real optimizer step: mixed precision skips some."""
+        self._seen += 1
+
+    # ---- batches ----
+
+    def start_batch(self, batch: Any) -> None:
+        """The training thread has a batch."""
+        self._averager.sync_points.resume()
+        if self._held:
+            self._go()
+        self._made = False
+        self._batches.start(batch)
+
+    def _count_samples(self, samples: float) -> None:
+        self._batch_samples = samples
+
+    def finish_batch(self) -> None:
+        """Nothing is put off to the end of a batch."""
+
+    def sum_up(self) -> None: ...
+
+    def step(self, closure: Callable[[], Any], run: Callable[[Callable[[], Any]], Any]) -> Any:
+        """``run`` the optimizer's step."""
+        return run(closure)
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Its forward and backward pass."""
+        with self._pass.guard(), self._correcting.batch(opens=not self._window.batches):
+            yield
+
+    def backward(self) -> AbstractContextManager[None]:
+        """A backward pass."""
+        size = self._size if self._window.batches else self._window_schedule.size
+        self._pass.begin(self._batch_samples, size, self._averager.step)
+        return self._pass.guard()
+
+    def after_backward(self) -> None:
+        """A batch's gradients are there; or those of a piece of it, where there is no memory for more at once."""
+        self._made = True
+
+    def skip_batch(self) -> None:
+        """`training_step` has made no loss of the batch under way. It counts for the window's size, so that windows of
+        all replicas stay as long as each other, and brings no samples."""
+        self._batches.see()
+        self._batch_samples, self._made = 0.0, True
+
+    def after_batch(self) -> None:
+        """Its gradients go into the window: close that, if it is time."""
+        if self._made:
+            self._made = False
+            if not self._window.batches:
+                self._size = self._window_schedule.size
+            self._batches.see()
+            if not self._pass.under_way:
+                self._window.add_(self._batch_samples, self._window_schedule.batch_scale, self._averager.step)
+            self._window_schedule.updates.on_gathered()
+        if self._window_schedule.in_turn:
+            full = self._window_schedule.fills(self._window.batches, self._window.samples, self._size)
+            if self._pass.under_way or full or self._window_schedule.updates.ends_epoch:
+                self._close()
+        elif not self._gradients.in_flight:
+            self._take()
+            if not self._hold():
+                self._leave()
+                self._end_if_last()
+
+    @property
+    def between_windows(self) -> bool:
+        """None of a size is open."""
+        return not self._window_schedule.in_turn or self._held or not self._window.batches
+
+    @property
+    def gathers(self) -> bool:
+        """Gradients of batches are here that are in no step, and not on their way to one."""
+        return self._window.batches > 0
+
+    # ---- windows ----
+
+    def _close(self) -> None:
+        """The window is full: step with the one before, then this one leaves."""
+        if not self._pass.under_way:
+            self._arrive()
+        if not self._hold():
+            self._go()
+
+    def _arrive(self) -> None:
+        """Wait for what is in flight, and step with it."""
+        self._gradients.wait()
+        self._take()
+
+    def _hold(self) -> bool:
+        """Whether a checkpoint of the model as it is comes first, at the end of this batch, with nothing in flight."""
+        self._held = self._window_schedule.late and self._window_schedule.updates.left > 1 and self._averager.marks.due
+        return self._held
+
+    def _go(self) -> None:
+        """Send the window, and wait for it where steps have no delay."""
+        if self._pass.under_way:
+            self._totals.leave(self._window.batches + 1, self._averager.sync_points)
+            self._sent_samples = self._pass.finish()
+        else:
+            self._send()
+        if not self._window_schedule.late:
+            self._arrive()
+            self._arrive()  # again, where that was a step of others
+        self._end_if_last()
+
+    def _send(self) -> None:
+        """Send the window, as soon as the buckets are free."""
+        self._held = False
+        while True:
+            self._arrive()
+            if self._leave():
+                return
+            self._gradients.wait_until_free()
+
+    def _end_if_last(self) -> None:
+        """The last step before ``max_steps`` has no delay: no window follows that would bring it."""
+        if self._window_schedule.updates.left == 1:
+            self._arrive()
+
+    def _leave(self) -> bool:
+        """Send the window, if the buckets are free; without batches, or after ``max_steps``, it is dropped.
+
+        One without samples leaves, too: the others wait for it, and steps stay the same on all replicas.
+        """
+        window = self._window
+        if self._window_schedule.updates.left <= 0 or not window.batches:
+            window.clear()
+            return True
+        if not self._gradients.free:
+            return False
+        samples = window.samples
+        self._strategy.tell_place()
+        self._totals.leave(window.batches, self._averager.sync_points)
+        if not window.leave():
+            return False
+        self._sent_samples = samples
+        return True
+
+    def _take(self) -> None:
+        """Step with the mean that has arrived, if one has."""
+        gradients, averager, strategy = self._gradients, self._averager, self._strategy
+        if (arrived := gradients.arrived) is None:
+            return
+        before, samples = self._seen, 0.0
+        if arrived.message is not None:
+            samples, self._sent_samples = self._sent_samples, 0.0
+            samples = 0.0 if getattr(arrived.message, "dropped", False) else samples
+        self._step()
+        if gradients.arrived is not None:
+            raise RuntimeError(
+                f"Rank {strategy.global_rank}: `{type(strategy.module).__name__}.optimizer_step` did not call its "
+                "`optimizer_closure`, which puts the averaged gradients in place. Pass it on: "
+                "`optimizer.step(closure=optimizer_closure)`."
+            )
+        for p in gradients.replica.tensors.trained.values():
+            p.grad = None
+        self._totals.arrive(arrived, averager.sync_points, gradients.rounds.message_bytes)
+        stepped, lr = self._seen > before, learning_rate(strategy.optimizers)
+        averager.tick(_GRADIENTS, samples, stepped=stepped, lr=lr)
+        gradients.stepped()
+
+    def _step(self) -> None:
+        """Have the optimizer step with the mean that has arrived, corrected."""
+        self._window_schedule.updates.take(
+            lambda: self._gradients.take_(self._window_schedule.scale, self._correcting.change_)
+        )
+
+    # ---- at gates, see `Visitor` ----
+
+    def come(self) -> None:
+        """Ahead of the gate, while nobody goes on without this replica: what it says there shall hold."""
+        averager = self._averager
+        sync_point = averager.sync_points.coming  # those of no size end wherever that helps
+        ends = sync_point in _LAST or (sync_point is SyncPointKind.DECIDE and not self._window_schedule.in_turn)
+        if self._held or (ends and self._window.batches):
+            self._arrive()
+            averager.marks.settle()
+            self._send()
+
+    def stand(self) -> None:
+        """Step with what arrives, one's own and others'."""
+        self._take()
+
+    def go(self, waited_s: float) -> None: ...
+
+    def leave(self) -> None:
+        if not self._restored:  # else training goes on as from within an epoch, behind no gate
+            self._correcting.forget()
+        self._restored = False
+
+    def resume(self) -> None: ...
+
+
+# Windows of gradients in manual optimization, where each of several optimizers asks for steps of its own.
+
+
+def check_apart(owner: str, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Whether each parameter is of one optimizer at most.
+
+    Raises:
+        ValueError: one is of two; names it.
+    """
+    names = {p: name for name, p in module.named_parameters()}
+    seen: dict[Any, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            if seen.setdefault(p, number) != number:
+                raise ValueError(
+                    f"Optimizers {seen[p]} and {number} both have {names.get(p, 'a parameter')!r}: `{owner}` gathers "
+                    "gradients by optimizer. Give each parameter to one of them."
+                )
+
+
+class ManualWindowSteps(WindowSteps):
+    """``optimizer.step()`` in `training_step` moves the gradients of that optimizer's parameters into the window.
+
+    A batch in which an optimizer has asked for a step counts for the window's size. What an optimizer steps with, when
+    the window has arrived, is the mean over the samples whose gradients were there when it asked: those of the batch,
+    and of batches since `zero_grad` has set them to None. Where no replica has asked for a step of an optimizer, it
+    takes none.
+
+    Args:
+        strategy, averager, gradients, meet: see `WindowSteps`.
+    """
+
+    def __init__(
+        self,
+        strategy: WindowsView,
+        averager: BackgroundAverager,
+        gradients: SynchronousGradients,
+        meet: Callable[[SyncPointKind], Arrival],
+    ) -> None:
+        gradients.rounds.apart = True
+        self.steps = False
+        """An optimizer takes a step, in place of asking for one."""
+        self._sample_counts = SampleCounts(strategy.optimizers)
+        self._uncounted = 0.0
+        """Samples since any optimizer has asked for a step."""
+        self._asked = False
+        super().__init__(strategy, averager, gradients, meet)
+        self._window_schedule.updates.each = len(self._sample_counts.params)
+        window = averager.gathered
+        averager.gathered = lambda: self._pending() | (window() or {}) or None
+
+    def _pending(self) -> dict[str, Any]:
+        behind = self._sample_counts.samples
+        return {"behind": list(behind), "uncounted": self._uncounted} if any(behind) else {}
+
+    def _load(self, saved: dict[str, Any], alike: Any) -> None:
+        super()._load(saved, alike)
+        if len(saved.get("behind", ())) == len(self._sample_counts.samples):
+            self._sample_counts.samples, self._uncounted = list(saved["behind"]), float(saved["uncounted"])
+
+    # ---- batches ----
+
+    def start_batch(self, batch: Any) -> None:
+        super().start_batch(batch)
+        self._sample_counts.start_batch()
+        self._asked = False
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """A backward pass: its samples are behind all gradients that are there after it."""
+        self._sample_counts.begin_pass()
+        yield
+        self._batches.see()
+        self._sample_counts.end_pass(self._batch_samples)
+
+    def after_backward(self) -> None:
+        """Gradients stay where they are, until their optimizer asks for a step."""
+
+    def gather(self, optimizer: Optimizer) -> None:
+        """This optimizer asks for a step."""
+        self._batches.see()
+        number = self._strategy.optimizers.index(optimizer)
+        if not self._window.batches:
+            self._size = self._window_schedule.size
+        samples = self._sample_counts.take(number) or self._batch_samples
+        self._window.add_(samples, self._window_schedule.scale, self._averager.step, self._sample_counts.params[number])
+        self._asked = True
+
+    def after_batch(self) -> None:
+        self._batches.see()
+        if self._asked:
+            self._window.count(self._uncounted + self._batch_samples)
+            self._uncounted = 0.0
+            self._window_schedule.updates.on_gathered()
+        else:
+            self._uncounted += self._batch_samples
+        if self._asked or self._window_schedule.updates.ends_epoch:
+            super().after_batch()
+
+    # ---- steps ----
+
+    def _take(self) -> None:
+        """As always, beside gradients that wait for their optimizer to ask."""
+        if self._gradients.arrived is None:
+            return
+        kept = [(p, p.grad) for p in self._gradients.replica.tensors.trained.values()]
+        for p, _ in kept:
+            p.grad = None
+        try:
+            super()._take()
+        finally:
+            for p, gradient in kept:
+                p.grad = gradient
+
+    def _step(self) -> None:
+        self._window_schedule.updates.take_each(self._each())
+
+    def _each(self) -> Iterator[Callable[[], None]]:
+        arrived, scale, replica = self._gradients.arrived, self._window_schedule.scale, self._gradients.replica
+        assert arrived is not None
+        self._gradients.take_(scale, self._correcting.change_)
+        used = {
+            p for p, any_used in zip(replica.tensors.trained.values(), arrived.used.tolist(), strict=True) if any_used
+        }
+        for optimizer, params in zip(self._strategy.optimizers, self._sample_counts.params, strict=True):
+            if mine := used & params:
+                yield partial(self._step_with, optimizer, mine, scale)
+
+    def _step_with(self, optimizer: Optimizer, params: set[Any], scale: float) -> None:
+        def closure() -> None:
+            if (now := self._window_schedule.scale) != scale:  # the scaler has changed it with another optimizer's step
+                for p in params:
+                    p.grad.mul_(now / scale)
+
+        self.steps = True
+        try:
+            self._strategy.optimizer_step(optimizer, closure)
+        finally:
+            self.steps = False

@@ -1,0 +1,297 @@
+"""All that Lightning saves of a training, as two trees: what is equal on all ranks, and what is each rank's own.
+
+A Lightning checkpoint is one dict, written by rank 0: of the other ranks it holds nothing. Here every rank keeps its
+part of it, and what is equal everywhere is there once.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_async.checkpoint.shards import load, load_own
+from lightning_async.checkpoint.store import CheckpointEntry, CheckpointStore
+from lightning_async.comm.serialization import flatten
+from lightning_async.data.random_states import Generators
+from lightning_async.trainer.environment.environments import StableIds
+from lightning_async.trainer.loops.averaged_models import averaged_models_of
+from lightning_async.trainer.loops.loop_state import has_none, without_own
+from lightning_async.trainer.namespace import callbacks_of
+
+# What is a replica's own, and not the run's: taken while it trains, and put back over what another rank has
+# given it.
+#
+# | a replica's own | where | | --- | --- | | random states of Python, NumPy, torch and its devices | always | |
+# the optimizers' state of each parameter | replicas drift, and the policy is ``optimizer_state="keep"`` | | the
+# scale of gradients in fp16 | replicas drift | | floating-point buffers | replicas drift, and the policy is
+# ``buffers="keep"`` |
+#
+# Of workers of servers it is, too, where optimizers are not the servers'.
+#
+# The run's are weights, rule, options of optimizers (learning rates among them), schedulers, callbacks and
+# loops.
+
+
+def take(trainer: Any) -> dict[str, Any]:
+    """Behind a step: plain values, and tensors by reference."""
+    strategy = trainer.strategy
+    own: dict[str, Any] = {"random": _generators(trainer).take()}
+    if strategy.served and strategy.update_on_server:
+        return own
+    if strategy.averager.ledger.synchronous and not strategy.served:
+        return own
+    module = trainer.lightning_module
+    if strategy.optimizer_state_policy == "keep":
+        own["optimizers"] = [_by_name(optimizer, _names(module)) for optimizer in strategy.optimizers]
+    if strategy.buffers == "keep":
+        own["buffers"] = _buffers(module)
+    if scaler := trainer.precision_plugin.state_dict():
+        own["scaler"] = scaler
+    return own
+
+
+def put(trainer: Any, own: dict[str, Any]) -> list[str]:
+    """Put it in the place of another rank's; in words, what there was of it. What does not fit is left as it is."""
+    strategy, module = trainer.strategy, trainer.lightning_module
+    done: list[str] = []
+    if "optimizers" in own and strategy.optimizer_state_policy == "keep":
+        count = _put_optimizers(strategy.optimizers, own["optimizers"], _names(module))
+        done.append(f"optimizer state of {count} parameters")
+    if "buffers" in own and strategy.buffers == "keep":
+        mine, count = _buffers(module), 0
+        with torch.no_grad():
+            for name, value in own["buffers"].items():
+                if name in mine and _alike(mine[name], value):
+                    mine[name].copy_(value)
+                    count += 1
+        done.append(f"{count} buffers")
+    if "scaler" in own:
+        trainer.precision_plugin.load_state_dict(own["scaler"])
+        done.append("the scale of gradients")
+    _generators(trainer).put(own["random"])
+    return [*done, "random states"]
+
+
+def _generators(trainer: Any) -> Generators:
+    return Generators(devices=trainer.strategy.root_device.type == "cuda")
+
+
+def _names(module: Any) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in module.named_parameters()}
+
+
+def _buffers(module: Any) -> dict[str, Tensor]:
+    return {n: b.detach() for n, b in module.named_buffers() if b.is_floating_point() or b.is_complex()}
+
+
+def _numbered(optimizer: Optimizer, state: dict[str, Any], names: dict[int, str]) -> dict[Any, str]:
+    """What the parameters are called that a state numbers; those that are not the module's are left out."""
+    found = {}
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        for parameter, number in zip(group["params"], saved["params"], strict=True):
+            if id(parameter) in names:
+                found[number] = names[id(parameter)]
+    return found
+
+
+def _by_name(optimizer: Optimizer, names: dict[int, str]) -> dict[str, Any]:
+    """An optimizer's state of each parameter, by its name: groups may come and go."""
+    state = optimizer.state_dict()
+    called = _numbered(optimizer, state, names)
+    return {called[number]: each for number, each in state["state"].items() if number in called}
+
+
+def _put_optimizers(optimizers: list[Optimizer], own: list[dict[str, Any]], names: dict[int, str]) -> int:
+    """For how many parameters; all optimizers, or none."""
+    count, before = 0, [copy.copy(optimizer.state_dict()) for optimizer in optimizers]
+    try:
+        for optimizer, state, mine in zip(optimizers, before, own, strict=True):
+            called = _numbered(optimizer, state, names)
+            fits = {n: mine[name] for n, name in called.items() if _fits(state["state"].get(n), mine.get(name))}
+            optimizer.load_state_dict({**state, "state": {**state["state"], **fits}})
+            count += len(fits)
+    except BaseException:
+        for optimizer, state in zip(optimizers, before, strict=True):
+            optimizer.load_state_dict(state)
+        raise
+    return count
+
+
+def _fits(theirs: Any, mine: Any) -> bool:
+    """Whether this state is one of the same parameter, of the same optimizer."""
+    if mine is None or theirs is None or not isinstance(mine, dict) or mine.keys() != theirs.keys():
+        return False
+    return all(_alike(theirs[name], value) for name, value in mine.items() if isinstance(value, Tensor))
+
+
+def _alike(one: Any, other: Any) -> bool:
+    return isinstance(one, Tensor) and one.shape == other.shape and one.dtype == other.dtype
+
+
+REPLICAS = frozenset({"parameters"})
+"""What is equal where replicas have met, each with an optimizer state of its own."""
+ALIKE = frozenset({"parameters", "optimizer_states"})
+"""What is equal on all ranks where every step is taken together."""
+_HPARAMS = {"hyper_parameters": "hparams_type", "datamodule_hyper_parameters": "datamodule_hparams_type"}
+
+
+def collect(
+    trainer: Any, alike: frozenset[str], callbacks: dict[str, Any] | None = None, pickles: bool = False
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``(shared, own)`` of a Trainer's state; tensors by reference.
+
+    Args:
+        trainer: in a fit.
+        alike: what is shared, of ``"parameters"`` and ``"optimizer_states"``. Buffers never are: a BatchNorm's
+            statistics differ between ranks under every strategy.
+        callbacks: their states, where these are of an earlier moment. Default: as they are.
+        pickles: whoever saves it pickles objects. Default: hyper-parameters that are objects are left out.
+    """
+    own = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    if callbacks is not None:
+        own["callbacks"] = callbacks
+    for key, type_key in _HPARAMS.items():
+        own.pop(type_key, None)  # a class, such as OmegaConf's: the values are plain ones here
+        if key in own:
+            own[key] = dict(own[key]) if pickles else _travelling(own[key])
+    shared: dict[str, Any] = {}
+    if "optimizer_states" in alike and "optimizer_states" in own:
+        shared["optimizer_states"] = own.pop("optimizer_states")
+    if "parameters" in alike:
+        key = _model_in(own)
+        state = own[key]
+        names = {name for name, _ in trainer.lightning_module.named_parameters(remove_duplicate=False)}
+        shared["parameters"] = {name: value for name, value in state.items() if name in names}
+        own[key] = _like(state, {name: value for name, value in state.items() if name not in names})
+    return shared, own
+
+
+def joined(shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """The Lightning checkpoint that `collect` took apart."""
+    checkpoint = dict(own)
+    if "optimizer_states" in shared:
+        checkpoint["optimizer_states"] = shared["optimizer_states"]
+    if "parameters" in shared:
+        key = _model_in(own)
+        checkpoint[key] = _like(own[key], {**shared["parameters"], **own[key]})
+    return checkpoint
+
+
+def _model_in(checkpoint: dict[str, Any]) -> str:
+    """Where the model's own values are: `WeightAveraging` puts its averages, which are each rank's, in their place."""
+    return "current_model_state" if "current_model_state" in checkpoint else "state_dict"
+
+
+def whole(
+    store: CheckpointStore, entry: CheckpointEntry, names: StableIds, mapped: bool = False, pickles: bool = False
+) -> tuple[dict[str, Any], Any]:
+    """``(checkpoint, resume)``: Lightning's checkpoint for one rank, and what `Resume` is to restore.
+
+    A rank that took no part in the save, or has none of the epoch, begins from what all agreed on, with the first one's
+    progress; so do all where another number of ranks was started. With ``mapped``, tensors are read when they are used;
+    with ``pickles``, pickled objects are loaded, and the checkpoint was verified before: see `shards.load`.
+    """
+    loaded = load(store, entry, names.mine, mapped, pickles)
+    ranks = loaded.manifest.ranks
+    own: Any = loaded.own
+    if own is None or has_none(own["resume"]):
+        resumes: dict[int, Any] = {
+            rank: load_own(store, entry, rank, "resume", mapped=mapped, pickles=pickles) for rank in ranks
+        }
+        first = next((rank for rank in ranks if not has_none(resumes[rank])), ranks[0])
+        own = load_own(store, entry, first, mapped=mapped, pickles=pickles)
+    took_part = loaded.manifest.world_size == names.started and own is loaded.own
+    checkpoint = joined(loaded.shared, own["checkpoint"])
+    averaging: Any = loaded.shared.get("averaging") or own.get("averaging")
+    replica = None
+    state = checkpoint[_model_in(checkpoint)]
+    if took_part and "replica" in own:
+        tensors = {name: value.clone() for name, value in state.items() if isinstance(value, Tensor)}
+        replica = {**own["replica"], "state_dict": tensors}
+    if own.get("agreed") is not None:
+        shares: list[Any] = [load_own(store, entry, each, "agreed", mapped=mapped, pickles=pickles) for each in ranks]
+        averaging, model = _assembled(shares)
+        for name, value in model.items():
+            target = torch.view_as_real(state[name]) if state[name].is_complex() else state[name]
+            target.copy_(value.view(target.shape))
+    if averaging is not None:
+        clocks = own["clocks"] if took_part else without_own(own["clocks"])
+        checkpoint["lightning_async"] = {
+            **averaging,
+            "replicas": [clocks] * len(names.left),
+            "replica": replica,
+            "own": took_part,
+            "origin": f"save {entry.number} at step {entry.step}",
+        }
+    return checkpoint, own["resume"] if took_part else None
+
+
+def put_back(trainer: Any, checkpoint: dict[str, Any], resume: dict[str, Any] | None) -> None:
+    """Model, optimizers, schedulers and scaler of a checkpoint; loops and data go on where they are.
+
+    Args:
+        trainer: in a fit.
+        checkpoint: of this rank, see `whole`.
+        resume: what `whole` has beside it: how much this rank's averages over time weigh; None: they are another one's.
+    """
+    connector = trainer._checkpoint_connector
+    connector._loaded_checkpoint = checkpoint
+    try:
+        connector.restore_model()
+        for callback in callbacks_of(trainer, "WeightAveraging"):  # whose averages stand where the model's values do
+            callback.on_load_checkpoint(trainer, trainer.lightning_module, checkpoint)
+        if (averages := averaged_models_of(trainer)) is not None:
+            averages.go_on([] if resume is None else resume["unsaved"]["averaged"])
+        connector.restore_precision_plugin_state()
+        connector.restore_optimizers()
+        connector.restore_lr_schedulers()
+    finally:
+        connector._loaded_checkpoint = {}
+
+
+def _assembled(shares: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The state of averaging and the agreed parameters, of every rank's `Agreed.share`."""
+    first = shares[0]
+    flat = {
+        name: torch.cat([share["flat"][name] for share in shares]).view(shape)
+        for name, shape in first["shapes"].items()
+    }
+    names, sizes = zip(*first["parameters"], strict=True)
+    model = dict(zip(names, flat.pop("model").split(list(sizes)), strict=True))
+    averaging = {key: first[key] for key in ("round", "rule", "parameters")}
+    return {**averaging, "rule_state": {**flat, **first["plain"]}}, model
+
+
+def left_out(module: nn.Module, datamodule: Any) -> list[str]:
+    """Names of hyper-parameters that no checkpoint of ours holds: to read them would execute code."""
+    return [
+        name
+        for each in (module, datamodule)
+        for name, value in dict(getattr(each, "hparams", None) or {}).items()
+        if not _travels(value)
+    ]
+
+
+def _like(state: Any, values: dict[str, Any]) -> Any:
+    """``values`` as a module's state of the same kind; `load_state_dict` looks at the versions in ``_metadata``."""
+    new = type(state)(values)
+    if hasattr(state, "_metadata"):
+        new._metadata = state._metadata
+    return new
+
+
+def _travelling(hparams: Any) -> dict[str, Any]:
+    return {name: value for name, value in dict(hparams).items() if _travels(value)}
+
+
+def _travels(value: object) -> bool:
+    try:
+        flatten(value)
+    except (TypeError, ValueError):
+        return False
+    return True

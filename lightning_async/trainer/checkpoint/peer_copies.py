@@ -1,0 +1,212 @@
+"""Every rank's own state is kept in the memory of the next one, and comes back from there when the rank does.
+
+in training                                   a rank that comes back
+at each batch's end: is a copy due?           before it waits beside the run: asks all who keeps what was its own
+`own_state` is copied, and sent               in `latecomer.take_over`, over rank 0's: puts it in place
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from typing import Any
+
+from lightning_async.algorithms import SavePolicy
+from lightning_async.checkpoint.peer_copy import PeerCopy, PeerCopySender, Sent, find
+from lightning_async.comm.peer_storage import Address, PeerStore, facing, next_to
+from lightning_async.errors import AsyncTrainingError, CheckpointError
+from lightning_async.events import tell
+from lightning_async.membership.join_protocol import JoinBoard
+from lightning_async.membership.launcher_channel import came_back
+from lightning_async.membership.signing import Seal
+from lightning_async.trainer.checkpoint.checkpoint_state import put, take
+from lightning_async.trainer.checkpoint.save_timing import SaveClock
+from lightning_async.trainer.environment.environments import StableIds, is_joining, names_of
+from lightning_async.trainer.namespace import in_words, rank_zero_info
+
+log = logging.getLogger(__name__)
+
+
+_PAUSE_S = 1.0  # after a copy that has come to nothing
+_PATIENCE = 3  # such copies in a row, after which it is said
+
+
+class Peers:
+    """What the ranks of one fit keep for each other; closed by `close`.
+
+    Args:
+        trainer: in `setup`, when its ranks have met.
+        policy: when to copy.
+    """
+
+    def __init__(self, trainer: Any, policy: SavePolicy) -> None:
+        self._trainer, self._policy, self._seal = trainer, policy, Seal.of_job()
+        self._door: JoinBoard | None = None
+        self.keeper: PeerStore | None = None
+        self._peer_copy_sender: PeerCopySender | None = None
+        self._clock: SaveClock | None = None
+        self._found: PeerCopy | None = None
+        self._silent: dict[str, str] = {}
+        self._asked = False
+        self._known: tuple[Any, ...] = ()
+        """Those who are there, and of which run, as `_after` and `_to` were found."""
+        self._after: tuple[Any, ...] = ()
+        """Who is to keep this rank's copies, and of which run; `_to` is where."""
+        self._to: Address | None = None
+        self._sent: tuple[Any, ...] = ()
+        """The same, of the last copy."""
+        self._failed, self._not_before, self._stale = 0, 0.0, False
+        self._cannot = False
+        """There is something in the state that cannot be copied."""
+
+    def start(self) -> None:
+        """Callbacks begin training: listen, and let it be known where; a rank that was lost finds what was its own.
+
+        Raises:
+            AsyncTrainingError: this rank cannot listen.
+        """
+        if self.keeper is not None:
+            return
+        strategy, mine = self._trainer.strategy, str(names_of(self._trainer).mine)
+        door = self._door = strategy.transport.door(strategy.cluster_environment)
+        try:
+            self.keeper = keeper = PeerStore(facing(*door.host), self._seal)
+        except OSError as error:
+            raise AsyncTrainingError(
+                f"Rank {mine}: the others can leave nothing in this rank's memory, as it cannot listen at the address "
+                f"that faces {door.host[0]}: {error}. Leave `PeerMemory` out, or see to this host's addresses."
+            ) from error
+        strategy.fit_sessions.undo.append(self.close)  # however training ends
+        door.keep_at(mine, keeper.address.note())
+        if is_joining(strategy):
+            self._find()
+
+    def _find(self) -> None:
+        assert self._door is not None
+        mine, self._asked = str(names_of(self._trainer).mine), True
+        addresses = {name: Address.of(self._door.read_keeper(name)) for name in self._door.keepers() if name != mine}
+        others = {name: address for name, address in addresses.items() if address is not None}
+        self._found, self._silent = find(mine, self._seal, others)
+
+    def come(self) -> None:
+        """Rank 0's state is in place: put over it what was this rank's own, which may be older than the run's."""
+        mine = names_of(self._trainer).mine
+        self.start()
+        if not self._asked:  # it was among those who train
+            self._find()
+        if (found := self._found) is None:
+            why = "; ".join(f"rank {name} does not answer ({error})" for name, error in self._silent.items())
+            tell(
+                "own_state_lost", logging.WARNING,
+                f"Rank {mine} joins, and nobody has anything of its own: it begins with rank 0's optimizer state, and "
+                f"with random numbers of its start. {why or 'It is new, or died before its first copy'}.",
+                rank=mine,
+            )  # fmt: skip
+            return
+        step, now = found.label.get("step"), self._trainer.global_step
+        try:
+            done = put(self._trainer, found.own)
+        except Exception as error:  # of optimizers of the user's, too
+            words = (
+                f"Rank {mine}: what was kept of its own does not fit, and it begins with rank 0's: {in_words(error)}"
+            )
+            tell("own_state_lost", logging.WARNING, words, rank=mine)
+            return
+        words = f"Rank {mine} goes on with its own of step {step}, while the run is at step {now}: {', '.join(done)}."
+        tell("own_state", logging.WARNING, words, rank=mine, step=step, now=now)
+
+    def boundary(self, epoch_end: bool) -> None:
+        """A batch is done with, on the training thread: copy this rank's own state, if that is due.
+
+        Args:
+            epoch_end: it was the epoch's last.
+        """
+        if self.keeper is None or self._cannot or self._trainer.strategy.averager is None:
+            return
+        step, names = self._trainer.global_step, names_of(self._trainer)
+        if self._peer_copy_sender is None or self._clock is None:
+            self._peer_copy_sender = PeerCopySender(str(names.mine), self._seal, self._found and self._found.at)
+            self._clock = SaveClock(self._policy, self._peer_copy_sender.costs, step - 1)
+        self._found, self._asked = None, False
+        peer_copy_sender, clock = self._peer_copy_sender, self._clock
+        peer_copy_sender.step()
+        for sent in peer_copy_sender.poll():
+            self._hear(sent)
+        self._look(names)
+        moved = self._sent and self._after != self._sent  # whoever has the last copy is gone, or has come anew
+        if not self._after or not (moved or clock.due(step, epoch_end)):
+            return
+        if peer_copy_sender.busy or self._to is None or time.monotonic() < self._not_before:
+            clock.put_off()
+            return
+        label = {"step": step, "epoch": self._trainer.current_epoch, "life": came_back() or 0, "at": time.time()}
+        try:
+            begun = peer_copy_sender.send(self._to, label, take(self._trainer))
+        except (TypeError, KeyError, ValueError, CheckpointError) as error:  # a state that is of no kind that travels
+            log.warning("Rank %d: nothing of its own is kept elsewhere from here on: %s", names.mine, error)
+            self._cannot = True
+            return
+        if begun:
+            self._sent = self._after
+            clock.saved(step)
+        else:
+            clock.put_off()
+
+    def _look(self, names: StableIds) -> None:
+        """Find who is to keep this rank's copies, where that may have changed: another `Survivors` has newcomers."""
+        live_ranks = self._trainer.strategy.live_ranks
+        if self._known == (names.left, live_ranks) and not (self._stale and time.monotonic() >= self._not_before):
+            return
+        self._known, self._after, self._to, self._not_before = (names.left, live_ranks), (), None, 0.0
+        if len(names.left) > 1 and names.mine in names.left:
+            assert self._door is not None
+            with contextlib.suppress(RuntimeError, OSError):  # the store is gone: the heartbeat says so
+                found = {rank: Address.of(self._door.read_keeper(str(rank))) for rank in names.left}
+                hosts = {rank: "" if address is None else address.host for rank, address in found.items()}
+                after = next_to(names.mine, names.left, hosts)
+                self._after, self._to = (after, live_ranks), found[after] if after is not None else None
+        self._pause(self._to is None)
+
+    def _pause(self, stale: bool) -> None:
+        """Look again in a while, if this did not help."""
+        self._stale = stale
+        if stale:
+            self._not_before = time.monotonic() + _PAUSE_S
+
+    def _hear(self, sent: Sent) -> None:
+        if sent.error is None:
+            self._failed = 0
+            return
+        self._failed += 1
+        self._pause(True)
+        if self._clock is not None:
+            self._clock.put_off()
+        if self._failed == _PATIENCE:
+            log.warning(
+                "Rank %d: %d copies of its own state in a row did not reach the next rank, at %s, port %d; the last "
+                "one after %.1f s: %s. Should it die now, it comes back with an older one, or none. Can that host be "
+                "reached?",
+                names_of(self._trainer).mine, self._failed, sent.to.host, sent.to.port, sent.seconds, sent.error,
+            )  # fmt: skip
+
+    def summarise(self) -> None:
+        """Training has ended well."""
+        if self._peer_copy_sender is None or self.keeper is None:
+            return
+        costs, keeper, mib = self._peer_copy_sender.costs, self.keeper, 2**20
+        stood_ms = 1000 * costs.stalled_s / max(1, costs.saves)
+        rank_zero_info(
+            f"Peer memory, as rank 0 saw it: {costs.saves} copies of its own state, {self._peer_copy_sender.size / mib:.1f} MiB "
+            f"each, of which {costs.failed} did not arrive; training stood still for {stood_ms:.1f} ms for each. It "
+            f"keeps {keeper.size / mib:.1f} MiB for rank(s) {', '.join(keeper.owners) or 'none'}."
+        )
+
+    def close(self) -> None:
+        """Give up what is under way, and what is kept for others; idempotent."""
+        peer_copy_sender, self._peer_copy_sender = self._peer_copy_sender, None
+        keeper, self.keeper = self.keeper, None
+        if peer_copy_sender is not None:
+            peer_copy_sender.close()
+        if keeper is not None:
+            keeper.close()

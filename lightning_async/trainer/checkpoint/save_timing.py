@@ -1,0 +1,240 @@
+"""What a user has asked of checkpoints, and whether one is due."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from lightning_async.algorithms import Best, KeepPolicy, SavePolicy, SaveProgress
+from lightning_async.checkpoint.saver import Costs
+from lightning_async.comm.collectives import Collectives, Pending
+from lightning_async.comm.torch_collectives import TorchCollectives
+from lightning_async.comm.torch_rendezvous import MeetingOptions
+from lightning_async.engine.collectives import LightningCollectives
+from lightning_async.errors import CollectiveError
+from lightning_async.membership.startup import is_loopback
+from lightning_async.trainer.checkpoint.safe_points import limits_of
+from lightning_async.trainer.environment.environments import names_of
+from lightning_async.trainer.environment.settings import version
+from lightning_async.trainer.namespace import in_words
+
+_LONGEST = 1000  # characters of an exception
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a user has asked for; equal on all ranks.
+
+    Args:
+        dirpath: where checkpoints are.
+        save: when.
+        keep: which.
+        recover: which one to go on from; None: none, by itself.
+        busy: what becomes of a save that is due while the one before is written: "latest", "wait" or "skip".
+        buffers: copies of the state.
+        max_failures: failed saves in a row that end training.
+        good_after: steps without harm, after which a checkpoint is good.
+        best: what "best" means.
+        on_exception: whether to save when training ends by an exception.
+        objects: what becomes of objects in the state, "refuse" or "pickle".
+    """
+
+    dirpath: str
+    save: SavePolicy
+    keep: KeepPolicy
+    recover: str | None
+    busy: str
+    buffers: int
+    max_failures: int
+    good_after: int
+    best: Best | None
+    on_exception: bool
+    objects: str
+
+    def compared(self) -> str:
+        """What must be equal on all ranks, in words; directories of hosts may have different names."""
+        words = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.name != "dirpath")
+        return re.sub(r" at 0x[0-9a-f]+", "", words)  # objects that say no more of themselves are taken for equal
+
+
+class SaveClock:
+    """What is due, and when the last save was.
+
+    Args:
+        policy: says when to save.
+        costs: what saves cost.
+        step: that training begins at.
+    """
+
+    def __init__(self, policy: SavePolicy, costs: Costs, step: int) -> None:
+        self._policy, self._costs = policy, costs
+        self.saved_step, self._saved_at = step, time.monotonic()
+        self._put_off = False
+
+    def due_by_steps(self, step: int, epoch_end: bool) -> bool:
+        """Whether a save is due on every rank, whatever the time."""
+        return self._put_off or self._policy.due(SaveProgress(step, self.saved_step, 0.0, math.inf, epoch_end))
+
+    def due(self, step: int, epoch_end: bool) -> bool:
+        """Whether a save is due on this rank."""
+        since = time.monotonic() - self._saved_at
+        progress = SaveProgress(step, self.saved_step, since, self._costs.of_one, epoch_end)
+        return self._put_off or self._policy.due(progress)
+
+    def asks(self, settings: Settings, busy: bool, step: int, ahead: int, epoch_end: bool) -> bool:
+        """Whether a save is due and to begin; one that shall not wait for the one before is put off, or left out.
+
+        Args:
+            busy: the one before is still being written.
+            step: now.
+            ahead: so many steps until it would be made.
+        """
+        if not self.due(step + ahead, epoch_end):
+            return False
+        if not busy or settings.busy == "wait":
+            return True
+        if settings.busy == "skip":
+            self.saved(step)
+        else:
+            self.put_off()
+        return False
+
+    def put_off(self) -> None:
+        """One is due while another is being written: it stays so, also where the end of an epoch is over by then."""
+        self._put_off = True
+
+    def saved(self, step: int) -> None:
+        """A save has begun, or one that was due is left out."""
+        self.saved_step, self._saved_at, self._put_off = step, time.monotonic(), False
+
+
+def manifest_of(trainer: Any, reason: str, exception: BaseException | None = None) -> dict[str, Any]:
+    """What the manifest of a save tells; after an ``exception`` no metric is computed, which may wait for others."""
+    metrics, known = {}, trainer.callback_metrics if exception is None else trainer._logger_connector._callback_metrics
+    for name, value in known.items():
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            metrics[name] = float(value)
+    return {
+        "epoch": trainer.current_epoch,
+        "world_size": names_of(trainer).started,
+        "reason": reason,
+        "metrics": metrics,
+        "notes": _notes(trainer, exception),
+        "versions": {"torch": str(torch.__version__), "lightning-async": version()},
+    }
+
+
+def _notes(trainer: Any, exception: BaseException | None) -> dict[str, Any]:
+    if exception is not None:
+        return {"exception": in_words(exception)[:_LONGEST]}
+    return {"stopped": limits_of(trainer)} if trainer.should_stop else {}
+
+
+def was_stopped(trainer: Any, notes: Mapping[str, Any]) -> bool:
+    """Whether a callback had stopped the training that has left these notes, and its limits are the same now."""
+    return notes.get("stopped") == limits_of(trainer)
+
+
+def is_last(trainer: Any) -> bool:
+    """Whether training ends with this epoch."""
+    fit = trainer.fit_loop
+    epochs = fit.max_epochs is not None and 0 <= fit.max_epochs <= fit.epoch_progress.current.processed
+    steps = 0 <= fit.max_steps <= trainer.global_step
+    return epochs or steps or (trainer.should_stop and fit._can_stop_early)  # else `min_epochs` have yet to come
+
+
+# What each rank says with every step, known to all at the next one: none waits, and all decide alike.
+
+_DEADLINE = timedelta(minutes=30)
+_GOODBYE = timedelta(seconds=2)
+_made = itertools.count(1)
+
+
+class DelayedGather:
+    """Rows of numbers, gathered beside training. All ranks take every step together, and call this alike.
+
+    Args:
+        collectives: a communicator of its own, for CPU tensors; closed by `close` if ``owned``.
+        owned: nobody else closes it.
+    """
+
+    def __init__(self, collectives: Collectives, owned: bool = False) -> None:
+        self._collectives, self._owned = collectives, owned
+        self._pending: Pending[Tensor] | None = None
+
+    def hear(self) -> list[list[float]]:
+        """Every rank's row of the last step, by rank; none before the first, and none twice."""
+        pending, self._pending = self._pending, None
+        return [] if pending is None else pending.result().tolist()  # of a step ago: it has long arrived
+
+    def say(self, row: Sequence[float]) -> None:
+        """This rank's row; what was said before must have been heard."""
+        assert self._pending is None
+        self._pending = self._collectives.all_gather(torch.tensor(row, dtype=torch.float64))
+
+    def ask(self, row: Sequence[float], patience: timedelta) -> list[list[float]]:
+        """Return every rank's row, where all call this within ``patience``; none where some do not.
+
+        For ranks that cannot go on: nothing is said afterwards.
+        """
+        until = time.monotonic() + patience.total_seconds()
+        try:
+            if self._pending is not None:
+                self._pending.result(patience)
+            last = self._collectives.all_gather(torch.tensor(row, dtype=torch.float64))
+            return last.result(timedelta(seconds=max(0.0, until - time.monotonic()))).tolist()
+        except CollectiveError:
+            return []
+        finally:
+            self._pending = None
+
+    def close(self) -> None:
+        """Training is over."""
+        if self._pending is not None:
+            self._pending.wait(_GOODBYE)
+            self._pending = None
+        if self._owned:
+            self._collectives.close()
+
+
+def lagged_of(owner: str, trainer: Any) -> DelayedGather | None:
+    """Over the ranks of a Trainer; None where there is one. All ranks call it together.
+
+    Args:
+        owner: names who needs it, for messages.
+        trainer: its strategy is one of this package, or one over torch.distributed.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    strategy, world = trainer.strategy, getattr(trainer.strategy, "world", None)
+    if trainer.world_size == 1:
+        return None
+    name = f"lagged{next(_made)}"
+    if isinstance(world, LightningCollectives):
+        return DelayedGather(world.fork(name, _DEADLINE))
+    if not dist.is_initialized():
+        raise ValueError(
+            f"`{owner}` cannot reach the other ranks of {type(strategy).__name__}: use a strategy of this package, or "
+            "one over torch.distributed (DDPStrategy, FSDPStrategy)."
+        )
+    store = distributed_c10d.PrefixStore(f"lightning_async/{name}", distributed_c10d._get_default_store())
+    host = "127.0.0.1" if is_loopback(os.environ.get("MASTER_ADDR", "")) else None
+    collectives = TorchCollectives(
+        store, trainer.global_rank, trainer.world_size, name=name, timeout=_DEADLINE, form_timeout=_DEADLINE,
+        meeting_options=MeetingOptions(host=host),
+    )  # fmt: skip
+    collectives.open()
+    return DelayedGather(collectives, owned=True)

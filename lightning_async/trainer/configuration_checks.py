@@ -1,0 +1,254 @@
+"""What cannot work while replicas drift is refused before training, by name and with the numbers."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any, Literal, get_args
+
+from torch import nn
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from lightning_async._checks import check_choice, check_protocol
+from lightning_async.algorithms.averaging import AveragingRule
+from lightning_async.algorithms.schedules import Schedule
+from lightning_async.data.partition import PartitionedSampler
+from lightning_async.engine.collectives import LightningCollectives
+from lightning_async.engine.replica import BufferPolicy, OptimizerPolicy, with_statistics
+from lightning_async.trainer.data.epoch_data import EpochAssignment
+from lightning_async.trainer.loops.updates import updates_of
+from lightning_async.trainer.namespace import pl, pytorch, searches_lr, validation_interval
+
+log = logging.getLogger(__name__)
+
+
+LrClock = Literal["local", "global"]
+
+
+def check_arguments(rule: Any, schedule: Any, overlap: bool) -> None:
+    """Whether the strategy's first three arguments are what they must be."""
+    check_protocol("AsyncAveragingStrategy", "rule", rule, AveragingRule, "an averaging rule such as DeltaMean()")
+    check_protocol("AsyncAveragingStrategy", "schedule", schedule, Schedule, "a schedule such as EveryNSteps(32)")
+    if not isinstance(overlap, bool):
+        raise TypeError(f"`AsyncAveragingStrategy(overlap={overlap!r})` must be True or False.")
+
+
+def check_policies(owner: str, buffers: object, optimizer_state: object, lr_clock: object, part_mb: float) -> None:
+    """Whether the others that are the strategy's own are among what is allowed."""
+    check_choice(owner, "buffers", buffers, get_args(BufferPolicy))
+    check_choice(owner, "optimizer_state", optimizer_state, get_args(OptimizerPolicy))
+    check_choice(owner, "lr_clock", lr_clock, get_args(LrClock))
+    if not isinstance(part_mb, int | float) or isinstance(part_mb, bool):
+        raise TypeError(f"`{owner}(part_mb={part_mb!r})` must be a number, got {type(part_mb).__name__}.")
+    if not part_mb > 0:
+        raise ValueError(f"`{owner}(part_mb={part_mb!r})` must be > 0.")
+
+
+def check_callbacks(callbacks: list[Any]) -> None:
+    """Before any callback is set up, and refuses the strategy in words of its own.
+
+    Raises:
+        ValueError: a callback that changes what all replicas must have alike.
+    """
+    kinds = pytorch("callbacks")
+    for callback in callbacks:
+        if isinstance(callback, kinds.ModelPruning):
+            raise ValueError(
+                "`ModelPruning` renames the parameters that it prunes and adds masks, while replicas average what they "
+                "had at the start. Prune before training (`torch.nn.utils.prune`, then `prune.remove`), or train with "
+                "`Trainer(devices=1)` or `strategy='ddp'`."
+            )
+        if isinstance(callback, kinds.BatchSizeFinder):
+            raise ValueError(
+                "`BatchSizeFinder` looks on one device only. Use it with `Trainer(devices=1)` and no strategy, then "
+                "train the replicas with the size that was found."
+            )
+
+
+def check_survival(owner: str, min_replicas: int | None, max_replicas: int | None, world_size: int) -> None:
+    """Whether ranks may be lost down to a number, and may come up to another one.
+
+    Raises:
+        ValueError: there are fewer ranks than the first, or more than the second.
+    """
+    if min_replicas is not None and min_replicas > world_size:
+        raise ValueError(f"`{owner}(min_replicas={min_replicas})`: there are {world_size} ranks only.")
+    if max_replicas is not None and max_replicas < world_size:
+        raise ValueError(f"`{owner}(max_replicas={max_replicas})`: there are {world_size} ranks.")
+
+
+def check_setup(trainer: Any, layer_sync: Any, buffers: str) -> None:
+    """Before the model is set up.
+
+    Raises:
+        ValueError: something that waits for all ranks at every step, or between two gates; or statistics that are to
+            be recomputed of a model that passes nothing on.
+    """
+    module = trainer.lightning_module
+    batch_norms = [name for name, child in module.named_modules() if isinstance(child, nn.SyncBatchNorm)]
+    if layer_sync is not None or batch_norms:
+        what = "`Trainer(sync_batchnorm=True)`" if layer_sync is not None else f"SyncBatchNorm in {batch_norms}"
+        raise ValueError(
+            f"{what} waits for all replicas in every forward pass, and replicas run at their own pace here. Use plain "
+            'BatchNorm with `AsyncAveragingStrategy(buffers="average")` or `"recompute"`.'
+        )
+    bare = type(module).forward is pl.LightningModule.forward and "forward" not in vars(module)
+    if buffers == "recompute" and bare and with_statistics(module):
+        raise ValueError(
+            f"`buffers='recompute'` passes batches through `{type(module).__name__}.forward` for BatchNorm's "
+            "statistics, and it has none. Define `forward`, or pass `buffers='average'`."
+        )
+    from torchmetrics import Metric
+
+    for name, child in module.named_modules():
+        if isinstance(child, Metric) and child.dist_sync_on_step:
+            raise ValueError(
+                f"The metric `{name}` has `dist_sync_on_step=True`: it waits for all replicas at every step, and they "
+                "run at their own pace. Leave it False; at the end of an epoch it is synchronised anyway."
+            )
+
+
+def check_fit(trainer: Any, world: LightningCollectives) -> bool:
+    """Before the first batch; whether all ranks are to meet at the end of each epoch.
+
+    Raises:
+        ValueError: the ranks have unequal numbers of epochs, and something happens at their ends on all ranks; or a
+            scheduler ends before training does, or watches what is a rank's own, where all ranks take the same steps.
+    """
+    _check_length(trainer, world)
+    _check_watched(trainer)
+    epochs = world.gather_objects(_epochs(trainer))
+    if len(set(epochs)) == 1:
+        return True
+    batches = world.gather_objects(trainer.num_training_batches)
+    users = _epoch_end_users(trainer)
+    numbers = (
+        f"With `max_steps={trainer.max_steps}` the ranks have {epochs} epochs, because their loaders hold {batches} "
+        "batches"
+    )
+    if users:
+        raise ValueError(
+            f"{numbers}, and these work on all ranks together at the end of an epoch: {', '.join(users)}. Limit "
+            "training by `max_epochs`, give every rank the same number of batches, or let them run after validations "
+            "(`val_check_interval` as a number of batches with `check_val_every_n_epoch=None`)."
+        )
+    log.warning("%s; they meet at validations and at the end of training only.", numbers)
+    return False
+
+
+def check_momentum_stays(trainer: Any, owner: str) -> None:
+    """Of schedulers: servers hear of the rate only.
+
+    Args:
+        trainer: with its schedulers.
+        owner: for messages.
+
+    Raises:
+        ValueError: one changes the momentum.
+    """
+    for each in trainer.lr_scheduler_configs:
+        if getattr(each.scheduler, "cycle_momentum", False):
+            raise ValueError(
+                f"`{type(each.scheduler).__name__}` changes the momentum, too, and servers hear of new learning rates "
+                f"only. Pass `cycle_momentum=False` to it, or `{owner}(update_on_server=False)`: the optimizer is the "
+                "worker's then."
+            )
+
+
+def _check_length(trainer: Any, world: LightningCollectives) -> None:
+    """Of schedulers that fail behind their last step; there may be more data on another rank than on this one."""
+    if updates_of(trainer) is None or not trainer.strategy.in_step or searches_lr(trainer):
+        return
+    batches, every, limit = trainer.num_training_batches, trainer.accumulate_grad_batches, trainer.max_steps
+    mine = math.inf if math.isinf(batches) else math.ceil(batches / every) * _epochs(trainer)
+    by_step = [each for each in trainer.lr_scheduler_configs if each.interval == "step"]
+    lengths = [
+        each.scheduler.total_steps * each.frequency for each in by_step if isinstance(each.scheduler, OneCycleLR)
+    ]
+    told = world.gather_objects([mine if limit in (None, -1) else min(mine, limit), min(lengths, default=math.inf)])
+    steps, shortest = max(steps for steps, _ in told), min(length for _, length in told)
+    if shortest < steps < math.inf:
+        raise ValueError(
+            f"`OneCycleLR` ends after {shortest:g} steps, and this training has {steps:g}: all ranks take each step of "
+            f"the one that has the most data; these have data for {[steps for steps, _ in told]} steps. Pass "
+            f"`total_steps={steps:g}` on all ranks: `trainer.estimated_stepping_batches` knows a rank's own data only."
+        )
+
+
+def _check_watched(trainer: Any) -> None:
+    """Of schedulers that watch a metric: at a step it is that of this rank's batch, and at gates there is none."""
+    if updates_of(trainer) is None or not trainer.lightning_module.automatic_optimization:
+        return
+    for each in trainer.lr_scheduler_configs:
+        if each.reduce_on_plateau and each.interval == "step":
+            raise ValueError(
+                f"`{type(each.scheduler).__name__}` with `interval='step'` watches a metric of each rank's own "
+                "batches, and all ranks have one learning rate here. Let it watch one of whole epochs, such as that of "
+                'a validation: `{"scheduler": ..., "interval": "epoch", "monitor": "val_loss"}`.'
+            )
+
+
+def _epochs(trainer: Any) -> float:
+    """Epochs that this rank will train, given its number of batches."""
+    limit = math.inf if trainer.max_epochs in (None, -1) else float(trainer.max_epochs)
+    batches = trainer.num_training_batches
+    if trainer.max_steps in (None, -1) or math.isinf(batches):
+        return limit
+    steps_per_epoch = max(1, math.ceil(batches / trainer.accumulate_grad_batches))
+    return min(limit, float(math.ceil(trainer.max_steps / steps_per_epoch)))
+
+
+def _epoch_end_users(trainer: Any) -> list[str]:
+    """What is configured to happen at the end of an epoch on all ranks together."""
+    callbacks = pytorch("callbacks")
+    users = []
+    for callback in trainer.callbacks:
+        if isinstance(callback, callbacks.ModelCheckpoint) and callback._should_save_on_train_epoch_end(trainer):
+            users.append("ModelCheckpoint")
+        if isinstance(callback, callbacks.EarlyStopping):
+            at_epoch_end = callback._check_on_train_epoch_end
+            if at_epoch_end is None:
+                at_epoch_end = validation_interval(trainer) == 1.0 and trainer.check_val_every_n_epoch == 1
+            if at_epoch_end:
+                users.append("EarlyStopping")
+        if isinstance(callback, callbacks.StochasticWeightAveraging):
+            users.append("StochasticWeightAveraging")
+    from torchmetrics import Metric
+
+    users += [f"the metric `{n}`" for n, m in trainer.lightning_module.named_modules() if isinstance(m, Metric)]
+    if trainer.reload_dataloaders_every_n_epochs:
+        users.append("`reload_dataloaders_every_n_epochs`")
+    if updates_of(trainer) is not None and any(each.interval == "epoch" for each in trainer.lr_scheduler_configs):
+        users.append("a scheduler of learning rates, of which all replicas have the same")
+    return users
+
+
+def check_loaders(owner: str, trainer: Any) -> None:
+    """Whether the samples of this rank's loaders can be dealt out anew, before the first batch.
+
+    Raises:
+        ValueError: they cannot; says why.
+    """
+    loaders = trainer.fit_loop._combined_loader.flattened
+    loader, why = loaders[0], ""
+    if len(loaders) != 1:
+        why = f"there are {len(loaders)} train dataloaders"
+    elif type(trainer.fit_loop._data_fetcher).__name__ == "_DataLoaderIterDataFetcher":
+        why = "`training_step(dataloader_iter)` fetches batches itself"
+    elif not isinstance(loader, DataLoader):
+        why = f"the train dataloader is a {type(loader).__name__}, and no DataLoader"
+    elif loader.batch_sampler is None:
+        why = "the train dataloader makes no batches (`batch_size=None`)"
+    elif type(loader.batch_sampler) is not BatchSampler:
+        why = f"its batches are made by a {type(loader.batch_sampler).__name__}"
+    elif isinstance(loader.sampler, PartitionedSampler):
+        why = "a PartitionedSampler says which samples are whose"
+    elif not EpochAssignment(trainer).whole().is_known:  # whatever the epoch is that a checkpoint is of
+        source = loader.dataset if isinstance(loader.dataset, IterableDataset) else loader.sampler
+        why = f"which samples a {type(source).__name__} gives to which rank is not known"
+    if why:
+        raise ValueError(
+            f"`{owner}`: {why}. It deals out the samples of one torch DataLoader of a map-style dataset, with the "
+            "DistributedSampler that Lightning gives it. `BalancedWindows` and `DyLU` balance by batches instead."
+        )

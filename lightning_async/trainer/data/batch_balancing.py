@@ -1,0 +1,293 @@
+"""Batches of unequal size, so that ranks of unequal speed take equally long for one; those of a step add up.
+
+All ranks decide together, of the same numbers: at the start of an epoch, or within it at a gate. What is left of the
+epoch is then dealt out by steps, so that each sample is trained on once, and a step has as many as ever.
+
+    each rank: its speed ---> all ranks: sizes ---> what is left of the epoch, dealt out ---> each rank's loader
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from lightning_async.algorithms.accumulation import batch_sizes
+from lightning_async.algorithms.schedules import Pace
+from lightning_async.data.redistribution import DataShard, by_steps
+from lightning_async.engine.collectives import LightningCollectives
+from lightning_async.events import tell
+from lightning_async.trainer.data.epoch_data import EpochAssignment, end_at, go_on_with, lost_rank_data_of
+from lightning_async.trainer.namespace import Undo, replace, take_back
+
+log = logging.getLogger(__name__)
+
+
+_GAIN = 0.05
+"""Less than this share of a step's time is not worth the gate."""
+_MEASURED = 5
+"""So many batches must have been measured, for a speed to be known."""
+
+
+class Bounds(NamedTuple):
+    """Of the samples in a batch of one rank.
+
+    Args:
+        minimum: at least so many.
+        maximum: at most so many; None: all of a step.
+    """
+
+    minimum: int = 1
+    maximum: int | None = None
+
+    def sizes(self, total: int, speeds: Iterable[float], rooms: Iterable[int]) -> list[int]:
+        """See `batch_sizes`. A rank without memory for its part has the smaller one for which it has ``rooms``, as long
+        as the others can take the rest of a step; else it trains on its part in pieces."""
+        v, rooms = list(speeds), list(rooms)
+        most = min(total, self.maximum or total)
+        within = [max(self.minimum, min(most, room or most)) for room in rooms]
+        return batch_sizes(total, v, self.minimum, within if sum(within) >= total else [most] * len(v))
+
+
+class _Said(NamedTuple):
+    """What a rank says of itself where all decide.
+
+    Args:
+        name: for life.
+        speed: samples per second; 0.0 while it is not known.
+        room: samples for which it has memory at once, at most; 0: it does not know.
+        wants: it has called the others together.
+        ready: the number of its next batch; -1: it is not between two batches of an epoch that can be dealt out.
+        base: samples in a batch of its loader.
+        total: samples of a step, as it knows; 0: one that has come does not.
+        places: see `EpochAssignment`.
+    """
+
+    name: str
+    speed: float
+    room: int
+    wants: bool
+    ready: int
+    base: int
+    total: int
+    places: dict[str, float]
+
+
+class Balancing:
+    """The batch sizes of all ranks of one fit.
+
+    Args:
+        trainer: its loops are patched; its strategy's replicas weight what they exchange by samples.
+        bounds: of each rank's batches.
+        total: samples of a step, over all ranks; 0: as many as all ranks' loaders have when training begins.
+        room: for how many samples at once this rank has memory; None: it does not know.
+    """
+
+    def __init__(self, trainer: Any, bounds: Bounds, total: int, room: Callable[[], int | None]) -> None:
+        self._trainer, self._bounds, self.total, self._room = trainer, bounds, total, room
+        self.base = 0
+        """Samples in a batch of this rank's loader, of which ``total`` was made."""
+        self.sizes: dict[str, int] = {}
+        """By name, of every rank's batches."""
+        self.wants = False
+        """This rank asks for other sizes, at the next gate."""
+        self._shares: Mapping[str, DataShard] = {}
+        self._phase = 0
+        """Of the epoch, as this has seen it last, see `EpochAssignment`."""
+        self._alone = EpochAssignment(trainer)
+        self._until_end: list[Undo] = []
+
+    def install(self) -> list[Undo]:
+        """Patch, on top of all else that begins an epoch; returns what takes it back."""
+        loop = self._trainer.fit_loop.epoch_loop
+        return [replace(loop, "on_run_start", self._begin), replace(loop, "run", self._run)]
+
+    @property
+    def name(self) -> str:
+        """This rank's, for life."""
+        return self._epoch.called(self._trainer.strategy.sync_points.name)
+
+    @property
+    def is_off(self) -> bool:
+        """One has come, and what is left of the epoch was dealt out in other sizes."""
+        return self._epoch.known and self._epoch.phase != self._phase
+
+    def would_gain(self) -> bool:
+        """Whether other sizes would shorten a step, by what headers say of all ranks' speeds."""
+        epoch, paces = self._epoch, self._trainer.strategy.sync_points.paces
+        speeds = {epoch.called(name): _speed(Pace(*pace)) for name, pace in paces.items()}
+        sizes = self._bounds.sizes(self.total, speeds.values(), [0] * len(speeds))
+        return self._gains(dict(zip(speeds, sizes, strict=True)), speeds)
+
+    # ---- an epoch begins ----
+
+    def _begin(self, original: Any) -> Any:
+        def on_run_start(data_fetcher: Any) -> None:
+            epoch, share = self._epoch, self._epoch.mine()
+            comes = epoch.first is not None or epoch.begins  # within the epoch of others
+            original(data_fetcher)
+            world = self._trainer.strategy.world
+            if (
+                not comes
+                and world is not None
+                and not world.asynchronous
+                and self._trainer.strategy.sync_points is not None
+            ):
+                self._begin_epoch(world, share)
+
+        return on_run_start
+
+    def _begin_epoch(self, world: LightningCollectives, share: DataShard) -> None:
+        mine: list[Any] = [*self._say(share.first), list(share)]
+        told = world.gather_objects(mine)
+        said = [_Said(*each[:-1]) for each in told]
+        self._phase = self._epoch.phase
+        shares = {one.name: DataShard(*each[-1]) for one, each in zip(said, told, strict=True)}
+        self._agree(said)
+        given = {name: each.loaders[0][0] for name, each in shares.items()}
+        sizes = {name: one["batch_size"] for name, one in given.items() if one is not None and one["kind"] == "given"}
+        if sizes.keys() == given.keys() and sum(sizes.values()) == self.total:  # it goes on from a checkpoint
+            self.sizes, self._shares = sizes, shares
+            self._end_at(share)
+            return
+        left = [(each, each.first) for each in shares.values()]
+        if (epoch := self._epoch).known:
+            left = [(each, max(each.first, epoch.number(name))) for name, each in epoch.shares.items()]
+        if not self._deal(left, said, self._sizes(said)):
+            self.sizes, self._shares = {}, {}
+            log.warning(
+                "Rank %d: there is not one sample of epoch %d for each rank, so that nothing is balanced in it.",
+                self._trainer.global_rank, self._trainer.current_epoch,
+            )  # fmt: skip
+
+    def _agree(self, said: list[_Said]) -> None:
+        """On the samples of a step: those that there were before one came, whoever is lost."""
+        self.total = next((each.total for each in said if each.total), 0) or sum(each.base for each in said)
+        self.base = next(each.base for each in said if each.name == self.name)
+
+    def _end_at(self, share: DataShard) -> None:
+        end = share.first + share.loaders[0][1] - share.skipped
+        self._until_end += end_at(self._trainer, end)
+        fetcher = self._trainer.fit_loop._data_fetcher
+        fetcher.length = fetcher.fetched + end - share.first
+
+    def _run(self, original: Any) -> Any:
+        def run(data_fetcher: Any) -> None:
+            try:
+                original(data_fetcher)
+            finally:
+                take_back(self._until_end)
+
+        return run
+
+    # ---- within an epoch ----
+
+    def decide(self, world: LightningCollectives) -> bool | None:
+        """All ranks are at a gate: if one of them asked for it, deal out the rest of the epoch; whether that pays.
+
+        None: nobody has asked, or it is not known: somebody's speed, or what is left, as one rank is not between two
+        batches of this epoch.
+        """
+        epoch = self._epoch
+        if (sync_points := self._trainer.strategy.sync_points) is None:
+            return None
+        if epoch is not self._alone:
+            epoch.hear(sync_points)
+        mine: list[Any] = list(self._say(self._ready))
+        said = [_Said(*each) for each in world.gather_objects(mine)]
+        self._agree(said)
+        self.wants = False
+        shares = epoch.shares if epoch is not self._alone else self._shares
+        if not any(each.wants for each in said):
+            return None
+        self._phase = epoch.phase
+        if any(each.ready < 0 for each in said) or not shares:
+            return None
+        self.sizes = _sizes_in(shares)
+        if (sizes := self._sizes(said)) == self.sizes:
+            return False if all(each.speed for each in said) else None
+        for each in said:
+            epoch.learn(each.places)
+        at = {each.name: each.ready for each in said}
+        return self._deal([(each, at.get(name, epoch.number(name))) for name, each in shares.items()], said, sizes)
+
+    @property
+    def _ready(self) -> int:
+        fit, epoch = self._trainer.fit_loop, self._epoch
+        count, ends = fit.epoch_loop.batch_progress.current, epoch.at_end or fit.epoch_loop.done
+        in_step = count.ready != count.completed or (count.ready > 0 and self._trainer.strategy.gathers)
+        knows = epoch.known if epoch is not self._alone else bool(self._shares)
+        return count.ready if knows and not in_step and not ends else -1
+
+    # ---- all ranks ----
+
+    @property
+    def _epoch(self) -> EpochAssignment:
+        """Who has what of it: as all know who can lose one another, or as this rank has heard."""
+        lost_rank_data = lost_rank_data_of(self._trainer)
+        return self._alone if lost_rank_data is None else lost_rank_data.epoch
+
+    def _say(self, ready: int) -> _Said:
+        pacing = self._trainer.strategy.pacing
+        speed = _speed(pacing.pace) if pacing.batches >= _MEASURED else 0.0
+        base = self._trainer.fit_loop._combined_loader.flattened[0].batch_size
+        places = {} if self._epoch is self._alone else self._epoch.places
+        total = 0 if self.base and self.base != base else self.total  # of a loader that is another one since
+        return _Said(self.name, speed, self._room() or 0, self.wants, ready, base, total, places)
+
+    def _sizes(self, said: list[_Said]) -> dict[str, int]:
+        """As they are, where others would gain little."""
+        sizes = self._bounds.sizes(self.total, [each.speed for each in said], [each.room for each in said])
+        found = {each.name: size for each, size in zip(said, sizes, strict=True)}
+        speeds = {each.name: each.speed for each in said}
+        bounds = self._bounds
+        within = all(bounds.minimum <= size <= (bounds.maximum or size) for size in self.sizes.values())
+        lacks_room = any(0 < each.room < self.sizes.get(each.name, 0) for each in said)
+        changes = lacks_room or not within or sum(sizes) != sum(self.sizes.values()) or self._gains(found, speeds)
+        return found if changes else self.sizes
+
+    def _gains(self, sizes: Mapping[str, int], speeds: Mapping[str, float]) -> bool:
+        if sizes.keys() != self.sizes.keys():
+            return True
+        if not all(speeds.values()):
+            return False
+        then_s, now_s = (max(each[name] / speeds[name] for name in sizes) for each in (sizes, self.sizes))
+        return then_s < (1.0 - _GAIN) * now_s
+
+    def _deal(self, left: list[tuple[DataShard, int]], said: list[_Said], sizes: dict[str, int]) -> bool:
+        epoch, trainer = self._epoch, self._trainer
+        loader = trainer.fit_loop._combined_loader.flattened[0]
+        dealt = by_steps(left, {each.name: each.ready for each in said}, sizes, loader.drop_last)
+        if not dealt:
+            return False
+        if epoch.known:
+            epoch.deal(dealt)
+            epoch.take_part(self.name)
+        self._shares, self._phase = dealt, epoch.phase
+        if sizes != self.sizes:
+            self._tell(sizes)
+        self.sizes = sizes
+        steps = int(max(each.end for each in dealt.values()))
+        self._until_end += go_on_with(trainer, dealt[self.name], steps)
+        return True
+
+    def _tell(self, sizes: Mapping[str, int]) -> None:
+        if self._trainer.global_rank == 0:
+            each = ", ".join(f"{size} on rank {name}" for name, size in sizes.items())
+            words = f"Batches have {each}: {sum(sizes.values())} samples in a step."
+            tell("balanced", logging.INFO, words, sizes=list(sizes.values()), names=list(sizes))
+        if sum(sizes.values()) != self.total:
+            log.warning(
+                "Rank %d: a step has %d samples, and not %d, for which `minimum` and `maximum` leave no room.",
+                self._trainer.global_rank, sum(sizes.values()), self.total,
+            )  # fmt: skip
+
+
+def _sizes_in(shares: Mapping[str, DataShard]) -> dict[str, int]:
+    """Of the batches that were dealt out, whoever has done so."""
+    return {name: told["batch_size"] for name, each in shares.items() for told, _ in each.loaders if told is not None}
+
+
+def _speed(pace: Pace) -> float:
+    """Samples per second; 0.0 where it is not known."""
+    return pace.samples / pace.batch_s if pace.is_known else 0.0

@@ -1,0 +1,200 @@
+"""A rank comes to a fit that is under way: what it takes over of Lightning's state, and where its loops begin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from lightning_async.checkpoint.buffers import Buffer
+from lightning_async.engine.collectives import Packed, packed
+from lightning_async.trainer.loops.averaged_models import averages_of
+from lightning_async.trainer.loops.loop_state import put_blank, take_logged
+from lightning_async.trainer.namespace import Undo, replace
+
+_NOT_SENT = ("hparams_name", "hyper_parameters", "datamodule_hparams_name", "datamodule_hyper_parameters")
+
+
+@runtime_checkable
+class Welcoming(Protocol):
+    """A callback that has more to tell a newcomer than its state."""
+
+    def for_joining_ranks(self) -> dict[str, Any]:
+        """On rank 0, at a gate: plain values."""
+        ...
+
+    def come(self, told: dict[str, Any]) -> None:
+        """On the newcomer, which has that callback's state already."""
+        ...
+
+
+class StateCopying:
+    """Copies what a newcomer takes over, while all stand, into memory that was there before: into new memory that takes
+    three times as long."""
+
+    def __init__(self) -> None:
+        self._buffer = Buffer("newcomer")
+
+    def prepare_for(self, trainer: Any, more: int) -> None:
+        """Have the memory, while training goes on; from any thread.
+
+        Args:
+            trainer: of the state.
+            more: bytes that come with it.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        modules = [trainer.lightning_module, *averages_of(trainer)]
+        tensors: list[Any] = [tensor for module in modules for tensor in _tensors(module).values()]
+        for optimizer in trainer.optimizers:
+            for state in list(optimizer.state.values()):  # at once: a step may add to it meanwhile
+                tensors += list(state.values()) if isinstance(state, dict) else [state]
+        self._buffer.reserve(more + sum(each.nbytes for each in tensors if isinstance(each, Tensor)))
+
+    def packed(self, state: dict[str, Any]) -> Packed:
+        """A state as it is now; the memory goes along."""
+        return packed(state, self._buffer.part_with)
+
+    def close(self) -> None:
+        """Nobody comes: give the memory back."""
+        self._buffer.release()
+
+
+def state_for_joining_ranks(trainer: Any) -> dict[str, Any]:
+    """What a newcomer takes over of this rank: what a checkpoint holds, tensors that this one lacks, directories."""
+    module = trainer.lightning_module
+    checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    return {
+        "checkpoint": {key: value for key, value in checkpoint.items() if key not in _NOT_SENT},
+        "tensors": {name: t for name, t in _tensors(module).items() if name not in checkpoint["state_dict"]},
+        "averages": [_tensors(average) for average in averages_of(trainer)],
+        "trained": {name: parameter.requires_grad for name, parameter in module.named_parameters()},
+        "directories": [str(getattr(callback, "dirpath", None) or "") for callback in trainer.callbacks],
+        "should_stop": bool(trainer.should_stop),
+        "logged": take_logged(trainer),
+        "told": [each.for_joining_ranks() if isinstance(each, Welcoming) else None for each in trainer.callbacks],
+    }
+
+
+def take_over(trainer: Any, state: dict[str, Any]) -> None:
+    """Be as the rank that `state_for_joining_ranks` is of; the fit's loop is about to begin an epoch."""
+    connector, module, fit = trainer._checkpoint_connector, trainer.lightning_module, trainer.fit_loop
+    for callback, directory in zip(trainer.callbacks, state["directories"], strict=False):
+        if directory and hasattr(callback, "dirpath"):  # else it would not believe its state
+            callback.dirpath = directory
+    connector._loaded_checkpoint = state["checkpoint"]
+    connector.restore_datamodule()
+    connector.restore_model()
+    connector.restore_callbacks()
+    connector.restore_training_state()
+    connector._loaded_checkpoint = {}
+    _copy(_tensors(module), state["tensors"])
+    for average, theirs in zip(averages_of(trainer), state["averages"], strict=True):
+        _copy(_tensors(average), theirs)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(state["trained"][name])
+    trainer.should_stop = state["should_stop"]
+    for callback, told in zip(trainer.callbacks, state["told"], strict=False):
+        if isinstance(callback, Welcoming) and told is not None:
+            callback.come(told)
+    epochs = fit.epoch_progress
+    for count in (epochs.total, epochs.current):
+        count.ready = count.started = count.completed = count.processed
+    fit.epoch_loop.batch_progress.reset_on_run()
+    fit.epoch_loop.val_loop.batch_progress.reset_on_run()
+    fit._restarting = fit.epoch_loop.restarting = False  # its setter says yes wherever there is a `max_steps`
+    fit._loaded_from_state_dict = fit.epoch_loop._loaded_from_state_dict = False
+    fit.reset_restart_stage()
+
+
+def begin_within_epoch(trainer: Any, state: dict[str, Any], has_part: Callable[[], bool]) -> list[Undo]:
+    """Begin with a part of the epoch's rest; without one go to its end, as its data is the others'.
+
+    Patches the fit's loop; returns what takes it back.
+
+    Args:
+        trainer: about to begin an epoch.
+        state: see `state_for_joining_ranks`.
+        has_part: whether the others have dealt out what is left; asked as the epoch begins here.
+    """
+    fit, logged, done = trainer.fit_loop, state["logged"], False  # the rest of the state is large, and goes
+    given: list[float] = []
+
+    def run(original: Any) -> Any:
+        def of_epoch(fetcher: Any) -> None:
+            if done:
+                original(fetcher)
+                return
+            put_blank(trainer, logged)
+            if has_part():
+                original(fetcher)
+                return
+            given.append(fit.max_batches)
+            fit.max_batches = 0  # so that the end of the epoch is one to the schedulers of learning rates
+
+        return of_epoch
+
+    def end(original: Any) -> Any:
+        def on_advance_end() -> None:
+            nonlocal done
+            original()
+            done = True
+            if given:
+                fit.max_batches = given.pop()
+
+        return on_advance_end
+
+    return [replace(fit.epoch_loop, "run", run), replace(fit, "on_advance_end", end)]
+
+
+def how_it_ended(trainer: Any, stepped: dict[int, int]) -> dict[str, Any]:
+    """What a newcomer, which was not there for this rank's part of an epoch, lacks at its end: steps, learning rates.
+
+    Args:
+        trainer: at the end of an epoch.
+        stepped: of each scheduler that follows all ranks' steps, those that it has taken.
+    """
+    return {
+        "steps": [(count.ready, count.completed) for count in _steps(trainer)],
+        "logged": trainer.fit_loop.epoch_loop._batches_that_stepped,
+        "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        "groups": [[_plain(group) for group in optimizer.param_groups] for optimizer in trainer.optimizers],
+        "stepped": stepped,
+        "metrics": take_logged(trainer),
+    }
+
+
+def end_as_others(trainer: Any, ended: dict[str, Any]) -> None:
+    """Be where another rank is at the end of an epoch, see `how_it_ended`."""
+    put_blank(trainer, ended["metrics"])
+    for count, (ready, completed) in zip(_steps(trainer), ended["steps"], strict=True):
+        count.ready, count.completed = ready, completed
+    trainer.fit_loop.epoch_loop._batches_that_stepped = ended["logged"]
+    for config, state in zip(trainer.lr_scheduler_configs, ended["schedulers"], strict=False):
+        config.scheduler.load_state_dict(state)
+    for optimizer, groups in zip(trainer.optimizers, ended["groups"], strict=True):
+        for group, values in zip(optimizer.param_groups, groups, strict=True):
+            group.update(values)
+
+
+def _steps(trainer: Any) -> list[Any]:
+    epoch = trainer.fit_loop.epoch_loop
+    progress = epoch.automatic_optimization.optim_progress.optimizer.step, epoch.manual_optimization.optim_step_progress
+    return [each.total for each in progress]
+
+
+def _plain(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _tensors(module: Any) -> dict[str, Tensor]:
+    return {name: t.detach() for name, t in [*module.named_parameters(), *module.named_buffers()]}
+
+
+@torch.no_grad()
+def _copy(own: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    for name, tensor in theirs.items():
+        own[name].copy_(tensor)

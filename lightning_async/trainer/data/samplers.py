@@ -1,0 +1,436 @@
+"""Ranks are lost: from the next epoch on those that are left have all samples among them."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import DistributedSampler
+
+from lightning_async.data.partition import PartitionedSampler, PartitionedStream, yet_to_be_numbered
+from lightning_async.data.random_states import of_another
+from lightning_async.data.redistribution import (
+    DataShard,
+    Division,
+    divide,
+    in_the_last_step,
+    inherited,
+    rest,
+    told_of,
+    unheard,
+)
+from lightning_async.data.stateful_loader import sources_of
+from lightning_async.engine.collectives import LightningCollectives
+from lightning_async.trainer.namespace import Undo, replace, set_for_now, take_back, validation_interval
+from lightning_async.trainer.protocols import AsyncStrategyView
+
+log = logging.getLogger(__name__)
+
+
+class SamplerResize:
+    """Loaders are made again where they are asked for and the number of ranks is another one.
+
+    Lightning then gives each its part as at the start. A `DistributedSampler` of the user's is numbered anew.
+
+    Args:
+        strategy: where all ranks meet.
+        trainer: its loops are patched.
+    """
+
+    def __init__(self, strategy: AsyncStrategyView, trainer: Any) -> None:
+        self._strategy, self._trainer = strategy, trainer
+        self._undo: list[Undo] = []
+
+    def install(self) -> list[Undo]:
+        """Patch; returns what takes it back."""
+        fit = self._trainer.fit_loop
+        loops, wrap = (fit, fit.epoch_loop.val_loop), self._setup_data if self._strategy.shrinks else self._number_new
+        return [
+            *(replace(loop, "setup_data", lambda own, loop=loop: wrap(own, loop)) for loop in loops),
+            partial(take_back, self._undo),
+        ]
+
+    def _setup_data(self, original: Any, loop: Any) -> Any:
+        dealt_in = "", 0
+
+        def setup_data() -> None:
+            nonlocal dealt_in
+            while True:
+                now = self._division(dealt_in)
+                if now != dealt_in:
+                    for sampler in _distributed_samplers(loop):
+                        _number(sampler, **self._trainer.strategy.distributed_sampler_kwargs)
+                    self._number_partitions(loop)
+                    loop._combined_loader = None
+                dealt_in = now
+                self._load(original, loop)
+                if self._number_left_over(loop) | self._is_new(loop):
+                    loop._combined_loader = None
+                    self._load(original, loop)
+                if self._division(now) == now:
+                    break  # else ranks were lost meanwhile, and it is not known which numbers were read
+            self._warn_of_others(loop)
+
+        return setup_data
+
+    def _number_new(self, original: Any, loop: Any) -> Any:
+        """Where no rank can be lost, only samplers that were not told which part is theirs."""
+
+        def setup_data() -> None:
+            with yet_to_be_numbered():
+                original()
+            if self._is_new(loop):
+                loop._combined_loader = None
+                original()
+
+        return setup_data
+
+    def _load(self, original: Any, loop: Any) -> None:
+        """More ranks may have fewer batches each than an epoch's validation by numbers of batches asks for."""
+        try:
+            with yet_to_be_numbered():
+                original()
+        except ValueError:
+            trainer, live_ranks = self._trainer, self._strategy.live_ranks
+            interval, batches = validation_interval(trainer), loop.max_batches
+            grown = live_ranks is not None and trainer.world_size > live_ranks.started
+            if loop is not trainer.fit_loop or not grown or not isinstance(interval, int) or interval <= batches:
+                raise
+            log.warning(
+                "With %d ranks an epoch has %d batches for each: `val_check_interval=%d` is %d from here on.",
+                trainer.world_size, batches, interval, batches,
+            )  # fmt: skip
+            self._undo.append(set_for_now(trainer, "val_check_interval", batches))
+            loop._combined_loader = None
+            original()
+
+    def _division(self, before: tuple[str, int]) -> tuple[str, int]:
+        """Differs where other ranks are there than ``before``. One that has just come deals with all, next time."""
+        world = self._strategy.world
+        if world is None or world.asynchronous:
+            return before
+        generation, live_ranks = world.generation(), self._strategy.live_ranks
+        return "" if live_ranks is None else live_ranks.room, generation
+
+    def _number_left_over(self, loop: Any) -> bool:
+        """Samplers for all the ranks that this job began with, of whom some were lost in an earlier run."""
+        strategy = self._trainer.strategy
+        live_ranks = strategy.live_ranks
+        began = 0 if live_ranks is None or not live_ranks.lost else live_ranks.started
+        found = [each for each in _distributed_samplers(loop) if each.num_replicas == began]
+        for sampler in found:
+            _number(sampler, **strategy.distributed_sampler_kwargs)
+        return len(found) > 0
+
+    def _is_new(self, loop: Any) -> bool:
+        """Whether there are partitions that did not know yet which part is this rank's; they do now."""
+        found = any(not each.is_numbered for _, each in _partitions(loop))
+        if found:
+            self._number_partitions(loop)
+        return found
+
+    def _number_partitions(self, loop: Any) -> None:
+        """By the numbers that ranks have for life, so that keys stay where they are."""
+        kwargs, live_ranks = self._trainer.strategy.distributed_sampler_kwargs, self._strategy.live_ranks
+        names = tuple(map(str, range(kwargs["num_replicas"]))) if live_ranks is None else live_ranks.names
+        for loader, each in _partitions(loop):
+            each.number(names, kwargs["rank"])
+            loader._iterator = None  # of workers that stay: they have a copy of a stream as it was
+
+    def _warn_of_others(self, loop: Any) -> None:
+        """A sampler that was made for other ranks than these has parts that nobody takes."""
+        world_size = self._trainer.strategy.world_size
+        for sampler in _distributed_samplers(loop):
+            if sampler.num_replicas > world_size:
+                log.warning(
+                    "A DistributedSampler is for %d replicas, and %d are left: nobody takes the other parts. Make it "
+                    "with `num_replicas=trainer.world_size, rank=trainer.global_rank`, or leave it to Lightning.",
+                    sampler.num_replicas, world_size,
+                )  # fmt: skip
+
+
+def _distributed_samplers(loop: Any) -> list[DistributedSampler[Any]]:
+    """The user's own, each once, of the loaders that a loop has: of samples, or within one of batches."""
+    loaders = () if loop._combined_loader is None else loop._combined_loader.flattened
+    of_loaders = [getattr(loader, name, None) for loader in loaders for name in ("sampler", "batch_sampler")]
+    found = {id(sampler): sampler for sampler in (getattr(each, "sampler", each) for each in of_loaders)}
+    return [sampler for sampler in found.values() if type(sampler) is DistributedSampler]
+
+
+def _partitions(loop: Any) -> list[tuple[Any, PartitionedSampler | PartitionedStream]]:
+    """Of the loaders that a loop has, each with its loader; one within a sampler of batches, or a dataset, too."""
+    loaders = () if loop._combined_loader is None else loop._combined_loader.flattened
+    names = ("sampler", "batch_sampler", "dataset")
+    of_loaders = [(loader, getattr(loader, name, None)) for loader in loaders for name in names]
+    inner = [(loader, each) for loader, owner in of_loaders for each in getattr(owner, "__dict__", {}).values()]
+    found = {id(each): (loader, each) for loader, each in (*of_loaders, *inner)}.values()
+    return [(loader, each) for loader, each in found if isinstance(each, PartitionedSampler | PartitionedStream)]
+
+
+def _number(sampler: DistributedSampler[Any], num_replicas: int, rank: int) -> None:
+    if sampler.num_replicas == num_replicas:
+        return
+    whole: Any = sampler.dataset
+    rest = len(whole) % num_replicas if sampler.drop_last else 0
+    sampler.num_replicas, sampler.rank = num_replicas, rank
+    sampler.num_samples = math.ceil((len(whole) - rest) / num_replicas)
+    sampler.total_size = sampler.num_samples * num_replicas
+
+
+# Ranks are lost while metrics are computed: each is one of the same ranks, not a sum of three and a count of
+# two.
+
+
+class ConsistentMetrics:
+    """What `self.log` and torchmetrics compute by several collectives is computed again where not all answer all.
+
+    Args:
+        strategy: where all ranks meet.
+        trainer: its loops' results are patched, and its module's metrics.
+    """
+
+    def __init__(self, strategy: AsyncStrategyView, trainer: Any) -> None:
+        self._strategy, self._trainer = strategy, trainer
+
+    def install(self) -> list[Undo]:
+        """Patch; returns what takes it back."""
+        if not self._strategy.shrinks:
+            return []
+        from torchmetrics import Metric
+
+        loop = self._trainer.fit_loop.epoch_loop
+        metrics = [child for child in self._trainer.lightning_module.modules() if isinstance(child, Metric)]
+        return [
+            *(replace(results, "_get_cache", self._cache) for results in (loop._results, loop.val_loop._results)),
+            *(replace(metric, "compute", lambda original, m=metric: self._compute(original, m)) for metric in metrics),
+        ]
+
+    def _cache(self, original: Any) -> Any:
+        return lambda logged, on_step: whole(self._strategy.world, lambda: original(logged, on_step), logged)
+
+    def _compute(self, original: Any, metric: Any) -> Any:
+        return lambda *args, **kwargs: whole(self._strategy.world, lambda: original(*args, **kwargs), metric)
+
+
+def whole(world: LightningCollectives | None, compute: Callable[[], Any], metric: Any) -> Any:
+    """What ``compute`` makes of a metric, by answers of the same ranks."""
+    if world is None or world.asynchronous:
+        return compute()
+    again = False
+
+    def operation() -> Any:
+        nonlocal again
+        if again:
+            metric._computed = None
+        again = True
+        return compute()
+
+    return world.in_one_generation(operation)
+
+
+# Going on with another number of ranks than saved: what is left of the epoch is divided anew.
+
+
+def resized(
+    states: Sequence[dict[str, Any]],
+    rank: int,
+    world_size: int,
+    own: dict[str, Any] | None = None,
+    division: Division = divide,
+) -> dict[str, Any]:
+    """The state from which ``rank`` of ``world_size`` goes on, made of those of all ranks at the save.
+
+    Each sample of the epoch is still seen once. Gradients in accumulation are left out, and so is the rest of an epoch
+    of which nobody knows what the ranks took: its data begins again, with a warning.
+
+    Args:
+        states: by the rank that they were captured on.
+        rank: among those that go on.
+        world_size: how many go on.
+        own: the state of this one at the save. Default: that of another rank, each of one as far as there are enough.
+        division: how what is left is divided. Default: evenly, with some samples once more.
+    """
+    base = own or states[rank % len(states)]
+    lost, left = _lost(base["unsaved"].get("left", []), len(states))
+    loaders = [[lost[place]] if place in lost else state["loaders"] for place, state in enumerate(states)]
+    positions = [
+        _divided(list(of_ranks), rank, world_size, len(base["loaders"]), division)
+        for of_ranks in zip(*loaders, strict=True)
+    ]
+    random = base["random"] if own or rank < len(states) else of_another(base["random"], rank)
+    unsaved = {**base["unsaved"], "gradients": {}, "left": left}
+    return {**base, "loaders": positions, "random": random, "unsaved": unsaved, "resized": True}
+
+
+def _lost(left: list[Any], ranks: int) -> tuple[dict[int, dict[str, Any]], list[Any]]:
+    """Where lost ranks stood with what all had committed, by their place among these; and of whom it is not known."""
+    known, others = {}, []
+    for entry in left:
+        share, begin = DataShard(*entry[1]), entry[2]
+        told = share.loaders[0][0] if share.is_known and len(share.loaders) == 1 else None
+        if told is None or told["kind"] != "distributed" or told["num_replicas"] != ranks:
+            others.append(entry)
+            continue
+        taken = share.skipped + max(begin, share.first) - share.first
+        known[told["rank"]] = {"taken": taken, "made": 0, "drawn": {}, "share": told}
+    return known, others
+
+
+def batches_left(state: dict[str, Any]) -> int | None:
+    """How many batches follow in the epoch, where its data was divided anew, or inherited from ranks that were lost."""
+    told = state["loaders"][0].get("share") if state["loaders"] else None
+    if not told or told["kind"] != "given":
+        return None
+    return -(-len(told["indices"]) // told["batch_size"]) - state["loaders"][0]["taken"]
+
+
+def weight_of_the_last(state: dict[str, Any], rank: int, world_size: int) -> float:
+    """What this rank's last batch counts among those of all, where `deal_steps` has divided what is left: by its share
+    of the samples in that step, so that the mean over ranks is that over samples."""
+    told = state["loaders"][0].get("share") if state["loaders"] else None
+    if not told or not told.get("left"):
+        return 1.0
+    counts = in_the_last_step(told["left"], world_size, told["batch_size"])
+    return counts[rank] * world_size / sum(counts)
+
+
+def _divided(
+    positions: list[dict[str, Any]], rank: int, world_size: int, loaders: int, division: Division
+) -> dict[str, Any]:
+    positions = [each for each in positions if "taken" in each] or positions[:1]
+    if "taken" not in positions[0]:  # the epoch's data is at its end, or not begun, on all
+        return positions[0]
+    kinds = {(position.get("share") or {}).get("kind") for position in positions}
+    if loaders > 1 or kinds & {None, "stream"}:
+        log.warning(
+            "The checkpoint is of %d ranks, and %d go on, but it cannot be told which samples of this epoch were seen: "
+            "its data begins again. One DataLoader of a map-style dataset with torch's samplers can go on.",
+            len(positions), world_size,
+        )  # fmt: skip
+        return {"ended": False, "dataset": None}
+    told, left = positions[0]["share"], rest(positions)
+    sizes = [position["share"]["batch_size"] for position in positions]  # unequal ones, by `BalancedBatchSizes`
+    size, full = -(-sum(sizes) // len(sizes)), told.get("full_batches", False)
+    if full:  # `DataLoader(drop_last=True)`
+        left = left[: len(left) - len(left) % (size * world_size)]
+    indices = torch.tensor(division(left, rank, world_size, size), dtype=torch.int64)
+    given = {
+        "kind": "given", "length": told["length"], "batch_size": size, "full_batches": full, "indices": indices,
+        "left": len(left),
+    }  # fmt: skip
+    sizes = {name: positions[0][name] for name in ("batch_size", "length") if name in positions[0]}
+    return {"taken": 0, "made": 0, "drawn": {}, "share": given, **sizes}
+
+
+# Ranks are lost within a validation: the others validate what was theirs, before anything is computed of it.
+
+
+class ValidationTakeover:
+    """Each sample of a validation is in its metrics once, whoever is lost before they are computed.
+
+    What a lost rank had seen is gone with it: all of its part is dealt out among those that are left. Not where a step
+    of the validation calls all ranks together, as these take unequal numbers of steps then.
+
+    Args:
+        strategy: where all ranks meet.
+        trainer: its validation's loop is patched.
+    """
+
+    def __init__(self, strategy: AsyncStrategyView, trainer: Any) -> None:
+        self._strategy, self._trainer = strategy, trainer
+        self._loop: Any = trainer.fit_loop.epoch_loop.val_loop
+        self._shares: dict[str, list[list[DataShard]]] = {}
+        """What each rank has of each loader: at the start, and of others."""
+        self._loader = 0
+        """The one under way."""
+
+    def install(self) -> list[Undo]:
+        """Patch; returns what takes it back."""
+        if not self._strategy.shrinks:
+            return []
+        return [
+            replace(self._loop, "on_run_start", self._begin),
+            replace(self._loop, "_store_dataloader_outputs", self._end_loader),
+        ]
+
+    def _begin(self, original: Any) -> Any:
+        def on_run_start() -> None:
+            self._shares, self._loader = {}, 0
+            world, sync_points = self._strategy.world, self._strategy.sync_points
+            if world is not None and sync_points is not None and not world.asynchronous and self._loop._is_sequential:
+                mine: list[Any] = [sync_points.name, [list(each) for each in self._mine()]]
+                told = world.gather_objects(mine)
+                self._shares = {name: [[DataShard(*each)] for each in shares] for name, shares in told}
+                columns = zip(*([one for (one,) in each] for each in self._shares.values()), strict=True)
+                for column in columns:
+                    for number, each in enumerate(unheard(column)):
+                        self._shares.setdefault(f"(unheard of, {number})", []).append([each])
+            original()
+
+        return on_run_start
+
+    def _mine(self) -> Iterator[DataShard]:
+        for loader, batches in zip(self._loop._combined_loader.flattened, self._loop.max_batches, strict=True):
+            told, count = told_of(loader)
+            known = count > 0 and batches != float("inf")
+            yield DataShard(0, int(batches) if known else 0, 0, False, [(told if known else None, count)])
+
+    def _end_loader(self, original: Any) -> Any:
+        def store_dataloader_outputs() -> None:
+            world, sync_points = self._strategy.world, self._strategy.sync_points
+            while (
+                self._shares
+                and world is not None
+                and sync_points is not None
+                and self._take_over(world, sync_points.name)
+            ):
+                pass
+            self._loader += 1
+            original()
+
+        return store_dataloader_outputs
+
+    def _take_over(self, world: LightningCollectives, name: str) -> bool:
+        """Validate what the lost had of the loaders so far; whether there was something."""
+        together = any(each.meta.on_step and each.meta.sync.should for each in self._loop._results.values())
+        mine: list[Any] = [name, together]
+        told = world.gather_objects(mine)
+        there = dict.fromkeys((each for each, _ in told), 0)
+        lost = [each for each in self._shares if each not in there]
+        found = False
+        for number in range(self._loader + 1):
+            left = [(share, 0) for each in lost for share in self._shares[each][number]]
+            for each in lost:
+                self._shares[each][number] = []
+            dealt = {} if any(alike for _, alike in told) else inherited(left, there)
+            if left and not dealt and any(share.end for share, _ in left):
+                self._tell(lost)
+            if name in dealt:
+                done = sum(int(share.end) - share.first for share in self._shares[name][number])
+                self._validate(dealt[name], number, done)
+            for each, share in dealt.items():
+                self._shares[each][number].append(share)
+            found |= bool(dealt)
+        return found
+
+    def _tell(self, lost: list[str]) -> None:
+        log.warning(
+            "What rank(s) %s had of a validation in epoch %d is missing in it: others can take it over where it is a "
+            "DataLoader's of a map-style dataset with a DistributedSampler, Lightning's or torch's, and where nothing "
+            "is logged with both `on_step=True` and `sync_dist=True`.", ", ".join(lost), self._trainer.current_epoch,
+        )  # fmt: skip
+
+    def _validate(self, share: DataShard, number: int, done: int) -> None:
+        loader = self._loop._combined_loader.flattened[number]
+        (source,) = sources_of([loader])
+        source.begin_at({"taken": 0, "made": 0, "drawn": {}, "share": share.loaders[0][0]})
+        try:
+            for batch_idx, batch in enumerate(loader, done):
+                self._loop._evaluation_step(batch, batch_idx, number, None)
+        finally:
+            source.detach()
+            loader._iterator = None

@@ -1,0 +1,372 @@
+"""Gradients accumulate in windows of any length, each weighted by samples.
+
+Lightning accumulates over multiples of a number of batches, counted from the start of an epoch: where that number
+changes in between, gradients are stepped with too late, or twice. And it divides the loss by it, in an epoch's last
+window, too, which may be shorter. Here a window begins when the last one has ended, and ends when it is full.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_async.trainer.namespace import Undo, replace, searches_lr, set_for_now
+
+log = logging.getLogger(__name__)
+
+
+# A batch for which there is not enough memory is trained on in pieces, as a part of the same window.
+
+
+class OomMicrobatches:
+    """Runs a batch, whole as long as there is memory for it; from the first time on that there is not, in pieces.
+
+    Args:
+        rank: for messages.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.most: int | None = None
+        """Rows in a piece; None: as many as there are."""
+
+    def run(
+        self,
+        batch: Any,
+        train: Callable[[Any], Any],
+        spoilt: Callable[[], bool],
+        begin_again: Callable[[], None],
+    ) -> list[tuple[int, Any]]:
+        """Of each piece, its rows and what ``train`` made of it.
+
+        Args:
+            batch: on its device.
+            train: forward and backward of a piece.
+            spoilt: whether a backward pass has begun in vain, which may have added a part of a gradient.
+            begin_again: gradients are made none; all pieces of the batch come again.
+
+        Raises:
+            torch.OutOfMemoryError: there is no memory for a single row, or the batch is of a kind that cannot be cut.
+        """
+        rows = rows_of(batch)
+        if rows is None:
+            return [(1, train(batch))]
+        ends, done = self._cuts(0, rows), []
+        while ends:
+            begin, end = ends[0]
+            result, error = self._try(batch if (begin, end) == (0, rows) else cut(batch, rows, begin, end), train)
+            if error is None:
+                done.append((end - begin, result))
+                ends = ends[1:]
+                continue
+            if end - begin == 1:
+                raise error
+            self.most = (end - begin + 1) // 2
+            log.warning(
+                "Rank %d: there was not enough memory for %d of the %d samples of a batch: it is trained on in pieces "
+                "of at most %d from here on.", self._rank, end - begin, rows, self.most,
+            )  # fmt: skip
+            if spoilt():
+                begin_again()
+                begin, done = 0, []
+            ends = self._cuts(begin, rows)
+        return done
+
+    def _cuts(self, begin: int, rows: int) -> list[tuple[int, int]]:
+        most = self.most or rows
+        return [(first, min(first + most, rows)) for first in range(begin, rows, most)]
+
+    def _try(self, batch: Any, train: Callable[[Any], Any]) -> tuple[Any, Exception | None]:
+        """The error without its places, which hold what the memory is full of."""
+        try:
+            return train(batch), None
+        except torch.OutOfMemoryError as error:
+            found = error.with_traceback(None)
+            found.__context__ = None
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return None, found
+
+
+def rows_of(batch: Any) -> int | None:
+    """The common length of all tensors of a batch along their first dimension; None where there is none.
+
+    >>> rows_of({"x": torch.zeros(3, 2), "y": [torch.zeros(3)], "name": "a"}), rows_of([torch.zeros(3), torch.zeros(2)])
+    (3, None)
+    """
+    lengths = {len(tensor) if tensor.ndim else 0 for tensor in _tensors(batch)}
+    return lengths.pop() if len(lengths) == 1 and 0 not in lengths else None
+
+
+def cut(batch: Any, rows: int, begin: int, end: int) -> Any:
+    """These rows of a batch; what is no tensor and no sequence of so many values stays whole.
+
+    >>> cut({"x": torch.arange(3), "names": ["a", "b", "c"], "mode": "train"}, 3, 1, 3)
+    {'x': tensor([1, 2]), 'names': ['b', 'c'], 'mode': 'train'}
+    """
+    if isinstance(batch, Tensor):
+        return batch[begin:end]
+    if isinstance(batch, Mapping):
+        return type(batch)({name: cut(value, rows, begin, end) for name, value in batch.items()})  # type: ignore[call-arg]
+    if isinstance(batch, list | tuple):
+        if len(batch) == rows and not any(True for _ in _tensors(batch)):
+            return batch[begin:end]
+        values = [cut(value, rows, begin, end) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)  # type: ignore[arg-type]
+    return batch
+
+
+def _tensors(batch: Any) -> Sequence[Tensor]:
+    if isinstance(batch, Tensor):
+        return [batch]
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    return [tensor for value in values for tensor in _tensors(value)]
+
+
+class WindowPlan(NamedTuple):
+    """A window as it is meant to be.
+
+    Args:
+        batches: how many there are.
+        samples: in all of them; the same on ranks that step together.
+        by_samples: it is full when it has so many, however many batches that takes.
+    """
+
+    batches: int
+    samples: float
+    by_samples: bool = False
+
+
+class AccumulationWindows:
+    r"""The windows of one fit, of automatic optimization.
+
+    .. math:: g = \frac{\sum_j n_j g_j}{\sum_j n_j}
+
+    :math:`g_j` is the gradient of a batch of :math:`n_j` samples. Where ranks step together, the sums are over those of
+    all. Bit-equal with Lightning's where all batches of a window are equal and the window is full.
+
+    Args:
+        trainer: its loops are patched.
+        plan: asked when a window begins, with the samples in its first batch.
+        mean: of a number, over the ranks that step together.
+        count: how many samples a batch has.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        plan: Callable[[float], WindowPlan],
+        mean: Callable[[float], float],
+        count: Callable[[Any], float],
+    ) -> None:
+        self._trainer, self._plan, self._mean, self._given = trainer, plan, mean, count
+        self.pieces: OomMicrobatches | None = None
+        """What trains on batches in pieces where there is not enough memory; None: they are whole."""
+        self.whole = True
+        """All batches of this window were."""
+        self.before_backward: Callable[[float], None] = lambda scale: None
+        """Called with what the gradient of this batch's mean loss is multiplied by."""
+        self.after_backward: Callable[[bool], None] = lambda ends: None
+        """Called when gradients are there, with whether they are stepped with now."""
+        self.planned = WindowPlan(1, 1.0)
+        self.is_open = False
+        """Gradients are in accumulation."""
+        self.batches = 0
+        """Of this window, with the one under way."""
+        self.samples = 0.0
+        """Behind the gradients of this window; of a full one the mean over the ranks that step together."""
+        self._seen = self._now = self._before = 0.0
+        self._spoilt = False
+        """A backward pass has begun, and has not come to its end."""
+        self._ends_at = -1
+        """The batch, by its number in training, that completes this window; -1 for a later one."""
+
+    def install(self) -> list[Undo]:
+        """Patch; returns what takes it back."""
+        epoch = self._trainer.fit_loop.epoch_loop
+        return [
+            set_for_now(self._trainer, "accumulate_grad_batches", self._trainer.accumulate_grad_batches),
+            replace(epoch, "_accumulated_batches_reached", self._reached),
+            replace(epoch.automatic_optimization, "_make_closure", self._make_closure),
+        ]
+
+    @property
+    def away(self) -> bool:
+        """What runs is no training of the user's: a search, or an epoch without steps for BatchNorm's statistics."""
+        trainer = self._trainer
+        sizes = not trainer.callbacks  # as a search for a batch size leaves it
+        return trainer.fit_loop._skip_backward or sizes or searches_lr(trainer)
+
+    @property
+    def ends(self) -> bool:
+        """The batch under way, or just done with, is the last one of a window."""
+        return not self._trainer.fit_loop._should_accumulate()
+
+    def _count(self, batch: Any) -> float:
+        """What a batch counts.
+
+        Raises:
+            ValueError: it is no number that samples could have.
+        """
+        counted = float(self._given(batch))
+        if not 0.0 <= counted < math.inf:
+            raise ValueError(
+                f"Rank {self._trainer.global_rank}: `count` said {counted!r} of a batch: it must be finite, and >= 0."
+            )
+        return counted
+
+    def show(self) -> None:
+        """Lightning divides losses by it, and others multiply them again."""
+        self._trainer.accumulate_grad_batches = self.planned.batches
+
+    def begin_batch(self, batch: Any) -> None:
+        """It is about to be trained on."""
+        if self.away:
+            return
+        samples = self._count(batch)
+        # Gradients may be lost on the way: to a checkpoint that does not hold them, or to a remedy that drops them.
+        if not self.is_open or next(gradients_of(self._trainer.optimizers), None) is None:
+            self.planned = self._plan(samples)
+            self.batches, self.samples, self._seen, self._before = 0, 0.0, 0.0, 0.0
+            self.is_open = self.whole = True
+        self.show()
+        self.batches += 1
+        self._seen, self._now, self._before = self._seen + samples, samples, self.samples
+        if self.planned.by_samples:
+            full = self._seen >= self.planned.samples
+        else:
+            full = self.batches >= self.planned.batches
+        self._ends_at = self._trainer.fit_loop.epoch_loop.batch_progress.total.ready if full else -1
+
+    def end_batch(self) -> bool:
+        """A batch is done with; whether a window has ended with it."""
+        if self.away or not self.is_open or not self.ends:
+            return False
+        self.is_open = False
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values: where the window under way stands."""
+        return {
+            "planned": list(self.planned), "is_open": self.is_open, "batches": self.batches, "samples": self.samples,
+            "seen": self._seen, "ends_at": self._ends_at, "whole": self.whole,
+            "most": None if self.pieces is None else self.pieces.most,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with it."""
+        self.planned, self.is_open, self.batches = WindowPlan(*state["planned"]), state["is_open"], state["batches"]
+        self.samples, self._seen, self._ends_at = state["samples"], state["seen"], state["ends_at"]
+        self.whole = state["whole"]
+        if self.pieces is not None:
+            self.pieces.most = state["most"]
+
+    def _reached(self, original: Any) -> Any:
+        def accumulated_batches_reached() -> bool:
+            if self.away:
+                return original()
+            return self._trainer.fit_loop.epoch_loop.batch_progress.total.ready == self._ends_at
+
+        return accumulated_batches_reached
+
+    def _make_closure(self, original: Any) -> Any:
+        automatic = self._trainer.fit_loop.epoch_loop.automatic_optimization
+
+        def make_closure(kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
+            closure = original(kwargs, optimizer, batch_idx)
+            if self.away:
+                return closure
+
+            def zero_grad() -> None:
+                automatic._on_before_zero_grad(optimizer)
+                automatic._optimizer_zero_grad(batch_idx, optimizer)
+
+            closure._zero_grad_fn = zero_grad if self.batches == 1 else None
+            closure._backward_fn = self._weighted(closure._backward_fn)
+            whole = closure.closure
+            if self.pieces is not None and "batch" in kwargs:
+                whole = self._in_pieces(closure, kwargs, self.pieces, zero_grad)
+            closure.closure = self._completed(whole)
+            return closure
+
+        return make_closure
+
+    def _weighted(self, backward: Any) -> Any:
+        def weighted(loss: Any) -> None:
+            strategy, given = self._trainer.strategy, getattr(self._trainer.strategy, "weight", 1.0)
+            if (
+                given != 1.0
+            ):  # by this rank's share of the step's samples, see `HorovodStrategy`: they count here anyway
+                self._now, strategy.weight = self._now if given else 0.0, 1.0
+            weight = self._now * self.planned.batches / self.planned.samples
+            self.before_backward(weight / self.planned.batches)
+            self._spoilt = True
+            backward(loss if weight == 1.0 else loss * weight)
+            self._spoilt = False
+            self.samples = self._before + self._now
+
+        return weighted
+
+    def _in_pieces(self, closure: Any, kwargs: Any, pieces: OomMicrobatches, zero_grad: Callable[[], None]) -> Any:
+        inner = closure.closure
+
+        def in_pieces(*args: Any, **options: Any) -> Any:
+            batch, samples, earlier, self._spoilt = kwargs["batch"], self._now, self._before, False
+
+            def train(piece: Any) -> Any:
+                self._now = samples if piece is batch else self._count(piece)
+                self.whole &= piece is batch
+                kwargs["batch"] = piece
+                result = inner(*args, **options)
+                self._before, closure._zero_grad_fn = self.samples, None
+                return result
+
+            def begin_again() -> None:
+                if earlier:
+                    log.warning(
+                        "Rank %d: the gradients of %g samples that came before in this window are lost with it.",
+                        self._trainer.global_rank, earlier,
+                    )  # fmt: skip
+                zero_grad()
+                self._before, self._spoilt, closure._zero_grad_fn = 0.0, False, None
+
+            try:
+                done = pieces.run(batch, train, lambda: self._spoilt, begin_again)
+            finally:
+                kwargs["batch"], self._now = batch, samples
+            result = done[-1][1]
+            if len(done) > 1 and all(each.loss is not None for _, each in done):
+                result.loss = sum(rows * each.loss for rows, each in done) / sum(rows for rows, _ in done)
+            return result
+
+        return in_pieces
+
+    def _completed(self, closure: Any) -> Any:
+        def completed(*args: Any, **kwargs: Any) -> Any:
+            result = closure(*args, **kwargs)
+            if self.ends:
+                self.samples = self._mean(self.samples)
+                factor = self.planned.samples / self.samples if self.samples else 1.0
+                if factor != 1.0 and math.isfinite(factor):
+                    _multiply_(gradients_of(self._trainer.optimizers), factor)
+            self.after_backward(self.ends)
+            return result
+
+        return completed
+
+
+def gradients_of(optimizers: Any) -> Iterator[torch.Tensor]:
+    """Those that there are."""
+    params = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    return (p.grad for p in params if p.grad is not None)
+
+
+@torch.no_grad()
+def _multiply_(gradients: Iterable[torch.Tensor], factor: float) -> None:
+    for gradient in gradients:
+        gradient.mul_(factor)

@@ -1,0 +1,146 @@
+r"""Lightning's callbacks that average the model over time: at every gate theirs becomes that of the agreed model.
+
+Each rank averages its own replica between gates. These averages are linear in the parameters, so the mean over ranks
+of the replicas' averages is the average of the replicas' mean:
+
+.. math:: \bar e = \sum_i w_i e_i, \qquad w_i \propto \text{updates of rank } i \text{ since the last gate}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_async.engine.collectives import LightningCollectives
+from lightning_async.trainer.namespace import callbacks_of, pytorch
+
+
+def averaged_models_of(trainer: Any) -> AveragedModels | None:
+    """Those of the training under way; None where replicas do not drift, whose averages are equal by themselves."""
+    return vars(trainer.strategy).get("averaged_models")
+
+
+def averages_of(trainer: Any) -> list[Any]:
+    """The averages that `WeightAveraging` keeps (EMA and others), there since Lightning 2.6."""
+    return [callback._average_model for callback in callbacks_of(trainer, "WeightAveraging")]
+
+
+def follow_step(trainer: Any) -> None:
+    """`WeightAveraging` looks for one step at the end of each batch: this is one that it would not see there."""
+    for callback in callbacks_of(trainer, "WeightAveraging"):
+        # Its own: what a class of the user's has made of it may want a batch
+        pytorch("callbacks").WeightAveraging.on_train_batch_end(
+            callback, trainer, trainer.lightning_module, None, None, -1
+        )
+
+
+class AveragedModels:
+    """The averages that `WeightAveraging` (EMA and others) and `StochasticWeightAveraging` keep.
+
+    Args:
+        trainer: its callbacks.
+        world: of all ranks, which do everything here together.
+    """
+
+    def __init__(self, trainer: Any, world: LightningCollectives) -> None:
+        self._trainer, self._world = trainer, world
+        self._averages = averages_of(trainer)
+        self._swa = callbacks_of(trainer, "StochasticWeightAveraging")
+        self._agreed = [int(average.n_averaged) for average in self._averages]
+
+    def make_equal(self, restored: bool) -> None:
+        """Begin all ranks' averages with rank 0's: the callbacks copied the model before the ranks compared theirs.
+
+        Ranks that go on from averages of their own keep them until the next gate.
+
+        Args:
+            restored: this rank has its own from a checkpoint. One that has not, beside others that have, has those of
+                another rank.
+        """
+        if not self._averages or any(self._world.gather_objects(restored)):
+            return
+        for average in self._averages:
+            self._world.make_equal_([*average.parameters(), *average.buffers()])
+
+    def updates(self) -> list[int]:
+        """How many updates of each average no gate has seen yet: what they weigh at the next one, for checkpoints."""
+        return [int(average.n_averaged) - agreed for average, agreed in zip(self._averages, self._agreed, strict=True)]
+
+    def go_on(self, updates: list[int]) -> None:
+        """Averages were restored that had so many updates since the last gate; none where others are kept now."""
+        known = updates if len(updates) == len(self._averages) else [0] * len(self._averages)
+        self._agreed = [int(average.n_averaged) - count for average, count in zip(self._averages, known, strict=True)]
+
+    def before_sync_point(self) -> Callable[[], None]:
+        """A rank comes to a gate. Returns what all do once it is open."""
+        own = [_batch_norms(callback) for callback in self._swa if self._updates_batch_norm(callback)]
+
+        def at_sync_point() -> None:
+            for layers in own:
+                self._share_statistics(layers)
+            for i, average in enumerate(self._averages):
+                self._share(i, average)
+
+        return at_sync_point
+
+    def _share(self, index: int, average: Any) -> None:
+        updates = float(average.n_averaged) - self._agreed[index]
+        tensors = [*average.module.parameters(), *(average.module.buffers() if average.use_buffers else ())]
+        if self._mean_(tensors, updates):
+            self._largest_([average.n_averaged, *tensors])
+        self._agreed[index] = int(average.n_averaged)
+
+    def _updates_batch_norm(self, callback: Any) -> bool:
+        """Whether this epoch is the one, after the last, that takes no steps and fills BatchNorm's statistics anew."""
+        return bool(callback.momenta) and self._trainer.current_epoch == callback.swa_end + 1
+
+    def _share_statistics(self, layers: list[tuple[Any, Tensor, Tensor, Tensor]]) -> None:
+        """Each replica has the mean over its own batches: take that over the batches of all."""
+        for layer, mean, var, batches in layers:
+            self._mean_([mean, var], float(batches))
+            self._largest_([batches])
+            layer.running_mean.copy_(mean)
+            layer.running_var.copy_(var)
+            layer.num_batches_tracked.copy_(batches)
+
+    @torch.no_grad()
+    def _mean_(self, tensors: list[Tensor], weight: float) -> bool:
+        """The weighted mean of the floating-point tensors over all ranks; False, and nothing done, without a weight."""
+        total = float(self._world.reduce(torch.tensor(weight, dtype=torch.float64), "sum"))
+        if total == 0.0:
+            return False
+        share = weight / total
+        for wide, group in _by_dtype([t for t in tensors if t.is_floating_point() or t.is_complex()]):
+            flat = torch.cat([t.detach().reshape(-1).to(wide) for t in group])
+            _scatter(self._world.reduce(flat * share if share else torch.zeros_like(flat), "sum"), group)
+        return True
+
+    @torch.no_grad()
+    def _largest_(self, tensors: list[Tensor]) -> None:
+        """The largest of the integers on any rank, each."""
+        group = [t for t in tensors if not (t.is_floating_point() or t.is_complex())]
+        if group:
+            flat = torch.cat([t.detach().reshape(-1).to(torch.int64) for t in group])
+            _scatter(self._world.reduce(flat, "max"), group)
+
+
+def _batch_norms(callback: Any) -> list[tuple[Any, Tensor, Tensor, Tensor]]:
+    """The layers whose statistics are filled anew, and copies of what this rank has filled in."""
+    statistics = ("running_mean", "running_var", "num_batches_tracked")
+    return [(layer, *(getattr(layer, name).clone() for name in statistics)) for layer in callback.momenta]
+
+
+def _by_dtype(tensors: list[Tensor]) -> Iterator[tuple[torch.dtype, list[Tensor]]]:
+    """Tensors that are summed in the same precision: at least fp32."""
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(torch.promote_types(tensor.dtype, torch.float32), []).append(tensor)
+    yield from groups.items()
+
+
+def _scatter(flat: Tensor, tensors: list[Tensor]) -> None:
+    for part, tensor in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True):
+        tensor.copy_(part.view_as(tensor))

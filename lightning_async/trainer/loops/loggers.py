@@ -1,0 +1,268 @@
+"""Rank 0 may be lost: the loggers of all ranks write where its do, and go on with what is there.
+
+Lightning's loggers do nothing on other ranks. Whoever becomes rank 0 opens them with the first row that it logs: a
+TensorBoardLogger begins another file of events beside the others; a CSVLogger would delete what it finds, and is given
+a writer that does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import logging
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from lightning_async.engine.collectives import LightningCollectives
+from lightning_async.trainer.namespace import Undo, pytorch, replace, replace_for_users, take_back
+
+log = logging.getLogger(__name__)
+
+
+_PLACE = ("_root_dir", "_save_dir", "_name", "_version", "_sub_dir")
+_loggers = pytorch("loggers")
+ExperimentWriter: Any = pytorch("loggers.csv_logs").ExperimentWriter
+
+
+class ContinuedLogger(ExperimentWriter):
+    """Appends to the files of a `CSVLogger`; opens them, and looks at what is there, when it is used at all.
+
+    Args:
+        log_dir: where they are.
+    """
+
+    def __init__(self, log_dir: str) -> None:
+        self._place, self.is_open = log_dir, False
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or self.__dict__.get("is_open", True):
+            raise AttributeError(name)
+        self.is_open = True
+        try:
+            super().__init__(log_dir=self._place)
+            self._go_on()
+        except BaseException:
+            self.is_open = False
+            raise
+        return getattr(self, name)
+
+    def _check_log_dir_exists(self) -> None:
+        """Nothing: what is there stays."""
+
+    def save(self) -> None:
+        _save(self, super().save)
+
+    def _rewrite_with_new_header(self, fieldnames: list[str]) -> None:
+        _rewrite(self)
+
+    def _go_on(self) -> None:
+        hparams = os.path.join(self.log_dir, self.NAME_HPARAMS_FILE)
+        if self._fs.isfile(hparams):
+            with contextlib.suppress(Exception):  # not whole, or of the user's classes: what comes next takes its place
+                self.hparams.update(pytorch("core.saving").load_hparams_from_yaml(hparams, use_omegaconf=False))
+        if not self._fs.isfile(self.metrics_file_path):
+            return
+        with self._fs.open(self.metrics_file_path, "r", newline="") as file:
+            text = file.read()
+        whole, end, torn = text.rpartition("\n")
+        if not whole:
+            self._fs.rm_file(self.metrics_file_path)
+        elif torn:  # who wrote it was killed in the midst of a row
+            _write(self, whole + end)
+
+
+def _save(writer: Any, save: Callable[[], None]) -> None:
+    """In the columns that are there: others than this writer's, where others have gone on without this process, as it
+    was stopped."""
+    if not writer.metrics:
+        return
+    files, path = writer._fs, writer.metrics_file_path
+    if files.isfile(path) and files.size(path) != vars(writer).get("_left_size"):
+        with files.open(path, "r", newline="") as file:
+            writer.metrics_keys = next(csv.reader(file), [])
+        if writer.metrics_keys != sorted(writer.metrics_keys):  # as they are to be
+            _rewrite(writer)
+    save()
+    writer._left_size = files.size(path)
+
+
+def _rewrite(writer: Any) -> None:
+    """More columns have come: the file is the old one or the new one, whenever this process is killed."""
+    with writer._fs.open(writer.metrics_file_path, "r", newline="") as file:
+        _write(writer, file.read())
+
+
+def _write(writer: Any, text: str) -> None:
+    """These rows, in columns that are theirs or the writer's."""
+    rows, beside = csv.DictReader(io.StringIO(text, newline="")), f"{writer.metrics_file_path}.new"
+    writer.metrics_keys = sorted({*writer.metrics_keys, *(rows.fieldnames or ())})
+    with writer._fs.open(beside, "w", newline="") as file:
+        into = csv.DictWriter(file, writer.metrics_keys, extrasaction="ignore")
+        into.writeheader()
+        into.writerows(rows)
+    writer._fs.mv(beside, writer.metrics_file_path)
+
+
+def _is_known(logger: Any) -> bool:
+    return isinstance(logger, _loggers.CSVLogger | _loggers.TensorBoardLogger)
+
+
+def unknown(trainer: Any) -> list[str]:
+    """The classes of the loggers of which it is not known how a second process goes on with them."""
+    dummy = pytorch("loggers.logger").DummyLogger
+    return [type(each).__name__ for each in trainer.loggers if not _is_known(each) and not isinstance(each, dummy)]
+
+
+def kinds(trainer: Any) -> list[str]:
+    """The classes of all of them."""
+    return [type(each).__name__ for each in trainer.loggers]
+
+
+def places(trainer: Any) -> list[dict[str, Any]]:
+    """Where those of this rank write, for `take_places`: plain values, none of a logger of which that is not known."""
+    return [_place(each) if _is_known(each) else {} for each in trainer.loggers]
+
+
+def _place(logger: Any) -> dict[str, Any]:
+    _ = logger.log_dir  # a version is chosen as it is asked for
+    found = {name: getattr(logger, name) for name in _PLACE if hasattr(logger, name)}
+    return {name: value for name, value in found.items() if isinstance(value, str | int | None)}
+
+
+def take_places(trainer: Any, told: list[dict[str, Any]]) -> None:
+    """Be ready to write there, should this rank become rank 0."""
+    for logger, place in zip(trainer.loggers, told, strict=False):
+        if not place or not _is_known(logger):
+            continue
+        for name, value in place.items():
+            if hasattr(logger, name):
+                setattr(logger, name, value)
+        if isinstance(logger, _loggers.CSVLogger):
+            there = logger._experiment
+            if there is None or (isinstance(there, ContinuedLogger) and not there.is_open):
+                logger._experiment = ContinuedLogger(logger.log_dir)
+        else:  # tensorboardX names files by the second
+            logger._kwargs.setdefault("filename_suffix", f".{os.getpid()}")
+
+
+def keep_whole(trainer: Any) -> list[Undo]:
+    """On rank 0: whenever it is killed, or stopped and gone on without, all that was written stays, in its columns.
+    Returns what takes it back."""
+    writers = [each._experiment for each in trainer.loggers if isinstance(each, _loggers.CSVLogger)]
+    undo: list[Undo] = []
+    for writer in writers:
+        if isinstance(writer, ExperimentWriter) and not isinstance(writer, ContinuedLogger):
+            undo.append(
+                replace_for_users(writer, "save", lambda original, writer=writer: partial(_save, writer, original))
+            )
+            rewrite = partial(_rewrite, writer)
+            undo.append(
+                replace_for_users(writer, "_rewrite_with_new_header", lambda _, now=rewrite: lambda fieldnames: now())
+            )
+    return undo
+
+
+# Rank 0 is lost: the next one logs where it did, and shows the progress bar.
+
+
+class LoggingFailover:
+    """Whether this rank is rank 0, from batch to batch of one fit.
+
+    Loggers know where to write before that: from the moment in which its number is another one the training thread may
+    log. All else waits for the next batch.
+
+    Args:
+        trainer: its loggers, its progress bar, and its strategy, which is patched.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer, self._leads = trainer, trainer.is_global_zero
+        self._told: dict[str, Any] = {"loggers": [], "kinds": [], "bar": False}
+        self._undo: list[Undo] = []
+
+    def install(self) -> list[Undo]:
+        """Patch; returns what takes it back."""
+        return [
+            replace(self._trainer.strategy, "on_train_batch_start", self._begin_batch),
+            partial(take_back, self._undo),
+        ]
+
+    def begin(self, world: LightningCollectives) -> None:
+        """Training begins, or begins anew; all ranks call this together."""
+        told = world.broadcast(self.told())
+        if not self._leads:
+            self.take(told)
+        elif not self._undo:
+            self._undo += keep_whole(self._trainer)
+
+    def told(self) -> dict[str, Any]:
+        """On rank 0, what the others must know: plain values."""
+        bar = self._trainer.progress_bar_callback
+        return {
+            "loggers": places(self._trainer),
+            "kinds": kinds(self._trainer),
+            "bar": bar is not None and (self._told["bar"] or bool(getattr(bar, "is_enabled", True))),
+        }
+
+    def take(self, told: dict[str, Any]) -> None:
+        """On another rank: be ready to be rank 0."""
+        self._told = told
+        take_places(self._trainer, told["loggers"])
+
+    def _begin_batch(self, original: Any) -> Any:
+        def on_train_batch_start(batch: Any, batch_idx: int) -> None:
+            if not self._leads and self._trainer.is_global_zero:
+                self._leads = True
+                self._tell_of_loggers()
+                if self._told["bar"]:
+                    self._show_bar(batch_idx)
+            original(batch, batch_idx)
+
+        return on_train_batch_start
+
+    def _tell_of_loggers(self) -> None:
+        """Of those that may do something else than the user expects."""
+        if names := unknown(self._trainer):
+            log.warning(
+                "This rank is rank 0 from here, and logs with %s. How that goes on with what the lost one logged is "
+                "not known: it may begin a run of its own. Where it can go on with one, give it that one's id or name, "
+                "on every rank.", " and ".join(names),
+            )  # fmt: skip
+        if self._told["kinds"] != (own := kinds(self._trainer)):
+            log.warning(
+                "This rank is rank 0 from here. The lost one had the loggers %s, and this one has %s: give every rank "
+                "the same, they write on rank 0 only.", self._told["kinds"], own,
+            )  # fmt: skip
+
+    def _show_bar(self, batches: int) -> None:
+        """As it were, had it been there from the beginning; so many batches of the epoch are done."""
+        trainer, bar = self._trainer, self._trainer.progress_bar_callback
+        if bar is None:
+            return
+        try:
+            if callable(bar.enable):
+                bar.enable()
+            else:  # as in the example of Lightning's own documentation
+                bar.enable = True
+            bar.on_train_start(trainer, trainer.lightning_module)
+            bar.on_train_epoch_start(trainer, trainer.lightning_module)
+            _advance(bar, batches)
+        except Exception as error:  # the user's class, perhaps: that is no reason to end training
+            log.warning("Rank 0 goes on without its progress bar: %s: %s", type(error).__name__, error)
+            with contextlib.suppress(Exception):
+                bar.disable()
+
+
+def _advance(bar: Any, batches: int) -> None:
+    """Of Lightning's bars, and what inherits from them; others hear of it at the end of the batch."""
+    callbacks = pytorch("callbacks")
+    if isinstance(bar, callbacks.TQDMProgressBar):
+        shown = bar.train_progress_bar
+        shown.n = shown.initial = batches  # its rate is that of what follows
+        if not shown.disable:
+            shown.refresh()
+    elif isinstance(bar, callbacks.RichProgressBar):
+        bar._update(bar.train_progress_bar_id, batches)

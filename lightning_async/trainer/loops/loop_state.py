@@ -1,0 +1,339 @@
+"""What was logged in the epoch under way, and torchmetrics' counts: monitors and schedulers ask for them."""
+
+from __future__ import annotations
+
+import builtins
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_async.data.random_states import of_another
+from lightning_async.trainer.namespace import callbacks_of, pytorch
+
+log = logging.getLogger(__name__)
+
+
+# Ranks of which a checkpoint holds no state of their own: they go on beside one of which it does.
+
+
+def beside(states: Mapping[int, dict[str, Any]], rank: int, path: str) -> dict[str, Any] | None:
+    """The state from which ``rank`` goes on; None where no rank has one, and the data begins again.
+
+    It takes as many batches of its own data for read as the first rank that was there had. Where its sampler draws an
+    order by chance, that order is another one now.
+
+    Args:
+        states: what `Resume` has of each rank that was there, by its name.
+        rank: that was not.
+        path: of the checkpoint, for the warning.
+    """
+    if not states:
+        log.warning("Rank %d: %s does not hold where any rank stood in its data: the epoch's begins again.", rank, path)
+        return None
+    there = min(states)
+    log.warning(
+        "Rank %d has no state of its own in %s: it goes on from the model that all agreed on, at the place of rank %d "
+        "in its data, with other random numbers.", rank, path, there,
+    )  # fmt: skip
+    return _moved(states[there], rank, _free(states, rank))
+
+
+def _free(states: Mapping[int, dict[str, Any]], rank: int) -> int:
+    """The part of the epoch that nobody who was there has: one for each that was not, in order."""
+    parts = range(among(states[min(states)], 0))
+    free = sorted({*parts}.difference(state.get("dealt", (name,))[0] for name, state in states.items()))
+    absent = [name for name in parts if name not in states]
+    return free[absent.index(rank)] if rank in absent and len(free) == len(absent) else rank
+
+
+def without_own(clocks: Mapping[str, Any]) -> dict[str, Any]:
+    """Of another rank's clocks what one that comes in its place, or beside it, goes on from."""
+    return {**clocks, "rule_state": {}, "gathered": None}
+
+
+def has_none(state: Mapping[str, Any] | None) -> bool:
+    """Whether a rank had come within the epoch, and had no part of it: what it has is nowhere in the epoch."""
+    return state is not None and not state.get("dealt", (0, 1))
+
+
+def among(state: dict[str, Any], world_size: int) -> int:
+    """How many ranks the data of the epoch under way was dealt out to; ``world_size`` where the state is too old."""
+    return state.get("dealt", (0, world_size))[1]
+
+
+def completed(states: Mapping[int, dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
+    """The states of all ranks that the epoch's data was dealt out to, those included that have none.
+
+    Args:
+        states: what `Resume` has of each rank that was there, by its name.
+        world_size: of the training.
+    """
+    first = states[min(states)]
+    places = {state.get("dealt", (name,))[0]: state for name, state in sorted(states.items())}
+    return [places.get(place) or _moved(first, place, place) for place in range(among(first, world_size))]
+
+
+def _moved(state: dict[str, Any], rank: int, part: int) -> dict[str, Any]:
+    random = of_another(state["random"], rank)
+    return {**state, "random": random, "loaders": [_place(position, part) for position in state["loaders"]]}
+
+
+def _place(position: dict[str, Any], part: int) -> dict[str, Any]:
+    """As many batches further on. What a dataset, a loader or a worker says of itself is of the other rank's data."""
+    if "taken" not in position:
+        return {**position, "dataset": None, "state": None}
+    told = position.get("share")
+    if told is not None:
+        told = {"distributed": {**told, "rank": part}, "sequential": told}.get(told["kind"])
+    of_the_rank = {"drawn": {}, "random": None, "seed": None, "workers": {}, "first": {}}
+    return {**position, **of_the_rank, "share": told, "dataset": None, "state": None}
+
+
+# What was done at the start of the epoch under way and is in no state: within it, its hooks are not called
+# again.
+
+
+class Modes:
+    """Which parameters are trained, and the mode of each submodule: what training has changed of that since it began.
+
+    What it has not changed is as the program says, which may be another one when it is started again.
+
+    Args:
+        trainer: in a fit.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._first: dict[str, bool] = {}
+        self._changed: set[str] = set()
+
+    def begin(self) -> None:
+        """Training begins: from here on changes count."""
+        self._first = _modes(self._trainer.lightning_module)
+
+    def take(self) -> dict[str, bool]:
+        """What has changed, as it is now."""
+        now = _modes(self._trainer.lightning_module)
+        return {name: on for name, on in now.items() if name in self._changed or on is not self._first.get(name, on)}
+
+    def put_trained(self, state: dict[str, bool]) -> None:
+        """Which parameters are trained, ahead of the rest: a strategy looks at that before training begins."""
+        self.put({name: on for name, on in state.items() if name.endswith(".requires_grad")})
+
+    def put(self, state: dict[str, bool]) -> None:
+        """As it was when ``state`` was taken."""
+        self._changed = set(state)
+        module = self._trainer.lightning_module
+        owners: dict[str, Any] = {**dict(module.named_modules()), **dict(module.named_parameters())}
+        for name, on in state.items():
+            path, _, mode = name.rpartition(".")
+            if path in owners:
+                setattr(owners[path], mode, on)
+
+
+def start_again(trainer: Any) -> None:
+    """Have Lightning's callbacks repeat, in the middle of an epoch, what they did at its start, where that can be."""
+    for kind in ("GradientAccumulationScheduler", "TQDMProgressBar"):
+        for callback in callbacks_of(trainer, kind):
+            callback.on_train_epoch_start(trainer, trainer.lightning_module)
+    go_on_averaging(trainer, in_epoch=True)
+
+
+def go_on_averaging(trainer: Any, in_epoch: bool = False) -> None:
+    """`StochasticWeightAveraging` makes its scheduler where an epoch starts, which sets learning rates, and takes what
+    the last epoch needs from there: make it now, and let the learning rates and BatchNorm's statistics be."""
+    module, epoch = trainer.lightning_module, trainer.current_epoch
+    for callback in callbacks_of(trainer, "StochasticWeightAveraging"):
+        averages = callback._scheduler_state is not None and callback.swa_start <= epoch <= callback.swa_end
+        if not averages and not (in_epoch and epoch == callback.swa_end + 1):
+            continue
+        rates = [(group, group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        callback.on_train_epoch_start(trainer, module)
+        for group, rate in rates:
+            group["lr"] = rate
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                buffer.copy_(buffers[name])
+
+
+def _modes(module: nn.Module) -> dict[str, bool]:
+    modes = {f"{name}.requires_grad": parameter.requires_grad for name, parameter in module.named_parameters()}
+    for name, child in module.named_modules():
+        modes[f"{name}.training"] = child.training
+        if isinstance(child, nn.modules.batchnorm._NormBase):
+            modes[f"{name}.track_running_stats"] = child.track_running_stats
+    return modes
+
+
+_FIELDS = (
+    "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "dataloader_idx",
+    "metric_attribute",
+)  # fmt: skip
+_STATE = ("value", "cumulated_batch_size", "_forward_cache", "_update_count")
+
+
+class Known:
+    """What was taken before.
+
+    Args:
+        trainer: in a fit; its metrics are looked for now.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.metrics = _metrics(trainer)
+        self.copies: dict[str, tuple[list[Any], dict[str, Any]]] = {}
+        """Of each metric: its state, by reference, and a copy."""
+
+
+def take_logged(trainer: Any, known: Known | None = None) -> dict[str, Any]:
+    """Values of this epoch so far, and the last of each; copies.
+
+    Args:
+        trainer: in a fit.
+        known: filled here: metrics that were not updated since the last call with it are not copied again. Default:
+            nothing is.
+    """
+    connector, known = trainer._logger_connector, known or Known(trainer)
+    modules = known.metrics
+    names = {id(metric): name for name, metric in modules.items()}
+    results = trainer.fit_loop.epoch_loop._results
+    return {
+        "callback": dict(connector._callback_metrics),
+        "logged": dict(connector._logged_metrics),
+        "progress_bar": dict(connector._progress_bar_metrics),
+        "first": connector._first_loop_iter,
+        "fx": connector._current_fx,
+        "results": {key: _take_result(result, names) for key, result in results.items() if not result.has_reset},
+        "metrics": {name: _take_metric(name, metric, known) for name, metric in modules.items()},
+    }
+
+
+def show(trainer: Any, metrics: Mapping[str, float]) -> None:
+    """Put values into the progress bar and the callbacks' metrics, where they stay until others take their places.
+
+    `LightningModule.log` does so, too, and computes them again at every step until the end of the epoch.
+    """
+    connector = trainer._logger_connector
+    connector._progress_bar_metrics.update(metrics)
+    connector._callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
+
+
+def put_logged(trainer: Any, state: dict[str, Any]) -> None:
+    """As it was when ``state`` was taken."""
+    connector, modules = trainer._logger_connector, _metrics(trainer)
+    device = trainer.strategy.root_device
+    connector._callback_metrics = _on(device, state["callback"])
+    connector._logged_metrics = _on(device, state["logged"])
+    connector._progress_bar_metrics = dict(state["progress_bar"])
+    connector._first_loop_iter, connector._current_fx = state["first"], state["fx"]
+    for name, saved in state["metrics"].items():
+        if name in modules:
+            vars(modules[name]).update(_on(device, saved), _computed=None)
+    results = trainer.fit_loop.epoch_loop._results
+    for key, saved in state["results"].items():
+        result = _make_result(trainer, saved, modules)
+        if result is not None:
+            results[key] = result.to(device)
+
+
+def put_blank(trainer: Any, state: dict[str, Any]) -> None:
+    """As if this rank had logged the same in the epoch under way, of no samples: ends of epochs are collectives."""
+    put_logged(trainer, state)
+    for key in state["results"]:
+        result = trainer.fit_loop.epoch_loop._results.get(key)
+        if result is not None:
+            _blank(result)
+
+
+def put_missing(trainer: Any, state: dict[str, Any]) -> None:
+    """As if this rank had logged, of no samples, what another one has in the epoch under way, and in the same order."""
+    results, modules = trainer.fit_loop.epoch_loop._results, _metrics(trainer)
+    own = dict(results)
+    results.clear()
+    for key, saved in state["results"].items():
+        result = own.pop(key, None)
+        if result is None and (result := _make_result(trainer, saved, modules)) is not None:
+            result = _blank(result.to(trainer.strategy.root_device))
+        if result is not None:
+            results[key] = result
+    results.update(own)
+
+
+def _blank(result: Any) -> Any:
+    result.reset()
+    result.has_reset = False
+    result._update_count = 1
+    return result
+
+
+def _metrics(trainer: Any) -> dict[str, Any]:
+    from torchmetrics import Metric
+
+    return {name: child for name, child in trainer.lightning_module.named_modules() if isinstance(child, Metric)}
+
+
+def _take_metric(name: str, metric: Any, known: Known) -> dict[str, Any]:
+    states = {state: getattr(metric, state) for state in [*metric._defaults, "_update_count", "_forward_cache"]}
+    marks = [_mark(value) for value in states.values()]
+    before, copies = known.copies.get(name, ([], {}))
+    if copies.keys() != states.keys() or any(old is not new for old, new in zip(before, marks, strict=True)):
+        copies = {state: _copy(value) for state, value in states.items()}
+        known.copies[name] = marks, copies
+    return copies
+
+
+def _mark(state: Any) -> Any:
+    """Another object after each update: of a list, which only grows or begins anew, its last entry.
+
+    What is updated in place, the count of updates tells.
+    """
+    return (state[-1] if state else None) if isinstance(state, list) else state
+
+
+def _take_result(result: Any, names: dict[int, str]) -> dict[str, Any]:
+    meta, sync = result.meta, result.meta.sync
+    saved: dict[str, Any] = {"meta": {field: getattr(meta, field) for field in _FIELDS}}
+    saved["reduce"] = (meta.reduce_fx.__name__, meta.reduce_fx is getattr(builtins, meta.reduce_fx.__name__, None))
+    saved["sync"] = (sync.should, sync.rank_zero_only, sync.group is None)
+    saved["state"] = {name: _copy(getattr(result, name)) for name in _STATE if hasattr(result, name)}
+    if not result.is_tensor:
+        saved["state"].pop("value")
+        saved["metric"] = names.get(id(result.value))
+    return saved
+
+
+def _make_result(trainer: Any, saved: dict[str, Any], modules: dict[str, Any]) -> Any:
+    """None where it cannot be made anew: a group of the user's own, or a metric that is no part of the module."""
+    made = pytorch("trainer.connectors.logger_connector.result")
+    name, builtin = saved["reduce"]
+    should, rank_zero_only, whole_world = saved["sync"]
+    is_tensor = "metric" not in saved
+    if not whole_world or (not is_tensor and saved["metric"] not in modules):
+        return None
+    meta = made._Metadata(**saved["meta"], reduce_fx=getattr(builtins if builtin else torch, name))
+    meta.sync = made._Sync(_should=should, fn=trainer.strategy.reduce, rank_zero_only=rank_zero_only)
+    result = made._ResultMetric(meta, is_tensor)
+    vars(result).update(saved["state"])
+    if not is_tensor:
+        result.value = modules[saved["metric"]]
+    return result
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, list | tuple):
+        return type(value)(_copy(entry) for entry in value)
+    return {name: _copy(entry) for name, entry in value.items()} if isinstance(value, dict) else value
+
+
+def _on(device: torch.device, values: Any) -> Any:
+    if isinstance(values, torch.Tensor):
+        return values.to(device)
+    if isinstance(values, list):
+        return [_on(device, entry) for entry in values]
+    return {name: _on(device, entry) for name, entry in values.items()} if isinstance(values, dict) else values

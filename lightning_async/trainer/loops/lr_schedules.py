@@ -1,0 +1,118 @@
+"""Steps on averaged gradients are the same on all replicas where what optimizers remember is, and learning rates are.
+
+A rank that is out of data takes no part in the others' steps, and one that comes from steps of its own has momentum of
+its own. At the next gate, or as training begins, it takes over what one of the others has.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from lightning_async.engine.collectives import LightningCollectives
+from lightning_async.engine.replica import digest, strided
+from lightning_async.trainer.namespace import Undo, replace
+from lightning_async.trainer.protocols import AsyncStrategyView
+
+# Learning rates that change per batch may follow the mean number of steps over all replicas.
+
+
+class LearningRates:
+    """Patches when the schedulers step.
+
+    Args:
+        strategy: has the clock.
+        trainer: its schedulers.
+    """
+
+    def __init__(self, strategy: AsyncStrategyView, trainer: Any) -> None:
+        self._strategy, self._trainer = strategy, trainer
+        self.stepped: dict[int, int] = {}
+        """Of each scheduler: the steps that it has taken."""
+
+    def install(self) -> list[Undo]:
+        """Patch; returns what takes it back."""
+        return [replace(self._trainer.fit_loop.epoch_loop, "_update_learning_rates", self._update)]
+
+    def start_over(self) -> None:
+        """Training begins anew within this fit."""
+        self.stepped.clear()
+
+    def _update(self, original: Any) -> Any:
+        def update(interval: str, update_plateau_schedulers: bool) -> None:
+            if self._strategy.shared_steps is None or interval != "step" or update_plateau_schedulers:
+                original(interval=interval, update_plateau_schedulers=update_plateau_schedulers)
+            else:
+                self.follow()
+
+        return update
+
+    def follow(self) -> None:
+        """Schedulers that step per batch take the steps that are due by now."""
+        steps = self._strategy.shared_steps
+        if steps is None:
+            return
+        first, now = steps
+        for i, config in enumerate(self._trainer.lr_scheduler_configs):
+            if config.interval != "step" or config.reduce_on_plateau:
+                continue
+            every = config.frequency or 1
+            taken, due = self.stepped.get(i, first // every), now // every
+            for _ in range(taken, due):
+                self._trainer.lightning_module.lr_scheduler_step(config.scheduler, None)
+            self.stepped[i] = max(taken, due)
+
+
+class StepState:
+    """What a step needs beside gradients: optimizers' state, and schedulers.
+
+    Args:
+        strategy: says how many of the others' steps this replica has missed.
+        trainer: has the optimizers and schedulers.
+        rates: what schedulers have taken.
+    """
+
+    def __init__(self, strategy: AsyncStrategyView, trainer: Any, rates: LearningRates) -> None:
+        self._strategy, self._trainer, self._rates = strategy, trainer, rates
+
+    def make_equal(self, world: LightningCollectives) -> None:
+        """Those that take synchronous steps have what the one of all ranks has that has missed the fewest. All ranks
+        call this together."""
+        missed = self._strategy.missed_steps
+        mine = 0 if missed is None else self._digest()
+        if (state := world.in_one_generation(lambda: self._others(world, missed, mine))) is not None:
+            self._put(state)
+        if missed is not None:
+            self._strategy.missed_steps = 0
+
+    def _others(self, world: LightningCollectives, missed: int | None, mine: int) -> dict[str, Any] | None:
+        """What that one has; None where this rank has it, too, or takes no synchronous steps."""
+        told = world.gather_objects([missed is not None, missed or 0, mine])
+        source = min(range(len(told)), key=lambda rank: (told[rank][1], not told[rank][0]))
+        held = told[source][2]
+        if not any(steps and others != held for steps, _, others in told):
+            return None
+        state = world.broadcast(self._take() if world.rank == source else None, source)
+        return None if missed is None or mine == held else state
+
+    def _digest(self) -> int:
+        leaves = tree_leaves(self._take())
+        plain = repr([leaf for leaf in leaves if not isinstance(leaf, Tensor)]).encode()
+        return digest([strided(leaf.detach()) for leaf in leaves if isinstance(leaf, Tensor)]) ^ zlib.crc32(plain)
+
+    def _take(self) -> dict[str, Any]:
+        return {
+            "optimizers": [optimizer.state_dict() for optimizer in self._trainer.optimizers],
+            "schedulers": [config.scheduler.state_dict() for config in self._trainer.lr_scheduler_configs],
+            "stepped": self._rates.stepped,
+        }
+
+    def _put(self, state: dict[str, Any]) -> None:
+        for optimizer, theirs in zip(self._trainer.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(theirs)
+        for config, theirs in zip(self._trainer.lr_scheduler_configs, state["schedulers"], strict=True):
+            config.scheduler.load_state_dict(theirs)
+        self._rates.stepped.update(state["stepped"])

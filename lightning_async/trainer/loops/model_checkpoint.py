@@ -1,0 +1,131 @@
+"""`ModelCheckpoint` takes equal steps and metrics for granted on all ranks; replicas that drift have their own.
+
+One that saves by steps or by time saves between two gates, where there is no model that all agree on: the replica that
+is ahead calls all together for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from lightning_async.engine.collectives import LightningCollectives
+from lightning_async.trainer.namespace import Undo, callbacks_of, replace_for_users
+from lightning_async.trainer.protocols import AsyncStrategyView
+
+
+class Saving:
+    """Patches every `ModelCheckpoint` of a Trainer; see `Convened`.
+
+    Args:
+        strategy: its collectives.
+        trainer: its callbacks.
+    """
+
+    def __init__(self, strategy: AsyncStrategyView, trainer: Any) -> None:
+        self._strategy, self._trainer = strategy, trainer
+        self.call_together: Callable[[], None] | None = None
+        self._saves: dict[int, int] = {}
+        """Of each callback: how many times n steps the replica that was ahead had taken at the last save."""
+
+    def install(self) -> list[Undo]:
+        """Patch; returns what takes it back."""
+        undo = []
+        for checkpoint in self._checkpoints():
+            undo.append(replace_for_users(checkpoint, "_monitor_candidates", self._from_rank_zero))
+            undo.append(replace_for_users(checkpoint, "on_train_batch_start", self._count_from(checkpoint)))
+            undo.append(replace_for_users(checkpoint, "on_train_batch_end", self._when_due(checkpoint)))
+        return undo
+
+    def _checkpoints(self) -> list[Any]:
+        return callbacks_of(self._trainer, "ModelCheckpoint")
+
+    def model_changed(self) -> None:
+        """No checkpoint holds the model, whatever this rank's step count says.
+
+        `ModelCheckpoint` skips a save at a step count that it has saved before. A rank that waits at a gate keeps its
+        count, others do not, and then some would save, with collectives, and some would not.
+        """
+        for callback in self._checkpoints():
+            callback._last_global_step_saved = -1
+
+    def _count_from(self, checkpoint: Any) -> Callable[[Any], Any]:
+        """Before the first batch: the steps that are there were another training's."""
+
+        def wrap(original: Any) -> Any:
+            def on_train_batch_start(*args: Any, **kwargs: Any) -> None:
+                self._saves.setdefault(id(checkpoint), self._turns(checkpoint))
+                original(*args, **kwargs)
+
+            return on_train_batch_start
+
+        return wrap
+
+    def _when_due(self, checkpoint: Any) -> Callable[[Any], Any]:
+        """After a batch: ask all others to come, instead of saving alone."""
+
+        def wrap(original: Any) -> Any:
+            def on_train_batch_end(*args: Any, **kwargs: Any) -> None:
+                if self._strategy.sync_points is None:
+                    original(*args, **kwargs)
+                    return
+                if self._is_due(checkpoint) and self.call_together is not None:
+                    self.call_together()
+
+            return on_train_batch_end
+
+        return wrap
+
+    def _turns(self, checkpoint: Any) -> int:
+        n = checkpoint._every_n_train_steps
+        return self._trainer.global_step // n if n > 0 else 0
+
+    def _is_due(self, checkpoint: Any) -> bool:
+        interval, before = checkpoint._train_time_interval, checkpoint._last_time_checked
+        by_time = interval is not None and before is not None and time.monotonic() - before >= interval.total_seconds()
+        turns = self._turns(checkpoint)
+        return by_time or turns > self._saves.get(id(checkpoint), turns)
+
+    def decide(self, world: LightningCollectives) -> bool:
+        """All ranks are here and hold one model: save what is due on any of them."""
+        timed = [each for each in self._checkpoints() if each._every_n_train_steps or each._train_time_interval]
+        if not timed:
+            return False
+        told = world.gather_objects([[self._is_due(checkpoint), self._turns(checkpoint)] for checkpoint in timed])
+        for checkpoint, said in zip(timed, zip(*told, strict=True), strict=True):
+            self._saves[id(checkpoint)] = max(turns for _, turns in said)
+            if any(due for due, _ in said):
+                self._save(checkpoint)
+        return False
+
+    def catch_up(self) -> None:
+        """All ranks have ended training: save what they would have met for at their next batch."""
+        world = self._strategy.world
+        if world is not None and self._strategy.sync_points is not None and not self._strategy.failed:
+            self.decide(world)
+
+    def _save(self, checkpoint: Any) -> None:
+        """Named by the step of rank 0, whose loops are in the file, although another replica may be ahead."""
+        trainer = self._trainer
+        checkpoint._last_time_checked, checkpoint._last_global_step_saved = time.monotonic(), -1
+        candidates = checkpoint._monitor_candidates(trainer)
+        if checkpoint.monitor is None and checkpoint.save_top_k == -1:
+            # Where rank 0 has finished its steps stay the same, and the model does not: Lightning would overwrite the
+            # last file that it knows of, and gives another one a version.
+            checkpoint.best_model_path = ""
+        if checkpoint.monitor is None or checkpoint.monitor in candidates:
+            checkpoint._save_topk_checkpoint(trainer, candidates)
+            checkpoint._save_last_checkpoint(trainer, candidates)
+
+    def _from_rank_zero(self, original: Any) -> Any:
+        """Files are named by the step and by metrics, and names are compared between collectives: they must be equal
+        on all ranks, and steps are not."""
+
+        def monitor_candidates(trainer: Any) -> dict[str, Any]:
+            candidates, world = original(trainer), self._strategy.world
+            if world is None or world.asynchronous:
+                return candidates
+            return world.broadcast({name: value.cpu() for name, value in candidates.items()})
+
+        return monitor_candidates

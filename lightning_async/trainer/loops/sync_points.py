@@ -1,0 +1,446 @@
+"""One rank is told to stop, or to end: all ranks do, from one model.
+
+Lightning 2.6 broadcasts a SIGTERM flag before every batch, which is a hidden lockstep. Here a signal, a time limit or a
+spike of the loss is a vote.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, Protocol, runtime_checkable
+
+from lightning_async.engine.collectives import LightningCollectives
+from lightning_async.engine.shared_state import Arrival, SyncPointKind, Vote
+from lightning_async.engine.sync_points import SyncPoints
+from lightning_async.errors import PeerLost
+from lightning_async.events import tell
+from lightning_async.trainer.loops.averaged_models import AveragedModels
+from lightning_async.trainer.loops.preemption import in_this_process
+from lightning_async.trainer.namespace import Undo, callbacks_of, pytorch, replace, replace_for_users, set_for_now
+from lightning_async.trainer.protocols import AsyncStrategyView
+
+# Lightning's `SpikeDetection` on replicas that drift: one rank sees a spike of its loss, all ranks raise.
+#
+# The callback asks all ranks after every batch, which would be a lockstep. Here each looks at its own loss; a
+# spike is a vote for stopping, and where all have stopped every rank raises what the callback raises.
+
+
+class Spikes:
+    """Patches every `SpikeDetection` of a Trainer.
+
+    Args:
+        trainer: its callbacks.
+        vote: asks all ranks to stop.
+    """
+
+    def __init__(self, trainer: Any, vote: Callable[[], None]) -> None:
+        self._trainer, self._vote = trainer, vote
+        self._callbacks = callbacks_of(trainer, "SpikeDetection")  # since Lightning 2.3
+        self._handlers = [callback._handle_spike for callback in self._callbacks]
+        self._seen = -1
+        """The first batch that this rank saw a spike in."""
+
+    def install(self) -> list[Callable[[], None]]:
+        """Patch; returns what takes it back."""
+        undo = []
+        for callback in self._callbacks:
+            undo.append(replace_for_users(callback, "_handle_spike", lambda original: self._note))
+            undo.append(replace_for_users(callback, "on_train_batch_end", self._alone))
+        return undo
+
+    def raise_agreed(self, world: LightningCollectives) -> None:
+        """All ranks have stopped: if one has seen a spike, write down its batch and raise, on every rank."""
+        if not self._callbacks:
+            return
+        seen = [batch for batch in world.gather_objects(self._seen) if batch >= 0]
+        if seen:
+            for handle in self._handlers:
+                handle(self._trainer, min(seen))
+
+    def _note(self, trainer: Any, batch_idx: int) -> None:
+        if self._seen < 0:
+            self._seen = batch_idx
+            self._vote()
+
+    def _alone(self, original: Callable[..., None]) -> Callable[..., None]:
+        """The hook, with a Trainer of one rank."""
+
+        def on_train_batch_end(trainer: Any, *args: Any, **kwargs: Any) -> None:
+            strategy = SimpleNamespace(
+                root_device=trainer.strategy.root_device,
+                barrier=lambda *_: None,
+                reduce_boolean_decision=lambda decision, all=True: decision,
+            )
+            original(SimpleNamespace(strategy=strategy, default_root_dir=trainer.default_root_dir), *args, **kwargs)
+
+        return on_train_batch_end
+
+
+class Stopping:
+    """Patches the signal handler, the end of each batch, and `Timer` and `SpikeDetection`.
+
+    Args:
+        strategy: hears the votes.
+        trainer: whose they are.
+    """
+
+    def __init__(self, strategy: AsyncStrategyView, trainer: Any) -> None:
+        self._strategy, self._trainer = strategy, trainer
+        self._spikes = Spikes(trainer, self._vote)
+        self._told = False
+        """This rank was told to stop where there was nobody to tell yet."""
+
+    def install(self) -> list[Undo]:
+        """Patch; returns what takes it back."""
+        epoch, signals = self._trainer.fit_loop.epoch_loop, self._trainer._signal_connector
+        before = signals._sigterm_notifier_fn
+        undo = [
+            replace(signals, "_sigterm_notifier_fn", lambda original: in_this_process(self._on_sigterm)),
+            replace(epoch, "on_advance_end", self._after_batch),
+            *self._spikes.install(),
+        ]
+        registered = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", [])
+        if before in registered:  # in a rank that comes to others, whose training has begun by then
+            registered[registered.index(before)] = signals._sigterm_notifier_fn
+        if hasattr(epoch, "_broadcast_sigterm_tensor"):
+            undo.append(replace(epoch, "_broadcast_sigterm_tensor", lambda original: lambda: None))
+        for timer in callbacks_of(self._trainer, "Timer"):
+            undo.append(replace_for_users(timer, "_check_time_remaining", self._time_remaining(timer)))
+        return undo
+
+    def pass_on(self, sync_points: SyncPoints) -> None:
+        """Vote, if this rank was told to stop where there was nobody to tell yet."""
+        if self._told:
+            self._told = False
+            sync_points.request_stop()
+
+    def leave(self, sync_points: SyncPoints) -> None:
+        """A rank was told to stop: all leave from here, with one model."""
+        sync_points.rendezvous(SyncPointKind.STOP)
+        if self._strategy.world is not None:
+            self._strategy.world.asynchronous = False
+            self._spikes.raise_agreed(self._strategy.world)
+        self._trainer._signal_connector.received_sigterm = True
+        raise pytorch("utilities.exceptions").SIGTERMException
+
+    def _vote(self) -> None:
+        if (sync_points := self._strategy.sync_points) is not None:
+            sync_points.vote(Vote.STOP)
+
+    def _on_sigterm(self, number: int, frame: Any) -> None:
+        sync_points = self._strategy.sync_points
+        if sync_points is None:  # before training: Lightning's own flag would end this rank alone
+            self._told = True
+        else:
+            sync_points.request_stop()
+
+    def _after_batch(self, original: Any) -> Any:
+        def on_advance_end(data_fetcher: Any) -> None:
+            original(data_fetcher)
+            sync_points = self._strategy.sync_points
+            if sync_points is None:
+                return
+            self.pass_on(sync_points)
+            sync_points.resume()
+            if Vote.STOP in sync_points.agreed:
+                self._strategy.finish_batch()
+                self.leave(sync_points)
+            if Vote.END in sync_points.agreed:
+                self._trainer.should_stop = True
+            elif self._trainer.should_stop:  # on this rank alone: it asks the others
+                sync_points.vote(Vote.END)
+
+        return on_advance_end
+
+    def _time_remaining(self, timer: Any) -> Callable[[Any], Any]:
+        """A time limit is checked on this rank's clock; when it is up, all ranks end."""
+
+        def wrap(original: Any) -> Any:
+            def check(trainer: Any) -> None:
+                sync_points = self._strategy.sync_points
+                if sync_points is None:
+                    original(trainer)
+                elif timer.time_elapsed() >= timer._duration:
+                    sync_points.vote(Vote.END)
+
+            return check
+
+        return wrap
+
+
+# What a gate is to Lightning: all ranks wait for one another, and everybody hears that the model has changed.
+
+
+class FitSyncPoints:
+    """The gates of one fit, which all open through here.
+
+    Args:
+        strategy: has the gates.
+        trainer: is told that training ends, and validates where another rank asks for it.
+        stopping: how all ranks leave early.
+    """
+
+    def __init__(self, strategy: AsyncStrategyView, trainer: Any, stopping: Stopping) -> None:
+        self._strategy, self._trainer, self._stopping = strategy, trainer, stopping
+        self._averaged_models: AveragedModels | None = None
+        self.on_model_changed: list[Callable[[], None]] = []
+        """Called, on all ranks together, when a gate has given all replicas another model."""
+        self.on_met: Callable[[LightningCollectives], None] = lambda world: None
+        """The same; not where a step needs a gate, at which those who need it are alone."""
+        self.on_called: Callable[[], None] = lambda: None
+        """Goes to `SyncPointKind.DECIDE`, because another rank has called all together."""
+
+    def begin(self, world: LightningCollectives) -> None:
+        """Training begins, or begins anew: the callbacks' averages over time are equal on all ranks."""
+        self._averaged_models = AveragedModels(self._trainer, world)
+        vars(self._trainer.strategy)["averaged_models"] = self._averaged_models  # for checkpoints
+
+    def rendezvous(self, sync_point: SyncPointKind, index: int = 0) -> None:
+        """Wait until every rank is at this gate with the same model; join what others ask for meanwhile."""
+        strategy = self._strategy
+        strategy.begin_again()
+        sync_points, world = strategy.sync_points, strategy.world
+        if sync_points is None or world is None or strategy.failed:
+            return
+        strategy.finish_batch()
+        self._stopping.pass_on(sync_points)  # one that comes within an epoch may stand here before its first batch
+        share_averages = self._before_sync_point()
+        while (arrival := sync_points.rendezvous(sync_point, index)) is not Arrival.OPEN:
+            if arrival is Arrival.STOP:
+                self._stopping.leave(sync_points)
+            if arrival is Arrival.DECIDE:
+                self.on_called()
+                self.rendezvous(sync_point, index)  # averaging may have begun anew
+                return
+            join_validation(self._trainer)
+            if strategy.sync_points is not sync_points:
+                self.rendezvous(sync_point, index)
+                return
+        self._opened(sync_points, world, share_averages)
+        if sync_points.moved_at_sync_point:
+            self.on_met(world)
+
+    def within_batch(self, sync_point: SyncPointKind) -> Arrival:
+        """Wait at a gate that a step needs. What others ask for instead has to wait for the end of the batch."""
+        sync_points, world = self._strategy.sync_points, self._strategy.world
+        assert sync_points is not None
+        assert world is not None
+        share_averages = self._before_sync_point()
+        arrival = sync_points.rendezvous(sync_point)
+        if arrival is Arrival.OPEN:
+            self._opened(sync_points, world, share_averages)
+            world.asynchronous = True  # the batch goes on
+        return arrival
+
+    def _before_sync_point(self) -> Callable[[], None]:
+        assert self._averaged_models is not None
+        return self._averaged_models.before_sync_point()
+
+    def _opened(self, sync_points: SyncPoints, world: LightningCollectives, share_averages: Callable[[], None]) -> None:
+        world.asynchronous = False
+        if Vote.END in sync_points.agreed:
+            self._trainer.should_stop = True
+        if sync_points.moved_at_sync_point:
+            for listener in self.on_model_changed:
+                listener()
+        share_averages()
+
+
+def join_validation(trainer: Any) -> None:
+    """Validate although this rank's own loops do not come to it now. As in `_TrainingEpochLoop.on_advance_end`."""
+    was_training = trainer.training
+    first_loop_iter = trainer._logger_connector._first_loop_iter
+    trainer.validating = True
+    trainer.fit_loop.epoch_loop.val_loop.run()
+    trainer.training = was_training
+    trainer._logger_connector._first_loop_iter = first_loop_iter
+
+
+# A callback calls all replicas together between two gates of theirs: they meet, hold one model, and decide.
+
+
+@runtime_checkable
+class CollectiveCallback(Protocol):
+    """A callback that decides with those of all other ranks, while replicas drift."""
+
+    call_together: Callable[[], None] | None
+    """Ask all ranks to come to `decide` at their next batch boundary; None while replicas do not drift."""
+
+    def decide(self, world: LightningCollectives) -> bool:
+        """All ranks are here and hold one model; whether this has put another one in its place, on all of them."""
+        ...
+
+
+@runtime_checkable
+class Saves(Protocol):
+    """A callback that saves where all ranks hold one model."""
+
+    call_together: Callable[[], None] | None
+    """See `CollectiveCallback`."""
+
+    def save_together(self, world: LightningCollectives) -> None:
+        """All ranks are here and hold one model, which stays as it is."""
+        ...
+
+
+class CollectiveActions:
+    """Introduces such callbacks to the gates of one fit.
+
+    Args:
+        strategy: whose gates these are.
+        trainer: its callbacks, and the end of each batch.
+        meeting: opens the gates.
+        saving: no callback itself, and decides as these do.
+        host: takes newcomers in, when all else is decided and there is no other model.
+    """
+
+    def __init__(
+        self,
+        strategy: AsyncStrategyView,
+        trainer: Any,
+        meeting: FitSyncPoints,
+        saving: CollectiveCallback,
+        host: CollectiveCallback | None,
+    ) -> None:
+        self._strategy, self._trainer, self._meeting = strategy, trainer, meeting
+        self._saving, self._host = saving, host
+        self._called = False
+        """By a callback of this rank."""
+
+    def install(self) -> list[Undo]:
+        """Patch; returns what takes it back."""
+        return [
+            *(set_for_now(each, "call_together", self._call) for each in self._callers()),
+            set_for_now(self._meeting, "on_called", self.hold),
+            replace(self._trainer.fit_loop.epoch_loop, "on_advance_end", self._after_batch),
+        ]
+
+    def _convened(self) -> list[CollectiveCallback]:
+        return [self._saving, *(each for each in self._trainer.callbacks if isinstance(each, CollectiveCallback))]
+
+    def _saves(self) -> list[Saves]:
+        return [each for each in self._trainer.callbacks if isinstance(each, Saves)]
+
+    def _callers(self) -> list[Any]:
+        return [*self._convened(), *self._saves(), *([self._host] if self._host else [])]
+
+    def _call(self) -> None:
+        if not self._strategy.call_with_step():
+            self._called = True
+
+    def _after_batch(self, original: Any) -> Any:
+        def on_advance_end(data_fetcher: Any) -> None:
+            original(data_fetcher)
+            sync_points = self._strategy.sync_points
+            if sync_points is not None and self.is_called(sync_points) and self._strategy.between_windows:
+                self.hold()
+
+        return on_advance_end
+
+    def is_called(self, sync_points: SyncPoints) -> bool:
+        """Whether somebody has called all ranks together."""
+        return self._called or self._strategy.called or Vote.DECIDE in sync_points.agreed
+
+    def hold(self) -> None:
+        """Meet, and decide; what is done to the model outside of averaging begins another training."""
+        self._called = False
+        self._meeting.rendezvous(SyncPointKind.DECIDE)
+        world, sync_points = self._strategy.world, self._strategy.sync_points
+        if world is None or sync_points is None:
+            return
+        replaced = [callback.decide(world) for callback in self._convened()]
+        if (
+            any(replaced) and self._strategy.sync_points is sync_points
+        ):  # else the checkpoint that was loaded has seen to it
+            module = self._trainer.lightning_module
+            world.make_equal_([*module.parameters(), *module.buffers()])  # each may have gone back to its own
+            self._strategy.start_over()
+        elif not any(replaced):
+            for callback in self._saves():
+                callback.save_together(world)
+            if self._host is not None:
+                self._host.decide(world)
+
+
+# Too few replicas are left: they stand at a batch boundary until others have come, or the time is up.
+
+
+class WaitForReplicas:
+    """Patches the end of each batch.
+
+    Args:
+        strategy: knows who is left.
+        trainer: its loop.
+        convening: by whose gates newcomers are taken in.
+        stopping: how all ranks leave early.
+    """
+
+    def __init__(
+        self, strategy: AsyncStrategyView, trainer: Any, collective_actions: CollectiveActions, stopping: Stopping
+    ) -> None:
+        self._strategy, self._trainer, self._collective_actions, self._stopping = (
+            strategy,
+            trainer,
+            collective_actions,
+            stopping,
+        )
+
+    def install(self) -> list[Undo]:
+        """Patch; returns what takes it back."""
+        return [replace(self._trainer.fit_loop.epoch_loop, "on_advance_end", self._after_batch)]
+
+    @property
+    def _is_short(self) -> bool:
+        live_ranks = self._strategy.live_ranks
+        return self._strategy.sync_points is not None and live_ranks is not None and live_ranks.are_short
+
+    def _after_batch(self, original: Any) -> Any:
+        def on_advance_end(data_fetcher: Any) -> None:
+            original(data_fetcher)
+            if self._is_short:
+                self._stand()
+
+        return on_advance_end
+
+    def _stand(self) -> None:
+        """Until there are enough.
+
+        Raises:
+            PeerLost: nobody has come in time.
+        """
+        patience, live_ranks, began = self._strategy.patience, self._strategy.live_ranks, time.monotonic()
+        until = began + patience.total_seconds()
+        rank, left = live_ranks.generation.rank, live_ranks.generation.world_size
+        words = (
+            f"Rank {rank}: {left} of at least {live_ranks.wanted} replicas are left, and wait {patience} for others."
+        )
+        tell("short", logging.WARNING, words, rank=rank, world_size=left)
+        while self._is_short:
+            sync_points = self._strategy.sync_points
+            assert sync_points is not None
+            sync_points.wait(lambda sync_points=sync_points: self._wakes(sync_points) or time.monotonic() > until)
+            if Vote.STOP in sync_points.agreed:
+                self._strategy.finish_batch()
+                self._stopping.leave(sync_points)
+            if self._collective_actions.is_called(sync_points):
+                self._collective_actions.hold()
+            elif self._is_short and time.monotonic() > until:
+                self._give_up(patience)
+        tell("enough", logging.WARNING, f"There are enough replicas again, after {time.monotonic() - began:.1f} s.")
+
+    def _wakes(self, sync_points: SyncPoints) -> bool:
+        return not self._is_short or self._collective_actions.is_called(sync_points) or Vote.STOP in sync_points.agreed
+
+    def _give_up(self, patience: timedelta) -> None:
+        live_ranks = self._strategy.live_ranks
+        raise PeerLost(
+            f"Rank {live_ranks.generation.rank}: {live_ranks.generation.world_size} of at least {live_ranks.wanted} "
+            f"replicas are left (`min_replicas`), and nobody has come within {patience} (`Timeouts(replicas=)`). "
+            "Training ends here; start the others again, and resume from the last checkpoint.",
+            (),
+        )

@@ -1,0 +1,136 @@
+"""Where a replica's time goes: it waits for its data, trains on it, communicates, or stands still for others.
+
+    next(loader)                    data
+    the rest of the batch           compute, but for
+      packing and merging             communication
+      standing still for others       nobody's: a fast replica waits, a slow one is waited for
+
+All ranks hear of all paces by their headers. On a GPU it is the host's time that is measured, which soon waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from lightning_async.algorithms.schedules import Pace, Reason, straggler
+from lightning_async.events import tell
+from lightning_async.trainer.namespace import Undo, replace, searches_lr
+from lightning_async.trainer.protocols import AsyncStrategyView
+
+_FIRST = 20
+"""So many batches are measured before a replica's pace is told: the first ones load, compile and allocate."""
+_WARM = 3
+"""Batches that are not measured at all."""
+_DECAY = 0.95
+_EVERY_S = 5.0
+_CAUSES: dict[Reason, str] = {
+    "data": "its data comes late: give its loader more workers, or look at its disk or network",
+    "compute": "it computes more slowly: look at its device, its clock rate, and what else runs there",
+    "communication": "it packs and merges more slowly: look at its memory and processors",
+}
+
+
+class Pacing:
+    """Measures this replica, and warns once of one that is slow.
+
+    Args:
+        strategy: has the gates.
+        trainer: its loop is patched.
+        communicated_s: how long this replica has packed and merged, so far.
+        now: a monotonic clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        strategy: AsyncStrategyView,
+        trainer: Any,
+        communicated_s: Callable[[], float],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._strategy, self._trainer, self._communicated_s, self.now = strategy, trainer, communicated_s, now
+        self._fetching = self._data_s = 0.0
+        self._batches, self._looked = 0, now()
+        self._warned = False
+        self.pace = Pace()
+        """Of late."""
+        self.mean = Pace()
+        """Of all batches that were measured."""
+        self.batches = 0
+        self.samples = 1.0
+        """Of the batch under way; whoever counts it says so."""
+
+    def install(self) -> list[Undo]:
+        """Patch; returns what takes it back."""
+        loop = self._trainer.fit_loop.epoch_loop
+        return [
+            replace(loop, "_on_before_fetch", self._before_fetch),
+            replace(loop, "_on_after_fetch", self._after_fetch),
+            replace(loop, "advance", self._advance),
+        ]
+
+    def _before_fetch(self, original: Any) -> Any:
+        def before_fetch() -> None:
+            original()
+            self._fetching = self.now()
+
+        return before_fetch
+
+    def _after_fetch(self, original: Any) -> Any:
+        def after_fetch() -> None:
+            self._data_s += self.now() - self._fetching
+            original()
+
+        return after_fetch
+
+    def _advance(self, original: Any) -> Any:
+        def advance(data_fetcher: Any) -> None:
+            started, self._data_s = self.now(), 0.0
+            waited_s, communicated_s = self._waited_s, self._communicated_s()
+            original(data_fetcher)
+            if searches_lr(self._trainer):
+                return
+            data_s, communicated_s = self._data_s, max(0.0, self._communicated_s() - communicated_s)
+            rest_s = self.now() - started - data_s - communicated_s - max(0.0, self._waited_s - waited_s)
+            self._add(Pace(data_s, max(0.0, rest_s), communicated_s, self.samples))
+
+        return advance
+
+    @property
+    def _waited_s(self) -> float:
+        sync_points = self._strategy.sync_points
+        return 0.0 if sync_points is None else sync_points.waited_s
+
+    def _add(self, batch: Pace) -> None:
+        self._batches += 1
+        if self._batches <= _WARM:
+            return
+        self.batches += 1
+        self.mean = _towards(self.mean, batch, 1.0 / self.batches)
+        self.pace = _towards(self.pace, batch, max(1.0 - _DECAY, 1.0 / self.batches))
+        if self.batches >= _FIRST and (sync_points := self._strategy.sync_points) is not None:
+            sync_points.tell_pace(self.pace)
+            if not self._warned and self.now() - self._looked >= _EVERY_S:
+                self._looked = self.now()
+                self._look({name: Pace(*pace) for name, pace in sync_points.paces.items()})
+
+    def _look(self, paces: dict[str, Pace]) -> None:
+        found = straggler(paces)
+        if found is None or self._trainer.global_rank:
+            return
+        self._warned = True
+        tell(
+            "straggler", logging.WARNING, f"{found}: {_CAUSES[found.reason]}.", rank=found.name,
+            slower=round(found.slower, 2), reason=found.reason,
+        )  # fmt: skip
+
+
+def _towards(mean: Pace, batch: Pace, weight: float) -> Pace:
+    return Pace(
+        mean.data_s + weight * (batch.data_s - mean.data_s),
+        mean.compute_s + weight * (batch.compute_s - mean.compute_s),
+        mean.communication_s + weight * (batch.communication_s - mean.communication_s),
+        mean.samples + weight * (batch.samples - mean.samples),
+    )

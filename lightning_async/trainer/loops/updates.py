@@ -1,0 +1,305 @@
+"""Steps of the optimizer that are taken when a gradient has arrived, not with the batch that Lightning has at hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_async.engine.collectives import LightningCollectives
+from lightning_async.trainer.loops.accumulation import AccumulationWindows
+from lightning_async.trainer.loops.averaged_models import follow_step
+from lightning_async.trainer.namespace import Undo, callbacks_of, replace, set_for_now
+
+# Replicas that take every step together have one learning rate: schedulers follow these steps, and epochs of
+# all.
+
+
+class SharedLearningRates:
+    """Patches when schedulers step.
+
+    Lightning steps those of epochs with the last batch of this rank, and others by the number of the batch that a step
+    is taken in. Here a step may be taken at a gate, with others' batches only, and ranks have unequal numbers of them.
+
+    Args:
+        trainer: its schedulers.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer, self._loop = trainer, trainer.fit_loop.epoch_loop
+        self._original: Callable[..., None] = self._loop._update_learning_rates
+        self.epochs_meet: Callable[[], bool] = lambda: False
+        """Whether all ranks meet at the end of the epoch under way."""
+        self.ends_epoch = False
+        """This rank has come to the end of its part of the epoch, and the gate there is yet to open."""
+        self._watched = False
+
+    def install(self) -> list[Undo]:
+        """Patch; returns what takes it back."""
+        return [replace(self._loop, "_update_learning_rates", self._update)]
+
+    def _update(self, original: Any) -> Any:
+        self._original = original
+
+        def update(interval: str, update_plateau_schedulers: bool) -> None:
+            if interval == "step":
+                self._step(update_plateau_schedulers)
+            elif update_plateau_schedulers:
+                self._watched = True
+                original(interval, True)
+            elif self.epochs_meet():
+                self.ends_epoch = True
+            else:
+                original(interval, False)
+
+        return update
+
+    def _step(self, watching: bool) -> None:
+        """Those whose turn it is after so many steps."""
+        strategy, step = self._trainer.strategy, self._loop.global_step
+        configs = strategy.lr_scheduler_configs
+        due = [each for each in configs if each.interval == "step" and step % each.frequency == 0]
+        strategy.lr_scheduler_configs = [dataclasses.replace(each, frequency=1) for each in due]
+        try:
+            self._original("step", watching)
+        finally:
+            strategy.lr_scheduler_configs = configs
+
+    def end_epoch(self, world: LightningCollectives) -> Callable[[], None]:
+        """All ranks have taken all steps of the epoch: schedulers step where one has come to its last batch.
+
+        What lost ranks had left of it lies behind, too: who came meanwhile calls this once, as all do.
+
+        Returns:
+            What is called behind the end of the epoch: those that watch a metric have stepped by then where there were
+            batches, and do so now where there were none.
+        """
+        mine, self.ends_epoch = self.ends_epoch, False
+        ended = float(world.reduce(torch.tensor(float(mine)), "max")) > 0.0
+        if ended:
+            self._original("epoch", False)
+        self._watched = self._trainer.fit_loop.restarting
+
+        def watch() -> None:
+            if ended and not self._watched:
+                self._original("epoch", True)
+
+        return watch
+
+
+# Windows of accumulation that a strategy gathers by itself, and a callback says the size of.
+
+
+class ExternalWindowSize(AccumulationWindows):
+    """Those of `AsyncGradientStrategy`, which weighs batches, averages, and steps with a window when it has arrived.
+
+    Args:
+        trainer, plan, mean, count: see `AccumulationWindows`; nothing is patched.
+    """
+
+    even = True
+    """All batches of this epoch were of equal size: ranks come to each step after as many of them."""
+
+    def install(self) -> list[Undo]:
+        trainer: Any = self._trainer
+        return [
+            set_for_now(trainer, "accumulate_grad_batches", trainer.accumulate_grad_batches),
+            set_for_now(trainer.strategy, "sizes", self),
+        ]
+
+    @property
+    def size(self) -> int:
+        """Batches in the window under way, or that comes, at the least."""
+        return 1 if self.planned.by_samples else self.planned.batches
+
+    @property
+    def least(self) -> float:
+        """Samples in it, at the least."""
+        return self.planned.samples if self.planned.by_samples else 0.0
+
+    @property
+    def ends(self) -> bool:
+        """The batch under way, or just done with, is the last one of a window."""
+        last = self._trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+        return last or (self.batches >= self.size and self.samples >= self.least)
+
+    def show(self) -> None:
+        self._trainer.accumulate_grad_batches = self.planned.batches
+
+    def begin_batch(self, batch: Any) -> None:
+        if self.away:
+            return
+        samples = self._count(batch)
+        if self._trainer.strategy.between_windows:
+            self.planned, self.batches, self.samples = self._plan(samples), 0, 0.0
+            self.is_open = True
+            self.show()
+        self.batches, self.samples = self.batches + 1, self.samples + samples
+        begins = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready == 1
+        self.even = (begins or self.even) and samples * self.planned.batches == self.planned.samples
+
+    def end_batch(self) -> bool:
+        if self.away or not self.is_open or not self._trainer.strategy.between_windows:
+            return False
+        self.is_open = False
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "even": self.even}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.even = state.get("even", True)
+
+
+def updates_of(trainer: Any) -> OptimizerUpdates | None:
+    """Those of the fit under way; None where a step belongs to the batch that Lightning has at hand."""
+    return getattr(trainer.strategy, "updates", None)
+
+
+class OptimizerUpdates:
+    """Lightning's loop gathers gradients with every batch, and steps where `take` says so: with all its hooks,
+    clipping, mixed precision and schedulers. ``global_step`` counts these steps.
+
+    Args:
+        trainer: whose loop it is.
+        after_backward: called once a batch's gradients are there; it may take steps.
+        batch: entered for a batch's forward and backward pass.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        after_backward: Callable[[], None],
+        batch: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._trainer, self._after_backward, self._batch = trainer, after_backward, batch
+        self._loop = trainer.fit_loop.epoch_loop
+        manual = self._loop.manual_optimization
+        self._begin_step, self._end_step = manual._on_before_step, manual._on_after_step
+        self._within_batch = False
+        self._started_at = -1
+        """What loggers call the step before which the last batch has started."""
+        self.rates = SharedLearningRates(trainer)
+        self.each = 1
+        """Steps that are taken at once, as each of several optimizers does."""
+        self.taken = False
+        """A step was taken in the batch under way, or in the last one, until its end."""
+        self.on_gathered: Callable[[], None] = lambda: None
+        """Called when the gradients of a batch are where they accumulate."""
+        self.on_step_between: Callable[[], None] = lambda: None
+        """Called when a step was taken outside of a batch."""
+
+    def install(self) -> list[Undo]:
+        """Patch; returns what takes it back."""
+        return [
+            replace(self._loop, "_should_accumulate", lambda original: lambda: not self.taken),
+            replace(self._loop.automatic_optimization, "run", self._run),
+            replace(self._loop.manual_optimization, "run", self._run),
+            replace(self._loop.manual_optimization, "_on_before_step", lambda original: lambda: None),
+            replace(self._loop.manual_optimization, "_on_after_step", lambda original: lambda: None),
+            replace(self._loop, "_save_loggers_on_train_batch_end", self._end_batch),
+            *self.rates.install(),
+        ]
+
+    @property
+    def left(self) -> float:
+        """Times that there are to step before ``max_steps``."""
+        limit = self._loop.max_steps
+        return float("inf") if limit == -1 else math.ceil((limit - self._loop.global_step) / self.each)
+
+    @property
+    def ends_epoch(self) -> bool:
+        """The batch under way is the last of its epoch."""
+        return self._loop._num_ready_batches_reached()
+
+    def _run(self, original: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.taken, self._started_at = False, self._loop._batches_that_stepped
+            with self._batch():
+                output = original(*args, **kwargs)
+            self._within_batch = True
+            try:
+                self._after_backward()
+            finally:
+                self._within_batch = False
+            return output
+
+        return run
+
+    def _end_batch(self, original: Any) -> Any:
+        def save_loggers() -> None:
+            self.taken = False
+            original()
+
+        return save_loggers
+
+    def take(self, put: Callable[[], None]) -> None:
+        """Step with the gradients that ``put`` gives the parameters.
+
+        Schedulers and the step that loggers show follow: within a batch the loop sees to it, but for a second step of
+        the same batch, and at gates.
+        """
+
+        def closure() -> Tensor:
+            put()
+            _begin_scaling(self._trainer)
+            return torch.zeros(())
+
+        self._take(lambda: self._loop.automatic_optimization._optimizer_step(max(self._loop.batch_idx, 0), closure))
+
+    def take_each(self, steps: Iterable[Callable[[], object]]) -> None:
+        """In manual optimization: step, with each of several optimizers that has gradients."""
+
+        def run() -> None:
+            _begin_scaling(self._trainer)
+            for step in steps:
+                self._begin_step()
+                step()
+                self._end_step()
+
+        self._take(run)
+
+    def _take(self, step: Callable[[], object]) -> None:
+        if self._within_batch and self.taken:
+            self._follow()
+        before, self.taken = self.taken, True
+        step()
+        if not self._within_batch:
+            self._follow()
+            self.taken = before
+            self.on_step_between()
+
+    def _follow(self) -> None:
+        """What the loop, and Lightning's averages over time, do with a step at the end of its batch."""
+        self._log()
+        follow_step(self._trainer)
+        self._loop.update_lr_schedulers("step", update_plateau_schedulers=False)
+        self._loop._batches_that_stepped += 1
+
+    def _log(self) -> None:
+        """Where loggers are due with this step: what the last batch has logged, as Lightning does at the end of a batch
+        that steps, and the rates, as at the start of one, if none has started since the step before."""
+        trainer, n = self._trainer, self._loop._batches_that_stepped
+        every = trainer.log_every_n_steps
+        if every == 0 or not ((n + 1) % every == 0 or trainer.should_stop):
+            return
+        trainer._logger_connector.log_metrics(self._loop._results.metrics(on_step=True)["log"])
+        if n == self._started_at:
+            return
+        for monitor in callbacks_of(trainer, "LearningRateMonitor"):
+            if monitor.logging_interval != "epoch":
+                rates = monitor._extract_stats(trainer, "step" if monitor.logging_interval is None else "any")
+                trainer._logger_connector.log_metrics(rates)
+
+
+def _begin_scaling(trainer: Any) -> None:
+    """A gradient scaler makes its scale with the first loss: on a rank without data there is none."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is not None and scaler.is_enabled():
+        scaler.scale(torch.zeros((), device=trainer.strategy.root_device))

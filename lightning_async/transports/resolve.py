@@ -1,0 +1,101 @@
+"""Which transport a strategy uses: the one that it was given, or the one that a short name stands for."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from datetime import timedelta
+from typing import Any, Literal, get_args
+
+import torch
+
+from lightning_async.trainer.environment.environments import started_by_horovodrun
+from lightning_async.trainer.namespace import refuse_elsewhere
+from lightning_async.transports.base import Transport
+from lightning_async.transports.torch import TorchTransport
+
+TransportName = Literal["auto", "torch", "horovod"]
+
+REGISTERED: dict[str, Transport | TransportName] = {
+    "": "auto",
+    "_spawn": TorchTransport(start="spawn"),
+    "_fork": TorchTransport(start="fork"),
+    "_notebook": TorchTransport(start="fork"),
+}
+"""What Lightning's registry holds, by the ending of the strategy's name there."""
+
+
+def register(strategy: Any, registry: Any) -> None:
+    """A class of strategies by its name in Lightning's registry, and with the ways to start ranks from a notebook."""
+    refuse_elsewhere(strategy, [strategy.strategy_name + suffix for suffix in REGISTERED])
+    for suffix, transport in REGISTERED.items():
+        description = f"{strategy.__name__}(transport={transport!r})"
+        name = strategy.strategy_name + suffix
+        registry.register(name, strategy, description=description, override=True, transport=transport)
+
+
+def choose_transport(owner: str, transport: Transport | TransportName, gloo_timeout: timedelta) -> Transport:
+    """The transport itself, or what its name stands for.
+
+    "auto" is Horovod where horovodrun has started this process (``HOROVOD_RANK`` and ``HOROVOD_SIZE`` are set), else
+    torch. Under mpirun alone Horovod must be asked for.
+
+    Args:
+        owner: the strategy's name, for messages.
+        transport: what the strategy was given.
+        gloo_timeout: of Horovod, where a name stands for it.
+
+    Raises:
+        TypeError: it is no transport.
+        ValueError: an unknown name, or ranks that two launchers would start.
+        ModuleNotFoundError: Horovod is called for, but not installed.
+        RuntimeError: both torchrun and horovodrun say who this process is.
+    """
+    if isinstance(transport, str):
+        chosen = _named(owner, transport, gloo_timeout)
+    elif isinstance(transport, type) or not isinstance(transport, Transport):
+        raise TypeError(
+            f"`{owner}(transport={transport!r})` must be a transport such as TorchTransport(), or one of "
+            f"{get_args(TransportName)}."
+        )
+    else:
+        chosen = transport
+    if _is_horovod(chosen) and "TORCHELASTIC_RUN_ID" in os.environ:
+        raise RuntimeError(
+            f"`{owner}(transport={transport!r})`: the environment holds torchrun's TORCHELASTIC_RUN_ID beside what "
+            "asks for Horovod, so there are two answers to who this process is. Launch by one of them, or pass "
+            "`transport='torch'`."
+        )
+    if isinstance(chosen, TorchTransport) and chosen.start != "popen" and started_by_horovodrun():
+        raise ValueError(
+            f"`{owner}(transport={transport!r})` has no effect under horovodrun, which has started the ranks: leave "
+            "`start` out."
+        )
+    return chosen
+
+
+def how_to_have_more(transport: Transport) -> str:
+    """What a user does who has one rank, and wants more, in words.
+
+    >>> how_to_have_more(TorchTransport())
+    'Pass `Trainer(devices=2)` or more'
+    """
+    if _is_horovod(transport):
+        return "Start more with `horovodrun -np 2 python SCRIPT`, or mpirun: the Trainer starts none"
+    return "Pass `Trainer(devices=2)` or more"
+
+
+def _is_horovod(transport: Transport) -> bool:
+    return transport.backend_on(torch.device("cpu")) == "horovod"
+
+
+def _named(owner: str, name: str, gloo_timeout: timedelta) -> Transport:
+    if name not in get_args(TransportName):
+        raise ValueError(
+            f"`{owner}(transport={name!r})` must be one of {get_args(TransportName)}, or a transport such as "
+            "TorchTransport(backend='gloo')."
+        )
+    if name == "torch" or (name == "auto" and not started_by_horovodrun()):
+        return TorchTransport()
+    horovod = importlib.import_module("lightning_async.horovod.transport")  # nothing else needs Horovod
+    return horovod.HorovodTransport(gloo_timeout=gloo_timeout)

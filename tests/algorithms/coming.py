@@ -1,0 +1,202 @@
+"""Rules that the package does not have yet, but that its interface must carry: the laws and the engine run them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_async.algorithms import AveragingRule, Round
+from lightning_async.algorithms.averaging import RuleBase, Topology, copy_saved_
+from lightning_async.flat import FlatLayout
+
+
+class CentreState(NamedTuple):
+    centre: Tensor
+
+
+@dataclass(frozen=True)
+class Elastic(RuleBase[CentreState]):
+    """Elastic averaging (EASGD): replicas and a centre pull at each other; https://arxiv.org/abs/1412.6651."""
+
+    alpha: float = 0.5
+    beta: float = 0.75
+
+    absent_follow = False
+    restores_local = True
+
+    def init(self, params: Tensor, layout: FlatLayout) -> CentreState:
+        return CentreState(params.detach().clone())
+
+    def message_(self, out: Tensor, state: CentreState) -> tuple[float, ...]:
+        return ()
+
+    def merge_(self, sent: Tensor | None, received: Tensor, state: CentreState, round: Round) -> CentreState:
+        centre = state.centre.lerp(received, self.beta)
+        if sent is not None:
+            torch.lerp(sent, state.centre, self.alpha, out=received)
+        state.centre.copy_(centre)
+        return state
+
+    def agree(self, mean: Tensor, state: CentreState) -> Tensor:
+        return state.centre
+
+
+class MomentumState(NamedTuple):
+    anchor: Tensor
+    momentum: Tensor
+
+
+@dataclass(frozen=True)
+class SlowMo(RuleBase[MomentumState]):
+    """Slow momentum over the inner learning rate that the replicas have in common; https://arxiv.org/abs/1910.00643."""
+
+    slow_lr: float = 1.0
+    slow_momentum: float = 0.5
+
+    def init(self, params: Tensor, layout: FlatLayout) -> MomentumState:
+        return MomentumState(params.detach().clone(), torch.zeros_like(params))
+
+    def message_(self, out: Tensor, state: MomentumState) -> tuple[float, ...]:
+        torch.sub(state.anchor, out, out=out)
+        return ()
+
+    def merge_(self, sent: Tensor | None, received: Tensor, state: MomentumState, round: Round) -> MomentumState:
+        if sent is not None:
+            torch.sub(state.anchor, sent, out=sent)
+        lr = sum(w * each for w, each in zip(round.work, round.lr, strict=True)) / sum(round.work)
+        state.momentum.mul_(self.slow_momentum).add_(received, alpha=1 / lr)
+        state.anchor.add_(state.momentum, alpha=-self.slow_lr * lr)
+        received.copy_(state.anchor)
+        return state
+
+
+class EagerState(NamedTuple):
+    anchor: Tensor
+    hidden: Tensor
+    """Progress that the parameters do not show: the next message reports it, as all of it was made."""
+
+
+@dataclass(frozen=True)
+class Eager(RuleBase[EagerState]):
+    """An outer step that takes the replica's own fresh progress at once, at the weight that it will have in the mean.
+
+    Eager updates, https://arxiv.org/abs/2502.12996, as displacement: of the progress since the snapshot, the
+    parameters keep what the next outer step will.
+    """
+
+    outer_lr: float = 0.5
+
+    sends_difference = True
+    per_replica = frozenset({"hidden"})
+    mixes = True
+
+    def init(self, params: Tensor, layout: FlatLayout) -> EagerState:
+        return EagerState(params.detach().clone(), torch.zeros_like(params))
+
+    def message_(self, out: Tensor, state: EagerState) -> tuple[float, ...]:
+        torch.sub(state.anchor, out, out=out).sub_(state.hidden)
+        return ()
+
+    def merge_(self, sent: Tensor | None, received: Tensor, state: EagerState, round: Round) -> EagerState:
+        if sent is not None:
+            torch.sub(state.anchor, sent, out=sent).sub_(state.hidden)
+            state.hidden.zero_()
+        state.anchor.sub_(received, alpha=self.outer_lr)
+        received.copy_(state.anchor)
+        return state
+
+    def mix_(self, live: Tensor, base: Tensor, target: Tensor, state: EagerState, round: Round) -> EagerState:
+        share = round.work[round.rank] / sum(round.work)
+        if not share:
+            return super().mix_(live, base, target, state, round)
+        fresh = live.sub_(base)
+        state.hidden.copy_(fresh).mul_(1 - self.outer_lr * share)
+        live.mul_(self.outer_lr * share).add_(target)
+        return state
+
+
+class CompressedState(NamedTuple):
+    inner: Any
+    carried_residual: Tensor
+    """What compression has taken away so far; each replica's own."""
+    taken: Tensor
+    """What it took away from the message under way, net."""
+
+
+@dataclass(frozen=True)
+class Compressed(RuleBase[CompressedState]):
+    """Another rule, its messages rounded to bfloat16 with error feedback; https://arxiv.org/abs/1901.09847."""
+
+    inner: AveragingRule[Any]
+
+    per_replica = frozenset({"owed", "taken"})
+
+    def init(self, params: Tensor, layout: FlatLayout) -> CompressedState:
+        zeros = torch.zeros_like(params)
+        return CompressedState(self.inner.init(params, layout), zeros, zeros.clone())
+
+    def message_(self, out: Tensor, state: CompressedState) -> tuple[float, ...]:
+        scalars = self.inner.message_(out, state.inner)
+        wire = (out + state.carried_residual).bfloat16().float()
+        torch.sub(out, wire, out=state.taken)
+        state.carried_residual.add_(state.taken)
+        out.copy_(wire)
+        return scalars
+
+    def merge_(self, sent: Tensor | None, received: Tensor, state: CompressedState, round: Round) -> CompressedState:
+        if sent is not None:
+            sent.add_(state.taken)
+        return state._replace(inner=self.inner.merge_(sent, received, state.inner, round))
+
+    def agree(self, mean: Tensor, state: CompressedState) -> Tensor:
+        return self.inner.agree(mean, state.inner)
+
+    def state_dict(self, state: CompressedState) -> dict[str, Any]:
+        return {"inner": self.inner.state_dict(state.inner), "owed": state.carried_residual, "taken": state.taken}
+
+    def load_state_dict(self, state: CompressedState, saved: dict[str, Any]) -> CompressedState:
+        own = {"owed": state.carried_residual, "taken": state.taken}
+        copy_saved_(self, own, {key: value for key, value in saved.items() if key != "inner"})
+        return state._replace(inner=self.inner.load_state_dict(state.inner, saved["inner"]))
+
+
+@dataclass(frozen=True)
+class DirectedRing(Topology):
+    """Every replica keeps half of its message and sends half to the next one."""
+
+    def row(self, round: Round) -> tuple[float, ...]:
+        """The weights in what ``round.rank`` receives."""
+        size = len(round.work)
+        return tuple(0.5 * (rank == round.rank) + 0.5 * ((rank + 1) % size == round.rank) for rank in range(size))
+
+
+class PushSumState(NamedTuple):
+    weight: Tensor
+
+
+@dataclass(frozen=True)
+class PushSum(RuleBase[PushSumState]):
+    """Stochastic gradient push: gossip over a directed graph; https://arxiv.org/abs/1811.10792."""
+
+    topology = DirectedRing()
+    num_scalars = 1
+    per_replica = frozenset({"weight"})
+    absent_follow = False
+
+    def init(self, params: Tensor, layout: FlatLayout) -> PushSumState:
+        return PushSumState(torch.ones(1))
+
+    def message_(self, out: Tensor, state: PushSumState) -> tuple[float, ...]:
+        out.mul_(state.weight)
+        return (state.weight.item(),)
+
+    def merge_(self, sent: Tensor | None, received: Tensor, state: PushSumState, round: Round) -> PushSumState:
+        weight = sum(w * s[0] for w, s in zip(DirectedRing().row(round), round.scalars, strict=True))
+        if sent is not None:
+            sent.div_(state.weight)
+        received.div_(weight)
+        state.weight.fill_(weight)
+        return state

@@ -1,0 +1,179 @@
+"""What servers hold goes to another number of servers as it is, by way of torch's own state of an optimizer."""
+
+from __future__ import annotations
+
+import io
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_async.comm.p2p import ShmDial
+from lightning_async.parameter_server.tables import fill_state, state_of
+from lightning_async.parameter_server.worker import Worker, plan_of
+from tests.parameter_server.running import Running, running
+from tests.parameter_server.test_server import on_threads
+
+SHAPES = {"large": (7, 11), "small": (3,), "none": (5, 2)}
+BOUND = 20  # elements, so that the first one is split
+
+
+def params() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator).requires_grad_() for name, shape in SHAPES.items()}
+
+
+def joined(servers: list[Running], named: dict[str, Tensor]) -> Worker:
+    plan = plan_of(named, len(servers), BOUND)
+    dials = [ShmDial(each.name, 4 * size, 4 * size) for each, size in zip(servers, plan.sizes, strict=True)]
+    return Worker("a", named, plan, dials)
+
+
+def push(worker: Worker, steps: range) -> None:
+    """Gradients that depend on the step alone."""
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for p in worker.params:
+            p.grad = torch.randn(p.shape, generator=generator)
+        worker.fill_gradients()
+        worker.push(lr=0.02)
+        worker.take_()
+
+
+def held(worker: Worker, optimizer: Optimizer) -> dict[str, Any]:
+    """The weights, and the state as a checkpoint has it."""
+    worker.pull()
+    worker.take_()
+    fill_state(optimizer, worker)
+    file = io.BytesIO()
+    torch.save({"weights": [p.detach() for p in worker.params], "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "fields"),
+    [
+        ("SGD", {"lr": 0.02, "momentum": 0.9}, {"momentum_buffer"}),
+        ("SGD", {"lr": 0.02, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, {"momentum_buffer"}),
+        ("Adam", {"lr": 0.02}, {"exp_avg", "exp_avg_sq", "step"}),
+        ("AdamW", {"lr": 0.02, "amsgrad": True}, {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"}),
+        ("RMSprop", {"lr": 0.02, "momentum": 0.9}, {"square_avg", "momentum_buffer", "step"}),
+        ("Adagrad", {"lr": 0.02}, {"sum", "step"}),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+@pytest.mark.parametrize("back", [False, True], ids=["two to three", "three to two"])
+def test_weights_and_state_are_equal_to_the_bit_and_go_on_so(
+    name: str, arguments: dict[str, Any], fields: set[str], back: bool
+):
+    kind: type[Optimizer] = getattr(torch.optim, name)
+    with ExitStack() as opened:
+        some, others = ([opened.enter_context(running()) for _ in range(n)] for n in ((3, 2) if back else (2, 3)))
+        first = joined(some, params())
+        first.start(name, arguments)
+        push(first, range(5))
+        saved = held(first, kind(first.params, **arguments))
+        state = saved["optimizer"]["state"]
+        assert set(state) == {0, 1, 2} and all(set(each) == fields for each in state.values())
+
+        named = params()
+        for p, weights in zip(named.values(), saved["weights"], strict=True):
+            p.detach().copy_(weights)
+        optimizer = kind(list(named.values()), **arguments)
+        optimizer.load_state_dict(saved["optimizer"])
+        second = joined(others, named)
+        second.start(name, arguments, state_of(optimizer, second.params))
+        assert same(held(second, optimizer), saved)
+
+        push(first, range(5, 9))
+        push(second, range(5, 9))
+        assert same(held(second, optimizer), held(first, kind(first.params, **arguments)))
+
+        alone = params()
+        torchs = kind(list(alone.values()), **arguments)
+        for step in range(9):
+            generator = torch.Generator().manual_seed(step)
+            for p in alone.values():
+                p.grad = torch.randn(p.shape, generator=generator)
+            torchs.step()
+        for p, q in zip(alone.values(), second.params, strict=True):
+            torch.testing.assert_close(q, p, rtol=0.0, atol=1e-6)
+        for worker in (first, second):
+            worker.close()
+
+
+@pytest.mark.parametrize("name", ["Adam", "Adagrad"])
+def test_state_of_complex_parameters_is_as_torch_has_it(name: str):
+    """And the steps that were taken: else no checkpoint of servers could be gone on with elsewhere, on a GPU."""
+    kind: Any = getattr(torch.optim, name)
+    start = torch.view_as_complex(torch.arange(8.0).view(2, 2, 2))
+    gradients = [
+        torch.view_as_complex(torch.randn(2, 2, 2, generator=torch.Generator().manual_seed(n))) for n in (0, 1)
+    ]
+    alone = start.clone().requires_grad_()
+    torchs = kind([alone], lr=0.02)
+    with running() as one, running() as other:
+        worker = joined([one, other], {"numbers": start.clone().requires_grad_()})
+        worker.start(name, {"lr": 0.02})
+        for gradient in gradients:
+            alone.grad = worker.params[0].grad = gradient
+            torchs.step()
+            worker.fill_gradients()
+            worker.push(lr=0.02)
+            worker.take_()
+        saved = held(worker, kind(worker.params, lr=0.02))
+        worker.close()
+    state, own = saved["optimizer"]["state"][0], torchs.state[alone]
+    assert state.keys() == own.keys()
+    for key, value in state.items():
+        assert (value.dtype, value.shape) == (own[key].dtype, own[key].shape)
+        torch.testing.assert_close(value, own[key])
+    torch.testing.assert_close(saved["weights"][0], alone.detach())
+
+
+def test_weights_may_begin_anew_on_servers_that_have_some():
+    """As where training goes back: nobody else is there, and the optimizer's state is what is brought."""
+    arguments = {"lr": 0.5, "momentum": 0.5}
+    with running() as server:
+        first = joined([server], params())
+        first.start("SGD", arguments)
+        push(first, range(3))
+        first.close()
+        named = {name: torch.ones_like(p).requires_grad_() for name, p in params().items()}
+        second = joined([server], named)
+        state = {"momentum_buffer": [torch.full_like(p, 2.0) for p in named.values()]}
+        second.start("SGD", arguments, (state, {}), anew=True)
+        assert second.versions == (0,)
+        assert all(p.eq(1.0).all() for p in second.params)
+        for p in second.params:
+            p.grad = torch.zeros_like(p)
+        second.fill_gradients()
+        second.push()
+        second.take_()
+        assert all(p.eq(1.0 - 0.5 * 0.5 * 2.0).all() for p in second.params)
+        server.begin()  # another process over the same memory
+        assert server.store.version == 1
+        second.close()
+
+
+def test_all_hear_of_a_call_behind_one_round():
+    with running(mode="sync", num_workers=2) as server:
+        a, b = server.started("a"), server.started("b")
+        for calls in ((False, False), (True, False), (False, False), (False, True)):
+            pushes = [partial(each.push, call=call) for each, call in zip((a, b), calls, strict=True)]
+            assert [answer.called for answer in on_threads(*pushes)] == [any(calls)] * 2

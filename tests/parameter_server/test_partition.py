@@ -1,0 +1,126 @@
+"""Each element is on one server, once; loads are balanced; what is dealt out anew is the same, to the bit."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_async.parameter_server.partition import ServerPartition, reshard
+
+SHAPES = st.lists(st.lists(st.integers(0, 6), max_size=3).map(tuple), max_size=8)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[ServerPartition, ServerPartition]:
+    shapes = tuple(draw(SHAPES))
+    names = tuple(f"key {i}" for i in range(len(shapes)))
+    one, other = (ServerPartition(names, shapes, draw(st.integers(1, 5)), draw(st.integers(1, 60))) for _ in range(2))
+    return one, other
+
+
+def keys_of(plan: ServerPartition) -> list[torch.Tensor]:
+    numbers = torch.arange(sum(math.prod(shape) for shape in plan.shapes), dtype=torch.float64)
+    parts = numbers.split([math.prod(shape) for shape in plan.shapes])
+    return [part.view(shape) for part, shape in zip(parts, plan.shapes, strict=True)]
+
+
+def shards_of(plan: ServerPartition) -> list[torch.Tensor]:
+    keys, shards = keys_of(plan), [torch.full((size,), -1.0, dtype=torch.float64) for size in plan.sizes]
+    for server, shard in enumerate(shards):
+        for mine, theirs in plan.places(server, keys, shard):
+            theirs.copy_(mine)
+    return shards
+
+
+@given(plans())
+def test_each_element_is_on_one_server_once(two: tuple[ServerPartition, ServerPartition]):
+    plan, _ = two
+    everything = torch.cat([*shards_of(plan), torch.empty(0, dtype=torch.float64)]).sort().values
+    total = sum(math.prod(shape) for shape in plan.shapes)
+    assert torch.equal(everything, torch.arange(total, dtype=torch.float64))
+    assert sum(plan.sizes) == total
+
+
+@given(plans())
+def test_loads_differ_by_no_more_than_the_largest_key_that_is_whole(two: tuple[ServerPartition, ServerPartition]):
+    plan, _ = two
+    whole = [size for shape in plan.shapes if (size := math.prod(shape)) < plan.bigarray_bound]
+    assert max(plan.sizes) - min(plan.sizes) <= max([1, *whole])
+
+
+@given(plans())
+def test_large_keys_are_split_evenly_and_others_not_at_all(two: tuple[ServerPartition, ServerPartition]):
+    plan, _ = two
+    for key, shape in enumerate(plan.shapes):
+        parts = [piece.stop - piece.start for pieces in plan.pieces for piece in pieces if piece.key == key]
+        if math.prod(shape) >= plan.bigarray_bound:
+            assert max(parts) - min(parts) <= 1 and len(parts) == min(plan.num_servers, math.prod(shape))
+        else:
+            assert len(parts) <= 1
+
+
+@given(plans())
+def test_dealt_out_anew_to_the_bit_and_back(two: tuple[ServerPartition, ServerPartition]):
+    one, other = two
+    there = reshard(one, shards_of(one), other)
+    for found, expected in zip(there, shards_of(other), strict=True):
+        assert torch.equal(found, expected)
+    for found, expected in zip(reshard(other, there, one), shards_of(one), strict=True):
+        assert torch.equal(found, expected)
+
+
+@given(plans())
+def test_a_plan_is_what_it_says_of_itself(two: tuple[ServerPartition, ServerPartition]):
+    plan, other = two
+    again = ServerPartition.from_plain(plan.plain())
+    assert again == plan and again.pieces == plan.pieces and again.fingerprint() == plan.fingerprint()
+    assert (plan.fingerprint() == other.fingerprint()) == (plan == other)
+
+
+def test_it_is_the_same_on_every_machine():
+    plan = ServerPartition.of(
+        {"embedding": torch.zeros(700, 2), "bias": torch.zeros(10), "norm": torch.zeros(4)}, 3, 1000
+    )
+    assert plan.fingerprint() == "8036c0ec2b246acc"
+    assert plan.sizes == (471, 467, 476)
+    assert "server 2: 0.0 MiB" in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ((("a",), ((1,),), 0), ValueError, "num_servers=0.*>= 1"),
+        ((("a",), ((1,),), 1.5), TypeError, "num_servers=1.5.*int"),
+        ((("a",), ((1,),), 1, 0), ValueError, "bigarray_bound=0"),
+        ((("a", "b"), ((1,),)), ValueError, "2 entries for 1"),
+        ((("a", "a"), ((1,), (1,))), ValueError, r"\['a'\] more than once"),
+    ],
+)
+def test_what_it_refuses(arguments: tuple, error: type[Exception], match: str):
+    with pytest.raises(error, match=match):
+        ServerPartition(*arguments)
+
+
+def test_other_keys_or_shards_cannot_be_dealt_out_anew():
+    plan = ServerPartition(("a",), ((3,),))
+    with pytest.raises(ValueError, match="same keys"):
+        reshard(plan, [torch.zeros(3)], ServerPartition(("b",), ((3,),)))
+    with pytest.raises(ValueError, match=r"\[2\] elements and must have \[3\]"):
+        reshard(plan, [torch.zeros(2)], plan)
+
+
+def test_what_is_printed_of_it_and_what_a_checkpoint_keeps():
+    plan = ServerPartition(("weight", "bias", "scale"), ((1024, 1025), (1024,), (3,)), 2, 1_000_000)
+    assert str(plan).splitlines() == [
+        "3 keys on 2 server(s)",
+        "server 0: 2.0 MiB, 2 keys, 1 of them in part",
+        "server 1: 2.0 MiB, 2 keys, 1 of them in part",
+    ]
+    assert (
+        plan == ServerPartition.from_plain(plan.plain())
+        and plan.pieces == ServerPartition.from_plain(plan.plain()).pieces
+    )
