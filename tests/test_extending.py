@@ -15,7 +15,7 @@ import pytest
 
 from tests.support import ROOT, shell_environment
 from tests.test_docs import fences
-from tests.test_layers import CHECKS, PACKAGE, place_of, room_of
+from tests.test_layers import CHECKS, PACKAGE, folder_of, place_of
 
 PAGE = ROOT / "docs" / "extending.md"
 
@@ -104,7 +104,7 @@ def test_it_keeps_the_law_of_imports_and_style(extended: Path) -> None:
         if path.startswith(f"{PACKAGE}/"):
             place = place_of(path.removeprefix(f"{PACKAGE}/"))
             tree = ast.parse((extended / path).read_text(encoding="utf-8"))
-            assert room_of(place)
+            assert folder_of(place)
             assert not [what for check in CHECKS for _, what in check(place, tree)], path
     run(extended, "ruff", "check", *touched)
     run(extended, "ruff", "format", "--check", *touched)

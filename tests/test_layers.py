@@ -7,6 +7,9 @@ breaks it, and each is shown to fail.
 from __future__ import annotations
 
 import ast
+import re
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -18,42 +21,69 @@ from tests.support import ROOT
 PACKAGE = "lightning_async"
 MAX_LINES = 800
 
-GROUND = {"errors", "flat", "arguments", "events", "bare"}
-HALL = {"engine", "comm", "ops", *GROUND}
+GROUND = {"errors", "events", "flat", "_checks", "_sockets", "_subprocess"}
+BYTES = {"membership", "comm", *GROUND}
+ENGINE = {"engine", "ops", *BYTES}
+TRAINER = {
+    "trainer", "trainer/checkpoint", "trainer/data", "trainer/environment", "trainer/loops",
+    "algorithms", "checkpoint", "data", *ENGINE,
+}  # fmt: skip
+TRANSPORTS = {"transports", *TRAINER}
+STRATEGIES = {
+    "strategies", "callbacks", "monitor", "engine/averaging", "engine/gradients", "parameter_server", *TRANSPORTS,
+}  # fmt: skip
 ALLOWED = {
     "errors": set(),
-    "flat": {"errors"},
-    "arguments": set(),
-    "bare": set(),
     "events": set(),
-    "ops": {"flat", "errors"},
-    "rules": {"ops", *GROUND},
-    "comm": {*GROUND},
-    "engine": {"comm", "ops", *GROUND},  # the hall: no rules, no wing
-    "engine/averaging": {*HALL, "rules"},
-    "engine/gradients": {*HALL, "rules"},
-    "engine/checkpoint": {*HALL, "rules"},
-    "engine/server": {*HALL, "rules"},
-    "monitor": {"engine", "comm"},
+    "flat": {"errors"},
+    "_checks": set(),
+    "_sockets": {"errors"},
+    "_subprocess": set(),
+    "ops": set(GROUND),
+    "algorithms": {"ops", *GROUND},
+    "membership": set(GROUND),
+    "comm": {"membership", *GROUND},
     "data": set(GROUND),
-    "trainer": {"data", "engine/checkpoint", "engine", "comm", "rules", *GROUND},
-    "transports": {"trainer", "engine", "comm", *GROUND},
-    "callbacks": {"trainer", "monitor", "engine/checkpoint", "rules", *HALL},
-    "strategies": {
-        "transports",
-        "trainer",
-        "callbacks",
-        "engine/averaging",
-        "engine/gradients",
-        "engine/server",
-        "rules",
-        *HALL,
-    },
-    "launch": {"comm", *GROUND},
-    "commands": {"trainer", "monitor", "engine/checkpoint", "engine/server", "launch", "rules", *HALL},
+    "engine": {"ops", *BYTES},
+    "engine/averaging": {"algorithms", *ENGINE},
+    "engine/gradients": {"algorithms", *ENGINE},
+    "checkpoint": {"algorithms", *ENGINE},
+    "parameter_server": {"algorithms", "checkpoint", *ENGINE},
+    "monitor": set(BYTES),
+    "launch": set(BYTES),
+    "trainer": TRAINER,
+    "trainer/environment": {"trainer", *ENGINE},
+    "trainer/loops": {"trainer", "trainer/environment", "algorithms", "data", *ENGINE},
+    "trainer/data": TRAINER - {"trainer/checkpoint"},
+    "trainer/checkpoint": TRAINER,
+    "transports": TRAINER,
+    "callbacks": {"monitor", *TRANSPORTS},
+    "strategies": STRATEGIES - {"monitor"},
+    "horovod": STRATEGIES,
+    "cli": {"launch", "monitor", "parameter_server", *TRAINER},
 }
-"""Which rooms a room may import from, besides itself. A wing, `engine/<wing>`, is a stranger to the other wings.
-`lightning_async/__init__.py` may import them all."""
+"""The folders that each one may import, besides itself. `engine/averaging` and `engine/gradients` are strangers.
+`trainer` names the modules in that folder itself, which may import its folders."""
+
+START_FAST = (
+    "checkpoint.writer_process",
+    "cli.first_process",
+    "cli.launch",
+    "cli.main",
+    "launch.store_main",
+    "launch.supervisor",
+    "membership.store_process",
+    "parameter_server.supervisor",
+)
+"""Modules of processes that start in a tenth of a second: they import neither torch nor the package's `__init__`."""
+
+NOT_IN_NAMES = {
+    "attend", "ballot", "becoming", "behind", "bury", "census", "convening", "courier", "course", "dealing", "drifting",
+    "foresee", "gathered", "guest", "hall", "heart", "host", "inheritance", "latecomer", "lateness", "mailbox",
+    "muster", "newcomer", "newcomers", "owe", "owed", "parcels", "reception", "roster", "standing", "succession",
+    "survivor", "survivors", "terms", "verdict", "whereabouts", "wing", "wings",
+}  # fmt: skip
+"""Words that no module and no class is called by: docs/architecture.md has the field's word for each."""
 
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
 COLLECTIVES = {
@@ -83,35 +113,35 @@ def imports(place: tuple[str, ...], tree: ast.Module) -> Iterator[tuple[int, str
                 yield node.lineno, f"{base}.{alias.name}", alias.asname or alias.name
 
 
-def room_of(place: tuple[str, ...]) -> str | None:
-    """The innermost room that a module is in."""
-    around = [room for room in ALLOWED if tuple(room.split("/")) == place[: room.count("/") + 1]]
+def folder_of(place: tuple[str, ...]) -> str | None:
+    """The innermost folder that a module is in."""
+    around = [folder for folder in ALLOWED if tuple(folder.split("/")) == place[: folder.count("/") + 1]]
     return max(around, key=len, default=None)
 
 
 def imports_go_down(place: tuple[str, ...], tree: ast.Module) -> Iterator[Breach]:
-    here = room_of(place)
+    here = folder_of(place)
     if place == ("__init__",):
         return
     for line, name, _ in imports(place, tree):
         top, *rest = name.split(".")
         if top == PACKAGE:
-            room = room_of(tuple(rest))
-            if room is None:
+            folder = folder_of(tuple(rest))
+            if folder is None:
                 yield line, f"{here} imports `{name}`: import the module that defines it, not the package"
-            elif room != here and room not in ALLOWED.get(here or "", set()):
-                yield line, f"{here} imports {room}"
+            elif folder != here and folder not in ALLOWED.get(here or "", set()):
+                yield line, f"{here} imports {folder}"
 
 
 def lightning_stays_on_top(place: tuple[str, ...], tree: ast.Module) -> Iterator[Breach]:
-    if place[0] not in ("strategies", "callbacks", "trainer", "transports"):
+    if place[0] not in ("strategies", "callbacks", "trainer", "transports", "horovod"):
         for line, name, _ in imports(place, tree):
             if name.partition(".")[0] in LIGHTNING:
                 yield line, f"{place[0]} imports {name}"
 
 
 def collectives_stay_in_comm(place: tuple[str, ...], tree: ast.Module) -> Iterator[Breach]:
-    if place[0] == "comm":
+    if place[0] in ("comm", "horovod"):
         return
     meaning = {}
     for line, name, local in imports(place, tree):
@@ -131,7 +161,7 @@ def collectives_stay_in_comm(place: tuple[str, ...], tree: ast.Module) -> Iterat
 
 
 def algorithms_have_no_clock_or_thread(place: tuple[str, ...], tree: ast.Module) -> Iterator[Breach]:
-    if place[0] in ("rules", "ops"):
+    if place[0] in ("algorithms", "ops"):
         for line, name, _ in imports(place, tree):
             if name.partition(".")[0] in IMPURE:
                 yield line, f"{place[0]} imports {name}"
@@ -169,17 +199,6 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-WHOLE = {
-    "AveragingRule": "the interface: a rule of the user's need not inherit `RuleBase`",
-    **dict.fromkeys(
-        ("GradientCorrection", "Prediction"),
-        "an interface that a correction of the user's has, too; one that inherits it has a short name on command lines",
-    ),
-    "Topology": "one subclass per choice of weights; the engine serves one so far",
-}
-"""Classes with one heir in their room that are not one class cut in two, and why."""
-
-
 def circles(trees: Mapping[str, ast.Module]) -> list[str]:
     """Modules that import each other at run time, directly or by others; imports for type checking do not count."""
     below = {name: run_time_imports(name, trees) for name in trees}
@@ -209,30 +228,32 @@ def _is_type_checking(node: ast.stmt) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
 
 
-def cut_in_two(trees: Mapping[str, ast.Module]) -> list[str]:
-    """Classes that nobody makes, and that one class of their own room extends: the two are one.
-
-    An interface that asks for more than another one is no such class: it says what its user needs.
-    """
-    rooms, heirs, made = {}, defaultdict(list), set()
+def folder_cycles(trees: Mapping[str, ast.Module]) -> set[str]:
+    """Folders that import each other, directly or by others, wherever in their modules; parents are no others."""
+    below = defaultdict(set)
     for name, tree in trees.items():
-        room = room_of(place_of(name))
+        folder = Path(name).parent
+        for _, full, _ in imports(place_of(name), tree):
+            path = Path(*full.split(".")[1:-1]) if full.startswith(f"{PACKAGE}.") else Path()
+            other = path.parent if f"{path}.py" in trees else path
+            apart = other not in (folder, *folder.parents) and folder not in other.parents
+            if apart and folder != Path():
+                below[str(folder)].add(str(other))
+    while ends := {name for name, names in below.items() if not names & below.keys()}:
+        for name in ends:
+            del below[name]
+    return set(below)
+
+
+def words_of(name: str) -> set[str]:
+    return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Za-z][a-z]*", name)}
+
+
+def classes(trees: Mapping[str, ast.Module]) -> Iterator[tuple[str, str]]:
+    for name, tree in trees.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
-                rooms[node.name] = room
-                bases = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
-                names = [ast.unparse(base).rpartition(".")[2] for base in bases]
-                for base in names if "Protocol" not in names else ():
-                    heirs[base].append((node.name, room))
-            elif isinstance(node, ast.Call):
-                made.add(ast.unparse(node.func).rpartition(".")[2])
-    return [
-        f"`{name}` has one heir, `{heir}`, in {room}: make them one class, or compose them"
-        for name, room in rooms.items()
-        if name not in made and len(heirs[name]) == 1
-        for heir, where in heirs[name]
-        if where == room and heir != name and name not in WHOLE
-    ]
+                yield name, node.name
 
 
 def modules() -> dict[str, Path]:
@@ -247,7 +268,7 @@ def place_of(name: str) -> tuple[str, ...]:
 @pytest.mark.parametrize("name", modules())
 def test_module_keeps_the_contract(name: str):
     path, place = modules()[name], place_of(name)
-    assert room_of(place) or place == ("__init__",), f"{name} is in no room: give it one in ALLOWED"
+    assert folder_of(place) or place == ("__init__",), f"{name} is in no folder: give it one in ALLOWED"
     source = path.read_text(encoding="utf-8")
     tree = ast.parse(source)
     breaches = [f"{path}:{line}: {what}" for check in CHECKS for line, what in check(place, tree)]
@@ -256,17 +277,21 @@ def test_module_keeps_the_contract(name: str):
     assert lines <= MAX_LINES, f"{path} has {lines} lines; at most {MAX_LINES}: split it"
 
 
-def test_the_layers_have_no_cycle_and_rules_and_comm_are_strangers():
-    done: set[str] = set()
-    waiting = dict(ALLOWED)
+def test_the_layers_have_no_cycle():
+    """Modules of `trainer` itself may import its folders, and these them; `folder_cycles` looks at the rest."""
+    waiting = {part: {*below} for part, below in ALLOWED.items() if not part.startswith("trainer/")}
+    done = {part for part in ALLOWED if part.startswith("trainer")}
+    assert not (done - {"trainer"}) & waiting.keys()
+    waiting["trainer"] -= done
+    done = done - {"trainer"}
     while waiting:
-        ready = [part for part, below in waiting.items() if below <= done]
+        ready = [part for part, below in waiting.items() if below <= {*done, part}]
         assert ready, f"a cycle among {sorted(waiting)}"
         for part in ready:
             done.add(part)
             del waiting[part]
-    assert "comm" not in ALLOWED["rules"]
-    assert "rules" not in ALLOWED["comm"]
+    assert "comm" not in ALLOWED["algorithms"]
+    assert "algorithms" not in ALLOWED["comm"]
 
 
 @pytest.fixture(scope="module")
@@ -278,43 +303,66 @@ def test_no_modules_import_each_other(trees: dict[str, ast.Module]):
     assert not circles(trees)
 
 
-def test_no_class_is_cut_in_two_by_inheritance(trees: dict[str, ast.Module]):
-    assert not cut_in_two(trees)
-    classes = {node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
-    assert set(WHOLE) <= classes, "a class that is excused is gone"
+def test_no_folders_import_each_other(trees: dict[str, ast.Module]):
+    assert not folder_cycles(trees)
 
 
-def test_circles_and_classes_cut_in_two_are_found():
-    names = ("rules/__init__.py", "rules/a.py", "rules/b.py", "rules/c.py", "comm/a.py")
+def test_names_are_the_fields_words(trees: dict[str, ast.Module]):
+    files = {f"{name}": words_of(name.removesuffix(".py").replace("/", "_")) for name in trees}
+    named = {f"{file}: {name}": words_of(name) for file, name in classes(trees)}
+    assert not {name: words & NOT_IN_NAMES for name, words in (files | named).items() if words & NOT_IN_NAMES}
+
+
+def test_a_class_name_is_used_once(trees: dict[str, ast.Module]):
+    files = defaultdict(list)
+    for file, name in classes(trees):
+        if not name.startswith("_"):
+            files[name].append(file)
+    assert not {name: where for name, where in files.items() if len(where) > 1}
+
+
+@pytest.mark.parametrize("name", START_FAST)
+def test_processes_that_start_fast_import_no_torch(name: str):
+    program = (
+        "import importlib, importlib.util, sys\n"
+        f"spec = importlib.util.find_spec({PACKAGE!r})\n"
+        f"sys.modules[{PACKAGE!r}] = importlib.util.module_from_spec(spec)\n"
+        f"importlib.import_module({PACKAGE + '.' + name!r})\n"
+        "assert not {'torch', 'lightning', 'pytorch_lightning'} & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_cycles_are_found():
+    names = ("algorithms/__init__.py", "algorithms/a.py", "algorithms/b.py", "algorithms/c.py", "comm/a.py")
 
     def trees(*sources: str) -> dict[str, ast.Module]:
         return {name: ast.parse(source) for name, source in zip(names, sources, strict=False)}
 
+    a = "from lightning_async.algorithms.a import A"
     up = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from lightning_async.algorithms.b import B"
-    assert not circles(
-        trees("from lightning_async.algorithms.a import A", up, "from lightning_async.algorithms.a import A")
-    )
+    assert not circles(trees(a, up, a))
     late = "def f():\n    from . import b"
     found = circles(
         trees("", late, "from lightning_async.algorithms.c import C", "import lightning_async.algorithms.a")
     )
-    assert found == ["rules/a.py", "rules/b.py", "rules/c.py"]
+    assert found == ["algorithms/a.py", "algorithms/b.py", "algorithms/c.py"]
     assert circles(trees("from .a import A", "from lightning_async.algorithms import B")) == [
-        "rules/__init__.py",
-        "rules/a.py",
+        "algorithms/__init__.py",
+        "algorithms/a.py",
     ]
+    comm = "from lightning_async.comm.a import A"
+    assert not folder_cycles(trees("", comm, "", "", ""))
+    assert folder_cycles(trees("", comm, "", "", f"def f():\n    {a}")) == {"algorithms", "comm"}
 
-    base, one, other = "class Base: ...", "class One(a.Base): ...", "class Other(Base[int]): ..."
-    (found,) = cut_in_two(trees("", base, one))
-    assert "`Base` has one heir, `One`, in rules" in found
-    assert not cut_in_two(trees("", base, one, other))
-    assert not cut_in_two(trees("", base, f"{one}\nx = Base()"))
-    assert not cut_in_two(trees("", base, "", "", one))
-    assert not cut_in_two(trees("", base, "class More(Base, Protocol): ..."))
+
+def test_words_of_names():
+    assert words_of("NCCLOptions_of_aGuest") == {"nccl", "options", "of", "a", "guest"}
 
 
 BAD = [
-    (imports_go_down, "rules/a.py", "from lightning_async.comm import protocols"),
+    (imports_go_down, "algorithms/a.py", "from lightning_async.comm import protocols"),
     (imports_go_down, "comm/a.py", "import lightning_async.algorithms.averaging"),
     (imports_go_down, "ops/a.py", "def f():\n    from ..engine import round"),
     (imports_go_down, "engine/averaging/a.py", "from ...strategies.averaging import AsyncAveragingStrategy"),
@@ -335,8 +383,8 @@ BAD = [
     (collectives_stay_in_comm, "engine/a.py", "from torch.distributed import broadcast"),
     (collectives_stay_in_comm, "engine/a.py", "from torch import distributed as d\nd.broadcast(x, 0)"),
     (collectives_stay_in_comm, "strategies/a.py", "def f():\n    import horovod.torch as hvd"),
-    (algorithms_have_no_clock_or_thread, "rules/a.py", "import time"),
-    (algorithms_have_no_clock_or_thread, "rules/a.py", "from threading import Lock"),
+    (algorithms_have_no_clock_or_thread, "algorithms/a.py", "import time"),
+    (algorithms_have_no_clock_or_thread, "algorithms/a.py", "from threading import Lock"),
     (algorithms_have_no_clock_or_thread, "ops/a.py", "import os.path"),
     (nothing_writes_through_data, "ops/a.py", "p.data = x"),
     (nothing_writes_through_data, "ops/a.py", "p.data += x"),
@@ -361,9 +409,9 @@ GOOD = [
     ("engine/averaging/a.py", "from lightning_async.engine.replica import Replica\nfrom .. import streams"),
     ("engine/a.py", "import torch.distributed.checkpoint as dcp\ndcp.save(x)"),
     ("engine/a.py", "self.world.all_reduce(x)\nself.world.broadcast(x)"),
-    ("comm/torch/collectives.py", "import torch.distributed as dist\ndist.all_reduce(x)\nimport time, threading, os"),
+    ("comm/torch_collectives.py", "import torch.distributed as dist\ndist.all_reduce(x)\nimport time, threading, os"),
     ("strategies/a.py", "import lightning.pytorch\nimport torch.distributed as dist\ndist.is_initialized()"),
-    ("rules/a.py", "from datetime import timedelta"),
+    ("algorithms/a.py", "from datetime import timedelta"),
     ("ops/a.py", "p.detach().copy_(x)\ny = p.data_ptr()\nz = p.data.norm()"),
     ("__init__.py", "from lightning_async.strategies.averaging import AsyncAveragingStrategy"),
 ]

@@ -183,7 +183,7 @@ class Fixed(AccumulationPolicy):
     Raises:
         TypeError, ValueError: it is no int, or less than 1.
 
-    >>> Fixed(4).size(Progress(step=9, epoch=1))
+    >>> Fixed(4).size(WindowProgress(step=9, epoch=1))
     4
     """
 
@@ -211,7 +211,7 @@ class ByEpoch(AccumulationPolicy):
 
     Source: as Lightning's `GradientAccumulationScheduler`.
 
-    >>> [ByEpoch({0: 1, 4: 8}).size(Progress(step=0, epoch=epoch)) for epoch in (0, 3, 4, 9)]
+    >>> [ByEpoch({0: 1, 4: 8}).size(WindowProgress(step=0, epoch=epoch)) for epoch in (0, 3, 4, 9)]
     [1, 1, 8, 8]
     """
 
@@ -239,7 +239,7 @@ class ByStep(AccumulationPolicy):
     Source: batch sizes that grow in place of learning rates that fall: Smith et al., 2018,
     https://arxiv.org/abs/1711.00489
 
-    >>> [ByStep({100: 2, 1000: 8}).size(Progress(step=step, epoch=0)) for step in (99, 100, 1000)]
+    >>> [ByStep({100: 2, 1000: 8}).size(WindowProgress(step=step, epoch=0)) for step in (99, 100, 1000)]
     [1, 2, 8]
     """
 
@@ -276,7 +276,7 @@ class NoiseScale(AccumulationPolicy):
     Source: McCandlish et al., "An Empirical Model of Large-Batch Training", 2018, https://arxiv.org/abs/1812.06162
 
     >>> from lightning_async.algorithms.accumulation import Noise
-    >>> policy, now = NoiseScale(minimum=16, maximum=1024), Progress(step=0, epoch=0, size=64)
+    >>> policy, now = NoiseScale(minimum=16, maximum=1024), WindowProgress(step=0, epoch=0, size=64)
     >>> [policy.size(now._replace(noise=Noise(1.0, scale, 1.0))) for scale in (8.0, 100.0, 5000.0)]
     [32, 100, 128]
     """
@@ -329,7 +329,7 @@ class CommunicationShare(AccumulationPolicy):
     Source: the ratio of computation to communication, as for local steps in Stich, 2019, https://arxiv.org/abs/1805.09767
 
     >>> from lightning_async.algorithms.accumulation import Times
-    >>> CommunicationShare(share=0.2).size(Progress(step=0, epoch=0, times=Times(batch_s=0.05, step_s=0.1)))
+    >>> CommunicationShare(share=0.2).size(WindowProgress(step=0, epoch=0, times=Times(batch_s=0.05, step_s=0.1)))
     8
     """
 

@@ -239,7 +239,7 @@ class EveryNTrainSteps:
 
     Source: ``ModelCheckpoint(every_n_train_steps=)`` of Lightning, https://lightning.ai/docs
 
-    >>> [step for step in range(1, 10) if EveryNTrainSteps(4).due(Progress(step, saved_step=step - 1))]
+    >>> [step for step in range(1, 10) if EveryNTrainSteps(4).due(SaveProgress(step, saved_step=step - 1))]
     [4, 8]
     """
 
@@ -268,7 +268,7 @@ class EveryInterval:
 
     Source: ``ModelCheckpoint(train_time_interval=)`` of Lightning, https://lightning.ai/docs
 
-    >>> EveryInterval(timedelta(minutes=5)).due(Progress(step=7, seconds_since_save=301.0))
+    >>> EveryInterval(timedelta(minutes=5)).due(SaveProgress(step=7, seconds_since_save=301.0))
     True
     """
 
@@ -290,7 +290,7 @@ class AtEpochEnd:
 
     Source: the default of ``ModelCheckpoint`` of Lightning, https://lightning.ai/docs
 
-    >>> AtEpochEnd().due(Progress(step=7, epoch_end=True))
+    >>> AtEpochEnd().due(SaveProgress(step=7, epoch_end=True))
     True
     """
 
@@ -320,7 +320,7 @@ class Adaptive:
     https://www.usenix.org/conference/fast21/presentation/mohan
 
     >>> policy = Adaptive(share=0.05)
-    >>> [policy.due(Progress(step=9, seconds_since_save=seconds, save_cost_s=0.5)) for seconds in (9.0, 10.0)]
+    >>> [policy.due(SaveProgress(step=9, seconds_since_save=seconds, save_cost_s=0.5)) for seconds in (9.0, 10.0)]
     [False, True]
     """
 
@@ -352,8 +352,10 @@ class AnySave:
     Source: ``AnySavePolicy`` of Orbax, https://orbax.readthedocs.io
 
     >>> policy = AnySave(AtEpochEnd(), EveryNTrainSteps(4))
-    >>> policy.due(Progress(step=3)), policy.due(Progress(step=3, epoch_end=True)), policy.due(Progress(step=4))
-    (False, True, True)
+    >>> policy.due(SaveProgress(step=3)), policy.due(SaveProgress(step=3, epoch_end=True))
+    (False, True)
+    >>> policy.due(SaveProgress(step=4))
+    True
     """
 
     def __init__(self, *policies: SavePolicy) -> None:

@@ -12,6 +12,10 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from lightning_async._checks import check_int, check_real
 
+__all__ = [
+    "Absolute", "Escalation", "History", "Relative", "Remedy", "SignalAlarm", "Threshold", "Track", "climb",
+]  # fmt: skip
+
 _MAD = 1.4826
 """What a median absolute deviation is multiplied by to be a normal distribution's standard deviation."""
 

@@ -202,7 +202,7 @@ class DyLU(Schedule):
 
     Source: Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024, https://arxiv.org/abs/2401.09135
 
-    >>> clock = Clock(step=9, epoch=0, steps_since_round=9, seconds_since_round=0.0)
+    >>> clock = ReplicaClock(step=9, epoch=0, steps_since_round=9, seconds_since_round=0.0)
     >>> DyLU(32).next(clock).action, DyLU(32).next(clock._replace(speed=0.3)).action
     (<Action.LOCAL: 'local'>, <Action.ROUND: 'round'>)
     """
@@ -241,7 +241,7 @@ class Denser(Schedule):
         ValueError: ``times`` is less than 1.
 
     >>> from lightning_async.algorithms.schedules import EveryNSteps
-    >>> clock = Clock(step=15, epoch=0, steps_since_round=15, seconds_since_round=0.0)
+    >>> clock = ReplicaClock(step=15, epoch=0, steps_since_round=15, seconds_since_round=0.0)
     >>> EveryNSteps(32).next(clock).action.name, Denser(EveryNSteps(32)).next(clock).action.name
     ('LOCAL', 'ROUND')
     """
@@ -281,9 +281,9 @@ class EveryNSteps(Schedule):
     Source: the synchronisation interval H of local SGD, https://arxiv.org/abs/1805.09767
 
     >>> schedule = EveryNSteps(2)
-    >>> schedule.next(Clock(step=0, epoch=0, steps_since_round=0, seconds_since_round=0.0))
+    >>> schedule.next(ReplicaClock(step=0, epoch=0, steps_since_round=0, seconds_since_round=0.0))
     Step(action=<Action.LOCAL: 'local'>, fragment=0)
-    >>> schedule.next(Clock(step=1, epoch=0, steps_since_round=1, seconds_since_round=0.0))
+    >>> schedule.next(ReplicaClock(step=1, epoch=0, steps_since_round=1, seconds_since_round=0.0))
     Step(action=<Action.ROUND: 'round'>, fragment=0)
     """
 
@@ -316,9 +316,9 @@ class EverySeconds(Schedule):
     Source: the time-triggered averaging of Bagua's asynchronous model averaging, https://github.com/BaguaSys/bagua
 
     >>> schedule = EverySeconds(0.5)
-    >>> schedule.next(Clock(step=9, epoch=0, steps_since_round=9, seconds_since_round=0.4))
+    >>> schedule.next(ReplicaClock(step=9, epoch=0, steps_since_round=9, seconds_since_round=0.4))
     Step(action=<Action.LOCAL: 'local'>, fragment=0)
-    >>> schedule.next(Clock(step=0, epoch=0, steps_since_round=0, seconds_since_round=0.6))
+    >>> schedule.next(ReplicaClock(step=0, epoch=0, steps_since_round=0, seconds_since_round=0.6))
     Step(action=<Action.ROUND: 'round'>, fragment=0)
     """
 
@@ -341,7 +341,7 @@ class Synchronous(Schedule):
     Source: minibatch SGD over replicas, as in `torch.nn.parallel.DistributedDataParallel`,
     https://arxiv.org/abs/2006.15704
 
-    >>> Synchronous().next(Clock(step=0, epoch=0, steps_since_round=0, seconds_since_round=0.0))
+    >>> Synchronous().next(ReplicaClock(step=0, epoch=0, steps_since_round=0, seconds_since_round=0.0))
     Step(action=<Action.GRADIENTS: 'gradients'>, fragment=0)
     """
 
@@ -376,9 +376,9 @@ class Warmup(Schedule):
     Source: Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020, https://arxiv.org/abs/1808.07217
 
     >>> schedule = Warmup(EveryNSteps(8), steps=100)
-    >>> schedule.next(Clock(step=99, epoch=0, steps_since_round=0, seconds_since_round=0.0))
+    >>> schedule.next(ReplicaClock(step=99, epoch=0, steps_since_round=0, seconds_since_round=0.0))
     Step(action=<Action.GRADIENTS: 'gradients'>, fragment=0)
-    >>> schedule.next(Clock(step=100, epoch=0, steps_since_round=0, seconds_since_round=0.0))
+    >>> schedule.next(ReplicaClock(step=100, epoch=0, steps_since_round=0, seconds_since_round=0.0))
     Step(action=<Action.LOCAL: 'local'>, fragment=0)
     """
 

@@ -96,7 +96,7 @@ class StalenessPolicy:
     """
 
     measures: frozenset[str] = frozenset()
-    """Of `PushFacts`, what is to be measured: ``"moved"`` (with ``"typical"``) and ``"norm"``. The first makes the server
+    """Facts of `PushFacts` to be measured: ``"moved"`` (with ``"typical"``) and ``"norm"``. The first makes the server
     keep the weights that each worker has pulled."""
     decay: float = 0.99
     """Of the running mean ``typical``."""
@@ -143,7 +143,7 @@ class NoCorrection(StalenessPolicy):
     Source: Dean et al., "Large Scale Distributed Deep Networks", 2012; Recht et al., "Hogwild!", 2011,
     https://arxiv.org/abs/1106.5730
 
-    >>> NoCorrection().weigh(Late(lag=100))
+    >>> NoCorrection().weigh(PushFacts(lag=100))
     Weight(rate=1.0, gradient=1.0)
     """
 
@@ -224,7 +224,7 @@ class AdaptiveLr(StalenessPolicy):
     "FedBuff", 2022, https://arxiv.org/abs/2106.06639 (sqrt); Xie et al., "Asynchronous Federated Optimization", 2019,
     https://arxiv.org/abs/1903.03934 (linear)
 
-    >>> AdaptiveLr(0.5).weigh(Late(lag=2)).rate, AdaptiveLr(form="sqrt").weigh(Late(lag=3)).rate
+    >>> AdaptiveLr(0.5).weigh(PushFacts(lag=2)).rate, AdaptiveLr(form="sqrt").weigh(PushFacts(lag=3)).rate
     (0.25, 0.5)
     """
 
@@ -273,7 +273,7 @@ class Bounded(StalenessPolicy):
 
     Source: Maranjyan et al., "Ringmaster ASGD", 2025, https://arxiv.org/abs/2501.16168
 
-    >>> Bounded(2).weigh(Late(lag=1)), Bounded(2).weigh(Late(lag=2))
+    >>> Bounded(2).weigh(PushFacts(lag=1)), Bounded(2).weigh(PushFacts(lag=2))
     (Weight(rate=1.0, gradient=1.0), None)
     """
 
@@ -352,7 +352,7 @@ class Clipping(PolicyWrapper):
     Source: Pascanu et al., "On the Difficulty of Training Recurrent Neural Networks", 2013,
     https://arxiv.org/abs/1211.5063
 
-    >>> Clipping(0.5).weigh(Late(lag=0, norm=2.0))
+    >>> Clipping(0.5).weigh(PushFacts(lag=0, norm=2.0))
     Weight(rate=1.0, gradient=0.25)
     """
 
@@ -533,7 +533,7 @@ class GapAware(StalenessPolicy):
 
     Source: Barkai et al., "Gap-Aware Mitigation of Gradient Staleness", 2020, https://arxiv.org/abs/1909.10802
 
-    >>> GapAware().weigh(Late(lag=5, moved=0.75, typical=0.25))
+    >>> GapAware().weigh(PushFacts(lag=5, moved=0.75, typical=0.25))
     Weight(rate=0.25, gradient=1.0)
     """
 

@@ -63,7 +63,7 @@ def ask(strategy: Any, base: float, size: float) -> None:
 
 def _gradients(strategy: Any) -> Any:
     """What moves them by the engine, in a training of several ranks."""
-    return getattr(getattr(getattr(strategy, "course", None), "session", None), "gradients", None)
+    return getattr(getattr(getattr(strategy, "fit_sessions", None), "session", None), "gradients", None)
 
 
 def check_arguments(callback: Any) -> AccumulationPolicy:

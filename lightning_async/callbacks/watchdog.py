@@ -239,8 +239,8 @@ def _dump(text: str, file: IO[str]) -> None:
 
 def _waits_at_sync_point(trainer: Any) -> bool:
     """It waits for other ranks, which are watched themselves."""
-    sync_points = getattr(trainer.strategy, "gates", None)
-    live_ranks = getattr(trainer.strategy, "survivors", None)
+    sync_points = getattr(trainer.strategy, "sync_points", None)
+    live_ranks = getattr(trainer.strategy, "live_ranks", None)
     waits = live_ranks is not None and live_ranks.are_short  # for other replicas
     return sync_points is not None and (sync_points.standing or waits)
 

@@ -375,7 +375,8 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
     def _child(self, where: Where, timeout: timedelta) -> TorchCollectives:
         child = TorchCollectives(
             self._store, where.rank, where.world_size, backend=self._backend, name=where.name, timeout=timeout,
-            form_timeout=self._form_timeout, device=self._device, max_ctas=self._max_ctas, meeting_options=self._meeting_options,
+            form_timeout=self._form_timeout, device=self._device, max_ctas=self._max_ctas,
+            meeting_options=self._meeting_options,
         )  # fmt: skip
         child._where = where
         return child

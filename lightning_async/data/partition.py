@@ -22,6 +22,8 @@ from lightning_async._checks import check_int, check_protocol
 
 # Who takes which samples of an epoch: pure functions, alike on all replicas, for any number of them.
 
+__all__ = ["ByKey", "Partition", "Random", "Sequential", "Weighted", "largest_remainder", "rendezvous"]
+
 
 def largest_remainder(total: int, weights: Sequence[float]) -> list[int]:
     r"""Whole shares of a total, as near to these weights as can be.

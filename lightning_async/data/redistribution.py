@@ -331,7 +331,7 @@ def inherited(
     Where ranks have batches of unequal sizes, those of the smallest, for which all takers have room.
 
     >>> told = {"kind": "given", "length": 9, "batch_size": 2, "indices": torch.arange(9)}
-    >>> dealt = inherited([(Share(0, 5, 0, False, [(told, 5)]), 2)], {"0": 5, "2": 7})
+    >>> dealt = inherited([(DataShard(0, 5, 0, False, [(told, 5)]), 2)], {"0": 5, "2": 7})
     >>> [(each.first, each.end, each.loaders[0][0]["indices"].tolist()) for each in dealt.values()]
     [(5, 7, [4, 5, 8]), (7, 8, [6, 7])]
 
@@ -462,7 +462,7 @@ def by_steps(
         whole: a last step that has fewer is left out, as `DataLoader(drop_last=True)` does. Default: False.
 
     >>> told = {"kind": "given", "length": 9, "batch_size": 3, "indices": torch.arange(9)}
-    >>> dealt = by_steps([(Share(0, 3, 0, False, [(told, 3)]), 1)], {"0": 4, "1": 4}, {"0": 3, "1": 1})
+    >>> dealt = by_steps([(DataShard(0, 3, 0, False, [(told, 3)]), 1)], {"0": 4, "1": 4}, {"0": 3, "1": 1})
     >>> [(each.first, each.end, each.loaders[0][0]["indices"].tolist()) for each in dealt.values()]
     [(4, 6, [3, 4, 5, 7]), (4, 6, [6, 8])]
     """

@@ -157,8 +157,8 @@ class GroupRecovery:
         self.attempts += 1
         if self.attempts >= self._deadlines.attempts:
             raise CollectiveError(
-                f"Rank {self._transfer.rank}: round {self._shared_state.next_exchange} failed {self.attempts} times in a "
-                f"row; the last time: {error} If the network is slow, raise `Timeouts(payload=...)`."
+                f"Rank {self._transfer.rank}: round {self._shared_state.next_exchange} failed {self.attempts} times in "
+                f"a row; the last time: {error} If the network is slow, raise `Timeouts(payload=...)`."
             ) from error
 
     def _meet(self) -> int:

@@ -211,7 +211,7 @@ class Commits(Callback):
         assert self._resume is not None
         with self._resume.as_it_was() as state:
             if all(world.gather_objects(state.resume is not None)):
-                self._commit(state, "gate")
+                self._commit(state, "sync_point")
         return False
 
     def _commit(self, state: LastSafeState, where: str) -> None:

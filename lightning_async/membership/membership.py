@@ -331,7 +331,10 @@ class Membership:
     # ------------------------------------------------------------------ on the heartbeat thread
 
     def _exchange(self) -> None:
-        """Write the own record, read all, and take part in the decision on a generation; raises as `HeartbeatStore.exchange`."""
+        """Write this rank's record, read all, and take part in the decision on a generation.
+
+        Raises as `HeartbeatStore.exchange` does.
+        """
         with self._lock:
             self._mine = mine = replace(self._mine, beat=self._mine.beat + 1)
             # Before the records are read: who has ended has said goodbye before that, if at all.

@@ -97,9 +97,9 @@ class StatusRecord:
     def load(cls, value: bytes) -> StatusRecord | None:
         """The record, or None where that is none; what a newer version says beside it is left out.
 
-        >>> Standing.load(Standing(name="2", step=7).dump()).step
+        >>> StatusRecord.load(StatusRecord(name="2", step=7).dump()).step
         7
-        >>> Standing.load(b'{"name": 2}') is None
+        >>> StatusRecord.load(b'{"name": 2}') is None
         True
         """
         try:

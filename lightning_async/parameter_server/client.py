@@ -358,7 +358,7 @@ class ServerAnswer:
     def survives(self) -> str:
         """What was answered survives the servers' ``"process"``, or, as it is in a ``"snapshot"``, their hosts.
 
-        >>> Answer((3, 4), durable=(3, 3)).survives, Answer((3, 4), durable=(3, 4)).survives
+        >>> ServerAnswer((3, 4), durable=(3, 3)).survives, ServerAnswer((3, 4), durable=(3, 4)).survives
         ('process', 'snapshot')
         """
         held = len(self.durable) == len(self.versions) and all(map(int.__ge__, self.durable, self.versions))
@@ -376,7 +376,8 @@ class Client:
             so that they see first to a worker that all wait for. Default: 180.
         absent_s: for a server to be reached, when it is not; then it is lost. Default: 180.
         compression: of pushes. Default: none, they are fp32.
-        consistent: whether all that is pulled is of one version of all servers, see `consistency`. Default: each has its own.
+        consistent: whether all that is pulled is of one version of all servers, see `consistency`. Default: each has
+            its own.
         table, overlap: of those that each server has, by number; see `ShardConnection`. Default: the first, and no.
     """
 
@@ -475,7 +476,8 @@ class Client:
                 has yet to deliver stays here. Default: 1.
             pull: whether to have the weights, too. Default: True.
             gate: gates that are behind this worker, see `rest`. Default: 0.
-            call: in sync mode: all shall hear of it with the answer to this round, see `ServerAnswer.called`. Default: False.
+            call: in sync mode: all shall hear of it with the answer to this round, see `ServerAnswer.called`. Default:
+                False.
             bases: the versions that it was computed at, of each server. Default: those that were pulled last.
 
         Raises:
@@ -487,7 +489,7 @@ class Client:
         apart = pull and self._at_a_cut
         header = {
             "do": "push", "compression": described(self._compression), "lr": lr, "weight": weight,
-            "pull": pull and not apart, "gate": sync_point, "call": call,
+            "pull": pull and not apart, "sync_point": sync_point, "call": call,
         }  # fmt: skip
         requests = []
         for server, line in enumerate(self._lines):
@@ -537,7 +539,7 @@ class Client:
         Raises:
             PeerLost, Evicted: as of `pull`.
         """
-        self._ask_all({"do": "rest", "gate": sync_point})
+        self._ask_all({"do": "rest", "sync_point": sync_point})
 
     def give_up(self) -> None:
         """From any thread: the request that is under way fails now, and no other one is made."""

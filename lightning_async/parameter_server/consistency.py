@@ -67,7 +67,8 @@ class WorkerRules:
             version: of the weights.
             warmup_steps: of these weights, where a training has gone on with them. Default: all.
 
-        >>> Terms(warmup_steps=2).in_step(1), Terms(warmup_steps=2).in_step(2), Terms(warmup_steps=2).in_step(1, 1)
+        >>> rules = WorkerRules(warmup_steps=2)
+        >>> rules.in_step(1), rules.in_step(2), rules.in_step(1, 1)
         (True, False, False)
         """
         return self.mode == "sync" or version < (self.warmup_steps if warmup_steps is None else warmup_steps)
@@ -108,7 +109,7 @@ def round_due(
     """Whether the pushes that wait are to be applied: they are of all that live, and enough have come once.
 
     >>> told = {"live": True, "rests": -1}
-    >>> two = Terms(mode="sync", num_workers=2)
+    >>> two = WorkerRules(mode="sync", num_workers=2)
     >>> round_due(two, 0, {"a": told}, ["a"]), round_due(two, 0, {"a": told, "b": told}, ["a", "b"])
     (False, True)
     >>> round_due(two, 1, {"a": told, "b": {"live": False}}, ["a"])
@@ -125,9 +126,9 @@ def awaited(
 
     >>> fast = {"live": True, "rests": -1, "push": 5, "clock": 5}
     >>> slow = {"live": True, "rests": -1, "push": 1, "clock": 1}
-    >>> awaited(Terms(mode="ssp", max_staleness=3), {"a": fast, "b": slow}, [], "a", 5)
+    >>> awaited(WorkerRules(mode="ssp", max_staleness=3), {"a": fast, "b": slow}, [], "a", 5)
     {'b'}
-    >>> awaited(Terms(mode="ssp", max_staleness=4), {"a": fast, "b": slow}, [], "a", 5)
+    >>> awaited(WorkerRules(mode="ssp", max_staleness=4), {"a": fast, "b": slow}, [], "a", 5)
     set()
     """
     if workers[worker]["push"] < number:  # it waits in a round

@@ -25,7 +25,7 @@ class WorkerSteps:
         in_step: versions at first that are made of a push of each worker. Default: 0.
         pushes: in each of the others. Default: 1.
 
-    >>> progress = Progress([10, 14], in_step=2)
+    >>> progress = WorkerSteps([10, 14], in_step=2)
     >>> progress.see(2, num_workers=2), progress.see(7, num_workers=2), progress.see(9, num_workers=1)
     (14, 16, 18)
     """

@@ -65,7 +65,7 @@ class ServerPartition:
     Source: the key-value store of MXNet, https://github.com/apache/mxnet (src/kvstore/kvstore_dist.h); Graham, "Bounds
     on Multiprocessing Timing Anomalies", 1969, for the largest first.
 
-    >>> plan = Plan(("weight", "bias", "scale"), ((2, 3), (2,), (1,)), num_servers=2, bigarray_bound=6)
+    >>> plan = ServerPartition(("weight", "bias", "scale"), ((2, 3), (2,), (1,)), num_servers=2, bigarray_bound=6)
     >>> plan.sizes
     (5, 4)
     >>> plan.pieces[1]
@@ -179,8 +179,8 @@ def reshard(old: ServerPartition, shards: Sequence[Tensor], new: ServerPartition
         ValueError: the keys or the shards' sizes are not as the plans say.
 
     >>> import torch
-    >>> one = Plan(("a", "b"), ((3,), (1,)))
-    >>> reshard(one, [torch.arange(4)], Plan(("a", "b"), ((3,), (1,)), num_servers=2))
+    >>> one = ServerPartition(("a", "b"), ((3,), (1,)))
+    >>> reshard(one, [torch.arange(4)], ServerPartition(("a", "b"), ((3,), (1,)), num_servers=2))
     [tensor([0, 1, 2]), tensor([3])]
     """
     if (old.names, old.shapes) != (new.names, new.shapes):

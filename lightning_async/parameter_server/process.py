@@ -58,7 +58,8 @@ class ServerProcess:
         if not snapshot_every > 0:
             raise ValueError(f"`ServerProcess(snapshot_every={snapshot_every!r})` must be > 0 seconds.")
         self._settings = {
-            "terms": (worker_rules or WorkerRules()).plain(), "linger_s": linger_s, "server": server, "snapshots": snapshots,
+            "terms": (worker_rules or WorkerRules()).plain(), "linger_s": linger_s, "server": server,
+            "snapshots": snapshots,
             "snapshot_every": snapshot_every,
         }  # fmt: skip
         self._popen: subprocess.Popen[bytes] | None = None

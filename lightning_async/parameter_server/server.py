@@ -4,7 +4,7 @@
     push        a gradient -> the version that it is in                         read        weights, or optimizer state
     pull        -> weights of one version                                       leave       nobody waits for me any more
     rest        nobody waits for me, until they are beyond this gate            forget      ... for these; from anybody
-    snapshot    have it all on disk                               hold        no push is applied until I pull, see `consistency`
+    snapshot    have it all on disk                               hold        no push is applied until I pull
 
 A worker has a life: from its first hello on, over any number of connections, until another process comes under its
 name, or the others have stopped waiting for it. Pushes of one life are numbered from 1, without gaps, and applied in
@@ -521,7 +521,7 @@ class Server:
             self._changed.notify_all()
             return self._version(), 0
         if do in ("leave", "rest"):
-            self._presence.leave(worker) if do == "leave" else self._presence.rest(worker, header["gate"])
+            self._presence.leave(worker) if do == "leave" else self._presence.rest(worker, header["sync_point"])
             self._changed.notify_all()
             return {}, 0
         if not self._store.ready:
@@ -552,20 +552,20 @@ class Server:
             self._until(worker, channel, lambda: self._allow({worker: number}))
             gradient = self._exchange.arrived(channel, header, size) if header["weight"] > 0.0 else None
             if in_step := self._in_step():
-                how = header["weight"], gradient, header["lr"], header["gate"], header["call"]
+                how = header["weight"], gradient, header["lr"], header["sync_point"], header["call"]
                 self._rounds.put(worker, Push(number, *how))
             elif gradient is not None:
                 filled = self._exchange.apply(worker, channel, gradient, header)
             else:
                 self._store.count({worker: number})
             if not in_step:
-                self._evict(self._presence.pushed(header["gate"]))
+                self._evict(self._presence.pushed(header["sync_point"]))
         elif number != told["push"]:
             raise RequestError(
                 "request", f"push {number} of worker {worker!r} came after {said(told)}: one is missing."
             )
         self._changed.notify_all()
-        self._wait(worker, channel, number, header["gate"])
+        self._wait(worker, channel, number, header["sync_point"])
         told = self._store.known[worker]
         reply = {**self._version(), "number": number, **{key: told.get(key, False) for key in _OF_A_PUSH}}
         if not header["pull"]:
@@ -610,7 +610,8 @@ class Server:
                 return
             late = time.monotonic() - since > limit_s
             if late and blockers == {NEWCOMERS}:
-                come = f"{len(self._store.known)} of {self._worker_rules.num_workers} workers have come within {limit_s:g} s"
+                wanted = self._worker_rules.num_workers
+                come = f"{len(self._store.known)} of {wanted} workers have come within {limit_s:g} s"
                 raise RequestError("missing", f"{come}: see the logs of the others.")
             if late:
                 self._evict(blockers)

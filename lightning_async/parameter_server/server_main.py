@@ -159,8 +159,8 @@ def main(life: int, handed: list[int], settings: dict[str, Any]) -> None:
     Args:
         life: a pipe: its end, and this process ends; a byte: see `orders`.
         handed: descriptors: of the `TABLES` memories, and of the sockets that workers dial.
-        settings: ``worker_rules``; ``linger_s``; its ``address``; its number, ``server``; the folder of its ``snapshots``, if
-            any, and ``snapshot_every`` so many seconds; whether it is ``orphaned`` already.
+        settings: ``worker_rules``; ``linger_s``; its ``address``; its number, ``server``; its folder of ``snapshots``,
+            if any, and ``snapshot_every`` so many seconds; whether it is ``orphaned`` already.
     """
     # Threads of torch's own would wait for each other at every operation, beside workers that take the cores.
     threads = min(_MOST, torch.get_num_threads())

@@ -43,7 +43,8 @@ class ParameterGroup(NamedTuple):
 def tables_of(groups: Sequence[ParameterGroup], optimizer: int) -> list[int]:
     """The tables of an optimizer, by their numbers.
 
-    >>> tables_of([Group(0, 0, "SGD", {}), Group(1, 0, "Adam", {}), Group(0, 1, "SGD", {})], 0)
+    >>> sgd, adam = ParameterGroup(0, 0, "SGD", {}), ParameterGroup(1, 0, "Adam", {})
+    >>> tables_of([sgd, adam, ParameterGroup(0, 1, "SGD", {})], 0)
     [0, 2]
     """
     return [table for table, group in enumerate(groups) if group.optimizer == optimizer]
@@ -223,8 +224,9 @@ class ParameterGroups:
             groups: of each table.
 
         >>> from types import SimpleNamespace as Table
-        >>> tables = Tables([Table(versions=(3, 2)), Table(versions=(3, 3)), Table(versions=(5,))])
-        >>> tables.updates([Group(0, 0, "SGD", {}), Group(0, 1, "SGD", {}), Group(1, 0, "Adam", {})])
+        >>> tables = ParameterGroups([Table(versions=(3, 2)), Table(versions=(3, 3)), Table(versions=(5,))])
+        >>> first, second = ParameterGroup(0, 0, "SGD", {}), ParameterGroup(0, 1, "SGD", {})
+        >>> tables.updates([first, second, ParameterGroup(1, 0, "Adam", {})])
         8
         """
         most: dict[int, int] = {}
@@ -324,14 +326,14 @@ class ParameterGroups:
         }
         plans = [worker.plan.plain() for worker in self.workers] if first else []
         return {
-            **({"owed": carried_residual} if carried_residual else {}),
+            **({"carried_residual": carried_residual} if carried_residual else {}),
             **({"plans": plans} if first else {}),
         } or None
 
     def load_residual(self, saved: Mapping[str, Any]) -> None:
         """Go on with what was owed in that `state`."""
         for worker in self.workers:
-            worker.load_residual(saved.get("owed", {}))
+            worker.load_residual(saved.get("carried_residual", {}))
 
     def fill_state(self, optimizer: Optimizer, tables: Sequence[int]) -> None:
         """See `optimizer_state.fill_state`."""

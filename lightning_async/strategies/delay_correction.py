@@ -1,8 +1,9 @@
 """What a correction of the delay needs of one replica, on its training thread.
 
-    a late gradient (`LateGradientCorrection`)     how far the parameters have moved since: a copy of them, from before the last step
-    a prediction (`ParameterLookahead`)       for a batch's forward and backward pass, and for nothing else, the parameters and a
-                                 copy change places; at every other time they are those that were stepped with
+- `LateGradientCorrection` measures how far the parameters have moved since a gradient was computed: it keeps a copy of
+  them from before the last step.
+- `ParameterLookahead` swaps the parameters with a predicted copy for a batch's forward and backward pass, and for
+  nothing else; at every other time they are those that were stepped with.
 
 A gate forgets all of it: what follows depends on nothing that a checkpoint lacks.
 """

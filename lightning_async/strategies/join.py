@@ -137,7 +137,7 @@ def connect(
         made(connection)
         connection.hear_deaths(partial(name_in_run, names=names))
         connection.forks = forks_of(connection.root, connection.payload, config.deadlines)
-        pair = connection.root.split((0, len(names) - 1), "newcomer")
+        pair = connection.root.split((0, len(names) - 1), "joining")
         connection.open()
         told = connection.world.gather_objects(own or [])
     except BaseException as error:

@@ -54,8 +54,10 @@ _PATIENCE = timedelta(minutes=30)
 class StartQuorum:
     """So many begin once others have had so long to come; None: all do.
 
-    >>> Quorum(2).begins([0, 1], 4, waited_s=0.0), Quorum(2, timedelta(seconds=9)).begins([0, 1], 4, waited_s=8.0)
-    (True, False)
+    >>> StartQuorum(2).begins([0, 1], 4, waited_s=0.0)
+    True
+    >>> StartQuorum(2, timedelta(seconds=9)).begins([0, 1], 4, waited_s=8.0)
+    False
     """
 
     number: int | None = None
@@ -68,7 +70,7 @@ class StartQuorum:
         Raises:
             TypeError, ValueError: it says nothing that can be.
 
-        >>> Quorum.of("Strategy", (2, timedelta(minutes=1)))
+        >>> StartQuorum.of("Strategy", (2, timedelta(minutes=1)))
         Quorum(number=2, within=datetime.timedelta(seconds=60))
         """
         shown = f'`{owner}(wait_for_workers={told!r})` must be "all", a number, or (a number, a datetime.timedelta)'

@@ -583,7 +583,7 @@ class PushSteps:
         self.pushes += 1
         self._totals.pushes += 1
         pull = self.pushes % self._strategy.pull_every == 0 or self.tables.in_step
-        return {"pull": pull, "gate": self._sync_point, "call": self.calls}
+        return {"pull": pull, "sync_point": self._sync_point, "call": self.calls}
 
     @property
     def _sync_point(self) -> int:

@@ -341,7 +341,8 @@ class DriftPatches:
         shortage = WaitForReplicas(strategy, trainer, collective_actions, stopping)
         self._logging_failover = LoggingFailover(trainer)
         self._parts = (
-            stopping, collective_actions, shortage, self._validation, saving, self._rates, EmptyShards(strategy, trainer),
+            stopping, collective_actions, shortage, self._validation, saving, self._rates,
+            EmptyShards(strategy, trainer),
             SamplerResize(strategy, trainer), self._lost_rank_data, self._joiner_data,
             ValidationTakeover(strategy, trainer), ConsistentMetrics(strategy, trainer), self._logging_failover,
         )  # fmt: skip
@@ -377,7 +378,7 @@ class DriftPatches:
     def for_joining_ranks(self) -> dict[str, Any]:
         """What a newcomer must know of this fit, see `go_on`."""
         return {
-            "gates_epochs": self._validation.sync_points_epochs,
+            "sync_points_epochs": self._validation.sync_points_epochs,
             "epoch": self._joiner_data.told(),
             "succession": self._logging_failover.told(),
         }
@@ -395,7 +396,7 @@ class DriftPatches:
     ) -> None:
         """The same training goes on in a world of all, with a newcomer: this rank, if it has been ``told``."""
         if told is not None:
-            self._validation.sync_points_epochs = bool(told["gates_epochs"])
+            self._validation.sync_points_epochs = bool(told["sync_points_epochs"])
             self._logging_failover.take(told["succession"])
         self._meeting.begin(world)
         self._joiner_data.deal(name, places, None if told is None else told["epoch"])

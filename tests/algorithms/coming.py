@@ -132,7 +132,7 @@ class Compressed(RuleBase[CompressedState]):
 
     inner: AveragingRule[Any]
 
-    per_replica = frozenset({"owed", "taken"})
+    per_replica = frozenset({"carried_residual", "taken"})
 
     def init(self, params: Tensor, layout: FlatLayout) -> CompressedState:
         zeros = torch.zeros_like(params)
@@ -155,10 +155,14 @@ class Compressed(RuleBase[CompressedState]):
         return self.inner.agree(mean, state.inner)
 
     def state_dict(self, state: CompressedState) -> dict[str, Any]:
-        return {"inner": self.inner.state_dict(state.inner), "owed": state.carried_residual, "taken": state.taken}
+        return {
+            "inner": self.inner.state_dict(state.inner),
+            "carried_residual": state.carried_residual,
+            "taken": state.taken,
+        }
 
     def load_state_dict(self, state: CompressedState, saved: dict[str, Any]) -> CompressedState:
-        own = {"owed": state.carried_residual, "taken": state.taken}
+        own = {"carried_residual": state.carried_residual, "taken": state.taken}
         copy_saved_(self, own, {key: value for key, value in saved.items() if key != "inner"})
         return state._replace(inner=self.inner.load_state_dict(state.inner, saved["inner"]))
 

@@ -28,7 +28,7 @@ from tests.benchmarks.report import load_average, machine
 from tests.benchmarks.scenarios import say
 
 MODULE = "tests.benchmarks.elastic"
-PLACES = ("anywhere", "step", "header", "payload", "commit", "optimizer", "merge", "gate", "checkpoint")
+PLACES = ("anywhere", "step", "header", "payload", "commit", "optimizer", "merge", "sync_point", "checkpoint")
 SAVE_EVERY = 40
 NOT_IN_STEPS = ("merge",)  # what synchronous steps have not
 SCENARIOS = ("averaging", "synchronous", "returning", "reforming", "stopped", "straggler")

@@ -163,7 +163,7 @@ def watch(trace: Trace, module: Trained) -> None:
         return original(replica, *args, **kwargs)
 
     def stand(original: Any, averager: Any) -> None:
-        trace.at("gate")
+        trace.at("sync_point")
         original(averager)
 
     def rendezvous(original: Any, sync_points: Any, *args: Any, **kwargs: Any) -> Any:

@@ -213,7 +213,9 @@ def raised(folder: Path) -> dict[str, Any]:
     """Epochs have 12 batches; of drifting replicas, rank 1's have 8, so that it has come to the end of one."""
     return {
         "synchronous": _raised(folder / "synchronous", lambda: together(DeltaMean(), Synchronous()), 12),
-        "drifting": _raised(folder / "drifting", lambda: together(DeltaMean(), EveryNSteps(3)), (12, 8)[rank()]),
+        "asynchronous": _raised(
+            folder / "asynchronous", lambda: together(DeltaMean(), EveryNSteps(3)), (12, 8)[rank()]
+        ),
     }
 
 

@@ -25,7 +25,7 @@ SAMPLES, BATCH = 144, 2
 PERIOD = 2
 NUMBER = int(os.environ.get("RANK", "0"))
 SCHEDULES = {
-    "drifting": lambda: EveryNSteps(PERIOD),
+    "asynchronous": lambda: EveryNSteps(PERIOD),
     "synchronous": Synchronous,
     "warming up": lambda: Warmup(EveryNSteps(PERIOD), steps=1000),
 }
@@ -121,7 +121,7 @@ def train(
     folder: str,
     victim: int = -1,
     place: str = "step",
-    schedule: str = "drifting",
+    schedule: str = "asynchronous",
     stops_in: int = -1,
     stops_at: tuple[int, int] = (8, 2),
     min_replicas: int = 1,

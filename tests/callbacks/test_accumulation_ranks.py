@@ -196,10 +196,10 @@ def test_ranks_in_lockstep_decide_alike_by_times_of_their_own(ranks: Outcomes):
 
 
 def test_rounds_are_counted_in_windows_and_weighted_by_samples(ranks: Outcomes):
-    for told in ranks("drifting"):
+    for told in ranks("asynchronous"):
         assert told["steps"] == [0, 2, 3, 4, 5, 6, 7]
         assert told["rounds"] == 3
-    assert [told["samples"] for told in ranks("drifting")] == [31.0, 29.0]
+    assert [told["samples"] for told in ranks("asynchronous")] == [31.0, 29.0]
 
 
 def test_ranks_with_different_windows_are_refused(ranks: Outcomes):

@@ -57,7 +57,7 @@ def test_who_is_told_to_stop_and_fails_within_an_accumulation_is_not_waited_for(
     assert (entry.step, entry.manifest.reason, len(entry.manifest.ranks)) == (4, "preemption", 1)
 
 
-@pytest.mark.parametrize("name", ["synchronous", "standing_still", "drifting"])
+@pytest.mark.parametrize("name", ["synchronous", "standing_still", "asynchronous"])
 def test_replicas_go_on_from_the_model_of_one(outcomes: Outcomes, name: str) -> None:
     told = outcomes(name)
     assert [rank["error"] for rank in told] == ["PeerLost", "Interrupted"]

@@ -33,7 +33,7 @@ def test_what_follows_is_equal_to_the_bit(ranks: Outcomes, name: str) -> None:
 
 
 def test_replicas_that_drift_go_on_each_from_its_own_state(ranks: Outcomes) -> None:
-    first, second = ranks("drifting")
+    first, second = ranks("asynchronous")
     assert first["saved"] == second["saved"]
     assert first["ranks"] == [0, 1]
     for rank in (first, second):

@@ -14,7 +14,7 @@ from tests.support import run_ranks
 MODULE = served_ranks.__name__
 WATCHED = ("not_finite", "not_finite_async", "stops", "rolled_back", "rolled_back_async", "broken")
 EXACT = ("after_a_kill", "own_optimizers")
-CALLED = ("due_on_one", "owed", "preempted")
+CALLED = ("due_on_one", "carried_residual", "preempted")
 OTHERS = ("asynchronous", "warmed_up", "fails")
 MOVED = ("to_replicas", "from_replicas", "to_another_mode")
 
@@ -52,7 +52,7 @@ def test_all_scenarios_are_run() -> None:
     assert sorted(SCENARIOS[MODULE]) == sorted((*EXACT, *CALLED, *OTHERS, *MOVED, *WATCHED))
 
 
-@pytest.mark.parametrize("name", ["after_a_kill", "own_optimizers", "owed", "due_on_one"])
+@pytest.mark.parametrize("name", ["after_a_kill", "own_optimizers", "carried_residual", "due_on_one"])
 def test_what_follows_a_kill_with_servers_is_equal_to_the_bit(request: pytest.FixtureRequest, name: str) -> None:
     """And saving has changed nothing: the other training has saved at its end only."""
     told = request.getfixturevalue("called" if name in CALLED else "exact")(name)

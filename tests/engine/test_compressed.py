@@ -223,15 +223,18 @@ def test_a_rank_that_loses_the_last_answer_owes_what_the_others_know(world_size:
         rank.train(12)
         compressed = rank.averager.component.average._compressed
         assert compressed is not None
-        return {"x": rank.x.clone(), "state": rank.rule_state, "owed": compressed.carried_residual.clone()}
+        return {"x": rank.x.clone(), "state": rank.rule_state, "carried_residual": compressed.carried_residual.clone()}
 
     options: Any = {"rule": DiLoCo(), "numel": 3000, "part_bytes": 1024, "compression": "int8"}
     smooth = values(world_size, body, **options)
     script = [Fault(op="all_gather", nth=4, action=Fail(after=True), name=HEADER)]  # the second round's commit
     rough = values(world_size, body, scripts={2: script}, **options)
     assert_alike(rough, smooth)
-    assert all(torch.equal(mine["owed"], expected["owed"]) for mine, expected in zip(rough, smooth, strict=True))
-    assert (world_size == 5) == any(mine["owed"].any() for mine in rough)
+    assert all(
+        torch.equal(mine["carried_residual"], expected["carried_residual"])
+        for mine, expected in zip(rough, smooth, strict=True)
+    )
+    assert (world_size == 5) == any(mine["carried_residual"].any() for mine in rough)
 
 
 def test_a_gate_ends_all_debts_so_that_a_checkpoint_needs_none() -> None:

@@ -62,7 +62,7 @@ START_OF_RUN = {"last_exchange": 3, "clock": 5.0}
 
 
 def at(sync_point: SyncPointKind, **fields: Any) -> Row:
-    return TRAINS.but(**{"gate": sync_point, "excused": True, "unreported": 2.0, **START_OF_RUN, **fields})
+    return TRAINS.but(**{"sync_point": sync_point, "excused": True, "unreported": 2.0, **START_OF_RUN, **fields})
 
 
 def held(digest: int, rest: int = 7, sync_point: SyncPointKind = SyncPointKind.VALIDATE, **fields: Any) -> Row:
@@ -255,7 +255,8 @@ def test_what_cannot_be_is_an_error(rows: list[Row], error: type[Exception], com
 def test_a_header_survives_its_row() -> None:
     row = Row(
         Header(
-            7, ROUND, Vote.END | Vote.STOP, True, SyncPointKind.EPOCH_END, 4, 2**52 - 1, 1, 1e9, 0.7, 3, SyncPointKind.STOP, True, 5.0, 6
+            7, ROUND, Vote.END | Vote.STOP, True, SyncPointKind.EPOCH_END, 4, 2**52 - 1, 1, 1e9, 0.7, 3,
+            SyncPointKind.STOP, True, 5.0, 6
         ),
         AveragingPart(True, 0.1, 2.0, 0.3, 1e-3, False, True, True, 2**52 - 1, NOT_COMPARED, 2, (0.5, -1.0)),
         reduction.GradientPart(3.0, 2**48 - 1, 3),

@@ -183,7 +183,7 @@ def test_failures_far_apart_do_not_add_up() -> None:
 # ---- a rank that fails ----
 
 
-@pytest.mark.parametrize("where", ["tick", "blocking round", "gate", "gradients"])
+@pytest.mark.parametrize("where", ["tick", "blocking round", "sync_point", "gradients"])
 def test_a_rank_that_raises_ends_all_others_with_its_name_and_text(where: str) -> None:
     turn = Turnstile()
 
@@ -193,14 +193,14 @@ def test_a_rank_that_raises_ends_all_others_with_its_name_and_text(where: str) -
             turn.wait("others go on")
             raise ValueError("the data ran dry")
         turn.set("others go on")
-        if where == "gate":
+        if where == "sync_point":
             rank.meet()
         deadline = time.monotonic() + LIMIT_S
         while time.monotonic() < deadline:
             rank.train(1)
         raise AssertionError("went on without rank 1")
 
-    schedule = Synchronous() if where == "gradients" else NEVER if where in ("tick", "gate") else EveryNSteps(4)
+    schedule = Synchronous() if where == "gradients" else NEVER if where in ("tick", "sync_point") else EveryNSteps(4)
     ended = outcomes(3, body, schedule=schedule, overlap=where == "tick")
     for number in (0, 2):
         error = ended[number].error
@@ -457,7 +457,7 @@ def test_ranks_that_leave_early_do_so_with_one_model_although_one_has_asked_for_
     assert torch.equal(left, right)
 
 
-@pytest.mark.parametrize("gate", [SyncPointKind.EPOCH_END, SyncPointKind.TRAIN_END])
+@pytest.mark.parametrize("sync_point", [SyncPointKind.EPOCH_END, SyncPointKind.TRAIN_END])
 def test_a_rank_that_waits_joins_every_validation(sync_point: SyncPointKind) -> None:
     def body(rank: FaultyRank) -> int:
         joined = 0

@@ -171,7 +171,7 @@ def test_without_an_engine_a_failure_names_the_rank_that_is_gone() -> None:
     assert "rank 1 failed: MemoryError: 3 GiB" in str(error)
 
 
-@pytest.mark.parametrize("goes", ["source", "newcomer"])
+@pytest.mark.parametrize("goes", ["source", "joining"])
 def test_who_hands_a_state_over_and_who_waits_for_it_hear_that_the_other_one_is_gone(goes: str) -> None:
     """Between two parts, while the others wait on."""
     world = InProcessWorld(2)
@@ -180,7 +180,7 @@ def test_who_hands_a_state_over_and_who_waits_for_it_hear_that_the_other_one_is_
         membership = Membership(world.store, collectives.rank, 2, interval=timedelta(seconds=0.02))
         membership.start()
         source = collectives.rank == 0
-        moving: Any = collectives.fork("newcomer")
+        moving: Any = collectives.fork("joining")
         pair = LightningCollectives(moving, membership.check, timedelta(seconds=20))
         broadcast, moved = moving.broadcast, []
 

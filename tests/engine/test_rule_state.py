@@ -17,7 +17,7 @@ from lightning_async.engine.buckets import Buckets
 from lightning_async.engine.replica import Replica
 from lightning_async.engine.shared_state import SharedState
 
-events = st.lists(st.sampled_from(["step", "pack", "commit", "gate", "absent"]), max_size=60)
+events = st.lists(st.sampled_from(["step", "pack", "commit", "sync_point", "absent"]), max_size=60)
 
 
 class Replay:
@@ -41,7 +41,7 @@ class Replay:
             self.committed += steps
             self.weighed += work.samples
             ledger.round(work, steps)
-        elif event == "gate":  # a packed message is served before the consensus, or dropped with it
+        elif event == "sync_point":  # a packed message is served before the consensus, or dropped with it
             self.message = None
             self.weighed += ledger.work.samples
             ledger.agree()
@@ -68,7 +68,7 @@ def test_gates_do_not_move_the_clock_of_rounds(script: list[str]) -> None:
         if event in ("pack", "commit"):
             continue
         gated.play(event)
-        if event != "gate":
+        if event != "sync_point":
             plain.play(event)
         assert gated.ledger.since_round == plain.ledger.since_round
 

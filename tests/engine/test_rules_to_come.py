@@ -139,9 +139,9 @@ def test_a_checkpoint_holds_what_is_common_once_and_the_rest_for_each_replica() 
         2, body, rule=Compressed(DiLoCo()), schedule=EveryNSteps(3), config={"overlap": False}
     )
     assert set(shared["rule_state"]) == {"inner"}
-    assert set(own["rule_state"]) == {"owed", "taken"}
+    assert set(own["rule_state"]) == {"carried_residual", "taken"}
     assert torch.equal(shared["rule_state"]["inner"]["anchor"], others["rule_state"]["inner"]["anchor"])
-    assert not torch.equal(own["rule_state"]["owed"], theirs["rule_state"]["owed"])
+    assert not torch.equal(own["rule_state"]["carried_residual"], theirs["rule_state"]["carried_residual"])
 
     def resumed(clocks):
         def body(rank: Rank):
@@ -152,10 +152,10 @@ def test_a_checkpoint_holds_what_is_common_once_and_the_rest_for_each_replica() 
 
     for (found, clocks), expected in zip(resumed([own, theirs]), (own, theirs), strict=True):
         assert torch.equal(found["rule_state"]["inner"]["momentum"], shared["rule_state"]["inner"]["momentum"])
-        assert torch.equal(clocks["rule_state"]["owed"], expected["rule_state"]["owed"])
+        assert torch.equal(clocks["rule_state"]["carried_residual"], expected["rule_state"]["carried_residual"])
     without = {**own, "rule_state": {}}  # from a run with another number of replicas
     for _, clocks in resumed([without, without]):
-        assert torch.equal(clocks["rule_state"]["owed"], torch.zeros(8))
+        assert torch.equal(clocks["rule_state"]["carried_residual"], torch.zeros(8))
 
 
 def test_a_topology_without_a_transport_is_refused() -> None:

@@ -248,7 +248,7 @@ def test_a_push_that_is_not_what_it_says_is_refused() -> None:
     with running(N) as server:
         client = joined(server, "a", Int8())
         line = client._lines[0]  # pyright: ignore[reportPrivateUsage]
-        header = {"do": "push", "lr": None, "weight": 1.0, "pull": False, "gate": 0, "number": 1, "base": 0}
+        header = {"do": "push", "lr": None, "weight": 1.0, "pull": False, "sync_point": 0, "number": 1, "base": 0}
         for compression, size in ((["int8", {}], 4), (["2bit", {"threshold": 0}], 175), (["zip", {}], 8), (None, 8)):
             line.ask({**header, "compression": compression}, size)
             with pytest.raises(SettingsMismatch, match=r"has 4 bytes, and is|must be > 0|none of|has 8 bytes, and is"):

@@ -191,7 +191,7 @@ def back_to_synchronous_steps() -> Any:
         "momenta": module.begins_with[0],
         "mean": module.begins_with[1],
         "of all batches": batches.mean(0).tolist(),
-        "drifting": module.begins_with[2],
+        "asynchronous": module.begins_with[2],
         "rank": rank(),
     }
 

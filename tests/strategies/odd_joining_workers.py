@@ -81,7 +81,7 @@ class Odd(Seen):
             self.pause_s = 1.0  # all is heard of between two batches, of which nine are left
         if self._moment == "accumulates" and NUMBER == 2 and self.current_epoch == 1 and self.trainer.world_size == 3:
             with contextlib.suppress(FileNotFoundError):  # the newcomer is told, once; it stands at a gate
-                joining = self._folder / "newcomer"
+                joining = self._folder / "joining"
                 os.kill(int(joining.read_text()), signal.SIGTERM)
                 joining.unlink()
         if self._moment == "at the end" and NUMBER == 0 and step == STEPS:
@@ -185,7 +185,7 @@ def train(folder: str, moment: str, windows: int = 0) -> None:
         enable_checkpointing=moment in ("mid epoch", "accumulates"), callbacks=callbacks,
     )  # fmt: skip
     if CAME_BACK:
-        (Path(folder) / "newcomer").write_text(str(os.getpid()))
+        (Path(folder) / "joining").write_text(str(os.getpid()))
         wait_for(Path(folder) / f"start {os.environ['LIGHTNING_ASYNC_REJOIN']}")
     told: dict[str, Any] = {"name": str(NUMBER)}
     try:

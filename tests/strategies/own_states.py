@@ -104,7 +104,7 @@ def what_is_own() -> Any:
             told.setdefault(name, []).append(sorted(take(trainer)))
 
     options: dict[str, dict[str, Any]] = {
-        "drifting": {}, "buffers": {"buffers": "keep"}, "averaged": {"optimizer_state": "average"},
+        "asynchronous": {}, "buffers": {"buffers": "keep"}, "averaged": {"optimizer_state": "average"},
         "synchronous": {"schedule": Synchronous()}, "warm-up": {"schedule": Warmup(EveryNSteps(2), steps=2)},
     }  # fmt: skip
     for name in options:

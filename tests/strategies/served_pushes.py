@@ -62,9 +62,9 @@ def goes_on_with_what_was_owed(folder: Path) -> Any:
     part(folder, 2, None)
     saved = torch.load(folder / "epoch=1.ckpt", weights_only=True)["lightning_async"]["replicas"]
     carried_residual = [
-        sum(float(each.abs().sum()) for each in replica["gathered"]["owed"].values()) for replica in saved
+        sum(float(each.abs().sum()) for each in replica["gathered"]["carried_residual"].values()) for replica in saved
     ]
-    return part(folder / "more", 4, folder / "epoch=1.ckpt") | {"owed": carried_residual}
+    return part(folder / "more", 4, folder / "epoch=1.ckpt") | {"carried_residual": carried_residual}
 
 
 @scenario

@@ -184,8 +184,8 @@ def test_the_store_of_a_job_without_our_launcher_is_lost_and_each_rank_ends_with
     store: Any = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
     kwargs = {"batches": [ENDLESS] * 2, "windows": windows, "deadlines": {"dead_after": 3.0}}
-    worker, sync_point = "tests.strategies.failure_workers:without_the_store", tmp_path / "gate"
-    with start_ranks(worker, 2, kwargs=kwargs | {"gate": str(sync_point)}, timeout=LIMIT_S, env=env) as group:
+    worker, sync_point = "tests.strategies.failure_workers:without_the_store", tmp_path / "sync_point"
+    with start_ranks(worker, 2, kwargs=kwargs | {"sync_point": str(sync_point)}, timeout=LIMIT_S, env=env) as group:
         wait_for_step(group, 30, 2)
         killed_at = time.time()
         del store
@@ -300,7 +300,7 @@ def test_a_pause_in_training_is_no_failure_at_all(overlap: bool, tmp_path: Path)
         "overlap": overlap,
         "deadlines": {"payload": 5.0, "dead_after": 30.0, "grace": 1000.0},
         "at": [1, 50, "wait"],
-        "gate": str(sync_point),
+        "sync_point": str(sync_point),
     }
     with start_ranks(TRAIN, 2, kwargs=kwargs, timeout=LIMIT_S) as group:
         group.wait_for(1, "step 50\n")

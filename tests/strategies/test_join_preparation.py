@@ -72,7 +72,7 @@ class Answers:
         self.told: list[dict[str, Any]] = []
 
     def answer(self, joining_rank: str, admitted: bool, again: bool = False) -> None:
-        self.told.append({"guest": joining_rank, "admitted": admitted, "again": again})
+        self.told.append({"joining_rank": joining_rank, "admitted": admitted, "again": again})
 
 
 def received(names: tuple[str, ...] = ("0", "1")) -> tuple[JoinPreparation, Any, Answers]:
@@ -114,7 +114,7 @@ def test_who_is_let_go_comes_again_where_a_rank_was_lost_meanwhile() -> None:
     membership.lost = ("1",)
     join_preparation.let_go()
     ended(join_preparation)
-    assert door.told == [{"guest": "2.1.1", "admitted": False, "again": True}]
+    assert door.told == [{"joining_rank": "2.1.1", "admitted": False, "again": True}]
     assert membership.failed == "a rank was lost"
     assert join_preparation.hold() is None
     join_preparation.close()
@@ -162,7 +162,7 @@ def test_rank_0_offers_nobody_where_it_has_come_to_its_end(monkeypatch: pytest.M
 def test_who_all_stood_for_ends_where_rank_0_could_not(monkeypatch: pytest.MonkeyPatch) -> None:
     rank_0 = [READY, "MemoryError: no room", {}, []]
     host, membership, door = hosted(monkeypatch, lambda mine: [rank_0, mine])
-    assert door.told == [{"guest": READY, "admitted": False, "again": False}]
+    assert door.told == [{"joining_rank": READY, "admitted": False, "again": False}]
     assert host._join_preparation is not None and host._join_preparation._ready is None
     for thread in threading.enumerate():
         if thread.name == "lightning_async goodbye":
@@ -173,7 +173,7 @@ def test_who_all_stood_for_ends_where_rank_0_could_not(monkeypatch: pytest.Monke
 def test_it_comes_again_where_rank_0_is_lost_before_it_has_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody else has what it needs."""
     _, _, door = hosted(monkeypatch, lambda mine: [mine, mine])
-    assert door.told == [{"guest": READY, "admitted": False, "again": True}]
+    assert door.told == [{"joining_rank": READY, "admitted": False, "again": True}]
 
 
 def test_where_all_fail_to_tell_what_was_made_for_a_newcomer_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,4 +190,4 @@ def test_where_all_fail_to_tell_what_was_made_for_a_newcomer_is_released(monkeyp
         hosted(monkeypatch, gather_objects)
     (join_preparation,) = kept
     join_preparation.close()  # as the end of training does
-    assert join_preparation._door.told == [{"guest": READY, "admitted": False, "again": True}]
+    assert join_preparation._door.told == [{"joining_rank": READY, "admitted": False, "again": True}]

@@ -97,5 +97,5 @@ def test_the_gate_before_synchronous_steps_is_heard_of_like_any_other(ranks: Out
     for told in (first, second):
         assert told["momenta"] == 0, "the model has changed, so the optimizers' state is reset"
         assert told["mean"] == pytest.approx(told["of all batches"], abs=1e-5)
-        assert told["drifting"] is True
+        assert told["asynchronous"] is True
     assert first["mean"] == second["mean"]

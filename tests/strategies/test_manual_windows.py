@@ -75,7 +75,7 @@ def reference(
     [
         ("no_delay", {"size": 3, "delay": 0}, 1e-5),
         ("delayed", {"size": 2, "delay": 1}, 1e-5),
-        ("gathers_by_itself", {"size": 2, "delay": 1, "gathers": 2, "gates": (5, 10)}, 1e-5),
+        ("gathers_by_itself", {"size": 2, "delay": 1, "gathers": 2, "sync_points": (5, 10)}, 1e-5),
         ("bare", {"size": 2, "delay": 1}, 1e-5),
     ],
 )

@@ -78,7 +78,7 @@ def test_what_is_own_where_replicas_drift_and_where_they_do_not(ranks: Outcomes)
     asynchronous, alike = ["optimizers", "random"], ["random"]
     for said in ranks("what_is_own"):
         assert said == {
-            "drifting": [asynchronous] * 4, "buffers": [["buffers", *asynchronous]] * 4, "averaged": [alike] * 4,
+            "asynchronous": [asynchronous] * 4, "buffers": [["buffers", *asynchronous]] * 4, "averaged": [alike] * 4,
             "synchronous": [alike] * 4, "warm-up": [*[alike] * 2, *[asynchronous] * 2],
         }  # fmt: skip
 

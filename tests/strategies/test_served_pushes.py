@@ -96,7 +96,7 @@ def test_a_checkpoint_holds_what_compression_has_yet_to_deliver_of_each_worker(c
     for each in told:
         assert each["step"] == 4 * BATCHES
         assert distance(each["values"], expected) < 1e-4
-        assert len(each["owed"]) == 2 and min(each["owed"]) > 0.1
+        assert len(each["carried_residual"]) == 2 and min(each["carried_residual"]) > 0.1
 
 
 def test_a_warm_up_is_training_of_one_process(others: Outcomes) -> None:

@@ -93,7 +93,7 @@ class BackgroundAverager:
     """Averages one replica with its peers while it trains.
 
     The training thread calls `plan` before and `tick` after every optimizer step (or once per batch, where
-    several optimizers step), `sync_points.rendezvous` wherever all ranks must hold one model, and `sync_points.resume` when it
+    several optimizers step), `sync_points.rendezvous` wherever all ranks must hold one model, and `resume` when it
     trains on. The control plane's thread serves the rounds meanwhile. All ranks must start with equal parameters.
 
     Args:
@@ -155,7 +155,7 @@ class BackgroundAverager:
     # ---- stepping ----
 
     def plan(self, meet: Callable[[SyncPointKind], Arrival] | None = None) -> Step:
-        """What to do with the step that the training thread is about to take; ``meet``, by default `SyncPoints.rendezvous`,
+        """Return what to do with the step that the training thread is about to take; ``meet``, by default `rendezvous`,
         opens a gate that it needs first."""
         box, ledger = self._box, self.ledger
         with box.changed:

@@ -368,7 +368,7 @@ class Checkpointing:
     def _meets(self, exception: BaseException) -> bool:
         """Stand where all ranks leave, if this rank's model is whole, and the others are between gates, too."""
         strategy, within = self._trainer.strategy, self.resume.points.step_position.within
-        sync_points, world = getattr(strategy, "gates", None), getattr(strategy, "world", None)
+        sync_points, world = getattr(strategy, "sync_points", None), getattr(strategy, "world", None)
         lost = isinstance(exception, AsyncTrainingError)
         if sync_points is None or world is None or not world.asynchronous or lost or within is StepPhase.STEP:
             return False

@@ -197,7 +197,8 @@ class Peers:
         costs, keeper, mib = self._peer_copy_sender.costs, self.keeper, 2**20
         stood_ms = 1000 * costs.stalled_s / max(1, costs.saves)
         rank_zero_info(
-            f"Peer memory, as rank 0 saw it: {costs.saves} copies of its own state, {self._peer_copy_sender.size / mib:.1f} MiB "
+            f"Peer memory, as rank 0 saw it: {costs.saves} copies of its own state, "
+            f"{self._peer_copy_sender.size / mib:.1f} MiB "
             f"each, of which {costs.failed} did not arrive; training stood still for {stood_ms:.1f} ms for each. It "
             f"keeps {keeper.size / mib:.1f} MiB for rank(s) {', '.join(keeper.owners) or 'none'}."
         )

@@ -284,7 +284,7 @@ class EpochAssignment:
 
 def lost_rank_data_of(trainer: Any) -> LostRankData | None:
     """That of the fit under way; None where ranks cannot be lost."""
-    return vars(trainer.strategy).get("inheritance")
+    return vars(trainer.strategy).get("lost_rank_data")
 
 
 class LostRankData:
@@ -310,11 +310,11 @@ class LostRankData:
         """Patch; returns what takes it back."""
         if not self._strategy.shrinks:
             return []
-        vars(self._trainer.strategy)["inheritance"] = self  # for checkpoints
+        vars(self._trainer.strategy)["lost_rank_data"] = self  # for checkpoints
         return [
             replace(self._trainer.fit_loop.epoch_loop, "on_run_start", self._begin),
             replace(self._trainer.strategy, "on_train_batch_start", self._begin_batch),
-            lambda: vars(self._trainer.strategy).pop("inheritance", None),
+            lambda: vars(self._trainer.strategy).pop("lost_rank_data", None),
         ]
 
     def start_over(self) -> None:

@@ -35,7 +35,7 @@ class StateCopying:
     three times as long."""
 
     def __init__(self) -> None:
-        self._buffer = Buffer("newcomer")
+        self._buffer = Buffer("joining")
 
     def prepare_for(self, trainer: Any, more: int) -> None:
         """Have the memory, while training goes on; from any thread.

@@ -221,7 +221,7 @@ def names_of(trainer: Any) -> StableIds:
     Args:
         trainer: its strategy may have `Survivors`.
     """
-    live_ranks = getattr(trainer.strategy, "survivors", None)
+    live_ranks = getattr(trainer.strategy, "live_ranks", None)
     if is_joining(trainer.strategy):
         others = frozenset(range(trainer.world_size))
         return StableIds(trainer.strategy.cluster_environment.started_as, (), trainer.world_size, others)
