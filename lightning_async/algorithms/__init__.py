@@ -76,15 +76,6 @@ from lightning_async.algorithms.staleness import (
     momentum_warning,
 )
 
-# How many samples an optimizer step has, and what that does to the learning rate.
-
-
-# When to save, and what to keep.
-
-
-# What a parameter server does about pushes that are late.
-
-
 __all__ = [
     "NAMES",
     "AccumulationPolicy",

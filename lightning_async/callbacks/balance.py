@@ -114,7 +114,7 @@ class BalancedBatchSizes(Callback):
 
     of_all_ranks = True
     call_together: Callable[[], None] | None = None
-    """See `Convened`."""
+    """See `CollectiveCallback`."""
 
     def __init__(
         self,
@@ -252,7 +252,7 @@ class BalancedBatchSizes(Callback):
         return None if self._windows is None or self._windows.pieces is None else self._windows.pieces.most
 
     def decide(self, world: LightningCollectives) -> bool:
-        """See `Convened`; the model stays as it is."""
+        """See `CollectiveCallback`; the model stays as it is."""
         if self._balancing is not None and (has_changed := self._balancing.decide(world)) is not None:
             self._since, self._told_namespace = 0, self._told_namespace and not has_changed
             self._patience = 1 if has_changed else min(2 * self._patience, _PATIENCE)

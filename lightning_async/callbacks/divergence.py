@@ -239,7 +239,7 @@ class DivergenceMonitor(Callback):
         self._remedies = None if remedies is None else {Remedy[name.upper()] for name in remedies}
         self._given_rollback, self.alert = rollback, alert
         self.call_together: Callable[[], None] | None = None
-        """See `Convened`."""
+        """See `CollectiveCallback`."""
         self._council: RemedyAgreement | None = None
         self._rollback: RollsBack | None = None
         self._observer = SignalTracker((), {}, history, skips=False)
@@ -376,7 +376,7 @@ class DivergenceMonitor(Callback):
     # ---- what all ranks do ----
 
     def decide(self, world: LightningCollectives) -> bool:
-        """See `Convened`: replicas that drift have met, and those that were unfit have taken over the others' model."""
+        """Decide what all ranks do, once asynchronous replicas have met and unfit ones have taken over the others' model."""
         trainer, asked, self._asked = self._trainer, self._asked, Remedy.NONE
         self._fit_again()
         if trainer is None:

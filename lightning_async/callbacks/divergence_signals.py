@@ -79,7 +79,7 @@ class SyncPointAgreement:
     """Replicas run at their own pace: what is more than a word is decided at a gate.
 
     Args:
-        callback: is shown the gate, see `Convened`.
+        callback: is shown the gate, see `CollectiveCallback`.
         strategy: has the gates, in whose headers losses travel.
     """
 

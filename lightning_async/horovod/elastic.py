@@ -110,7 +110,7 @@ class Commits(Callback):
     def __init__(self, committed: Committed[Commit], every: int, exact: bool) -> None:
         self._committed, self._every, self._exact = committed, every, exact
         self.call_together: Callable[[], None] | None = None
-        """Set while replicas drift, see `Convened`."""
+        """Set while replicas drift, see `CollectiveCallback`."""
         self._trainer: Any = None
         self._resume: Resume | None = None
         self._undo: list[Undo] = []
@@ -207,7 +207,7 @@ class Commits(Callback):
         return step > self._step and step % self._every == 0 and not loop.batch_progress.is_last_batch
 
     def decide(self, world: LightningCollectives) -> bool:
-        """See `Convened`: all replicas are here, and hold one model."""
+        """See `CollectiveCallback`: all replicas are here, and hold one model."""
         assert self._resume is not None
         with self._resume.as_it_was() as state:
             if all(world.gather_objects(state.resume is not None)):

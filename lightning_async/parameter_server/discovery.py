@@ -44,7 +44,7 @@ class WorkerVersion(NamedTuple):
 
 
 class Agreement:
-    """A wing, see `Wing`, that moves nothing itself: weights come from the servers.
+    """A wing, see `EngineComponent`, that moves nothing itself: weights come from the servers.
 
     Whoever comes to a gate has no push under way, and pulls after its last one. So the last of them has what all
     pushes have made, on every server; it is the one with the highest version, and who has the same has the same bits.
@@ -74,7 +74,7 @@ class Agreement:
         with self._box.changed:
             return self._newest > self._mine
 
-    # ---- the engine's thread, see `Wing` ----
+    # ---- the engine's thread, see `EngineComponent` ----
 
     def is_indispensable(self) -> bool:
         return False

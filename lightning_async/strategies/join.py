@@ -88,7 +88,7 @@ class PreparedJoin(NamedTuple):
         run: the number that their run will have.
         connection: of all, with all groups that training needs.
         pair: of rank 0 and the newcomer; None on the others.
-        place: where the newcomer is, see `Newcomers.place`.
+        place: where the newcomer is, see `JoinerData.place`.
     """
 
     joining_rank: str
@@ -411,7 +411,7 @@ class JoinCoordinatorView(Connected, Protocol):
 
 
 class JoinCoordinator:
-    """Takes newcomers in; see `Convened`.
+    """Takes newcomers in; see `CollectiveCallback`.
 
     Args:
         strategy: whose training they come to.

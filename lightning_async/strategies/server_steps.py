@@ -383,7 +383,7 @@ class PushStepsView(LocalStepsView, Protocol):
 
 
 class PushSteps:
-    """In place of `Stepping`, which it is like to whoever calls it; at gates, see `Visitor`.
+    """In place of `LocalSteps`, which it is like to whoever calls it; at gates, see `SyncPointParticipant`.
 
     With the optimizer on the servers its ``step`` is a push of the gradients and a pull of the weights; whoever calls
     it, with whatever is done before and after. Else the optimizer is the worker's, and changes of the weights are
@@ -608,7 +608,7 @@ class PushSteps:
             self._agreement.pulled(self.tables.versions, self.tables.restored)
         return answer
 
-    # ---- at gates, see `Visitor` ----
+    # ---- at gates, see `SyncPointParticipant` ----
 
     def come(self) -> None:
         """Nothing is under way from here on, and nobody waits for this worker."""

@@ -63,7 +63,7 @@ def take(window: Window, gradients: SynchronousGradients, size: float, ends_epoc
         window: that is open.
         gradients: by which it leaves.
         size: that it is to have.
-        ends_epoch: see `CommonRates.ends_epoch`.
+        ends_epoch: see `SharedLearningRates.ends_epoch`.
     """
     carried_residual = gradients.carried_residual()
     held: dict[str, Any] = {} if carried_residual is None else {"compression": carried_residual}
@@ -227,7 +227,7 @@ _LAST = (SyncPointKind.EPOCH_END, SyncPointKind.TRAIN_END)
 
 
 class WindowSteps:
-    """In place of `Stepping`, which it is like to whoever calls it; at gates, see `Visitor`.
+    """In place of `LocalSteps`, which it is like to whoever calls it; at gates, see `SyncPointParticipant`.
 
     A gate finds nothing in flight: what is, is reduced and stepped with while the replica stands there, and so are the
     gradients of others who train on, so that all replicas have taken the same steps when it opens. The last gates, of
@@ -454,7 +454,7 @@ class WindowSteps:
             lambda: self._gradients.take_(self._window_schedule.scale, self._correcting.change_)
         )
 
-    # ---- at gates, see `Visitor` ----
+    # ---- at gates, see `SyncPointParticipant` ----
 
     def come(self) -> None:
         """Ahead of the gate, while nobody goes on without this replica: what it says there shall hold."""

@@ -20,7 +20,7 @@ class AsyncStrategyView(Protocol):
         ...
 
     live_ranks: Any
-    """Who is there of the ranks that began, see `Survivors`; None where all are, or must be."""
+    """Who is there of the ranks that began, see `RankMap`; None where all are, or must be."""
 
     @property
     def patience(self) -> Any:
@@ -33,7 +33,7 @@ class AsyncStrategyView(Protocol):
         ...
 
     host: Any
-    """Takes newcomers in, see `Convened`; None where nobody can come."""
+    """Takes newcomers in, see `CollectiveCallback`; None where nobody can come."""
 
     @property
     def sync_points(self) -> SyncPoints | None:

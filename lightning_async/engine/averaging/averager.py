@@ -290,7 +290,7 @@ class BackgroundAverager:
         pace = min(1.0, box.mean_steps / box.steps_then) if box.steps_then else 1.0
         return int(box.mean_steps + pace * (self.step - box.steps_then))
 
-    # ---- at gates, see `Visitor` ----
+    # ---- at gates, see `SyncPointParticipant` ----
 
     def come(self) -> None:
         self.replica.tensors.check_unchanged()

@@ -149,7 +149,7 @@ class Merge(InFlightRound):
 
 
 class AveragingRound:
-    """See `Kind`.
+    """See `RoundType`.
 
     Args:
         control: the control plane.
@@ -271,7 +271,7 @@ class AveragingRound:
 
 
 class ConsensusRound:
-    """See `Kind`. It moves what replicas are, not the rule's messages: it is no outer step.
+    """See `RoundType`. It moves what replicas are, not the rule's messages: it is no outer step.
 
     Args:
         control: the control plane.
@@ -463,7 +463,7 @@ class CheckpointMarkers:
     # ---- the engine's thread ----
 
     def _copy(self, exchange: InFlightRound) -> MarkedRound:
-        """Under `Mailbox.committing`."""
+        """Under `SharedState.committing`."""
         mark, share = exchange.mark, None
         assert mark is not None
         if isinstance(exchange, Merge) and self._name in mark.members:
@@ -477,7 +477,7 @@ class CheckpointMarkers:
 
 
 class AnchorRound:
-    """See `Kind`. Where one rank came from when it left synchronous training goes to all; its bucket still holds it.
+    """A round that gives all ranks the parameters from which one left synchronous training; its bucket holds them.
 
     Args:
         control: the control plane.
@@ -510,7 +510,7 @@ class AnchorRound:
 
 
 class AveragingComponent:
-    """See `Wing`.
+    """See `EngineComponent`.
 
     Args:
         control: the control plane.

@@ -166,7 +166,7 @@ class Reduction(InFlightRound):
 
 
 class GradientRounds:
-    """One kind of round, see `Kind`.
+    """One kind of round, see `RoundType`.
 
     A mean that is not finite is never handed over. It has the same bits on all ranks, so that all see it at once and
     nobody commits it. Then each rank looks at what it has sent. Gradients that are not finite lose their weight, and
@@ -304,7 +304,7 @@ class GradientRounds:
 
 
 class SynchronousGradients:
-    """A wing, see `Wing`; what it moves is a round, see `GradientRounds`.
+    """A wing, see `EngineComponent`; what it moves is a round, see `GradientRounds`.
 
     Args:
         control: the control plane; this registers with it.

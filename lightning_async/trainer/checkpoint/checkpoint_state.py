@@ -255,7 +255,7 @@ def put_back(trainer: Any, checkpoint: dict[str, Any], resume: dict[str, Any] | 
 
 
 def _assembled(shares: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The state of averaging and the agreed parameters, of every rank's `Agreed.share`."""
+    """The state of averaging and the agreed parameters, of every rank's `RuleState.share`."""
     first = shares[0]
     flat = {
         name: torch.cat([share["flat"][name] for share in shares]).view(shape)

@@ -154,7 +154,7 @@ class Peers:
             clock.put_off()
 
     def _look(self, names: StableIds) -> None:
-        """Find who is to keep this rank's copies, where that may have changed: another `Survivors` has newcomers."""
+        """Find who is to keep this rank's copies, where that may have changed: another `RankMap` has newcomers."""
         live_ranks = self._trainer.strategy.live_ranks
         if self._known == (names.left, live_ranks) and not (self._stale and time.monotonic() >= self._not_before):
             return

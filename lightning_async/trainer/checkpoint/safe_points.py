@@ -5,7 +5,7 @@ The state that a fit can go on from, by where it is (`step_position`):
 | within | the state |
 | --- | --- |
 | fetching a batch, its hooks, forward, backward, clipping | that of the safe point before: the batch comes again |
-| behind the backward pass, where gradients are gathered apart (`updates`) | after the batch; see `Accumulating` |
+| behind the backward pass, where gradients are gathered apart (`updates`) | after the batch; see `WindowSteps` |
 | the optimizer's step, a scheduler's | none: a part is written, and nobody knows which |
 | averaging, behind the optimizer's step | after the batch; its schedulers step now |
 | hooks and loggers at the end of the batch | after the batch; a validation that is due then is still to come |

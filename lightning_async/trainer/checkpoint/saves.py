@@ -445,7 +445,7 @@ class AsyncSaves:
     def close(self) -> None:
         """Nothing to let go of."""
 
-    # ---- at gates, see `Visitor` ----
+    # ---- at gates, see `SyncPointParticipant` ----
 
     def come(self) -> None: ...
 
@@ -462,7 +462,7 @@ class AsyncSaves:
 
 # When to save, and what, of workers whose weights are on servers.
 #
-# The rank on which a save is due calls all together, see `Convening`. Where they meet no push is under way, and
+# The rank on which a save is due calls all together, see `CollectiveActions`. Where they meet no push is under way, and
 # all have the servers' weights of one version: each writes its part of these and of the optimizer's state, and
 # what is its own. They train on while it is written. In synchronous mode the call goes with a step, and all
 # meet behind it.
@@ -603,7 +603,7 @@ class ServerSaves:
     def close(self) -> None:
         """Nothing to let go of."""
 
-    # ---- at gates, see `Visitor` ----
+    # ---- at gates, see `SyncPointParticipant` ----
 
     def come(self) -> None: ...
 

@@ -162,7 +162,7 @@ class EpochAssignment:
     """Of all ranks, by the names that they have for life.
 
     Args:
-        trainer: in a fit; its strategy has `Survivors`.
+        trainer: in a fit; its strategy has `RankMap`.
     """
 
     def __init__(self, trainer: Any) -> None:

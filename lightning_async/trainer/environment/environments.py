@@ -219,7 +219,7 @@ def names_of(trainer: Any) -> StableIds:
     """Numbers, where nobody can be lost.
 
     Args:
-        trainer: its strategy may have `Survivors`.
+        trainer: its strategy may have `RankMap`.
     """
     live_ranks = getattr(trainer.strategy, "live_ranks", None)
     if is_joining(trainer.strategy):

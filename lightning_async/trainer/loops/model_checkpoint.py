@@ -16,7 +16,7 @@ from lightning_async.trainer.protocols import AsyncStrategyView
 
 
 class Saving:
-    """Patches every `ModelCheckpoint` of a Trainer; see `Convened`.
+    """Patches every `ModelCheckpoint` of a Trainer; see `CollectiveCallback`.
 
     Args:
         strategy: its collectives.
